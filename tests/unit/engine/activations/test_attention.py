@@ -1,7 +1,6 @@
-"""Attention's kernels of several devices under one name: choices that were made for one of them hold for the others.
+"""One name for attention kernels of several devices: activation choices made for one of them hold for the others.
 
-The kernel that GPUs have is played by one on the CPU, with all that the GPU's puts out: sums whose tokens are padded,
-and two seeds of random numbers.
+A kernel on the CPU stands in for the GPU's, with all of its outputs: sums with padded tokens, and two random seeds.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ PADDED = 32
 
 @pytest.fixture
 def calls() -> Iterator[list[str]]:
-    """Makes a CPU know the kernel of GPUs; tells its calls."""
+    """Registers the GPU's kernel on the CPU, and records its calls."""
     found: list[str] = []
 
     def forward(
@@ -107,7 +106,7 @@ def test_a_choice_holds_what_the_other_kernel_puts_out(policy: BlockActivations,
     unit.forward(on_gpu, entering())
     found = unit.backward(on_gpu, grad)
     assert torch.equal(found, x.grad)  # type: ignore[arg-type]
-    assert calls == ["forward", "backward"]  # it is not computed again
+    assert calls == ["forward", "backward"]  # the kernel is not computed again
 
 
 def test_seeds_stay_on_the_device_and_take_no_slots(calls: list[str]) -> None:

@@ -31,7 +31,7 @@ DEADLINE_S = 20.0
 
 
 class GatedStream(ThreadStream):
-    """Its copies wait for a gate."""
+    """A stream whose copies wait for a gate."""
 
     def __init__(self, device: "GatedDevice") -> None:
         super().__init__(DEADLINE_S, device.start_threads)
@@ -49,7 +49,10 @@ class GatedStream(ThreadStream):
 
 
 class GatedDevice(Device):
-    """Copies to the host wait for a gate. What fails in a thread is for who waits for an event to tell."""
+    """A device whose copies to the host wait for a gate.
+
+    An error in one of its threads is raised in the thread that waits for an event.
+    """
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__(torch.device("cpu"), deadline_s=deadline_s, start_threads=self.start_threads)
@@ -73,7 +76,7 @@ class GatedDevice(Device):
 
 
 class PoisonedSlots(SlotPool):
-    """Fills what is released with 0xFF."""
+    """A slot pool that fills released slots with 0xFF."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__(0, SLOT_NBYTES, memory.nbytes // SLOT_NBYTES, name="activations")
@@ -147,7 +150,7 @@ def test_bytes_in_scattered_slots_come_back_too(stage: Stage) -> None:
     tensor = some_bytes(4 * SLOT_NBYTES - 9)
     handle = stage.store.put(tensor)
     assert torch.equal(stage.store.get(handle), tensor)
-    assert stage.device.num_copies == 3  # neighbours go at once
+    assert stage.device.num_copies == 3  # neighbouring slots are copied at once
 
 
 def test_put_and_prefetch_do_not_wait_for_the_copy(stage: Stage) -> None:
@@ -192,7 +195,7 @@ def test_a_put_waits_for_slots_that_are_about_to_come_free(stage: Stage) -> None
         assert torch.equal(stage.store.get(handle), some_bytes(5 * SLOT_NBYTES))
 
 
-def test_who_shares_a_put_with_another_store_learns_how_much_fits(stage: Stage) -> None:
+def test_room_nbytes_is_the_part_of_a_put_that_fits(stage: Stage) -> None:
     assert stage.store.room_nbytes(9 * SLOT_NBYTES) == 8 * SLOT_NBYTES
     assert stage.store.room_nbytes(3 * SLOT_NBYTES - 5) == 3 * SLOT_NBYTES - 5
     stage.store.put(some_bytes(3 * SLOT_NBYTES))
@@ -201,7 +204,7 @@ def test_who_shares_a_put_with_another_store_learns_how_much_fits(stage: Stage) 
     assert stage.store.room_nbytes(100) == 100
     stage.store.drop(dropped)
     threading.Timer(0.05, stage.device.gate.set).start()
-    assert stage.store.room_nbytes(2 * SLOT_NBYTES) == 2 * SLOT_NBYTES  # once its copy is over
+    assert stage.store.room_nbytes(2 * SLOT_NBYTES) == 2 * SLOT_NBYTES  # once its copy has ended
     assert stage.store.room_nbytes(9 * SLOT_NBYTES) == 5 * SLOT_NBYTES
 
 
@@ -215,7 +218,7 @@ def test_bytes_may_come_back_into_memory_of_the_callers(stage: Stage) -> None:
     assert not whole[2 * SLOT_NBYTES + 7 :].any()
 
 
-def test_what_is_on_its_way_out_is_bounded() -> None:
+def test_bytes_in_flight_to_host_are_bounded() -> None:
     stage = Stage(max_leaving_nbytes=250)
     stage.device.gate.clear()
     for _ in range(2):
@@ -250,7 +253,7 @@ def test_a_failed_copy_raises_where_its_bytes_are_needed(stage: Stage) -> None:
 
 
 class Watch:
-    """Keeps what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.name = "nobody"
@@ -281,7 +284,7 @@ def test_a_watch_is_told_of_every_move() -> None:
     stage.close()
     stage.store.get(second)
     assert watch.moves == [("first", 60, True), ("second", 70, True), ("second", 70, False)]
-    assert watch.waits == []  # what was asked for was there
+    assert watch.waits == []  # all requested bytes were present
 
 
 def test_a_watch_is_told_of_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +292,7 @@ def test_a_watch_is_told_of_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(max_leaving_nbytes=100, watch=watch)
 
     def open_first(wait: Any) -> Any:
-        """The copies go on when this thread begins to wait for them."""
+        """Opens the gate for the copies when this thread begins to wait for them."""
 
         def opened(*args: Any) -> Any:
             if threading.current_thread() is threading.main_thread():
@@ -305,7 +308,7 @@ def test_a_watch_is_told_of_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.waits == []
     watch.name = "second"
     second = stage.store.put(some_bytes(70))
-    assert watch.waits == ["second"]  # for the first to leave
+    assert watch.waits == ["second"]  # for the first one's write to end
     stage.store.drop(first)
     stage.device.gate.clear()
     third = stage.store.put(some_bytes(20))
@@ -339,11 +342,11 @@ def test_a_step_through_host_memory_gives_the_same_gradients(policy: BlockActiva
     assert stage.in_use_nbytes() == counts.held_nbytes == 0
 
 
-# --- on streams that run behind ---------------------------------------------------------------------------------------
+# --- on streams that run late --------------------------------------------------------------------------------------
 
 
 class LateStage:
-    """The thread of a test gives work, as that of a GPU's host does."""
+    """A store on streams that run late. The test's thread submits work, as a GPU's host thread does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, order: object, num_slots: int = 8, **options: Any) -> None:
         def open_streams(device: torch.device, deadline_s: float, start_threads: Any) -> LateStreams:
@@ -360,7 +363,10 @@ class LateStage:
         )
 
     def send_around(self, num_rounds: int, *, prefetches: bool) -> bool:
-        """Whether tensors that are computed, swapped out and back come back as they were; four fill all slots."""
+        """Returns whether tensors that are computed, swapped out and back are unchanged.
+
+        Four of them fill all slots.
+        """
         found: list[torch.Tensor] = []
         expected: list[torch.Tensor] = []
         for i in range(num_rounds):
@@ -385,7 +391,7 @@ LATE_ORDERS = [*permutations(("compute", "h2d", "d2h")), 1]
 
 @pytest.mark.parametrize("prefetches", [True, False])
 @pytest.mark.parametrize("order", LATE_ORDERS, ids=str)
-def test_nobody_waits_for_copies_but_streams(monkeypatch: pytest.MonkeyPatch, order: object, prefetches: bool) -> None:
+def test_host_threads_do_not_wait_for_copies(monkeypatch: pytest.MonkeyPatch, order: object, prefetches: bool) -> None:
     stage = LateStage(monkeypatch, order)
     assert stage.send_around(3, prefetches=prefetches)
     stage.device.close()
@@ -401,7 +407,7 @@ def test_each_wait_is_needed(monkeypatch: pytest.MonkeyPatch, forgotten: tuple[s
     assert not all(right)
 
 
-def test_a_put_waits_for_slots_whose_bytes_are_on_their_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_waits_for_slots_that_are_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = LateStage(monkeypatch, ("compute", "d2h", "h2d"))
     for i in range(3):
         tensor = some_bytes(6 * SLOT_NBYTES, i)
@@ -412,7 +418,7 @@ def test_a_put_waits_for_slots_whose_bytes_are_on_their_way_back(monkeypatch: py
 
 
 def test_memory_that_queued_work_still_reads_is_not_written_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's allocator hands it out again as soon as the host has let go of it."""
+    """Torch's allocator reuses memory as soon as the host has freed it."""
     stage = LateStage(monkeypatch, ("h2d", "d2h", "compute"))
     handle = stage.store.put(some_bytes(100))
     memory, seen = torch.full((100,), 7, dtype=torch.uint8), []
@@ -426,7 +432,7 @@ def test_memory_that_queued_work_still_reads_is_not_written_yet(monkeypatch: pyt
 
 
 class TestCuda:
-    """Work begins as it is given, so what it touches is held by nobody else until it is done."""
+    """Work begins when it is submitted, so its memory must stay allocated until it has ended."""
 
     @pytest.fixture
     def cuda(self, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:

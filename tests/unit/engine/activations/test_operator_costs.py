@@ -39,7 +39,7 @@ def test_the_list_is_what_a_real_layer_calls(name: str) -> None:
     called = sorted(f"{operator}#{i}" for operator, num in names.num_calls.items() for i in range(num))
     assert sorted(cost.name for cost in listed.operators) == called
     assert counter.get_total_flops() <= sum(cost.num_flops for cost in listed.operators) > 0
-    assert run.runner.inputs[0][0].shape == (2, 16, 32)  # the runner is as it was
+    assert run.runner.inputs[0][0].shape == (2, 16, 32)  # the runner is unchanged
 
 
 def test_what_is_saved_is_what_a_swapped_graph_moves() -> None:

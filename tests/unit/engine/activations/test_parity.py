@@ -1,4 +1,4 @@
-"""Whatever is kept, swapped or computed again, gradients are those of plain autograd, to the last bit."""
+"""With any choice of kept, swapped and recomputed activations, gradients equal plain autograd's to the last bit."""
 
 from typing import Any
 
@@ -81,7 +81,7 @@ def test_gradients_are_the_same_under_every_policy(policy: BlockActivations) -> 
         ("OPT", "every output swapped"),
     ],
 )
-def test_so_they_are_for_other_architectures(name: str, policy: str) -> None:
+def test_gradients_are_the_same_for_other_architectures(name: str, policy: str) -> None:
     assert_parity(name, everywhere(POLICIES[policy]))
 
 
@@ -89,17 +89,17 @@ def test_so_they_are_for_other_architectures(name: str, policy: str) -> None:
 @pytest.mark.parametrize("dropout", [0.1, 0.0])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_so_they_are_for_every_architecture(name: str, policy: BlockActivations, dropout: float) -> None:
+def test_gradients_are_the_same_for_every_architecture(name: str, policy: BlockActivations, dropout: float) -> None:
     assert_parity(name, everywhere(policy), dropout=dropout)
 
 
 @pytest.mark.parametrize("policy", ["all swapped", "matrix products swapped"])
-def test_so_they_are_with_tied_weights(policy: str) -> None:
+def test_gradients_are_the_same_with_tied_weights(policy: str) -> None:
     assert_parity("GPT-2", everywhere(POLICIES[policy]), tied=True)
 
 
 @pytest.mark.parametrize("policy", ["all swapped", "first kept, others swapped"])
-def test_so_they_are_in_bf16(policy: str) -> None:
+def test_gradients_are_the_same_in_bf16(policy: str) -> None:
     assert_parity("Qwen2", everywhere(POLICIES[policy]), precision=Precision.BF16)
 
 
@@ -108,7 +108,7 @@ def test_blocks_choose_for_themselves() -> None:
     assert_parity("GPT-2", policies)
 
 
-def test_a_second_step_is_as_the_first() -> None:
+def test_second_step_repeats_gradients_of_first() -> None:
     architecture = ARCHITECTURES["GPT-2"]
     model = make_model(architecture.config(tied=False, dropout=0.1))
     batch, targets = make_batch(*SHAPES)

@@ -28,7 +28,7 @@ X, W, GRAD = torch.randn(3, N, N)
 
 
 class Stage:
-    """One weight in a flat buffer that is lent, taken away and lent again elsewhere."""
+    """One weight in a flat buffer that is installed, removed and installed again elsewhere."""
 
     def __init__(self, policy: BlockActivations, store: MemoryStore | None = None) -> None:
         self.policy = policy
@@ -70,11 +70,11 @@ def test_a_graph_reads_params_where_they_are_in_the_backward_pass(policy: BlockA
     x_grad, w_grad = expected_grads(layer)
     assert torch.equal(found, x_grad)
     assert torch.equal(stage.weight.grad, w_grad)
-    # Neither the weight nor views of it left the device.
+    # Neither the weight nor its views were swapped out.
     assert stage.store.counts.out_nbytes == (4 * (N * N + 2 * N * 6) if policy.swaps else 0)
 
 
-def test_without_its_params_a_graph_cannot_be_gone_through() -> None:
+def test_backward_of_graph_without_its_params_raises() -> None:
     stage = Stage(KEEP)
     graph = stage.forward(lambda x: x @ stage.weight, X.clone())
     stage.take_back()
@@ -113,7 +113,7 @@ def test_another_tensor_at_the_address_of_one_that_left_is_another_storage() -> 
 
 
 class _WatchfulStore(MemoryStore):
-    """Notes how many bytes that came back are alive."""
+    """A store that records how many of the bytes that it returned are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _WatchfulStore(MemoryStore):
         return sum(nbytes for ref, nbytes in self.given if not ref.expired())
 
 
-def test_what_came_back_is_let_go_as_soon_as_it_is_used() -> None:
+def test_returned_activation_is_freed_once_used() -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         for _ in range(10):
             x = torch.sin(x) * 1.5
@@ -144,7 +144,7 @@ def test_what_came_back_is_let_go_as_soon_as_it_is_used() -> None:
     assert store.alive_nbytes() == 0
 
 
-def test_a_kept_graph_holds_a_swapped_input_no_more() -> None:
+def test_kept_graph_does_not_hold_a_swapped_input() -> None:
     for policy, is_gone in ((SWAP, True), (KEEP, False)):
         entering = X.clone()
         ref = storage_ref(entering)
@@ -163,7 +163,7 @@ def test_a_graph_does_not_hold_its_output() -> None:
     assert graph.backward(GRAD).shape == X.shape
 
 
-def test_what_the_block_did_not_make_stays() -> None:
+def test_tensor_from_outside_the_block_is_not_swapped() -> None:
     mask = torch.randn(N, N)
     stage = Stage(BlockActivations(recompute=False, swapped=frozenset({"*"})))
     stage.forward(lambda x: x * mask, X.clone())

@@ -30,7 +30,7 @@ def parameter(value: torch.Tensor) -> torch.Tensor:
 
 
 class Outcome:
-    """A layer gone through twice, beside plain autograd."""
+    """The results of a layer's forward pass and recomputation, compared with plain autograd."""
 
     def __init__(
         self, make: Callable[[torch.Tensor, torch.Tensor], Function], *, copies: bool = False, **policy: Any
@@ -93,20 +93,21 @@ def test_a_held_operator_is_not_computed_again(choice: str) -> None:
 
 def test_what_only_a_held_operator_reads_is_not_computed_again() -> None:
     def sums(a: torch.Tensor, b: torch.Tensor) -> Function:
-        return lambda x: torch.exp((x @ a + x) + b)  # backward reads the last output alone, and x
+        return lambda x: torch.exp((x @ a + x) + b)  # backward reads only the last output, and x
 
     held = Outcome(sums, kept=frozenset({"aten.exp.default"}))
     assert (held.differing, held.num_flops) == ([], 0)
     assert Outcome(sums, kept=frozenset({"nothing"})).num_flops == ONE_PRODUCT
 
 
-def test_the_rest_is_computed_from_what_is_held() -> None:
+def test_recompute_starts_from_held_outputs() -> None:
     outcome = Outcome(three_products, swapped=frozenset({"aten.tanh.default"}))
     assert outcome.differing == []
-    assert outcome.num_flops == ONE_PRODUCT  # the first, which sigmoid needs; tanh's is there, the third nobody reads
+    # the first, which sigmoid needs; tanh's output is held, and nothing reads the third
+    assert outcome.num_flops == ONE_PRODUCT
 
 
-def test_what_nobody_will_ask_for_is_dropped() -> None:
+def test_swapped_output_that_nothing_reads_is_dropped() -> None:
     outcome = Outcome(two_products, swapped=frozenset({MM}))
     assert outcome.differing == []
     assert outcome.store.events == [("put", 0), ("put", 1), ("drop", 1), ("get", 0)]
@@ -145,7 +146,7 @@ def test_operators_that_write_in_place_do_not_spoil_what_is_held(choice: str, op
     assert outcome.differing == []
 
 
-def test_what_steers_the_program_is_computed_again() -> None:
+def test_values_that_control_the_program_are_recomputed() -> None:
     def layer(a: torch.Tensor, b: torch.Tensor) -> Function:
         def forward(x: torch.Tensor) -> torch.Tensor:
             chosen = (x @ a).sum(1).topk(3).indices
@@ -161,7 +162,7 @@ def test_what_steers_the_program_is_computed_again() -> None:
 
 
 class _Squared(torch.autograd.Function):
-    """Reads its input and writes into it where no operator shows, as a kernel of one's own does."""
+    """Reads its input and writes into it without a visible operator, as a custom kernel does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -181,25 +182,25 @@ def with_function(a: torch.Tensor, b: torch.Tensor) -> Function:
 
 
 @pytest.mark.parametrize("choice", ["kept", "swapped"])
-def test_beside_a_function_of_ones_own_copies_are_held(choice: str) -> None:
+def test_outputs_read_by_custom_function_are_held_as_copies(choice: str) -> None:
     outcome = Outcome(with_function, copies=True, **{choice: frozenset({MM})})
     assert (outcome.differing, outcome.num_flops) == ([], 0)
     outcome = Outcome(with_function, copies=False, **{choice: frozenset({MM})})  # not known yet
     assert (outcome.differing, outcome.num_flops) == ([], 2 * ONE_PRODUCT)
 
 
-def test_beside_a_function_of_ones_own_all_that_is_not_held_is_computed() -> None:
+def test_layer_with_custom_function_recomputes_all_that_is_not_held() -> None:
     outcome = Outcome(with_function, kept=frozenset({"nothing"}))
     assert (outcome.differing, outcome.num_flops) == ([], 2 * ONE_PRODUCT)
 
 
-def test_a_function_of_ones_own_is_found_in_a_graph() -> None:
+def test_custom_function_is_found_in_a_graph() -> None:
     x = X.clone().requires_grad_()
     assert has_python_function(torch.sin(_Squared.apply(x * 2)) + x)
     assert not has_python_function(torch.sin(x) + x)
 
 
-def test_what_was_kept_is_let_go_as_soon_as_it_is_used() -> None:
+def test_kept_output_is_freed_once_used() -> None:
     made = []
 
     def layer(x: torch.Tensor) -> torch.Tensor:
@@ -211,12 +212,12 @@ def test_what_was_kept_is_let_go_as_soon_as_it_is_used() -> None:
     assert not made[0].expired()
     output = replay.run(layer, X.clone().requires_grad_())
     assert made[1] == made[0]
-    assert not made[0].expired()  # the graph has it
+    assert not made[0].expired()  # the graph holds it
     torch.autograd.backward(output, GRAD)
     assert made[0].expired()
 
 
-def test_other_operators_than_the_first_time_are_refused() -> None:
+def test_recompute_with_other_operators_is_refused() -> None:
     operators: list[Function] = [torch.sin, torch.cos]
 
     def layer(x: torch.Tensor) -> torch.Tensor:

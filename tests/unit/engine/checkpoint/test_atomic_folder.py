@@ -7,7 +7,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_what_a_target_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_partial_folders_of_target_are_removed_and_no_others(tmp_path: Path) -> None:
     target = tmp_path / "ft:[a].b::1"
     others = {
         make_partial_folder(tmp_path / name).name
@@ -23,7 +23,7 @@ def test_what_a_target_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     assert names(tmp_path) == kept
 
 
-def test_with_those_of_its_checkpoints(tmp_path: Path) -> None:
+def test_partial_folders_of_checkpoints_are_removed_too(tmp_path: Path) -> None:
     for name in ("a", "a-step-3", "a-step-20"):
         make_partial_folder(tmp_path / name)
     kept = {make_partial_folder(tmp_path / name).name for name in ("b", "a-step-", "a-step-3-step-4")}
@@ -31,6 +31,6 @@ def test_with_those_of_its_checkpoints(tmp_path: Path) -> None:
     assert names(tmp_path) == kept
 
 
-def test_where_there_is_no_folder_nothing_is_left(tmp_path: Path) -> None:
+def test_remove_in_missing_folder_creates_nothing(tmp_path: Path) -> None:
     remove_partial_folders(tmp_path / "missing" / "a")
     assert not (tmp_path / "missing").exists()

@@ -17,7 +17,7 @@ from windlass.storage.ids import Precision
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> dict[str, Any]:
-    """Calls the program in this process and returns what it wrote."""
+    """Calls the program in this process and returns its result."""
     result = folder.parent / "result.json"
     layout = folder.parent / "layout.json"
     argv = ["check_model", "--model-dir", str(folder), "--layout-file", str(layout), "--result", str(result), *options]

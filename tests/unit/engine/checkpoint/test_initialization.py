@@ -57,7 +57,7 @@ def test_weights_have_the_architectures_own_distribution(name: str) -> None:
 
 
 def test_a_parent_sets_its_childrens_weights() -> None:
-    # GPT-2 shrinks the weights that write to the residual stream, in its attention's and MLP's own initialisation.
+    # GPT-2 shrinks the weights that write to the residual stream, in the initialization of its attention and MLP.
     params = initialize("gpt2", 1)
     torch.manual_seed(0)
     reference = dict(GPT2LMHeadModel(make_config("gpt2")).named_parameters())

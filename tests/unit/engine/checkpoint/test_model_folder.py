@@ -1,4 +1,4 @@
-"""Whole folders of models: copied, measured, removed."""
+"""Whole model folders: copied, measured, removed."""
 
 import errno
 import fcntl

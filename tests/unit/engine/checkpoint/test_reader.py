@@ -34,7 +34,7 @@ def read_all(reader: CheckpointReader, layout: ModelLayout) -> dict[str, torch.T
     params = {}
     for block in layout.blocks:
         flat = torch.empty(layout.num_chunks(block.index) * CHUNK_NUMEL)
-        # Backwards: the order of the calls must not matter.
+        # In reverse: the order of the calls must not matter.
         for key in reversed(layout.chunk_keys(block.index)):
             slot = torch.full((CHUNK_NUMEL,), torch.nan)
             reader.fill_chunk(key, slot)
@@ -181,7 +181,7 @@ def test_reader_of_many_files_has_one_open_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_chars", range(8))
 def test_header_ends_at_a_multiple_of_eight(num_chars: int) -> None:
-    """Others map the file and read the numbers in place."""
+    """Other programs map the file and read the numbers in place."""
     header, starts = encode_header({"x" * (num_chars + 1): (3,)}, torch.float32)
     assert len(header) % 8 == 0
     assert list(starts.values()) == [len(header)]
@@ -241,7 +241,7 @@ def test_folders_without_usable_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_is_mapped_once_to_be_checked(tmp_path: Path) -> None:
-    """Who checks a model has so many addresses."""
+    """The process that checks a model has limited address space."""
     numel = 4 << 30
     header, starts = encode_header({"a": (numel,)}, torch.bfloat16)
     path = tmp_path / "model.safetensors"

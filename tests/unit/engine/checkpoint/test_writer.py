@@ -27,7 +27,7 @@ def make_layout(name: str) -> ModelLayout:
 
 
 def chunks(layout: ModelLayout, model: Any) -> list[tuple[ChunkKey, torch.Tensor]]:
-    """The model's parameters as chunk slots, fp32, with junk behind each block's end."""
+    """The model's parameters as fp32 chunk slots, with other values behind each block's end."""
     params = dict(model.named_parameters())
     found = []
     for block in layout.blocks:
@@ -44,7 +44,7 @@ def make_exporter(tmp_path: Path, name: str, dtype: torch.dtype = torch.float32,
 
 
 def export(tmp_path: Path, name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
-    """Exports a tiny model; returns it and what the library loads."""
+    """Exports a tiny model. Returns it and the model that the library loads."""
     model = make_model_folder(tmp_path / "model", name)
     exporter = make_exporter(tmp_path, name, dtype, **options)
     for key, chunk in reversed(chunks(make_layout(name), model)):
@@ -188,7 +188,7 @@ def test_an_incomplete_model_is_not_published(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_what_a_dead_attempt_left_is_removed(tmp_path: Path) -> None:
+def test_partial_folder_of_dead_attempt_is_removed(tmp_path: Path) -> None:
     make_model_folder(tmp_path / "model", "llama")
     make_exporter(tmp_path, "llama")
     other = make_partial_folder(tmp_path / "out" / "final.2")
@@ -221,7 +221,7 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert_same(model, loaded)
 
 
-def test_finish_where_another_folder_has_come_to_be_is_an_error(tmp_path: Path) -> None:
+def test_finish_with_folder_made_meanwhile_raises(tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "model", "llama")
     exporter = make_exporter(tmp_path, "llama")
     for key, chunk in chunks(make_layout("llama"), model):
@@ -237,7 +237,7 @@ def test_finish_where_another_folder_has_come_to_be_is_an_error(tmp_path: Path) 
 def test_export_to_a_disk_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, raised: type[Exception]
 ) -> None:
-    """Only that it is full may pass, so only then the error stays what it is."""
+    """Only a full disk is temporary, so only that error keeps its type."""
 
     def fail(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(code, os.strerror(code))

@@ -16,7 +16,7 @@ NUM_EXAMPLES = 11
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Example i is i+1 letters: as many inputs and targets."""
+    """A dataset whose example i has i+1 letters: as many inputs and targets."""
     root = tmp_path_factory.mktemp("dataset")
     (root / "train.jsonl").write_text("".join(json.dumps({"text": "z" * (i + 1)}) + "\n" for i in range(NUM_EXAMPLES)))
     (root / "valid.jsonl").write_text("".join(json.dumps({"text": "q" * (i + 1)}) + "\n" for i in range(5)))
@@ -55,7 +55,7 @@ def test_the_order_depends_on_seed_and_step_alone(folder: Path) -> None:
     train, again = PreparedDataset.open(folder, "train"), PreparedDataset.open(folder, "train")
     orders = [lengths(train.batch(step, 11, 1, seed)) for step, seed in ((0, 1), (1, 1), (0, 2))]
     assert len({tuple(order) for order in orders}) == 3
-    # Backwards and without the earlier steps: as after a resume.
+    # In reverse and without the earlier steps, as after a resume.
     assert lengths(again.batch(1, 11, 1, 1)) == orders[1]
     assert lengths(again.batch(0, 11, 1, 1)) == orders[0]
 
@@ -155,7 +155,7 @@ def test_a_folder_that_is_no_dataset_is_refused(folder: Path, tmp_path: Path) ->
 def test_open_of_a_data_set_that_the_process_may_not_map_is_an_error_of_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planner runs with little address space; without the data it makes no plan, and the job goes on."""
+    """The planner has little address space. Without the data it makes no plan, and the job continues."""
     for kind, numel, itemsize in (("tokens", 1, 4), ("targets", 1, 4), ("offsets", 2, 8)):
         (tmp_path / f"train.{kind}").write_bytes(bytes(numel * itemsize))
     counts = {"num_examples": 1, "num_tokens": 1, "num_targets": 1}

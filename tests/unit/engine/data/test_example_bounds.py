@@ -1,4 +1,4 @@
-"""One line, or one chat template, takes only so much time and memory, and the error names the line."""
+"""One line or one chat template may use only limited time and memory, and the error names the line."""
 
 import json
 import resource
@@ -48,7 +48,7 @@ def test_a_template_that_loops_gets_an_error_with_the_line(tmp_path: Path, monke
 def test_a_template_that_catches_what_it_can_is_interrupted_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks try to render in other ways too, and take a template's own errors for an answer."""
+    """The checks also render in other ways, and take a template's own errors as an answer."""
     monkeypatch.setattr("windlass.engine.data.prepare.MAX_RENDER_CPU_S", 0.3)
     with pytest.raises(DataError, match=r"more than 0\.3 s"):
         _prepare(
@@ -71,7 +71,7 @@ def test_a_file_that_becomes_too_much_on_the_disk_is_refused(tmp_path: Path, mon
 
 @pytest.mark.long
 def test_a_template_that_takes_all_memory_gets_an_error_with_the_line(tmp_path: Path) -> None:
-    """In a process of its own, with the limit that steps of preparations have."""
+    """In a separate process, with the limit of preparation steps."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = _LOOPS.replace("BODY", "'x' * 1000")
     make_tokenizer_folder(tmp_path / "model", tokenizer)

@@ -68,7 +68,7 @@ def test_weights_text_parts_and_tool_calls_become_what_templates_take(tmp_path: 
     assert example.tools == tuple(tools)
     assert example.messages[0]["content"] == "ab"
     assert example.messages[1]["content"] is None
-    assert example.messages[1]["tool_calls"] == [CALL]  # the chat template decides in which form it takes the arguments
+    assert example.messages[1]["tool_calls"] == [CALL]  # the chat template decides the form of the arguments
     assert all("weight" not in message for message in example.messages)
 
 

@@ -1,4 +1,4 @@
-"""Hints for training files of another form. The commands that they name are run."""
+"""Hints for training files in another format. The tests run the commands that they name."""
 
 import gzip
 import json
@@ -39,7 +39,7 @@ def refusal(tmp_path: Path, content: bytes, name: str = "my data.jsonl") -> str:
 
 
 def shown(message: str) -> dict[str, Any]:
-    """The record that a message shows."""
+    """The record in a message."""
     record, _ = json.JSONDecoder().raw_decode(message.split(", such as ")[1])
     assert isinstance(record, dict)
     return record

@@ -50,7 +50,7 @@ def test_chat_targets_are_the_assistants_tokens_shifted(tmp_path: Path, template
     assert tokenizer.decode(ids) == text.removesuffix("\n")
     learned = [t for t in targets if t != -100]
     assert tokenizer.decode(learned) == "the answers é<|im_end|>"
-    # Each target is the next input, wherever there is one.
+    # Each target is the next input, wherever there is a target.
     assert all(target in (-100, following) for target, following in zip(targets, ids[1:], strict=False))
     assert result["num_tokens"] == len(ids)
     assert result["num_targets"] == len(learned)
@@ -109,7 +109,7 @@ def test_more_examples_than_a_tokenizer_batch_keep_their_order(tmp_path: Path) -
 
 
 def straddling_tokenizer(template: str | None = PLAIN_TEMPLATE) -> Any:
-    """A tokenizer with a token "xy", wherever these two characters meet."""
+    """A tokenizer with a token "xy" for these two adjacent characters."""
     tokenizer = make_tokenizer(template)
     tokenizer.backend_tokenizer.add_tokens(["xy"])
     assert tokenizer.convert_ids_to_tokens(tokenizer("axyb")["input_ids"]) == ["a", "xy", "b"]
@@ -164,7 +164,7 @@ def test_a_straddling_token_is_learned_where_the_example_is_cut_after_it(
     tmp_path: Path, template: str | None, line: dict[str, Any]
 ) -> None:
     tokenizer = straddling_tokenizer(template)
-    place = 4  # of "xy" among the tokens, whose prediction is the last that remains
+    place = 4  # of "xy" among the tokens; its prediction is the last one that remains
     run(tmp_path, tokenizer, line, vocabulary=500, sequence_length=place)
     ((ids, targets),) = written(tmp_path)
     assert len(ids) == place

@@ -26,7 +26,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device.close()
 
 
-def test_there_are_as_many_as_were_planned(device: Device) -> None:
+def test_pool_has_planned_number_of_buffers(device: Device) -> None:
     planned = {(3, F32): 2, (3, torch.bfloat16): 1, (0, F32): 1}
     buffers = DeviceBuffers(device, planned, name="params", deadline_s=0.01)
     found = [
@@ -41,15 +41,15 @@ def test_there_are_as_many_as_were_planned(device: Device) -> None:
             buffers.take(numel, dtype, device.h2d)
 
 
-def test_one_that_was_given_back_is_handed_out_again(device: Device) -> None:
+def test_released_buffer_is_reused(device: Device) -> None:
     buffers = make_buffers(device, 2)
     first, second = (buffers.take(3, F32, device.h2d) for _ in range(2))
     buffers.give(second, device.compute)
     buffers.give(first, device.compute)
-    assert buffers.take(3, F32, device.h2d) is second  # that which has been free for longest
+    assert buffers.take(3, F32, device.h2d) is second  # the one that has been free for longest
 
 
-def test_who_takes_one_waits_until_it_is_given_back(device: Device) -> None:
+def test_acquire_waits_until_a_buffer_is_released(device: Device) -> None:
     buffers = make_buffers(device)
     buffer, found = buffers.take(3, F32, device.h2d), []
     waiting = threading.Thread(target=lambda: found.append(buffers.take(3, F32, device.h2d)))
@@ -80,7 +80,7 @@ def test_released_buffers_are_poisoned_when_asked(poison: bool) -> None:
 
 @pytest.mark.parametrize("order", [*permutations(("compute", "h2d", "d2h")), 3], ids=str)
 def test_streams_wait_for_what_used_a_buffer_before(order: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that hands it from stream to stream does not, and the poison comes in between."""
+    """The thread that passes a buffer between streams does not wait, and the fill with NaN comes in between."""
     streams: list[LateStreams] = []
 
     def open_streams(device: torch.device, deadline_s: float, start_threads: object) -> LateStreams:

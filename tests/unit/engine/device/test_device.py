@@ -60,7 +60,7 @@ def test_copies_are_done_when_they_return(device: Device, numel: int, dtype: tor
 
 
 def test_a_copy_in_keeps_every_bit() -> None:
-    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)  # every bf16, NaNs included
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)  # every bf16, including NaNs
     device = Device(torch.device("cpu"))
     target = device.take(2**16, torch.bfloat16)
     device.copy_in(target, bits)
@@ -77,7 +77,7 @@ def test_numbers_come_to_the_host(device: Device) -> None:
     assert found[0].tolist() == [1.5, 3.0, 1.0, 1 / 3]
 
 
-def test_what_is_uploaded_is_the_same(device: Device) -> None:
+def test_upload_keeps_values(device: Device) -> None:
     host = torch.arange(100)
     found: list[torch.Tensor] = []
     device.compute.run(lambda: found.append(device.upload(host)))
@@ -107,7 +107,7 @@ def test_threads_never_share_a_buffer() -> None:
 
 @pytest.fixture
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """Its streams run behind, in the order of `request.param`."""
+    """A device whose streams run late, in the order of `request.param`."""
 
     def open_streams(device: torch.device, deadline_s: float, start_threads: StartThreads) -> LateStreams:
         return LateStreams(start_threads, order=request.param)
@@ -120,7 +120,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @contextmanager
 def held_up(late: Device) -> Iterator[None]:
-    """No stream does anything meanwhile."""
+    """Blocks all streams inside the block."""
     streams = late._streams
     assert isinstance(streams, LateStreams)
     streams.is_held_up = True
@@ -147,8 +147,8 @@ def test_take_of_new_buffer_has_copies_in_wait_for_the_work_before(late: Device)
 
 
 @LATE_ORDERS
-def test_give_returns_when_the_buffer_is_poisoned(late: Device) -> None:
-    """Else the poison would fall on what the next holder copies in."""
+def test_release_returns_once_buffer_is_filled(late: Device) -> None:
+    """Otherwise the fill with NaN would overwrite the data that the next user copies in."""
     buffer = late.take(8, torch.float32)
     late.give(buffer)
     assert late.take(8, torch.float32) is buffer
@@ -180,7 +180,7 @@ def test_waits_for_the_compute_stream_return_when_its_work_is_done(late: Device)
 
 
 @LATE_ORDERS
-def test_poison_falls_after_what_the_stream_was_given_before(late: Device) -> None:
+def test_fill_with_nan_runs_after_earlier_work_of_the_stream(late: Device) -> None:
     buffer, seen = torch.ones(8), torch.empty(8)
     with held_up(late):
         late.compute.run(lambda: seen.copy_(buffer))
@@ -192,7 +192,7 @@ def test_poison_falls_after_what_the_stream_was_given_before(late: Device) -> No
 
 
 def test_copies_are_given_to_the_stream_of_their_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the compute stream they would be right, and hold the compute up."""
+    """On the compute stream they would be correct, but block the computation."""
     device, given = Device(torch.device("cpu")), []
     for name in ("compute", "h2d", "d2h"):
         stream = getattr(device, name)
@@ -209,7 +209,7 @@ def test_copies_are_given_to_the_stream_of_their_direction(monkeypatch: pytest.M
 
 
 class FakeRuntime:
-    """CUDA's calls, and what was mapped when they came."""
+    """CUDA's calls, and the memory mapped at each call."""
 
     def __init__(self, arena_path: Path) -> None:
         self.arena_path = arena_path

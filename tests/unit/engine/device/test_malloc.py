@@ -1,4 +1,4 @@
-"""What a process frees stays with it, if it wants that."""
+"""Memory that a process has freed stays with it if the setting asks for it."""
 
 import os
 import subprocess
@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-# Page faults of one more round of tensors that were all freed before, by a thread as the one that computes steps. It
-# takes some rounds until glibc finds all of it again.
+# Counts page faults of one more round of tensors that were all freed before. A thread like the one that computes steps
+# allocates them. glibc needs some rounds until it reuses all of it.
 PROGRAM = """
 import resource, sys, threading, torch
 from windlass.engine.device.malloc import retain_freed_memory
@@ -42,11 +42,11 @@ def num_faults(how: str, mib_each: int = 1, **environment: str) -> int:
     return int(found.stdout)
 
 
-# 48 MiB: more than what glibc calls small at the most.
+# 48 MiB is above glibc's largest threshold for small allocations.
 @pytest.mark.parametrize("mib_each", [1, 8, 48])
 def test_freed_memory_is_taken_again_without_page_faults(mib_each: int) -> None:
     assert num_faults("keep", mib_each) < NUM_PAGES / 20
 
 
-def test_what_a_person_sets_holds() -> None:
+def test_environment_setting_of_user_wins() -> None:
     assert num_faults("keep", MALLOC_MMAP_THRESHOLD_="65536") > NUM_PAGES / 2

@@ -1,4 +1,4 @@
-"""Threads that OpenMP keeps."""
+"""Threads that OpenMP keeps alive."""
 
 import concurrent.futures
 from pathlib import Path
@@ -17,7 +17,7 @@ def num_threads() -> int:
 
 
 @pytest.mark.skipif("OpenMP" not in torch.__config__.parallel_info(), reason="torch computes without OpenMP")
-def test_a_threads_team_goes_and_comes_again() -> None:
+def test_openmp_team_is_ended_and_starts_again() -> None:
     def run() -> tuple[int, int, int]:
         torch.set_num_threads(3)
         before = num_threads()
@@ -41,7 +41,7 @@ def test_a_threads_team_goes_and_comes_again() -> None:
     assert without == before
 
 
-def test_without_such_a_library_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_team_without_openmp_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda _: "7f00-7f01 r-xp 00000000 00:00 0  /usr/lib/libc.so.6\n")
     openmp._pause.cache_clear()
     try:

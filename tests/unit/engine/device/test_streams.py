@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Threads:
-    """Starts threads, and knows what failed in them."""
+    """Starts threads, and records their errors."""
 
     def __init__(self) -> None:
         self.failures: list[Exception] = []
@@ -121,7 +121,7 @@ def test_a_machine_without_a_gpu_has_no_threads_but_those_asked_for(threads: Thr
 
 
 class TestThreadStream:
-    def test_who_gives_work_does_not_wait(self, threads: Threads) -> None:
+    def test_submitting_work_does_not_wait(self, threads: Threads) -> None:
         stream, gate, done = ThreadStream(DEADLINE_S, threads.start), threading.Event(), threading.Event()
         stream.run(lambda: gate.wait(DEADLINE_S))
         stream.then(done.set)
@@ -175,7 +175,7 @@ class TestThreadStream:
         threads.join()
         assert done == ["before"]
 
-    def test_what_was_done_is_not_held(self, threads: Threads) -> None:
+    def test_finished_work_is_not_held(self, threads: Threads) -> None:
         stream, tensor = ThreadStream(DEADLINE_S, threads.start), torch.zeros(4)
         memory = weakref.ref(tensor)
         stream.run(tensor.zero_)
@@ -217,7 +217,7 @@ class TestCuda:
         assert told == [0, 1, 2]
         assert cuda.synchronized == [threads.started[0].name] * 3
 
-    def test_what_fails_in_a_thread_is_told_by_it(self, cuda: FakeCuda, threads: Threads) -> None:
+    def test_error_in_stream_thread_is_raised_by_it(self, cuda: FakeCuda, threads: Threads) -> None:
         streams = CudaStreams(CPU, DEADLINE_S, threads.start)
         streams.h2d.then(lambda: 1 // 0)
         threads.join()
@@ -236,7 +236,7 @@ class TestCuda:
 
 
 class TestCudaClock:
-    """A device's clock that says something else than the machine's, and events that are seen late."""
+    """A device's clock that differs from the machine's, and events that are noticed late."""
 
     @pytest.fixture
     def now_s(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
@@ -260,7 +260,7 @@ class TestCudaClock:
         self.clock.see(third)
         assert [self.clock.time_s(each) for each in (first, second, third)] == pytest.approx([100.0, 101.0, 101.5])
 
-    def test_what_is_seen_late_is_put_right_by_what_is_seen_soon(self, now_s: Callable[[float], None]) -> None:
+    def test_event_noticed_late_is_corrected_by_event_noticed_soon(self, now_s: Callable[[float], None]) -> None:
         first, second = self.event(100.0), self.event(101.0)
         now_s(100.3)  # the thread slept
         self.clock.see(first)
@@ -282,8 +282,8 @@ class TestCudaClock:
 
 
 @pytest.mark.gpu
-def test_streams_of_a_gpu_wait_for_each_other_and_nobody_waits_for_them(threads: Threads) -> None:
-    """Kernels that take long come before each piece of work, so that what did not wait would find nothing yet."""
+def test_gpu_streams_wait_for_each_other_and_host_does_not(threads: Threads) -> None:
+    """Long kernels precede each piece of work, so work that misses a wait finds no data yet."""
     device = Device(torch.device("cuda"), deadline_s=DEADLINE_S, start_threads=threads.start)
     sources = torch.arange(16.0).pin_memory()
     results = torch.zeros(16).pin_memory()
@@ -312,7 +312,7 @@ def test_streams_of_a_gpu_wait_for_each_other_and_nobody_waits_for_them(threads:
             device.d2h.then(partial(told.append, i))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert not taken.is_over()  # it has far to go
+    assert not taken.is_over()  # it still has long to run
     taken.wait(DEADLINE_S)
     assert torch.equal(results, torch.arange(16.0) * 2)
     assert read.time_s() <= taken.time_s() <= time.monotonic() + 0.01
@@ -322,14 +322,17 @@ def test_streams_of_a_gpu_wait_for_each_other_and_nobody_waits_for_them(threads:
     assert threads.failures == []
 
 
-# --- the double that other tests rest on ------------------------------------------------------------------------------
+# --- the double that other tests use ------------------------------------------------------------------------------
 
 
 PAIRS = [("compute", "h2d"), ("h2d", "compute"), ("d2h", "compute"), ("compute", "d2h")]
 
 
 def doubles_numbers(streams: LateStreams) -> bool:
-    """Numbers go to the device, are doubled and come back, one after the other through the same two buffers."""
+    """Copies numbers to the device, doubles them and copies them back.
+
+    They go one after the other through the same two buffers.
+    """
     sources, results = torch.arange(16.0), torch.zeros(16)
     entering, leaving = torch.full((1,), torch.nan), torch.full((1,), torch.nan)
     read, taken = streams.compute.record(), streams.compute.record()
@@ -359,7 +362,7 @@ def test_late_streams_show_a_wait_that_is_missing(threads: Threads) -> None:
     assert all(found.values()), found
 
 
-def test_late_streams_do_nothing_that_nobody_waits_for_at_once(threads: Threads) -> None:
+def test_late_streams_run_no_work_at_once(threads: Threads) -> None:
     streams = LateStreams(threads.start, order=0)
     done: list[str] = []
 
@@ -367,7 +370,7 @@ def test_late_streams_do_nothing_that_nobody_waits_for_at_once(threads: Threads)
         stream.run(lambda: done.append(name))
 
     give(streams.compute, "first")
-    assert done == []  # before anybody was quiet for a moment
+    assert done == []  # before the quiet time was over
     streams.compute.run(lambda: give(streams.compute, "inside"))
     streams.compute.record().wait(DEADLINE_S)
     assert done == ["first", "inside"]
@@ -375,7 +378,7 @@ def test_late_streams_do_nothing_that_nobody_waits_for_at_once(threads: Threads)
     streams.close()
 
 
-def test_late_streams_count_what_a_gpus_host_would_wait_for(threads: Threads) -> None:
+def test_late_streams_count_synchronizing_operators(threads: Threads) -> None:
     streams = LateStreams(threads.start, order=0)
     tensor = torch.ones(3)
     streams.compute.run(lambda: tensor.add_(1).sum())

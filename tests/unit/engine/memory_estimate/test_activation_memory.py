@@ -1,4 +1,4 @@
-"""The room that a choice of activations needs is known before anything is computed."""
+"""The memory that a choice of activations needs is computed before training begins."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class SlotStore(MemoryStore):
-    """Counts slots too."""
+    """A store that also counts slots."""
 
     peak_slots = 0
 
@@ -68,7 +68,7 @@ def used(name: str, choices: list[BlockActivations], precision: Precision) -> Ac
         ("Bloom", "matrix products swapped"),  # its layers have a Python autograd function
     ],
 )
-def test_what_is_needed_is_what_a_step_uses(name: str, policy: str) -> None:
+def test_computed_activation_memory_equals_use_of_a_step(name: str, policy: str) -> None:
     choices = [SWAPPING[policy]] * NUM_LAYERS
     assert needed(name, choices, Precision.BF16) == used(name, choices, Precision.BF16)
 
@@ -77,7 +77,9 @@ def test_what_is_needed_is_what_a_step_uses(name: str, policy: str) -> None:
 @pytest.mark.parametrize("policy", SWAPPING.values(), ids=SWAPPING)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
-def test_so_it_is_for_every_architecture(name: str, policy: BlockActivations, precision: Precision) -> None:
+def test_computed_activation_memory_is_right_for_every_architecture(
+    name: str, policy: BlockActivations, precision: Precision
+) -> None:
     choices = [policy] * NUM_LAYERS
     assert needed(name, choices, precision) == used(name, choices, precision)
 
@@ -94,7 +96,7 @@ def test_layers_that_choose_differently_add_up() -> None:
     assert needed("Qwen2", choices, Precision.FP32) == used("Qwen2", choices, Precision.FP32)
 
 
-def test_what_stays_on_the_device_needs_nothing() -> None:
+def test_activations_kept_on_device_need_no_slots() -> None:
     for policy in POLICIES.values():
         if not policy.swaps:
             assert needed("Qwen2", [policy] * NUM_LAYERS, Precision.FP32) == ActivationNeed()

@@ -1,4 +1,4 @@
-"""What an operation will have on the device is known before anything is computed, to the byte."""
+"""The device memory of an operation is computed before it runs, to the byte."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -43,14 +43,14 @@ def _one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained, and how."""
+    """A model and the way it is trained."""
 
     name: str
     choice: BlockActivations
     precision: Precision
     shapes: tuple[tuple[int, int], ...]
     is_tied: bool = False
-    is_sliced: bool = False  # the head goes through a micro-batch in slices
+    is_sliced: bool = False  # the head computes a micro-batch in slices
 
     def config(self) -> object:
         return ARCHITECTURES[self.name].config(tied=self.is_tied, dropout=0.1)
@@ -65,7 +65,7 @@ class Case:
 
 
 class AwayStore(MemoryStore):
-    """What it holds is not on the device; what is to come back has memory there from then on."""
+    """A store whose tensors are not on the device; a prefetched tensor has memory there from the prefetch on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class AwayStore(MemoryStore):
 
 
 def predicted(case: Case) -> dict[Where, int]:
-    """The most that is alive in each operation of a step."""
+    """The predicted peak of live bytes in each operation of a step."""
     partition = Partition(build_meta_model(case.config(), case.precision))
     rehearsal = DryRun(partition, everywhere(case.choice), grad_dtype=case.grad_dtype, is_summed=case.is_summed)
     of_shape = {shape: rehearsal.units(*shape) for shape in case.shapes}
@@ -98,7 +98,7 @@ def predicted(case: Case) -> dict[Where, int]:
     peaks: dict[Where, int] = {}
     for moment, need in step_moments(units, [of_shape[shape][1] for shape in case.shapes], leaving_nbytes=0):
         where = (moment.direction, moment.block)
-        # In the store of these tests nothing is ever leaving.
+        # In the store of these tests no write is ever in flight.
         peaks[where] = max(peaks.get(where, 0), need.settled_nbytes)
     return peaks
 
@@ -107,7 +107,7 @@ Watch = Callable[[Where, Callable[[], object]], None]
 
 
 def go_through(case: Case, watch: Watch, *, num_steps: int) -> None:
-    """Steps of the real runner on real tensors; `watch` is handed each of their operations and calls it."""
+    """Runs steps of the real runner on real tensors. `watch` gets each of their operations and calls it."""
     run = Run(
         make_model(case.config(), TORCH_DTYPE[case.precision]),
         activations=everywhere(case.choice),
@@ -119,7 +119,7 @@ def go_through(case: Case, watch: Watch, *, num_steps: int) -> None:
     sums = LossSums.nothing(100, CPU)
 
     def operation(direction: Pass, block: int, work: Callable[[BlockIndex], object]) -> None:
-        # Each operation has buffers of its own, as tied uses have in a job.
+        # Each operation has its own buffers, as tied uses have in a job.
         for b in run.layout.blocks:
             touched = [param.name for param in b.params] if case.is_summed else []
             dtype = torch.float32 if b.index in in_fp32 else case.grad_dtype
@@ -137,8 +137,10 @@ def go_through(case: Case, watch: Watch, *, num_steps: int) -> None:
 
 
 def followed(case: Case) -> dict[Where, int]:
-    """The most that is alive in each operation of a second step: in the first, layers with Python autograd functions
-    are not known yet."""
+    """The measured peak of live bytes in each operation of a second step.
+
+    In the first step, layers with Python autograd functions are not known yet.
+    """
     peaks: dict[Where, int] = {}
     living = LiveStorageTracker(CPU)
 
@@ -193,7 +195,7 @@ def test_tied_weights(shapes: tuple[tuple[int, int], ...]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_so_it_is_for_every_architecture(name: str, precision: Precision) -> None:
+def test_each_operation_of_every_architecture(name: str, precision: Precision) -> None:
     for choice in CHOICES.values():
         for shapes in (ONE, SEVERAL):
             assert_known(Case(name=name, choice=choice, precision=precision, shapes=shapes))
@@ -227,7 +229,7 @@ def test_an_evaluation(name: str, choice: str) -> None:
 
 
 def allocated(case: Case) -> dict[Where, int]:
-    """As `followed`, by what torch's allocator says, with no mode that looks on."""
+    """The same peaks as from `followed`, by torch's allocator, without a dispatch mode."""
     peaks: dict[Where, int] = {}
     held = 0
 
@@ -248,18 +250,18 @@ def allocated(case: Case) -> dict[Where, int]:
 @pytest.mark.parametrize("choice", ["recompute", "all kept"])
 def test_the_allocator_agrees(choice: str) -> None:
     case = Case(name="Qwen2", choice=CHOICES[choice], precision=Precision.FP32, shapes=SEVERAL)
-    torch.backends.mkldnn.set_flags(False)  # oneDNN's kernels take memory of the allocator for themselves
+    torch.backends.mkldnn.set_flags(False)  # oneDNN's kernels allocate memory for themselves
     try:
         expected, found = predicted(case), allocated(case)
     finally:
         torch.backends.mkldnn.set_flags(True)
-    # Numbers that a kernel takes from Python are small tensors for as long as it runs.
+    # Numbers that a kernel gets from Python are small tensors while it runs.
     assert {where: nbytes - expected[where] for where, nbytes in found.items() if nbytes - expected[where] > 32} == {}
     assert all(found[where] >= nbytes for where, nbytes in expected.items())
 
 
 @pytest.mark.parametrize("shapes", [((5, 48),), ((5, 48), (5, 48))], ids=["one micro-batch", "several"])
-def test_of_many_slices_of_the_head_two_are_gone_through(
+def test_head_with_many_slices_computes_two_in_the_dry_run(
     monkeypatch: pytest.MonkeyPatch, shapes: tuple[tuple[int, int], ...]
 ) -> None:
     monkeypatch.setattr(block_runner, "MAX_LOGITS_NUMEL", 64 * VOCABULARY)

@@ -1,4 +1,4 @@
-"""What is followed is what lives."""
+"""The tracker counts exactly the storages that are alive."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 KIB = 256  # elements of fp32
 
 
-def test_storages_count_once_and_as_long_as_somebody_holds_them() -> None:
+def test_storages_count_once_while_they_are_referenced() -> None:
     living = LiveStorageTracker(CPU)
     given = torch.ones(KIB)
     with living:
@@ -26,7 +26,7 @@ def test_storages_count_once_and_as_long_as_somebody_holds_them() -> None:
         assert living.nbytes == 3 * 1024  # the view holds it
         del view
         assert living.nbytes == 2 * 1024
-    del second  # also where the mode is off
+    del second  # also while the mode is off
     assert (living.nbytes, living.peak_nbytes) == (0, 3 * 1024)
 
 
@@ -53,7 +53,7 @@ def test_fake_tensors_count_as_real_ones_would() -> None:
 
 
 class Twice(torch.autograd.Function):
-    """Adds up in Python code, where torch adds nothing up in place."""
+    """Adds gradients in Python code, which torch does not do in place."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

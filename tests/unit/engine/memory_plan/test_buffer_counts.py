@@ -5,7 +5,7 @@ import pytest
 
 from windlass.engine.memory_plan.buffer_counts import grad_buffers, grad_buffers_of_job, param_buffers, summed_in_fp32
 
-# An embedding, four layers, a head.
+# Elements of an embedding, four layers, a head.
 NUMELS = (50, 10, 10, 10, 10, 60)
 OWN = tuple((block,) for block in range(6))
 TIED = (*OWN[:5], (5, 0))
@@ -26,7 +26,7 @@ def test_there_are_buffers_for_operations_that_follow_each_other(num_ahead: int,
 
 def test_the_head_also_needs_the_params_it_shares() -> None:
     assert param_buffers(NUMELS, TIED, resident=(), num_ahead=1)[50] == 1
-    # The last layer and the head, and the embedding with it: no second one of its size.
+    # The last layer and the head, and the embedding with it: no second buffer of its size.
     assert param_buffers(NUMELS, TIED, resident=(), num_ahead=2) == {50: 1, 10: 2, 60: 1}
     same_sizes = (10, 10, 10, 10)
     assert param_buffers(same_sizes, ((0,), (1,), (2,), (3, 0)), resident=(), num_ahead=2) == {10: 3}
@@ -69,7 +69,7 @@ def test_sums_have_buffers_beside_those_that_travel() -> None:
     assert buffers(OWN, summed_in_fp32={5}) == travelling | {(60, 4): 1}
     # One for the sum of the head's use, one for that of the embedding's.
     assert buffers(TIED, summed_in_fp32={0}) == travelling | {(50, 4): 2}
-    # The same buffers for both, where gradients travel in fp32.
+    # Both use the same buffers if gradients are fp32 in transfer.
     assert buffers(TIED, itemsize=4, summed_in_fp32={0}) == {(50, 4): 2, (10, 4): 2, (60, 4): 1}
 
 

@@ -1,4 +1,4 @@
-"""What is on a device at each moment of a step, added up by hand."""
+"""Device memory at each moment of a step, added up by hand."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_each_moment_of_a_step() -> None:
         (B, 2, 1, 13, 15),
         (B, 1, 0, 11, 15),
         (B, 1, 1, 4, 15),
-        # What the embedding's forward pass left stays until all is over.
+        # The tensors from the embedding's forward pass stay until the end.
         (B, 0, 0, 2, 15),
         (B, 0, 1, 2, 5),
     ]
@@ -48,23 +48,23 @@ def test_each_moment_of_a_step() -> None:
 def test_the_next_unit_comes_back_while_one_is_gone_through() -> None:
     moments = dict(step_moments(UNITS, (500, 50), leaving_nbytes=10))
     returning = [need.returning_nbytes for moment, need in moments.items() if moment.direction is not F]
-    # During the head the last layer's first micro-batch; then the unit and the one that follows it.
+    # During the head, the last layer's first micro-batch; then the current unit and the next one.
     assert returning == [7, 7, 7 + 1, 1 + 7, 7 + 1, 1, 0, 0]
     assert {need.returning_nbytes for moment, need in moments.items() if moment.direction is F} == {0}
 
 
-def test_what_was_swapped_may_still_be_leaving() -> None:
+def test_swapped_tensors_count_while_they_are_copied_out() -> None:
     leaving = [need.leaving_nbytes for _, need in step_moments(UNITS, (500, 50), leaving_nbytes=10)]
     assert leaving == [0, 0, 7, 8, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10]
-    # A tensor that is larger is let through alone.
+    # A tensor that is larger than the limit is allowed alone.
     huge = replace(LAYER, swapped=(50, 3))
     assert leaving_limit([[EMBEDDING], [huge]], 10, has_ssd_store=False) == 50
-    # Two stores with half of the room each; the one for the SSDs lets go of whole tensors.
+    # Two stores with half of the space each; the one for the SSDs releases whole tensors.
     assert leaving_limit([[EMBEDDING], [LAYER]], 10, has_ssd_store=True) == 5 + 5 + 4
     assert leaving_limit([[EMBEDDING], [huge]], 10, has_ssd_store=True) == 50 + 50 + 50
 
 
-def test_all_of_a_moment_counts() -> None:
+def test_moment_adds_up_all_kinds_of_memory() -> None:
     need = MomentNeed(
         held_nbytes=1, hidden_nbytes=20, returning_nbytes=300, leaving_nbytes=4000, operation_nbytes=50000
     )

@@ -21,8 +21,8 @@ def test_matrices_are_joined_up_to_the_size_of_the_largest() -> None:
     ("modules", "bounds"),
     [
         ([[4], [1, 2], [4]], (0, 4, 7, 11)),
-        ([[2], [1, 2], [4]], (0, 2, 5, 9)),  # what one module holds stays together where it can
-        ([[2], [6, 3], [3]], (0, 2, 8, 14)),  # an expert that is larger than all else is a piece of its own
+        ([[2], [1, 2], [4]], (0, 2, 5, 9)),  # params of one module stay together where possible
+        ([[2], [6, 3], [3]], (0, 2, 8, 14)),  # an expert that is larger than all other matrices is a separate piece
         ([[6], [6, 3, 3]], (0, 6, 12, 18)),
         ([[7]], (0, 7)),
         ([], (0, 0)),
@@ -39,7 +39,7 @@ def test_small_layers_are_cut_for_the_buffers_that_large_ones_need() -> None:
 
 
 def test_buffers_for_pieces_are_a_fraction_of_those_for_whole_layers() -> None:
-    """Of layers as in Llama 3.1 70B, in bf16: what the device holds of them."""
+    """For bf16 layers as in Llama 3.1 70B: the params that the device holds."""
     layers = [LLAMA_NUMEL] * 80
     rest = [2 * HIDDEN] * 80
 

@@ -91,7 +91,7 @@ def test_pools_lie_side_by_side_and_fill_the_arena(
     # O_DIRECT: every slot begins at a page.
     assert all(pool.offset % 4096 == 0 and pool.slot_nbytes % 4096 == 0 for pool in pools)
     assert all(pool.num_slots >= 1 for pool in pools[:-4])
-    # A block's gradient is offloaded as one: all its slots are taken at once.
+    # A block's gradient is offloaded as one: all its slots are acquired at once.
     num_chunks = {block: size.num_chunks(block) for block in size.blocks if block not in found.device_blocks}
     assert found.grads.num_slots >= (sum(num_chunks.values()) if keep_grads else max(num_chunks.values(), default=0))
     assert found.host_states.num_slots == sum(size.num_chunks(block) for block in found.host_blocks)
@@ -104,7 +104,7 @@ def test_the_plan_of_a_small_model_to_the_byte() -> None:
     assert SIZE.total_chunks == 17
     # Two layers of three chunks stay from one use to the next.
     assert (found.params.slot_nbytes, found.params.num_slots) == (2 * CHUNK, FETCH_DEPTH + 6)
-    # A third of six blocks waits for its update, two more are on their way.
+    # Gradients of a third of six blocks wait for their update, two more are in flight.
     assert (found.grads.slot_nbytes, found.grads.num_slots) == (2 * CHUNK, 4 * 3)
     assert [(s.slot_nbytes, s.num_slots) for s in found.states] == [(14 * CHUNK, STATE_DEPTH)] * 2
     assert found.arena_nbytes == CHUNK * (10 * 2 + 12 * 2 + 2 * 3 * 14)
@@ -155,13 +155,16 @@ def test_the_gradients_that_wait_make_room_before_anything_else_does() -> None:
 def test_a_tiny_model_takes_no_more_slots_than_it_has_chunks() -> None:
     size = ModelSize(block_numels=(10, 10, 0), chunk_numel=2048, param_itemsize=4, state_itemsize=12)
     found = plan(size, keep_grads=True)
-    assert size.total_chunks == 3  # a block without parameters counts one
+    assert size.total_chunks == 3  # a block without parameters counts as one
     assert [pool.num_slots for pool in (found.grads, *found.states)] == [3, 3, 3]
     assert (found.params.num_slots, found.num_cached_params) == (3 + 2, 2)
 
 
 def arena(*, cached: int, depth: int, grads: int = 6) -> int:
-    """Bytes of a job without clipping, two optimizers; gradients have room for two layers of three chunks, or more."""
+    """The arena's bytes for a job without clipping, with two optimizers.
+
+    By default there are grad slots for two layers of three chunks.
+    """
     return CHUNK * ((FETCH_DEPTH + cached) * 2 + grads * 2 + 2 * depth * 14)
 
 
@@ -181,12 +184,12 @@ def test_a_budget_is_kept_by_keeping_no_params_then_by_shallower_queues_and_then
 
 
 @given(num_free=st.integers(0, 40))
-def test_what_a_budget_leaves_keeps_params(num_free: int) -> None:
+def test_rest_of_budget_keeps_params(num_free: int) -> None:
     budget = arena(cached=6, depth=STATE_DEPTH, grads=12) + num_free * 2 * CHUNK + 2 * CHUNK - 1
     found = plan(host_memory_nbytes=budget)
     assert found.num_cached_params == min(17, 6 + num_free)  # never more than there are
     assert found.arena_nbytes <= budget
-    # Without a budget nobody has said that there is more.
+    # Without a budget there is no known memory beyond the minimum.
     assert plan().num_cached_params == 6
     assert plan(placement=Placement(num_cached_params=1000)).num_cached_params == 17
 
@@ -199,7 +202,7 @@ def test_without_a_budget_a_job_takes_no_more_than_it_needs_of_what_is_free() ->
     assert found.num_cached_params == 0
     with pytest.raises(PlanError, match="more than the 1000 bytes that the machine has to spare; close other programs"):
         plan(free_nbytes=1000)
-    # A budget is what somebody has decided.
+    # The user has chosen the budget, so free memory does not limit it.
     assert plan(host_memory_nbytes=GIB, free_nbytes=1000).arena_nbytes > 1000
 
 
@@ -213,7 +216,7 @@ def test_a_naive_optimizer_has_one_chunk_at_a_time_and_keeps_nothing() -> None:
         plan(is_naive=True, host_memory_nbytes=least - 1)
 
 
-# --- gradients on the SSDs --------------------------------------------------------------------------------------------
+# --- gradients on the SSDs -----------------------------------------------------------------------------------------
 
 
 def test_as_many_gradients_stay_in_host_memory_as_the_budget_has_room_for() -> None:
@@ -223,7 +226,7 @@ def test_as_many_gradients_stay_in_host_memory_as_the_budget_has_room_for() -> N
     for budget in range(least, whole.arena_nbytes, 2 * CHUNK):
         found = plan(keep_grads=True, host_memory_nbytes=budget)
         assert found.arena_nbytes <= budget
-        # The last blocks: their gradients come first, and are used last.
+        # The last blocks: their gradients arrive first, and are used last.
         assert found.spilled_blocks == tuple(range(6 - len(found.spilled_blocks), 6))
         assert all(pool.slot_nbytes == (16 if found.spilled_blocks else 14) * CHUNK for pool in found.states)
         spilled.add(len(found.spilled_blocks))
@@ -262,7 +265,7 @@ def test_gradients_go_to_the_ssds_only_where_the_next_states_will_lie(placement:
         plan(keep_grads=keep_grads, placement=placement)
 
 
-# --- states in memory -------------------------------------------------------------------------------------------------
+# --- states in memory ----------------------------------------------------------------------------------------------
 
 
 def test_states_in_host_memory_take_a_slot_a_chunk() -> None:
@@ -356,19 +359,19 @@ def test_buffers_are_as_deep_as_the_placement_says() -> None:
     assert found.fetch_batch == 3
     assert [pool.num_slots for pool in found.states] == [5, 5]
     assert found.num_staged_activations == 40
-    assert found.max_leaving_nbytes == 500  # half for what goes to the SSDs
+    assert found.max_leaving_nbytes == 500  # half for writes to the SSDs
 
     def with_budget(nbytes: int) -> Plan:
         placement = Placement(depths=depths, num_cached_params=1, ssd_activation_nbytes=on_ssd)
         return plan(num_optimizers=2, placement=placement, host_memory_nbytes=nbytes)
 
-    # With a byte less, gradients of 3 typical blocks have room instead of 4; the last 2 are the least.
+    # With one byte less, there are slots for gradients of 3 typical blocks instead of 4; 2 is the minimum.
     assert with_budget(found.arena_nbytes - 1) == with_budget(found.arena_nbytes - 3 * 2 * CHUNK)
     least_grads = with_budget(found.arena_nbytes - 2 * 3 * 2 * CHUNK)
     assert (found.grads.num_slots, least_grads.grads.num_slots) == (4 * 3, 2 * 3)
     assert least_grads.arena_nbytes == found.arena_nbytes - 2 * 3 * 2 * CHUNK
     assert [pool.num_slots for pool in least_grads.states] == [5, 5]
-    # With a byte less than that, optimizers have fewer slots, and all else stays.
+    # With one byte less than that, optimizers have fewer slots, and the rest is unchanged.
     less = with_budget(least_grads.arena_nbytes - 1)
     assert [pool.num_slots for pool in less.states] == [4, 4]
     assert (less.params, less.grads) == (found.params, least_grads.grads)
@@ -383,13 +386,13 @@ def test_buffers_are_as_deep_as_the_placement_says() -> None:
         (Placement(activations=(BlockActivations(swap_input=True),) * 4), "no room for them"),
     ],
 )
-def test_activations_that_cannot_be(placement: Placement, error: str) -> None:
+def test_invalid_activation_choices_are_refused(placement: Placement, error: str) -> None:
     with pytest.raises(PlanError, match=error):
         plan(placement=placement)
 
 
 def test_streamed_layers_stay_in_host_memory_while_they_are_computed() -> None:
-    """Two of them, where there is room; one, and what prefetches the next, must be."""
+    """Two of them if there is space. One, and the slots that prefetch the next, are required."""
 
     def with_layers(*layers: int, budget: int | None = None, **options: Any) -> Plan:
         placement = Placement(streamed_blocks=layers, num_cached_params=0, **options)
@@ -400,7 +403,7 @@ def test_streamed_layers_stay_in_host_memory_while_they_are_computed() -> None:
     enough = with_layers(4, 1, 2)
     assert enough.params.num_slots == FETCH_DEPTH + 2 * 3
     assert enough.streamed_blocks == (1, 2, 4)
-    assert with_layers(4, 1, 2, host_blocks=(1, 4)).params.num_slots == FETCH_DEPTH + 3  # the others are there anyway
+    assert with_layers(4, 1, 2, host_blocks=(1, 4)).params.num_slots == FETCH_DEPTH + 3  # the other slots exist anyway
 
     smallest = with_layers(4, 1, 2, budget=3 * GIB)
     while True:

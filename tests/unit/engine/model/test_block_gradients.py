@@ -1,4 +1,4 @@
-"""Block by block, with recompute and released params, gives the gradients of plain autograd, to the last bit."""
+"""Block by block, with recompute and released params, gradients equal those of plain autograd to the last bit."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +41,7 @@ def found_and_expected(
 
 
 def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of gradients that are not the same to the last bit, missing and superfluous ones included."""
+    """Names of gradients that differ in any bit, including missing and superfluous ones."""
     names = found.keys() | expected.keys()
     return sorted(
         name
@@ -63,13 +63,13 @@ def test_gradients_are_those_of_plain_autograd(architecture: Architecture, tied:
 
 
 @every_architecture
-def test_so_they_are_without_dropout(architecture: Architecture) -> None:
-    # Another attention kernel computes then.
+def test_gradients_without_dropout_are_those_of_plain_autograd(architecture: Architecture) -> None:
+    # Without dropout another attention kernel is used.
     assert differing(*found_and_expected(architecture, tied=False, dropout=0.0)) == []
 
 
 @pytest.mark.parametrize("name", ["Qwen2", "GPT-2", "Mixtral", "Gemma-2"])
-def test_so_they_are_in_bf16(name: str) -> None:
+def test_gradients_in_bf16_are_those_of_plain_autograd(name: str) -> None:
     assert differing(*found_and_expected(ARCHITECTURES[name], tied=False, precision=Precision.BF16)) == []
 
 
@@ -80,7 +80,7 @@ def test_microbatches_of_unequal_size_accumulate_in_their_order(architecture: Ar
 
 @pytest.mark.parametrize("name", ["Qwen2", "GPT-2", "Bloom"])
 def test_tied_weights_accumulate_within_rounding(name: str) -> None:
-    # Head and embedding each add up their micro-batches first: the same terms in another order.
+    # Head and embedding first add up their own micro-batches: the same terms in another order.
     found, expected = found_and_expected(ARCHITECTURES[name], tied=True, shapes=SEVERAL)
     different = differing(found, expected)
     assert len(different) <= 1
@@ -97,10 +97,10 @@ def test_an_expert_without_tokens_gets_zeros() -> None:
     assert differing(found, expected) == []
 
 
-# --- the check can fail ---------------------------------------------------------------------------------------------
+# --- the check can fail --------------------------------------------------------------------------------------------
 
 
-def test_a_released_buffer_that_is_read_again_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_of_released_buffer_changes_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     install = BlockRunner.install
     first: dict[BlockIndex, Mapping[BlockIndex, torch.Tensor]] = {}
 
@@ -117,10 +117,10 @@ def test_a_released_buffer_that_is_read_again_shows(monkeypatch: pytest.MonkeyPa
     wrong = differing(found, expected)
     assert "model.layers.1.mlp.up_proj.weight" in wrong
     assert found["model.layers.1.mlp.up_proj.weight"].isnan().any()
-    assert "lm_head.weight" not in wrong  # what came before it in the backward pass is right
+    assert "lm_head.weight" not in wrong  # gradients that come earlier in the backward pass are right
 
 
-def test_another_random_key_in_recompute_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_random_key_in_recompute_changes_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     num_drawn: dict[int, int] = {}
 
     def fresh_key(seed: int, step: int, microbatch: int, block: int) -> int:
@@ -136,7 +136,7 @@ def test_another_random_key_in_recompute_shows(monkeypatch: pytest.MonkeyPatch) 
     assert differing(*found_and_expected(ARCHITECTURES["GPT-2"], tied=False)) == []
 
 
-def test_a_dropped_microbatch_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_microbatch_changes_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     def overwrite(self: GradBuffer, name: str, offset: int, grad: torch.Tensor) -> None:
         self.flat[offset : offset + grad.numel()].copy_(grad.reshape(-1))
         self.touched.add(name)
@@ -244,7 +244,7 @@ def test_a_gradient_buffer_adds_up_and_zeroes_what_nothing_reached() -> None:
     buffer.add("a", 0, torch.tensor([[0.5, 0.25]], dtype=torch.bfloat16))
     buffer.finish([("a", 0, 2), ("b", 2, 3)])
     assert buffer.flat[:5].tolist() == [1.5, 2.25, 0.0, 0.0, 0.0]
-    assert buffer.flat[5].isnan()  # no parameter's
+    assert buffer.flat[5].isnan()  # belongs to no parameter
 
 
 # --- random keys ----------------------------------------------------------------------------------------------------
@@ -254,5 +254,5 @@ def test_random_keys_differ_in_every_part_and_fit_a_seed() -> None:
     keys = {random_key(a, b, c, d) for a in (0, 1, 11) for b in (0, 1, 11) for c in (0, 1, 11) for d in (0, 1, 11)}
     assert len(keys) == 81
     assert all(0 <= key < 2**63 for key in keys)
-    # Fixed for good: a resumed job must draw what the interrupted one drew.
+    # Must never change: a resumed job must draw the same numbers as the interrupted one.
     assert random_key(1, 2, 3, 4) == 1159737786199761749

@@ -1,4 +1,7 @@
-"""How the runner follows the activations' policies; that gradients stay the same is in test_activations_parity."""
+"""The block runner under the activation policies.
+
+Equality of gradients is tested in engine/activations/test_parity.py.
+"""
 
 import traceback
 
@@ -53,7 +56,7 @@ def test_a_block_that_recomputes_nothing_is_not_computed_again(monkeypatch: pyte
     assert computed == [1, 1, 2, 2, 3, 3, 3, 3, 1, 1]
 
 
-def test_the_less_is_held_the_more_is_computed_again() -> None:
+def test_fewer_held_outputs_mean_more_recompute() -> None:
     num_flops = []
     for policy in (
         BlockActivations(),
@@ -73,7 +76,7 @@ def test_the_less_is_held_the_more_is_computed_again() -> None:
     assert all_kept == graph_kept
 
 
-def test_what_is_needed_next_is_brought_back_while_a_block_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_activations_are_prefetched_while_a_block_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     run = run_of(dict.fromkeys(LAYERS, INPUT_AWAY), store)
     forward_all(run)
@@ -91,7 +94,7 @@ def test_what_is_needed_next_is_brought_back_while_a_block_is_computed(monkeypat
     assert store.events == expected
 
 
-def test_a_graph_asks_for_the_latest_first() -> None:
+def test_graph_prefetches_latest_activations_first() -> None:
     store = MemoryStore()
     run = run_of({BlockIndex(3): ALL_AWAY}, store)
     forward_all(run)
@@ -99,10 +102,10 @@ def test_a_graph_asks_for_the_latest_first() -> None:
     run.head(TARGETS)
     prefetched = [index for event, index in store.events if event == "prefetch"]
     assert prefetched == list(reversed(range(len(prefetched))))
-    assert 0 < len(prefetched) < num_puts  # of the first micro-batch alone
+    assert 0 < len(prefetched) < num_puts  # of the first micro-batch only
 
 
-def test_inputs_that_left_are_no_more_on_the_device() -> None:
+def test_swapped_inputs_are_not_on_the_device() -> None:
     for policy, is_gone in ((INPUT_AWAY, True), (ALL_AWAY, True), (BlockActivations(), False), (KEPT, False)):
         run = run_of(dict.fromkeys(LAYERS, policy), MemoryStore())
         run.forward(BlockIndex(0), BATCH)
@@ -162,7 +165,10 @@ def test_a_step_that_is_given_up_leaves_nothing_in_the_store() -> None:
 
 
 def test_random_numbers_are_seeded_without_stack_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.manual_seed` keeps one for each kind of device that is not there; they take longer than a small layer."""
+    """`torch.manual_seed` records a stack trace for each missing kind of device.
+
+    That takes longer than a small layer.
+    """
     num_traces = []
     monkeypatch.setattr(traceback, "format_stack", lambda *_: num_traces.append(1) or [])
     run = run_of({})

@@ -1,4 +1,4 @@
-"""Other packages' kernels in a model. Those of Liger need a GPU: here stand in for them others of the same form."""
+"""Other packages' kernels in a model. Liger's need a GPU, so kernels of the same form stand in for them."""
 
 import sys
 from collections.abc import Callable
@@ -55,9 +55,13 @@ def test_without_their_packages_there_are_none() -> None:
     if "liger_kernel" in sys.modules:
         pytest.skip("Liger is installed")
     assert kernels_here(meta_model(), Precision.FP32, CUDA) == ()
-    with pytest.raises(KernelUnavailable, match=r"Liger's kernels cannot be had: .* install the package liger-kernel"):
+    with pytest.raises(
+        KernelUnavailable, match=r"Liger's kernels are not available: .* install the package liger-kernel"
+    ):
         apply_kernels(meta_model(), (LIGER,))
-    with pytest.raises(KernelUnavailable, match=r"FlashAttention 2 cannot be had: .* install the package flash-attn"):
+    with pytest.raises(
+        KernelUnavailable, match=r"FlashAttention 2 is not available: .* install the package flash-attn"
+    ):
         apply_kernels(meta_model(), (FLASH,))
 
 
@@ -129,7 +133,7 @@ def test_kernels_that_are_wrong_are_refused(
         check_kernels(CONFIG, (LIGER,), precision, CPU)
 
 
-def test_what_liger_leaves_in_a_module_is_taken_out_again() -> None:
+def test_class_that_liger_replaced_is_restored() -> None:
     module = ModuleType("module")
     module.kept, module.changed = 1, 2  # type: ignore[attr-defined]
     before = dict(vars(module))

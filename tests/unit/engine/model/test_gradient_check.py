@@ -55,7 +55,7 @@ def test_supported_architectures_pass_as_their_class_comes(architecture: Any) ->
     ],
     ids=["Qwen2-two-kinds", "Qwen3-0.6B", "Llama-3.1", "Mixtral-dropout", "Qwen3-30B-A3B", "GPT-J", "GPT-2-XL"],
 )
-def test_so_do_variants_that_people_have(config: Any) -> None:
+def test_common_variants_of_supported_architectures_pass(config: Any) -> None:
     check_architecture(config)
 
 
@@ -69,7 +69,7 @@ def test_a_tiny_config_keeps_one_layer_of_each_kind_and_the_original() -> None:
     assert (config.hidden_size, config.num_hidden_layers) == (2304, 26)
 
 
-def test_what_is_small_already_stays() -> None:
+def test_tiny_config_of_small_model_is_unchanged() -> None:
     tiny = tiny_config(odd_config(odd_models.PlainModel))
     assert (tiny.hidden_size, tiny.intermediate_size, tiny.num_attention_heads) == (32, 48, 4)
 
@@ -82,7 +82,7 @@ def test_the_plain_loop_passes() -> None:
 @pytest.mark.parametrize(
     "body", [odd_models.TokenMixingModel, odd_models.CountingModel, odd_models.NotingModel], ids=lambda b: b.__name__
 )
-def test_what_the_trace_does_not_see_is_caught(body: Any) -> None:
+def test_error_invisible_to_trace_is_caught(body: Any) -> None:
     config = odd_config(body)
     config.architectures = ["TheirModel"]
     with pytest.raises(
@@ -111,7 +111,7 @@ def test_functions_that_keep_params_by_themselves_are_refused_where_they_are_wro
         ):
             check_architecture(config, choice.of_layers(1))
     products = BlockActivations(swapped=frozenset({"aten.mm.default"}))
-    check_architecture(config, [products])  # of what a second forward pass saves nothing is old
+    check_architecture(config, [products])  # a second forward pass saves only new tensors
 
 
 def test_other_operators_the_second_time_are_refused_where_they_are_wrong() -> None:
@@ -124,7 +124,7 @@ def test_other_operators_the_second_time_are_refused_where_they_are_wrong() -> N
         check_architecture(config, [BlockActivations(kept=frozenset({"aten.mm.default"}))])
 
 
-def test_what_the_trace_sees_keeps_its_reason() -> None:
+def test_refusal_by_trace_keeps_its_reason() -> None:
     with pytest.raises(UnsupportedArchitectureError, match="has code between layer 0 and layer 1"):
         check_architecture(odd_config(odd_models.CodeBetweenLayersModel))
 
@@ -163,7 +163,7 @@ def test_every_choice_passes_with_params_in_pieces(choice: ActivationChoice) -> 
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        # In a graph of which backward goes through all at once, whole params are still what they were.
+        # A graph that backward traverses as a whole finds whole params unchanged.
         (odd_models.HoardingModel, "HoardingConfig is not supported with streamed_blocks: .* other gradients"),
         (odd_models.TakingModel, "TakingConfig is not supported with streamed_blocks: .* other gradients"),
         (odd_models.BorrowingModel, "BorrowingConfig cannot be checked with streamed_blocks: .*meta"),

@@ -10,7 +10,7 @@ from windlass.storage.ids import BlockIndex, ChunkIndex, ChunkKey
 
 @st.composite
 def layouts(draw: st.DrawFn) -> ModelLayout:
-    """Blocks of a few parameters, some with none, as the partition lays them out."""
+    """Blocks of a few parameters, some with none, laid out as by the partition."""
     blocks = []
     for b in range(draw(st.integers(1, 4))):
         params, offset = [], 0
@@ -38,7 +38,7 @@ def layouts(draw: st.DrawFn) -> ModelLayout:
 def test_json_brings_back_the_very_layout(layout: ModelLayout) -> None:
     text = layout.to_json()
     assert ModelLayout.from_json(text) == layout
-    assert hash(ModelLayout.from_json(text).blocks) == hash(layout.blocks)  # tuples all the way down, no lists
+    assert hash(ModelLayout.from_json(text).blocks) == hash(layout.blocks)  # nested tuples, no lists
     json.loads(text)
 
 

@@ -42,7 +42,7 @@ def partition_of(config: Any, chunk_numel: int | None = None) -> Partition:
     return Partition(build_meta_model(config, Precision.FP32), chunk_numel)
 
 
-# --- the meta model -------------------------------------------------------------------------------------------------
+# --- the meta model ------------------------------------------------------------------------------------------------
 
 
 @every_architecture
@@ -68,14 +68,14 @@ def test_building_a_meta_model_leaves_the_library_as_it_was() -> None:
 
 
 class CacheModel(torch.nn.Module):
-    """The library's names since 5.24."""
+    """Uses the library's parameter names since 5.24."""
 
     def forward(self, input_ids: torch.Tensor, cache: Any = None, use_cache: bool = True) -> tuple[Any, bool]:
         return cache, use_cache
 
 
 class PastKeyValuesModel(torch.nn.Module):
-    """The library's names before 5.24, and those of models that bring their own code."""
+    """Uses the library's parameter names before 5.24, as models with their own code do."""
 
     def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, use_cache: bool = True) -> tuple[Any, bool]:
         return past_key_values, use_cache
@@ -169,7 +169,7 @@ def test_a_layer_of_a_7b_model_is_cut_evenly() -> None:
     assert MIN_CHUNK_NUMEL <= chunk < 2 * MIN_CHUNK_NUMEL
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------------------
 
 REFUSALS: list[tuple[Any, str]] = [
     (odd_models.CodeBetweenLayersModel, r"has code between layer 0 and layer 1"),
@@ -185,7 +185,7 @@ REFUSALS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("body", "reason"), REFUSALS, ids=[body.__name__ for body, _ in REFUSALS])
-def test_what_cannot_be_exact_is_refused_by_name(body: Any, reason: str) -> None:
+def test_model_that_cannot_be_exact_is_refused_by_name(body: Any, reason: str) -> None:
     name = body.__name__.removesuffix("Model") + "ForCausalLM"
     with pytest.raises(UnsupportedArchitectureError, match=reason) as caught:
         partition_of(odd_config(body))
@@ -216,7 +216,7 @@ def test_settings_that_would_change_the_result_are_refused(setting: dict[str, An
 
 
 def test_the_same_loop_without_an_oddity_is_taken() -> None:
-    """So that the refusals above are for the oddities alone."""
+    """Shows that the refusals above are for the oddities only."""
     partition = partition_of(odd_config(odd_models.PlainModel))
     assert partition.num_blocks == NUM_LAYERS + 2
     assert partition.num_returned is None

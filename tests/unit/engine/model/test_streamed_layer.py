@@ -1,4 +1,4 @@
-"""Layers whose params come in pieces: gradients are those of whole params, to the last bit."""
+"""Layers with streamed params: gradients equal those with whole params, to the last bit."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ POLICIES = {
     "products swapped": BlockActivations(recompute=False, swapped=MATRIX),
     "every output swapped": BlockActivations(swap_input=True, swapped=frozenset({"*"})),
 }
-# Fused experts, weights the other way round, joined projections, norms without params, biases everywhere.
+# Fused experts, transposed weights, joined projections, norms without params, biases everywhere.
 QUICK = ("Mixtral", "GPT-2", "Phi-3", "OLMo", "Bloom")
 BATCH, TARGETS = make_batch((2, 16), (1, 9), (3, 12))
 
@@ -48,7 +48,7 @@ def assert_parity(
     device = Device(torch.device("cpu"), poison_released=poison)
     run = Run(model, activations=activations, store=MemoryStore(), precision=precision, streams_on=device)
     assert run.streams is not None
-    for _ in range(2):  # from the second step on pieces are copied ahead
+    for _ in range(2):  # from the second step on pieces are prefetched
         found = run.step(BATCH, TARGETS)
         assert [param for param in expected if not torch.equal(found[param], expected[param])] == []
         for buffer in run.grads.values():
@@ -65,13 +65,13 @@ def test_gradients_are_the_same_under_every_policy(policy: BlockActivations, poi
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in ARCHITECTURES]
 )
-def test_so_they_are_for_every_architecture(name: str) -> None:
+def test_gradients_with_streamed_params_are_the_same_for_every_architecture(name: str) -> None:
     policy = list(POLICIES)[list(ARCHITECTURES).index(name) % len(POLICIES)]
     assert_parity(config_of(name), POLICIES[policy])
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep"])
-def test_so_they_are_in_bf16(policy: str) -> None:
+def test_gradients_with_streamed_params_are_the_same_in_bf16(policy: str) -> None:
     assert_parity(config_of("Llama"), POLICIES[policy], precision=Precision.BF16)
 
 
@@ -82,7 +82,7 @@ def test_gradients_of_modules_that_run_twice_add_up_in_the_same_order(policy: st
 
 @pytest.mark.parametrize("policy", ["products kept", "products swapped"])
 def test_copies_are_not_taken_for_operators_of_the_layer(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operators that copy, in the thread that computes, as on a GPU."""
+    """Operators that copy, in the computing thread, as on a GPU."""
     monkeypatch.setattr(streamed_flats, "copy", lambda target, source: target.copy_(source))
     monkeypatch.setattr(Device, "open_stream", lambda device: device.h2d)
     assert_parity(config_of("Qwen2"), POLICIES[policy])

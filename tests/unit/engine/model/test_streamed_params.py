@@ -1,4 +1,4 @@
-"""Which piece comes into which buffer, and what comes before what."""
+"""The assignment of pieces to buffers, and the order of copies and uses."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ BACKWARD = [(piece, True) for piece in (3, 2, 1, 0)]
 
 @dataclass
 class Source:
-    """Notes what is copied."""
+    """Records the copied pieces."""
 
     loads: list[int] = field(default_factory=list)
     on_load: Callable[[torch.Tensor], None] = lambda target: None
@@ -46,7 +46,7 @@ def make(device: Any, source: Source | None = None) -> tuple[PieceBuffers, Strea
 
 
 def use(buffers: PieceBuffers, pieces: Sequence[tuple[int, bool]]) -> list[list[float]]:
-    """Holds one after the other; what lies there."""
+    """Holds the pieces one after the other, and returns their contents."""
     found = []
     for piece, backward in pieces:
         found.append(buffers.hold(piece, backward=backward).tolist())
@@ -65,7 +65,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device.close()
 
 
-def test_pieces_come_as_they_are_asked_for(device: Device) -> None:
+def test_pieces_are_copied_on_request(device: Device) -> None:
     buffers, params = make(device)
     for _ in range(3):
         buffers.begin(params, BlockIndex(1), goes_backward=True)
@@ -75,7 +75,7 @@ def test_pieces_come_as_they_are_asked_for(device: Device) -> None:
 
 
 @pytest.mark.parametrize("device", [False], indirect=True)
-def test_what_was_let_go_of_last_is_still_there_for_the_way_back(device: Device) -> None:
+def test_last_released_pieces_are_reused_in_backward(device: Device) -> None:
     source = Source()
     buffers, params = make(device, source)
     buffers.begin(params, BlockIndex(1), goes_backward=True)
@@ -85,18 +85,19 @@ def test_what_was_let_go_of_last_is_still_there_for_the_way_back(device: Device)
     buffers.begin(params, BlockIndex(1), goes_backward=True)
     buffers.hold(0, backward=False)
     buffers.end()
-    assert source.loads[6:] == [0, 1]  # by now they may be others, and what followed the last time is copied ahead
+    # the buffers may hold other pieces by now, and the pieces that followed last time are prefetched
+    assert source.loads[6:] == [0, 1]
     buffers.close()
 
 
 @pytest.mark.parametrize("device", [False], indirect=True)
-def test_what_comes_first_is_copied_as_an_operation_begins(device: Device) -> None:
+def test_first_piece_is_copied_when_an_operation_begins(device: Device) -> None:
     source = Source()
     buffers, params = make(device, source)
     for goes_backward, pieces in ((False, FORWARD), (True, BACKWARD)):
         buffers.begin(params, BlockIndex(1), goes_backward=goes_backward)
         buffers.end()
-        assert source.loads == []  # nobody knows yet
+        assert source.loads == []  # the order is not known yet
         buffers.begin(params, BlockIndex(1), goes_backward=goes_backward)
         use(buffers, pieces)
         source.loads.clear()
@@ -106,7 +107,7 @@ def test_what_comes_first_is_copied_as_an_operation_begins(device: Device) -> No
         source.loads.clear()
     buffers.begin(params, BlockIndex(2), goes_backward=False)
     buffers.end()
-    assert source.loads == []  # another block may go another way
+    assert source.loads == []  # another block may use another order
     buffers.close()
 
 
@@ -127,7 +128,7 @@ def test_the_next_micro_batch_begins_where_this_one_did_and_nothing_follows_the_
             use(buffers, way)
             copied_last.append(source.loads[-1])
         buffers.end()
-    assert copied_last == [last, first, last, first, first, last]  # at first nobody knows
+    assert copied_last == [last, first, last, first, first, last]  # at first the order is not known
     buffers.close()
 
 
@@ -148,7 +149,7 @@ def test_a_piece_more_than_there_are_buffers_is_refused(device: Device) -> None:
 
 
 @pytest.mark.parametrize("device", [True], indirect=True)
-def test_what_is_let_go_of_is_poisoned_when_asked(device: Device) -> None:
+def test_released_buffer_is_filled_with_nan_on_request(device: Device) -> None:
     buffers, params = make(device)
     buffers.begin(params, BlockIndex(1), goes_backward=False)
     held = buffers.hold(0, backward=False)
@@ -176,7 +177,7 @@ def test_tensors_in_a_piece_are_found(device: Device) -> None:
 
 
 class _Clocked:
-    """A stream whose events are all that is known to be done when they come."""
+    """A stream whose events contain everything that is known to be done when they are reached."""
 
     def __init__(self) -> None:
         self.known: frozenset[int] = frozenset()
@@ -195,7 +196,7 @@ class _Clocked:
 
 
 class _ClockedDevice:
-    """Knows which uses of which memory come before which others."""
+    """Records which uses of which memory come before which others."""
 
     device = torch.device("cpu")
     poisons_released = False
@@ -236,12 +237,12 @@ def test_copies_and_computation_take_turns_in_a_buffer_and_wait_for_nothing_else
 
 @pytest.mark.parametrize("forgets", [False, True])
 @pytest.mark.parametrize("order", [*permutations(("compute", "h2d", "d2h")), 3], ids=str)
-def test_on_streams_that_run_behind(order: Any, forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`forgets`: without the waits of the compute stream for copies it finds other numbers."""
+def test_streamed_params_on_late_streams_are_right(order: Any, forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`forgets`: without the waits of the compute stream for copies the results differ."""
     opened: list[LateStreams] = []
 
     def open_streams(device: torch.device, deadline_s: float, start_threads: Any) -> LateStreams:
-        forgotten = ("compute", "d2h") if forgets else None  # what is opened first is called so
+        forgotten = ("compute", "d2h") if forgets else None  # the name of the stream that is opened first
         opened.append(LateStreams(start_threads, order=order, forgets=lambda *pair: pair == forgotten))
         return opened[-1]
 

@@ -1,4 +1,4 @@
-"""The formulas, run as plain PyTorch, in every format."""
+"""The update formulas, run as plain PyTorch, in every format."""
 
 import itertools
 from dataclasses import replace
@@ -29,7 +29,7 @@ FORMATS = [
 
 
 def scalars(settings: AdamSettings, learning_rate: float, step: int, grad_scale: float) -> torch.Tensor:
-    """All elements decay."""
+    """The kernel's scalars if all elements decay."""
     decay = 1 - learning_rate * settings.weight_decay if settings.decoupled else settings.weight_decay
     return scalars_of(
         {
@@ -46,7 +46,7 @@ def scalars(settings: AdamSettings, learning_rate: float, step: int, grad_scale:
     )
 
 
-# An epsilon as large as the moments shows where it is added.
+# An epsilon as large as the moments shows the place where it is added.
 @pytest.mark.parametrize("epsilon", [1e-8, 0.2])
 @pytest.mark.parametrize("step", [1, 4])
 @pytest.mark.parametrize("kernel", FORMATS, ids=str)
@@ -76,7 +76,7 @@ def test_one_step_is_that_of_the_papers(kernel: Format, step: int, epsilon: floa
 
 
 def check(kernel: Format, states: ChunkStates, reference: Adam64) -> None:
-    """All states against the reference: to the last bits of fp32, or to the next number of bf16."""
+    """Compares all states with the reference: up to the last bits of fp32, or to the next number of bf16."""
     close = {"rtol": 2**-7, "atol": 0.0} if kernel.states is StatePrecision.BF16 else {"rtol": 2e-6, "atol": 1e-7}
     weights = states.param.float() if states.master is None else states.master
     if states.residual is not None:
@@ -89,7 +89,7 @@ def check(kernel: Format, states: ChunkStates, reference: Adam64) -> None:
 
 
 def test_every_fp16_gradient_is_read_exactly() -> None:
-    """The mean of the gradient's first step with beta1 = 0 is the gradient."""
+    """The mean after the gradient's first step with beta1 = 0 is the gradient."""
     grad = torch.arange(2**16).to(torch.int16).view(torch.float16)
     settings = AdamSettings(beta1=0.0, beta2=0.5, epsilon=1e-8, weight_decay=0.0, decoupled=True)
     kernel = Format(grad=torch.float16, param=torch.bfloat16, states=StatePrecision.SPLIT, decoupled=True)

@@ -1,4 +1,4 @@
-"""Both kernels are Adam, in every format, whatever a chunk's length and the place where decay ends."""
+"""Both kernels compute Adam in every format, for any chunk length and any end of weight decay."""
 
 import dataclasses
 import logging
@@ -42,13 +42,13 @@ def same_threads_afterwards() -> Iterator[None]:
 
 
 def copied(states: ChunkStates, part: slice = slice(None)) -> ChunkStates:
-    """A part of a chunk in memory of its own."""
+    """A copy of a part of a chunk."""
     fields = {field.name: getattr(states, field.name) for field in dataclasses.fields(states)}
     return ChunkStates(**{name: None if state is None else state[part].clone() for name, state in fields.items()})
 
 
 def bits_of(states: ChunkStates) -> list[torch.Tensor]:
-    """All states but the gradient, as integers."""
+    """All states except the gradient, as integers."""
     words = {2: torch.int16, 4: torch.int32}
     held = [states.param, states.master, states.residual, states.exp_avg, states.exp_avg_sq]
     return [state.view(words[state.element_size()]) for state in held if state is not None]
@@ -91,7 +91,7 @@ def test_steps_are_those_of_the_papers(
         grad = torch.randn(numel, generator=torch.Generator().manual_seed(step)).to(BF16)
         chunk.grad = grad.clone()
         kernel.update(chunk, learning_rate=1e-2 / step, step=step, grad_scale=grad_scale, decay_numel=decay_numel)
-        assert torch.equal(chunk.grad, grad)  # the slot may be read again, by a retry
+        assert torch.equal(chunk.grad, grad)  # the slot may be read again by a retry
         reference.step(grad.double() * grad_scale, 1e-2 / step, step, decay_numel)
     torch.testing.assert_close(master_of(chunk).double(), reference.weights, rtol=3e-6, atol=1e-6)
     torch.testing.assert_close(chunk.exp_avg.double(), reference.exp_avg, rtol=3e-6, atol=1e-7)
@@ -100,7 +100,7 @@ def test_steps_are_those_of_the_papers(
     assert torch.equal(chunk.param, master_of(chunk).to(BF16))
 
 
-def test_it_follows_torchs_adamw(make_kernel: MakeKernel) -> None:
+def test_kernel_equals_torchs_adamw(make_kernel: MakeKernel) -> None:
     numel = 4096
     chunk = random_states(numel, StatePrecision.FP32, BF16, BF16, 0)
     chunk.exp_avg.zero_(), chunk.exp_avg_sq.zero_()
@@ -131,7 +131,7 @@ def test_the_fused_kernel_does_adam_too(states: StatePrecision, epsilon: float, 
 
 
 def patterns() -> torch.Tensor:
-    """fp32 masters of any bits, half of them ties; the largest numbers and the smallest are among them."""
+    """fp32 masters with any bits, half of them ties, including the largest and smallest numbers."""
     generator = torch.Generator().manual_seed(5)
     bits = torch.randint(-(2**31), 2**31, (2_000_001,), generator=generator)
     bits[: 2**20] = (bits[: 2**20] & -0x10000) | 0x8000
@@ -187,7 +187,7 @@ def test_many_steps_of_split_states_are_those_of_fp32(make_kernel: MakeKernel) -
 def test_cutting_a_vector_into_chunks_changes_no_bit(
     make_kernel: MakeKernel, states: StatePrecision, decay_numel: int
 ) -> None:
-    numel, start_of_chunk = 6000, 2**33 - 2048  # the random bits change their key inside
+    numel, start_of_chunk = 6000, 2**33 - 2048  # the key of the random bits changes inside
     common = {"learning_rate": 1e-2, "step": 2, "grad_scale": 0.5, "seed": 9}
     whole = random_states(numel, states, BF16, BF16, 0)
     parts = [copied(whole, slice(start, start + 2048)) for start in range(0, numel, 2048)]
@@ -228,17 +228,17 @@ def test_bf16_states_are_rounded_to_a_neighbour_and_right_on_average(make_kernel
     reference.step(chunk.grad.double(), 1e-3, 2, numel // 3)
     expected = (reference.weights, reference.exp_avg, reference.exp_avg_sq)
     for found, exact in zip((chunk.param, chunk.exp_avg, chunk.exp_avg_sq), expected, strict=True):
-        # The gap between bf16 neighbours; near zero, what is left of larger numbers has the error of these.
+        # The gap between bf16 neighbours. Near zero, differences of larger numbers have the errors of those.
         gap = (2.0 ** (torch.frexp(exact).exponent.double() - 8)).clamp_min(1e-5)
         errors = (found.double() - exact) / gap
         assert errors.abs().max().item() < 1.01
-        # A single rounding's error is below one gap: six standard deviations of the mean are below this.
+        # A single rounding error is below one gap, so this is six standard deviations of the mean.
         assert abs(errors.mean().item()) < 6 * 0.5 / numel**0.5
 
 
 @pytest.mark.parametrize("states", list(StatePrecision))
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-def test_what_is_not_finite_does_not_become_so(make_kernel: MakeKernel, states: StatePrecision, bad: float) -> None:
+def test_values_not_finite_stay_not_finite(make_kernel: MakeKernel, states: StatePrecision, bad: float) -> None:
     chunk = random_states(101, states, BF16, BF16, 0)
     before = copied(chunk)
     chunk.grad[50] = bad
@@ -262,7 +262,7 @@ def test_it_updates_views_of_an_arena(make_kernel: MakeKernel) -> None:
     assert arena[4096 + 128 : 2 * 4096].eq(0).all()
 
 
-def test_a_chunk_without_elements_is_nothing_to_do(make_kernel: MakeKernel) -> None:
+def test_update_of_empty_chunk_does_nothing(make_kernel: MakeKernel) -> None:
     for states in StatePrecision:
         chunk = random_states(0, states, BF16, BF16, 0)
         make_kernel(states).update(chunk, learning_rate=1e-2, step=1, grad_scale=0.5, decay_numel=0)

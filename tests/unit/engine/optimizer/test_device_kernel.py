@@ -1,4 +1,4 @@
-"""The kernel that is compiled in the process gives the bits of the one compiled ahead of time."""
+"""The kernel compiled in the process gives the bits of the one compiled ahead of time."""
 
 import dataclasses
 import errno
@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 CPU = torch.device("cpu")
 FORMAT = Format(grad=BF16, param=BF16, states=StatePrecision.FP32, decoupled=True)
 TORCH_WARNS_OF_ITSELF = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-# (elements, those with weight decay): whole, odd, shorter than a kernel takes, cut where nothing is aligned.
+# (elements, elements with weight decay): even, odd, shorter than a vector, unaligned.
 CHUNKS = [(300_000, 300_000), (70_001, 1234), (3, 1), (9, 9), (4099, 4001)]
 
 
@@ -38,7 +38,7 @@ def make_kernel(states: StatePrecision, cache_dir: Path | None, device: torch.de
 
 
 def in_arena(states: ChunkStates, device: torch.device) -> ChunkStates:
-    """The same numbers side by side in one piece of memory, as in a slot."""
+    """Copies of the states side by side in one memory area, as in a slot."""
     held = {field.name: getattr(states, field.name) for field in dataclasses.fields(states)}
     held = {name: state for name, state in held.items() if state is not None}
     arena = torch.zeros(sum(state.nbytes + 8 for state in held.values()), dtype=torch.uint8, device=device)
@@ -51,7 +51,7 @@ def in_arena(states: ChunkStates, device: torch.device) -> ChunkStates:
 
 
 def updated(kernel: OptimizerKernel, states: ChunkStates, decay_numel: int) -> dict[str, torch.Tensor]:
-    """Its bits after two steps."""
+    """The bits of the states after two steps."""
     chunk = in_arena(states, kernel.device)
     common = {"learning_rate": 1e-2, "grad_scale": 0.37, "decay_numel": decay_numel, "seed": 5}
     for step in (3, 4):
@@ -61,7 +61,7 @@ def updated(kernel: OptimizerKernel, states: ChunkStates, decay_numel: int) -> d
 
 
 def with_hard_numbers(states: ChunkStates) -> ChunkStates:
-    """Denormal moments, zeros and a gradient that overflows among the others."""
+    """Sets some elements to denormal moments, zeros and gradients that overflow."""
     for place, value in enumerate((0.0, 1e-41, 1e-38, 1e30)):
         if place < states.exp_avg_sq.numel():
             states.exp_avg_sq[place] = value
@@ -83,7 +83,7 @@ def check(ours: OptimizerKernel, theirs: OptimizerKernel, states: StatePrecision
 def test_it_gives_the_bits_of_the_kernel_compiled_ahead_of_time(
     kernel_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: StatePrecision
 ) -> None:
-    """As on a GPU, but for what Triton does."""
+    """As on a GPU, except for Triton's part."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     here, ahead = make_kernel(states, kernel_dir, CPU), make_kernel(states, kernel_dir, CPU)
     here._run = compile_here(here.format, CPU, None)

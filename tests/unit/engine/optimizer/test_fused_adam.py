@@ -1,4 +1,4 @@
-"""The short ways that the fused update takes write the bits of the plain functions."""
+"""The shortcuts of the fused update give the bits of the plain functions."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ NAN = 0x7FC12345
 
 
 def numbers(*, nan: bool, infinities: bool) -> torch.Tensor:
-    """Random ones, and both signs of the special ones."""
+    """Random numbers, and both signs of the special ones."""
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     bits = [pattern for pattern in PATTERNS if infinities or pattern < 0x7F7FFFFF] + [NAN] * nan
     special = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
@@ -26,7 +26,7 @@ def test_a_master_is_split_as_by_the_plain_function(nan: bool, infinities: bool)
     master = numbers(nan=nan, infinities=infinities)
     before = master.clone()
     squares = master.abs()
-    squares[::3].neg_()  # whatever its sign was
+    squares[::3].neg_()  # the sign of an old value must not matter
     expected = split_master(master, squares)
     param = torch.empty_like(master, dtype=torch.bfloat16)
     residual = torch.empty_like(master, dtype=torch.int16)
@@ -51,7 +51,7 @@ def test_values_are_rounded_as_by_the_plain_function(nan: bool, infinities: bool
 
 @pytest.mark.parametrize("infinities", [False, True])
 def test_without_nan_nothing_is_compared_element_by_element(monkeypatch: pytest.MonkeyPatch, infinities: bool) -> None:
-    """Else the tests above would show nothing. Infinities of both signs sum to NaN, and take the long way."""
+    """Otherwise the tests above would prove nothing. Infinities of both signs sum to NaN and use the slow path."""
     calls: list[str] = []
     for name in ("split_master", "rounded"):
         plain = {"split_master": split_master, "rounded": rounded}[name]

@@ -1,4 +1,4 @@
-"""The squared norm is that of fp64, and finite exactly where the gradient is."""
+"""The squared norm equals that in fp64, and is finite exactly if the gradient is."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,7 @@ def test_it_is_the_sum_of_squares(dtype: torch.dtype, numel: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("place", [0, 1023, 2**19 + 5, 2**20 + 2])
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-def test_one_element_that_is_not_finite_shows(dtype: torch.dtype, place: int, bad: float) -> None:
+def test_squared_norm_with_one_element_not_finite_is_not_finite(dtype: torch.dtype, place: int, bad: float) -> None:
     grad = torch.full((2**20 + 3,), torch.finfo(dtype).max, dtype=dtype)
     expected = grad[0].double().square() * grad.numel()
     torch.testing.assert_close(squared_norm(grad), expected, rtol=5e-7, atol=0)
@@ -48,7 +48,7 @@ def test_squared_norm_of_infinity_and_nan_is_nan(dtype: torch.dtype, places: tup
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_threads_change_no_bit(dtype: torch.dtype) -> None:
+def test_squared_norm_with_any_number_of_threads_has_same_bits(dtype: torch.dtype) -> None:
     grad = torch.randn(2**21 + 4097, generator=torch.Generator().manual_seed(0)).to(dtype)
     results = []
     for num_threads in (1, 2, 3, 8):

@@ -1,4 +1,4 @@
-"""Kernels are compiled once, and kept where nobody else can put one."""
+"""Kernels are compiled once, and kept where no other user can place one."""
 
 import os
 import shutil
@@ -25,13 +25,13 @@ FORMAT = Format(grad=torch.bfloat16, param=torch.bfloat16, states=StatePrecision
 
 @pytest.fixture
 def cache_dir(kernel_dir: Path, tmp_path: Path) -> Path:
-    """A filled cache of one's own."""
+    """A private copy of a filled cache."""
     return Path(shutil.copytree(kernel_dir, tmp_path / "kernels"))
 
 
 @pytest.fixture
 def compilations(kernel_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Counts compilations, and makes them quick: the library is the one compiled before."""
+    """Counts compilations, and makes them fast: each copies the library that was compiled before."""
     made: list[Path] = []
     whole = (kernel_dir / f"{kernel_cache._key(FORMAT)}.so").read_bytes()
 
@@ -45,7 +45,7 @@ def compilations(kernel_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path
 
 
 def works(kernel: kernel_cache.CompiledKernel) -> bool:
-    """Whether a step with a learning rate of 0 and betas of 0 makes the gradient the mean."""
+    """Returns whether a step with a learning rate of 0 and betas of 0 makes the gradient the mean."""
     grad = torch.randn(100).to(torch.bfloat16)
     exp_avg = torch.zeros(100)
     scalars = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1e-8, 0.0])
@@ -84,7 +84,7 @@ def test_a_damaged_kernel_is_compiled_anew(cache_dir: Path, compilations: list[P
     assert not list(cache_dir.glob("compiling-*"))
 
 
-def test_those_who_want_the_same_kernel_wait_for_one_compilation(tmp_path: Path, compilations: list[Path]) -> None:
+def test_threads_loading_the_same_kernel_compile_once(tmp_path: Path, compilations: list[Path]) -> None:
     results: list[bool] = []
     threads = [
         threading.Thread(target=lambda: results.append(works(load_kernel(FORMAT, tmp_path / "new")))) for _ in range(4)
@@ -136,7 +136,7 @@ def test_a_cache_of_another_user_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def compiler_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Runs instead of Python where the compiler would."""
+    """A script that runs in place of Python, which would run the compiler."""
     script = tmp_path / "python"
     script.touch(mode=0o700)
     monkeypatch.setattr(sys, "executable", str(script))
@@ -169,7 +169,7 @@ def test_a_compilation_that_fails_is_told_by_its_first_error_and_logged_whole(
 
 
 def test_a_full_disk_is_no_lack_of_a_compiler(tmp_path: Path, compiler_script: Path) -> None:
-    """A job waits for room then, and does not train with another kernel."""
+    """The job then waits for disk space, and does not train with another kernel."""
     told = "as: cannot write main.o: No space left on device"
     compiler_script.write_text(f'#!/bin/sh\n[ "$LC_ALL" = C.UTF-8 ] && echo "{told}" >&2\nexit 1\n')
     settings = AdamSettings(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, decoupled=True)
@@ -193,7 +193,7 @@ def test_a_compilation_that_hangs_is_ended_with_all_its_processes(
     monkeypatch.setattr(kernel_cache, "_COMPILE_DEADLINE_S", 3.0)
     with pytest.raises(KernelUnavailable, match=r"took over 3\.0 s"):
         load_kernel(FORMAT, tmp_path / "kernels")
-    # Killed together, but only the compiler itself has been waited for: what it started may take a moment to be gone.
+    # All are killed together, but only the compiler itself has been waited for; its children may end a moment later.
     processes = [process for pid in pids.read_text().split() if (process := find_process(int(pid))) is not None]
     assert wait_until_gone(processes, timeout_s=60.0)
 
@@ -212,7 +212,7 @@ def test_other_formats_and_other_processors_have_their_own_kernels(monkeypatch: 
 
 
 def test_another_thread_runs_while_a_kernel_does(cache_dir: Path) -> None:
-    """The kernel lets go of Python's lock: the other thread runs in the midst of a call that takes far longer."""
+    """The kernel releases the GIL: the other thread runs during a call that takes far longer."""
     kernel = load_kernel(FORMAT, cache_dir)
     numel = 2**25
     states = [torch.zeros(numel, dtype=dtype) for dtype in FORMAT.operand_dtypes()]
@@ -231,7 +231,7 @@ def test_another_thread_runs_while_a_kernel_does(cache_dir: Path) -> None:
     thread.start()
     interval_s = sys.getswitchinterval()
     try:
-        sys.setswitchinterval(1000.0)  # nobody takes the lock; it must be given
+        sys.setswitchinterval(1000.0)  # no thread takes the GIL by force; it must be released
         inside.set()
         for _ in range(3):
             kernel(*states, scalars)

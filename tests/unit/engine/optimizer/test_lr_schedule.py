@@ -14,7 +14,7 @@ PEAK = 3e-4
 
 
 def library_rates(schedule: str, warmup_steps: int, total_steps: int) -> list[float]:
-    """The rate that transformers gives each step."""
+    """The rate of each step by transformers."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
     match schedule:
         case "linear":

@@ -1,4 +1,4 @@
-"""What is split is joined again, bit for bit, whatever the bits."""
+"""A master that is split and joined again has the same bits, for any bits."""
 
 import torch
 
@@ -8,7 +8,7 @@ NUMEL = 4_000_000
 
 
 def interesting_bits() -> torch.Tensor:
-    """fp32 patterns as int32: anything, ties of both signs and parities, denormals, the largest, infinities, NaNs."""
+    """fp32 patterns as int32: random, ties of both signs and parities, denormals, the largest, infinities, NaNs."""
     generator = torch.Generator().manual_seed(1)
     anything = torch.randint(-(2**31), 2**31, (NUMEL,), generator=generator)
     upper = torch.arange(-(2**15), 2**15) << 16

@@ -1,4 +1,4 @@
-"""Random rounding is right on average, repeats, and depends on position alone."""
+"""Stochastic rounding is right on average, repeats, and depends only on position."""
 
 import math
 
@@ -87,7 +87,7 @@ def test_pairs_are_rounded_as_single_elements_are() -> None:
         assert torch.equal(pairs.view(torch.int16), rounded(values, word.view(torch.int16)).view(torch.int16))
 
 
-def test_what_bf16_holds_stays_and_what_is_not_finite_stays_so() -> None:
+def test_values_exact_in_bf16_or_not_finite_are_unchanged() -> None:
     all_bf16 = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     all_ones = torch.full((2**16,), -1, dtype=torch.int16)
     for halves in (all_ones, torch.zeros_like(all_ones)):

@@ -1,4 +1,4 @@
-"""Ratel's Algorithm 1 beside trying every amount."""
+"""Ratel's Algorithm 1, compared with trying every amount."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -26,7 +26,7 @@ rates = st.floats(1e-3, 1e3)
 
 
 def step(compute: float, link: float, fixed_s: float) -> Callable[[int, int], float]:
-    """Two stages, as Ratel's equations 2 and 5: out beside a fixed compute; back beside compute and other traffic."""
+    """Two stages as in Ratel's equations 2 and 5: out beside a fixed compute, back beside compute and other traffic."""
 
     def iteration_s(nbytes: int, num_flops: int) -> float:
         return max(fixed_s, nbytes / link) + max(2 * fixed_s + num_flops / compute, (nbytes + 500) / link)
@@ -73,16 +73,16 @@ def test_layers_that_spare_most_operations_a_byte_go_first() -> None:
     ("link", "compute", "case", "nbytes"),
     [
         (1e-3, 1e3, Case.LEAST, 1),  # links are slow
-        (1e6, 1e-3, Case.ALL, 7),  # compute is; what takes no operations stays
+        (1e6, 1e-3, Case.ALL, 7),  # compute is slow; operators without operations stay
         (503.0, 4.0, Case.BETWEEN, 3),  # the first candidate pays, the second does not
     ],
 )
-def test_the_three_cases(link: float, compute: float, case: Case, nbytes: int) -> None:
+def test_best_swap_finds_each_of_the_three_cases(link: float, compute: float, case: Case, nbytes: int) -> None:
     best = best_swap(CANDIDATES, step(compute, link, 0), least_nbytes=1)
     assert (best.case, best.nbytes) == (case, nbytes)
 
 
-def test_what_saves_nothing_counts_for_the_next_that_does() -> None:
+def test_operator_that_saves_nothing_is_added_to_the_next() -> None:
     operators = [("product", 8, 5, False), ("norm", 4, 1, True), ("look", 0, 2, True), ("last", 2, 0, True)]
     layer = LayerProfile(
         numel=1,

@@ -1,4 +1,4 @@
-"""Stages by hand, on a machine and a model of round numbers."""
+"""Stages computed by hand, on a machine and a model of round numbers."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from windlass.planner.cost.model_profile import BlockProfile, LayerProfile, Mode
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.hardware.yaml_files import parse
 
-# One second for: 10^12 operations, a GB on each way of PCIe, 4 GB read, 2 GB written, 10^9 params updated.
+# One second for: 10^12 operations, 1 GB on each way of PCIe, 4 GB read, 2 GB written, 10^9 params updated.
 HARDWARE = parse(
     Hardware,
     {
@@ -80,7 +80,7 @@ def test_overlapped_stages_take_as_long_as_their_busiest_resource() -> None:
     assert seconds("ZeRO-Infinity", updates_in_backward=True) == (13, 51, 0)
 
 
-def test_params_read_one_by_one_are_slow_for_those_who_wait() -> None:
+def test_params_read_one_by_one_are_slow_for_systems_without_overlap() -> None:
     for name, forward_s in (("ZeRO-Infinity", 12 + 8), ("Ratel", 6)):
         times = stage_times(POLICIES[name], HARDWARE, PROFILE, one_by_one_gb_per_s=0.5)
         assert times.seconds[0] == forward_s
@@ -108,12 +108,12 @@ def test_a_limit_of_all_ssds_holds_for_reads_and_writes_in_turn() -> None:
     assert times.optimizer.ssd_s == 56
 
 
-def test_what_host_memory_has_no_room_for_goes_on_to_the_ssds() -> None:
+def test_activations_beyond_host_memory_spill_to_ssds() -> None:
     host = HARDWARE.host.model_copy(update={"memory_gib": 3e9 / GIB})
     small = HARDWARE.model_copy(update={"host": host})
     times = stage_times(POLICIES["Ratel"], small, PROFILE, swapped_nbytes=5 * 10**9)
     assert times.forward == stage(gpu=6, h2d=4, d2h=5, ssd=4 / 4 + 2 / 2)
-    # The first candidates in full, and half of one of the others: 0.5 of 10^12 operations spared beside 4 of them.
+    # The first candidates in full, and half of another one: 0.5 of 10^12 operations saved beside their 4.
     assert times.recompute_s == pytest.approx(1.5)
     assert times.backward.ssd_s == (4 + 2 + 24) / 4 + 28 / 2
 
@@ -124,8 +124,8 @@ def test_less_than_what_is_between_layers_is_refused() -> None:
 
 
 def test_the_best_amount_counts_model_states_or_does_not() -> None:
-    # With states on the SSDs backward takes 21 s whatever is swapped; without, compute is all there is, until PCIe is
-    # as busy in the forward pass.
+    # With states on the SSDs, backward takes 21 s for any swapped amount. Without, it is limited by compute until PCIe
+    # is as busy in the forward pass.
     ratel, alone = (best_amount(POLICIES[name], HARDWARE, PROFILE) for name in ("Ratel", "Capuchin, Checkmate"))
     assert (ratel.nbytes, alone.nbytes) == (2 * 10**9, 6 * 10**9)
     assert alone.iteration_s == 6 + 13
@@ -138,14 +138,14 @@ def test_swapping_to_host_memory_only_ends_where_it_is_full() -> None:
     assert best_amount(POLICIES["Capuchin, Checkmate"], small, PROFILE).nbytes == 3 * 10**9
 
 
-def test_what_rests_where() -> None:
+def test_resident_bytes_of_each_system() -> None:
     nbytes = {name: [resting_nbytes(policy, PROFILE, rest) for rest in Rest] for name, policy in POLICIES.items()}
     gb = 10**9
     assert nbytes["ZeRO-Offload"] == [4 * gb, 28 * gb, 0]
     assert nbytes["ZeRO-Infinity"] == [0, 4 * gb, 28 * gb]
     assert nbytes["FlashNeuron"] == [32 * gb, 0, 0]
     assert nbytes["G10"] == [0, 0, 32 * gb]
-    assert nbytes["Ratel"] == [0, 0, 28 * gb]  # gradients are consumed as they come
+    assert nbytes["Ratel"] == [0, 0, 28 * gb]  # gradients are used as they arrive
 
 
 @settings(deadline=None)

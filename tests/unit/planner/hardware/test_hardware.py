@@ -1,4 +1,4 @@
-"""Hardware profiles: what is read, what is refused, what is doubted."""
+"""Hardware profiles: accepted values, refused values and warnings."""
 
 from pathlib import Path
 from typing import Any
@@ -102,14 +102,14 @@ def test_all_problems_are_told_at_once() -> None:
         "!!python/object/apply:os.system [ls]",
     ],
 )
-def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+def test_profile_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "machine.yaml"
     path.write_text(text)
     with pytest.raises(YamlFileError, match=r"machine\.yaml: "):
         load(Hardware, path)
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_profile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(YamlFileError, match="cannot be read"):
         load(Hardware, tmp_path / "missing.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")

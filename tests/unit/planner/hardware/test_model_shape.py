@@ -1,4 +1,4 @@
-"""Bare shapes of models: what is read and what is refused."""
+"""Bare shapes of models: accepted and refused ones."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_two_optional_numbers_make_it_a_llama(tmp_path: Path) -> None:
         ({"hidden_size": 10**9}, "shape.yaml: hidden_size: 1000000000: input should be less than or equal to 16777216"),
     ],
 )
-def test_what_cannot_be_is_refused_by_key(change: dict[str, int], line: str) -> None:
+def test_impossible_shape_is_refused_by_key(change: dict[str, int], line: str) -> None:
     with pytest.raises(YamlFileError) as caught:
         parse(ModelShape, GPT | change, "shape.yaml")
     assert str(caught.value) == line

@@ -1,4 +1,4 @@
-"""A plan beside what other systems would take."""
+"""A plan beside the estimates of other systems."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def test_compute_is_as_fast_for_all_as_the_plan_counts_with() -> None:
     tflops = 3 * model.num_flops / compute_s / 1e12
     hardware = MACHINE.model_copy(update={"gpus": MACHINE.gpus.model_copy(update={"tflops": tflops})})
     times = stage_times(POLICIES["FlashNeuron"], hardware, model)
-    assert times.forward.gpu_s + times.backward.gpu_s == pytest.approx(compute_s)  # nothing is computed again
+    assert times.forward.gpu_s + times.backward.gpu_s == pytest.approx(compute_s)  # nothing is recomputed
     simulated = simulate_policy(POLICIES["FlashNeuron"], hardware, model)
     assert found["FlashNeuron"].step_s == pytest.approx(simulated.step_s)
     assert found["FlashNeuron"].gpu_share == pytest.approx(compute_s / simulated.step_s)
@@ -38,14 +38,14 @@ def test_compute_is_as_fast_for_all_as_the_plan_counts_with() -> None:
     assert simulated.step_s > times.iteration_s
 
 
-def test_notes_say_who_could_not_clip() -> None:
+def test_comparison_notes_systems_that_cannot_clip() -> None:
     planned = planning.answer(ASKED)
     assert any("clip" in note for note in comparison(ASKED, planned).notes)
     unclipped = replace(ASKED, clips=False)
     assert not any("clip" in note for note in comparison(unclipped, planned).notes)
 
 
-def test_what_cannot_be_compared_is_told() -> None:
+def test_system_that_cannot_be_compared_is_reported() -> None:
     planned = planning.answer(ASKED)
     fp32 = comparison(replace(ASKED, precision=Precision.FP32), planned)
     assert (fp32.systems, len(fp32.notes)) == ((), 1)

@@ -11,7 +11,7 @@ from windlass.planner.planning.limits import find
 from windlass.planner.planning.planner import PlanQuestion, Profiles, best_plan
 from windlass.planner.solver.step_cost import Tier
 
-# What is on the SSDs is the limit here: model states, and activations that have no room elsewhere.
+# The SSDs are the limit here: model states, and activations that fit nowhere else.
 SMALL = machine(gpus=3, host=5, ssds=3.2)
 
 
@@ -29,7 +29,7 @@ def with_number(asked: PlanQuestion, goal: Goal, number: int) -> PlanQuestion:
 @pytest.mark.parametrize(
     ("goal", "step"), [(Goal.LARGEST_BATCH, 1), (Goal.LONGEST_CONTEXT, 256), (Goal.MOST_LAYERS, 1)]
 )
-def test_one_more_does_not_fit(goal: Goal, step: int) -> None:
+def test_largest_number_fits_and_one_more_does_not(goal: Goal, step: int) -> None:
     asked = question(SMALL)
     found = find(asked, goal)
     assert found.number > 0
@@ -73,6 +73,6 @@ def test_no_more_memory_than_is_worth_it() -> None:
     assert best.nbytes[Tier.HOST] > 0
 
 
-def test_where_nothing_fits_nothing_is_found() -> None:
+def test_find_for_job_that_never_fits_finds_nothing() -> None:
     found = find(question(machine(host=1.51)), Goal.LARGEST_BATCH)
     assert (found.number, found.planned) == (0, None)

@@ -1,4 +1,4 @@
-"""A real job whose machine's profile is wrong: its plan changes after the first steps, and its losses do not."""
+"""A real job whose machine profile is wrong: its plan changes after the first steps, and its losses do not."""
 
 import dataclasses
 from pathlib import Path
@@ -33,14 +33,14 @@ from windlass.planner.planning.worker import PlanOrder, RunningOrder, plan_job
 from windlass.storage.ids import ActorName, Attempt
 
 NUM_STEPS, NUM_MEASURED = 12, 6
-# Declared, a second, so that it does not matter what else this machine does: the profile is right about what is
-# computed, and says 100 times as much of the SSDs.
+# Declared rates, per second, so that other load on this machine does not matter. The profile has the right compute
+# rate, and 100 times the real SSD rate.
 SSD_BYTES, FLOP = 3e7, 5e10
 BUDGET_NBYTES = 40 << 20
 
 
 def job(root: Path, **changes: Any) -> JobSpec:
-    """Of a model that is large enough for its bytes to count."""
+    """A job with a model that is large enough for its bytes to count."""
     changes = {"total_steps": NUM_STEPS, "num_microbatches": 2, "num_ssds": 1, "evaluate_every": 4, **changes}
     spec = make_spec(root, **changes)
     config = Qwen2Config(
@@ -63,7 +63,7 @@ def job(root: Path, **changes: Any) -> JobSpec:
 
 
 def partition_of(spec: JobSpec) -> Partition:
-    """As it is outside of tests, where chunks are larger."""
+    """The partition with the product's chunk size, which is larger than that of tests."""
     return Partition(build_meta_model(load_config(spec.model_dir), spec.hyperparameters.precision))
 
 
@@ -104,7 +104,7 @@ def by_plan(spec: JobSpec, attempt: int, found: dict[str, Any]) -> JobSpec:
 
 
 def run(spec: JobSpec, *, pause_in: int | None = None, cut_off_in: int | None = None) -> dict[str, Any] | None:
-    """An attempt, paused in a step or cut off in the updates of one; its outcome, if it has one."""
+    """Runs an attempt, paused in a step or cut off in the updates of one. Returns its outcome, if it has one."""
     stop = StopRequest()
 
     def look(to: ActorName, message: Message) -> None:
@@ -126,7 +126,7 @@ def run(spec: JobSpec, *, pause_in: int | None = None, cut_off_in: int | None = 
 
 
 @pytest.mark.timeout(600)
-# Attempts that nothing cuts off are also in test_local_resume.py.
+# test_local_resume.py also tests attempts that nothing cuts off.
 @pytest.mark.parametrize("cut_off_in", [pytest.param(None, marks=pytest.mark.long), NUM_MEASURED + 2])
 def test_the_plan_changes_after_the_first_steps_and_the_losses_do_not(tmp_path: Path, cut_off_in: int | None) -> None:
     spec = job(tmp_path)
@@ -157,7 +157,7 @@ def test_the_plan_changes_after_the_first_steps_and_the_losses_do_not(tmp_path: 
     undisturbed = job(tmp_path / "undisturbed")
     assert run(undisturbed) is not None
     losses = losses_of(undisturbed)
-    # Where states rest in memory, steps that were not committed are trained, and told, again.
+    # With states resident in memory, steps that were not committed are trained and reported again.
     told = [(each.data["step"], each.data["train_loss"]) for each in journal_of(spec) if "train_loss" in each.data]
     assert set(told) == set(enumerate(losses, start=1))
     assert cut_off_in is not None or len(told) == NUM_STEPS

@@ -1,4 +1,4 @@
-"""Real jobs with any settings of gradients, run in this process by the plans that were made for them."""
+"""Real jobs with any gradient settings, run in this process by the plans made for them."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.planner.planning.worker import plan_job
 from windlass.storage.ids import ActorName, BlockIndex, Precision
 
-# Of the arena: so little that kept gradients go to the SSDs where they are fp32, and not where they are bf16.
+# Bytes of the arena: so few that kept gradients spill to the SSDs in fp32, but not in bf16.
 HOST_MEMORY_NBYTES = 19 << 20
 
 

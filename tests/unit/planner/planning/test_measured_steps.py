@@ -1,4 +1,4 @@
-"""What spans say of rates and times, by hand."""
+"""Rates and times computed from spans by hand."""
 
 from pathlib import Path
 
@@ -66,11 +66,11 @@ def test_an_ssd_that_reads_and_writes_at_once_is_as_fast_at_both_as_its_profile_
         span(SpanKind.READ_ACTIVATIONS, "ssd-1", 100, 101, nbytes=20),
         span(SpanKind.COMMIT, "ssd-0", 104, 109, block=NO_BLOCK, chunk=WHOLE_BLOCK),
     )
-    # Of one SSD, on average: for 2 s and 1 s they read only, for 1 s one writes only, and for 1 s it does both.
+    # The mean of the SSDs: for 2 s and 1 s they only read, for 1 s one only writes, for 1 s it does both.
     found = measured(*spans).done
     assert found["ssd_read_bytes"] == Done(amount=40, busy_s=pytest.approx((3 + 1 / 3) / 2))
     assert found["ssd_write_bytes"] == Done(amount=20, busy_s=pytest.approx((1 + 2 / 3) / 2))
-    # What they did one at a time says more than the profile: 80 bytes in 3 s, so 4 s are the most for them.
+    # Transfers in one direction count more than the profile: 80 bytes in 3 s, so their work is at most 4 s.
     for read_to_write, read_s, write_s in ((0.5, 4.0, 1.0), (10.0, 3.0, 2.0)):
         found = measured(*spans, read_to_write=read_to_write).done
         assert found["ssd_read_bytes"] == Done(amount=40, busy_s=pytest.approx(read_s / 2))
@@ -94,7 +94,7 @@ def test_updates_count_the_params_of_their_chunk() -> None:
     assert found.done["device_params"] == Done(amount=3000, busy_s=1.0)
 
 
-def test_where_the_device_is_the_cpu_what_runs_at_once_shares_its_time() -> None:
+def test_concurrent_work_on_a_cpu_device_shares_its_time() -> None:
     found = measured(
         computing(SpanKind.FORWARD, 1, 100, 104),
         computing(SpanKind.BACKWARD, 1, 106, 108),
@@ -111,7 +111,7 @@ def test_where_the_device_is_the_cpu_what_runs_at_once_shares_its_time() -> None
     assert found.done["ssd_read_bytes"] == Done(amount=60, busy_s=8.0)
 
 
-def test_what_ended_in_another_period_is_not_counted_twice() -> None:
+def test_span_that_ended_in_another_period_counts_once() -> None:
     before, later = (span(SpanKind.COPY_PARAMS_IN, TO_DEVICE, *when, nbytes=50) for when in ((98, 100), (109, 111)))
     over_the_edge = span(SpanKind.COPY_PARAMS_IN, TO_DEVICE, 99, 101, nbytes=30)
     found = measured(before, later, over_the_edge)

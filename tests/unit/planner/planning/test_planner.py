@@ -1,4 +1,4 @@
-"""Plans of jobs that do not exist yet, on machines that are described only."""
+"""Plans of jobs that do not exist yet, on machines that are only described."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ MACHINE = load(Hardware, example_machines()["rtx4090-server"])
 
 
 def machine(**memory_gib: float) -> Hardware:
-    """The example with less memory: `host`, `gpus` in GiB, `ssds` each."""
+    """The example machine with less memory: `host`, `gpus` in GiB, `ssds` each."""
     changes = {}
     for part, gib in memory_gib.items():
         key = "capacity_gib" if part == "ssds" else "memory_gib"
@@ -100,8 +100,7 @@ def test_the_promise_is_the_simulated_step_of_the_fastest(has_gpu: bool) -> None
 def test_a_simulated_step_is_hardly_longer_than_the_bound_it_was_chosen_by(
     billions: int, host_gib: int, num_ssds: int
 ) -> None:
-    """What the cost model forgets, or the plan does otherwise than it says, would show here as a step several times as
-    long."""
+    """Errors of the cost model would make the simulated step several times longer than its bound."""
     hardware = machine(host=host_gib)
     hardware = with_part(hardware, ssds=with_part(hardware.ssds, count=num_ssds))
     config = config_of_shape(RATEL_SHAPES[billions], num_tokens=1024)
@@ -145,7 +144,7 @@ def test_clipping_keeps_gradients() -> None:
 
 
 def test_device_need_with_validation_examples_has_room_for_an_evaluation() -> None:
-    """A step goes through its micro-batches one by one, an evaluation through as many together."""
+    """A step processes its micro-batches one by one, an evaluation as many together as fit."""
     config = config_of_shape(ModelShape(num_layers=1, hidden_size=256, num_heads=4, vocab_size=100), num_tokens=512)
     asked = question(config=config, batch_size=64, num_microbatches=64)
     profiles = planning.Profiles(asked)
@@ -181,8 +180,8 @@ def test_answer_with_too_small_a_device_budget_says_what_takes_it_and_what_to_se
 
 
 @pytest.mark.long
-def test_what_does_not_fit_is_told_with_the_nearest_change_that_does() -> None:
-    """Each of the changes is tried: with it the job fits, with one GiB less it does not."""
+def test_job_that_does_not_fit_gets_nearest_change_that_does() -> None:
+    """Each proposed change is tried: with it the job fits, with 1 GiB less it does not."""
     tight = machine(host=1.7, gpus=6)
     report = answer(question(tight))
     assert not report.feasible
@@ -196,7 +195,7 @@ def test_what_does_not_fit_is_told_with_the_nearest_change_that_does() -> None:
 
 @pytest.mark.long
 def test_with_more_host_memory_a_job_that_fits_still_fits_and_is_hardly_slower() -> None:
-    """What is swapped lies on the GPU until it has left: with more room to swap to, less of it may fit there."""
+    """Swapped activations are on the GPU until they are copied out: with more space to swap to, fewer may fit there."""
     config = config_of_shape(ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000), num_tokens=512)
     small = Hardware(
         gpus=Gpus(count=1, memory_gib=2.0, tflops=20),
@@ -224,8 +223,8 @@ def test_a_smaller_batch_or_shorter_sequences_are_named_where_the_gpu_is_too_sma
 
 
 @pytest.mark.long
-def test_what_would_be_faster_is_named() -> None:
-    """One SSD instead of twelve, little memory: a step waits for it."""
+def test_plan_names_changes_that_would_be_faster() -> None:
+    """One SSD instead of twelve and little memory: a step waits for the SSD."""
     slow = machine(host=8)
     slow = slow.model_copy(
         update={"ssds": slow.ssds.model_copy(update={"count": 1, "combined_gb_per_s": None, "read_gb_per_s": 2.0})}
@@ -235,7 +234,7 @@ def test_what_would_be_faster_is_named() -> None:
     assert any("twice as many SSDs" in reason for reason in report.reasons)
 
 
-def test_what_processes_and_drivers_take_is_left_to_them() -> None:
+def test_plan_leaves_memory_to_processes_and_drivers() -> None:
     limits = limits_of(MACHINE)
     assert limits.host_nbytes == MACHINE.host.memory_gib * GIB - PROCESSES_NBYTES
     assert limits.device_nbytes == MACHINE.gpus.memory_gib * GIB - DRIVER_NBYTES

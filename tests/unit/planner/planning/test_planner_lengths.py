@@ -1,4 +1,4 @@
-"""Plans by the lengths of a job's examples: memory for what can occur, time for what does."""
+"""Plans by the lengths of a job's examples: memory for the longest, time for the actual ones."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,25 +36,25 @@ from windlass.storage.ids import Formats, Precision, StatePrecision
 
 SMALL = ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000, num_kv_heads=4)
 SHORT = ExampleLengths(longest=16, mean=16.0, mean_square=256.0)
-# A GPU on which computing takes longest.
+# A GPU so slow that compute is the bottleneck.
 SLOW = with_part(MACHINE, gpus=with_part(MACHINE.gpus, tflops=0.2))
 
 
 def short(**changes: Any) -> PlanQuestion:
-    """The default length, and a model that takes it."""
+    """The default length, and a model that allows it."""
     config = config_of_shape(SMALL, num_tokens=2048)
     fields = {"sequence_length": 2048, "num_microbatches": 2, "hardware": SLOW}
     return question(config=config, **{**fields, **changes})
 
 
 def solved(asked: PlanQuestion) -> tuple[float, int]:
-    """What a step takes at least, in seconds, and what the job has on the device, in bytes."""
+    """The minimum seconds of a step, and the job's bytes on the device."""
     solution = Profiles(asked).solve(asked, 2)
     return solution.step_s, solution.nbytes[Tier.DEVICE]
 
 
 def reported(asked: PlanQuestion, profiles: Profiles) -> PlanReport:
-    """The report of the best plan by the cost model, which is not simulated."""
+    """The report of the best plan by the cost model, without simulation."""
     job, solution = planning.best_plan(asked, profiles)
     return planning.planned(asked, job, solution, profiles, advises=False).report
 
@@ -82,7 +82,7 @@ def test_one_long_example_decides_the_memory_and_not_the_time() -> None:
     rare = short(lengths=ExampleLengths(longest=2048, mean=20.0, mean_square=4500.0))
     of_short, of_rare, of_limit = map(solved, (short(lengths=SHORT), rare, short()))
     assert of_short[0] < of_rare[0] < 2 * of_short[0] < of_limit[0]
-    # What is best to do with activations differs, so memory is compared under one plan.
+    # The best activation choices differ, so memory is compared under one plan.
     profiles = Profiles(rare)
     solution = profiles.solve(rare, 2)
     needs = [profiles.device_need(each, profiles.job(each, 2), solution) for each in (rare, short())]
@@ -116,11 +116,11 @@ def test_validation_examples_that_are_longer_count() -> None:
 
 
 @pytest.mark.long
-def test_what_would_fit_looks_among_lengths_that_there_are() -> None:
+def test_advice_on_length_uses_lengths_of_real_examples() -> None:
     data = ExampleLengths(longest=128, mean=100.0, mean_square=11_000.0)
     asked = short(lengths=data, batch_size=1, num_microbatches=1)
     nbytes = Profiles(asked).solve(asked, 1).nbytes[Tier.DEVICE]
-    # Of a sequence of 2048 tokens three quarters are no change here.
+    # A limit of three quarters of 2048 tokens would change nothing: the longest example has 128.
     words = _smaller(replace(asked, device_memory_nbytes=nbytes // 2), Profiles(asked))
     assert words is None or int(words.split()[-2]) < 128
 
@@ -132,11 +132,11 @@ def test_a_question_with_data_must_name_a_number_of_microbatches(tmp_path: Path)
         question_of(order, load_config(spec.model_dir))
 
 
-# --- by the plan, with real data ------------------------------------------------------------------------------------
+# --- by the plan, with real data ----------------------------------------------------------------------------------
 
 
 def order_of(spec: JobSpec, **changes: Any) -> PlanOrder:
-    """What the service asks about a job, on a machine without a GPU."""
+    """The service's order for a plan of this job, on a machine without a GPU."""
     hyper = spec.hyperparameters
     fields: dict[str, Any] = {
         "model_dir": Path(spec.model_dir),
@@ -161,7 +161,7 @@ def order_of(spec: JobSpec, **changes: Any) -> PlanOrder:
 
 
 def redraw_lengths(spec: JobSpec, seed: int) -> None:
-    """Other examples: most are short, some are long; the longest may be in either split."""
+    """Writes other examples: most are short, some are long. The longest may be in either split."""
     random = np.random.default_rng(seed)
     for split in ("train", "validation"):
         path = Path(spec.dataset_dir) / f"{split}.offsets"
@@ -171,7 +171,7 @@ def redraw_lengths(spec: JobSpec, seed: int) -> None:
         lengths = np.maximum(1, np.minimum(48, weights / weights.sum() * (total - 48 * 2))).astype(np.int64)
         lengths[-1] = max(1, min(48, total - lengths[:-1].sum()))
         offsets = np.cumsum([0, *lengths])
-        # What is left over is of no example, and the sizes of the files tell how many there are.
+        # The remaining tokens belong to no example, and the sizes of the files give the number of examples.
         offsets.astype(np.int64).tofile(path)
 
 
@@ -190,7 +190,7 @@ def test_planned_memory_suffices_for_every_batch_and_evaluation(
     spec = replace(spec, placement=from_json(found["placement"]), host_memory_nbytes=found["arena_nbytes"])
     partition = make_partition(spec)
     context = make_context(spec, partition.layout, "")
-    # The engine's chunks are the planner's, not those of other tests; buffers on the device are of whole blocks.
+    # The engine uses the planner's chunks, not those of other tests. Buffers on the device hold whole blocks.
     assert device_need_of_job(context, partition).nbytes <= planned_nbytes
     hyper, train = spec.hyperparameters, PreparedDataset.open(spec.dataset_dir, "train")
     steps = (train.batch(step, hyper.batch_size, num_microbatches, hyper.seed) for step in range(spec.total_steps))
@@ -231,7 +231,7 @@ def test_a_job_of_mixed_lengths_runs_within_its_plan(tmp_path: Path, monkeypatch
 
 
 def planner_partition(spec: JobSpec) -> Partition:
-    """With the planner's chunks."""
+    """The partition with the planner's chunks."""
     partition = Partition(build_meta_model(load_config(spec.model_dir), spec.hyperparameters.precision))
     Path(spec.layout_file).write_text(partition.layout.to_json())
     return partition

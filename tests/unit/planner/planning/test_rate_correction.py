@@ -1,4 +1,4 @@
-"""What measured steps say of a machine, with numbers by hand."""
+"""Rates of a machine from measured steps, with numbers by hand."""
 
 from dataclasses import asdict, replace
 
@@ -56,7 +56,7 @@ def test_a_machine_that_does_what_was_said_is_not_corrected() -> None:
 
 
 def test_rates_are_amounts_over_the_time_of_work() -> None:
-    """Of the profile's 2 and 1 GB/s, and 1e8 parameters a second."""
+    """The profile has 2 and 1 GB/s, and 1e8 parameters a second."""
     found = correct(
         step(
             ssd_read_bytes=Done(amount=1.8 * GB, busy_s=1.5),
@@ -76,8 +76,8 @@ def test_rates_are_amounts_over_the_time_of_work() -> None:
     )
 
 
-def test_what_cores_do_for_the_ssds_is_no_slow_layer() -> None:
-    """Two GB are read and one is written, each for a tenth of a second of cores that compute meanwhile."""
+def test_cpu_time_for_ssds_does_not_slow_layers() -> None:
+    """2 GB are read and 1 GB is written, each with a tenth of a second of CPU time while the cores compute."""
     ssds = {
         "ssd_read_bytes": Done(amount=2 * GB, busy_s=1.0),
         "ssd_write_bytes": Done(amount=GB, busy_s=make_speeds().ssd_write_bytes / GB),
@@ -89,18 +89,18 @@ def test_what_cores_do_for_the_ssds_is_no_slow_layer() -> None:
     found = correction_of([taken], shared, placement, planned_compute_s=PLANNED_COMPUTE_S)
     assert found.block_s[1] == pytest.approx((0.1, 0.2))
     assert not [words for words in found.in_words if "computes" in words]
-    assert correct(taken).block_s[1] == pytest.approx((0.1 * longer, 0.2 * longer))  # of a GPU
+    assert correct(taken).block_s[1] == pytest.approx((0.1 * longer, 0.2 * longer))  # for a GPU
 
 
 @pytest.mark.parametrize(
     "done",
     [
-        Done(amount=3 << 20, busy_s=1.0),  # hardly anything moved, whatever it waited for
-        Done(amount=1 * GB, busy_s=0.05),  # so fast that it cannot matter
+        Done(amount=3 << 20, busy_s=1.0),  # hardly any bytes moved, however long it waited
+        Done(amount=1 * GB, busy_s=0.05),  # too fast to matter
         Done(),
     ],
 )
-def test_what_hardly_worked_keeps_its_rate(done: Done) -> None:
+def test_resource_with_little_work_keeps_its_rate(done: Done) -> None:
     found = correct(step(d2h_bytes=done))
     assert found.factors == {}
     assert found.of_speeds(make_speeds()) == make_speeds()
@@ -113,7 +113,7 @@ def test_one_step_that_was_disturbed_decides_nothing() -> None:
 
 
 def test_steps_without_a_commit_say_nothing_of_writes() -> None:
-    """Where states rest in memory, they are written every few steps."""
+    """Resident states are written only every few steps."""
     nothing, written = Done(amount=1 << 20, busy_s=0.5), Done(amount=0.5 * GB, busy_s=1.0)
     found = correct(*(step(ssd_write_bytes=each) for each in (nothing, nothing, written)))
     assert found.factors == {"ssd_write_bytes": 0.5}
@@ -129,7 +129,7 @@ def test_no_rate_is_believed_that_is_out_of_any_sane_range() -> None:
     assert found.factors == {"ssd_read_bytes": pytest.approx(1 / 30), "h2d_bytes": 30.0}
 
 
-def test_what_is_computed_again_is_no_part_of_a_backward_pass() -> None:
+def test_recompute_is_not_counted_in_backward_time() -> None:
     kept = correct(step(forward_s=0.2, backward_s=0.5))
     again = correct(step(forward_s=0.2, backward_s=0.7), choice=AGAIN)
     for found in (kept, again):
@@ -144,7 +144,7 @@ def test_what_is_computed_again_is_no_part_of_a_backward_pass() -> None:
     assert found.block_s[1] == pytest.approx((0.2, 0.6 - 0.2 * share))
 
 
-def test_what_computing_again_takes_is_as_it_was_measured_before_the_job() -> None:
+def test_recompute_time_is_the_one_measured_before_the_job() -> None:
     job = make_job(NUM_LAYERS)
     again = AgainTimes(all_s=0.05, one_held_s=0.04, most_held_s=0.02)
     layers = tuple(replace(layer, forward_s=0.1, backward_s=0.2, again=again) for layer in job.model.layers)

@@ -1,4 +1,4 @@
-"""Plans made again by what steps measured: steps of simulated jobs, on machines that are not as their profile says."""
+"""Plans that are made again from measured steps: simulated jobs on machines that differ from their profile."""
 
 import re
 from dataclasses import replace
@@ -42,7 +42,7 @@ def question(hardware: Hardware, *, host_mib: float) -> PlanQuestion:
 def run(
     asked: PlanQuestion, real: Hardware, *, num_steps_left: int = 1000, restart_s: float = 10.0
 ) -> tuple[Planned, CorrectedPlan]:
-    """Planned for one machine, and measured on another."""
+    """Plans for one machine, and replans from the simulated steps of another."""
     planned = answer(asked)
     report, solution = planned.report, planned.solution
     assert solution is not None
@@ -86,7 +86,7 @@ def test_ssds_that_are_slower_than_said_get_less_to_do() -> None:
     asked = question(machine(), host_mib=1350)
     planned, corrected = run(asked, real)
     assert corrected.changes
-    # What goes on beyond a step's end is not its own, so that its rates are not exactly the machine's.
+    # Work that continues beyond a step's end is not counted, so the rates are not exactly the machine's.
     rates = re.findall(r"each SSD (reads|writes) ([\d.]+) GB/s, the profile said 8 GB/s", corrected.in_words)
     assert {kind: float(rate) for kind, rate in rates} == pytest.approx({"reads": 0.4, "writes": 0.4}, rel=0.1)
     new = corrected.planned
@@ -96,7 +96,7 @@ def test_ssds_that_are_slower_than_said_get_less_to_do() -> None:
     assert new.report.ssd_write_gb_per_step is not None
     assert planned.report.ssd_write_gb_per_step is not None
     assert new.report.ssd_write_gb_per_step < planned.report.ssd_write_gb_per_step
-    # As it would have been planned, had the profile been right.
+    # As it would have been planned if the profile had been right.
     as_real = question(real, host_mib=1350)
     _, right = best_plan(as_real, Profiles(as_real))
     assert new.solution.step_s == pytest.approx(right.step_s, rel=0.1)
@@ -108,7 +108,7 @@ def test_another_plan_must_save_more_than_a_restart_costs() -> None:
     planned, corrected = run(asked, machine(ssd_gb_per_s=0.4), num_steps_left=2, restart_s=100.0)
     assert not corrected.changes
     assert "and a restart costs 100 s" in corrected.in_words
-    # What the plan that stays comes to is corrected all the same.
+    # The estimate of the plan that stays is corrected all the same.
     assert planned.report.step_s is not None
     assert corrected.planned.report.step_s is not None
     assert corrected.planned.report.step_s > 2 * planned.report.step_s

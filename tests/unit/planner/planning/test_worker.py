@@ -1,4 +1,4 @@
-"""Plans as a process of their own makes them: files in, files out."""
+"""Plans made by a separate process: files in, files out."""
 
 import json
 import sys
@@ -61,7 +61,7 @@ def test_a_plan_and_what_the_engine_does(tmp_path: Path, monkeypatch: pytest.Mon
     assert "simulated" not in found
 
 
-def test_what_is_measured_serves_the_next_job_on_such_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_times_are_reused_for_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[ModelProfile] = []
 
     def measure(profile: ModelProfile, *_: object, **__: object) -> MeasuredBlocks:
@@ -102,7 +102,7 @@ def test_the_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert found["arena_nbytes"] <= 24 << 20
 
 
-def test_what_does_not_fit_is_no_error_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_that_does_not_fit_gets_an_answer_without_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan(tmp_path, config_of("Qwen2"), monkeypatch, device_memory_nbytes=1024)
     assert found["ok"]
     assert not found["plan"]["feasible"]
@@ -122,13 +122,13 @@ def test_a_model_that_cannot_be_gone_through_by_shapes_gets_no_plan(
     assert found == {"ok": True, "warnings": ["no plan was made: RuntimeError: shapes follow from the data"]}
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_path_that_is_no_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan(tmp_path, config_of("Qwen2"), monkeypatch, model_dir=str(tmp_path / "nothing"))
     assert not found["ok"]
     assert found["error"]["param"] == "model"
 
 
-def test_what_is_planned_is_simulated_where_that_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_is_simulated_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan(tmp_path, config_of("Qwen2"), monkeypatch, simulation_s=600.0)
     simulated, folder = found["simulated"], tmp_path / SIMULATED_FOLDER
     assert simulated["step_s"] == found["plan"]["step_s"] >= found["plan"]["bound_s"]

@@ -1,4 +1,4 @@
-"""Several SSDs at once: each by a process of its own, and nothing is left behind."""
+"""Several SSDs at once: each by a separate process, and nothing is left behind."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_all_are_driven_and_nothing_stays(tmp_path: Path) -> None:
     for path, before in zip(paths, free, strict=True):
         with calibrated(path, {}) as (volume, _):
             assert not volume.allocations()
-        assert volume_free_nbytes(path) >= before - (64 << 20)  # others use the disk as well
+        assert volume_free_nbytes(path) >= before - (64 << 20)  # other tests use the disk as well
 
 
 def test_one_that_fails_is_named(tmp_path: Path) -> None:

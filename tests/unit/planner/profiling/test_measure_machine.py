@@ -1,4 +1,4 @@
-"""Measuring the machine: every rate is one of this machine's, from real work."""
+"""Measuring the machine: every rate is measured with real work on this machine."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def test_all_rates_are_measured(precision: Precision) -> None:
         if not name.endswith(("device", "devices", "device_nbytes"))
     }
     assert len(numbers) == 6
-    # Slower than the slowest machine under load, or faster than light between two cores, would be a wrong unit.
+    # A number beyond this range (the slowest machine under load; the speed of light between cores) has a wrong unit.
     assert all(1e4 < rate < 1e15 for rate in numbers.values()), numbers
 
 

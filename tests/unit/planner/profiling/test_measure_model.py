@@ -21,7 +21,7 @@ QUICK = {("Qwen2", True), ("Mixtral", False)}
     ],
 )
 def test_every_block_has_its_times(name: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_model, "_MAX_S", 0.1)  # how well they are known does not matter here
+    monkeypatch.setattr(measure_model, "_MAX_S", 0.1)  # precision does not matter here
     config = ARCHITECTURES[name].config(tied=tied, dropout=0.0)
     profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
     measured = measure_blocks(profile, config, Precision.BF16, torch.device("cpu"))
@@ -42,7 +42,7 @@ def test_every_block_has_its_times(name: str, tied: bool, monkeypatch: pytest.Mo
     assert timed.numel == profile.numel
 
 
-def test_what_takes_long_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_block_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_model, "_LONG_S", 0.0)
     config = ARCHITECTURES["Qwen2"].config(tied=False, dropout=0.0)
     profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)

@@ -1,4 +1,4 @@
-"""Profiles of models: bytes and FLOPs by shapes, equal to what formulas and real runs give."""
+"""Profiles of models: bytes and FLOPs from shapes equal those of formulas and real runs."""
 
 import itertools
 from typing import Any
@@ -46,7 +46,7 @@ def test_flops_are_those_of_the_formula() -> None:
 
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_what_a_layer_leaves_is_what_autograd_saves(shape: ModelShape) -> None:
+def test_saved_bytes_of_layer_equal_those_of_autograd(shape: ModelShape) -> None:
     config = config_of_shape(shape, num_tokens=32)
     profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=32)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
@@ -57,7 +57,7 @@ def test_what_a_layer_leaves_is_what_autograd_saves(shape: ModelShape) -> None:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in params:
             saved[storage.data_ptr()] = storage.nbytes()
-        return tensor  # what is saved stays alive, so that no address is used twice
+        return tensor  # saved tensors stay alive, so that no address is used twice
 
     layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     begun = []
@@ -67,7 +67,7 @@ def test_what_a_layer_leaves_is_what_autograd_saves(shape: ModelShape) -> None:
         output = model(input_ids=torch.zeros(2, 32, dtype=torch.long), use_cache=False)
     of_second = sum(begun[2].values()) - sum(begun[1].values())
     expected = profile.layers[1].input_nbytes + profile.layers[1].saved_nbytes
-    # A hidden state is what one layer saves and the next one as well.
+    # A hidden state is saved by one layer and by the next one as well.
     assert abs(of_second - expected) <= profile.layers[1].input_nbytes
     assert output.logits.shape == (2, 32, 128)
 
@@ -85,12 +85,12 @@ def _flash_flops(*args: Any, **kwargs: Any) -> int:
 
 
 _flash_flops._get_raw = True  # type: ignore[attr-defined]
-# Torch's counter does not know this one.
+# Torch's counter does not know this operator.
 FLASH = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops}
 
 
 def backward_flops(model: Any, choice: BlockActivations) -> tuple[int, int]:
-    """Of the second layer; and the bytes that it swapped."""
+    """The FLOPs of the second layer's backward pass, and the bytes that it swapped."""
     store, block = MemoryStore(), BlockIndex(2)
     run = Run(model, activations={block: choice}, store=store)
     batch, targets = make_batch((2, 16))
@@ -108,7 +108,7 @@ def backward_flops(model: Any, choice: BlockActivations) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "name", ["Qwen2", *(pytest.param(name, marks=pytest.mark.long) for name in ("GPT-2", "Mistral", "Phi"))]
 )
-def test_ways_compute_again_and_swap_what_they_say(name: str) -> None:
+def test_activation_options_recompute_and_swap_as_described(name: str) -> None:
     model = make_model(ARCHITECTURES[name].config(tied=False, dropout=0.0))
     profile = profile_config(model.config, Precision.FP32, num_examples=2, num_tokens=16)
     layer = profile.layers[1]
@@ -121,7 +121,7 @@ def test_ways_compute_again_and_swap_what_they_say(name: str) -> None:
         assert swapped_nbytes == way.swapped_nbytes, way
 
 
-def test_what_spares_most_for_its_bytes_is_held_first() -> None:
+def test_operators_that_save_most_per_byte_are_held_first() -> None:
     profile = profile_config(config_of_shape(LLAMA, num_tokens=32), Precision.BF16, num_examples=2, num_tokens=32)
     layer = profile.layers[0]
     names = [operator.name for operator in by_benefit(layer)]
@@ -129,7 +129,7 @@ def test_what_spares_most_for_its_bytes_is_held_first() -> None:
     assert again[0] == layer.num_flops
     assert again[-1] == 0
     assert all(after < before for before, after in itertools.pairwise(again))
-    # In bf16 the norm that comes first reads a copy in fp32: nobody reads the layer's input a second time.
+    # In bf16 the first norm reads a copy in fp32: no operator reads the layer's input a second time.
     assert not layer.saves_input
     assert max(ways_of_layer(layer), key=_swapped).choice == BlockActivations(recompute=False, swapped=frozenset({"*"}))
 
@@ -141,8 +141,8 @@ def _swapped(way: ActivationOption) -> int:
 @pytest.mark.parametrize(
     "name", ["Qwen2", "GPT-2", *(pytest.param(name, marks=pytest.mark.long) for name in ("Mistral", "Phi"))]
 )
-def test_ways_take_the_room_that_they_say(name: str) -> None:
-    """A store holds what two micro-batches swap, each output in slots of its own."""
+def test_activation_options_use_the_computed_memory(name: str) -> None:
+    """A store holds the swapped activations of two micro-batches, each output in its own slots."""
     config = ARCHITECTURES[name].config(tied=False, dropout=0.0)
     layer = profile_config(config, Precision.BF16, num_examples=2, num_tokens=32).layers[0]
     runner = BlockRunner(Partition(build_meta_model(config, Precision.BF16)), torch.device("cpu"), seed=0)

@@ -1,4 +1,4 @@
-"""What was measured of a model's blocks serves the next jobs that ask the same."""
+"""Measured times of a model's blocks are reused by later jobs with the same question."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ MACHINE = {"host": {"memory_gib": 8}}
 
 
 class Measuring:
-    """Finds other times whenever something is measured."""
+    """Measures new times at every measurement."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "kept"
@@ -35,7 +35,7 @@ class Measuring:
         return MeasuredBlocks(times=times, standard_error=self.standard_error)
 
     def number(self, config: Any = CONFIG, asked: Any = None, machine: Any = None, *, is_alone: bool = True) -> float:
-        """Which measurement the answer is."""
+        """The number of the measurement that the answer comes from."""
         kept = TimingCache(folder=self._folder, machine=machine or MACHINE, is_alone=is_alone)
         found = kept.of(config, asked or ASKED, self.measure)
         assert found.keys() == {0, 1, 2}
@@ -68,18 +68,18 @@ def test_another_question_is_another_measurement(measuring: Measuring, monkeypat
     assert [measuring.number(), measuring.number(config=other)] == [1, 2]
 
 
-def test_where_a_model_lies_does_not_matter(measuring: Measuring) -> None:
+def test_model_in_another_folder_uses_the_same_measurement(measuring: Measuring) -> None:
     moved = ARCHITECTURES["Qwen2"].config(tied=True, dropout=0.0)
     moved._name_or_path = "elsewhere"
     assert [measuring.number(), measuring.number(config=moved)] == [1, 1]
 
 
-def test_what_is_measured_beside_a_job_is_not_kept_but_what_is_kept_serves_there_too(measuring: Measuring) -> None:
+def test_times_measured_beside_a_job_are_not_kept_and_kept_times_are_used(measuring: Measuring) -> None:
     assert [measuring.number(is_alone=False), measuring.number(is_alone=False)] == [1, 2]
     assert [measuring.number(), measuring.number(is_alone=False)] == [3, 3]
 
 
-def test_what_is_not_known_well_is_not_kept(measuring: Measuring) -> None:
+def test_imprecise_times_are_not_kept(measuring: Measuring) -> None:
     measuring.standard_error = 0.2
     assert [measuring.number(), measuring.number()] == [1, 2]
     measuring.standard_error = 0.05
@@ -94,7 +94,7 @@ def test_a_damaged_file_is_measured_again(measuring: Measuring, damaged: str) ->
     assert [measuring.number(), measuring.number()] == [2, 2]
 
 
-def test_without_room_it_is_measured_each_time(measuring: Measuring, tmp_path: Path) -> None:
+def test_full_disk_measures_each_time(measuring: Measuring, tmp_path: Path) -> None:
     (tmp_path / "kept").touch()
     assert [measuring.number(), measuring.number()] == [1, 2]
 

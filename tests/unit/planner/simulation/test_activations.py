@@ -1,4 +1,4 @@
-"""Simulated activations: all bytes that leave come back, beyond host memory from the SSDs, and compute waits."""
+"""Simulated activations: all swapped bytes return, from the SSDs beyond host memory, and compute waits for them."""
 
 from dataclasses import replace
 from itertools import product
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("small_activation_slots")
 SLOT = 4096
 LAYERS = range(1, 5)
 NUM_MICROBATCHES = 2
-# Of the three tensors of a layer and micro-batch; they take five slots.
+# Bytes of the three tensors of a layer and micro-batch; they take five slots.
 TENSORS = (SLOT + 100, SLOT, 2 * SLOT)
 SWAPPED = dict.fromkeys(LAYERS, TENSORS)
 NUM_SLOTS = 5 * len(LAYERS) * NUM_MICROBATCHES
@@ -35,15 +35,13 @@ def placed(
 
 @pytest.mark.parametrize("choice", [ActivationChoice.SWAP, ActivationChoice.RECOMPUTE_SWAP_INPUT])
 @pytest.mark.parametrize("num_host", [NUM_SLOTS, 17, 0])
-def test_what_leaves_comes_back_and_goes_to_the_ssds_beyond_host_memory(
-    choice: ActivationChoice, num_host: int
-) -> None:
+def test_swapped_bytes_return_and_use_ssds_beyond_host_memory(choice: ActivationChoice, num_host: int) -> None:
     num_ssd = NUM_SLOTS - num_host
     spans = job(swapped_nbytes=SWAPPED, placement=placed(choice, num_host=num_host, num_ssd=num_ssd)).spans()
     for step in range(1, 5):
         assert moved(spans, SpanKind.COPY_ACTIVATIONS_OUT, step) == NBYTES
         assert moved(spans, SpanKind.COPY_ACTIVATIONS_IN, step) == NBYTES
-        # Each tensor begins a slot, and takes no more of an SSD than O_DIRECT asks for.
+        # Each tensor begins at a slot, and takes only as much of an SSD as O_DIRECT needs.
         for kind in (SpanKind.WRITE_ACTIVATIONS, SpanKind.READ_ACTIVATIONS):
             assert moved(spans, kind, step) == num_ssd * SLOT
 
@@ -88,22 +86,22 @@ def test_where_all_else_is_fast_a_step_is_its_compute(num_host: int) -> None:
 
 
 def test_where_the_way_out_is_slow_a_step_is_its_bytes() -> None:
-    """The last layer's bytes leave last and are wanted first: nothing comes back before all have left."""
+    """The last layer's bytes leave last and are needed first: nothing returns before all have left."""
     step = run(swapped_nbytes=SWAPPED, placement=placed(), compute_s=1e-4, machine=rates(d2h_bytes=1e5))[-1]
     grad_nbytes = 4 * 6 * 2 * CHUNK
     assert step.summary["moved_bytes"]["gpu-0/d2h"] == NBYTES + grad_nbytes
     assert step.summary["period_s"] == pytest.approx((NBYTES + grad_nbytes) / 1e5, rel=0.02)
     assert step.summary["busiest"] == "gpu-0/d2h"
-    # And for the gradients that go out before them.
+    # And for the gradients that are copied out first.
     assert NBYTES / 1e5 * 0.98 <= step.summary["stall_s"]["activations"] <= (NBYTES + grad_nbytes) / 1e5
 
 
 def test_where_the_way_back_is_slow_the_backward_pass_is_its_bytes() -> None:
-    """Where no params move."""
+    """No params are transferred here."""
     placement = replace(placed(), device_blocks=tuple(range(6)), commit_every=100)
     step = run(swapped_nbytes=SWAPPED, placement=placement, compute_s=0.1, machine=rates(h2d_bytes=1e4))[-1]
     assert step.summary["moved_bytes"]["gpu-0/h2d"] == NBYTES
-    # Forward, and the embedding's backward; the head is under the copies.
+    # Forward, and the embedding's backward; the head runs under the copies.
     assert step.summary["period_s"] == pytest.approx(NBYTES / 1e4 + 6 * 0.1, rel=0.02)
 
 
@@ -116,7 +114,7 @@ def test_where_the_ssds_are_slow_a_step_is_their_bytes() -> None:
 
 @pytest.mark.parametrize("num_host", [NUM_SLOTS, 0])
 def test_compute_waits_where_too_much_is_on_its_way_out(num_host: int) -> None:
-    """With room on the device for what leaves, copies may take as long as the forward pass; without, that waits."""
+    """With space on the device for outgoing tensors, copies may take as long as the forward pass. Without, it waits."""
     placement = placed(num_host=num_host, num_ssd=NUM_SLOTS - num_host)
 
     def waits_s(leaving_nbytes: int) -> float:
@@ -135,15 +133,15 @@ def test_compute_waits_where_too_much_is_on_its_way_out(num_host: int) -> None:
     ("choice", "order"),
     [(ActivationChoice.SWAP, TENSORS[::-1]), (ActivationChoice.RECOMPUTE_SWAP_INPUT, TENSORS)],
 )
-def test_a_graph_asks_for_the_latest_first(choice: ActivationChoice, order: tuple[int, ...]) -> None:
+def test_simulated_graph_prefetches_latest_activations_first(choice: ActivationChoice, order: tuple[int, ...]) -> None:
     spans = job(swapped_nbytes=SWAPPED, num_steps=1, placement=placed(choice)).spans()
     back = [span for span in spans if span.kind is SpanKind.COPY_ACTIVATIONS_IN]
     first = sorted(back, key=lambda span: span.start_s)[: len(TENSORS)]
-    # Of the last layer's first micro-batch.
+    # Tensors of the last layer's first micro-batch.
     assert [(span.block, span.nbytes) for span in first] == [(LAYERS[-1], nbytes) for nbytes in order]
 
 
-def test_what_the_plan_does_not_say_is_refused() -> None:
+def test_swaps_beyond_the_plan_are_refused() -> None:
     with pytest.raises(ValueError, match=r"what blocks \[\] swap, and the plan has blocks \[1, 2, 3, 4\]"):
         run(placement=placed())
     with pytest.raises(ValueError, match=r"what blocks \[1, 2, 3, 4\] swap, and the plan has blocks \[\]"):

@@ -1,4 +1,4 @@
-"""What is simulated moves what a real job moves: as many bytes of each kind, for each block and step."""
+"""A simulated job moves as many bytes as a real job, of each kind, for each block and step."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ _QUICK = ("swapped, the SSDs", "groups, the way out")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the models and tokens that the jobs train on."""
+    """A folder for the models and tokens on which the jobs train."""
     return tmp_path_factory.mktemp("simulated")
 
 
@@ -40,7 +40,10 @@ def test_simulated_jobs_move_the_same_bytes(folder: Path, name: str) -> None:
 
 
 def _without_races(nbytes: DecidedNbytes) -> DecidedNbytes:
-    """Where SSDs are fast, some of what goes there is wanted again while it still lies in a buffer."""
+    """The bytes without reads of activations.
+
+    With fast SSDs, some activations are needed again while they are still in a buffer.
+    """
     for (kind, block, step), read in nbytes.items():
         if kind is SpanKind.READ_ACTIVATIONS:
             assert read <= nbytes[SpanKind.WRITE_ACTIVATIONS, block, step]

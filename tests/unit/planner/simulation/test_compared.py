@@ -1,4 +1,4 @@
-"""Other systems' steps on simulated resources, beside the sums of their stages."""
+"""Other systems' steps on simulated resources, compared with the sums of their stages."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ MACHINES = st.builds(
 
 @settings(max_examples=50)
 @given(st.sampled_from(list(POLICIES)), MACHINES, st.integers(1, 8))
-def test_nobody_is_faster_than_the_sum_of_its_stages(name: str, hardware: Hardware, num_layers: int) -> None:
+def test_simulated_system_is_not_faster_than_its_stages(name: str, hardware: Hardware, num_layers: int) -> None:
     policy, profile = POLICIES[name], PROFILE.with_num_layers(num_layers)
     least_s = stage_times(policy, hardware, profile).iteration_s
     found = simulate_policy(policy, hardware, profile)
@@ -40,8 +40,8 @@ def test_nobody_is_faster_than_the_sum_of_its_stages(name: str, hardware: Hardwa
 
 
 @pytest.mark.parametrize("name", list(POLICIES))
-def test_with_many_layers_it_takes_little_more(name: str) -> None:
-    """What overlaps waits for the first block and the last, and where two want the SSDs at once."""
+def test_simulated_system_with_many_layers_takes_little_more_than_stages(name: str) -> None:
+    """Overlapped work waits for the first block, for the last block, and for an SSD that is busy."""
     profile = PROFILE.with_num_layers(100)
     least_s = stage_times(POLICIES[name], HARDWARE, profile).iteration_s
     assert simulate_policy(POLICIES[name], HARDWARE, profile).step_s <= 1.15 * least_s
@@ -60,7 +60,7 @@ def test_resources_are_busy_as_long_as_the_stages_say(name: str) -> None:
     assert found.gpu_share == pytest.approx(busy["gpu-0/compute"] / found.step_s)
 
 
-def test_what_overlaps_is_worth_what_it_hides() -> None:
+def test_overlap_saves_the_hidden_time() -> None:
     profile = PROFILE.with_num_layers(20)
     infinity = POLICIES["ZeRO-Infinity"]
     alone = simulate_policy(infinity, HARDWARE, profile).step_s

@@ -1,4 +1,4 @@
-"""Cores that simulated work shares."""
+"""Cores that simulated tasks share."""
 
 import math
 
@@ -11,7 +11,7 @@ from windlass.planner.simulation.cores import SharedCores
 
 
 def ends_of(num_cores: int, tasks: list[tuple[float, float, float]]) -> list[float]:
-    """When each of (start, duration, threads) ends."""
+    """The end of each task, given as (start, duration, threads)."""
     env = simpy.Environment()
     cores = SharedCores(env, num_cores)
     ends = [math.nan] * len(tasks)
@@ -34,7 +34,7 @@ def test_alone_work_takes_its_time() -> None:
 
 
 def test_more_threads_than_cores_slow_down_alike() -> None:
-    """A copy of one thread beside a computation of two: both at two thirds, until the copy is done."""
+    """A copy of one thread beside a computation of two: both at two thirds, until the copy ends."""
     ends = ends_of(2, [(0.0, 4.0, 2), (0.0, 1.0, 1)])
     assert ends == pytest.approx([4.5, 1.5])
 
@@ -50,7 +50,7 @@ def test_no_work_is_faster_than_alone(num_cores: int, tasks: list[tuple[float, f
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.floats(0.01, 5), st.integers(0, 3)), min_size=1, max_size=6))
 def test_busy_cores_do_all_they_can(num_cores: int, tasks: list[tuple[float, int]]) -> None:
-    """Each task alone is as wide as the cores: these are never idle, and what they do is all the work."""
+    """Each task alone is as wide as the cores, so these are never idle and complete all the work."""
     wide = [(0.0, duration, float(num_cores + more)) for duration, more in tasks]
     thread_s = sum(duration * threads for _, duration, threads in wide)
     alone = [duration * threads / num_cores for _, duration, threads in wide]

@@ -1,4 +1,4 @@
-"""Simulated groups of micro-batches: params come once a group each way, and sums go out and in between groups."""
+"""Simulated groups of micro-batches: params are read once per group and direction; sums move between groups."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -30,7 +30,7 @@ def grouped(group_size: int, **placement: Any) -> dict[str, Any]:
 def test_bytes_are_those_of_the_groups(group_size: int, num_groups: int) -> None:
     spans = job(**grouped(group_size)).spans()
     for step in range(1, 5):
-        # Every block but the head forward and backward; as the step before left them.
+        # Every block except the head forward and backward; the stored step is the previous one.
         params = 2 * (2 * NUM_BLOCKS - 1) * 2 * CHUNK * num_groups
         assert moved(spans, SpanKind.COPY_PARAMS_IN, step - 1) == params
         assert moved(spans, SpanKind.COPY_PARTIAL_OUT, step) == 4 * NUMEL * (num_groups - 1)
@@ -45,7 +45,7 @@ def test_sums_in_half_precision_are_half_as_large() -> None:
     assert moved(spans, SpanKind.COPY_PARTIAL_OUT, 2) == 2 * NUMEL
 
 
-def test_sums_of_what_rests_on_the_device_stay_there() -> None:
+def test_sums_of_device_blocks_stay_there() -> None:
     spans = job(**grouped(1, device_blocks=(1, 2), commit_every=100, num_cached_params=None)).spans()
     assert {span.block for span in spans if span.kind is SpanKind.COPY_PARTIAL_OUT} == {0, 3, 4, 5}
     assert moved(spans, SpanKind.COPY_PARTIAL_IN, 2) == 4 * 4 * 2 * CHUNK * 3
@@ -107,8 +107,8 @@ def test_sums_are_back_before_the_next_group_adds_to_them() -> None:
         assert second.end_s <= gradient.start_s
 
 
-def test_one_operation_s_sums_are_brought_back_at_a_time() -> None:
-    """However many operations are known: those of the next one wait until one has taken its own."""
+def test_sums_of_one_operation_at_a_time_are_prefetched() -> None:
+    """For any number of known operations: those of the next one wait until one has received its own."""
     spans = job(num_steps=1, ordering=Ordering(max_prefetched=4), **grouped(2)).spans()
     second = {span.block: span for span in spans if span.kind is SpanKind.BACKWARD}  # the later of two
     for block in range(NUM_BLOCKS - 2):

@@ -1,4 +1,4 @@
-"""Levels of memory in simulated jobs: within what the plan allocates, back where they began, and as the work says."""
+"""Levels of memory in simulated jobs: within the plan's allocation, back at their start, and as the work says."""
 
 from collections import Counter
 from dataclasses import replace
@@ -83,7 +83,7 @@ def made(*, clips: bool = False, machine: Any = SLOW, **options: Any) -> Simulat
 
 
 def levels_of(found: Simulated) -> dict[tuple[Tier, str], Level]:
-    """From the beginning to the end."""
+    """Levels from the beginning to the end of the job."""
     simulated = SimulatedJob(found.context, found.shape, found.machine, found.work)
     simulated.run()
     return {(level.tier, level.what): level for level in simulated.levels}
@@ -94,7 +94,7 @@ def peak(level: Level) -> int:
 
 
 def allocated(context: JobContext) -> dict[tuple[Tier, str], int]:
-    """What the plan sets aside, apart from the simulator."""
+    """The bytes that the plan allocates, computed without the simulator."""
     plan, layout = context.plan, context.layout
     bounds = piece_bounds(context)
     numels = [block.numel for block in layout.blocks]
@@ -152,7 +152,7 @@ def test_no_more_is_in_use_than_the_plan_allocates(name: str, machine: Any) -> N
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_in_the_end_all_is_given_back_but_what_rests(name: str) -> None:
+def test_only_resident_memory_is_in_use_at_the_end(name: str) -> None:
     found = made(**JOBS[name])
     plan = found.context.plan
     for (tier, what), level in levels_of(found).items():
@@ -167,7 +167,7 @@ def test_in_the_end_all_is_given_back_but_what_rests(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_steps_have_all_of_the_time_between_them(name: str) -> None:
+def test_levels_of_steps_cover_the_whole_time(name: str) -> None:
     found = made(**JOBS[name])
     whole, steps = levels_of(found), found.steps()
     for i, level in enumerate(whole.values()):
@@ -175,7 +175,7 @@ def test_the_steps_have_all_of_the_time_between_them(name: str) -> None:
         assert {(each.tier, each.what) for each in cut} == {(level.tier, level.what)}
         assert [each.points[0][0] for each in cut] == [step.start_s for step in steps]
         joined = [point for each in cut for point in each.points]
-        # The first point of a step says what was there before.
+        # The first point of a step has the level at its start.
         assert [b for a, b in pairwise([(-1.0, -1), *joined]) if a[1] != b[1]] == list(level.points)
 
 
@@ -196,16 +196,16 @@ def test_a_trace_has_counters_up_to_the_peaks(name: str) -> None:
         assert 0 < each.peak_nbytes <= sum(nbytes for (name, _), nbytes in peaks.items() if name == f"{tier} memory")
 
 
-# --- what the work says ---------------------------------------------------------------------------------------------
+# --- memory of the work -------------------------------------------------------------------------------------------
 
 
-def test_what_layers_hold_and_operations_need_is_on_the_device() -> None:
+def test_device_levels_contain_held_activations_and_operation_needs() -> None:
     levels = levels_of(made(machine=rates()))
     assert peak(levels[Tier.GPU, "activations held"]) == NUM_MICROBATCHES * sum(HELD.values())
     assert {nbytes for _, nbytes in levels[Tier.GPU, "running operation"].points} == {0, *PEAKS.values()}
 
 
-def test_of_groups_one_is_held() -> None:
+def test_activations_of_one_group_at_a_time_are_held() -> None:
     levels = levels_of(made(machine=rates(), placement=Placement(group_size=1)))
     assert peak(levels[Tier.GPU, "activations held"]) == sum(HELD.values())
 
@@ -222,7 +222,7 @@ def test_sums_of_tied_uses_are_fp32_also_where_gradients_travel_in_16_bits() -> 
         hyperparameters={"num_microbatches": NUM_MICROBATCHES, "accumulation_precision": "bf16"},
     )
     gradients = levels_of(found)[Tier.GPU, "gradients"]
-    # The head's and its own of the embedding, and of all others one that is summed and one that leaves.
+    # One for the head's sum and one for its sum of the embedding; for all others one in use and one that leaves.
     assert gradients.allocated_nbytes == 2 * 3 * CHUNK * 4 + 2 * 2 * CHUNK * 2
     assert 2 * 3 * CHUNK * 4 <= peak(gradients) <= gradients.allocated_nbytes
 
@@ -236,7 +236,7 @@ def grown_nbytes(level: Level) -> int:
     return sum(b - a for (_, a), (_, b) in pairwise(level.points) if b > a)
 
 
-def test_what_waits_on_the_ssds_lies_where_the_next_states_will() -> None:
+def test_spilled_gradients_use_space_of_the_next_states() -> None:
     found = made(clips=True, placement=Placement(num_host_grad_blocks=0, num_cached_params=0), num_steps=1)
     states, spans = levels_of(found)[Tier.SSD, "states"], found.spans()
     assert peak(states) == found.context.plan.ssd_nbytes
@@ -256,13 +256,13 @@ def test_a_second_generation_grows_with_what_is_written_and_ends_with_the_commit
 
 
 @pytest.mark.parametrize("num_host", [NUM_SLOTS, 17, 0])
-def test_what_is_swapped_takes_its_slots_and_lies_on_the_device_while_it_leaves_and_comes(num_host: int) -> None:
+def test_swapped_activations_use_slots_and_device_memory_in_transfer(num_host: int) -> None:
     levels = levels_of(made(**swapping(num_host), machine=rates()))
     slots = {tier: levels.get((tier, "activations")) for tier in (Tier.HOST, Tier.SSD)}
     taken = {tier: 0 if level is None else peak(level) for tier, level in slots.items()}
     assert taken == {Tier.HOST: num_host * SLOT, Tier.SSD: (NUM_SLOTS - num_host) * SLOT}
     assert ((Tier.HOST, "activations to and from the SSDs") in levels) == (num_host < NUM_SLOTS)
-    # One micro-batch is computed with, and the next is on its way.
+    # One micro-batch is in use, and the next is in flight.
     assert peak(levels[Tier.GPU, "activations back, or coming"]) == 2 * sum(TENSORS)
     assert peak(levels[Tier.GPU, "activations leaving"]) >= max(TENSORS)
 
@@ -289,11 +289,11 @@ def test_a_tensor_lies_on_the_device_until_its_last_part_has_left_for_the_ssds()
 
 def test_pieces_are_in_use_until_their_last_use() -> None:
     found = made(**JOBS["in pieces"], machine=rates())
-    # While one is computed with the other comes.
+    # One is in use while the other is copied in.
     assert peak(levels_of(found)[Tier.GPU, "pieces of params"]) == 2 * 2 * CHUNK * 2
 
 
-def test_where_spans_are_not_kept_no_level_is() -> None:
+def test_simulation_without_spans_has_no_levels() -> None:
     found = made(**JOBS["groups of two, swapped, clipped"])
     simulated = SimulatedJob(found.context, found.shape, found.machine, found.work, keeps_spans=False)
     simulated.run()

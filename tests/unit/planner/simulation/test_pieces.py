@@ -1,4 +1,4 @@
-"""Simulated layers in pieces: bytes as the buffers move them, one copied while another is computed with."""
+"""Simulated streamed layers: bytes by the use of buffers, one piece copied while another is in use."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,10 +32,10 @@ def streamed(num_microbatches: int, choice: ActivationChoice = ActivationChoice.
 @pytest.mark.parametrize(
     ("choice", "num_forward", "num_again"),
     [
-        # Forward again, which ends with the last two pieces in the buffers, and backward: the third is copied. After
-        # that the first two are there for the next micro-batch.
+        # Recomputation ends with the last two pieces in the buffers, then backward: only the third is copied. After
+        # that the first two are in the buffers for the next micro-batch.
         (ActivationChoice.RECOMPUTE, 4, 2),
-        # A graph asks for the last one first, which has made room for the first.
+        # A graph needs the last one first, which has replaced the first.
         (ActivationChoice.KEEP, 3, 3),
     ],
 )
@@ -48,7 +48,7 @@ def test_pieces_come_as_often_as_they_are_not_in_a_buffer(
     layers = len(LAYERS) * ITEMSIZE * (num_pieces * PIECE + 2 * NORMS)
     others = ITEMSIZE * (2 + 1) * CHUNK  # the embedding forward and backward, the head once
     for step in range(1, 5):
-        # Params of a step are copied as those of the step before.
+        # The copied params of a step carry the previous step's number.
         assert moved(spans, SpanKind.COPY_PARAMS_IN, step - 1) == layers + others
 
 
@@ -80,10 +80,13 @@ def test_where_the_way_in_is_slow_a_step_is_its_bytes(choice: ActivationChoice) 
 
 @pytest.mark.parametrize(("gives_ahead", "exposed_s"), [(True, 0.0), (False, 1.0)])
 def test_one_piece_is_copied_while_another_is_computed_with(gives_ahead: bool, exposed_s: float) -> None:
-    """A copy takes as long as the use of a piece. Where an operation is given as it begins, its first piece is late."""
+    """A copy takes as long as the use of a piece.
+
+    If an operation is given only when it begins, its first piece is late.
+    """
     machine = rates(h2d_bytes=ITEMSIZE * PIECE, gives_ahead=gives_ahead)
     simulated = job(machine=machine, compute_s=3.0, num_steps=2, **streamed(1))
-    # Forward again, and backward for twice as long.
+    # Recomputation, and backward for twice as long.
     seconds = {each: s * (3 if each[0] is Phase.BACKWARD else 1) for each, s in simulated.work.compute_s.items()}
     spans = replace(simulated, work=Work(compute_s=seconds)).spans()
     for kind, compute_s in ((SpanKind.FORWARD, 3.0), (SpanKind.BACKWARD, 9.0)):
@@ -93,7 +96,7 @@ def test_one_piece_is_copied_while_another_is_computed_with(gives_ahead: bool, e
 
 @pytest.mark.parametrize("num_held", [1, 2])
 def test_chunks_stay_in_host_memory_while_their_layer_is_computed(num_held: int) -> None:
-    """Where there is room for one layer only, the next one's last chunks are not read before that."""
+    """With space for one layer only, the next one's last chunks are not read earlier."""
     found = job(compute_s=5.0, num_steps=1, **streamed(1))
     while num_held == 1:
         nbytes = found.context.plan.arena_nbytes - 1

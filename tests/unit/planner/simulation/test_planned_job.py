@@ -1,4 +1,4 @@
-"""Planned jobs, simulated as they are and in larger pieces."""
+"""Planned jobs, simulated unchanged and in larger pieces."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from windlass.planner.solver.step_cost import Tier as PlannedTier
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 FORMATS = Formats(Precision.BF16, StatePrecision.FP32)
-# Activations and states go on to the SSDs.
+# Activations and states spill to the SSDs.
 SMALL = machine(host=7, gpus=6)
 
 
@@ -56,7 +56,7 @@ def test_levels_of_memory_are_within_the_plan(hardware: Hardware, changes: dict[
     assert on_device("gradients") == need.grads_nbytes
     assert on_device("states") == need.states_nbytes
     assert need.states_nbytes < memory[Tier.GPU].peak_nbytes <= solution.nbytes[PlannedTier.DEVICE]
-    # As nothing was made larger to simulate.
+    # Holds because nothing was made larger for the simulation.
     assert memory[Tier.HOST].allocated_nbytes == solution.plan.arena_nbytes
     assert memory[Tier.SSD].allocated_nbytes == solution.nbytes[PlannedTier.SSD]
     for each in levels.values():

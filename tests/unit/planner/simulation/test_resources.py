@@ -1,4 +1,4 @@
-"""Simulated resources: who goes first, and what is waited for."""
+"""Simulated resources: the order of requests, and the waits."""
 
 import functools
 from collections.abc import Generator
@@ -17,7 +17,7 @@ Steps = Generator[simpy.Event, Any, None]
 
 class TestSsd:
     def moved(self, *requests: tuple[float, float, int, tuple[int, int]]) -> dict[int, tuple[float, float]]:
-        """Start and end of each (asked at, seconds, pieces, priority), by its place."""
+        """Start and end of each request (requested at, seconds, pieces, priority), by position."""
         log = Log()
         ssd = Ssd(log, "ssd-0")
 
@@ -35,30 +35,28 @@ class TestSsd:
         found = self.moved((0.0, 4.0, 4, (1, 0)), (1.0, 2.0, 2, (1, 0)), (1.5, 1.0, 1, (1, 0)))
         assert found == {0: (0.0, 4.0), 1: (4.0, 6.0), 2: (6.0, 7.0)}
 
-    def test_what_waits_goes_by_its_urgency(self) -> None:
+    def test_waiting_requests_are_served_by_priority(self) -> None:
         found = self.moved((0.0, 1.0, 1, (1, 0)), (0.1, 1.0, 1, (1, 2)), (0.2, 1.0, 1, (1, 1)))
         assert found == {0: (0.0, 1.0), 2: (1.0, 2.0), 1: (2.0, 3.0)}
 
-    def test_something_more_urgent_goes_first_after_a_piece(self) -> None:
+    def test_more_urgent_request_goes_first_after_the_current_piece(self) -> None:
         found = self.moved((0.0, 4.0, 4, (1, 5)), (1.5, 1.0, 1, (1, 1)), (1.6, 0.5, 1, (1, 0)))
         assert found[2] == pytest.approx((2.0, 2.5))
         assert found[1] == pytest.approx((2.5, 3.5))
-        assert found[0] == pytest.approx((0.0, 5.5))  # its other two pieces last
+        assert found[0] == pytest.approx((0.0, 5.5))  # its other two pieces come last
 
-    def test_what_is_in_one_piece_is_not_stopped(self) -> None:
+    def test_request_of_one_piece_is_not_interrupted(self) -> None:
         found = self.moved((0.0, 4.0, 1, (1, 5)), (1.0, 1.0, 1, (1, 0)))
         assert found == {0: (0.0, 4.0), 1: (4.0, 5.0)}
 
-    @pytest.mark.timeout(20)  # where it goes wrong it has no end
-    def test_what_is_shorter_than_the_clock_can_tell_ends_as_well(self) -> None:
+    @pytest.mark.timeout(20)  # an error would make it run forever
+    def test_request_shorter_than_clock_resolution_ends(self) -> None:
         found = self.moved(*[(at_s, 3.3e-9, 3, (1, 0)) for at_s in (101.1, 1e6 / 3, 1e6 / 3, 1e9)])
         assert sorted(end_s for _, end_s in found.values()) == pytest.approx([101.1, 1e6 / 3, 1e6 / 3, 1e9])
 
 
 @pytest.mark.parametrize(("num_cores", "computed_s"), [(2, 12.0), (None, 10.0)])
-def test_what_cores_do_for_an_ssd_slows_down_what_is_computed_and_not_the_ssd(
-    num_cores: int | None, computed_s: float
-) -> None:
+def test_cpu_time_for_ssd_slows_compute_and_not_the_ssd(num_cores: int | None, computed_s: float) -> None:
     log = Log(num_cores)
     ssd, compute = Ssd(log, "ssd-0", cpu_s_per_byte=0.02), Resource(log, "compute")
     log.env.process(compute.work(10.0, SpanKind.FORWARD, 1, 0))
@@ -93,7 +91,7 @@ def test_two_ways_that_share_a_link_are_slow_only_while_both_are_busy() -> None:
     assert {span.chunk: span.end_s for span in log.spans} == pytest.approx({0: 4.0, 2: 4.0, 1: 7.0})
 
 
-def test_who_asks_for_slots_first_is_served_first() -> None:
+def test_first_request_for_slots_is_served_first() -> None:
     env = simpy.Environment()
     slots, taken = Slots(env, 3), []
 
@@ -107,7 +105,7 @@ def test_who_asks_for_slots_first_is_served_first() -> None:
     for name, count, at_s in (("two", 2, 0.0), ("three", 3, 1.0), ("one", 1, 2.0)):
         env.process(ask(name, count, at_s))
     env.run()
-    # One is free all the time, but who wants three came before.
+    # One slot is free all the time, but the request for three came earlier.
     assert taken == [("two", 0.0), ("three", 4.0), ("one", 8.0)]
 
 
@@ -133,7 +131,7 @@ def test_a_queue_hands_out_in_order() -> None:
     assert got == [("a", 0.0), ("b", 0.0), ("c", 1.0)]
 
 
-def test_who_waits_for_a_signal_looks_again() -> None:
+def test_waiter_checks_its_condition_after_a_signal() -> None:
     env = simpy.Environment()
     signal, number, over = Signal(env), [0], []
 

@@ -1,4 +1,4 @@
-"""Simulated jobs end; resources do one thing at a time, nothing is early, and the arithmetic of steps is right."""
+"""Simulated jobs end, resources do one task at a time, nothing is early, and step times add up."""
 
 import itertools
 from collections import defaultdict
@@ -61,33 +61,34 @@ def test_a_steady_step_is_found_without_timelines() -> None:
 
 
 def test_without_overlap_updates_follow_the_backward_pass_and_nothing_else() -> None:
-    slow = rates(optimizer_params=2 * CHUNK)  # a second a block
+    slow = rates(optimizer_params=2 * CHUNK)  # one second a block
     hyper = {"clip_norm": 1.0}
     alone = run(machine=slow, hyperparameters=hyper, ordering=Ordering(overlaps_steps=False))[-1]
     assert alone.summary["period_s"] == pytest.approx(11.0 + 6.0, rel=1e-3)
     beside = run(machine=slow, hyperparameters=hyper)[-1]
-    # Each block's forward operation follows its update; three chunks may begin before the last gradient has come, which
+    # Each block's forward operation follows its update. Three chunks may begin before the last gradient arrives, which
     # is that of the first block.
     assert 11.0 + 1.0 - 1e-3 <= beside.summary["period_s"] <= 11.0 + 1.0 + 1.5 + 1e-3
 
 
-def test_what_rests_on_the_device_moves_nowhere_but_to_be_kept() -> None:
+def test_device_states_move_only_for_commits() -> None:
     everything = Placement(device_blocks=tuple(range(6)), commit_every=100)
     step = run(placement=everything)[1]
     assert step.summary["moved_bytes"] == {}
     assert {name for name, busy_s in step.summary["busy_s"].items() if busy_s} == {"gpu-0/compute"}
 
 
-def test_what_rests_on_the_device_is_copied_out_and_written_at_a_commit() -> None:
+def test_device_states_are_copied_out_and_written_at_a_commit() -> None:
     everything = Placement(device_blocks=tuple(range(6)), commit_every=2)
     slow = rates(ssd_write_bytes=(1e4, 1e4), d2h_bytes=1e5)
     steps = run(placement=everything, machine=slow, num_steps=6)
     moved = [step.summary["moved_bytes"] for step in steps]
     written = [each.get("ssd-0", 0) + each.get("ssd-1", 0) for each in moved]
-    # The states of step 2 go out from step 3 on, and those of step 4 from step 5 on; those of step 6 after all steps.
+    # The states of step 2 are written from step 3 on, and those of step 4 from step 5 on; those of step 6 after all
+    # steps.
     assert sum(written) == 2 * 14 * 6 * 2 * CHUNK
     assert written[:2] == [0, 0]
-    # An update waits for the flushes before it.
+    # An update waits for earlier flushes.
     assert steps[2].summary["period_s"] > steps[1].summary["period_s"] + 1.0
 
 
@@ -119,7 +120,7 @@ TIERS = {
     "device": Placement(device_blocks=(0, 3), host_blocks=(1,), commit_every=3),
     "gradients on SSDs": Placement(num_host_grad_blocks=1, num_cached_params=2),
 }
-# Slots in host memory and on the SSDs, of the 24 that three layers with two tensors take for four micro-batches.
+# Slots in host memory and on the SSDs. Three layers with two tensors use 24 for four micro-batches.
 ROOM = {"nothing": None, "host": (24, 0), "host and SSDs": (7, 17), "SSDs": (0, 24)}
 TENSORS = (3000, 4096)
 NUM_BLOCKS = 5
@@ -129,7 +130,7 @@ LAYERS = range(1, NUM_BLOCKS - 1)
 def featured(
     placement: Placement, *, group_size: int, swaps: str, streams: bool, clips: bool, **options: Any
 ) -> Simulated:
-    """A job of four micro-batches with some of all that there is."""
+    """A job of four micro-batches with the given features."""
     placement, room = replace(placement, group_size=group_size), ROOM[swaps]
     if room is not None:
         placement = replace(
@@ -173,7 +174,7 @@ SECONDS = st.sampled_from([0.0, 0.3, 1.0, 5.0])
 
 
 @pytest.mark.usefixtures("small_activation_slots")
-# The slots' size is the same in all of a test's jobs.
+# The slot size is the same in all jobs of a test.
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_job_ends_and_keeps_the_order_of_things(data: st.DataObject) -> None:
@@ -220,7 +221,7 @@ def test_any_job_ends_and_keeps_the_order_of_things(data: st.DataObject) -> None
 def _one_at_a_time(spans: list[WorkSpan]) -> None:
     by_resource: dict[str, list[WorkSpan]] = defaultdict(list)
     for span in spans:
-        # A chunk on its way to or from an SSD may be overtaken after each piece.
+        # A chunk in transfer to or from an SSD may be overtaken after each piece.
         if not span.kind.startswith("wait_") and not span.resource.startswith("ssd-"):
             by_resource[span.resource].append(span)
     for found in by_resource.values():
@@ -234,7 +235,7 @@ def _memory_is_what_is_allocated(steps: list[StepSpans]) -> None:
         most = max(nbytes for _, nbytes in level.points)
         assert min(nbytes for _, nbytes in level.points) >= 0, level
         assert most <= (most if level.allocated_nbytes is None else level.allocated_nbytes), level
-    for level in steps[-1].levels:  # which is all given back, but for what rests and params that stay
+    for level in steps[-1].levels:  # all is released, except resident states and kept params
         if level.what not in ("states", "params"):
             assert level.points[-1][1] == 0, level
     (stored,) = (level for level in steps[-1].levels if level.tier is Tier.SSD and level.what == "states")

@@ -1,4 +1,4 @@
-"""The integer program, beside a search through everything."""
+"""The integer program, compared with an exhaustive search."""
 
 import itertools
 import math
@@ -91,7 +91,7 @@ def splits(count: int, num_ways: int) -> Iterator[tuple[int, ...]]:
 
 
 def best_of_all(program: Program) -> Outcome | None:
-    """Goes through everything; what moves is the least that fits, as moving is never worth anything by itself."""
+    """Searches all solutions. It moves the minimum that fits, because moving alone never saves time."""
     best = None
     for counts in itertools.product(*(splits(alike.count, len(alike.ways)) for alike in program.blocks)):
         moved = 0.0
@@ -124,14 +124,14 @@ def test_equals_a_search_through_everything(program: Program) -> None:
 @pytest.mark.long
 @settings(max_examples=5000, deadline=None)
 @given(PROGRAMS)
-def test_equals_it_thousands_of_times(program: Program) -> None:
+def test_equals_exhaustive_search_thousands_of_times(program: Program) -> None:
     assert_best(program)
 
 
 @pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(PROGRAMS)
-def test_what_takes_long_to_prove_is_a_thousandth_off_at_most(program: Program) -> None:
+def test_slow_proof_ends_within_a_thousandth(program: Program) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("windlass.planner.solver.integer_program._MAX_NODES", 0)
         assert_best(program, rel=1e-3)
@@ -189,7 +189,10 @@ def test_the_step_is_the_largest_bound() -> None:
 
 
 def test_a_buffer_takes_what_goes_there_until_it_is_full() -> None:
-    """Two blocks through it take less than to rest there; one alone does not, as the buffer is too large for it."""
+    """Two blocks through the buffer are faster than resident ones.
+
+    One alone is not, because the buffer is too large for it.
+    """
     rests = Way(seconds=(1.0,), nbytes=(4.0,))
     passes = Way(seconds=(0.0,), nbytes=(0.0,), buffered_nbytes=(5.0,))
     program = Program(

@@ -1,4 +1,4 @@
-"""What a C library prints does not reach the program's output."""
+"""Output of a C library does not reach the program's standard output."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ except ValueError:
 """
 
 
-def test_only_what_is_printed_before_and_after_is_seen() -> None:
+def test_suppressed_stdout_shows_only_output_before_and_after() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "before\nafter\nafter an error\n"
 

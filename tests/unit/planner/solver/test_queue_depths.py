@@ -1,4 +1,4 @@
-"""How deep buffers are."""
+"""The depths of queues."""
 
 import pytest
 
@@ -15,11 +15,11 @@ def depths(speeds: Speeds, *, num_optimizers: int = 1) -> QueueDepths:
 
 
 @pytest.mark.parametrize("h2d_bytes", [1e8, 1e9, 2e9, 1e12])
-def test_one_ssd_needs_no_more_than_nobody_decided(h2d_bytes: float) -> None:
+def test_one_ssd_needs_only_the_default_depth(h2d_bytes: float) -> None:
     assert depths(make_speeds(h2d_bytes=h2d_bytes)) == QueueDepths()
 
 
-def test_each_ssd_has_something_to_do_and_something_to_do_next() -> None:
+def test_depth_gives_each_ssd_current_and_next_request() -> None:
     fast_link = make_speeds(num_ssds=12, h2d_bytes=1e12, d2h_bytes=1e12)
     found = depths(fast_link)
     assert found.states == 2 * 12 + 1
@@ -28,8 +28,8 @@ def test_each_ssd_has_something_to_do_and_something_to_do_next() -> None:
     assert depths(fast_link, num_optimizers=4).states == 2 * 12 // 4 + 1
 
 
-def test_what_the_link_cannot_take_need_not_be_on_its_way() -> None:
-    """Half of what twelve SSDs read: twice six, and what is on the link meanwhile."""
+def test_depth_is_limited_by_the_link() -> None:
+    """Half of the reads of twelve SSDs: twice six, and the bytes in flight on the link."""
     found = depths(make_speeds(num_ssds=12, ssd_read_bytes=2e9, h2d_bytes=11e9))
     assert found.params == 2 * 7
 

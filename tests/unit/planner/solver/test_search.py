@@ -1,4 +1,4 @@
-"""Plans: they fit, nothing faster fits, and they say what they cost."""
+"""Plans: they fit, no faster plan fits, and their costs are reported."""
 
 import math
 from dataclasses import replace
@@ -37,7 +37,7 @@ def limits(device_mib: float, host_mib: float, ssd_mib: float = 1e6) -> Limits:
 
 
 def test_with_plenty_of_memory_nothing_moves() -> None:
-    """What is slowest here is the optimizer; on the device it is not."""
+    """The optimizer is the bottleneck here; on the device it is not."""
     solution = solve_job(make_job(), make_speeds(optimizer_params=1e6), PLENTY)
     assert solution.placement.device_blocks == tuple(range(8))
     assert not any(choice.recompute or choice.swaps for choice in solution.placement.activations)
@@ -69,7 +69,7 @@ def test_swapping_pays_where_the_link_is_fast_and_recomputing_where_it_is_slow()
 
 
 @pytest.mark.parametrize(("duplex_bytes", "slowed"), [(math.inf, 0.0), (1.5e7, 1 / 3), (1e6, 1.0)])
-def test_the_ways_of_a_link_slow_each_other_down(duplex_bytes: float, slowed: float) -> None:
+def test_directions_of_a_link_slow_each_other_down(duplex_bytes: float, slowed: float) -> None:
     link = {"h2d_bytes": 1e7, "d2h_bytes": 1e7, "duplex_bytes": duplex_bytes}
     found = solve_job(make_job(), make_speeds(**link), limits(100, 2000)).seconds
     there = found[Part.H2D_FORWARD] + found[Part.H2D_BACKWARD]
@@ -79,7 +79,7 @@ def test_the_ways_of_a_link_slow_each_other_down(duplex_bytes: float, slowed: fl
     assert solution.step_s == pytest.approx(there + slowed * back)
 
 
-def test_what_has_no_room_in_host_memory_goes_to_the_ssds() -> None:
+def test_activations_beyond_host_memory_go_to_the_ssds() -> None:
     job, speeds = make_job(), make_speeds(h2d_bytes=1e12, d2h_bytes=1e12, ssd_read_bytes=1e12, ssd_write_bytes=1e12)
     solution = solve_job(job, speeds, limits(130, 180))
     assert solution.placement.ssd_activation_nbytes > 0
@@ -95,7 +95,7 @@ def test_staging_takes_memory_only_where_something_goes_to_the_ssds() -> None:
     fast = {"h2d_bytes": 1e12, "d2h_bytes": 1e12}
     exact = solve_job(job, make_speeds(**fast), limits(130, 1e6))
     assert exact.placement.host_activation_nbytes > 0
-    # To the last byte, and what is counted is what the engine lays out.
+    # To the last byte: the counted memory is what the engine allocates.
     again = solve_job(job, make_speeds(**fast, ssd_write_bytes=1e6), limits(130, exact.plan.arena_nbytes / MIB))
     assert again.plan.num_staged_activations == 0
 
@@ -115,7 +115,7 @@ def test_with_more_ssds_buffers_are_deeper_where_memory_allows() -> None:
     assert shallow.step_s >= of_ssds
 
 
-def test_what_may_leave_is_a_share_of_the_device_where_so_much_is_to_be_had() -> None:
+def test_bytes_in_flight_are_a_share_of_available_device_memory() -> None:
     job, fast = make_job(12), make_speeds(h2d_bytes=1e12, d2h_bytes=1e12)
 
     def leaving_mib(device_mib: float) -> float:
@@ -128,8 +128,8 @@ def test_what_may_leave_is_a_share_of_the_device_where_so_much_is_to_be_had() ->
     assert leaving_mib(64) == 2  # a layer's input, which is all that is swapped
 
 
-def test_what_was_swapped_lies_on_the_device_until_it_has_left() -> None:
-    """As many tensors as may; and of what comes back for the head, a layer's share."""
+def test_swapped_tensors_use_device_memory_until_copied_out() -> None:
+    """The maximum number of tensors in flight; and for the head, a layer's share of those that return."""
     costs = StepCosts(
         job=make_job(18), speeds=make_speeds(), limits=PLENTY, group_size=1, depths=QueueDepths(leaving_nbytes=20 * MIB)
     )
@@ -152,13 +152,13 @@ def test_what_was_swapped_lies_on_the_device_until_it_has_left() -> None:
 
 
 def test_groups_of_microbatches_are_as_large_as_pays() -> None:
-    """Each group brings the params again: one group, where the activations of all find room."""
+    """Each group reads the params again, so there is one group if the activations of all fit."""
     job = make_job(num_microbatches=8)
     assert group_sizes(8) == [1, 2, 4, 8]
     assert group_sizes(1) == [1]
     assert group_sizes(6) == [1, 2, 4, 6]
     assert solve_job(job, make_speeds(), PLENTY).plan.num_groups == 1
-    # The inputs of 64 micro-batches take more than the sums that one group leaves to the next.
+    # The inputs of 64 micro-batches need more memory than the partial sums between groups.
     many = make_job(num_microbatches=64)
     assert 1 < solve_job(many, make_speeds(), limits(170, 600, 1600)).plan.group_size < 64
 
@@ -202,7 +202,7 @@ def test_on_a_cpu_the_device_lies_in_host_memory_and_has_its_cores() -> None:
     seconds = solution.seconds
     on_cores_s = sum(seconds[part] for part in Part if part not in _NOT_ON_CORES)
     assert solution.step_s >= on_cores_s - 1e-9
-    # What cores do for SSDs comes on top.
+    # CPU time for SSDs is added.
     slower = replace(speeds, ssd_cpu_s_per_byte=0.5 / speeds.read_bytes)
     beside = solve_job(make_job(), slower, limits(1e6, 900))
     ssds_s = beside.seconds[Part.SSD_FORWARD] + beside.seconds[Part.SSD_BACKWARD] + beside.seconds[Part.SSD_UPDATE]
@@ -241,7 +241,7 @@ def solved(job: PlannedJob, speeds: object, given_limits: Limits) -> Solution | 
 
 
 def test_more_memory_is_not_slower_where_it_is_just_enough_for_the_gradients() -> None:
-    """In half the memory gradients go to the SSDs, and what they leave holds activations; here they take all of it."""
+    """With half the memory, gradients spill and the space holds activations; here gradients take all of it."""
     job = make_job(11, keeps_grads=True)
     speeds = make_speeds(h2d_bytes=1e9, d2h_bytes=1e9, ssd_read_bytes=2e9, ssd_write_bytes=1e9, optimizer_params=1e8)
     tight, roomy = (solve_job(job, speeds, each) for each in (limits(161, 119), limits(322, 238)))
@@ -259,7 +259,7 @@ def test_plans_keep_to_the_limits_and_more_memory_is_never_slower(
         return
     assert solution.plan.arena_nbytes <= tight.host_nbytes
     assert solution.nbytes[Tier.DEVICE] <= tight.device_nbytes * (1 + 1e-9)
-    # Nothing was cut down behind the program's back.
+    # Nothing was reduced after the program's solution.
     plan, placement = solution.plan, solution.placement
     assert {pool.num_slots for pool in plan.states} == {min(placement.depths.states, job.size.total_chunks)}
     assert solution.costs.spills or not plan.spilled_blocks
@@ -274,7 +274,7 @@ def test_plans_keep_to_the_limits_and_more_memory_is_never_slower(
 def test_the_program_counts_the_arena_as_the_engine_lays_it_out(
     job: PlannedJob, device_mib: int, host_mib: int
 ) -> None:
-    """Within what it sets aside for a staging area that may turn out not to be needed, and for the largest block."""
+    """Within the reserve for a staging area that may not be needed, and for the largest block."""
     tight = limits(device_mib, host_mib)
     solution = solved(job, make_speeds(), tight)
     if solution is None or solution.placement.streamed_blocks:
@@ -283,7 +283,7 @@ def test_the_program_counts_the_arena_as_the_engine_lays_it_out(
     program = costs.program(costs.kinds())
     assignment = solve(program)
     if assignment is None:
-        return  # gradients had to be kept on the SSDs
+        return  # gradients had to spill to the SSDs
     counted = outcome_of(program, assignment).nbytes[Tier.HOST]
     spare = (STAGED_ACTIVATIONS + 8 * 4) * MIB
     needed = replace(solution.plan, num_cached_params=0)
@@ -305,7 +305,7 @@ def test_a_large_model_is_solved_in_one_program() -> None:
 
 
 def test_states_on_the_device_need_a_buffer_in_host_memory() -> None:
-    """Where it has no room, none rest there: that is no reason to find no plan at all."""
+    """Without space for it, no states are on the device; a plan must still be found."""
     job, speeds = make_job(), make_speeds(h2d_bytes=1e8, d2h_bytes=1e8)
     least = least_nbytes(job, speeds, limits(1e6, 1), Tier.HOST)
     assert least is not None
@@ -323,7 +323,7 @@ def test_states_on_the_device_need_a_buffer_in_host_memory() -> None:
 def test_one_buffer_for_gradients_and_layers_in_pieces_compete_where_the_device_is_full(
     device_mib: int, streams: bool, num_grad_buffers: int
 ) -> None:
-    """A second buffer for gradients, or params as wholes, may be worth less than what else has room for instead."""
+    """A second gradient buffer, or whole params, may be worth less than another use of the memory."""
     found = candidates(make_job(keeps_grads=True), make_speeds(d2h_bytes=1e10), limits(device_mib, 2000))
     best = found[0].costs
     assert (best.streams, best.num_grad_buffers) == (streams, num_grad_buffers)

@@ -1,4 +1,4 @@
-"""The exact text that is learned of each conversation with each family's chat template."""
+"""The exact text that is learned from each conversation, with each family's chat template."""
 
 from datetime import date
 from typing import Any
@@ -26,7 +26,7 @@ def call(name: str, arguments: Any, identifier: str = "abcdefghi") -> dict[str, 
 
 
 def example(*messages: dict[str, Any], silent: tuple[int, ...] = (), tools: Any = None) -> ChatExample:
-    """All assistant messages but the `silent` ones are learned."""
+    """An example in which all assistant messages except the `silent` ones are learned."""
     weights = tuple(int(m["role"] == "assistant" and i not in silent) for i, m in enumerate(messages))
     return ChatExample(messages=messages, tools=tools, weights=weights)
 
@@ -56,7 +56,7 @@ CONVERSATIONS = {
     "think in content": example(user("a"), says("<think>\nr1\n</think>\n\nb c"), user("d"), says("e")),
 }
 
-# What is learned of each conversation: a list of parts for each example; or the field and the reason of the refusal.
+# The learned parts of each conversation: a list of parts for each example, or the field and reason of the refusal.
 PLAIN = {
     "one turn": [["b c$"]],
     "system": [["b c$"]],
@@ -99,7 +99,7 @@ QWEN3["tools"] = QWEN3["call"]
 
 
 def opened(expected: Any) -> Any:
-    """The same with a generation prompt that opens the reasoning of each turn."""
+    """The same parts with a generation prompt that opens the reasoning of each turn."""
     return [[part.removeprefix("<think>\n") for part in parts] for parts in expected]
 
 
@@ -145,9 +145,9 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
             name: [[f" {part}" for part in parts] for parts in e] if isinstance(e, list) else e
             for name, e in PLAIN.items()
         }
-        # The system prompt and the tools stand with the last question, so earlier answers are examples of their own.
+        # The system prompt and the tools are in the last question, so earlier answers are separate examples.
         | {"system, several": [[" b c$"], [" e$"]], "call": MISTRAL_CALL, "tools": MISTRAL_CALL}
-        # Without a generation prompt the answer to no question begins where two answers part.
+        # Without a generation prompt, an answer without a question begins where the renderings of two answers differ.
         | {"greeting": [["hi$", " b c$"]]},
     ),
     # A conversation that ends with an answer is closed with end-of-text, which is learned there.
@@ -239,7 +239,7 @@ def test_a_familys_conversation_is_learned_exactly(
     rendered = list(renderers[family].render(given))
     learned = [[item.text[start:stop] for start, stop in item.targets] for item in rendered]
     assert learned == [[part.replace("$", end) for part in parts] for parts in expected]
-    # What comes before the last part to learn is what the model is prompted with at that point of the conversation.
+    # The text before the last learned part is the model's prompt at that point of the conversation.
     if family != "deepseek-r1":
         last = max(i for i, weight in enumerate(given.weights) if weight)
         prompt = rendered[-1].text[: rendered[-1].targets[-1][0]]
@@ -247,7 +247,7 @@ def test_a_familys_conversation_is_learned_exactly(
 
 
 def prompt_of(family: str, given: ChatExample, index: int) -> str:
-    """The prompt by transformers' own function, with tool calls as the template takes them."""
+    """The prompt from transformers' own function, with tool calls in the template's form."""
     tokenizer = tokenizer_of(FAMILIES[family])
     messages = [dict(message) for message in given.messages[:index]]
     for message in messages:

@@ -1,4 +1,4 @@
-"""Templates that mark the assistant's part are believed, unless the marks miss it or hold another's."""
+"""Marks of the assistant's part in templates are trusted, unless they miss it or contain another part."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ TWO_TURNS = (user("a"), says("b c"), user("d"), says("e"))
 PRINTED = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
 LAST = "{{ messages[-1].role + messages[-1].content }}"
 CALLED = "{% for c in m.tool_calls or [] %}{{ c.function.name + (c.function.arguments | tojson) }}{% endfor %}"
-# Blocks of their own for reasoning, content and the end of the turn.
+# Separate blocks for reasoning, content and the end of the turn.
 THREE_BLOCKS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
     "{% generation %}{{ '<think>' + (m.reasoning_content or '') + '</think>' }}{% endgeneration %} "
