@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks.reporting.pss import ThreadSeconds
 
-# Process names that Ray gives the workers; the second one is that of `throttled_actors.py`.
-_WORKERS = (b"ray::ActorShell", b"ray::ThrottledShell")
+# Process names that Ray gives the workers; the others are those of `throttled_actors.py` and `observed_actors.py`.
+_WORKERS = (b"ray::ActorShell", b"ray::ThrottledShell", b"ray::ObservedShell")
 # Names of threads that update states on the device,
 _UPDATERS = ("DeviceStates.ru",)
 # and of threads that move bytes, as actors give them to the kernel (`actors/lifecycle/threads.py`).

@@ -58,7 +58,7 @@ def test_processes_that_are_no_workers_are_control(tmp_path: Path) -> None:
     assert role_of(2**22 + 1, [tmp_path]) is Role.CONTROL
 
 
-@pytest.mark.parametrize("name", ["ActorShell", "ThrottledShell"])
+@pytest.mark.parametrize("name", ["ActorShell", "ThrottledShell", "ObservedShell"])
 def test_workers_are_told_apart_by_the_store_that_they_hold(tmp_path: Path, name: str) -> None:
     code = "import sys, time; file = open(sys.argv[1]) if sys.argv[1:] else None; print(); time.sleep(600)"
     (tmp_path / "store").touch()
