@@ -1,4 +1,4 @@
-"""A job's processes on Ray, slowed down as `throttle.py` says. Imported once Ray's environment is set."""
+"""A job's throttled processes on Ray; see `throttle.py`. Import it only after Ray's environment is set."""
 
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,22 @@ from windlass.storage.store import CommitRecord
 
 
 class ThrottledShell(ActorShell):
-    """A worker process whose actor is slower than it could be."""
+    """A worker process with a throttled actor."""
 
     def setup(self, commit: CommitRecord | None = None) -> None:
-        """As the job's folder says."""
+        """Sets up the actor with the rates in the job's folder."""
         Throttle.read(Path(self.context.spec.job_dir)).slow_actor(self.name)
         super().setup(commit)
 
 
 class ThrottledRunner(Runner):
-    """A runner whose workers are slower than they could be."""
+    """A runner with throttled workers."""
 
-    def _make_workers(self, context: JobContext, group: Any) -> dict[ActorName, str]:
+    def _make_workers(self, context: JobContext, group: Any, *, has_gpus: bool) -> dict[ActorName, str]:
         deploy._RemoteShell = ray.remote(concurrency_groups={"lifetime": 1})(ThrottledShell)
-        return super()._make_workers(context, group)
+        return super()._make_workers(context, group, has_gpus=has_gpus)
 
 
 def throttle_runners() -> None:
-    """Runners that this process starts from now on are slowed down."""
+    """Throttles the workers of all runners that this process starts from now on."""
     deploy.Runner = ThrottledRunner  # type: ignore[misc]
