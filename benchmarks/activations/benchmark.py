@@ -1,9 +1,15 @@
-"""What activations cost, by where they go: `python -m benchmarks.activations [--quick]`
+"""Measures the cost of activations by the tier they go to: `python -m benchmarks.activations [--quick]`
 
-The device is the CPU, "device memory" this process's private memory: bytes are real, a device's link is not. Three
-parts: step time over the bytes that are swapped, at three batch sizes, the rest computed again; the largest batch, and
-the longest context, within one budget of device memory and one of host memory, where all is computed again from inputs
-that stay on the device, inputs are swapped to host memory, or beyond that to the SSD.
+The device is the CPU, and "device memory" is this process's private memory. So bytes are real, but a device's link is
+not. There are three parts:
+
+- step time over the swapped bytes at three batch sizes, with the rest recomputed
+- the largest batch within one budget of device memory and one of host memory
+- the longest context within such budgets
+
+The limits are measured with full recomputation. The layers' inputs stay on the device, go to host memory, or go to host
+memory and the SSD.
+
 Sources: Ratel, figures 8 and 9b; MemAscend, section V-B.
 """
 
@@ -24,7 +30,7 @@ _CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """Where the inputs of layers are between forward and backward."""
+    """The place of the inputs of layers between forward and backward."""
 
     name: str
     choice: ActivationChoice
@@ -40,21 +46,21 @@ WAYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """For what a step's activations take, in bytes."""
+    """The bytes that a step's activations may take on each tier."""
 
     device_nbytes: int
     host_nbytes: int
     ssd_nbytes: int
 
     def room(self, run: ActivationRun, way: Way) -> ActivationRun:
-        """The run with as much room as there is."""
+        """Returns the run with the memory of this budget."""
         if way.choice is ActivationChoice.RECOMPUTE:
             return replace(run, choice=way.choice, host_nbytes=0)
         ssd_nbytes = self.ssd_nbytes if way.goes_to_ssd else 0
         return replace(run, choice=way.choice, host_nbytes=self.host_nbytes, ssd_nbytes=ssd_nbytes)
 
     def shortage(self, result: ActivationResult) -> str | None:
-        """Why a run does not fit; None where it does."""
+        """Returns why a run does not fit, or None if it fits."""
         if result.error is not None:
             return "no room"
         return "device" if result.device_nbytes > self.device_nbytes else None
@@ -65,19 +71,19 @@ Measure = Callable[[ActivationRun], ActivationResult]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """How large everything is."""
+    """The sizes of one form of the benchmark."""
 
     curve: ActivationRun
     batches: tuple[int, ...]
-    many: ActivationRun  # for the largest batch
+    many: ActivationRun  # finds the largest batch
     many_budget: Budget
-    long: ActivationRun  # for the longest context
+    long: ActivationRun  # finds the longest context
     long_budget: Budget
     contexts: tuple[int, ...]
 
 
 def form_of(*, quick: bool) -> Form:
-    """Sizes: a layer's input is small beside what one layer leaves, and there are many layers."""
+    """Returns sizes with many layers, whose inputs are small compared with a layer's other activations."""
     run = ActivationRun(hidden=256, num_layers=8, batch_size=1, sequence_length=256, choice=ActivationChoice.SWAP)
     return Form(
         curve=replace(run, num_layers=4 if quick else 16, num_steps=2 if quick else 4),
@@ -99,7 +105,7 @@ def form_of(*, quick: bool) -> Form:
 
 
 def add_curve(report: Report, form: Form, measure: Measure) -> None:
-    """Step time over the swapped amount: a growing number of layers swap all they leave."""
+    """Adds the step time over the swapped amount. A growing number of layers swap all their activations."""
     num_layers = form.curve.num_layers
     rows = []
     for batch_size in form.batches:
@@ -138,7 +144,7 @@ def _title(run: ActivationRun) -> str:
 def largest(
     sizes: Iterator[int], budget: Budget, way: Way, measure: Callable[[int, Way], ActivationResult]
 ) -> tuple[int, list[tuple[str, ...]]]:
-    """The largest of growing sizes that fits, 0 for none; and a row for each that was tried."""
+    """Returns the largest of growing sizes that fits (0: none), and a table row for each size that was tried."""
     best, rows = 0, []
     for size in sizes:
         result = measure(size, way)
@@ -157,7 +163,7 @@ def largest(
 def add_limits(
     report: Report, what: str, base: ActivationRun, budget: Budget, sizes: Callable[[], Iterator[int]], measure: Measure
 ) -> dict[str, int]:
-    """A table of what was tried; for each way the largest size that fits."""
+    """Adds a table of the tried sizes. Returns the largest size that fits, for each way."""
     field = {"batch": "batch_size", "context": "sequence_length"}[what]
 
     def measure_size(size: int, way: Way) -> ActivationResult:
@@ -178,7 +184,7 @@ def add_limits(
 
 
 def main() -> None:
-    """Measure, report, end with the line of ratios."""
+    """Measures, reports, and prints the ratios as the last line."""
     options = parse_options("activations", __doc__, quick="few layers, short contexts")
     form = form_of(quick=options.quick)
     configuration = {"form": "quick" if options.quick else "full", "model": _describe(form.curve)}
@@ -204,7 +210,7 @@ def _describe(run: ActivationRun) -> str:
 
 
 def ratios_of(batches: dict[str, int], contexts: dict[str, int]) -> dict[str, Any]:
-    """There is no planner's choice yet to compare with the best."""
+    """Returns the ratios. `choice_over_best_max` is None, because the planner makes no choice in this benchmark."""
     return {
         "choice_over_best_max": None,
         "max_batch_ssd_over_recompute": ratio(batches["ssd"], batches["recompute"]),

@@ -1,4 +1,4 @@
-"""How much memory a benchmark's job needs for the activations that it swaps. Imports torch, and not Ray."""
+"""Computes the memory for swapped activations of a benchmark's job. Imports torch, but not Ray."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from windlass.storage.ids import Precision
 
 
 def room_for_activations(spec: JobSpec, placement: Placement, device: str = "cpu") -> int:
-    """Bytes that a job's activations may take at once where they are swapped as the placement says."""
+    """Returns the bytes that a job's swapped activations take at once with a placement."""
     hyper = spec.hyperparameters
     shapes = PreparedDataset.open(spec.dataset_dir, "train").largest_shapes(hyper.batch_size, hyper.num_microbatches)
     of_group = shapes[: placement.group_size]
@@ -31,9 +31,9 @@ def activation_need_of_model(
     *,
     device: str = "cpu",
 ) -> ActivationNeed:
-    """As `activation_need`, for the model of a folder and a plan's slots; needs no weights.
+    """Returns the result of `activation_need` for the model of a folder. Needs no weights.
 
-    `device`: where it will be computed, as operators choose their kernels by that.
+    `device`: device of the job, because operators choose their kernels by device.
     """
     runner = BlockRunner(partition_folder(model_dir, precision), torch.device(device), seed=0)
     return activation_need(runner, choices, shapes, ACTIVATION_SLOT_NBYTES)

@@ -1,6 +1,6 @@
-"""One job in a process of its own, whose device memory is watched: `python -m benchmarks.activations.run JSON`
+"""Runs one job in its own process and measures its device memory: `python -m benchmarks.activations.run JSON`
 
-The device is the CPU: what is on it lies in the process's private memory, which the arena and the SSDs are not part of.
+The device is the CPU, so its memory is the process's private memory. The arena and the SSDs are not part of that.
 Prints one JSON object.
 """
 
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from windlass.actors.job import JobSpec
 
 _SAMPLE_S = 0.002
-# What is freed goes back to the system at once, so that private memory is what lives.
+# Return freed memory to the system at once, so that private memory is live memory.
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 _DEADLINE_S = 3600.0
-# Few and narrow heads: attention over 128k tokens ends within minutes on two cores, and what a layer leaves for its
-# backward pass is as large as elsewhere.
+# A single narrow head. Attention over 128k tokens then ends within minutes on two cores, and a layer's activations for
+# backward are as large as usual.
 _HEAD_DIM = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationRun:
-    """What is trained, and where its activations go. `num_swapping`: the first so many layers do as `choice` says."""
+    """A training run, and the place of its activations. With `num_swapping`, only the first layers follow `choice`."""
 
     hidden: int
     num_layers: int
     batch_size: int
     sequence_length: int
     choice: ActivationChoice
-    num_swapping: int | None = None  # the others' inputs are swapped, and the rest of them is computed again
-    host_nbytes: int | None = None  # room for activations; None: what is needed
+    num_swapping: int | None = None  # the other layers swap their inputs and recompute the rest
+    host_nbytes: int | None = None  # memory for activations; None: what is needed
     ssd_nbytes: int = 0
     num_steps: int = 1
-    intermediate: int | None = None  # of a layer's MLP; None: as `hidden`
+    intermediate: int | None = None  # size of a layer's MLP; None: `hidden`
     vocabulary: int = 64
     num_microbatches: int = 1
     group_size: int | None = None  # of micro-batches; None: all
@@ -50,7 +50,7 @@ class ActivationRun:
     streamed_blocks: tuple[int, ...] = ()
 
     def activations(self) -> tuple[BlockActivations, ...]:
-        """Of each layer."""
+        """Returns the choice of each layer."""
         chosen = self.choice.of_layers(self.num_layers)
         if self.num_swapping is None:
             return chosen
@@ -60,18 +60,18 @@ class ActivationRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationResult:
-    """What a run gave; `error` says why it gave nothing."""
+    """The measurements of a run. `error` is the reason if there are none."""
 
     error: str | None = None
-    step_s: float = 0.0  # the median; without the first where there are several
+    step_s: float = 0.0  # median, without the first step if there are several
     device_nbytes: int = 0  # the peak of private memory over what there was before the first step, and the states that
     # rest on the device, which are there before it
-    out_nbytes: int = 0  # of a step: activations that left the device
-    written_nbytes: int = 0  # ... and of those, went on to the SSDs
+    out_nbytes: int = 0  # activation bytes per step that left the device
+    written_nbytes: int = 0  # ... of these, bytes that went on to the SSDs
 
 
 def run_in_process(run: ActivationRun, directory: Path) -> ActivationResult:
-    """Train in a process of its own, with its files below `directory`."""
+    """Trains in its own process, with its files below `directory`."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.activations.run", json.dumps(asdict(run))]
     found = subprocess.run(
         command, cwd=Path.cwd(), env=os.environ | MALLOC | {"TMPDIR": str(directory)}, capture_output=True, text=True
@@ -82,7 +82,7 @@ def run_in_process(run: ActivationRun, directory: Path) -> ActivationResult:
 
 
 class PrivateMemory:
-    """The largest private memory of this process while it is watched, over that at the start."""
+    """The peak of this process's private memory while it is watched, minus its value at the start."""
 
     def __init__(self) -> None:
         self._first = self._peak = private_nbytes()
@@ -90,12 +90,12 @@ class PrivateMemory:
         self._thread = threading.Thread(target=self._watch, name="private memory")
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Starts watching."""
         self._first = self._peak = private_nbytes()
         self._thread.start()
 
     def stop(self) -> int:
-        """The peak, in bytes."""
+        """Stops watching, and returns the peak in bytes."""
         self._is_over.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -107,14 +107,14 @@ class PrivateMemory:
 
 
 def private_nbytes() -> int:
-    """Of this process, in bytes."""
+    """Returns the private memory of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("RssAnon:"))
     return int(line.split()[1]) * 1024
 
 
 def train(run: ActivationRun, folder: Path) -> ActivationResult:
-    """Train in this process, all actors as threads."""
+    """Trains in this process, with all actors as threads."""
     from windlass.actors.job import JOURNAL_FILE, read_journal
     from windlass.actors.job.journal import METRICS
     from windlass.actors.messages import ComputeBlock, KernelChosen, Message, WriteActivations
@@ -127,7 +127,7 @@ def train(run: ActivationRun, folder: Path) -> ActivationResult:
     memory = PrivateMemory()
     is_watched = False
     written_nbytes = 0
-    at_kernels: list[int] = []  # private memory: when the optimizer is ready, and when states are on the device
+    at_kernels: list[int] = []  # private memory when the optimizer is ready, and when states are on the device
 
     def look(_to: str, message: Message) -> None:
         nonlocal is_watched, written_nbytes
@@ -158,7 +158,7 @@ def train(run: ActivationRun, folder: Path) -> ActivationResult:
 
 
 def job_spec(run: ActivationRun, folder: Path) -> "JobSpec":
-    """A job on random tokens with random weights, in bf16, its states on one SSD."""
+    """Returns a job on random tokens with random weights, in bf16, with its states on one SSD."""
     from benchmarks.activations.memory_need import activation_need_of_model
     from windlass.actors.job import Hyperparameters, Initialization, JobSpec, Schedule
     from windlass.storage.ids import JobId, Precision
@@ -247,7 +247,7 @@ def _write_tokens(run: ActivationRun, folder: Path) -> None:
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Trains with the options of the command line."""
     fields = json.loads(sys.argv[1])
     run = ActivationRun(**{**fields, "choice": ActivationChoice(fields["choice"])})
     with tempfile.TemporaryDirectory(prefix=".bench-") as folder:

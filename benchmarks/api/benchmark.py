@@ -1,7 +1,8 @@
-"""The API under load, on both databases: how many requests a second it answers, how long they take, and live streams.
+"""Measures the API under load on both databases: request rates, latencies, and the delay of live streams.
 
-`python -m benchmarks.api`: 100,000 stored jobs with 10 million events; the real processes of the service, and load from
-another one. Then the same while a job trains on the same cores, and the time from submitting a job to its first step.
+`python -m benchmarks.api` stores 100,000 jobs with 10 million events. It runs the real processes of the service, and
+sends load from another process. Then it repeats this while a job trains on the same cores. Last, it measures the time
+from the submission of a job to its first step.
 """
 
 import argparse
@@ -34,7 +35,7 @@ _WARM_RUNS = 3
 
 
 def main() -> None:
-    """Fill, ask, train, ask again, and print the report."""
+    """Fills the database, measures without and with a training job, and prints the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.api", description=__doc__)
     parser.add_argument("--jobs", type=int, default=100_000, help="that are stored")
     parser.add_argument("--events", type=int, default=10_000_000, help="of all of them together")
@@ -111,7 +112,7 @@ def _nbytes(url: str) -> int:
 
 
 def _most(report: Report, service: Running, filled: Filled, seconds: float) -> None:
-    """As many as it takes, of one kind at a time."""
+    """Measures the maximum rate of one kind of request at a time."""
     rows = []
     for kind in ("retrieve", "list", "events", "submit"):
         before_s = service.api_cpu_s()
@@ -140,7 +141,7 @@ def _at_rate(report: Report, service: Running, filled: Filled, seconds: float, t
     rows = [(kind, str(len(values)), *_in_ms(values)) for kind, values in {**by_kind, "all": everything}.items()]
     arrivals = measured["arrivals"]
     lags = [at_s - committed_s for beat, committed_s in written.items() for at_s in arrivals.get(beat, ())]
-    # Those at the ends were written while streams opened and closed.
+    # Leave out events at both ends, which were written while streams opened or closed.
     middle = sorted(written, key=written.__getitem__)[_EDGE:-_EDGE]
     missing = sum(_NUM_STREAMS - len(arrivals.get(message, ())) for message in middle)
     rows.append((f"event on {_NUM_STREAMS} streams, after its commit", str(len(lags)), *_in_ms(lags)))
@@ -160,7 +161,7 @@ def _at_rate(report: Report, service: Running, filled: Filled, seconds: float, t
 
 def _first_steps(report: Report, service: Running, kind: str) -> dict[str, Any]:
     runs: list[FirstStep] = []
-    for _ in range(1 + _WARM_RUNS):  # the first one warms
+    for _ in range(1 + _WARM_RUNS):  # the first one warms up
         job_id, found = first_step(service)
         runs.append(found)
         service.end_job(job_id)
@@ -194,7 +195,7 @@ def _order(service: Running, filled: Filled, seconds: float, **more: Any) -> Map
 
 @contextmanager
 def _beats(url: str, job_id: str) -> Iterator[dict[str, float]]:
-    """Events that are written meanwhile, as the dispatcher does: by message, when each was committed."""
+    """Writes events in the context, as the dispatcher does. Yields the commit time of each, by message."""
     written: dict[str, float] = {}
     ending = threading.Event()
 
@@ -225,7 +226,7 @@ def _in_ms(values: Sequence[float]) -> tuple[str, str]:
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent do not exceed."""
+    """Returns the smallest value that `percent` percent of the values do not exceed."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

@@ -1,4 +1,4 @@
-"""A database as it is after years: many finished jobs, each with its events and metrics, and files. In bulk."""
+"""Fills a database as after years of use: many finished jobs with their events and metrics, and files."""
 
 import secrets
 import time
@@ -29,7 +29,7 @@ HYPERPARAMETERS = {
     "precision": "bf16",
     "seed": 7,
 }
-# What a step tells, with the step's number put in by the database.
+# Data of a step's event. The database inserts the step's number.
 _DATA = (
     '\'{{"step": \' || {n} || \', "total_steps": 100, "train_loss": 2.3456, "learning_rate": 1.9e-05, "step_s": 6.61, '
     '"tokens_per_s": 4210.4, "remaining_s": 661.0, "trained_tokens": 2783100}}\''
@@ -38,7 +38,7 @@ _DATA = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
-    """What was put there."""
+    """The stored amounts."""
 
     job_ids: Sequence[str]  # a sample
     num_jobs: int
@@ -47,7 +47,7 @@ class Filled:
 
 
 def fill(url: str, *, num_jobs: int, num_events: int, file_id: str) -> Filled:
-    """Make the tables and fill them: `num_events` shared out evenly among the jobs."""
+    """Creates the tables and fills them. The events are divided evenly among the jobs."""
     started_s = time.monotonic()
     migrate(url)
     parsed = make_url(url)
@@ -62,7 +62,7 @@ def fill(url: str, *, num_jobs: int, num_events: int, file_id: str) -> Filled:
             _add_steps(connection, "job_events", "seq, level, message, type", f"n, 'info', {message}, 'metrics'", each)
             _add_steps(connection, "job_metrics", "step", "n", _METRICS_STEPS)
         with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            # As PostgreSQL does by itself, once for what was filled; SQLite has no such statistics in a home either.
+            # PostgreSQL would do this by itself later. SQLite has no such statistics in a home either.
             connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)" if is_sqlite else "VACUUM ANALYZE")
     finally:
         engine.dispose()
@@ -120,13 +120,16 @@ def _job(number: int, created_at: float) -> dict[str, Any]:
 
 
 def _add_steps(connection: Connection, table: str, columns: str, values: str, each: int) -> None:
-    """Rows for the first `each` steps of every job, by the database itself: a hundred times faster than row by row."""
+    """Inserts rows for the first `each` steps of every job.
+
+    The database makes them, which is a hundred times faster.
+    """
     data = _DATA.format(n="n")
     if connection.dialect.name == "sqlite":
         numbers = f"WITH RECURSIVE numbers(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < {each}) "
         source = "jobs CROSS JOIN numbers"
     else:
-        # A job's rows lie together, as they do where jobs ran one after the other.
+        # A job's rows are adjacent, as after jobs that ran one after the other.
         numbers, data = "", f"CAST({data} AS json)"
         source = f"jobs CROSS JOIN LATERAL generate_series(1, {each} + 0 * jobs.attempt) AS numbers(n)"
     connection.exec_driver_sql(

@@ -1,4 +1,4 @@
-"""From a job's submission to its first training step, and where the time goes: by its events, files and processes."""
+"""Measures the time from a job's submission to its first step, and its phases, by events, files and processes."""
 
 import contextlib
 import re
@@ -25,27 +25,27 @@ _STEP_SERVER = "windlass.service.preparation.sandbox.fork_server"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """What had happened when."""
+    """An event on the way to the first step."""
 
     what: str
-    at_s: float  # since the job was there
+    at_s: float  # seconds since the job was created
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstStep:
-    """How a job came to it."""
+    """The phases of a job up to its first step."""
 
     phases: Sequence[Phase]
-    computed_s: Mapping[str, float]  # of processors, by who
+    computed_s: Mapping[str, float]  # processor seconds, by process
 
     @property
     def after_s(self) -> float:
-        """From the job's submission to the end of its first step."""
+        """The seconds from the job's submission to the end of its first step."""
         return self.phases[-1].at_s
 
 
 def first_step(running: Running) -> tuple[str, FirstStep]:
-    """Submits a job, which trains then, and tells of its first step."""
+    """Submits a job and waits for its first step. The job continues. Returns its id and the phases."""
     before = _service_s(running)
     job_id = running.submit()
     running.wait_for_step(job_id)
@@ -56,7 +56,7 @@ def first_step(running: Running) -> tuple[str, FirstStep]:
 
 
 def _service_s(running: Running) -> dict[str, float]:
-    """What the service's processes have computed so far."""
+    """Returns the processor seconds of the service's processes so far."""
     dispatcher = running.dispatcher
     servers = [each for each in dispatcher.children() if _STEP_SERVER in each.cmdline()]
     steps = [each.cpu_times() for each in servers]
@@ -73,9 +73,10 @@ def _computed_s(process: psutil.Process) -> float:
 
 
 def _holders(path: Path) -> Iterator[psutil.Process]:
-    """Processes that have a file open."""
+    """Yields the processes that have a file open."""
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it ends meanwhile, or is another user's
+        # The process ends meanwhile, or belongs to another user.
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
             if any(_leads_to(link, path) for link in (folder / "fd").iterdir()):
                 yield psutil.Process(int(folder.name))
 
@@ -88,7 +89,7 @@ def _leads_to(link: Path, path: Path) -> bool:
 
 
 def _phases(running: Running, job_id: str, actors: Sequence[psutil.Process]) -> Sequence[Phase]:
-    """All that a job's events, its preparation's files and its processes tell, to the end of its first step."""
+    """Returns all phases up to the first step, from the job's events, its preparation's files and its processes."""
     database = Database(running.settings.database_url)
     try:
         with database.read() as session:

@@ -1,7 +1,7 @@
-"""Puts load on a service: `python -m benchmarks.api.load` reads an Order as JSON, and prints what it measured.
+"""Sends load to a service: `python -m benchmarks.api.load` reads an Order as JSON, and prints its measurements.
 
-A process of its own. At a given rate it is an open loop: requests begin when their time has come, whether or not those
-before were answered, and are measured from that time on, so that waiting in line counts.
+It runs in its own process. With a given rate it is an open loop: requests start on time, whether or not earlier ones
+were answered. Latencies count from the time at which a request was due, so they include queueing.
 """
 
 import asyncio
@@ -20,36 +20,37 @@ import httpx
 _JOBS = "/v1/fine_tuning/jobs"
 _TIMEOUT_S = 30.0
 _MOST_REFUSALS = 3
-_MOST_CONNECTIONS = 50  # of requests that are no streams
-_SETTLE_S = 2.0  # until all streams are open
-# Of a hundred requests. Each job that is submitted is cancelled, so that none of them trains.
+_MOST_CONNECTIONS = 50  # for requests other than streams
+_SETTLE_S = 2.0  # seconds until all streams are open
+# Requests of each kind per hundred. Each submitted job is cancelled, so that none of them trains.
 MIX = {"retrieve": 40, "list": 20, "events": 30, "submit": 5, "cancel": 5}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What to ask for."""
+    """The requests to send."""
 
     url: str
     seconds: float
     job_ids: list[str]
-    job: dict[str, Any]  # the body of one that is submitted
+    job: dict[str, Any]  # body of a submitted job
     key: str
-    rate: float | None = None  # requests a second; None: one after the other, in as many lines as `num_lines`
+    rate: float | None = None  # requests a second; None: as fast as answers come, with `num_lines` requests at once
     num_lines: int = 16
-    kinds: dict[str, int] = field(default_factory=lambda: dict(MIX))  # and how often each
+    # Kinds of requests, with the number of each in a mix.
+    kinds: dict[str, int] = field(default_factory=lambda: dict(MIX))
     num_streams: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """What came of it."""
+    """The measurements."""
 
     seconds: float
     latencies_s: dict[str, list[float]]  # by kind
     statuses: dict[str, int]
-    refusals: list[str]  # the first ones, in words
-    arrivals: dict[str, list[float]]  # by event's message: when it came on each stream, time.monotonic()
+    refusals: list[str]  # texts of the first refusals
+    arrivals: dict[str, list[float]]  # by event message: arrival time on each stream, in `time.monotonic()`
 
 
 class _Load:
@@ -74,11 +75,11 @@ class _Load:
         return self._random.choice(self._order.job_ids)
 
     def _place(self) -> dict[str, str]:
-        """Half of the lists are their first page."""
+        """Returns a random cursor, or none for the first page, each in half of the cases."""
         return {"after": self._some_job()} if self._random.random() < 0.5 else {}
 
     async def _submit(self) -> httpx.Response:
-        # Not from the seed: it would be the key of an earlier load's job, which is over, and no job would be made.
+        # Do not use the seed: the key would be that of an earlier load's job, and no new job would be created.
         key = secrets.token_hex(16)
         response = await self._client.post(_JOBS, json=self._order.job, headers={"Idempotency-Key": key})
         if response.status_code == 200:
@@ -127,7 +128,7 @@ class _Load:
 
 
 async def _listen(client: httpx.AsyncClient, arrivals: dict[str, list[float]]) -> None:
-    """One stream, from now on, until it is cancelled."""
+    """Receives one stream of new events until it is cancelled."""
     newest = (await client.get(_JOBS, params={"limit": 1})).json()["windlass"]["last_event_ordinal"]
     async with client.stream("GET", "/v1/events/stream", params={"after": newest}, timeout=None) as response:
         async for line in response.aiter_lines():
@@ -137,7 +138,8 @@ async def _listen(client: httpx.AsyncClient, arrivals: dict[str, list[float]]) -
 
 async def _run(order: Order) -> Measured:
     arrivals: dict[str, list[float]] = defaultdict(list)
-    # A client with hundreds of connections would be measured instead of the service; whoever waits for one is late.
+    # With hundreds of connections, the client would be the bottleneck. A request that waits for a connection counts as
+    # late.
     most = order.num_streams + _MOST_CONNECTIONS
     limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
     headers = {"Authorization": f"Bearer {order.key}"}

@@ -1,4 +1,4 @@
-"""A whole service of the benchmark's own: supervisor, API, dispatcher and Ray, on a database that is given."""
+"""Runs a complete service for a benchmark: supervisor, API, dispatcher and Ray, on a given database."""
 
 import json
 import os
@@ -29,7 +29,7 @@ _DEADLINE_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A service that answers, and how to speak to it."""
+    """A running service, and a client for it."""
 
     settings: Settings
     key: str
@@ -37,28 +37,28 @@ class Running:
     api: psutil.Process
 
     def api_cpu_s(self) -> float:
-        """What the API's process has computed so far."""
+        """Returns the processor seconds of the API's process so far."""
         times = self.api.cpu_times()
         return times.user + times.system
 
     @property
     def dispatcher(self) -> psutil.Process:
-        """Its process."""
+        """The dispatcher's process."""
         return _process_of(self.settings.home, "dispatcher")
 
     def submit(self, **settings: Any) -> str:
-        """A job on the demo's model and data; its id."""
+        """Submits a job on the demo's model and data, and returns its id."""
         response = self.client.post(_JOBS, json=job_body(**settings))
         response.raise_for_status()
         return str(response.json()["id"])
 
     def job(self, job_id: str) -> dict[str, Any]:
-        """As the API shows it."""
+        """Returns a job as the API shows it."""
         found: dict[str, Any] = self.client.get(f"{_JOBS}/{job_id}").raise_for_status().json()
         return found
 
     def wait_for_step(self, job_id: str, step: int = 1) -> None:
-        """Until a job has trained so far; RuntimeError if it ends before."""
+        """Waits until a job has reached a step. Raises RuntimeError if it ends earlier."""
         until_s = time.monotonic() + _DEADLINE_S
         while (job := self.job(job_id))["windlass"]["step"] < step:
             if job["finished_at"] is not None or time.monotonic() > until_s:
@@ -66,7 +66,7 @@ class Running:
             time.sleep(0.2)
 
     def end_job(self, job_id: str) -> None:
-        """Cancel it, and wait until it is over."""
+        """Cancels a job and waits for its end."""
         self.client.post(f"{_JOBS}/{job_id}/cancel")
         until_s = time.monotonic() + _DEADLINE_S
         while self.job(job_id)["finished_at"] is None and time.monotonic() < until_s:
@@ -74,13 +74,13 @@ class Running:
 
 
 def job_body(**settings: Any) -> dict[str, Any]:
-    """Of a job on the demo's model and data."""
+    """Returns the request body of a job on the demo's model and data."""
     training = {"epochs": 1000, "batch_size": 8, "num_microbatches": 1, "sequence_length": 96, **settings}
     return {"model": MODEL, "training_file": FILE_ID, "windlass": training}
 
 
 def make_home(settings: Settings) -> None:
-    """A model and a file to train on."""
+    """Creates a model and a file to train on."""
     settings.make_dirs()
     validation = settings.home / "validation.jsonl"
     write_demo_files(settings.files_dir / FILE_ID, validation, num_train=1024, num_validation=1)
@@ -89,9 +89,9 @@ def make_home(settings: Settings) -> None:
 
 @contextmanager
 def running(home: Path, database_url: str, *, trains: bool, measures: bool = True) -> Iterator[Running]:
-    """`windlass up` and, in the end, `windlass down`. Without `trains`: the API alone.
+    """Runs `windlass up`, and `windlass down` at the end. Without `trains`, runs the API alone.
 
-    `measures`: the machine, half a minute the first time, so that jobs are planned.
+    `measures`: measure the machine, which takes half a minute the first time, so that jobs are planned.
     """
     home.mkdir(mode=0o700, exist_ok=True)
     settings = Settings(home=home, port=free_port(), database_url=database_url)
@@ -131,7 +131,7 @@ def running(home: Path, database_url: str, *, trains: bool, measures: bool = Tru
 
 
 def _process_of(home: Path, role: str) -> psutil.Process:
-    """The API or the dispatcher of `windlass up`."""
+    """Returns the API's or the dispatcher's process of `windlass up`."""
     serving = find_serving(home)
     assert serving is not None, "it is up"
     children = psutil.Process(serving.process.pid).children()
@@ -151,7 +151,7 @@ def _wait(client: httpx.Client) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Returns a port that is free now."""
     with socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -159,7 +159,7 @@ def free_port() -> int:
 
 
 def run_load(order: Mapping[str, Any]) -> dict[str, Any]:
-    """The load generator's measurements; it is a process of its own."""
+    """Runs the load generator in its own process, and returns its measurements."""
     command = [sys.executable, "-m", "benchmarks.api.load"]
     done = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, check=False)
     if done.returncode != 0:

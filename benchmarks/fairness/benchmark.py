@@ -1,9 +1,15 @@
-"""One owner asks for as much as the limits allow; how long does another's small job wait?
+"""Measures how long a user's small job waits while another user requests as much as the limits allow.
 
-`python -m benchmarks.fairness`: a whole service, and two users with keys. One of them, in turn, has large files and a
-chat template without end prepared, asks for plans of huge batches, trains and fills the queue, has webhook endpoints
-that trickle their answers, and opens connections that send nothing; then does all of it at once that leaves the device
-free. Meanwhile the other submits a small job: from its submission to its first step, beside the same alone in this run.
+`python -m benchmarks.fairness` runs a complete service, and two users with keys. The greedy user does one of these:
+
+- has large files and an endless chat template prepared
+- requests plans of huge batches
+- trains a job and fills the queue
+- has webhook endpoints that send their answers one byte at a time
+- opens connections that send nothing
+
+Then the greedy user does all of it at once, except what occupies the device. Meanwhile the modest user submits a small
+job. The time from its submission to its first step is compared with that of the same job alone.
 """
 
 import argparse
@@ -35,17 +41,17 @@ _HOSTILE = "endless-template"
 _LARGE, _ONE_CHAT = "file-large", "file-chat"
 _LARGE_NBYTES = 200 * 1024**2
 _NUM_QUEUED = 60
-_NUM_ENDPOINTS = 10  # as many as a user may have
+_NUM_ENDPOINTS = 10  # the maximum for a user
 _NUM_CONNECTIONS = 1500
-_SETTLE_S = 4.0  # until what is asked for is under way
-# Where the one device is taken when the small job comes, so that another job is paused for it first.
+_SETTLE_S = 4.0  # seconds until the requested work is under way
+# The one device is in use when the small job comes, so another job must be paused first.
 _QUEUE = "a job of lower priority trains, and more of them wait"
 _RATE, _LOAD_S = 20.0, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Users:
-    """The service, and its two users' clients and keys."""
+    """The service, with its two users' clients and keys."""
 
     service: Running
     greedy: httpx.Client
@@ -55,14 +61,14 @@ class _Users:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Times:
-    """Of the modest user's job: medians over the runs."""
+    """The median times of the modest user's job."""
 
     validated_s: float
     first_step_s: float
 
 
 def main() -> None:
-    """Measure alone, then beside each kind of greed, and print the report."""
+    """Measures alone and beside each kind of load, and prints the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fairness", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one run of each, and no measured machine")
     parser.add_argument("--directory", type=Path, help="where the home goes (default: a temporary one)")
@@ -89,7 +95,7 @@ def main() -> None:
 
 def _measure(report: Report, users: _Users, url: str, num_runs: int) -> dict[str, Any]:
     _make_files(users.service, url)
-    _small_job(users)  # the first one warms
+    _small_job(users)  # the first one warms up
     alone: list[_Times] = []
     beside: dict[str, list[_Times]] = {}
     answers: dict[str, tuple[float, float]] = {"alone": _answers(users)}
@@ -102,7 +108,7 @@ def _measure(report: Report, users: _Users, url: str, num_runs: int) -> dict[str
         "all of it at once, but for jobs that train": _everything,
     }
     for title, begin in kinds.items():
-        # In between, as a machine may be slower at one time than at another.
+        # Measure alone in between, because a machine's speed changes over time.
         alone += [_small_job(users) for _ in range(num_runs)]
         with begin(users):
             time.sleep(_SETTLE_S)
@@ -162,7 +168,7 @@ def _two_users(service: Running, url: str) -> Iterator[_Users]:
 
 
 def _make_files(service: Running, url: str) -> None:
-    """The demo's model and data for both users, and a large file and a model of the greedy one."""
+    """Creates the demo's model and data for both users, and a large file and a model for the greedy one."""
     make_home(service.settings)
     folder = service.settings.files_dir
     demo = (folder / FILE_ID).read_bytes()
@@ -198,12 +204,12 @@ def _median(found: Sequence[_Times]) -> _Times:
 
 
 def _answers(users: _Users) -> tuple[float, float]:
-    """How late a webhook is, in seconds, and the 99th percentile of the API's answers, in milliseconds."""
+    """Returns a webhook's delay in seconds, and the 99th percentile of the API's latency in milliseconds."""
     return told_webhooks(users.modest, _cancelled_job(users)), _p99_ms(users)
 
 
 def _small_job(users: _Users) -> _Times:
-    """One job from its submission to its first step; then it is cancelled."""
+    """Runs one job from its submission to its first step, and cancels it."""
     began_s = time.monotonic()
     job_id = users.modest.post(_JOBS, json=_modest_body()).raise_for_status().json()["id"]
     validated_s = 0.0
@@ -226,7 +232,7 @@ def _modest_body() -> dict[str, Any]:
 
 
 def _cancelled_job(users: _Users) -> Callable[[], None]:
-    """Has a job of the modest user end, so that there is something to tell."""
+    """Returns a function that ends a job of the modest user, which causes a webhook."""
 
     def end_one() -> None:
         job_id = users.modest.post(_JOBS, json=_modest_body()).raise_for_status().json()["id"]
@@ -273,8 +279,8 @@ def _planning(users: _Users) -> Iterator[None]:
             try:
                 users.greedy.post("/v1/fine_tuning/plans", json=body)
             except httpx.HTTPError:
-                return  # the benchmark goes on without it
-            ending.wait(0.1)  # most are refused: one of them is made at a time
+                return  # the benchmark continues without this thread
+            ending.wait(0.1)  # most requests are refused, because one plan is made at a time
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for each in threads:
@@ -289,7 +295,10 @@ def _planning(users: _Users) -> Iterator[None]:
 
 @contextmanager
 def _queueing(users: _Users) -> Iterator[None]:
-    """As many jobs as wait, one of which trains; the highest priority is refused to users."""
+    """Submits as many jobs as the queue takes, one of which trains.
+
+    Checks that users cannot get the highest priority.
+    """
     body = {**job_body(), "training_file": FILE_ID}
     refused = users.greedy.post(_JOBS, json={**body, "windlass": {**body["windlass"], "priority": -1000}})
     assert refused.status_code == 403, "a user may not ask for it"

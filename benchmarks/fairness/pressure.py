@@ -1,4 +1,4 @@
-"""Parts of `benchmarks.fairness`: a server that trickles, connections that idle, and how late a webhook is."""
+"""Parts of `benchmarks.fairness`: a slow server, idle connections, and the delay of a webhook."""
 
 import contextlib
 import resource
@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 
 _OTHER_FILES = 500
-# Another address of this machine, as another client has.
+# Another local address, as another client would have.
 _OTHER_ADDRESS = "127.0.0.2"
 _TRICKLE_S = 4.0
 _DEADLINE_S = 300.0
@@ -20,7 +20,7 @@ _DEADLINE_S = 300.0
 
 @contextmanager
 def trickling_server() -> Iterator[str]:
-    """A server that answers with one byte every four seconds; its URL."""
+    """Runs a server that sends one byte every four seconds, and yields its URL."""
     ending = threading.Event()
     with socket.create_server(("127.0.0.1", 0), backlog=256) as server:
 
@@ -35,7 +35,7 @@ def trickling_server() -> Iterator[str]:
             while True:
                 try:
                     connection, _ = server.accept()
-                except OSError:  # it was closed
+                except OSError:  # the server was closed
                     return
                 threading.Thread(target=answer, args=(connection,), daemon=True).start()
 
@@ -47,7 +47,7 @@ def trickling_server() -> Iterator[str]:
 
 @contextmanager
 def idle_connections(port: int, number: int) -> Iterator[None]:
-    """Keep so many connections that never finish their headers open, each opened again when it is closed."""
+    """Keeps `number` connections open that never finish their headers. Reopens each one that is closed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, number + _OTHER_FILES)), hard))
     ending = threading.Event()
@@ -92,7 +92,7 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def told_webhooks(client: httpx.Client, end_a_job: Callable[[], None]) -> float:
-    """Seconds from a job's end to the webhook that tells of it, at an endpoint made for that."""
+    """Returns the seconds from a job's end to its webhook, at an endpoint created for this."""
     came = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -104,7 +104,7 @@ def told_webhooks(client: httpx.Client, end_a_job: Callable[[], None]) -> float:
             came.set()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nowhere."""
+            """Discards the log."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,6 +1,6 @@
-"""What three papers print, beside what the planner's arithmetic gives: `python -m benchmarks.papers [--quick]`
+"""Compares figures of three papers with the planner's arithmetic: `python -m benchmarks.papers [--quick]`
 
-Nothing is measured: the page is the same on every machine. The full form writes it to docs/papers.md.
+Nothing is measured, so the page is the same on every machine. The full form writes it to docs/papers.md.
 """
 
 from benchmarks.papers import largest_table as papers_largest
@@ -16,7 +16,7 @@ _INTRODUCTION = (
 
 
 def page(quick: bool) -> tuple[str, dict[str, float]]:
-    """The text, and the figures of the last line."""
+    """Returns the page's text, and the figures of the last line."""
     text = Page("What papers print, and what arithmetic gives")
     text.add(_INTRODUCTION, "`python -m benchmarks.papers` writes this page.")
     figures = {"stage_error_max": papers_stages.add_stages(text)}

@@ -1,6 +1,7 @@
-"""What a decoder of a bare shape is made of: parameters by block, matrices by layer, activations by operator.
+"""Computes the sizes of a decoder from its shape: parameters by block, matrices by layer, activations by operator.
 
-Formulas only, for shapes that no machine at hand could hold; `engine.model_profile` goes through the real operators.
+It uses formulas only, so it works for shapes that are too large for this machine. `planner.profiling` uses the real
+operators instead.
 """
 
 from windlass.engine.memory_plan import ModelSize
@@ -13,17 +14,17 @@ _STATE_ITEMSIZE = 14  # bytes of all states of a parameter: param, fp32 master a
 
 
 def kv_size(shape: ModelShape) -> int:
-    """Elements of a token's keys."""
+    """Returns the number of elements of a token's keys."""
     return shape.hidden_size // shape.num_heads * (shape.num_kv_heads or shape.num_heads)
 
 
 def mlp_size(shape: ModelShape) -> int:
-    """Elements of a token within the MLP."""
+    """Returns the number of elements of a token inside the MLP."""
     return shape.intermediate_size or 4 * shape.hidden_size
 
 
 def layer_matrices(shape: ModelShape) -> tuple[int, ...]:
-    """Elements of each matrix of a layer, in the order in which its modules hold them."""
+    """Returns the number of elements of each matrix of a layer, in the order of its modules."""
     hidden, kv, mlp = shape.hidden_size, kv_size(shape), mlp_size(shape)
     if shape.is_gpt:
         return (3 * hidden * hidden, hidden * hidden, hidden * mlp, mlp * hidden)
@@ -31,23 +32,23 @@ def layer_matrices(shape: ModelShape) -> tuple[int, ...]:
 
 
 def block_numels(shape: ModelShape, *, num_tokens: int, is_tied: bool | None = None) -> tuple[int, ...]:
-    """Parameters of each block, embedding first, head last.
+    """Returns the number of parameters of each block: the embedding, the layers, the head.
 
-    `num_tokens`: positions that GPT's shape has embeddings for. `is_tied`: the head's matrix is the embedding's, which
-    holds it; None: as usual, tied with GPT's shape and not with Llama's.
+    `num_tokens`: positions that GPT's shape has embeddings for. `is_tied`: the head uses the embedding's matrix, which
+    counts for the embedding. None: as usual, which is tied for GPT's shape and not for Llama's.
     """
     hidden = shape.hidden_size
     table = shape.vocab_size * hidden
     embedding, small, norm = table, 2 * hidden, hidden
     if shape.is_gpt:
-        # Positions; norms with bias, and the biases of four matrices.
+        # Position embeddings; norms with bias, and the biases of four matrices.
         embedding, small, norm = table + num_tokens * hidden, 13 * hidden, 2 * hidden
     head = norm if (shape.is_gpt if is_tied is None else is_tied) else norm + table
     return (embedding, *(sum(layer_matrices(shape)) + small,) * shape.num_layers, head)
 
 
 def model_size(numels: tuple[int, ...], *, chunk_numel: int, is_tied: bool) -> ModelSize:
-    """For a plan, in bf16."""
+    """Returns the sizes for a plan, in bf16."""
     return ModelSize(
         block_numels=numels,
         chunk_numel=chunk_numel,
@@ -60,10 +61,10 @@ def model_size(numels: tuple[int, ...], *, chunk_numel: int, is_tied: bool) -> M
 def gpt_profile(
     shape: ModelShape, *, num_examples: int, num_tokens: int, chunk_numel: int, is_tied: bool = True
 ) -> ModelProfile:
-    """A model of GPT's shape: 34 bytes of activations for each token, layer and element of the hidden size.
+    """Returns a profile of GPT's shape: 34 bytes of activations for each token, layer and element of the hidden size.
 
-    Attention holds no scores, and gelu is one operator. An operator stands for those up to the next one that saves
-    something: a matrix product, say, with the dropout and the sum that follow it.
+    Attention keeps no scores, and gelu is one operator. An operator includes all that follow it up to the next one that
+    saves something: for example a matrix product with its dropout and sum.
 
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, section 4.1, without the
     terms that FlashAttention avoids.
@@ -73,8 +74,8 @@ def gpt_profile(
     numels = block_numels(shape, num_tokens=num_tokens, is_tied=is_tied)
     all_tokens = num_examples * num_tokens
     unit = all_tokens * shape.hidden_size  # elements of a hidden state
-    matmul = 2 * unit * shape.hidden_size  # operations of a matrix as wide as it is high
-    saved = (  # bytes for each element of a hidden state: outputs in 16 bit, masks of dropout in 8
+    matmul = 2 * unit * shape.hidden_size  # operations of a square matrix
+    saved = (  # bytes for each element of a hidden state: outputs in 16 bit, dropout masks in 8 bit
         ("norm", 2, 0),
         ("queries, keys, values", 6, 3 * matmul),
         ("attention", 2, 4 * unit * num_tokens),

@@ -1,7 +1,7 @@
-"""Whether a model of a bare shape can be trained on a machine at all: bytes on the device, in host memory, on the SSDs.
+"""Checks whether a model of a given shape fits a machine: bytes on the device, in host memory, and on the SSDs.
 
-What windlass itself would allocate: its plan's arena, and its device buffers by the rules that the engine follows.
-Beside it AutoHete's memory model of the device.
+It counts what windlass would allocate: its plan's arena, and its device buffers by the engine's rules. AutoHete's
+memory model of the device is here too, for comparison.
 """
 
 import itertools
@@ -29,25 +29,26 @@ from windlass.engine.memory_plan import (
 from windlass.planner.cost import ModelProfile
 from windlass.planner.hardware import ModelShape
 
-# bf16 logits, their fp32 copy, and a gradient of each.
+# Bytes per logit: bf16 logits, their fp32 copy, and a gradient of each.
 _LOGIT_NBYTES = 12
 _PARAM_NBYTES = 2
-_SUM_NBYTES = 4  # fp32: sums over tied uses
+_SUM_NBYTES = 4  # fp32: sums over tied params
 _STATES_NBYTES = 14  # 16-bit params, fp32 params and moments
-_UPDATED_NBYTES = 12  # of these, what rests on the device: the 16-bit params are made of the fp32 ones for each use
-# An estimate of what CUDA and its libraries take of a device for themselves.
+# Of these, what is resident on the device; the 16-bit params are derived from the fp32 ones for each use.
+_UPDATED_NBYTES = 12
+# Estimated bytes of device memory that CUDA and its libraries use.
 CONTEXT_NBYTES = GIB // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Bytes on the device by what they are for."""
+    """The bytes on the device by purpose."""
 
-    params: int  # buffers, whole layers or pieces
+    params: int  # buffers for whole layers or pieces
     grads: int  # buffers
-    matrix_grad: int  # one matrix's gradient before it is added to its buffer
-    states: int  # of blocks that rest there
-    activations: int  # of one layer, what enters layers and is on its way out, and logits
+    matrix_grad: int  # gradient of one matrix before it is added to its buffer
+    states: int  # of blocks resident on the device
+    activations: int  # of one layer, inputs of layers on their way out, and logits
     context: int = CONTEXT_NBYTES
 
     @property
@@ -62,21 +63,21 @@ class BareModel:
 
     shape: ModelShape
     profile: ModelProfile
-    num_head_tokens: int  # whose logits exist at once
+    num_head_tokens: int  # tokens whose logits exist at once
 
     @property
     def numels(self) -> tuple[int, ...]:
-        """Parameters of each block."""
+        """The number of parameters of each block."""
         return tuple(block.numel for block in self.profile.blocks)
 
     @property
     def is_tied(self) -> bool:
-        """Whether head and embedding are one matrix."""
+        """True if head and embedding share one matrix."""
         return bool(self.profile.shared_blocks)
 
     @property
     def size(self) -> ModelSize:
-        """For a plan."""
+        """The sizes for a plan."""
         return model_size(self.numels, chunk_numel=self.profile.chunk_numel, is_tied=self.is_tied)
 
 
@@ -87,10 +88,10 @@ def device_memory(
     resident: Collection[int] = (),
     num_grad_buffers: int = MAX_GRAD_BUFFERS,
 ) -> DeviceMemory:
-    """Of one micro-batch, every layer computed again from its input, which leaves the device.
+    """Returns the device bytes for one micro-batch. Every layer is recomputed from its input, which leaves the device.
 
-    `streams_layers`: layers come in pieces. `resident`: layers whose states rest on the device. `num_grad_buffers`:
-    gradients of layers that may be there at once.
+    `streams_layers`: layers are copied in pieces. `resident`: layers whose states are on the device.
+    `num_grad_buffers`: maximum number of layers' gradients on the device at once.
     """
     numels, matrices, profile = model.numels, layer_matrices(model.shape), model.profile
     last = len(numels) - 1
@@ -105,7 +106,7 @@ def device_memory(
     num_tokens = profile.num_examples * profile.num_tokens
     is_sliced = num_tokens > model.num_head_tokens
     grads = grad_buffers(dict(enumerate(numels)), resident=resident, num_waiting=num_grad_buffers)
-    # Sums over slices of the head; of a tied matrix one for each use, and one in the type in which it travels.
+    # Sums over slices of the head. A tied matrix has one for each use, and one in the type in which it is sent.
     summed = [*(shared[-1] if is_sliced else ()), *([0] if model.is_tied and not is_sliced else ())]
     sums = sum(numels[block] for block in summed) + (numels[0] if model.is_tied else 0)
     layer = profile.layers[0]
@@ -122,7 +123,7 @@ def device_memory(
 
 
 def least_arena_nbytes(size: ModelSize, *, keep_grads: bool, num_optimizers: int) -> int:
-    """The smallest budget of host memory that there is a plan for, to a MiB: whole layers, states on the SSDs."""
+    """Returns the smallest host budget with a plan, to a MiB: whole layers, states on the SSDs."""
     low, high = 0, 2 * _STATES_NBYTES * size.total_chunks * size.chunk_numel
     while high - low > 2**20:
         middle = (low + high) // 2
@@ -144,7 +145,7 @@ def fits(
     num_optimizers: int,
     num_grad_buffers: int = 1,
 ) -> bool:
-    """Whether there is a way: layers whole or in pieces, activations between layers in host memory or on the SSDs."""
+    """Checks whether the model fits with whole or streamed layers, and activations in host memory or on the SSDs."""
     inputs = model.profile.interblock_nbytes
     for streams_layers, on_ssd in itertools.product((False, True), repeat=2):
         device = device_memory(model, streams_layers=streams_layers, num_grad_buffers=num_grad_buffers)
@@ -166,7 +167,7 @@ def fits(
 
 
 def most_resident_layers(model: BareModel, device_nbytes: int) -> int | None:
-    """How many layers, the first ones, can have their states on the device; None: without any it is too small too."""
+    """Returns how many of the first layers can have their states on the device; None if it is too small even for 0."""
     for number in range(len(model.numels) - 2, -1, -1):
         found = device_memory(model, streams_layers=False, resident=range(1, number + 1))
         if found.total <= device_nbytes:
@@ -175,10 +176,11 @@ def most_resident_layers(model: BareModel, device_nbytes: int) -> int | None:
 
 
 def autohete_resident_layers(model: BareModel, device_nbytes: int) -> int | None:
-    """The same by AutoHete's memory model, every layer recomputed, params offloaded wherever states are.
+    """Computes the same number with AutoHete's memory model, with every layer recomputed and params offloaded with
+    states.
 
-    A layer that stays takes 12 bytes of states and 2 of 16-bit params for each parameter. Outside of the layers: the
-    embedding in 16 bit, tied, and all logits.
+    A resident layer takes 12 bytes of states and 2 of 16-bit params per parameter. Outside of the layers are the tied
+    embedding in 16 bit, and all logits.
 
     Source: AutoHete, section 3.2.2, equation 1 with as many layers' params offloaded as states.
     """

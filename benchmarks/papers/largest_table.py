@@ -1,4 +1,4 @@
-"""Tables of `benchmarks.papers`: the largest models, and how many layers have room for their states on the GPU."""
+"""Tables of `benchmarks.papers`: the largest models, and the number of layers with states on the GPU."""
 
 from benchmarks.papers.decoder_sizes import block_numels, gpt_profile
 from benchmarks.papers.largest_model import (
@@ -19,14 +19,14 @@ from windlass.engine.model.block_runner import MAX_LOGITS_NUMEL
 from windlass.planner.hardware import Hardware, ModelShape, example_machines, load
 
 _NUM_TOKENS = 1024
-_PROCESSES_NBYTES = int(1.2 * GIB)  # Ray and windlass's own, measured: README.md
+_PROCESSES_NBYTES = int(1.2 * GIB)  # Ray and windlass's processes, measured: README.md
 _HOST_GB = (64, 128, 256, 768)
 _DEVICE_GIB = (12, 16, 20, 24, 32, 40)
 _BATCH_SIZES = (8, 16)
 
 
 def bare_model(shape: ModelShape, *, is_tied: bool, num_examples: int = 1) -> BareModel:
-    """As windlass would cut it."""
+    """Returns the model with the chunks that windlass would choose."""
     numels = block_numels(shape, num_tokens=_NUM_TOKENS, is_tied=is_tied)
     profile = gpt_profile(
         shape,
@@ -46,7 +46,7 @@ def largest(
     keep_grads: bool = False,
     num_grad_buffers: int = 1,
 ) -> int:
-    """The largest of Ratel's shapes that windlass could train, in billions of parameters; 0: none."""
+    """Returns the largest of Ratel's shapes that windlass can train, in billions of parameters; 0: none."""
     ssds = load(Hardware, example_machines()["rtx4090-server"]).ssds
     return max(
         (
@@ -67,7 +67,7 @@ def largest(
 
 
 def add_largest(page: Page) -> dict[str, float]:
-    """Largest shapes by memory; the figures of the last line."""
+    """Adds the largest shapes by memory. Returns the figures of the last line."""
     page.add(
         "## Largest models",
         f"Ratel's shapes (its table IV), batch 1 x {_NUM_TOKENS}, the server's twelve SSDs. What windlass itself would "
@@ -124,7 +124,7 @@ def add_largest(page: Page) -> dict[str, float]:
 
 
 def add_resident(page: Page) -> None:
-    """Layers whose states have room on the GPU."""
+    """Adds the number of layers whose states fit on the GPU."""
     page.add(
         "## States on the GPU",
         "How many layers can have their optimizer states on the GPU over its memory: AutoHete's memory model (its "

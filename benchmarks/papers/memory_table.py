@@ -1,4 +1,4 @@
-"""Tables of `benchmarks.papers`: MemAscend's host memory, and windlass's beside it."""
+"""Tables of `benchmarks.papers`: the host memory of MemAscend and of windlass."""
 
 from benchmarks.papers.decoder_sizes import block_numels, model_size
 from benchmarks.papers.largest_model import least_arena_nbytes
@@ -21,7 +21,7 @@ NUM_OPTIMIZERS = 2  # one for each of two sockets
 
 
 def add_peaks(page: Page) -> float:
-    """Peaks by both papers' systems and windlass's arena; the largest error."""
+    """Adds the peaks of both papers' systems and windlass's arena. Returns the largest error."""
     rows, arenas, errors = [], [], []
     for peak in PUBLISHED_PEAKS:
         theirs, ours = zero_infinity_memory(peak.shape), memascend_memory(peak.shape)
@@ -51,7 +51,7 @@ def add_peaks(page: Page) -> float:
 
 
 def add_growths(page: Page) -> None:
-    """What activations in host memory and the parts of MemAscend add and save."""
+    """Adds the growth with activations in host memory, and the savings by each part of MemAscend."""
     rows = []
     for growth in PUBLISHED_GROWTHS:
         theirs, ours = growths(growth)

@@ -1,7 +1,7 @@
-"""Peak host memory of ZeRO-Infinity and of MemAscend, by the accounting of MemAscend's paper.
+"""Computes the peak host memory of ZeRO-Infinity and of MemAscend, by the accounting of MemAscend's paper.
 
-fp16 training with states on the SSDs, activations recomputed on the GPU; nothing else is in host memory. W: bytes of
-the largest 16-bit tensor, the embedding.
+It is fp16 training with states on the SSDs and activations recomputed on the GPU. Nothing else is in host memory. W is
+the size of the largest 16-bit tensor, the embedding, in bytes.
 
 Source: Liaw and Chen, MemAscend: System Memory Optimization for SSD-Offloaded LLM Fine-Tuning, sections III to VI.
 """
@@ -19,25 +19,25 @@ _FP32_NBYTES = 4
 # Section IV-B: two tensors of the embedding's size, three of the MLP's, two and two of attention's for N layers in
 # flight. N is 1: for Qwen2.5-7B section V-A prints 9.14 GiB, nine times the embedding, and 2.46 GiB with fitting sizes.
 _NUM_POOL_TENSORS = 2 + 3 + 2 + 2
-# Section III-C: what `isinf` takes beside the gradients: a copy and a Boolean for each.
+# Section III-C: the overflow check by `isinf` needs a copy and a Boolean for each gradient.
 _OVERFLOW_CHECK_SHARE = 1.25
-# Section V-A prints 11.17 GiB of optimizer state buffers and swap-out buffer for Qwen2.5-7B: 11 W. Five fp32 buffers
-# and a 16-bit one of the largest tensor would be that; the paper does not say how they are divided.
+# Section V-A prints 11.17 GiB of optimizer state buffers and swap-out buffer for Qwen2.5-7B: 11 W. That would be five
+# fp32 buffers and a 16-bit one of the largest tensor. The paper does not say how they are divided.
 _NUM_OPTIMIZER_TENSORS = 11
-# Section V-A: what MemAscend's allocator still leaves over. Taken for both systems and all models.
+# Section V-A: the remaining overhead of MemAscend's allocator, used for both systems and all models.
 _REST_NBYTES = int(1.63 * GIB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """Bytes by what they are for."""
+    """The bytes of host memory by purpose."""
 
     flat_grads: int  # of all parameters, fp32
     overflow_check: int
     param_pool: int
     optimizer_buffers: int
     activations: int
-    pinned_overhead: int  # from rounding allocations up, and the rest
+    pinned_overhead: int  # from rounding up allocations, and the remaining overhead
 
     @property
     def total(self) -> int:
@@ -48,7 +48,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedPeak:
-    """GiB of both systems for a model: section VI-B2, figure 13."""
+    """The peaks of both systems for a model in GiB: section VI-B2, figure 13."""
 
     model: str
     shape: ModelShape
@@ -95,7 +95,7 @@ PUBLISHED_PEAKS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedGrowth:
-    """GiB that longer contexts or larger batches add where activations between layers go to host memory: VI-B2."""
+    """The growth in GiB with longer contexts or larger batches, with activations swapped to host memory: VI-B2."""
 
     model: str
     num_tokens: tuple[int, int]  # of a GPU's batch, from and to
@@ -124,17 +124,17 @@ PUBLISHED_GROWTHS = (
     ),
 )
 NUM_GPUS_OF_GROWTHS = 2
-# What MemAscend saves of ZeRO-Infinity's memory, averages over the four models: of the pool of params (section VI-B1),
-# of the peak in fp16 training (VI-B2) and in bf16 training, which checks no overflow (VI-B3).
+# MemAscend's savings as shares of ZeRO-Infinity's memory, averages over the four models: of the pool of params (section
+# VI-B1), of the peak in fp16 training (VI-B2) and in bf16 training, which has no overflow check (VI-B3).
 PUBLISHED_SAVINGS = {"pool": 0.7271, "peak, fp16": 0.557, "peak, bf16": 0.2519}
 
 
 def zero_infinity_memory(
     shape: ModelShape, *, activations: Sequence[int] = (), checks_overflow: bool = True
 ) -> HostMemory:
-    """All buffers of the pool are as large as the largest tensor, and pinned ones are rounded up to powers of two.
+    """Computes ZeRO-Infinity's memory. All pool buffers have the largest tensor's size, pinned ones a power of two.
 
-    `activations`: bytes of each pinned buffer for them. `checks_overflow`: fp16 training does, bf16 does not.
+    `activations`: bytes of each pinned buffer for them. `checks_overflow`: true for fp16 training, false for bf16.
     """
     flat, largest = _flat_grads(shape), _largest_tensor(shape)
     buffers = [flat, *[largest] * (_NUM_POOL_TENSORS + _NUM_OPTIMIZER_TENSORS), *activations]
@@ -149,7 +149,10 @@ def zero_infinity_memory(
 
 
 def memascend_memory(shape: ModelShape, *, activations: Sequence[int] = ()) -> HostMemory:
-    """Buffers of each kind of tensor's own size, nothing rounded, no copies to find overflows."""
+    """Computes MemAscend's memory.
+
+    Buffers have their tensors' sizes, without rounding or copies for overflow checks.
+    """
     hidden = shape.hidden_size
     pool = 3 * mlp_size(shape) * hidden + 2 * kv_size(shape) * hidden + 2 * hidden * hidden
     return HostMemory(
@@ -163,7 +166,7 @@ def memascend_memory(shape: ModelShape, *, activations: Sequence[int] = ()) -> H
 
 
 def savings() -> dict[str, float]:
-    """What `PUBLISHED_SAVINGS` says, computed."""
+    """Computes the values of `PUBLISHED_SAVINGS`."""
     shares: dict[str, list[float]] = {name: [] for name in PUBLISHED_SAVINGS}
     for peak in PUBLISHED_PEAKS:
         theirs, ours = zero_infinity_memory(peak.shape), memascend_memory(peak.shape)
@@ -175,7 +178,7 @@ def savings() -> dict[str, float]:
 
 
 def growths(published: PublishedGrowth) -> tuple[int, int]:
-    """Bytes that ZeRO-Infinity and MemAscend grow by, each GPU's activations in one buffer."""
+    """Returns the growth of ZeRO-Infinity and MemAscend in bytes, with each GPU's activations in one buffer."""
     (shape,) = (peak.shape for peak in PUBLISHED_PEAKS if peak.model == published.model)
     before, after = (
         [checkpoint_nbytes(shape, num_tokens=num_tokens)] * NUM_GPUS_OF_GROWTHS for num_tokens in published.num_tokens
@@ -187,7 +190,7 @@ def growths(published: PublishedGrowth) -> tuple[int, int]:
 
 
 def checkpoint_nbytes(shape: ModelShape, *, num_tokens: int) -> int:
-    """Activations between layers of one GPU: equation 1, without its overhead."""
+    """Returns the bytes of one GPU's activations between layers: equation 1, without its overhead."""
     return num_tokens * shape.num_layers * shape.hidden_size * _FP16_NBYTES
 
 

@@ -1,4 +1,4 @@
-"""Shapes of the models that the papers train, and how large they may get there."""
+"""Shapes of the models in the papers, and the largest models that the papers report."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ RATEL_SHAPES: dict[int, ModelShape] = {
         (412, 128, 128, 16384),
     )
 }
-# The two of its figure 8. Source: AutoHete, table 1, which prints no heads: of 128 elements here.
+# The two models of its figure 8. Source: AutoHete, table 1, which does not print heads; here they have 128 elements.
 AUTOHETE_SHAPES: dict[int, ModelShape] = {
     size: ModelShape(num_layers=num_layers, num_heads=32, hidden_size=4096, vocab_size=_VOCAB_SIZE)
     for size, num_layers in ((4, 21), (6, 32))
@@ -29,7 +29,7 @@ AUTOHETE_SHAPES: dict[int, ModelShape] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedLargest:
-    """What Ratel trains with so much memory, batch 1: sections I and V-B, figure 6."""
+    """The largest model that Ratel trains with this memory, batch 1: sections I and V-B, figure 6."""
 
     host_gb: int
     device_gib: int
@@ -40,5 +40,5 @@ PUBLISHED_LARGEST = (
     PublishedLargest(host_gb=256, device_gib=16, billions=175),  # RTX 4080
     PublishedLargest(host_gb=768, device_gib=24, billions=276),  # RTX 4090
 )
-# AutoHete, section 4.2: of the 4B model's 21 blocks, 13 have their states in host memory on a GPU of 40 GB.
+# AutoHete, section 4.2: on a GPU of 40 GB, 13 of the 4B model's 21 blocks have their states in host memory.
 AUTOHETE_RESIDENT = 21 - 13

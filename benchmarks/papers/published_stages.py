@@ -1,4 +1,4 @@
-"""What Ratel's paper prints of three systems on one server, and that server's rates by its own statements.
+"""Figures of three systems on one server in Ratel's paper, and the server's rates that follow from its statements.
 
 Source: Ratel (arXiv 2403.06504): sections I, III and IV, figure 1, tables III and IV.
 """
@@ -16,28 +16,27 @@ NUM_TOKENS = 1024
 NUM_EXAMPLES = 32
 _CHUNK_NUMEL = 2**24
 
-# Section III-C: the forward pass computes for 5.96 s. With the operations of the shape: 146 TFLOPS.
+# Section III-C: the forward pass computes for 5.96 s. With the shape's operations this gives 146 TFLOPS.
 _FORWARD_COMPUTE_S = 5.96
 # Section IV-D leaves the CPU's Adam out, "because its time is shorter than reading/writing the optimizer states": 28
-# bytes a parameter. The slowest Adam of which that is true; a faster one is possible.
+# bytes a parameter. This is the slowest Adam for which that is true. The real one may be faster.
 _STATE_TRAFFIC_NBYTES = 28
 # Section III-B: ZeRO-Infinity's SSDs are busy for 6.25 s in the backward pass, where it reads each 16-bit param once.
-# Tensor by tensor, that is far below what twelve SSDs do.
+# It reads tensor by tensor, so this is far below the rate of twelve SSDs.
 _BACKWARD_READS_S = 6.25
-# Section I: "Ratel only offloads ~34 GB"; its 12.5, 200 and 213 GB of activations are GiB, by the shape.
+# Section I: "Ratel only offloads ~34 GB". By the shape, its 12.5, 200 and 213 GB of activations are GiB.
 RATEL_SWAPPED_NBYTES = 34 * GIB
-# Section V-E: with the first of these batches the step's time rises with the swapped amount, with the others it first
-# falls.
+# Section V-E: with the first batch, the step time rises with the swapped amount. With the others it first falls.
 FIGURE_9B_BATCHES = (24, 36, 48, 60)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedStages:
-    """Seconds of forward, backward and optimizer; 0 where it is inside backward."""
+    """The seconds of forward, backward and optimizer; 0 if it is part of backward."""
 
     system: str
     seconds: tuple[float, float, float]
-    swapped_nbytes: int | None = None  # None: as the policy says
+    swapped_nbytes: int | None = None  # None: the policy's amount
 
 
 PUBLISHED_STAGES = (
@@ -49,7 +48,7 @@ PUBLISHED_STAGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """A figure that the paper prints beside the stages, and what the arithmetic gives."""
+    """A figure that the paper prints beside the stages, and the computed value."""
 
     what: str
     where: str
@@ -58,12 +57,12 @@ class Statement:
 
 
 def ratel_profile(num_examples: int = NUM_EXAMPLES) -> ModelProfile:
-    """The 13B model."""
+    """Returns the profile of the 13B model."""
     return gpt_profile(RATEL_SHAPES[13], num_examples=num_examples, num_tokens=NUM_TOKENS, chunk_numel=_CHUNK_NUMEL)
 
 
 def ratel_server() -> Hardware:
-    """The shipped profile of the server, its estimates replaced by what the paper's own statements come to."""
+    """Returns the shipped profile of the server, with estimates replaced by rates from the paper's statements."""
     hardware = load(Hardware, example_machines()["rtx4090-server"])
     assert hardware.ssds.combined_gb_per_s is not None
     adam_params_per_s = hardware.ssds.combined_gb_per_s * GB / _STATE_TRAFFIC_NBYTES
@@ -77,31 +76,31 @@ def ratel_server() -> Hardware:
 
 
 def with_ssd_rate(hardware: Hardware, gb_per_s: float) -> Hardware:
-    """As if all SSDs together did so much."""
+    """Returns the server with another combined rate of all SSDs."""
     return hardware.model_copy(update={"ssds": hardware.ssds.model_copy(update={"combined_gb_per_s": float(gb_per_s)})})
 
 
 def with_host_memory(hardware: Hardware, gib: float) -> Hardware:
-    """As if the host had so much memory."""
+    """Returns the server with another amount of host memory."""
     return hardware.model_copy(update={"host": hardware.host.model_copy(update={"memory_gib": float(gib)})})
 
 
 def one_by_one_gb_per_s() -> float:
-    """What the server's SSDs give to one who reads tensor by tensor."""
+    """Returns the rate of the server's SSDs for reads tensor by tensor."""
     return 2 * ratel_profile().numel / GB / _BACKWARD_READS_S
 
 
 def computed_stages(system: str, *, swapped_nbytes: int | None = None) -> StageTimes:
-    """Of the 13B model on the server, all systems with the same rates."""
+    """Computes the stages of the 13B model on the server, with the same rates for all systems."""
     return _times(POLICIES[system], swapped_nbytes)
 
 
 def statements() -> list[Statement]:
-    """The figures beside the stages."""
+    """Returns the figures beside the stages."""
     profile, server = ratel_profile(), ratel_server()
     infinity, g10 = computed_stages("ZeRO-Infinity"), computed_stages("G10")
     ratel = computed_stages("Ratel", swapped_nbytes=RATEL_SWAPPED_NBYTES)
-    # Its gradients are consumed where they come.
+    # G10 with gradients that are consumed at once.
     overlapped = _times(replace(POLICIES["G10"], grads=Rest.GPU, updates_in_backward=True), None)
     pcie_s = infinity.backward.h2d_s + infinity.backward.d2h_s
     recompute_share = ratel.recompute_s / (ratel.backward.gpu_s - ratel.recompute_s)

@@ -1,4 +1,4 @@
-"""Tables of `benchmarks.papers`: Ratel's stages, and how much it swaps."""
+"""Tables of `benchmarks.papers`: Ratel's stages, and the amounts that it swaps."""
 
 from benchmarks.papers.published_models import RATEL_SHAPES
 from benchmarks.papers.published_stages import (
@@ -32,7 +32,7 @@ _SSD_RATES = (32, 30, 28, 26, 24)
 
 
 def add_stages(page: Page) -> float:
-    """Seconds of the stages of three systems; the largest error."""
+    """Adds the stage times of three systems. Returns the largest error."""
     server = ratel_server()
     page.add(
         "## Times of three systems on one server",
@@ -91,7 +91,7 @@ def add_stages(page: Page) -> float:
 
 
 def add_statements(page: Page) -> None:
-    """Figures in the text of the paper."""
+    """Adds the figures in the text of the paper."""
     page.add("What else Ratel's text says of these runs (its GB of activations are GiB, by the shape):")
     page.add_table(
         ("what", "section", "published", "computed", "ratio"),
@@ -100,7 +100,7 @@ def add_statements(page: Page) -> None:
 
 
 def add_amounts(page: Page) -> None:
-    """What Algorithm 1 chooses."""
+    """Adds the amounts that Algorithm 1 chooses."""
     profile, policy = ratel_profile(), POLICIES["Ratel"]
     rows = []
     for gb_per_s in _SSD_RATES:
@@ -148,7 +148,7 @@ def add_amounts(page: Page) -> None:
 
 
 def add_systems(page: Page) -> None:
-    """All policies on the same server and model."""
+    """Adds all policies on the same server and model."""
     server, profile = ratel_server(), ratel_profile()
     rows = []
     for system, policy in POLICIES.items():
@@ -191,7 +191,7 @@ def add_systems(page: Page) -> None:
 
 
 def add_own_profile(page: Page) -> None:
-    """The formulas beside the operators that windlass would run."""
+    """Adds the formulas beside the operators that windlass would run."""
     config = config_of_shape(RATEL_SHAPES[13], num_tokens=NUM_TOKENS)
     own = profile_config(config, Precision.BF16, num_examples=NUM_EXAMPLES, num_tokens=NUM_TOKENS)
     profile = ratel_profile()

@@ -1,4 +1,4 @@
-"""The parent's side of a benchmark run: start a contender, watch the memory of its processes, gather its steps."""
+"""The parent's side of a benchmark run: starts a contender, samples its memory, and collects its steps."""
 
 import json
 import os
@@ -18,30 +18,30 @@ from benchmarks.reporting.pss import Memory, MemorySampler, memory_of, process_t
 
 SHM_DIR = Path("/dev/shm")
 _END_DEADLINE_S = 60.0
-# Share of the time that may be spent on looking at memory while steps are timed.
+# Maximum share of the time that memory sampling may take while steps are timed.
 _TIMED_SHARE = 0.01
 
 
 class ContenderFailedError(Exception):
-    """A contender ended without having trained all steps."""
+    """Raised if a contender ended before it had trained all steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """Something that trains a workload: a module and its arguments after the workload's folder."""
+    """A program that trains a workload: a module, and its arguments after the workload's folder."""
 
     name: str
     title: str
     module: str
     arguments: tuple[str, ...] = ()
-    shm_pattern: str | None = None  # its files in shared memory
-    on_gpu: bool = False  # else it sees none
-    deadline_s: float = 1800.0  # for all of a run
+    shm_pattern: str | None = None  # pattern of its files in shared memory
+    on_gpu: bool = False  # else no GPU is visible to it
+    deadline_s: float = 1800.0  # seconds for a whole run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContenderRun:
-    """What one run of a contender gave. `missing` says why it gave nothing."""
+    """The measurements of a contender's run. `missing` is the reason if there are none."""
 
     missing: str | None = None
     step_s: tuple[float, ...] = ()  # timed steps
@@ -49,13 +49,13 @@ class ContenderRun:
     steps_peak_nbytes: int = 0  # sum of PSS over processes, while steps run
     run_peak_nbytes: int = 0  # the same from start to end
     ssd_nbytes: tuple[int, int] | None = None  # read and written in a step
-    control_s: float | None = None  # processor seconds a step outside kernels, I/O and what moves bytes
-    moving_s: float | None = None  # processor seconds a step of threads that move bytes, less the system's I/O
+    control_s: float | None = None  # processor seconds per step outside kernels, I/O and byte-moving threads
+    moving_s: float | None = None  # processor seconds per step of byte-moving threads, without system I/O
 
 
 @dataclass(slots=True)
 class _Events:
-    """What a contender has told so far."""
+    """The events that a contender has reported so far."""
 
     workload: Workload
     sampler: MemorySampler
@@ -88,7 +88,7 @@ class _Events:
 
 
 def run_contender(contender: Contender, workload: Workload, folder: Path) -> ContenderRun:
-    """Train the workload in `folder` from its initial weights. Raises `ContenderFailedError`."""
+    """Trains the workload in `folder` from its initial weights. Raises `ContenderFailedError`."""
     command = [sys.executable, "-W", "ignore", "-m", contender.module, str(folder), *contender.arguments]
     log_path = folder / f"{contender.name}.log"
     with (
@@ -135,13 +135,13 @@ def run_contender(contender: Contender, workload: Workload, folder: Path) -> Con
 
 
 def rounds(contenders: Sequence[Contender], num_rounds: int) -> Iterator[Contender]:
-    """Every contender once a round; every other round in reverse, so that a drift of the machine meets all alike."""
+    """Yields every contender once per round. Alternate rounds are reversed, so that drift affects all alike."""
     for index in range(num_rounds):
         yield from contenders if index % 2 == 0 else reversed(contenders)
 
 
 def without_paths(text: str) -> str:
-    """The text without the folders of absolute paths: a report must not tell where things lie."""
+    """Removes the folders of absolute paths from a text, so that a report does not show them."""
     return re.sub(r"(?<![\w.])/(?:[\w.\-+@]+/)+", "", text)
 
 
@@ -167,7 +167,7 @@ def _read_events(process: "subprocess.Popen[str]") -> Iterator[dict[str, Any]]:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """End what is left of a contender: gently, so that it can end what it started elsewhere, then by force."""
+    """Ends a contender with SIGTERM, so that it can end its own processes, and then with SIGKILL."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             break

@@ -1,14 +1,19 @@
-"""The peer that offloads: DeepSpeed ZeRO-3. `python -m benchmarks.peers.deepspeed_runner FOLDER cpu|nvme SSD_DIR [GIB]`
+"""Runs DeepSpeed ZeRO-3, the peer with offload: `python -m benchmarks.peers.deepspeed_runner FOLDER cpu|nvme SSD_DIR
+[GIB]`
 
-With a number of GiB it computes on the GPU, and takes no more of its memory; else on the processor.
+With GIB it computes on the GPU and uses at most that much of its memory. Otherwise it computes on the CPU.
 
-Where DeepSpeed's defaults are made for much larger models (10^9 live parameters, reduction buckets of 5 * 10^8) they
-are cut to what these models need, in its favour; bucket and persistence sizes are those that Hugging Face's integration
-calls "auto". Tried on NVMe, two cores: overlapping the optimizer's reads and writes with its computation
-(`pipeline_read`, `pipeline_write`) needs three times the buffers, 2 to 6 GB here; single runs with it at 171 M came out
-faster, by up to a fifth, with 4 GiB where this setting has 2.4: this one is chosen for memory, not for its step. AIO
-blocks of 4 MiB, or larger prefetch buckets, end in its assertion that a parameter is "already assigned swap buffer";
-unlimited live parameters end in "Not enough buffers", unless there is a buffer for every tensor of the model.
+DeepSpeed's defaults are for much larger models (10^9 live parameters, reduction buckets of 5 * 10^8). They are reduced
+to what these models need, in DeepSpeed's favour. Bucket and persistence sizes are those that Hugging Face's integration
+calls "auto".
+
+Results of other settings on NVMe with two cores:
+
+- `pipeline_read` and `pipeline_write` overlap the optimizer's I/O with its computation. They need three times the
+  buffers, here 2 to 6 GB. Single runs at 171 M were up to a fifth faster, with 4 GiB instead of 2.4. The setting here
+  is chosen for memory.
+- AIO blocks of 4 MiB, or larger prefetch buckets, fail with the assertion "already assigned swap buffer".
+- Unlimited live parameters fail with "Not enough buffers", unless there is a buffer for every tensor of the model.
 """
 
 import os
@@ -25,12 +30,12 @@ MIB = 1 << 20
 
 
 def deepspeed_config(workload: Workload, device: str, ssd_dir: Path, *, on_gpu: bool = False) -> dict[str, Any]:
-    """ZeRO-3 with params and optimizer states on `device`: "cpu" or "nvme"."""
+    """Returns the configuration of ZeRO-3 with params and optimizer states on `device`: "cpu" or "nvme"."""
     shape = workload.shape
     place = {"device": device, "pin_memory": on_gpu}
     on_nvme = {"nvme_path": str(ssd_dir)} if device == "nvme" else {}
     param_buffers = {
-        "buffer_count": 16,  # seven matrices a layer, of two layers at once, and the embeddings
+        "buffer_count": 16,  # seven matrices for each of two layers, and the embeddings
         "buffer_size": max(shape.vocab, shape.intermediate, shape.hidden) * shape.hidden,
         "max_in_cpu": 0,
     }
@@ -48,7 +53,7 @@ def deepspeed_config(workload: Workload, device: str, ssd_dir: Path, *, on_gpu: 
             "stage3_param_persistence_threshold": 10 * shape.hidden,
             "stage3_max_live_parameters": int(2.3 * shape.num_layer_params),
             "stage3_max_reuse_distance": 0,
-            # Elements whose optimizer states are swapped together.
+            # Number of elements whose optimizer states are swapped together.
             "sub_group_size": shape.num_layer_params,
         },
         "aio": {"block_size": MIB, "queue_depth": 32, "thread_count": 2, "overlap_events": True},
@@ -56,7 +61,7 @@ def deepspeed_config(workload: Workload, device: str, ssd_dir: Path, *, on_gpu: 
 
 
 def main(folder: Path, device: str, ssd_dir: Path, gpu_gib: float | None) -> None:
-    """Train with DeepSpeed, or report what is missing."""
+    """Trains with DeepSpeed, or reports what is missing."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

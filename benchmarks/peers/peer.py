@@ -1,4 +1,4 @@
-"""The child's side of a benchmark run: train the workload step by step and tell the parent about each."""
+"""The child's side of a benchmark run: trains the workload and reports each step to the parent."""
 
 import json
 import time
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-# A line that starts so is a message to the parent; anything else a child prints is noise of its libraries.
+# Prefix of a message to the parent. All other output of a child comes from libraries.
 MARK = "@benchmark "
 
 
 def emit(event: str, **values: Any) -> None:
-    """Tell the parent one thing."""
+    """Sends one event to the parent."""
     print(MARK + json.dumps({"event": event, **values}), flush=True)
 
 
 def run_steps(workload: Workload, folder: Path, train_step: Callable[["torch.Tensor", "torch.Tensor"], float]) -> None:
-    """Run every step of the workload, `train_step(inputs, targets) -> loss`; report seconds and loss of each."""
+    """Runs every step of the workload, `train_step(inputs, targets) -> loss`, and reports its time and loss."""
     import numpy as np
     import torch
 
@@ -38,7 +38,7 @@ def run_steps(workload: Workload, folder: Path, train_step: Callable[["torch.Ten
 
 
 def load_model(folder: Path, *, use_reentrant: bool) -> "PreTrainedModel":
-    """The workload's model in bf16 and training mode, every layer recomputed in the backward pass."""
+    """Loads the workload's model in bf16 and training mode, with every layer recomputed in the backward pass."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -48,7 +48,7 @@ def load_model(folder: Path, *, use_reentrant: bool) -> "PreTrainedModel":
 
 
 def mean_loss(model: Any, inputs: "torch.Tensor", targets: "torch.Tensor") -> "torch.Tensor":
-    """Mean cross-entropy over all positions, computed in fp32. `inputs` and `targets` are (batch, sequence)."""
+    """Returns the mean cross-entropy over all positions in fp32. `inputs` and `targets` are (batch, sequence)."""
     import torch
 
     logits = model(input_ids=inputs, use_cache=False).logits  # (batch, sequence, vocab)
@@ -56,7 +56,7 @@ def mean_loss(model: Any, inputs: "torch.Tensor", targets: "torch.Tensor") -> "t
 
 
 def decay_groups(params: list["torch.Tensor"], weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW parameter groups: weight decay on matrices, none on norms and biases."""
+    """Returns AdamW parameter groups: weight decay on matrices, none on norms and biases."""
     return [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},

@@ -1,4 +1,4 @@
-"""The peer without offloading: plain PyTorch, everything in memory. `python -m benchmarks.peers.plain_runner FOLDER`"""
+"""Runs plain PyTorch, the peer without offload: `python -m benchmarks.peers.plain_runner FOLDER`"""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from benchmarks.peers.workload import read_workload
 
 
 def main(folder: Path) -> None:
-    """Train with fp32 masters, a bf16 model and torch's fused AdamW."""
+    """Trains with fp32 masters, a bf16 model and torch's fused AdamW."""
     workload = read_workload(folder)
     torch.set_num_threads(workload.num_threads)
     model = load_model(folder, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""The schedules of other systems, followed by windlass's own engine on the same machine."""
+"""Imitates the schedules of other systems with windlass's engine on the same machine."""
 
 from dataclasses import replace
 from enum import StrEnum
@@ -9,19 +9,20 @@ from windlass.engine.memory_plan import ActivationChoice, UpdateOrder
 
 
 class System(StrEnum):
-    """Other systems whose schedules the engine can follow, so that one machine shows what each idea is worth."""
+    """A system whose schedule the engine can imitate, to measure the gain from each idea on one machine."""
 
-    ZERO_OFFLOAD = "zero_offload"  # states rest in host memory, updated after the backward pass
-    # States rest on the SSDs, updated after the backward pass; each layer's input goes to host memory.
+    ZERO_OFFLOAD = "zero_offload"  # states in host memory, updated after the backward pass
+    # States on the SSDs, updated after the backward pass; each layer's input goes to host memory.
     ZERO_INFINITY = "zero_infinity"
 
 
 def behaving_as(spec: JobSpec, system: System, num_blocks: int) -> JobSpec:
-    """The job in another system's order: same results, nothing of a step beside the updates of the one before.
+    """Returns the job with another system's schedule. It has the same results, and steps overlap only with updates.
 
-    Params come from where the states rest, ZeRO-Infinity's for each micro-batch: ZeRO-Offload's own stay on the device
-    throughout. Both compute activations again; for the inputs of layers that ZeRO-Infinity swaps, the job's placement
-    must have room.
+    Params are fetched from the tier of the states. ZeRO-Infinity's are fetched for each micro-batch. Real ZeRO-Offload
+    keeps its params on the device throughout. Both recompute activations. ZeRO-Infinity swaps the inputs of layers, so
+    the job's placement must have space for them.
+
     Sources: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857.
     """
     is_infinity = system is System.ZERO_INFINITY

@@ -2,8 +2,8 @@
 
 `python -m benchmarks.peers.windlass_runner FOLDER SSD_DIR... [--change NAME=VALUE]`
 
-This process stands in for the dispatcher: it starts the Ray daemon and the job's runner, and reads the journal. Ray is
-imported once its environment is set, as it reads it then.
+This process has the dispatcher's role: it starts the Ray daemon and the job's runner, and reads the journal. It imports
+Ray only after its environment is set, because Ray reads the environment on import.
 """
 
 import argparse
@@ -38,16 +38,16 @@ from windlass.storage.memory import remove_leftovers
 
 _POLL_S = 0.05
 _DEADLINE_S = 300.0
-# What the scheduler writes into the journal between loading the model and the first step.
+# Text of the journal's record between loading the model and the first step.
 _TRAINING_BEGINS = "training begins"
 
 
 class WindlassFailedError(Exception):
-    """The job did not end with a model."""
+    """Raised if the job did not end with a model."""
 
 
 def main() -> None:
-    """Train the workload as a job, tell of its steps, and end everything that was started."""
+    """Trains the workload as a job, reports its steps, and ends all processes that it started."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.windlass_runner", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("ssd_dirs", type=Path, nargs="+")
@@ -80,12 +80,12 @@ def main() -> None:
             if options.journal is not None and journal.exists():
                 shutil.copy(journal, options.journal)
             if options.timeline is not None and (Path(home) / SPANS_FOLDER).exists():
-                shutil.rmtree(options.timeline, ignore_errors=True)  # of an earlier round
+                shutil.rmtree(options.timeline, ignore_errors=True)  # a copy of an earlier round
                 shutil.copytree(Path(home) / SPANS_FOLDER, options.timeline)
 
 
 def changed(hyperparameters: Hyperparameters, changes: Sequence[str]) -> Hyperparameters:
-    """The same with `NAME=VALUE`s for others."""
+    """Returns the hyperparameters with some `NAME=VALUE` changes."""
     kinds: dict[str, Callable[[str], Any]] = {"clip_norm": float, "num_microbatches": int}
     kinds |= {"state_precision": StatePrecision, "update_order": UpdateOrder}
     pairs = [change.split("=", 1) for change in changes]
@@ -93,9 +93,9 @@ def changed(hyperparameters: Hyperparameters, changes: Sequence[str]) -> Hyperpa
 
 
 def placement_of(choices: Sequence[str], num_blocks: int) -> Placement:
-    """What `NAME=VALUE`s say; `host_blocks` and `device_blocks` are numbers of blocks, from the first.
+    """Returns the placement of `NAME=VALUE` choices.
 
-    `activations` is the name of a choice.
+    `host_blocks` and `device_blocks` are numbers of blocks, from the first. `activations` is the name of a choice.
     """
     words = dict(choice.split("=", 1) for choice in choices)
     activations = ActivationChoice(words.pop("activations", ActivationChoice.RECOMPUTE)).of_layers(num_blocks - 2)
@@ -107,7 +107,7 @@ def placement_of(choices: Sequence[str], num_blocks: int) -> Placement:
 
 
 def with_room(spec: JobSpec) -> JobSpec:
-    """With as much host memory as the activations need, where they are swapped and nothing is said of room."""
+    """Adds host memory for swapped activations, if the placement swaps and sets no memory for it."""
     placement = spec.placement
     has_room = placement.host_activation_nbytes or placement.ssd_activation_nbytes
     if has_room or not any(choice.swaps for choice in placement.activations):
@@ -119,7 +119,7 @@ def with_room(spec: JobSpec) -> JobSpec:
 
 
 def ordering_of(choices: Sequence[str]) -> Ordering:
-    """What `NAME=VALUE`s say; `overlaps_steps` is 0 or 1."""
+    """Returns the ordering of `NAME=VALUE` choices; `overlaps_steps` is 0 or 1."""
     kinds: dict[str, Callable[[str], Any]] = {
         "queues": QueueOrder,
         "overlaps_steps": lambda value: bool(int(value)),
@@ -129,19 +129,19 @@ def ordering_of(choices: Sequence[str]) -> Ordering:
 
 
 def throttle_of(choices: Sequence[str]) -> Throttle:
-    """What `NAME=VALUE`s say."""
+    """Returns the throttle of `NAME=VALUE` choices."""
     return Throttle(**{name: float(value) for name, value in (choice.split("=", 1) for choice in choices)})
 
 
 def run(workload: Workload, spec: JobSpec, home: Path, ssd_dirs: Sequence[Path], *, is_throttled: bool) -> None:
-    """Run one job under a Ray daemon of its own."""
+    """Runs one job with its own Ray daemon."""
     check_model(spec, home)
     cluster = RayCluster(home)
     _end_on_sigterm()
     try:
         cluster.ensure_running(num_cpus=workload.num_threads, num_gpus=0)
         cluster.connect()
-        _end_on_sigterm()  # again: Ray has set handlers of its own
+        _end_on_sigterm()  # again, because Ray has set its own handlers
         emit("processes", pids=cluster.pids)
         train(workload, spec, ssd_dirs, cluster.pids, is_throttled=is_throttled)
     finally:
@@ -157,7 +157,7 @@ def train(
     *,
     is_throttled: bool,
 ) -> None:
-    """Run the job on the Ray that this process is connected to, until its processes are gone, and disconnect."""
+    """Runs the job on the connected Ray until its processes have ended, and disconnects."""
     import ray
 
     from windlass.actors.runtime.ray_runner import find_runner, start_runner
@@ -170,21 +170,21 @@ def train(
         start_runner(spec)
         follow(spec, workload, ssd_dirs, ray_pids)
         until_s = time.monotonic() + _DEADLINE_S
-        while find_runner(spec.job, spec.attempt) is not None:  # it still has files and memory to give back
+        while find_runner(spec.job, spec.attempt) is not None:  # it still has to release files and memory
             if time.monotonic() > until_s:
                 raise WindlassFailedError(f"the runner did not end within {_DEADLINE_S:g} s of its outcome")
             time.sleep(_POLL_S)
     finally:
-        ray.shutdown()  # before the daemon ends: a driver that lost it waits a minute for it
+        ray.shutdown()  # before the daemon ends: a driver without its daemon waits a minute for it
 
 
 def _end_on_sigterm() -> None:
-    """Let SIGTERM unwind, so that the daemon is ended too."""
+    """Exits normally on SIGTERM, so that the daemon is ended too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
 def job_spec(workload: Workload, folder: Path, home: Path, ssd_dirs: Sequence[Path]) -> JobSpec:
-    """The workload as a job of the service, with the threads that the service gives it."""
+    """Returns the workload as a job of the service, with the threads that the service would assign."""
     compute_threads, optimizer_threads = MachineResources(num_cores=workload.num_threads, num_gpus=0).threads(1)
     return JobSpec(
         job=JobId(f"benchmark-{os.getpid()}"),
@@ -219,7 +219,7 @@ def job_spec(workload: Workload, folder: Path, home: Path, ssd_dirs: Sequence[Pa
 
 
 def check_model(spec: JobSpec, home: Path) -> None:
-    """What the service does before a job starts: check the model, write its layout. Raises `WindlassFailedError`."""
+    """Checks the model and writes its layout, as the service does before a job. Raises `WindlassFailedError`."""
     result_path = home / "check.json"
     command = [sys.executable, "-m", "windlass.engine.checkpoint.check_model"]
     command += ["--model-dir", spec.model_dir, "--layout-file", spec.layout_file, "--result", str(result_path)]
@@ -230,7 +230,7 @@ def check_model(spec: JobSpec, home: Path) -> None:
 
 
 def follow(spec: JobSpec, workload: Workload, ssd_dirs: Sequence[Path], ray_pids: Sequence[int]) -> None:
-    """Tell of the job's steps as they are committed, and in the end of its bytes and its control time."""
+    """Reports the job's steps when they are committed, and at the end its SSD bytes and its control time."""
     committed: dict[int, JournalRecord] = {}
     first, last = workload.num_warmup_steps, workload.num_steps
     before = after = {}
@@ -267,7 +267,7 @@ def follow(spec: JobSpec, workload: Workload, ssd_dirs: Sequence[Path], ray_pids
 
 
 def records(spec: JobSpec) -> Iterator[JournalRecord]:
-    """What the runner tells, until its outcome. Raises `WindlassFailedError` when the job fails."""
+    """Yields the runner's journal records up to its outcome. Raises `WindlassFailedError` if the job fails."""
     from windlass.actors.runtime.ray_runner import find_runner
 
     reader = JournalReader(Path(spec.job_dir) / JOURNAL_FILE)

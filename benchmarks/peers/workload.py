@@ -1,4 +1,4 @@
-"""What every contender of a benchmark trains: one model folder, one list of batches, one set of hyperparameters.
+"""The workload that every contender trains: one model folder, one list of batches, one set of hyperparameters.
 
 The parent process imports no torch: `prepare` runs in a child (`python -m benchmarks.peers.workload FOLDER`).
 """
@@ -33,7 +33,7 @@ class ModelShape:
 
     @property
     def num_layer_params(self) -> int:
-        """Parameters of a layer."""
+        """The number of parameters of a layer."""
         of_keys = self.hidden // self.num_heads * (self.num_key_value_heads or self.num_heads)
         # Query and output, keys and values; query, key and value have biases.
         attention = 2 * self.hidden * (self.hidden + of_keys) + self.hidden + 2 * of_keys
@@ -41,23 +41,23 @@ class ModelShape:
 
     @property
     def num_params(self) -> int:
-        """Parameters of the model, tied ones once."""
+        """The number of parameters of the model. Tied ones count once."""
         num_embeddings = 1 if self.is_tied else 2
         return self.num_layers * self.num_layer_params + num_embeddings * self.vocab * self.hidden + self.hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One training run, the same for windlass and for its peers: bf16, every layer recomputed, AdamW, no clipping."""
+    """One training run, equal for windlass and its peers: bf16, every layer recomputed, AdamW, no clipping."""
 
     shape: ModelShape
     batch_size: int
     sequence_length: int
-    num_warmup_steps: int  # trained and then left out of the times
+    num_warmup_steps: int  # trained, but not timed
     num_timed_steps: int
     num_threads: int
     seed: int
-    num_microbatches: int = 1  # parts that a peer computes the batch in
+    num_microbatches: int = 1  # number of parts in which a peer computes the batch
     learning_rate: float = 1e-4
     weight_decay: float = 0.1  # not on norms and biases
     beta1: float = 0.9
@@ -66,17 +66,20 @@ class Workload:
 
     @property
     def num_steps(self) -> int:
-        """All steps of a run."""
+        """The number of steps of a run."""
         return self.num_warmup_steps + self.num_timed_steps
 
     def write(self, folder: Path) -> None:
-        """Make the folder hold the workload, the model's initial weights and the batches; loads no torch here."""
+        """Writes the workload, the model's initial weights and the batches to a folder.
+
+        Loads no torch in this process.
+        """
         self._describe(folder)
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers.workload", str(folder)]
         subprocess.run(command, check=True, stderr=subprocess.PIPE)
 
     def write_here(self, folder: Path) -> None:
-        """The same in this process."""
+        """Writes the same in this process."""
         self._describe(folder)
         prepare(folder)
 
@@ -86,20 +89,20 @@ class Workload:
 
 
 def read_workload(folder: Path) -> Workload:
-    """The workload that a folder holds."""
+    """Reads the workload of a folder."""
     fields = json.loads((folder / WORKLOAD_FILE).read_text())
     return Workload(**{**fields, "shape": ModelShape(**fields["shape"])})
 
 
 def prepare(folder: Path) -> None:
-    """Write initial weights (bf16) and batches (random token ids), both from the seed, into the folder."""
+    """Writes initial weights (bf16) and batches (random token ids) to the folder, both from the seed."""
     workload = read_workload(folder)
     _write_model(workload, folder / MODEL_DIR)
     _write_batches(workload, folder)
 
 
 def model_config(shape: ModelShape, sequence_length: int) -> "Qwen2Config":
-    """The shape as transformers describes it."""
+    """Returns the shape as a transformers config."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
@@ -132,7 +135,7 @@ def _write_model(workload: Workload, folder: Path) -> None:
 
 
 def _write_batches(workload: Workload, folder: Path) -> None:
-    """Write the tokens as a prepared dataset, and as an array in the order in which windlass takes them."""
+    """Writes the tokens as a prepared dataset, and as an array in the order in which windlass reads them."""
     import numpy as np
 
     from windlass.engine.data import PreparedDataset

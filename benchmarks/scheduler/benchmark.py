@@ -1,12 +1,17 @@
-"""What the scheduler's order is worth: `python -m benchmarks.scheduler [--quick]`
+"""Measures the gain from the scheduler's queue order: `python -m benchmarks.scheduler [--quick]`
 
-The same model in windlass's real engine, all actors in one process, its queues in order of arrival (FIFO) or of
-priority, steps one after the other or overlapped, without clipping (updates as gradients arrive) and with it (updates
-once all are known). Compute, and the optimizer or the SSD, are throttled, so that the optimizer's or the SSD's share of
-a step takes so many times what the compute takes: real bytes, updates and operations, held back (`throttle.py`). What
-is throttled was busy for its bytes, parameters or FLOP over the declared rate, never for the length of a sleep; what is
-not, for the time in which it worked. The plan is what a job gets where host memory is free: without clipping gradients
-of a third of the blocks have room while they wait for their updates.
+The same model is trained in windlass's real engine, with all actors in one process. Its queues are in order of arrival
+(FIFO) or of priority. Steps overlap or not. Without clipping, updates start as gradients arrive. With clipping, they
+start once all gradients are known.
+
+Compute is throttled, and so is the optimizer or the SSD (`throttle.py`). The throttled optimizer or SSD takes a given
+multiple of the compute time. Bytes, updates and operations are real, but delayed. The busy time of a throttled resource
+is its work divided by the declared rate, never the length of a sleep. Other resources count the time in which they
+worked.
+
+The plan is that of a job with enough host memory. Without clipping, gradients of a third of the blocks have space while
+they wait for their updates.
+
 Source: AutoHete, section 3.3.
 """
 
@@ -26,12 +31,12 @@ from benchmarks.step import describe
 from windlass.actors.policy import QueueOrder
 from windlass.actors.timeline import COMPUTE
 
-# Overlap efficiency that is expected where no dependency stands against it.
+# Overlap efficiency that is expected if no dependency prevents it.
 _EFFICIENCY = 0.92
 
 
 def bottlenecks(*, quick: bool) -> list[Bottleneck]:
-    """The slow resources, from the one that hides under the compute."""
+    """Returns the slow resources, from the one whose time is hidden by the compute."""
     if quick:
         return [Bottleneck(resource="optimizer", over_compute=1.0)]
     ratios = {"optimizer": (0.5, 1.0, 1.25, 1.5), "ssd": (1.0, 1.5)}
@@ -39,14 +44,14 @@ def bottlenecks(*, quick: bool) -> list[Bottleneck]:
 
 
 def cases(*, quick: bool) -> Iterator[Case]:
-    """Those that are compared follow each other."""
+    """Yields all cases. Cases that are compared follow each other."""
     for bottleneck, clips, overlaps in product(bottlenecks(quick=quick), (False, True), (True, False)):
         for queues in QueueOrder:
             yield Case(bottleneck=bottleneck, clips=clips, queues=queues, overlaps_steps=overlaps)
 
 
 def workload_of(*, quick: bool) -> Workload:
-    """Many small blocks of one size, which by themselves take a tenth of what throttles make them take."""
+    """Returns a model of many small blocks of one size. Without throttles they take a tenth of the throttled time."""
     return Workload(
         shape=ModelShape(hidden=64, num_layers=40, vocab=784, intermediate=176, num_heads=2),
         batch_size=2,
@@ -59,24 +64,24 @@ def workload_of(*, quick: bool) -> Workload:
 
 
 def compute_s_of(*, quick: bool) -> float:
-    """What the compute of a step takes, throttled."""
+    """Returns the throttled compute seconds of a step."""
     return 1.5 if quick else 3.0
 
 
 def priority_over_fifo(results: Mapping[Case, Result], case: Case) -> float:
-    """How many times as fast a case in order of priority is as the same in order of arrival."""
+    """Returns the speed-up of priority order over FIFO order for a case."""
     return results[replace(case, queues=QueueOrder.FIFO)].mean_step_s / results[case].mean_step_s
 
 
 def bound_s(results: Mapping[Case, Result], case: Case, reference: Reference) -> float:
-    """The shortest step that dependencies allow where steps overlap."""
+    """Returns the minimum step time that dependencies allow if steps overlap."""
     return max(results[case].cycle_s, reference.chain_s(case.bottleneck, clips=case.clips))
 
 
 def add_table(
     report: Report, results: Mapping[Case, Result], reference: Reference, simulated: Mapping[Case, float]
 ) -> None:
-    """Every case, what it could reach, what its order is worth, and what the simulator made of it."""
+    """Adds a table with each case's step time, its bound, its gain from the order, and its simulated time."""
     rows = []
     for case, result in results.items():
         bound = bound_s(results, case, reference)
@@ -104,14 +109,14 @@ def add_table(
 
 
 def simulator_errors(results: Mapping[Case, Result], simulated: Mapping[Case, float]) -> list[float]:
-    """How far simulated steps are from measured ones, as shares of these."""
+    """Returns the relative errors of simulated step times."""
     return [abs(simulated[case] / result.mean_step_s - 1) for case, result in results.items()]
 
 
 def ratios_of(results: Mapping[Case, Result], reference: Reference, simulated: Mapping[Case, float]) -> dict[str, Any]:
-    """By clipping and bottleneck; then the best and the worst of all."""
+    """Returns the ratios by clipping and bottleneck, and the best and worst of all."""
     found: dict[str, Any] = {"unclipped": {}, "clipped": {}}
-    gains: dict[bool, list[float]] = {True: [], False: []}  # by whether steps overlap
+    gains: dict[bool, list[float]] = {True: [], False: []}  # by `overlaps_steps`
     efficiencies, over_bounds = [], []
     for case, result in results.items():
         if case.queues is QueueOrder.FIFO:
@@ -143,13 +148,13 @@ def ratios_of(results: Mapping[Case, Result], reference: Reference, simulated: M
 
 
 def _priority() -> str:
-    """Of this process."""
+    """Describes the scheduling priority of this process."""
     is_normal = os.sched_getscheduler(0) == os.SCHED_OTHER
     return f"nice {os.nice(0)}" if is_normal else "real-time priority, so that other programs did not hold it up"
 
 
 def main() -> None:
-    """Measure, report, end with the line of ratios."""
+    """Measures, reports, and prints the ratios as the last line."""
     options = parse_options("scheduler", __doc__, quick="one bottleneck, shorter steps")
     workload, compute_s = workload_of(quick=options.quick), compute_s_of(quick=options.quick)
     configuration = {

@@ -1,4 +1,4 @@
-"""One job of `benchmarks.scheduler`: what is slow in it, its order, what bounds it, what it took and should have."""
+"""Runs one job of `benchmarks.scheduler`: its bottleneck, its order, its bound, and its real and simulated times."""
 
 import math
 import shutil
@@ -23,32 +23,32 @@ from windlass.planner.simulation.simulate import Rates, Work, simulate
 from windlass.storage.ids import ActorName, Kernel, Precision
 from windlass.storage.io import Backend, IoSettings
 
-# What an update moves of a parameter with fp32 states, at least: master and moments in, these and the params out.
+# Minimum bytes that an update moves per parameter with fp32 states: master and moments in; these and the param out.
 _UPDATE_NBYTES = 12 + 14
 _CHUNKS_A_LAYER = 2
-# Two transfers at a time: one passes at the SSD's rate while the next is prepared.
+# Two transfers in flight: one moves at the SSD's rate while the next one is prepared.
 _SSDS = (SsdFacts(io=IoSettings(backend=Backend.THREADS, num_threads=2, depth=1, piece_nbytes=1 << 20), weight=1),)
 
 
 class CaseFailedError(Exception):
-    """A job did not end with a model."""
+    """Raised if a job did not end with a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
-    """What is throttled beside the compute, to how many times the compute's time."""
+    """The throttled resource beside the compute, and its time as a multiple of the compute time."""
 
     resource: str  # "optimizer" or "ssd"
     over_compute: float
 
     @property
     def name(self) -> str:
-        """For files and tables."""
+        """The name for files and tables."""
         return f"{self.resource}-{self.over_compute:g}"
 
     @property
     def actor(self) -> ActorName:
-        """Who is throttled."""
+        """The throttled actor."""
         return ActorName(f"{self.resource}-0")
 
 
@@ -64,21 +64,21 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """A machine whose compute takes so long for a step, and a step as it is; the rates follow."""
+    """The compute time of a step on the throttled machine, and a step's real work. The rates follow from them."""
 
-    compute_s: float  # as it is to be
+    compute_s: float  # throttled
     ssd_nbytes: int  # read and written in a step
     layout: ModelLayout
     num_tokens: int  # of a step
 
     @property
     def flop(self) -> tuple[int, int, int]:
-        """Of a step's forward pass, of its backward pass, and of the head between them."""
+        """The FLOP of a step's forward pass, of its backward pass, and of the head between them."""
         *layers, head = (block.numel * self.num_tokens for block in self.layout.blocks)
         return FORWARD_FLOP * sum(layers), BACKWARD_FLOP * sum(layers), HEAD_FLOP * head
 
     def throttle(self, bottleneck: Bottleneck) -> Throttle:
-        """The rates of a machine with this bottleneck."""
+        """Returns the rates of a machine with this bottleneck."""
         bottleneck_s = bottleneck.over_compute * self.compute_s
         compute_flop_per_s = sum(self.flop) / self.compute_s
         if bottleneck.resource == "optimizer":
@@ -87,10 +87,10 @@ class Reference:
         return Throttle(compute_flop_per_s=compute_flop_per_s, ssd_bytes_per_s=self.ssd_nbytes / bottleneck_s)
 
     def chain_s(self, bottleneck: Bottleneck, *, clips: bool) -> float:
-        """Between a step's gradients and the next ones, where steps overlap.
+        """Returns the minimum time between a step's gradients and the next step's ones, if steps overlap.
 
-        From the first gradient (with clipping: from the last) all updates must be done, one after the other, before the
-        next step's head can run, as every forward operation before it waits for its own.
+        From the first gradient (with clipping: the last one), all updates must run one after the other before the next
+        step's head. The reason is that every earlier forward operation waits for its own update.
         """
         throttle = self.throttle(bottleneck)
         assert throttle.compute_flop_per_s is not None
@@ -105,25 +105,25 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What the timelines of the timed steps tell."""
+    """The step times and busy times of the timed steps, from their timelines."""
 
     step_s: tuple[float, ...]
     busy_s: Mapping[str, float]  # of each resource, a step
-    cycle_s: float  # the longest cycle of a block
+    cycle_s: float  # longest dependency cycle of a block
 
     @property
     def mean_step_s(self) -> float:
-        """What one step borrows from the next is in it once."""
+        """The mean step time. It is exact even if one step shifts work to the next."""
         return statistics.fmean(self.step_s)
 
     @property
     def busiest(self) -> str:
-        """The resource that was busy longest."""
+        """The resource with the longest busy time."""
         return max(self.busy_s, key=lambda resource: self.busy_s[resource])
 
     @property
     def efficiency(self) -> float:
-        """The busiest resource's busy time over the step's."""
+        """The busiest resource's busy time, as a share of the step."""
         return self.busy_s[self.busiest] / self.mean_step_s
 
 
@@ -137,24 +137,26 @@ class Bench:
         workload.write_here(folder)
 
     def reference(self, compute_s: float) -> tuple[Reference, Result]:
-        """What a step is, as it trains without throttles; and how long that takes."""
+        """Trains without throttles. Returns the work of a step, and the measured result."""
         layout = self._partition().layout
         metrics = self._train(self._spec(), Throttle())
         self._free = [data["timeline"] for data in metrics]
-        moved = [data["ssd_bytes_read"] + data["ssd_bytes_written"] for data in metrics]  # since the job began
+        # Counted from the start of the job.
+        moved = [data["ssd_bytes_read"] + data["ssd_bytes_written"] for data in metrics]
         nbytes = (moved[-1] - moved[0]) // (len(moved) - 1)
         num_tokens = self._workload.batch_size * self._workload.sequence_length
         reference = Reference(compute_s=compute_s, ssd_nbytes=nbytes, layout=layout, num_tokens=num_tokens)
         return reference, result_of(metrics, Throttle())
 
     def measure(self, case: Case, reference: Reference) -> Result:
-        """Trains in one way. Steps that do not overlap do not differ: one of them is timed."""
+        """Trains in one way. Steps that do not overlap are alike, so only one of them is timed."""
         throttle = reference.throttle(case.bottleneck)
         return result_of(self._train(self._spec_of(case), throttle), throttle)
 
     def simulate(self, case: Case, reference: Reference) -> float:
-        """Seconds a step in the simulator, the mean of the timed ones. What is not throttled is as fast as it was in
-        the reference.
+        """Returns the mean simulated seconds of the timed steps.
+
+        Resources without a throttle have the rates of the reference.
         """
         context = make_context(self._spec_of(case), reference.layout, "", _SSDS)
         throttle = reference.throttle(case.bottleneck)
@@ -166,7 +168,7 @@ class Bench:
             ssd_read_bytes=(ssd_rate,),
             ssd_write_bytes=(ssd_rate,),
             optimizer_params=throttle.optimizer_params_per_s or reference.layout.numel / update_s,
-            device_params=math.inf,  # nothing rests there
+            device_params=math.inf,  # no states are resident there
         )
         assert throttle.compute_flop_per_s is not None
         flop = {Phase.FORWARD: FORWARD_FLOP, Phase.BACKWARD: BACKWARD_FLOP, Phase.HEAD: HEAD_FLOP}
@@ -179,7 +181,7 @@ class Bench:
         return statistics.fmean(step.summary["period_s"] for step in steps[self._workload.num_warmup_steps :])
 
     def _free_rate(self, resource: str) -> float:
-        """Bytes a second of a resource in the reference, while it was busy."""
+        """Returns the bytes per second of a resource in the reference, while it was busy."""
         moved = sum(timeline["moved_bytes"][resource] for timeline in self._free)
         return float(moved / sum(timeline["busy_s"][resource] for timeline in self._free))
 
@@ -192,7 +194,7 @@ class Bench:
 
     def _spec(self) -> JobSpec:
         spec = job_spec(self._workload, self._folder, self._folder / "job", [self._folder / "ssd"])
-        # Nothing is compiled for updates so small.
+        # Do not compile a kernel for updates this small.
         hyper = replace(spec.hyperparameters, kernel=Kernel.FUSED)
         return replace(spec, hyperparameters=hyper, kernel_dir=None, compute_threads=1, optimizer_threads=1)
 
@@ -202,7 +204,7 @@ class Bench:
         return Partition(model, -(-chunk_numel // CHUNK_GRANULE) * CHUNK_GRANULE)
 
     def _train(self, spec: JobSpec, throttle: Throttle) -> list[dict[str, Any]]:
-        """The metrics of the timed steps."""
+        """Trains a job and returns the metrics of its timed steps."""
         for name in (spec.job_dir, *spec.ssd_dirs):
             Path(name).mkdir(exist_ok=True)
         try:
@@ -221,9 +223,9 @@ class Bench:
 
 
 def result_of(metrics: Sequence[Mapping[str, Any]], throttle: Throttle) -> Result:
-    """What the timelines of some steps tell.
+    """Returns the result of some steps.
 
-    Transfers are told of when their whole request is done, so of an SSD only the bytes tell how long it was busy.
+    Transfers are reported only when their whole request is done. So an SSD's busy time is computed from its bytes.
     """
     timelines = [data["timeline"] for data in metrics]
     busy_s = {

@@ -1,10 +1,11 @@
-"""Resources made slower than they are, so that one machine shows what happens where another one is the bottleneck.
+"""Slows down resources, so that one machine shows the effect of another machine's bottlenecks.
 
-Real bytes move, real updates and real blocks are computed, and then held back: a transfer is reported when its bytes
-would have passed at the throttle's rate, one transfer after the other, an update when its parameters would, an
-operation when its products would. A rate is declared, not measured: what is throttled notes amount over rate as the
-time in which it was busy, never the time spent asleep. What is slower than its rate by itself is as slow as it is, and
-still notes amount over rate.
+Bytes, updates and blocks are real, and their completion is delayed. A transfer is reported at the time at which its
+bytes would have passed at the throttle's rate, one transfer after the other. An update is delayed by its parameters,
+and an operation by its products.
+
+The rate is declared, not measured. A throttled resource records amount / rate as its busy time, never the time of a
+sleep. If the work itself is slower than the rate, it takes longer, and still records amount / rate.
 """
 
 import contextlib
@@ -24,8 +25,8 @@ from windlass.storage.io import BlockDevice, IoSettings, Transfer, TransferEngin
 
 THROTTLE_FILE = "throttle.json"  # in the job's folder
 
-# Products of a block's params with each token, in FLOP a parameter; backward computes the block again, the head does
-# not. Those of attention are left out.
+# FLOP per parameter and token for the products of a block's params. Backward computes the block again, the head does
+# not. The products of attention are left out.
 FORWARD_FLOP, BACKWARD_FLOP, HEAD_FLOP = 2, 6, 6
 
 _TRANSFERS = frozenset(kind for kind in SpanKind if kind.startswith(("read_", "write_")))
@@ -34,7 +35,7 @@ _OPERATIONS = frozenset((SpanKind.FORWARD, SpanKind.HEAD, SpanKind.BACKWARD, Spa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throttle:
-    """Rates that nothing is faster than; None: as fast as it can."""
+    """Maximum rates. None: not throttled."""
 
     ssd_bytes_per_s: float | None = None  # of each SSD, read and written together
     optimizer_params_per_s: float | None = None  # of each optimizer
@@ -46,22 +47,22 @@ class Throttle:
                 raise ValueError(f"{name} is {rate}; a rate is above 0")
 
     def write(self, job_dir: Path) -> None:
-        """For the processes of a job, which read it when they are set up."""
+        """Writes the rates for the processes of a job, which read them in their setup."""
         (job_dir / THROTTLE_FILE).write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, job_dir: Path) -> "Throttle":
-        """What was written for a job."""
+        """Reads the rates that were written for a job."""
         return cls(**json.loads((job_dir / THROTTLE_FILE).read_text()))
 
     def slow_actor(self, name: str) -> None:
-        """Hold back the actor of this name that this process is going to make, for good."""
+        """Throttles the actor of this name, which this process will create, permanently."""
         for module, attribute, slow in self._replacements(name.partition("-")[0]):
             setattr(module, attribute, slow)
 
     @contextlib.contextmanager
     def holding_back(self) -> Iterator[None]:
-        """All actors that this process makes meanwhile are held back."""
+        """Throttles all actors that this process creates within the context."""
         with contextlib.ExitStack() as stack:
             for kind in ("ssd", "optimizer", "gpu"):
                 for replacement in self._replacements(kind):
@@ -69,7 +70,10 @@ class Throttle:
             yield
 
     def _replacements(self, kind: str) -> list[tuple[ModuleType, str, Any]]:
-        """What stands in for what; the modules of other actors are not loaded, as SSD servers do without torch."""
+        """Returns the attributes to replace.
+
+        Does not load modules of other actors: SSD servers need no torch, for example.
+        """
         if kind == "ssd" and self.ssd_bytes_per_s is not None:
             from windlass.actors.ssd import server as ssd_server
 
@@ -92,7 +96,7 @@ class Throttle:
 
 
 class Gate:
-    """What comes passes at a rate, one after the other. Safe from many threads."""
+    """Lets amounts of work pass at a rate, one after the other. Thread-safe."""
 
     def __init__(self, rate_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate_per_s = rate_per_s
@@ -102,16 +106,16 @@ class Gate:
         self._overslept_s = 0.0
 
     def due_s(self, amount: float, *, came_at_s: float | None = None) -> float:
-        """When this has passed, if it came then, or comes now."""
+        """Returns the time at which an amount has passed. It arrives now, or at `came_at_s`."""
         with self._lock:
-            # Who woke up too late comes too late the next time.
+            # A thread that woke up late would arrive late the next time, so subtract the delay.
             came_at_s = (self._clock() if came_at_s is None else came_at_s) - self._overslept_s
             self._free_at_s = max(self._free_at_s, came_at_s) + amount / self._rate_per_s
             return self._free_at_s
 
     @contextlib.contextmanager
     def passing(self, amount: float, *, came_at_s: float | None = None) -> Iterator[None]:
-        """What a thread does meanwhile is over when this amount has passed; its next note is as long as that takes."""
+        """Delays the end of the context until the amount has passed. The thread's next span has that duration."""
         due_s = self.due_s(amount, came_at_s=came_at_s)
         yield
         self._overslept_s = 0.0
@@ -122,7 +126,7 @@ class Gate:
 
 
 class _Passed(threading.local):
-    """How long what a thread did last takes at its rate."""
+    """The duration of a thread's last work at its declared rate."""
 
     duration_s = 0.0
 
@@ -131,7 +135,7 @@ _passed = _Passed()
 
 
 def _log_of(kinds: Collection[SpanKind], busy_s: Callable[[int], float]) -> type[SpanRecorder]:
-    """In place of `SpanRecorder`: spans of these kinds end when they ended, and last as long as their bytes say."""
+    """Returns a `SpanRecorder` that moves the start of such spans, so that they last as long as declared."""
 
     class DeclaredLog(SpanRecorder):
         def note(
@@ -153,33 +157,33 @@ def _log_of(kinds: Collection[SpanKind], busy_s: Callable[[int], float]) -> type
 
 
 class ThrottledEngine:
-    """Transfers of another engine, reported no earlier than they passed a gate."""
+    """Wraps a transfer engine, and reports its transfers only when they have passed a gate."""
 
     def __init__(self, engine: TransferEngine, gate: Gate) -> None:
         self._engine = engine
         self._gate = gate
         self._due_s: dict[Transfer, float] = {}
-        self._moved: list[Transfer] = []  # and not reported
+        self._moved: list[Transfer] = []  # moved, but not reported
 
     @property
     def depth(self) -> int:
-        """Transfers that may be in flight."""
+        """The maximum number of transfers in flight."""
         return self._engine.depth
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers submitted and not reported."""
+        """The number of transfers submitted and not reported."""
         return len(self._due_s)
 
     def submit(self, transfer: Transfer) -> None:
-        """Begin a transfer. ValueError if `depth` are in flight."""
+        """Begins a transfer. Raises ValueError if `depth` are in flight."""
         if self.num_in_flight == self.depth:
             raise ValueError(f"{self.depth} transfers are in flight")
         self._due_s[transfer] = self._gate.due_s(len(transfer.buffer))
         self._engine.submit(transfer)
 
     def wait(self, timeout_s: float | None) -> list[Transfer]:
-        """What has moved and passed the gate, at least one; none if that takes longer than `timeout_s` seconds."""
+        """Returns transfers that have passed the gate, at least one, or none after `timeout_s` seconds."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._moved:
             self._moved += self._engine.wait(timeout_s)
@@ -194,12 +198,12 @@ class ThrottledEngine:
         return [first]
 
     def close(self) -> None:
-        """Wait until nothing is in flight, and let go."""
+        """Waits until no transfer is in flight, and closes the engine."""
         self._engine.close()
 
 
 def _slow_engines(rate_per_s: float) -> Any:
-    """In place of `open_engine`: the threads of a server, which share a device, share its gate."""
+    """Returns a replacement of `open_engine`. Threads of a server that share a device also share its gate."""
     gates: dict[int, Gate] = {}
 
     def open_slowly(device: BlockDevice, settings: IoSettings) -> TransferEngine:
@@ -210,7 +214,7 @@ def _slow_engines(rate_per_s: float) -> Any:
 
 
 def _slow_updater(rate_per_s: float) -> Any:
-    """In place of `ChunkUpdater`: as many parameters a second."""
+    """Returns a replacement of `ChunkUpdater` that updates `rate_per_s` parameters per second."""
     from windlass.actors.optimizer import ChunkUpdater
 
     class ThrottledUpdater(ChunkUpdater):
@@ -226,7 +230,7 @@ def _slow_updater(rate_per_s: float) -> Any:
 
 
 def _slow_runner(rate_per_s: float) -> Any:
-    """In place of `BlockRunner`: as many FLOP a second."""
+    """Returns a replacement of `BlockRunner` that computes `rate_per_s` FLOP per second."""
     from windlass.engine.model import BlockRunner
 
     class ThrottledRunner(BlockRunner):
@@ -261,5 +265,5 @@ def _slow_runner(rate_per_s: float) -> Any:
 
 
 def sleep_until(at_s: float) -> None:
-    """Sleep until a time of `time.monotonic`."""
+    """Sleeps until a time of `time.monotonic`."""
     time.sleep(max(0.0, at_s - time.monotonic()))

@@ -1,9 +1,11 @@
-"""The SSD server beside fio and DeepSpeed's aio: `python -m benchmarks.ssd [--quick] [--directory DIR]`
+"""Compares the SSD server with fio and DeepSpeed's aio: `python -m benchmarks.ssd [--quick] [--directory DIR]`
 
-Requests of 2 MiB to 1 GiB, several in flight: read, write, and what an update moves (12 bytes a parameter in, 14 out).
-windlass goes through its SSD server actor and descriptors, with its checksums; each peer is given its best setting of
-several, found before. All are interleaved in rounds. Then the latency of one request with and without the actor hop,
-the cost of the checksums, and one to four servers on one disk.
+Requests have 2 MiB to 1 GiB, several in flight. They read, write, or do both like an update (12 bytes a parameter in,
+14 out). Windlass uses its SSD server actor with descriptors and checksums. Each peer uses the best of several settings,
+found in advance. All run interleaved in rounds.
+
+Further tables show the latency of one request with and without the actor, the cost of checksums, and one to four
+servers on one disk.
 """
 
 import statistics
@@ -33,7 +35,7 @@ _NUM_LATENCIES = 200
 
 
 def in_flight_of(request_nbytes: int) -> int:
-    """Requests on their way at once: several, and few of the largest, as each takes its size of memory."""
+    """Returns the number of requests in flight: several, but few large ones, because each needs its size of memory."""
     return (
         16 if request_nbytes <= 2 * MIB else 8 if request_nbytes <= 16 * MIB else 4 if request_nbytes < 1 << 30 else 3
     )
@@ -41,7 +43,7 @@ def in_flight_of(request_nbytes: int) -> int:
 
 @contextmanager
 def ray_cluster(home: Path) -> Iterator[None]:
-    """A Ray daemon of its own."""
+    """Runs a Ray daemon in the context."""
     cluster = RayCluster(home)
     try:
         cluster.ensure_running(num_cpus=num_cores(), num_gpus=0)
@@ -50,12 +52,12 @@ def ray_cluster(home: Path) -> Iterator[None]:
     finally:
         import ray
 
-        ray.shutdown()  # before the daemon ends: a driver that lost it waits a minute for it
+        ray.shutdown()  # before the daemon ends: a driver without its daemon waits a minute for it
         cluster.stop()
 
 
 def describe(calibration: Calibration) -> str:
-    """In a line."""
+    """Describes a calibration in one line."""
     io = calibration.io
     rates = (calibration.read_bytes_per_s, calibration.write_bytes_per_s, calibration.mixed_bytes_per_s)
     read, write, mixed = (f"{rate / 1e9:.1f}" for rate in rates)
@@ -66,7 +68,7 @@ def describe(calibration: Calibration) -> str:
 
 
 def best_setting(measure: Callable[[Any], float], settings: Sequence[Any]) -> Any:
-    """The setting with the highest rate."""
+    """Returns the setting with the highest rate."""
     return max(settings, key=measure)
 
 
@@ -80,7 +82,7 @@ class Comparison:
         self.missing: dict[str, str] = {}
         self._num_rounds = num_rounds
         self._seconds = seconds
-        # No chunk is on its way twice.
+        # Large enough that no chunk is in flight twice.
         self._working_set_nbytes = max(MIB << 10, in_flight_of(request_nbytes) * request_nbytes)
         geometry = geometry_of(request_nbytes, self._working_set_nbytes)
         self._setup = Setup(folder / "windlass", geometry, in_flight_of(request_nbytes), ARENA_DIR)
@@ -92,7 +94,7 @@ class Comparison:
         )
 
     def run(self) -> None:
-        """Find the peers' settings, then measure all in alternating order."""
+        """Finds the peers' settings, and measures all contenders in alternating order."""
         server = ActorServer(self._setup, self._io)
         try:
             for traffic in Traffic:
@@ -113,17 +115,17 @@ class Comparison:
             server.close()
 
     def over_best_peer(self, traffic: Traffic) -> float | None:
-        """Windlass's median over the better peer's; None without peers."""
+        """Returns windlass's median rate divided by the better peer's; None without peers."""
         peers = [statistics.median(self.rates[(traffic, name)]) for name in self.peers if self.rates[(traffic, name)]]
         return ratio(statistics.median(self.rates[(traffic, "windlass")]), max(peers, default=None))
 
     @property
     def peers(self) -> list[str]:
-        """Those that are here."""
+        """The names of the peers that can run."""
         return [name for name in (Fio.name, DeepSpeedAio.name) if name not in self.missing]
 
     def close(self) -> None:
-        """Give memory and disk back."""
+        """Releases memory and disk space."""
         self._setup.close()
         for peer in (self._fio, self._aio):
             if peer is not None:
@@ -160,7 +162,7 @@ class Comparison:
 
 
 def rates_table(report: Report, comparisons: Sequence[Comparison]) -> None:
-    """One row for each traffic and size."""
+    """Adds a table with a row for each traffic and size."""
     names = ("windlass", Fio.name, DeepSpeedAio.name)
     rows = []
     for traffic in Traffic:
@@ -175,7 +177,7 @@ def rates_table(report: Report, comparisons: Sequence[Comparison]) -> None:
 
 
 def latency_table(report: Report, folder: Path, io: IoSettings) -> None:
-    """One 2 MiB read at a time."""
+    """Adds the latency of single 2 MiB reads."""
     # The master is 4 of a parameter's 14 bytes.
     geometry = geometry_of(_LATENCY_NBYTES * 14 // 4, 256 * MIB)
     nbytes = geometry.region_nbytes(geometry.kinds[1])
@@ -207,7 +209,7 @@ def latency_table(report: Report, folder: Path, io: IoSettings) -> None:
 
 
 def checksum_cost(report: Report, folder: Path, io: IoSettings, *, num_rounds: int, seconds: float) -> float:
-    """The largest share of the rate that checksums take, of the three kinds of traffic."""
+    """Returns the largest share of the rate that checksums cost, over the three kinds of traffic."""
     geometry = geometry_of(64 * MIB, 1 << 30)
     with_checksums = Setup(folder / "checksums", geometry, 4, ARENA_DIR)
     without = Setup(folder / "no-checksums", geometry, 4, ARENA_DIR, arena=with_checksums.arena)
@@ -236,7 +238,7 @@ def checksum_cost(report: Report, folder: Path, io: IoSettings, *, num_rounds: i
 
 
 def huge_pages_table(report: Report, folder: Path, io: IoSettings, *, num_rounds: int, seconds: float) -> None:
-    """The same server with an arena of huge pages, as jobs have it, and one of small pages."""
+    """Adds the rates with an arena of huge pages, as in jobs, and with one of small pages."""
     geometry = geometry_of(64 * MIB, 512 * MIB)
     setups = {huge: Setup(folder / f"huge-{huge}", geometry, 4, ARENA_DIR, huge_pages=huge) for huge in (True, False)}
     servers = {huge: prepared(LocalServer(setup, io)) for huge, setup in setups.items()}
@@ -254,7 +256,10 @@ def huge_pages_table(report: Report, folder: Path, io: IoSettings, *, num_rounds
 
 
 def many_servers(report: Report, folder: Path, io: IoSettings, *, num_rounds: int, seconds: float) -> None:
-    """Several jobs' servers on one disk, each with a directory of its own: the disk's rate stays what it is."""
+    """Adds the rates of several servers on one disk, each with its own directory.
+
+    The disk's rate should stay the same.
+    """
     geometry = geometry_of(64 * MIB, 512 * MIB)
     setups = [Setup(folder / f"server-{i}", geometry, 4, ARENA_DIR) for i in range(4)]
     servers = [prepared(LocalServer(setup, io)) for setup in setups]
@@ -270,7 +275,7 @@ def many_servers(report: Report, folder: Path, io: IoSettings, *, num_rounds: in
 
 
 def together(measures: Sequence[Callable[[Traffic, float], float]], seconds: float) -> list[float]:
-    """The rates of several servers that work at the same time."""
+    """Returns the rates of several servers that work at the same time."""
     rates: list[float] = []
     threads = [
         threading.Thread(target=lambda measure=measure: rates.append(measure(Traffic.MIX, seconds)))
@@ -284,13 +289,13 @@ def together(measures: Sequence[Callable[[Traffic, float], float]], seconds: flo
 
 
 def prepared(server: LocalServer) -> LocalServer:
-    """The server, its chunks written."""
+    """Writes the server's chunks, and returns the server."""
     server.requester.prepare()
     return server
 
 
 def main() -> None:
-    """Measure, report, end with the line of ratios."""
+    """Measures, reports, and prints the ratios as the last line."""
     options = parse_options("ssd", __doc__, quick="two sizes, one short round")
     sizes = [2 * MIB, 16 * MIB] if options.quick else [2 * MIB, 16 * MIB, 128 * MIB, 1024 * MIB]
     num_rounds, seconds = (1, 0.3) if options.quick else (5, 1.0)

@@ -1,4 +1,4 @@
-"""Windlass's SSD server, as an actor and without Ray, for `benchmarks.ssd`."""
+"""Runs windlass's SSD server for `benchmarks.ssd`, as an actor and without Ray."""
 
 import os
 import threading
@@ -19,9 +19,10 @@ from windlass.storage.store import StoreGeometry, TensorStore
 
 
 class Setup:
-    """What a server and its requester share: a directory with a volume, and an arena of so many chunk slots.
+    """The state that a server and its requester share: a directory with a volume, and an arena of chunk slots.
 
-    `arena`: of another setup, to be compared with: how contiguous memory is decides more than what is compared.
+    `arena`: that of another setup that is compared with this one. Two arenas would differ in how contiguous their
+    memory is, which affects rates more than what is compared.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Setup:
         self.arena = arena or Arena.create(path, num_in_flight * geometry.extent_nbytes, huge_pages=huge_pages)
 
     def close(self) -> None:
-        """Give memory and disk back."""
+        """Releases memory and disk space."""
         if self._is_mine:
             self.arena.close()
             self.arena.unlink()
@@ -53,7 +54,7 @@ class Setup:
 
 
 class LocalServer:
-    """Server and requester in this process."""
+    """A server and a requester in this process."""
 
     def __init__(self, setup: Setup, io: IoSettings, *, checksums: bool = True) -> None:
         self.requester = Requester(setup.geometry, setup.arena.path, setup.num_in_flight)
@@ -70,21 +71,21 @@ class LocalServer:
         self.requester.send = to_server
 
     def measure(self, traffic: Traffic, seconds: float) -> float:
-        """Bytes per second."""
+        """Returns bytes per second."""
         return self.requester.measure(traffic, seconds)
 
     def latency_s(self, nbytes: int) -> float:
-        """Of one read."""
+        """Returns the seconds of one read."""
         return self.requester.latency_s(nbytes)
 
     def close(self) -> None:
-        """End the threads; the states stay."""
+        """Ends the threads. The states stay on the disk."""
         self._server.stop()
         self.requester.close()
 
 
 class ActorServer:
-    """Server and requester as Ray actors, each in a process of its own, as in a job. Ray must be connected."""
+    """A server and a requester as Ray actors, each in its own process, as in a job. Ray must be connected."""
 
     def __init__(self, setup: Setup, io: IoSettings) -> None:
         import ray
@@ -101,24 +102,24 @@ class ActorServer:
         ray.get(self._requester.call.remote("prepare"))
 
     def measure(self, traffic: Traffic, seconds: float) -> float:
-        """Bytes per second."""
+        """Returns bytes per second."""
         rate: float = self._ray.get(self._requester.call.remote("measure", traffic, seconds))
         return rate
 
     def latency_s(self, nbytes: int) -> float:
-        """Of one read."""
+        """Returns the seconds of one read."""
         seconds: float = self._ray.get(self._requester.call.remote("latency_s", nbytes))
         return seconds
 
     def close(self) -> None:
-        """End the processes; the states stay."""
+        """Ends the processes. The states stay on the disk."""
         self._ray.get(self._server.stop.remote())
         for actor in (self._server, self._requester):
             self._ray.kill(actor)
 
 
 class _Shell:
-    """A process with a mailbox; what arrives goes to its actor."""
+    """A process with a message server, which passes messages to its actor."""
 
     _actor: SsdServer | Requester
 

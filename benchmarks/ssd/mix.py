@@ -1,4 +1,4 @@
-"""The limit of the SSDs: what plain threads with O_DIRECT read and write at once, in the directories windlass uses."""
+"""Measures the limit of the SSDs: simultaneous reads and writes by plain threads with O_DIRECT, in the same folders."""
 
 import mmap
 import os
@@ -15,12 +15,12 @@ _FILE_NBYTES = 1024 * MIB
 
 
 class DirectIoError(Exception):
-    """A directory's file system has no O_DIRECT."""
+    """Raised if a directory's file system does not support O_DIRECT."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixSetting:
-    """A way to move bytes: so many threads in all, each with one transfer of a size under way."""
+    """A number of threads, each with one transfer of a given size in flight."""
 
     num_threads: int
     block_nbytes: int
@@ -34,7 +34,7 @@ SETTINGS = (
 
 
 class MixFiles:
-    """A file of random bytes in every directory, for as long as the context lasts."""
+    """A file of random bytes in every directory, removed at the end of the context."""
 
     def __init__(self, directories: Sequence[Path], file_nbytes: int = _FILE_NBYTES) -> None:
         self._paths = [directory / "mix.bin" for directory in directories]
@@ -69,7 +69,7 @@ class MixFiles:
 
 
 def mixed_bytes_per_s(files: MixFiles, setting: MixSetting, read_share: float, seconds: float) -> float:
-    """Bytes read and written per second, together, when `read_share` of the transfers are reads."""
+    """Returns the bytes read and written per second, together. `read_share` of the transfers are reads."""
     until_s = time.perf_counter() + seconds
     moved = [0] * setting.num_threads
     failures: list[BaseException] = []
@@ -94,13 +94,13 @@ def mixed_bytes_per_s(files: MixFiles, setting: MixSetting, read_share: float, s
 
 
 def _transfer(files: MixFiles, setting: MixSetting, index: int, read_share: float, until_s: float) -> int:
-    """One thread: blocks at random places of its file, reads and writes in turn as the share demands."""
+    """Runs one thread: blocks at random offsets of its file, reads and writes in proportion to `read_share`."""
     fd = files.fds[index % len(files.fds)]
     places = random.Random(index)
     num_blocks = files.file_nbytes // setting.block_nbytes
     moved_nbytes, num_reads, num_transfers = 0, 0, 0
-    with mmap.mmap(-1, setting.block_nbytes) as buffer:  # anonymous, so aligned to a page
-        os.preadv(fd, [buffer], 0)  # bytes that are not all zero, to be written
+    with mmap.mmap(-1, setting.block_nbytes) as buffer:  # anonymous memory is page-aligned
+        os.preadv(fd, [buffer], 0)  # fills the buffer with bytes that are not all zero
         while time.perf_counter() < until_s:
             offset = places.randrange(num_blocks) * setting.block_nbytes
             num_transfers += 1

@@ -1,4 +1,4 @@
-"""What else moves bytes between an SSD and memory: fio with io_uring, and DeepSpeed's asynchronous I/O handle."""
+"""The peers of the SSD server: fio with io_uring, and DeepSpeed's asynchronous I/O handle."""
 
 import json
 import os
@@ -16,11 +16,11 @@ MIB = 1 << 20
 
 
 class PeerMissingError(Exception):
-    """A peer is not installed, or cannot run here; the text says why."""
+    """Raised if a peer is not installed or cannot run on this machine. The text has the reason."""
 
 
 def write_file(path: Path, nbytes: int) -> None:
-    """A file of random bytes, all of them on the disk."""
+    """Writes a file of random bytes to the disk."""
     block = random.Random(0).randbytes(MIB)
     with path.open("wb") as file:
         for _ in range(-(-nbytes // MIB)):
@@ -31,7 +31,7 @@ def write_file(path: Path, nbytes: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FioSetting:
-    """What fio is best at differs by machine."""
+    """A setting of fio. The best one differs by machine."""
 
     block_nbytes: int
     depth: int
@@ -41,12 +41,12 @@ class FioSetting:
 
 
 class Fio:
-    """`fio` over one file, sequentially, past the page cache."""
+    """Runs `fio` over one file, sequentially, without the page cache."""
 
     name = "fio"
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        """Raises PeerMissingError where it is not installed or io_uring is not permitted."""
+        """Raises PeerMissingError if fio is not installed or io_uring is not permitted."""
         if shutil.which("fio") is None:
             raise PeerMissingError("fio is not installed")
         self._path = path
@@ -58,12 +58,12 @@ class Fio:
             raise PeerMissingError(f"fio cannot use io_uring here: {error.stderr.strip()[-200:]}") from error
 
     def settings(self, request_nbytes: int) -> list[FioSetting]:
-        """To choose from, for requests of a size."""
+        """Returns the settings to try for requests of a size."""
         sizes = [size for size in (512 * 1024, MIB, 2 * MIB, 4 * MIB) if size <= request_nbytes]
         return [FioSetting(block_nbytes=size, depth=depth) for size in sizes for depth in (4, 8, 16, 32)]
 
     def measure(self, traffic: Traffic, seconds: float, setting: FioSetting) -> float:
-        """Bytes per second."""
+        """Returns bytes per second."""
         mode = {Traffic.READ: "read", Traffic.WRITE: "write", Traffic.MIX: "rw"}[traffic]
         command = ["fio", "--name=peer", f"--filename={self._path}", f"--size={self._nbytes // MIB}M", f"--rw={mode}"]
         command += [f"--rwmixread={100 * READ_SHARE[traffic]:.0f}", f"--bs={setting.block_nbytes}"]
@@ -74,11 +74,11 @@ class Fio:
         return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
 
     def latency_s(self, nbytes: int) -> float:
-        """Mean seconds of one read with nothing else on its way."""
+        """Returns the mean seconds of one read with nothing else in flight."""
         return nbytes / self.measure(Traffic.READ, 0.5, FioSetting(block_nbytes=nbytes, depth=1))
 
     def close(self) -> None:
-        """Remove the file."""
+        """Removes the file."""
         self._path.unlink(missing_ok=True)
 
 
@@ -95,12 +95,12 @@ class AioSetting:
 
 
 class DeepSpeedAio:
-    """DeepSpeed's `aio_handle`, several pinned buffers in flight, each in a part of one file."""
+    """Runs DeepSpeed's `aio_handle` with several pinned buffers in flight, each for a part of one file."""
 
     name = "DeepSpeed aio"
 
     def __init__(self, path: Path, nbytes: int, num_in_flight: int) -> None:
-        """Raises PeerMissingError where it is not installed or does not compile."""
+        """Raises PeerMissingError if it is not installed or does not compile."""
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         try:
             import torch
@@ -118,9 +118,9 @@ class DeepSpeedAio:
         write_file(path, nbytes)
 
     def settings(self, request_nbytes: int) -> list[AioSetting]:
-        """To choose from, for requests of a size."""
+        """Returns the settings to try for requests of a size."""
         shapes = [(MIB, 32, 1), (MIB, 32, 2), (MIB, 8, 4), (MIB, 32, 4), (4 * MIB, 8, 4)]
-        # A request is cut among the threads first.
+        # A request is divided among the threads first.
         return [
             AioSetting(block_nbytes=block, depth=depth, num_threads=threads)
             for block, depth, threads in shapes
@@ -128,7 +128,7 @@ class DeepSpeedAio:
         ]
 
     def measure(self, traffic: Traffic, seconds: float, setting: AioSetting, request_nbytes: int) -> float:
-        """Bytes per second: all buffers are read (and, or, written), then waited for together."""
+        """Returns bytes per second. Each round starts transfers of all buffers, and waits for all of them."""
         handle = self._handle(setting)
         buffers = self._buffers_of(setting, request_nbytes)
         num_places = self._nbytes // request_nbytes
@@ -148,7 +148,7 @@ class DeepSpeedAio:
         return moved / (time.perf_counter() - start_s)
 
     def latency_s(self, nbytes: int) -> float:
-        """Median seconds of one read with nothing else on its way."""
+        """Returns the median seconds of one read with nothing else in flight."""
         setting = AioSetting(block_nbytes=MIB, depth=32, num_threads=2)
         handle, (buffer, *_) = self._handle(setting), self._buffers_of(setting, nbytes)
         times = []
@@ -160,14 +160,14 @@ class DeepSpeedAio:
         return sorted(times)[len(times) // 2]
 
     def release(self) -> None:
-        """Give the buffers back, before those of another size are asked for."""
+        """Frees the buffers. This must happen before buffers of another size are allocated."""
         for (setting, _), buffers in self._buffers.items():
             for buffer in buffers:
                 self._handles[setting].free_cpu_locked_tensor(buffer)
         self._buffers.clear()
 
     def close(self) -> None:
-        """Give everything back and remove the file."""
+        """Frees everything and removes the file."""
         self.release()
         self._handles.clear()
         self._path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Requests to an SSD server, as an optimizer makes them: so many chunks in flight, descriptors only."""
+"""Sends requests to an SSD server as an optimizer does: several chunks in flight, descriptors only."""
 
 import threading
 import time
@@ -46,11 +46,11 @@ _DEADLINE_S = 120.0
 
 
 class Traffic(StrEnum):
-    """What is moved."""
+    """The direction of transfers."""
 
     READ = "read"  # all states of a chunk
     WRITE = "write"
-    MIX = "mix"  # as an update does: master and moments in, all states out
+    MIX = "mix"  # like an update: reads master and moments, writes all states
 
 
 READ_KINDS = {
@@ -61,7 +61,7 @@ READ_SHARE = {Traffic.READ: 1.0, Traffic.WRITE: 0.0, Traffic.MIX: 12 / 26}
 
 
 def geometry_of(request_nbytes: int, working_set_nbytes: int) -> StoreGeometry:
-    """Chunks whose states are `request_nbytes` in all, rounded down to what a chunk can be."""
+    """Returns a store whose chunks have states of `request_nbytes`, rounded down to a valid chunk size."""
     numel = max(1, request_nbytes // ITEMSIZE // CHUNK_NUMEL_UNIT) * CHUNK_NUMEL_UNIT
     return StoreGeometry(
         job=JOB,
@@ -76,12 +76,12 @@ def geometry_of(request_nbytes: int, working_set_nbytes: int) -> StoreGeometry:
 
 
 class Requester:
-    """Asks for chunks of one store. `post` takes the answers, from any thread."""
+    """Requests chunks of one store. `post` receives the answers, from any thread."""
 
     def __init__(self, geometry: StoreGeometry, arena_path: Path, num_in_flight: int) -> None:
         self._geometry = geometry
         self._num_in_flight = num_in_flight
-        self.send: Callable[[ActorName, Message], None]  # set before anything is asked
+        self.send: Callable[[ActorName, Message], None]  # set before the first request
         self._arena = Arena.open(arena_path)
         self._changed = threading.Condition()
         self._answers: list[Message] = []
@@ -89,13 +89,13 @@ class Requester:
         self._correlation = 0
 
     def post(self, message: Message) -> None:
-        """Take an answer."""
+        """Receives an answer."""
         with self._changed:
             self._answers.append(message)
             self._changed.notify()
 
     def prepare(self) -> None:
-        """Write every chunk: nothing is written the first time while timed."""
+        """Writes every chunk, so that no timed write is the first one."""
         memory = self._arena.buffer(Span(0, self._arena.nbytes))
         block = bytes(range(256)) * 4096
         for start in range(0, memory.nbytes, len(block)):
@@ -103,37 +103,37 @@ class Requester:
         self._run(Traffic.WRITE, len(self._keys), until_s=0.0)
 
     def measure(self, traffic: Traffic, seconds: float) -> float:
-        """Bytes per second, with `num_in_flight` chunks on their way, for about so long."""
+        """Returns bytes per second, with `num_in_flight` chunks in flight, measured for about `seconds`."""
         start_s = time.perf_counter()
         num_chunks = self._run(traffic, 2 * self._num_in_flight, until_s=start_s + seconds)
         per_numel = {Traffic.READ: ITEMSIZE, Traffic.WRITE: ITEMSIZE, Traffic.MIX: 12 + ITEMSIZE}[traffic]
         return num_chunks * self._geometry.chunk_numel * per_numel / (time.perf_counter() - start_s)
 
     def latency_s(self, nbytes: int) -> float:
-        """Seconds from asking for one state of one chunk to its answer, with nothing else on its way."""
+        """Returns the seconds from a request for one state of one chunk to its answer, with nothing else in flight."""
         start_s = time.perf_counter()
         self._ask(ReadChunks, Step(0), [self._item(0, (StateKind.MASTER,), 0, nbytes)])
         self._answers_so_far()
         return time.perf_counter() - start_s
 
     def close(self) -> None:
-        """Unmap the arena."""
+        """Unmaps the arena."""
         self._arena.close()
 
     def _run(self, traffic: Traffic, min_chunks: int, *, until_s: float) -> int:
-        """Keep the slots busy; each holds one chunk, read and then written where the traffic asks for both.
+        """Keeps all slots busy. Each slot holds one chunk, which is read, written, or both, depending on the traffic.
 
-        What can be asked for at the same time goes out in one request.
+        Chunks that can be requested at the same time are in one request.
         """
         begun = done = 0
         keys = cycle(self._keys)
-        slot_of: dict[ChunkKey, int] = {}  # of chunks on their way
+        slot_of: dict[ChunkKey, int] = {}  # slots of the chunks in flight
         reading: set[ChunkKey] = set()
         free, to_write = list(range(self._num_in_flight)), list[ChunkKey]()
         while True:
             to_read: list[ChunkKey] = []
             while free and (begun < min_chunks or time.perf_counter() < until_s):
-                key = next(key for key in keys if key not in slot_of)  # one may be overtaken by a whole round
+                key = next(key for key in keys if key not in slot_of)  # skip a chunk that is still in flight
                 slot_of[key] = free.pop()
                 begun += 1
                 (to_write if traffic is Traffic.WRITE else to_read).append(key)
@@ -181,7 +181,7 @@ class Requester:
         self.send(SERVER, request)
 
     def _answers_so_far(self) -> list[ChunkIoDone]:
-        """All that have come, at least one."""
+        """Returns all answers so far, and waits for at least one."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._answers, timeout=_DEADLINE_S):
                 raise TimeoutError("the SSD server does not answer")
