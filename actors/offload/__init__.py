@@ -1,4 +1,4 @@
-"""`windlass.offload`: a plain PyTorch loop whose layers' params and optimizer states rest in memory or on SSDs."""
+"""`windlass.offload`: a plain PyTorch loop with its layers' params and optimizer states in host memory or on SSDs."""
 
 from windlass.exports import lazy_exports
 

@@ -1,6 +1,6 @@
 """`windlass.offload`: a plain PyTorch training loop, with its layers' states on SSDs and in host memory.
 
-Source: Ratel, IV-E and Fig. 4: the few lines by which a training loop becomes an offloaded one.
+Source: Ratel, IV-E and Fig. 4, for the few lines that turn a training loop into an offloaded one.
 """
 
 import os
@@ -41,21 +41,29 @@ def offload(
     chunk_numel: int | None = None,
     poison_released: bool = False,
 ) -> tuple[_Model, OffloadedOptimizer]:
-    """The same model, its layers' states moved away layer by layer, and the optimizer to train it with.
+    """Offloads a model's layers in place; returns the model and the optimizer to train it with.
 
-    The model holds its weights, all layers in fp32 or all in bf16; what lies outside of the layers moves to `device`
-    (None: the GPU if there is one). `optimizer` is a new torch.optim.AdamW or Adam, and is not to be used itself again.
+    The layers' params and optimizer states move to the SSDs, layer by layer. The model must hold its weights, with all
+    layers in fp32 or all in bf16. Its other parameters move to `device`, by default to the GPU if there is one.
+    `optimizer` must be a new torch.optim.AdamW or Adam; use only the returned optimizer afterwards.
 
-    `layers`: the name of the ModuleList, or of several, where it is not the only one. `clip_norm`: in place of
-    `clip_grad_norm_`. `backwards_per_step`: so many backwards come before each step; in the last of them layers are
-    updated already, unless there is `clip_norm`. `host_memory_gib`: what buffers may take; if more, states of layers
-    stay there. `state_precision` (bf16 models): "fp32", "split" (the same in less space), or "bf16". `kernel`:
-    "compiled", "fused", or None: compiled if there is a compiler. `direct_io=False`: for file systems without O_DIRECT.
-    `deadline_s`: the longest wait for a disk. `poison_released` fills buffers with NaN when they are let go, for tests.
+    Args:
+        ssd_dirs: directories for the states, one on each SSD.
+        layers: name of the ModuleList of layers, or several names; needed if the model has more than one ModuleList.
+        clip_norm: largest gradient norm, in place of `clip_grad_norm_`.
+        backwards_per_step: number of backward passes before each step. Without `clip_norm`, layers are already updated
+            during the last of them.
+        host_memory_gib: host memory for buffers. Memory beyond their need holds states of layers.
+        state_precision: for bf16 models, "fp32", "split" (the same results in less space), or "bf16".
+        kernel: "compiled", "fused", or None for the compiled kernel if there is a compiler.
+        direct_io: False for file systems without O_DIRECT.
+        deadline_s: timeout of a disk, in seconds.
+        poison_released: fills released buffers with NaN, for tests.
 
     Raises:
-        CannotOffloadError: the model or the optimizer cannot be trained exactly this way; nothing was changed.
-        PlanError, InsufficientSpaceError: it does not fit; the text gives the bytes needed. Nothing was changed.
+        CannotOffloadError: the model or the optimizer cannot be trained with exact results. Nothing was changed.
+        PlanError, InsufficientSpaceError: there is too little space; the text gives the bytes needed. Nothing was
+            changed.
     """
     if backwards_per_step < 1 or (clip_norm is not None and clip_norm <= 0):
         raise ValueError(f"backwards_per_step {backwards_per_step} and clip_norm {clip_norm} must be positive")
@@ -104,26 +112,29 @@ def _kernel_dir() -> Path:
 
 
 def _groups_of(optimizer: torch.optim.Optimizer, blocks: Sequence[OffloadedBlock]) -> dict[str, dict[str, Any]]:
-    """The parameter group of each parameter of the layers, by name."""
+    """Returns the optimizer's parameter group of each parameter of the layers, by name."""
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    found = {}
+    groups_by_name = {}
     for param in (param for block in blocks for param in block.params):
         module, attribute = param.sites[0]
         group = groups.get(id(module._parameters[attribute]))
         if group is not None:
-            found[param.name] = group
-    return found
+            groups_by_name[param.name] = group
+    return groups_by_name
 
 
 def _stand_ins(blocks: Sequence[OffloadedBlock]) -> dict[int, OffloadedParameter]:
-    """What will stand for each parameter of the layers, which the optimizer keeps alive until then."""
+    """Returns the stand-in of each parameter of the layers, by the parameter's id.
+
+    The ids stay valid because the optimizer still holds the parameters.
+    """
     params = [(param.sites[0], param.stand_in) for block in blocks for param in block.params]
     return {id(module._parameters[attribute]): stand_in for (module, attribute), stand_in in params}
 
 
 def _stream_state_dict(model: nn.Module, blocks: Sequence[OffloadedBlock], engine: OffloadEngine) -> None:
-    """Lets `model.state_dict()` hold the layers' weights, read from where they rest, in host memory."""
-    names: dict[int, list[str]] = {}  # of each stand-in: more than one where a layer uses a parameter twice
+    """Makes `model.state_dict()` include the layers' weights, read into host memory."""
+    names: dict[int, list[str]] = {}  # by stand-in; several if a layer uses a parameter twice
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
 

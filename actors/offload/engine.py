@@ -1,4 +1,4 @@
-"""One offloaded model: lends parameters to its layers, takes their gradients, and knows when each may be updated."""
+"""The engine of an offloaded model: fetches params for its layers, collects their gradients, and starts updates."""
 
 import atexit
 import math
@@ -24,7 +24,7 @@ from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Precision, Span,
 
 
 class OffloadEngine:
-    """All calls come from the thread that trains."""
+    """Runs one offloaded model. All calls must come from the training thread."""
 
     def __init__(
         self,
@@ -33,9 +33,10 @@ class OffloadEngine:
         settings: OffloadSettings,
         hyper_of: Callable[[str], Hyper | None],
     ) -> None:
-        """Moves the states to where they rest, block by block, freeing each; then the layers are wrapped.
+        """Offloads the states block by block, frees each block's original params, and then wraps the layers.
 
-        `hyper_of`: of a parameter of the layers by its name, as the optimizer has it set now; None: it has none.
+        `hyper_of` returns the optimizer's present settings for a parameter of the layers, by name. It returns None if
+        the optimizer does not have the parameter.
         """
         self.settings = settings
         self.blocks = blocks
@@ -47,12 +48,12 @@ class OffloadEngine:
         self._layers: list[OffloadedLayer] = []
         self._threads: list[threading.Thread] = []
         self.num_steps = 0
-        self._grads: dict[BlockIndex, GradBuffer] = {}  # being computed
+        self._grads: dict[BlockIndex, GradBuffer] = {}  # gradients being computed
         self._touched: dict[BlockIndex, set[str]] = {}  # params with a gradient in this step
-        self._num_backwards: Counter[BlockIndex] = Counter()  # of this step
-        self._begun: dict[BlockIndex, dict[str, Hyper]] = {}  # updates of this step, begun in backward
-        self._num_updates: Counter[str] = Counter()  # of each param
-        torch.get_num_threads()  # settled for this thread, before others choose theirs
+        self._num_backwards: Counter[BlockIndex] = Counter()  # backward passes in this step
+        self._begun: dict[BlockIndex, dict[str, Hyper]] = {}  # settings of the updates that this step has started
+        self._num_updates: Counter[str] = Counter()  # updates so far, by param
+        torch.get_num_threads()  # fixes this thread's number before other threads set theirs
         self._open_store(blocks)
         try:
             self._start(model)
@@ -60,10 +61,10 @@ class OffloadEngine:
             self.close()
             raise
 
-    # --- what layers call (ParamLender) -----------------------------------------------------------------------------
+    # --- calls of the layers (ParamLender) --------------------------------------------------------------------------
 
     def borrow(self, block: OffloadedBlock, *, is_backward: bool) -> torch.Tensor:
-        """The block's flat parameters on the device, until `give_back`."""
+        """Returns the block's flat parameters on the device, valid until `give_back`."""
         self._require_open()
         if self._begun and not is_backward:
             raise OffloadMisuseError(
@@ -74,11 +75,11 @@ class OffloadEngine:
         return self._feed.borrow(block, is_backward=is_backward)
 
     def give_back(self, block: OffloadedBlock) -> None:
-        """They are not read any more."""
+        """Releases a block's parameters."""
         self._feed.give_back(block)
 
     def grads(self, block: OffloadedBlock) -> GradBuffer:
-        """Where the gradients of a backward are summed."""
+        """Returns the buffer in which a block's gradients are summed."""
         if block.index in self._begun:
             raise OffloadMisuseError(
                 f"a second backward reached {block.name} before the step, when its update had begun; set "
@@ -89,7 +90,10 @@ class OffloadEngine:
         return self._grads[block.index]
 
     def backward_done(self, block: OffloadedBlock, *, is_last: bool) -> None:
-        """The gradient leaves the device when no other call waits; in the step's last backward the update begins."""
+        """Offloads a block's gradient after the backward of its last open call.
+
+        In the step's last backward pass, the update starts at once if there is no clipping.
+        """
         if not is_last:
             return
         grads = self._grads.pop(block.index)
@@ -110,15 +114,15 @@ class OffloadEngine:
             update = self._updated(block, grad_scale=1.0)
         self._updates.offload(block, grads.flat, update)
 
-    # --- what the optimizer calls -----------------------------------------------------------------------------------
+    # --- calls of the optimizer -------------------------------------------------------------------------------------
 
     def step(self, outside: Mapping[nn.Parameter, Hyper]) -> float | None:
-        """Updates all that has gradients, and returns their norm before clipping; None without clipping.
+        """Updates all parameters with gradients; returns the gradient norm before clipping, None without clipping.
 
-        Updates of layers go on in the background. Raises OffloadMisuseError.
+        Updates of layers continue in the background. Raises OffloadMisuseError.
         """
         self._require_open()
-        for index in list(self._grads):  # of layers one of whose calls never went backward
+        for index in list(self._grads):  # layers with an open call that had no backward
             self.backward_done(self.blocks[index], is_last=True)
         for hyper in self._begun.values():
             for name, used in hyper.items():
@@ -135,7 +139,7 @@ class OffloadEngine:
         pending = [block for block in self.blocks if block.index in self._touched and block.index not in self._begun]
         if pending:
             self._updates.await_grads()
-        for block in pending:  # the next forward needs the first ones first
+        for block in pending:  # in this order, because the next forward pass needs the first blocks first
             self._updates.update(self._updated(block, grad_scale=scale))
         for param, now in outside.items():
             self._outside.update(param, now.settings, now.learning_rate, scale)
@@ -145,7 +149,7 @@ class OffloadEngine:
         return norm
 
     def zero_grad(self) -> None:
-        """Drops gradients. Raises OffloadMisuseError where updates with them have begun."""
+        """Discards all gradients. Raises OffloadMisuseError if updates with them have begun."""
         self._require_open()
         if self._begun:
             raise OffloadMisuseError(
@@ -162,7 +166,7 @@ class OffloadEngine:
     # --- reading and closing ----------------------------------------------------------------------------------------
 
     def read_params(self, block: OffloadedBlock) -> dict[str, torch.Tensor]:
-        """The parameters of a layer by name, as the last step leaves them: new tensors in host memory."""
+        """Returns copies of a layer's parameters after the last step, by name, in host memory."""
         self._require_open()
         self._feed.await_unchanging(block.index)
         flat = torch.empty(block.numel, dtype=self._feed.dtype)
@@ -174,7 +178,7 @@ class OffloadEngine:
 
     @property
     def statistics(self) -> OffloadStatistics:
-        """What has moved so far."""
+        """The traffic and the memory so far."""
         self._require_open()
         return OffloadStatistics(
             ssd_read_nbytes=self._store.bytes_read,
@@ -185,7 +189,7 @@ class OffloadEngine:
         )
 
     def close(self) -> None:
-        """Ends the threads and gives memory and SSD space back; the layers' parameters are gone. Idempotent."""
+        """Ends the threads and releases memory and SSD space. The layers' parameters are lost. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -201,7 +205,7 @@ class OffloadEngine:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _open_store(self, blocks: Sequence[OffloadedBlock]) -> None:
-        """Takes the room, or raises and takes none."""
+        """Plans the buffers and reserves memory and SSD space. After an error, nothing stays reserved."""
         settings = self.settings
         dtype = blocks[0].params[0].stand_in.dtype
         precision = Precision.FP32 if dtype is torch.float32 else Precision.BF16
@@ -221,7 +225,7 @@ class OffloadEngine:
         kernels = Kernels(formats, settings.kernel, settings.kernel_dir)
         for name in (param.name for block in blocks for param in block.params):
             if (hyper := self._hyper_of(name)) is not None:
-                kernels.of(hyper.settings)  # what takes long, or cannot be had, shows now
+                kernels.of(hyper.settings)  # compiled now, so that an error occurs before anything is reserved
         self._store = OffloadStore(
             settings.ssd_dirs,
             formats=formats,
@@ -266,7 +270,7 @@ class OffloadEngine:
         )
 
     def _start(self, model: nn.Module) -> None:
-        """Nothing of the model changes before here."""
+        """Starts the threads and changes the model; nothing of it was changed before."""
         self._device.pin(self._store.memory)
         self._pinned = True
         for target in (*self._feed.loops, *self._updates.loops):
@@ -278,7 +282,7 @@ class OffloadEngine:
             originals = {param.name: _param_at(*param.sites[0]) for param in block.params}
             self._updates.load(block, originals)
             block.install({})
-            for original in originals.values():  # whoever still holds it, its memory is free
+            for original in originals.values():  # frees the memory even if the caller still holds the parameter
                 original.data = torch.empty(0, dtype=original.dtype)
         self._outside = OutsideParams(
             outside_params(model, self.blocks), self.settings.state_precision, self.settings.device
@@ -289,7 +293,7 @@ class OffloadEngine:
     def _guard(self, target: Callable[[], None]) -> None:
         try:
             target()
-        except Exception as error:  # noqa: BLE001 - a thread has nobody else to tell
+        except Exception as error:  # noqa: BLE001 - the training thread must learn of every error
             if not self._closed:
                 self._fail(error)
 
@@ -308,7 +312,7 @@ class OffloadEngine:
         self._begun.clear()
 
     def _updated(self, block: OffloadedBlock, *, grad_scale: float) -> BlockUpdate:
-        """The update of a block: of its params that have gradients, in runs of neighbours that are alike."""
+        """Records and returns the update of a block: its params with gradients, as runs of equal settings."""
         runs: list[Run] = []
         used: dict[str, Hyper] = {}
         for param in block.params:
@@ -331,12 +335,12 @@ class OffloadEngine:
 
 def _param_at(module: nn.Module, attribute: str) -> nn.Parameter:
     param = module._parameters[attribute]
-    assert param is not None, "it was there when the layers were laid out"
+    assert param is not None, "it existed when the layers were laid out"
     return param
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first keeps the id its own
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is held so that its id stays unique
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -1,20 +1,20 @@
-"""What `windlass.offload` refuses, and how it fails."""
+"""The errors of `windlass.offload`."""
 
 
 class OffloadError(RuntimeError):
-    """Base of all below."""
+    """Base of the errors of `windlass.offload`."""
 
 
 class CannotOffloadError(OffloadError):
-    """The model or its optimizer cannot be offloaded exactly; the text says which part of it, and what to do."""
+    """The model or its optimizer cannot be offloaded with exact results; the text names the part and a remedy."""
 
 
 class ParamsAwayError(OffloadError):
-    """A layer's parameter was read while its layer does not run: its values are not in memory then."""
+    """A layer's parameter was read outside the layer's forward, when its values are not in memory."""
 
 
 class OffloadMisuseError(OffloadError):
-    """Calls in an order whose result would differ from plain PyTorch's; the text names the setting that allows it."""
+    """The order of calls would give other results than plain PyTorch; the text names the setting that allows it."""
 
 
 class OffloadClosedError(OffloadError):
@@ -22,4 +22,4 @@ class OffloadClosedError(OffloadError):
 
 
 class OffloadFailedError(OffloadError):
-    """A disk or a background thread failed; training cannot go on. The cause is chained."""
+    """A disk or a background thread failed, so training cannot continue. The cause is chained."""

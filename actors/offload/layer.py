@@ -1,7 +1,8 @@
-"""A layer whose parameters are lent to it for each of its calls: forward without a graph, computed again in backward.
+"""A layer whose parameters are on the device only during its calls. Its forward is recomputed in backward.
 
-Only the call's arguments are kept. Gradients of arguments, also of those that all layers share, flow as in plain
-PyTorch; gradients of parameters go to a flat buffer. Random state, autocast and mode are those of the first time.
+The forward runs without a graph, and only the call's arguments are kept. Gradients of arguments flow as in plain
+PyTorch, even if all layers share an argument. Gradients of parameters go to a flat buffer. The recomputation uses the
+random state, the autocast state and the mode of the forward.
 """
 
 import contextlib
@@ -20,46 +21,46 @@ from windlass.engine.model import GradBuffer
 
 
 class ParamLender(Protocol):
-    """Brings parameters and takes gradients. Called by the thread that computes."""
+    """Provides parameters and collects gradients. Called by the training thread."""
 
     device: torch.device
     num_steps: int  # optimizer steps so far
 
     def borrow(self, block: OffloadedBlock, *, is_backward: bool) -> torch.Tensor:
-        """The block's flat parameters on the device, until `give_back`."""
+        """Returns the block's flat parameters on the device, valid until `give_back`."""
 
     def give_back(self, block: OffloadedBlock) -> None:
-        """They are not read any more by work that is not yet queued on the device."""
+        """Releases a block's parameters. Work that is already queued on the device may still read them."""
 
     def grads(self, block: OffloadedBlock) -> GradBuffer:
-        """Where the gradients of a step are summed."""
+        """Returns the buffer in which the gradients of a step are summed."""
 
     def backward_done(self, block: OffloadedBlock, *, is_last: bool) -> None:
-        """One call's gradients are in; `is_last`: no other call of the layer waits for its backward."""
+        """Reports that a call's gradients are complete. `is_last`: the layer has no other call without a backward."""
 
 
 class OffloadedLayer:
-    """Takes the place of a layer's `forward`."""
+    """Replaces a layer's `forward`."""
 
     def __init__(self, block: OffloadedBlock, lender: ParamLender) -> None:
         self.block = block
         self.lender = lender
-        self.open_calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # that wait for their backward
+        self.open_calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # calls that wait for their backward
         self.forward = block.layer.forward
         self._previous = block.layer.__dict__.get("forward")
         self._is_checked = False
-        # Makes outputs require grad where no argument does, as parameters would.
+        # Makes the outputs require grad even if no argument does, as the layer's parameters would.
         self._anchor = torch.empty(0, requires_grad=True)
         block.layer.__dict__["forward"] = self.call
 
     def remove(self) -> None:
-        """Gives the layer its own `forward` back."""
+        """Restores the layer's own `forward`."""
         del self.block.layer.__dict__["forward"]
         if self._previous is not None:
             self.block.layer.__dict__["forward"] = self._previous
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model calls."""
+        """Runs the layer. The model calls it in place of `forward`."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         needs_graph = self.block.is_trained or any(tensor.requires_grad for tensor in tensors)
@@ -72,7 +73,7 @@ class OffloadedLayer:
 
     @contextlib.contextmanager
     def installed(self, grads: GradBuffer | None = None) -> Iterator[torch.Tensor]:
-        """The layer's parameters are in place; with `grads`, their gradients go there."""
+        """Installs the layer's parameters during the context; with `grads`, their gradients are added there."""
         flat = self.lender.borrow(self.block, is_backward=grads is not None)
         values = {}
         for param in self.block.params:
@@ -96,7 +97,10 @@ class OffloadedLayer:
             self.lender.give_back(self.block)
 
     def check_graph(self, outputs: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
-        """Refuses a layer that reaches tensors that require grad other than by its arguments; once for each layer."""
+        """Refuses a layer that uses tensors with requires_grad that are neither arguments nor its parameters.
+
+        Each layer is checked once.
+        """
         if self._is_checked:
             return
         params = [module._parameters[attribute] for param in self.block.params for module, attribute in param.sites]
@@ -117,7 +121,7 @@ class _Call:
         self.layer = layer
         self.structure = structure
         self.leaves = [_PLACE if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.returned: list[Any] = []  # leaves of what the layer returned, less the tensors
+        self.returned: list[Any] = []  # leaves of the layer's result, with placeholders for tensors
         self.returned_structure: pytree.TreeSpec | None = None
         self.is_training = layer.block.layer.training
         self.num_steps = layer.lender.num_steps
@@ -126,7 +130,7 @@ class _Call:
         self._refuse_caches()
 
     def compute(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The layer's own forward; returns the leaves of what it returns."""
+        """Runs the layer's own forward; returns the leaves of its result."""
         args, kwargs = pytree.tree_unflatten(_fill(self.leaves, tensors), self.structure)
         with _autocast(self.autocast):
             returned = self.layer.forward(*args, **kwargs)
@@ -137,7 +141,7 @@ class _Call:
         return leaves
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The first time, without a graph."""
+        """Runs the first forward, without a graph; returns the tensors of its result."""
         block = self.layer.block
         buffers = dict(block.layer.named_buffers())
         watched = {"an argument": tensors, "a buffer": list(buffers.values())}
@@ -155,14 +159,14 @@ class _Call:
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def rebuilt(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """What the layer returned, with tensors that carry the graph."""
+        """Returns the layer's result with its tensors replaced by `outputs`, which carry the graph."""
         assert self.returned_structure is not None
         return pytree.tree_unflatten(_fill(self.returned, outputs), self.returned_structure)
 
     def backward(
         self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Computes the layer again, with a graph, and goes back through it; returns the gradients of `tensors`."""
+        """Recomputes the layer with a graph and runs its backward; returns the gradients of `tensors`."""
         layer, block = self.layer, self.layer.block
         if layer.lender.num_steps != self.num_steps:
             raise OffloadMisuseError(
@@ -187,7 +191,7 @@ class _Call:
 
     def _refuse_caches(self) -> None:
         for leaf in self.leaves:
-            if any(each.__name__ == "Cache" for each in type(leaf).__mro__):
+            if any(cls.__name__ == "Cache" for cls in type(leaf).__mro__):
                 raise CannotOffloadError(
                     f"{self.layer.block.name} is called with a {type(leaf).__name__}, which it would add to twice, as "
                     "it is computed again in backward; train with `use_cache=False` (`model.config.use_cache = False`)"
@@ -211,7 +215,7 @@ class _LayerFunction(torch.autograd.Function):
 
 
 class _Place:
-    """Stands for a tensor in a list of leaves."""
+    """The placeholder of a tensor in a list of leaves."""
 
 
 _PLACE = _Place()
@@ -223,12 +227,12 @@ def _fill(leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _apart(output: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """An output that is a view of a parameter gets memory of its own."""
+    """Copies an output that is a view of a parameter, because the parameter's memory will be reused."""
     return output.clone() if output.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() else output
 
 
 def _leaves_of(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Leaves that require grad and that outputs were computed from."""
+    """Yields the autograd leaves from which the outputs were computed."""
     stack: list[Any] = []
     for output in outputs:
         if output.grad_fn is None:
@@ -246,7 +250,7 @@ def _leaves_of(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         stack += [following for following, _ in node.next_functions]
 
 
-# --- what a layer draws from and computes in -------------------------------------------------------------------------
+# --- random state and autocast ----------------------------------------------------------------------------------------
 
 
 def _random_state(device: torch.device) -> list[torch.Tensor]:
@@ -258,7 +262,7 @@ def _random_state(device: torch.device) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _random(states: Sequence[torch.Tensor], device: torch.device) -> Iterator[None]:
-    """Random state as it was; afterwards as it is now."""
+    """Sets the random state to `states` during the context, and restores the present one afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.set_rng_state(states[0])
         if device.type == "cuda":
@@ -267,14 +271,17 @@ def _random(states: Sequence[torch.Tensor], device: torch.device) -> Iterator[No
 
 
 def _autocast_state(device: torch.device) -> list[tuple[str, torch.dtype | None]]:
-    """Of each kind of device, the dtype that autocast casts to; None: it is off."""
+    """Returns autocast's dtype for each type of device; None if it is off."""
     kinds = sorted({"cpu", device.type})
     return [(kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None) for kind in kinds]
 
 
 @contextlib.contextmanager
 def _autocast(state: Sequence[tuple[str, torch.dtype | None]]) -> Iterator[None]:
-    """Autocast as it was, but for its cache: that would keep a copy of every layer's parameters."""
+    """Restores an autocast state during the context, but without its cache.
+
+    The cache would hold a copy of every layer's parameters.
+    """
     with contextlib.ExitStack() as stack:
         for kind, dtype in state:
             stack.enter_context(

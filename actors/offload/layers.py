@@ -1,4 +1,4 @@
-"""Finds the layers of any PyTorch model and lays their parameters out in flat vectors, one a layer."""
+"""Finds the layers of any PyTorch model and lays out their parameters in one flat vector per layer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from windlass.actors.offload.errors import CannotOffloadError, ParamsAwayError
 from windlass.storage.ids import BlockIndex, ChunkIndex, ChunkKey
 
-# Where parameters begin: the update kernels take ranges that begin at 8 bytes, whatever the format.
+# Elements. Each parameter begins at a multiple of this, because the update kernels need ranges aligned to 8 bytes in
+# every format.
 _ALIGNMENT_NUMEL = 64
 
-# What may be asked of a parameter whose values are away.
+# The functions that are allowed on a parameter whose values are not in memory.
 _METADATA = {
     "__get__", "__set__", "__repr__", "__hash__", "detach", "dim", "numel", "nelement", "size", "stride",
     "element_size", "is_floating_point", "is_complex", "requires_grad_", "ndimension", "register_hook",
@@ -23,13 +24,13 @@ _METADATA = {
 
 
 class OffloadedParameter(nn.Parameter):
-    """Stands where a layer's parameter stood, while its values are away: shape and dtype, no values."""
+    """The stand-in of a layer's parameter while its values are not in memory. It has shape and dtype, but no values."""
 
     windlass_name: str
 
     @classmethod
     def of(cls, name: str, param: nn.Parameter) -> "OffloadedParameter":
-        """The stand-in of a parameter."""
+        """Creates the stand-in of a parameter."""
         meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
         stand_in: OffloadedParameter = torch.Tensor._make_subclass(cls, meta, param.requires_grad)
         stand_in.windlass_name = name
@@ -37,7 +38,7 @@ class OffloadedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Metadata, or ParamsAwayError."""
+        """Allows functions that need only metadata; raises ParamsAwayError for all others."""
         if getattr(func, "__name__", "") not in _METADATA:
             names = [arg.windlass_name for arg in args if isinstance(arg, OffloadedParameter)]
             raise ParamsAwayError(
@@ -54,7 +55,7 @@ class OffloadedParameter(nn.Parameter):
 class WrappedParam:
     """One parameter inside its block's flat vector."""
 
-    name: str  # in the model
+    name: str  # in the model: "model.layers.3.mlp.up_proj.weight"
     shape: tuple[int, ...]
     offset: int  # in elements
     numel: int
@@ -64,12 +65,12 @@ class WrappedParam:
 
     @property
     def stop(self) -> int:
-        """Where its values end."""
+        """The offset of the end of its values."""
         return self.offset + self.numel
 
     @property
     def padded_stop(self) -> int:
-        """Where the next one begins."""
+        """The offset of the next parameter."""
         return self.offset + _padded(self.numel)
 
 
@@ -84,40 +85,40 @@ class OffloadedBlock:
 
     @property
     def numel(self) -> int:
-        """Elements of the flat vector, padding included."""
+        """The number of elements of the flat vector, with padding."""
         return self.params[-1].padded_stop
 
     @property
     def is_trained(self) -> bool:
-        """Whether any of it requires grad."""
+        """True if any parameter requires grad."""
         return any(param.is_trained for param in self.params)
 
     def paddings(self) -> Iterator[tuple[int, int]]:
-        """Ranges between parameters: (offset, number of elements)."""
+        """Yields the paddings after parameters: (offset, number of elements)."""
         for param in self.params:
             if param.padded_stop > param.stop:
                 yield param.stop, param.padded_stop - param.stop
 
     def chunk_keys(self, chunk_numel: int) -> list[ChunkKey]:
-        """The chunks of the flat vector, in order."""
+        """Returns the keys of the flat vector's chunks, in order."""
         return [ChunkKey(self.index, ChunkIndex(i)) for i in range(-(-self.numel // chunk_numel))]
 
     def chunk_range(self, key: ChunkKey, chunk_numel: int) -> tuple[int, int]:
-        """First and past-last element of a chunk."""
+        """Returns the index of a chunk's first element, and of the element after its last one."""
         return key.chunk * chunk_numel, min((key.chunk + 1) * chunk_numel, self.numel)
 
     def install(self, values: Mapping[str, nn.Parameter]) -> None:
-        """Put parameters where the layer reads them; names that are missing get their stand-ins."""
+        """Puts parameters into the layer's modules. Parameters that `values` lacks get their stand-ins."""
         for param in self.params:
             for module, attribute in param.sites:
                 module._parameters[attribute] = values.get(param.name, param.stand_in)
 
 
 def find_layers(model: nn.Module, layers: str | Sequence[str] | None) -> list[tuple[str, nn.Module]]:
-    """The layers with their names: of the containers named by `layers`, or of the model's only ModuleList of layers.
+    """Returns the layers with their names, from the containers named by `layers` or the model's only ModuleList.
 
     Raises:
-        CannotOffloadError: there is none, or which one is not clear; or they are compiled, or wrapped by others.
+        CannotOffloadError: there is no such container, or more than one, or the model is compiled or wrapped.
     """
     _refuse_wrappers(model)
     modules = dict(model.named_modules())
@@ -139,7 +140,7 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] | None) -> list[tu
 
 
 def lay_out(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> list[OffloadedBlock]:
-    """The flat layout of every layer. Nothing of the model is changed.
+    """Returns the flat layout of every layer. The model is not changed.
 
     Raises:
         CannotOffloadError: parameters are shared between layers, or with the rest of the model, or differ in dtype.
@@ -174,7 +175,7 @@ def lay_out(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> list[O
 
 
 def outside_params(model: nn.Module, blocks: Sequence[OffloadedBlock]) -> dict[str, nn.Parameter]:
-    """Parameters that belong to no layer; tied ones once."""
+    """Returns the parameters that belong to no layer, by name; tied parameters once."""
     inside = {id(module) for block in blocks for module in block.layer.modules()}
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for module_name, module in model.named_modules():
@@ -235,10 +236,10 @@ def _refuse_wrappers(model: nn.Module) -> None:
 
 
 def _only_list(model: nn.Module) -> str:
-    """The name of the outermost ModuleList that holds parameters, if there is one only."""
+    """Returns the name of the only outermost ModuleList with parameters; raises CannotOffloadError otherwise."""
     lists: dict[str, int] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{each}.") for each in lists):
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
             numel = sum(param.numel() for param in module.parameters())
             if numel:
                 lists[name] = numel

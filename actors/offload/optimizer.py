@@ -1,4 +1,4 @@
-"""The optimizer of an offloaded model, as torch's loops and learning rate schedulers know optimizers."""
+"""The optimizer of an offloaded model, for PyTorch training loops and learning rate schedulers."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -14,24 +14,27 @@ from windlass.engine.optimizer import AdamSettings
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """AdamW or Adam. Its `param_groups` are those it was made of: settings may change from step to step."""
+    """AdamW or Adam for an offloaded model.
+
+    It has the `param_groups` of the original optimizer, whose settings may change between steps.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> None:
-        """`optimizer`: checked by `require_adam`, with the layers' stand-ins among its parameters."""
+        """`optimizer` must have passed `require_adam` and have the layers' stand-ins among its parameters."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._engine = engine
         self.grad_norm: float | None = None  # of the last step, before clipping; None without clipping
 
     @property
     def statistics(self) -> OffloadStatistics:
-        """What has moved so far."""
+        """The traffic and the memory so far."""
         return self._engine.statistics
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient, and drops the gradients. Layers are updated in the background.
+        """Updates every parameter that has a gradient, and discards the gradients. Layers update in the background.
 
         Raises:
-            OffloadMisuseError: the result would not be plain PyTorch's.
+            OffloadMisuseError: the result would differ from plain PyTorch's.
             OffloadFailedError: a disk or a thread failed.
         """
         loss = None
@@ -49,30 +52,30 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients, as `step` has done already. Raises OffloadMisuseError where updates have begun."""
+        """Discards gradients. After `step` it has no effect. Raises OffloadMisuseError if updates have begun."""
         self._engine.zero_grad()
 
     def close(self) -> None:
-        """Gives memory and SSD space back. The layers' parameters are gone: save `model.state_dict()` before."""
+        """Releases memory and SSD space. The layers' parameters are lost: save `model.state_dict()` first."""
         self._engine.close()
 
     def state_dict(self) -> NoReturn:
-        """Not there yet: the states of layers are on the SSDs."""
+        """Is not supported: the states of layers are on the SSDs. Raises OffloadMisuseError."""
         raise OffloadMisuseError("the optimizer's states are on the SSDs and cannot be saved yet; save the model's")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
-        """Not there yet."""
+        """Is not supported. Raises OffloadMisuseError."""
         raise OffloadMisuseError("an offloaded optimizer begins with fresh states; its own cannot be loaded yet")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """For torch's constructor only. Raises OffloadMisuseError."""
+        """Adds a group; only torch's constructor may call it. Raises OffloadMisuseError afterwards."""
         if hasattr(self, "_engine"):
             raise OffloadMisuseError("parameters cannot be added to an offloaded optimizer; offload again with all")
         super().add_param_group(param_group)
 
 
 def hyper_of_group(group: dict[str, Any]) -> Hyper:
-    """How a group of parameters is to be updated now."""
+    """Returns the present update settings of a parameter group."""
     beta1, beta2 = group["betas"]
     settings = AdamSettings(
         beta1=float(beta1),
@@ -85,10 +88,11 @@ def hyper_of_group(group: dict[str, Any]) -> Hyper:
 
 
 def require_adam(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuses what the update kernels do not do.
+    """Checks that the update kernels support the optimizer.
 
     Raises:
-        CannotOffloadError: another optimizer than AdamW or Adam, one that has begun, or of another model.
+        CannotOffloadError: it is not AdamW or Adam, it has unsupported options, it has made steps, or it belongs to
+            another model.
     """
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         raise CannotOffloadError(

@@ -1,4 +1,4 @@
-"""Brings the parameters of layers to the device, each before it is called for, in the order that was seen before."""
+"""Prefetches the parameters of layers to the device, in the order in which the layers were called last time."""
 
 import queue
 import threading
@@ -18,18 +18,18 @@ from windlass.engine.memory_plan import Pool
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
-# Layers on their way, or there, beside the one that is computed.
+# Number of layers that are prefetched, in addition to the one being computed.
 PREFETCH_DEPTH = 2
-# A layer's call: its block, and whether in backward.
+# A layer's call: its block, and whether it is in backward.
 _Call = tuple[BlockIndex, bool]
 
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """Memory on the device for any one layer."""
+    """Device memory that can hold any one layer."""
 
     flat: torch.Tensor
-    used: torch.cuda.Event | None = None  # when the device has done what last read it
+    used: torch.cuda.Event | None = None  # after the last queued work that reads it
 
 
 class _State(Enum):
@@ -40,7 +40,7 @@ class _State(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A block's parameters on the device, or on their way there."""
+    """A block's parameters on the device or in flight to it."""
 
     block: OffloadedBlock
     buffer: _Buffer
@@ -50,7 +50,7 @@ class _Entry:
 
 
 class ParamFeed:
-    """Borrowing is for the thread that computes; all else is safe from any thread."""
+    """Prefetches params of layers. Only the training thread may call `borrow`; all else is thread-safe."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class ParamFeed:
         deadline_s: float,
         poison_released: bool = False,
     ) -> None:
-        """`host_slots`: states that rest in memory, their params at `param_offset`.
+        """`host_slots` are the slots of states that are resident in host memory; their params are at `param_offset`.
 
-        `poison_released` fills buffers with NaN as they lose their layer: reading one too late shows at once.
+        `poison_released` fills released buffers with NaN, so that a late read is detected.
         """
         self._blocks = {block.index: block for block in blocks}
         self._store = store
@@ -78,33 +78,33 @@ class ParamFeed:
         self._poison_released = poison_released
         self._kind = store.formats.param_kind
         self.dtype = state_dtype(store.formats, self._kind)
-        self.labels: dict[ChunkKey, Step] = {}  # the step that last changed each chunk; set before it is unblocked
+        self.labels: dict[ChunkKey, Step] = {}  # the step that last changed each chunk; set before `unblock`
         largest = max(block.numel for block in blocks)
         self._free = [_Buffer(device.take(largest, self.dtype)) for _ in range(PREFETCH_DEPTH + 1)]
         self._num_moves = 0
         self._arrived: queue.Queue[tuple[_Entry, ChunkKey, Span, bool] | None] = queue.Queue()
         self._changed = threading.Condition()
-        # All below is guarded by `_changed`.
+        # All attributes below are protected by `_changed`.
         self._entries: dict[BlockIndex, _Entry] = {}
         self._waiting: deque[_Entry] = deque()
         self._changing: set[BlockIndex] = set()
-        self._following: dict[_Call, _Call] = {}  # what came after each call, last time
+        self._following: dict[_Call, _Call] = {}  # the call that followed each call last time
         self._last: _Call | None = None
         self._failure: Exception | None = None
         self._stopping = False
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
-        """What threads are to run."""
+        """The functions to run in threads."""
         return (self._run_reads, self._run_copies)
 
     @property
     def num_moves(self) -> int:
-        """Layers brought to the device so far."""
+        """The number of layers copied to the device so far."""
         return self._num_moves
 
     def borrow(self, block: OffloadedBlock, *, is_backward: bool) -> torch.Tensor:
-        """The flat parameters on the device, until `give_back`. Raises OffloadFailedError."""
+        """Returns a layer's flat parameters on the device, valid until `give_back`. Raises OffloadFailedError."""
         call = (block.index, is_backward)
         with self._changed:
             if self._last is not None:
@@ -116,7 +116,7 @@ class ParamFeed:
             return entry.buffer.flat[: block.numel]
 
     def give_back(self, block: OffloadedBlock) -> None:
-        """What was queued on the device until now is all that reads them."""
+        """Releases a layer's parameters. Only work that is already queued on the device may still read them."""
         with self._changed:
             entry = self._entries[block.index]
             if self._device.is_cuda:
@@ -125,12 +125,12 @@ class ParamFeed:
             self._changed.notify_all()
 
     def prefetch(self, skip: frozenset[BlockIndex]) -> None:
-        """Fetch ahead of the last call, but for blocks that will change first."""
+        """Prefetches the layers that are expected after the last call, except the blocks in `skip`."""
         with self._changed:
             self._prefetch(skip)
 
     def block(self, index: BlockIndex) -> None:
-        """Its params are about to change: what is on the device is void, and nothing is read until `unblock`."""
+        """Drops a block's params from the device before they change; they are not read again until `unblock`."""
         with self._changed:
             self._wait(lambda: not self._is_moving(index), f"the params of {self._blocks[index].name} to arrive")
             entry = self._entries.get(index)
@@ -139,19 +139,19 @@ class ParamFeed:
             self._changing.add(index)
 
     def unblock(self, index: BlockIndex) -> None:
-        """They have changed, and may be read."""
+        """Allows reads of a block's params after their change."""
         with self._changed:
             self._changing.remove(index)
             self._changed.notify_all()
 
     def await_unchanging(self, index: BlockIndex) -> None:
-        """Waits until an update under way is written. Raises OffloadFailedError."""
+        """Waits until a running update of a block is written. Raises OffloadFailedError."""
         with self._changed:
             self._wait(lambda: index not in self._changing, f"the update of {self._blocks[index].name}")
 
     @contextmanager
     def host_chunk(self, key: ChunkKey) -> Iterator[torch.Tensor]:
-        """A chunk's params in host memory; no update of its block may be under way."""
+        """Yields a chunk's params in host memory. No update of its block may be running."""
         if key in self._host_slots:
             yield self._view(key, self._host_slots[key].offset + self._param_offset)
             return
@@ -166,7 +166,7 @@ class ParamFeed:
             self._slots.release([slot])
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits, now or later, is told."""
+        """Records an error, which present and later waits raise."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
@@ -205,7 +205,7 @@ class ParamFeed:
         return OffloadFailedError(f"waited {self._deadline_s:g} s for {what}; a disk hangs or is too slow")
 
     def _prefetch(self, skip: frozenset[BlockIndex]) -> None:
-        """Queue what followed the last call before; what follows is not thrown out for it."""
+        """Queues the layers that followed the last call last time. None of them is evicted for another."""
         call, wanted = self._last, []
         for _ in range(PREFETCH_DEPTH):
             call = None if call is None else self._following.get(call)
@@ -217,10 +217,11 @@ class ParamFeed:
                 self._enqueue(self._blocks[index], keep=keep, urgent=False)
 
     def _enqueue(self, block: OffloadedBlock, *, keep: frozenset[BlockIndex], urgent: bool) -> None:
-        """Queue a block if there is a buffer, taken from a block that is not to be kept."""
+        """Queues a block if there is a free buffer, or one of an idle block that is not in `keep`."""
         if not self._free:
-            idle = (each for each in self._entries.values() if not each.num_users and each.state is not _State.MOVING)
-            victim = next((each for each in idle if each.block.index not in keep), None)
+            idle = (entry for entry in self._entries.values() if not entry.num_users)
+            idle = (entry for entry in idle if entry.state is not _State.MOVING)
+            victim = next((entry for entry in idle if entry.block.index not in keep), None)
             if victim is None:
                 return
             self._drop(victim)
@@ -260,7 +261,7 @@ class ParamFeed:
 
     def _next(self) -> _Entry | None:
         def readable() -> _Entry | None:
-            return next((each for each in self._waiting if each.block.index not in self._changing), None)
+            return next((entry for entry in self._waiting if entry.block.index not in self._changing), None)
 
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or readable() is not None)
@@ -289,7 +290,7 @@ class ParamFeed:
                     self._changed.notify_all()
 
     def _read(self, key: ChunkKey, slot: Span, on_done: Callable[[], None]) -> None:
-        # The compute waits for these: before everything that updates read and write.
+        # More urgent than all reads and writes of updates, because the compute waits for these.
         offsets: dict[StateKind, int] = {self._kind: slot.offset}
         self._store.read(key, self._numel(key), self.labels[key], offsets, (0, 0), on_done)
 

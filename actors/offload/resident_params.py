@@ -1,4 +1,4 @@
-"""What lies outside of the layers: it stays on the device, with its states, and is updated there."""
+"""The parameters outside of the layers. They stay on the device with their states and are updated there."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,27 +11,27 @@ from windlass.engine.device import TORCH_DTYPE, state_dtype
 from windlass.engine.optimizer import AdamSettings, ChunkStates, OptimizerKernel, squared_norm
 from windlass.storage.ids import Formats, Kernel, Precision, StateKind, StatePrecision
 
-# Elements before the first of these parameters, for the random rounding of bf16 states: after all blocks.
+# Element position of the first of these parameters, for the random rounding of bf16 states; beyond all blocks.
 _FIRST_POSITION = 1 << 62
 
 
 @dataclass(slots=True, eq=False)
 class _Outside:
-    """One parameter and its states; these are made at its first update, as torch's are."""
+    """One parameter and its states, which are created at its first update, as in torch."""
 
     name: str
     param: nn.Parameter
     position: int
     states: dict[StateKind, torch.Tensor] | None = None
     num_updates: int = 0
-    grad_version: int | None = None  # as autograd left it
+    grad_version: int | None = None  # the gradient's version after autograd wrote it
 
 
 class OutsideParams:
-    """Updates by torch's fused kernel, which runs on every device; each parameter in its own precision."""
+    """Updates parameters with torch's fused kernel, which runs on every device, each in its own precision."""
 
     def __init__(self, params: Mapping[str, nn.Parameter], states: StatePrecision, device: torch.device) -> None:
-        """Moves the parameters to `device`, in place: what is tied stays tied."""
+        """Moves the parameters to `device` in place, so that tied parameters stay tied."""
         self._state_precision = states
         self._device = device
         self._kernels: dict[tuple[AdamSettings, torch.dtype], OptimizerKernel] = {}
@@ -39,41 +39,41 @@ class OutsideParams:
         position = _FIRST_POSITION
         for name, param in params.items():
             param.data = param.data.to(device).contiguous()
-            each = self._params[id(param)] = _Outside(name, param, position)
+            outside = self._params[id(param)] = _Outside(name, param, position)
             position += param.numel() + param.numel() % 2
             if param.requires_grad:
 
-                def note(p: torch.Tensor, each: _Outside = each) -> None:
-                    each.grad_version = None if p.grad is None else p.grad._version
+                def note(p: torch.Tensor, outside: _Outside = outside) -> None:
+                    outside.grad_version = None if p.grad is None else p.grad._version
 
                 param.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def squared_norm(self) -> float:
-        """Of all their gradients."""
-        grads = [each.param.grad for each in self._params.values() if each.param.grad is not None]
+        """Returns the squared norm of all their gradients."""
+        grads = [outside.param.grad for outside in self._params.values() if outside.param.grad is not None]
         return float(sum(squared_norm(grad.reshape(-1)) for grad in grads))
 
     def check_grads(self) -> None:
-        """Raises OffloadMisuseError where gradients were changed between the backward and the step."""
-        for each in self._params.values():
-            grad = each.param.grad
-            if grad is not None and each.grad_version is not None and grad._version != each.grad_version:
+        """Raises OffloadMisuseError if gradients were changed between the backward and the step."""
+        for outside in self._params.values():
+            grad = outside.param.grad
+            if grad is not None and outside.grad_version is not None and grad._version != outside.grad_version:
                 raise OffloadMisuseError(
-                    f"the gradient of {each.name} was changed after the backward, by torch.nn.utils.clip_grad_norm_ or "
-                    "the like, which cannot reach the gradients of offloaded layers; clip by `clip_norm` of "
+                    f"the gradient of {outside.name} was changed after the backward, by torch.nn.utils.clip_grad_norm_ "
+                    "or the like, which cannot reach the gradients of offloaded layers; clip by `clip_norm` of "
                     "`windlass.offload`"
                 )
 
     def update(self, param: nn.Parameter, settings: AdamSettings, learning_rate: float, grad_scale: float) -> None:
-        """One step of a parameter that has a gradient, which goes."""
-        each, grad = self._params[id(param)], param.grad
+        """Updates a parameter and discards its gradient; does nothing without a gradient."""
+        outside, grad = self._params[id(param)], param.grad
         if grad is None:
             return
         formats = self._formats(param.dtype)
-        if each.states is None:
-            each.states = _first_states(param.detach(), formats)
-        each.num_updates += 1
-        states = {**each.states, formats.param_kind: param.detach().view(-1)}
+        if outside.states is None:
+            outside.states = _first_states(param.detach(), formats)
+        outside.num_updates += 1
+        states = {**outside.states, formats.param_kind: param.detach().view(-1)}
         self._kernel(settings, param.dtype, formats).update(
             ChunkStates(
                 grad=grad.detach().reshape(-1).contiguous(),
@@ -84,17 +84,17 @@ class OutsideParams:
                 exp_avg_sq=states[StateKind.EXP_AVG_SQ],
             ),
             learning_rate=learning_rate,
-            step=each.num_updates,
+            step=outside.num_updates,
             grad_scale=grad_scale,
             decay_numel=param.numel(),
-            position=each.position,
+            position=outside.position,
         )
         param.grad = None
 
     def drop_grads(self) -> None:
-        """As torch's zero_grad."""
-        for each in self._params.values():
-            each.param.grad = None
+        """Discards all gradients, as torch's zero_grad does."""
+        for outside in self._params.values():
+            outside.param.grad = None
 
     def _formats(self, dtype: torch.dtype) -> Formats:
         if dtype is torch.float32:
@@ -117,7 +117,7 @@ class OutsideParams:
 
 
 def _first_states(param: torch.Tensor, formats: Formats) -> dict[StateKind, torch.Tensor]:
-    """All but the parameter itself: moments of zero, and a master that is the parameter."""
+    """Returns the first states, without the parameter: moments of zero, and a master equal to the parameter."""
     states = {
         kind: torch.zeros(param.numel(), dtype=state_dtype(formats, kind), device=param.device)
         for kind in formats.itemsizes

@@ -1,4 +1,4 @@
-"""What a user of `windlass.offload` chooses, and the plan that follows from it."""
+"""The settings of `windlass.offload`, and the memory plan that follows from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from windlass.storage.ids import Formats, Kernel, StatePrecision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadSettings:
-    """What a user chooses; `windlass.offload` says what each means."""
+    """The user's settings, with the meanings in `windlass.offload`."""
 
     ssd_dirs: tuple[Path, ...]
     device: torch.device
@@ -34,7 +34,7 @@ class OffloadSettings:
 
 @dataclass(frozen=True, slots=True)
 class Hyper:
-    """How a parameter is to be updated now."""
+    """The present update settings of a parameter."""
 
     settings: AdamSettings
     learning_rate: float
@@ -42,19 +42,19 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadStatistics:
-    """What has moved so far, and what is held."""
+    """The traffic so far, and the host memory in use."""
 
     ssd_read_nbytes: int
     ssd_written_nbytes: int
-    num_layers_fetched: int  # to the device
-    arena_nbytes: int  # host memory for buffers, and for the states that rest there
-    num_host_layers: int  # whose states rest in host memory
+    num_layers_fetched: int  # copies of a layer to the device
+    arena_nbytes: int  # host memory for buffers and for resident states
+    num_host_layers: int  # layers whose states are resident in host memory
 
 
 def plan_offload(
     blocks: Sequence[OffloadedBlock], formats: Formats, chunk_numel: int, settings: OffloadSettings
 ) -> Plan:
-    """Buffers, and within the budget the states of as many layers as fit, the first ones.
+    """Plans the buffers and, within the budget, resident states of as many layers as fit, from the first on.
 
     Raises:
         PlanError: the budget is too small for the buffers.

@@ -1,4 +1,4 @@
-"""The states of offloaded layers on SSDs, and the shared memory through which they move, in one process."""
+"""The store of offloaded layers' states on SSDs, with the host memory for transfers, in one process."""
 
 import fcntl
 import os
@@ -36,7 +36,10 @@ _PREFIX = "offload-"
 
 
 class OffloadStore:
-    """Reads and writes states of chunks. All of it is gone after `close`, or at the next use after a crash."""
+    """Reads and writes states of chunks.
+
+    `close` deletes all of them; after a crash, the next use of the SSD does.
+    """
 
     def __init__(
         self,
@@ -51,10 +54,10 @@ class OffloadStore:
         direct_io: bool,
         on_failure: Callable[[Exception], None],
     ) -> None:
-        """Takes the room on the SSDs and in memory. `on_failure` is called from threads of the SSDs' servers.
+        """Reserves the space on the SSDs and in memory. `on_failure` is called from threads of the SSD servers.
 
         Raises:
-            InsufficientSpaceError: it does not fit; nothing is left behind.
+            InsufficientSpaceError: there is too little space. Nothing stays reserved.
         """
         self.formats = formats
         self.chunk_numel = chunk_numel
@@ -66,7 +69,7 @@ class OffloadStore:
         self._job = JobId(f"{_PREFIX}{os.getpid()}-{time.time_ns():x}")
         remove_leftovers(arena_dir)
         calibrations = _survey(ssd_dirs, direct_io)
-        weights = stripe_weights([each.mixed_bytes_per_s for each in calibrations])
+        weights = stripe_weights([calibration.mixed_bytes_per_s for calibration in calibrations])
         self._locks: list[tuple[Path, int]] = []
         self._servers: list[SsdServer] = []
         self._arena = Arena.create(arena_path(arena_dir, self._job, _ATTEMPT), arena_nbytes)
@@ -103,33 +106,36 @@ class OffloadStore:
 
     @property
     def bytes_read(self) -> int:
-        """From the SSDs, ever."""
+        """The bytes read from the SSDs so far."""
         return sum(server.bytes_read for server in self._servers)
 
     @property
     def bytes_written(self) -> int:
-        """To the SSDs, ever."""
+        """The bytes written to the SSDs so far."""
         return sum(server.bytes_written for server in self._servers)
 
     def read(
-        self, key: ChunkKey, numel: int, step: Step, offsets: Mapping[StateKind, int], urgency: tuple[int, int],
+        self, key: ChunkKey, numel: int, step: Step, offsets: Mapping[StateKind, int], priority: tuple[int, int],
         on_done: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Bring states of a chunk, as `step` left them, to `offsets` of the memory; `on_done` is called from a thread.
+        """Requests states of a chunk, as of `step`, at `offsets` of the memory. Smaller priorities go first.
 
-        The smaller the urgency, the sooner.
+        `on_done` is called from another thread.
         """
-        self._request(ReadChunks, key, numel, step, offsets, urgency, on_done)
+        self._request(ReadChunks, key, numel, step, offsets, priority, on_done)
 
     def write(
-        self, key: ChunkKey, numel: int, step: Step, offsets: Mapping[StateKind, int], urgency: tuple[int, int],
+        self, key: ChunkKey, numel: int, step: Step, offsets: Mapping[StateKind, int], priority: tuple[int, int],
         on_done: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Write states of a chunk as those of `step`; the memory may be used again once `on_done` is called."""
-        self._request(WriteChunks, key, numel, step, offsets, urgency, on_done)
+        """Requests the write of a chunk's states as those of `step`.
+
+        The memory may be reused once `on_done` is called, from another thread.
+        """
+        self._request(WriteChunks, key, numel, step, offsets, priority, on_done)
 
     def close(self) -> None:
-        """Finishes what is on its way, gives the room back. No tensor of the memory may be used from then on."""
+        """Finishes all transfers and releases the space. No tensor of the memory may be used afterwards."""
         for server in self._servers:
             server.stop(delete_store=True)
         self._servers.clear()
@@ -145,7 +151,7 @@ class OffloadStore:
 
     def _request(
         self, kind: type[ReadChunks] | type[WriteChunks], key: ChunkKey, numel: int, step: Step,
-        offsets: Mapping[StateKind, int], urgency: tuple[int, int], on_done: Callable[[], None],
+        offsets: Mapping[StateKind, int], priority: tuple[int, int], on_done: Callable[[], None],
     ) -> None:  # fmt: skip
         with self._lock:
             self._correlation += 1
@@ -156,7 +162,7 @@ class OffloadStore:
             step=step,
             correlation=correlation,
             reply_to=_CLIENT,
-            priority=urgency,
+            priority=priority,
             deadline_s=self._deadline_s,
             items=(chunk_io(key, numel, offsets, self.formats.itemsizes),),
         )
@@ -169,12 +175,15 @@ class OffloadStore:
                     on_done = self._open.pop(message.correlation)
                 on_done()
             case ActorFailed():
-                assert to == SCHEDULER, "failures are told to nobody else"
+                assert to == SCHEDULER, "failures are sent only to the scheduler"
                 self._on_failure(OffloadFailedError(message.error))
 
 
 def _survey(ssd_dirs: Sequence[Path], direct_io: bool) -> list[Calibration]:
-    """What is known of each SSD; measures those that never were, makes directories, deletes what the dead left."""
+    """Returns the calibration of each SSD, measured now if there is none.
+
+    Also creates missing directories and deletes states that dead processes left.
+    """
     calibrations = []
     for directory in ssd_dirs:
         if directory.is_block_device():
@@ -189,7 +198,7 @@ def _survey(ssd_dirs: Sequence[Path], direct_io: bool) -> list[Calibration]:
     return calibrations
 
 
-# A process that offloads to a directory locks a file there; the kernel lets go of the lock however the process ends.
+# A process that offloads to a directory locks a file there. The kernel releases the lock when the process ends.
 
 
 def _lock_path(directory: Path, job: str) -> Path:
@@ -204,7 +213,7 @@ def _lock(directory: Path, job: JobId) -> tuple[Path, int]:
 
 
 def _delete_leftovers(directory: Path, volume: Volume) -> None:
-    """States of processes that died. What has no lock file at all was being deleted."""
+    """Deletes states that dead processes left. A missing lock file means that their deletion had already begun."""
     for job in volume.allocations():
         if not job.startswith(_PREFIX):
             continue
@@ -219,7 +228,7 @@ def _delete_leftovers(directory: Path, volume: Volume) -> None:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Takes a file's lock; False where another process holds it."""
+    """Locks a file; returns False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,7 +1,7 @@
-"""Takes layers' gradients off the device and updates their states, while the compute goes on.
+"""Offloads layers' gradients from the device and updates their states, while the compute continues.
 
-A gradient is copied into host slots, and added there to what an earlier backward of the step left. An update reads a
-chunk's states, changes them in place and writes them back; successive chunks overlap.
+A gradient is copied into host slots and added to those of earlier backward passes in the step. An update reads a
+chunk's states, changes them in place and writes them back. Updates of successive chunks overlap.
 """
 
 import queue
@@ -23,13 +23,13 @@ from windlass.engine.optimizer import AdamSettings, ChunkStates, OptimizerKernel
 from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Kernel, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
-# Gradients of layers that wait on the device for their way out.
+# Largest number of layers' gradients that wait on the device to be copied out.
 _MAX_WAITING_GRADS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Elements of a block that are updated alike."""
+    """A range of a block's elements with the same update settings."""
 
     start: int
     stop: int
@@ -38,14 +38,14 @@ class Run:
     num_updates: int  # of these elements, this one included
 
     def joined(self, following: "Run") -> "Run | None":
-        """This run and the one behind it as one; None where they are not alike or not neighbours."""
+        """Returns this run joined with the next one; None if they are not adjacent or have other settings."""
         is_one = self.stop == following.start and replace(following, start=self.start, stop=self.stop) == self
         return replace(self, stop=following.stop) if is_one else None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockUpdate:
-    """What is to become of a block in a step; elements outside of the runs stay as they are."""
+    """The update of a block in a step. Elements outside of the runs are not changed."""
 
     block: OffloadedBlock
     step: Step
@@ -55,12 +55,12 @@ class BlockUpdate:
 
 @dataclass(slots=True, eq=False)
 class _Grad:
-    """A gradient on its way out."""
+    """A gradient that is being offloaded."""
 
     block: OffloadedBlock
     flat: torch.Tensor
-    computed: torch.cuda.Event | None
-    update: BlockUpdate | None  # to begin then
+    computed: torch.cuda.Event | None  # after the gradient's computation; None on a CPU
+    update: BlockUpdate | None  # the update to begin afterwards
 
 
 @dataclass(slots=True, eq=False)
@@ -68,12 +68,12 @@ class _ChunkUpdate:
     update: BlockUpdate
     key: ChunkKey
     grad: Span
-    slot: Span  # its states lie there
-    rests_here: bool  # they stay there, and are not written
+    slot: Span  # of its states
+    rests_here: bool  # the states are resident in the slot and are not written
 
 
 class Kernels:
-    """Update kernels by their settings, which may change from step to step. One thread at a time."""
+    """The update kernels by their settings, which may change between steps. Not thread-safe."""
 
     def __init__(self, formats: Formats, kernel: Kernel | None, cache_dir: Path | None) -> None:
         self._formats = formats
@@ -82,7 +82,7 @@ class Kernels:
         self.kernel = kernel
 
     def of(self, settings: AdamSettings) -> OptimizerKernel:
-        """Made when it is first asked for; all are of the kind that the first one turned out to be."""
+        """Returns the kernel for settings, created at first use. All kernels are of the same kind as the first one."""
         if settings not in self._kernels:
             dtype = TORCH_DTYPE[self._formats.precision]
             made = OptimizerKernel(
@@ -99,7 +99,7 @@ class Kernels:
 
 
 class LayerUpdates:
-    """Gradients out and updates of all layers. Commands come from one thread."""
+    """Offloads the gradients of all layers and updates the layers. Only one thread may call it."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class LayerUpdates:
         with_norms: bool,
         deadline_s: float,
     ) -> None:
-        """`offsets`: of each state in a slot for states. `num_threads`: of torch, in updates."""
+        """`offsets` has the offset of each state in a state slot. `num_threads` is torch's number for updates."""
         self._store = store
         self._feed = feed
         self._device = device
@@ -130,28 +130,28 @@ class LayerUpdates:
         grads, states = plan.grads, plan.states[0]
         self._grad_slots = SlotPool(grads.offset, grads.slot_nbytes, grads.num_slots, name="slots of gradients")
         self._state_slots = SlotPool(states.offset, states.slot_nbytes, states.num_slots, name="slots of states")
-        self._scratch = torch.empty(store.chunk_numel, dtype=feed.dtype)  # a gradient that is added to another
+        self._scratch = torch.empty(store.chunk_numel, dtype=feed.dtype)  # for a gradient that is added to another
         self._permits = threading.Semaphore(_MAX_WAITING_GRADS)
         self._to_offload: queue.Queue[_Grad | None] = queue.Queue()
         self._to_feed: queue.Queue[tuple[BlockUpdate, dict[ChunkKey, Span]] | None] = queue.Queue()
         self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
         self._changed = threading.Condition()
-        # All below is guarded by `_changed`.
+        # All attributes below are protected by `_changed`.
         self._kept: dict[BlockIndex, dict[ChunkKey, Span]] = {}  # gradients in host memory
         self._squares: dict[ChunkKey, float] = {}  # their squared norms
         self._num_offloading = 0
-        self._num_left: dict[BlockIndex, int] = {}  # chunks of updates under way
+        self._num_left: dict[BlockIndex, int] = {}  # remaining chunks of running updates
         self._failure: Exception | None = None
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
-        """What threads are to run."""
+        """The functions to run in threads."""
         return (self._run_offloads, self._run_feeds, self._run_updates)
 
     def offload(self, block: OffloadedBlock, grad: torch.Tensor, update: BlockUpdate | None) -> None:
-        """Takes a gradient, whose buffer goes back to the device's; begins the update as soon as it is out, if any.
+        """Offloads a gradient and releases its buffer; afterwards begins `update`, if there is one.
 
-        Waits while too many are on their way.
+        Blocks while too many gradients are in flight.
         """
         if not self._permits.acquire(timeout=self._deadline_s):
             raise OffloadFailedError(f"gradients did not leave the device for {self._deadline_s:g} s; a disk hangs?")
@@ -164,23 +164,26 @@ class LayerUpdates:
         self._to_offload.put(_Grad(block, grad, done, update))
 
     def update(self, update: BlockUpdate) -> None:
-        """Begins the update of a block whose gradient is in host memory, as `await_grads` makes sure."""
+        """Begins the update of a block. Its gradient must be in host memory; see `await_grads`."""
         self._feed.block(update.block.index)
         self._to_feed.put((update, self._take_grad(update.block)))
 
     def await_grads(self) -> None:
-        """Waits for gradients on their way."""
+        """Waits until all gradients in flight are in host memory."""
         self._await(lambda: self._num_offloading == 0, "gradients to leave the device")
 
     def squared_norm(self) -> float:
-        """Of all gradients in host memory, added blocks last to first; waits for those on their way."""
+        """Returns the squared norm of all gradients in host memory, summed from the last block to the first.
+
+        Waits for gradients in flight.
+        """
         self.await_grads()
         with self._changed:
             keys = sorted(self._squares, key=lambda key: (-key.block, key.chunk))
             return fold(self._squares[key] for key in keys)
 
     def drop_grads(self) -> None:
-        """Gradients in host memory, for which no update has begun, are not needed."""
+        """Discards all gradients in host memory for which no update has begun."""
         self.await_grads()
         with self._changed:
             for spans in self._kept.values():
@@ -189,7 +192,7 @@ class LayerUpdates:
             self._squares.clear()
 
     def load(self, block: OffloadedBlock, params: Mapping[str, torch.Tensor]) -> None:
-        """Writes a block's first states: these params, as they are, and moments of zero."""
+        """Writes a block's first states: these params, unchanged, and moments of zero."""
         for key in block.chunk_keys(self._store.chunk_numel):
             start, stop = block.chunk_range(key, self._store.chunk_numel)
             host_slot = self._host_slots.get(key)
@@ -209,14 +212,14 @@ class LayerUpdates:
         self._check()
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits, now or later, is told."""
+        """Records an error, which present and later waits raise."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
         self._permits.release()
 
     def stop(self) -> None:
-        """Ends the threads; updates under way may be lost."""
+        """Ends the threads; running updates may be lost."""
         for pool in (self._grad_slots, self._state_slots):
             pool.close()
         self._to_offload.put(None)
@@ -236,7 +239,7 @@ class LayerUpdates:
         self._check()
 
     def _take_grad(self, block: OffloadedBlock) -> dict[ChunkKey, Span]:
-        """A gradient in host memory; its slots are the caller's."""
+        """Removes and returns the slots of a gradient in host memory. The caller must release them."""
         with self._changed:
             spans = self._kept.pop(block.index)
             for key in spans:
@@ -368,7 +371,7 @@ class LayerUpdates:
         )
 
     def _finish(self, update: BlockUpdate) -> None:
-        """One chunk more is done."""
+        """Counts a finished chunk, and unblocks the block's params after the last one."""
         index = update.block.index
         with self._changed:
             self._num_left[index] -= 1

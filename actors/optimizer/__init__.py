@@ -1,4 +1,4 @@
-"""The actor that updates chunks on the CPU, and that loads and exports the model."""
+"""The CPU optimizer, which updates chunks, and loads and exports the model."""
 
 from windlass.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""The actor that updates chunks on the CPU, and that loads and exports the model."""
+"""The CPU optimizer, which updates chunks, and loads and exports the model."""
 
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater as ChunkUpdater
 from windlass.actors.optimizer.priority_queue import UrgentQueue as UrgentQueue

@@ -1,4 +1,4 @@
-"""The update of a range of a block's elements, as every holder of states computes it: pool or GPU worker."""
+"""Updates a range of a block's elements, for the CPU optimizers and the GPU worker."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from windlass.storage.ids import Kernel, StateKind
 
 
 class ChunkUpdater:
-    """A kernel for a job's formats, on one device. One thread at a time."""
+    """The update kernel for a job's formats, on one device. Not thread-safe."""
 
     def __init__(
         self,
@@ -23,12 +23,12 @@ class ChunkUpdater:
         holds_params: bool = True,
         announce: Callable[[str], None] | None = None,
     ) -> None:
-        """`holds_params`: False where a param that follows from its master is made of it for each use, and not kept.
+        """`holds_params`: False if params are derived from the master at each use and not stored.
 
-        `announce` is told before something takes long.
+        `announce` is called with a text before long work, such as compiling a kernel.
 
         Raises:
-            KernelUnavailable: the job is bound to a kernel that cannot be had.
+            KernelUnavailable: the kernel that the job names is not available.
         """
         hyper, formats, kernel_dir = context.spec.hyperparameters, context.formats, context.spec.kernel_dir
         self._context = context
@@ -52,13 +52,16 @@ class ChunkUpdater:
 
     @property
     def kernel(self) -> Kernel:
-        """The one that runs."""
+        """The kernel in use."""
         return self._kernel.kernel
 
     def update(
         self, update: UpdateBlock, start: int, grad: torch.Tensor, states: Mapping[StateKind, torch.Tensor]
     ) -> None:
-        """Update the elements of a block from the `start`th on, in place; flat tensors of one length."""
+        """Updates a range of a block's elements in place, from element `start` on.
+
+        `grad` and all `states` are flat tensors of the same length.
+        """
         decay_numel = self._context.layout.blocks[update.block].decay_numel
         self._kernel.update(
             ChunkStates(

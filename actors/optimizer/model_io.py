@@ -1,4 +1,4 @@
-"""Loading a model into the store and exporting it, chunk by chunk through an optimizer's slots."""
+"""Loads a model into the store and exports it, chunk by chunk, through an optimizer's slots."""
 
 import contextlib
 import ctypes
@@ -16,17 +16,18 @@ from windlass.engine.optimizer import split_master
 from windlass.storage.ids import ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
-# Masters are split so many elements at a time: what is made on the way stays in the processor's caches. On one core
-# that is seven times as fast as a chunk at once.
+# Number of elements of a master that are split at a time, so that temporary tensors stay in the processor's caches. On
+# one core this is seven times as fast as splitting a whole chunk at once.
 _SPLIT_NUMEL = 2**16
 
 ChunkView = Callable[[Span, ChunkKey, StateKind], torch.Tensor]
 
 
 class ModelIo:
-    """The first optimizer's work outside of steps. Never holds more than its slots and one tensor or one block.
+    """Loads and exports the model for the first optimizer.
 
-    A job without SSDs has its states where they rest in host memory, of all optimizers.
+    It never holds more than its slots and one tensor or one block. In a job without SSDs, it reads and writes the
+    resident states of all optimizers in host memory.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ModelIo:
         self._write = write
         self._resting = {} if context.spec.ssd_dirs else context.host_slots()
         self._aborted = threading.Event()
-        self._arrived = threading.Event()  # the chunk that an export reads
+        self._arrived = threading.Event()  # the chunk that an export reads has arrived
 
     def abort(self) -> None:
         """Ends a load or an export before its next chunk."""
@@ -52,7 +53,7 @@ class ModelIo:
         self._arrived.set()
 
     def load(self) -> Iterator[dict[str, int]]:
-        """Makes every chunk's states those of step 0. Yields {"num_params", "total_params"} as it goes."""
+        """Writes the states of step 0 for all chunks. Yields progress as {"num_params", "total_params"}."""
         layout = self.context.layout
         num_params, shown_at = 0, 0
         with contextlib.closing(self._source()) as source:
@@ -64,11 +65,11 @@ class ModelIo:
                     shown_at = num_params
                     yield {"num_params": num_params, "total_params": layout.numel}
         self._slots.drain(self.context.spec.deadline_s)  # every write is done then
-        # What whole tensors passed through stays in the C library's heap otherwise, beside every later step.
+        # Returns the memory of the loaded tensors to the system; otherwise the C library would keep it during training.
         ctypes.CDLL(None).malloc_trim(0)
 
     def _load_chunk(self, key: ChunkKey, source: CheckpointReader | BlockInitializer) -> int:
-        """Returns the chunk's number of elements."""
+        """Loads a chunk; returns its number of elements."""
         if self._resting:
             return self._fill(self._resting[key], key, source)
         (slot,) = self._slots.acquire(1, self.context.spec.deadline_s)
@@ -77,7 +78,7 @@ class ModelIo:
         return num_params
 
     def _fill(self, slot: Span, key: ChunkKey, source: CheckpointReader | BlockInitializer) -> int:
-        """A chunk's first states. Returns its number of elements."""
+        """Fills a slot with a chunk's first states; returns the number of elements."""
         held = {kind: self._view(slot, key, kind) for kind in self.context.formats.itemsizes}
         master = held.get(StateKind.MASTER)
         if master is None:
@@ -104,9 +105,12 @@ class ModelIo:
         return BlockInitializer(model, self.context.layout, spec.hyperparameters.seed)
 
     def export(self, path: str, step: Step, copy_of: str | None = None) -> None:
-        """Writes the params of `step` as a Hugging Face folder, or `copy_of`. A failure leaves nothing at `path`."""
+        """Writes the params of `step` as a Hugging Face folder, or copies the folder `copy_of`.
+
+        A failure leaves nothing at `path`.
+        """
         if Path(path).exists():
-            return  # by an attempt that was lost before it could tell; a folder that exists is whole
+            return  # complete: written by an attempt that was lost before it could report it
         if copy_of is not None:
             copy_model_folder(Path(copy_of), Path(path), links=True)
             return
@@ -126,8 +130,8 @@ class ModelIo:
 
     @contextlib.contextmanager
     def _held(self, key: ChunkKey, kind: StateKind, step: Step) -> Iterator[Span]:
-        """Where a state of a chunk lies while this lasts."""
-        self._arrived.clear()  # before the check: what `abort` sets must stay set
+        """Yields the slot with a state of a chunk, which stays valid during the context."""
+        self._arrived.clear()  # before the check, so that an event set by `abort` is not cleared
         self._check()
         if self._resting:
             yield self._resting[key]

@@ -1,4 +1,4 @@
-"""What waits inside a worker: chunk by chunk, so that one of an urgent block goes before the rest of another block."""
+"""A worker's queue of chunks, in which chunks of an urgent block overtake the remaining chunks of another block."""
 
 import itertools
 import queue
@@ -10,21 +10,24 @@ _Item = TypeVar("_Item")
 
 
 class UrgentQueue(Generic[_Item]):
-    """Items of blocks of steps, in the order of the scheduler's own queues; of one block as they came. Thread-safe."""
+    """A queue of items by (step, block), in the order of the scheduler's queues. Thread-safe.
+
+    Items of one block stay in order of arrival.
+    """
 
     def __init__(self, order: QueueOrder) -> None:
         self._order = order
         self._waiting: queue.PriorityQueue[tuple[tuple[int, int], int, _Item]] = queue.PriorityQueue()
-        self._numbers = itertools.count()  # differ, so items are never compared
+        self._numbers = itertools.count()  # all different, so that items are never compared
 
     def __bool__(self) -> bool:
         return not self._waiting.empty()
 
     def put(self, step: int, block: int, item: _Item) -> None:
-        """It waits from now on."""
-        urgency = (step, block) if self._order is QueueOrder.PRIORITY else (0, 0)
-        self._waiting.put((urgency, next(self._numbers), item))
+        """Adds an item."""
+        priority = (step, block) if self._order is QueueOrder.PRIORITY else (0, 0)
+        self._waiting.put((priority, next(self._numbers), item))
 
     def get(self) -> _Item:
-        """The most urgent; there must be one."""
+        """Removes and returns the most urgent item. The queue must not be empty."""
         return self._waiting.get_nowait()[2]

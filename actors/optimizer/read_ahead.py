@@ -1,4 +1,4 @@
-"""How many chunks are on their way to their update, which cannot be overtaken any more."""
+"""Limits the number of chunks that an optimizer reads ahead, because these can no longer be overtaken."""
 
 import threading
 from dataclasses import dataclass
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Ahead:
-    """How far an optimizer is ahead of its updates, and so whether one chunk more may begin."""
+    """The counts that decide whether one more chunk may begin."""
 
-    num_ahead: int = 0  # chunks that have begun, and whose update has not
-    num_at_hand: int = 0  # chunks whose states are there, until they are updated
+    num_ahead: int = 0  # chunks that have begun, but whose update has not
+    num_at_hand: int = 0  # chunks whose states have arrived and that are not updated yet
 
     @property
     def may_begin(self) -> bool:
-        """One chunk may be ahead, or, while there is nothing to update, as many as have slots."""
+        """True if another chunk may begin: none is ahead, or there is nothing to update."""
         return not self.num_ahead or not self.num_at_hand
 
 
 class ReadAhead:
-    """Chunks begin in the order of their urgency, take slots for their states, and are updated as they began.
+    """Decides when the next chunk may begin. Chunks begin in order of priority and are updated in order of arrival.
 
-    While the optimizer has something to update, one chunk beyond that has begun: by the time it is wanted its states
-    are there, and what turns out to be more urgent waits for no more than that one. While it has nothing, the SSDs are
-    what is slow, and all slots may be read into. Thread-safe.
+    While the optimizer has chunks to update, one further chunk is read ahead. This hides the read latency and delays a
+    more urgent chunk by at most one update. While it has none, the SSDs are the bottleneck, and chunks may be read into
+    all slots. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class ReadAhead:
         self._closed = False
 
     def begin(self, deadline_s: float) -> None:
-        """Waits until one chunk more may begin.
+        """Waits until another chunk may begin.
 
         Raises:
-            TimeoutError: it might not within `deadline_s`.
+            TimeoutError: none may begin within `deadline_s` seconds.
             InterruptedError: `close` was called.
         """
         with self._changed:
@@ -45,24 +45,24 @@ class ReadAhead:
             self._ahead.num_ahead += 1
 
     def arrived(self) -> None:
-        """The states of a chunk are there."""
+        """Records that the states of a chunk have arrived."""
         with self._changed:
             self._ahead.num_at_hand += 1
 
     def updating(self) -> None:
-        """The update of a chunk begins."""
+        """Records that the update of a chunk begins."""
         with self._changed:
             self._ahead.num_ahead -= 1
             self._changed.notify_all()
 
     def updated(self) -> None:
-        """The update of a chunk is over."""
+        """Records that the update of a chunk is done."""
         with self._changed:
             self._ahead.num_at_hand -= 1
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the waits."""
+        """Interrupts waiting callers."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

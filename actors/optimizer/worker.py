@@ -1,8 +1,8 @@
-"""One optimizer of the pool: updates chunks, read from the SSD servers and written back to them.
+"""A CPU optimizer of the pool: reads chunks from the SSD servers, updates them, and writes them back.
 
-Reading, updating and writing back of successive chunks overlap: a feeder thread asks for states as slots come free, one
-thread updates what has arrived, and write-backs are reported by the SSD servers. Of the chunks that wait to begin,
-those of the most urgent block go first, whichever block was begun before; few begin long before they are updated.
+Reads, updates and writes of successive chunks overlap. One thread requests states as slots become free, and one thread
+updates chunks that have arrived. The SSD servers report finished writes. Waiting chunks of the most urgent block go
+first, even if another block was begun earlier; for this, few chunks are read ahead.
 """
 
 import itertools
@@ -52,15 +52,15 @@ from windlass.engine.device import TORCH_DTYPE, release_team, state_dtype
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import Arena, SlotPool
 
-# Chunks of states that rest in host memory, on their way there at once.
+# Largest number of reads in flight when resident states are restored to host memory.
 RESTORE_DEPTH = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _FeedChunk:
-    """Begin with the most urgent chunk that waits."""
+    """Asks the command thread to begin the most urgent chunk."""
 
-    because_of: UpdateBlock  # the urgent one may be another's
+    because_of: UpdateBlock  # the update that queued this; the most urgent chunk may belong to another one
 
 
 _Command = _FeedChunk | FlushBlock | RestoreStates | LoadModel | ExportModel
@@ -72,10 +72,10 @@ class _ChunkUpdate:
 
     update: UpdateBlock
     grad: GradChunk
-    slot: Span  # its states lie there
-    rests_here: bool  # they stay there, and are not written
-    loan: ParamSlotLease | None = None  # its params lie there instead
-    num_missing: int = 1  # requests that must be answered first
+    slot: Span  # of its states
+    rests_here: bool  # the states are resident in the slot and are not written
+    loan: ParamSlotLease | None = None  # the leased slot that holds its params instead
+    num_missing: int = 1  # number of reads that must arrive first
 
 
 class CpuOptimizer:
@@ -96,20 +96,21 @@ class CpuOptimizer:
         self._offsets = context.state_offsets()
         self._formats = context.formats
         self._grad_dtype = TORCH_DTYPE[grad_precision(self.spec)]
-        # Chunks come last: each waits for its turn, and what is to be flushed would wait for all of them.
+        # Priority 1 (chunks) is less urgent than 0 (flush, restore, load, export), because otherwise a flush would wait
+        # behind every queued chunk.
         self._commands: queue.PriorityQueue[tuple[int, int, _Command | None]] = queue.PriorityQueue()
-        self._numbers = itertools.count()  # differ, so commands are never compared
+        self._numbers = itertools.count()  # all different, so that commands are never compared
         self._to_begin: UrgentQueue[tuple[UpdateBlock, GradChunk]] = UrgentQueue(self.spec.effective_ordering.queues)
-        # As they came: what has a slot would keep it for as long as something is more urgent.
+        # In order of arrival. In order of priority, a chunk would hold its slot for as long as others are more urgent.
         self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
         self._read_ahead = ReadAhead()
         self._io = ChunkClient(name, context, send)
         self._spans = SpanRecorder(name, context.spec.job, send)
         self._num_blocks = _num_blocks_of(context, index)
-        self._num_updated: Counter[Step] = Counter()  # blocks, of steps that are not over
+        self._num_updated: Counter[Step] = Counter()  # updated blocks by step, for steps that are not over
         self._lock = threading.Condition()
-        self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # chunks of what is being done
-        # Asked for in updates that are not done; None: they have not come.
+        self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # remaining chunks of running commands
+        # Leases that were requested for running updates; None: there is no answer yet.
         self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamSlotLease] | None] = {}
         self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
         self._threads = ActorThreads(
@@ -132,7 +133,7 @@ class CpuOptimizer:
         self._threads.start((self._run_commands, self._run_updates, self._io.watch))
 
     def post(self, message: Message) -> None:
-        """Takes a message and returns at once."""
+        """Processes or queues a message and returns at once."""
         match message:
             case UpdateBlock():
                 self._begin(message)
@@ -151,7 +152,7 @@ class CpuOptimizer:
         """Ends the threads, whatever they wait for, and unmaps the arena.
 
         Raises:
-            TimeoutError: a thread hangs; the arena stays mapped, as it may still use it.
+            TimeoutError: a thread hangs. The arena stays mapped, because the thread may still use it.
         """
         with self._lock:
             self._stopping = True
@@ -170,14 +171,14 @@ class CpuOptimizer:
     def _announce(self, text: str) -> None:
         self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))
 
-    # --- what a chunk's states are ----------------------------------------------------------------------------------
+    # --- states of chunks -------------------------------------------------------------------------------------------
 
     def chunk_view(self, slot: Span, key: ChunkKey, kind: StateKind) -> torch.Tensor:
-        """One state of a chunk inside a slot: a flat tensor of as many elements as the chunk holds."""
+        """Returns one state of a chunk in a slot, as a flat tensor with the chunk's number of elements."""
         return self._view(slot.offset + self._offsets[kind], key, self._dtype(kind))
 
     def grad_view(self, span: Span, key: ChunkKey) -> torch.Tensor:
-        """A chunk's gradient in its slot."""
+        """Returns a chunk's gradient in its slot, as a flat tensor."""
         return self._view(span.offset, key, self._grad_dtype)
 
     def _dtype(self, kind: StateKind) -> torch.dtype:
@@ -198,11 +199,11 @@ class CpuOptimizer:
     def read(
         self, slot: Span, key: ChunkKey, kinds: tuple[StateKind, ...], step: Step, on_done: Callable[[], None]
     ) -> None:
-        """Asks for states of `step`; `on_done` is called when they lie in the slot."""
+        """Requests states of `step`; `on_done` is called when they are in the slot."""
         self._io.read([self._chunk_io(slot, key, kinds)], step, (step + 1, key.block), lambda _: on_done())
 
     def write(self, slot: Span, key: ChunkKey, step: Step, on_done: Callable[[], None]) -> None:
-        """Writes all states of a chunk as those of `step`; `on_done` is called when the slot is free again."""
+        """Requests the write of a chunk's states as those of `step`; `on_done` is called when the slot is free."""
         item = self._chunk_io(slot, key, tuple(self._formats.itemsizes))
         self._io.write([item], step, (step, key.block), lambda _: on_done())
 
@@ -226,14 +227,14 @@ class CpuOptimizer:
                     self._model_io.export(message.path, message.step, message.copy_of)
                     exported = ModelExported(job=self.spec.job, step=message.step, path=message.path)
                     self.send(SCHEDULER, exported)
-            release_team()  # in one process with others, one of which may compute on the CPU
+            release_team()  # because another actor in the same process may compute on the CPU
 
     def _count(self, message: FlushBlock | UpdateBlock, num_chunks: int) -> None:
         with self._lock:
             self._num_left[(type(message), message.step, message.block)] = num_chunks
 
     def _is_last(self, message: FlushBlock | UpdateBlock) -> bool:
-        """One chunk more is done."""
+        """Counts a finished chunk of a command; returns whether it was the last one."""
         key = (type(message), message.step, message.block)
         with self._lock:
             self._num_left[key] -= 1
@@ -252,25 +253,25 @@ class CpuOptimizer:
                 self.send(SCHEDULER, done)
 
         kinds = tuple(self._formats.itemsizes)
-        # As urgent as the updates of the next step, but not as the params that its forward pass waits for.
+        # As urgent as the updates of the next step, but less urgent than the params of its forward pass.
         priority = (message.step + 1, message.block)
         self._io.write(
             [self._chunk_io(slot, key, kinds) for key, slot in slots.items()], message.step, priority, written
         )
 
     def _restore(self, message: RestoreStates) -> None:
-        """A few chunks at a time: one that waits for others would miss its deadline."""
+        """Restores the resident states. It reads a few chunks at a time, because queued requests could time out."""
         kinds = tuple(self._formats.itemsizes)
         total = sum(self.context.chunk_numel(key) for key in self._host_slots)
-        num_params = told = 0
+        num_params = num_reported = 0
         for key, slot in self._host_slots.items():
             self._take_permit(message.step)
             self.read(slot, key, kinds, message.step, self._restore_permits.release)
             num_params += self.context.chunk_numel(key)
-            if num_params - told >= total // 20:
-                told = num_params
+            if num_params - num_reported >= total // 20:
+                num_reported = num_params
                 self._tell_progress(num_params=num_params, total_params=total)
-        for _ in range(RESTORE_DEPTH):  # the last ones
+        for _ in range(RESTORE_DEPTH):  # waits for the last reads
             self._take_permit(message.step)
         self.send(SCHEDULER, StatesRestored(job=self.spec.job, step=message.step, actor=self.name))
 
@@ -296,10 +297,10 @@ class CpuOptimizer:
             self._commands.put((1, next(self._numbers), _FeedChunk(update)))
 
     def _borrow(self, update: UpdateBlock, chunk: ChunkKey) -> ParamSlotLease | None:
-        """A slot to update a chunk's params in, from which the next forward pass will take them.
+        """Returns a leased slot of the param cache for a chunk's params; None if there is none.
 
-        Asked for with those of the whole block as its first chunk begins: lent earlier, they would be missing
-        elsewhere.
+        The leases of the whole block are requested when its first chunk begins. Leased earlier, the slots would be
+        missing for other blocks.
         """
         if not self._borrows:
             return None
@@ -329,12 +330,12 @@ class CpuOptimizer:
     def _feed(self) -> None:
         self._read_ahead.begin(self.spec.deadline_s)
         slots = self._slots.acquire(min(1, self._slots.num_slots), self.spec.deadline_s)
-        # Only now: what is more urgent may have come meanwhile.
+        # Only now, because a more urgent chunk may have arrived during the waits.
         update, grad = self._to_begin.get()
         works_at(update)
-        if (rest := self._host_slots.get(grad.key)) is not None:
+        if (host_slot := self._host_slots.get(grad.key)) is not None:
             self._slots.release(slots)
-            self._arrive(_ChunkUpdate(update, grad, rest, rests_here=True))
+            self._arrive(_ChunkUpdate(update, grad, host_slot, rests_here=True))
         else:
             (slot,) = slots
             loan = self._borrow(update, grad.key)
@@ -359,10 +360,10 @@ class CpuOptimizer:
         kinds = self._formats.kinds_to_update
         if loan is not None and loan.is_filled:
             kinds = tuple(kind for kind in kinds if kind is not self._formats.param_kind)
-        urgency = (update.step, key.block)
+        priority = (update.step, key.block)
         if is_spilled:
-            self._io.read([self._chunk_io(chunk.slot, key, (StateKind.GRAD,))], update.step, urgency, arrived)
-        self._io.read([self._chunk_io(chunk.slot, key, kinds, loan)], update.from_step, urgency, arrived)
+            self._io.read([self._chunk_io(chunk.slot, key, (StateKind.GRAD,))], update.step, priority, arrived)
+        self._io.read([self._chunk_io(chunk.slot, key, kinds, loan)], update.from_step, priority, arrived)
 
     def _run_updates(self) -> None:
         torch.set_num_threads(self.spec.optimizer_threads)
@@ -403,7 +404,7 @@ class CpuOptimizer:
 
         def written(_: ChunkKey) -> None:
             self._slots.release([chunk.slot])
-            if chunk.loan is not None:  # before the block is reported: then the forward pass finds it
+            if chunk.loan is not None:  # before BlockUpdated, so that the forward pass finds the params in the cache
                 returned = ParamSlotReleased(job=self.spec.job, step=update.step, key=key, span=chunk.loan.span)
                 self.send(GPU_WORKER, returned)
             self._done(update)
@@ -420,7 +421,7 @@ class CpuOptimizer:
             self.send(SCHEDULER, updated)
 
     def _tell_spans(self, step: Step) -> None:
-        """Once a step, when the last block of it is updated."""
+        """Sends the spans of a step after its last block is updated."""
         with self._lock:
             self._num_updated[step] += 1
             is_over = self._num_updated[step] == self._num_blocks
@@ -431,7 +432,7 @@ class CpuOptimizer:
 
 
 def _num_blocks_of(context: JobContext, index: int) -> int:
-    """How many blocks an optimizer updates in a step, its share of each."""
+    """Returns the number of blocks of which an optimizer updates a share in each step."""
     layout, num_optimizers = context.layout, context.spec.num_cpu_optimizers
     blocks = (block.index for block in layout.blocks if block.index not in context.plan.device_blocks)
     return sum(any(key.chunk % num_optimizers == index for key in layout.chunk_keys(block)) for block in blocks)

@@ -293,7 +293,10 @@ class SsdServer:
             return piece
 
     def _plan(self, job: TransferJob) -> None:
-        """Checks a job against the store and cuts it into pieces, without the lock, because the store reads its fence."""
+        """Checks a job against the store and cuts it into pieces.
+
+        It runs without the lock, because the store reads its fence from the SSD.
+        """
         works_at(job.request)
         pieces: deque[Piece] = deque()
         try:

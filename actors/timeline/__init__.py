@@ -1,4 +1,4 @@
-"""The spans of time and the memory that each resource took in a step, recorded, summed and exported."""
+"""Records, summarizes and exports the time spans and the memory of each resource in a step."""
 
 from windlass.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""The spans of time and the memory that each resource took in a step, recorded, summed and exported."""
+"""Records, summarizes and exports the time spans and the memory of each resource in a step."""
 
 from windlass.actors.timeline.intervals import Interval as Interval
 from windlass.actors.timeline.intervals import clip as clip

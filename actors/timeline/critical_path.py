@@ -1,18 +1,19 @@
-"""How fast a step could be at most, as one thing must follow another: its dependency bound, from measured spans.
+"""The dependency bound of a step: the shortest time that its dependencies allow, from measured spans.
 
-In steady state each block goes round a cycle once a step, and every part of it waits for the one before:
+In steady state, each block passes through a cycle once per step. Every part of the cycle waits for the one before:
 
-1. its params come: read from an SSD, unless they lie in host memory; copied to the device
-2. compute, from its own forward operation on to the one after which its update may begin: its own backward operation
-   or, where gradients are kept until all are known, the last one of the step. Where steps do not overlap, every cycle
-   begins with the params and the forward operation of the first block. A step of several groups of micro-batches goes
-   through all blocks several times, so that nothing that a group brings or leaves has to wait for its neighbours
-3. its gradient is copied out; if it waits on an SSD, it is written and read there
-4. its states are read from an SSD, updated, and written; those that rest in memory are only updated
+1. The block's params are read from an SSD, unless they are in host memory, and copied to the device.
+2. Compute runs from the block's own forward operation to the operation after which its update may begin. This is its
+   own backward operation or, if gradients are kept until all are known, the last operation of the step. If steps do not
+   overlap, every cycle begins with the params and the forward operation of the first block. A step of several groups of
+   micro-batches passes through all blocks several times. Transfers between two groups are not counted, because they
+   can overlap with the operations of other blocks.
+3. The block's gradient is copied out. If it is spilled, it is written to an SSD and read back.
+4. Its states are read from an SSD, updated, and written. Resident states are only updated.
 
-A cycle is as long as the sum of its parts, without the time in which they wait for their turn. Of a block's chunks,
-which move side by side, the slowest counts. The bound is the longest cycle: no order of work makes a step shorter while
-each part takes as long as it did. Parts count as they were beside all others: a transfer that shares its SSD is slower.
+The length of a cycle is the sum of its parts, without the time in queues. A block's chunks are transferred in parallel,
+so the slowest counts. The bound is the longest cycle. No order of work makes a step shorter, as long as each part takes
+the measured time. That time includes slowdowns by parallel work, for example of transfers that share an SSD.
 Source: such a system's period is the maximum cycle mean of its graph; Baccelli, Cohen, Olsder, Quadrat, Synchronization
 and Linearity (1992), chapter 3.
 """
@@ -24,16 +25,19 @@ from operator import attrgetter
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.timeline.recorder import WHOLE_BLOCK
 
-_Chunks = dict[int, dict[SpanKind, list[WorkSpan]]]  # of a block: by chunk and kind, in order of time
+_Chunks = dict[int, dict[SpanKind, list[WorkSpan]]]  # a block's spans by chunk and kind, in order of time
 _OPERATIONS = frozenset((SpanKind.FORWARD, SpanKind.HEAD, SpanKind.BACKWARD))
 
 
 def dependency_bound_s(
     step: int, spans: Sequence[WorkSpan], *, num_blocks: int, keeps_grads: bool, overlaps_steps: bool
 ) -> float | None:
-    """Seconds; None where the spans of an operation are missing. `spans`: of the step and of what came before it."""
+    """Returns the bound in seconds; None if the spans of an operation are missing.
+
+    `spans` has the spans of the step, and earlier ones that prefetched its params.
+    """
     operations: list[WorkSpan] = []  # of the step, in order of time
-    waits: dict[int, list[WorkSpan]] = defaultdict(list)  # within operations, by block
+    waits: dict[int, list[WorkSpan]] = defaultdict(list)  # waits for activations within operations, by block
     blocks: dict[int, _Chunks] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for span in sorted(spans, key=attrgetter("start_s")):
         if span.kind in _OPERATIONS:
@@ -49,7 +53,7 @@ def dependency_bound_s(
     num_groups = sum(operation.kind is SpanKind.HEAD for operation in operations)
     if not operations or [(operation.kind, operation.block) for operation in operations] != order * num_groups:
         return None
-    ends = [0.0]  # of the operations, if they followed each other without a pause
+    ends = [0.0]  # the end times of the operations if there were no pauses between them
     for operation in operations:
         ends.append(ends[-1] + _computing_s(operation, waits[operation.block]))
     longest_s = 0.0
@@ -65,25 +69,25 @@ def dependency_bound_s(
 
 
 def _computing_s(operation: WorkSpan, waits: Sequence[WorkSpan]) -> float:
-    """An operation's time, but for that in which it waited for activations; `waits`: those of its block."""
+    """Returns an operation's time without its waits for activations. `waits` are the waits of its block."""
     inside = (wait for wait in waits if operation.start_s <= wait.start_s and wait.end_s <= operation.end_s)
     return _duration_s(operation) - sum(map(_duration_s, inside))
 
 
 def _params_s(chunk: dict[SpanKind, list[WorkSpan]], until_s: float) -> float:
-    """What it took to bring a chunk's params for an operation that began then; part 1 of a cycle."""
+    """Returns the time to fetch a chunk's params for an operation that began at `until_s`; part 1 of a cycle."""
     copies = [copy for copy in chunk[SpanKind.COPY_PARAMS_IN] if copy.end_s <= until_s]
     if not copies:
         return 0.0
     before_s = copies[-2].end_s if len(copies) > 1 else float("-inf")
-    # What was read for an earlier copy was in host memory since.
+    # Reads before an earlier copy do not count, because the params were in host memory after it.
     reads = [read for read in chunk[SpanKind.READ_PARAMS] if before_s < read.end_s <= copies[-1].start_s]
     return _duration_s(copies[-1]) + _last_s(reads)
 
 
 def _update_s(step: int, chunks: _Chunks, from_s: float) -> float:
-    """From a block's gradient, which was there then, to its new states; parts 3 and 4 of a cycle."""
-    whole_s = sum(_duration_s(each) for each in chunks[WHOLE_BLOCK][SpanKind.UPDATE] if each.step == step)
+    """Returns the time from a block's gradient, complete at `from_s`, to its new states; parts 3 and 4 of a cycle."""
+    whole_s = sum(_duration_s(span) for span in chunks[WHOLE_BLOCK][SpanKind.UPDATE] if span.step == step)
     return whole_s + max((_chunk_s(step, chunk, from_s) for chunk in chunks.values()), default=0.0)
 
 
@@ -91,18 +95,19 @@ def _chunk_s(step: int, chunk: dict[SpanKind, list[WorkSpan]], from_s: float) ->
     def of_step(kind: SpanKind) -> list[WorkSpan]:
         return [span for span in chunk[kind] if span.step == step and span.start_s >= from_s]
 
-    updates = [each for each in of_step(SpanKind.UPDATE) if each.chunk != WHOLE_BLOCK]
-    found_s = _last_s(of_step(SpanKind.COPY_GRAD_OUT)) + _last_s(of_step(SpanKind.WRITE_GRAD))
+    updates = [span for span in of_step(SpanKind.UPDATE) if span.chunk != WHOLE_BLOCK]
+    total_s = _last_s(of_step(SpanKind.COPY_GRAD_OUT)) + _last_s(of_step(SpanKind.WRITE_GRAD))
     if not updates:
-        return found_s  # of a skipped step
-    # Requests to read carry the step whose states they are; what was read for this update came right before it.
+        return total_s  # a skipped step
+    # Reads cannot be selected by step, because they carry the step whose states they read. The last ones before the
+    # update belong to it.
     reads = {
         kind: [span for span in chunk[kind] if from_s <= span.start_s and span.end_s <= updates[-1].start_s]
         for kind in (SpanKind.READ_STATES, SpanKind.READ_GRAD)
     }
-    found_s += max(map(_last_s, reads.values())) + _duration_s(updates[-1])
-    # What rests in memory is written too, now and then, but nothing waits for that.
-    return found_s + (_last_s(of_step(SpanKind.WRITE_STATES)) if reads[SpanKind.READ_STATES] else 0.0)
+    total_s += max(map(_last_s, reads.values())) + _duration_s(updates[-1])
+    # Flushes of resident states do not count, because no work waits for them.
+    return total_s + (_last_s(of_step(SpanKind.WRITE_STATES)) if reads[SpanKind.READ_STATES] else 0.0)
 
 
 def _last_s(spans: Sequence[WorkSpan]) -> float:

@@ -1,4 +1,4 @@
-"""What is in use of each tier's memory over time: levels, of which there is one for each kind of things."""
+"""The memory in use over time, for each tier and each kind of data."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Tier(StrEnum):
-    """Of memory, as plans name it."""
+    """The memory tiers, with the names that plans use."""
 
     GPU = "gpu"  # the device, also where that is the CPU
     HOST = "host"
@@ -16,15 +16,15 @@ class Tier(StrEnum):
 
 
 class Level(NamedTuple):
-    """Bytes that one kind of things takes of a tier; constant from each point to the next."""
+    """The bytes that one kind of data uses in a tier over time; constant from each point to the next."""
 
     tier: Tier
-    what: str
-    allocated_nbytes: int | None  # set aside for it at all times, used or not; None: nothing is
+    what: str  # the kind of data
+    allocated_nbytes: int | None  # bytes allocated for it at all times, used or not; None: none
     points: tuple[tuple[float, int], ...]  # (time_s, bytes in use from then on), in order
 
     def between(self, start_s: float, end_s: float) -> "Level":
-        """The same from one time until before another; what was in use at the first one is its first point."""
+        """Returns the part from `start_s` until before `end_s`. Its first point has the bytes in use at `start_s`."""
         first, stop = (bisect_right(self.points, at_s, key=lambda point: point[0]) for at_s in (start_s, end_s))
         before = self.points[first - 1][1] if first else 0
         return self._replace(points=((start_s, before), *self.points[first:stop]))
@@ -32,15 +32,15 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierMemory:
-    """All that is known of a tier's levels."""
+    """The combined levels of a tier."""
 
-    allocated_nbytes: int | None  # for all kinds together; None: not for all of them
-    peak_nbytes: int  # the most that is in use at once
+    allocated_nbytes: int | None  # for all kinds together; None if a kind has no allocation
+    peak_nbytes: int  # largest number of bytes in use at once
     timeline: Sequence[tuple[float, Mapping[str, int]]]  # (time_s, bytes in use by kind from then on), in order
 
 
 def memory_of(levels: Iterable[Level]) -> dict[Tier, TierMemory]:
-    """Levels of the same time, put together. What changes at one moment is one change."""
+    """Combines levels of the same period by tier. Changes at the same moment become one change."""
     by_tier: dict[Tier, list[Level]] = {}
     for level in levels:
         by_tier.setdefault(level.tier, []).append(level)

@@ -1,7 +1,7 @@
-"""How an actor notes what it did and when, and tells the scheduler of it: the rows of a job's timeline.
+"""Records an actor's time spans and sends them to the scheduler, for the job's timeline.
 
-A note is one tuple appended to a queue; a few thousand a step go out in one message. All processes of a machine read
-one clock, CLOCK_MONOTONIC, which is Python's `time.monotonic`.
+Recording a span appends one tuple to a queue; the few thousand spans of a step are sent in one message. All processes
+of a machine use the same clock, CLOCK_MONOTONIC, which is Python's `time.monotonic`.
 """
 
 from collections import deque
@@ -11,21 +11,21 @@ from windlass.actors.job import GPU_WORKER, SCHEDULER
 from windlass.actors.messages import Message, SpanKind, SpansReported, WorkSpan
 from windlass.storage.ids import ActorName, JobId, StateKind, Step
 
-# What the GPU worker has beside its name: the device itself, and the two ways to it and from it.
+# Resources of the GPU worker: the device's compute, and the copies to it and from it.
 COMPUTE = f"{GPU_WORKER}/compute"
 TO_DEVICE = f"{GPU_WORKER}/h2d"
 FROM_DEVICE = f"{GPU_WORKER}/d2h"
 
-# A span that is about a whole block, or about none.
+# The chunk number of spans about a whole block, and the block number of spans about no block.
 WHOLE_BLOCK = -1
 NO_BLOCK = -1
 
-# What is held while nothing asks to tell, as when a model is loaded or exported.
+# Largest number of unsent spans. It matters while `tell` is not called, as when a model is loaded or exported.
 _MAX_HELD = 4096
 
 
 class SpanRecorder:
-    """What one actor has done and not told yet. Safe from many threads: no span is lost or told twice."""
+    """The recorded spans of one actor that are not sent yet. Thread-safe: each span is sent exactly once."""
 
     def __init__(self, actor: ActorName, job: JobId, send: Callable[[ActorName, Message], None]) -> None:
         self._actor = actor
@@ -44,13 +44,13 @@ class SpanRecorder:
         end_s: float,
         nbytes: int = 0,
     ) -> None:
-        """One stretch of work; see `WorkSpan`."""
+        """Records one span; see `WorkSpan`."""
         self._spans.append(WorkSpan(resource, kind, step, block, chunk, start_s, end_s, nbytes))
         if len(self._spans) >= _MAX_HELD:
             self.tell(step)
 
     def tell(self, step: int) -> None:
-        """Send what was noted, if anything; `step` is the one that was worked on."""
+        """Sends the recorded spans, if there are any. `step` is the current step."""
         spans: list[WorkSpan] = []
         try:
             while True:
@@ -62,7 +62,7 @@ class SpanRecorder:
 
 
 def transfer_kind(*, is_read: bool, states: Collection[StateKind], param_kind: StateKind) -> SpanKind:
-    """What a chunk's way to or from an SSD is for, by the states that move."""
+    """Returns the kind of a chunk's transfer to or from an SSD, by the states that are transferred."""
     if all(state is StateKind.GRAD for state in states):
         return SpanKind.READ_GRAD if is_read else SpanKind.WRITE_GRAD
     if not is_read:

@@ -1,4 +1,7 @@
-"""What a job has really taken, over all its attempts, beside which people see what was planned. No clock, no I/O."""
+"""The measured step time and peak memory of a job, over all its attempts, to be compared with its plan.
+
+No clock, no I/O.
+"""
 
 from typing import Any
 
@@ -11,10 +14,10 @@ _EVALUATION = frozenset((SpanKind.EVALUATE, SpanKind.EVALUATE_HEAD))
 
 
 class Measured:
-    """Takes in what was measured; `data` is what a step's metrics tell of it."""
+    """Collects measurements. A step's metrics include `data`."""
 
     def __init__(self, first_step: int, earlier: dict[str, Any] | None) -> None:
-        """`first_step`: of the attempt. `earlier`: the last `data` that earlier attempts have told; None: nothing."""
+        """`first_step` is the attempt's first. `earlier` is the last `data` of earlier attempts, if there is any."""
         earlier = earlier or {}
         self._first_steady = first_step + NUM_FIRST_STEPS
         self._num_steps: int = earlier.get("num_steps", 0)
@@ -23,12 +26,12 @@ class Measured:
         self._nbytes: dict[MemoryKind, dict[ActorName, int]] = {}
 
     def note_memory(self, event: MemoryReported) -> None:
-        """An actor's part of a kind of memory."""
+        """Records an actor's use of one kind of memory."""
         of_kind = self._nbytes.setdefault(event.kind, {})
         of_kind[event.actor] = max(event.nbytes, of_kind.get(event.actor, 0))
 
     def note_step(self, step: StepSpans) -> None:
-        """Counts if it is steady, and holds no evaluation: of those no plan knows."""
+        """Counts a step if it is in steady state and without an evaluation, because plans do not cover evaluations."""
         if step.step < self._first_steady:
             return
         if any(span.kind in _EVALUATION and span.start_s < step.end_s for span in step.spans):
@@ -38,7 +41,10 @@ class Measured:
 
     @property
     def data(self) -> dict[str, Any]:
-        """`step_s`: mean of `num_steps` steady steps, None before the first. `peak_bytes` of each kind of memory."""
+        """The JSON object for a step's metrics.
+
+        `step_s` is the mean of `num_steps` steady steps, None before the first. `peak_bytes` is by kind of memory.
+        """
         peaks = dict(self._earlier_nbytes)
         for kind, of_actors in self._nbytes.items():
             peaks[kind] = max(sum(of_actors.values()), peaks.get(kind, 0))

@@ -1,4 +1,4 @@
-"""The spans of a job's last steps, one file a step in the job's folder; older ones make room."""
+"""Files with the spans of a job's last steps, one file per step in the job's folder. Older files are deleted."""
 
 import json
 from dataclasses import dataclass
@@ -9,31 +9,31 @@ from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.timeline.memory_levels import Level, Tier
 
 FOLDER = "timeline"  # in the job's folder
-SIMULATED_FOLDER = "simulated"  # beside what was planned
-KEPT_STEPS = 8
+SIMULATED_FOLDER = "simulated"  # next to the files of the plan
+KEPT_STEPS = 8  # number of steps whose files are kept
 
 _PREFIX = "step-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpans:
-    """What happened in a step's period, and what else was done for the step until it was told of."""
+    """The spans of a step's period, and the other spans of the step that are known when it is reported."""
 
     step: int
     start_s: float  # time.monotonic() of the machine
     end_s: float
     summary: dict[str, Any]
     spans: tuple[WorkSpan, ...]
-    levels: tuple[Level, ...] = ()  # of memory, where the step was simulated
+    levels: tuple[Level, ...] = ()  # memory in use; only for simulated steps
 
 
 def keep_step(folder: Path, kept: StepSpans) -> None:
-    """Writes a step's spans, and removes those of steps long past or, where an attempt goes back, of steps to come.
+    """Writes a step's file, and removes the files of old steps and of steps after this one.
 
-    A reader finds a whole file or none.
+    Later steps exist if an attempt resumed from an earlier commit. A reader never sees a partial file.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: the file cannot be written.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     for step in held_steps(folder):
@@ -46,12 +46,12 @@ def keep_step(folder: Path, kept: StepSpans) -> None:
 
 
 def held_steps(folder: Path) -> list[int]:
-    """Whose spans are there, smallest first."""
+    """Returns the steps that have files, smallest first."""
     return sorted(int(path.stem.removeprefix(_PREFIX)) for path in folder.glob(f"{_PREFIX}*.json"))
 
 
 def load_step(folder: Path, step: int) -> StepSpans | None:
-    """A step's spans; None if they are not held, or not any more."""
+    """Returns a step's spans; None if it has no file."""
     try:
         facts = json.loads(_path(folder, step).read_text())
     except FileNotFoundError:

@@ -1,7 +1,8 @@
-"""One timeline of all actors: where a step's time went, from the spans that they tell. No clock, no I/O.
+"""The timeline of all actors: summarizes how a step's time was used, from the spans of the actors. No clock, no I/O.
 
-A step's *period* is the time from the end of the backward pass before to the end of its own. Periods follow each other
-without gaps, so that in steady state each holds one step's worth of everybody's work, of whichever step it is.
+A step's *period* is the time from the end of the previous backward pass to the end of its own. Periods follow each
+other without gaps. In steady state, each therefore contains one step's amount of work of every actor, though some of it
+belongs to other steps.
 """
 
 from collections import defaultdict
@@ -15,15 +16,15 @@ from windlass.actors.timeline.intervals import Interval, clip, intersect, length
 from windlass.actors.timeline.recorder import COMPUTE
 from windlass.actors.timeline.span_files import StepSpans
 
-# Spans that are held, of two periods; what comes beyond is counted and dropped.
+# Largest number of spans that are held, for two periods. Further spans are dropped, and their number is reported.
 MAX_SPANS = 200_000
 
 _WAITS = (SpanKind.WAIT_OPERATION, SpanKind.WAIT_PARAMS, SpanKind.WAIT_GRAD_BUFFER, SpanKind.WAIT_ACTIVATIONS)
 _OPERATIONS = frozenset(SpanKind(phase) for phase in Phase)
-# No work of the resource that they are noted for.
+# Spans during which their resource is not working.
 _NOT_BUSY = frozenset((*_WAITS, SpanKind.COMMIT))
 _OF_PARAMS = frozenset((SpanKind.READ_PARAMS, SpanKind.COPY_PARAMS_IN))
-# A block's way from its gradient to its new states.
+# The work from a block's gradient to its new states.
 _UPDATES = frozenset(
     (
         SpanKind.COPY_GRAD_OUT,
@@ -37,27 +38,27 @@ _UPDATES = frozenset(
 
 
 class Stall(StrEnum):
-    """Why the device computed nothing. Of several that hold at once, the first that is named here."""
+    """The causes for which the device computed nothing. If several apply, the first one here is reported."""
 
     COPY_PARAMS = "copy_params"  # the operation's params were being copied to the device
-    READ_PARAMS = "read_params"  # ... or being read from an SSD
-    PARAMS_QUEUE = "params_queue"  # ... or waited for their turn: for a slot, for the SSD, for the copies
-    UPDATE = "update"  # no operation: the block's own update was on its way
-    COMMIT = "commit"  # ... or a commit, which updates or the next operation must not overtake
-    UPDATE_QUEUE = "update_queue"  # ... or the updates of other blocks, which came first
-    NO_OPERATION = "no_operation"  # ... or none of these: an export, or the scheduler's own time
+    READ_PARAMS = "read_params"  # ... were being read from an SSD
+    PARAMS_QUEUE = "params_queue"  # ... were in a queue: for a slot, for the SSD, or for the copies
+    UPDATE = "update"  # no operation was granted, because the block's own update was in flight
+    COMMIT = "commit"  # ... because a commit had to finish before updates or the next operation
+    UPDATE_QUEUE = "update_queue"  # ... because updates of other blocks went first
+    NO_OPERATION = "no_operation"  # ... for another reason: an export, or the scheduler's own time
     GRAD_BUFFER = "grad_buffer"  # earlier gradients had not left the device
-    ACTIVATIONS = "activations"  # within an operation: they had not left the device, or not come back
-    BETWEEN = "between"  # operations: the worker's own time
+    ACTIVATIONS = "activations"  # within an operation, activations had not left the device or not come back
+    BETWEEN = "between"  # the GPU worker's own time between operations
 
 
 class Timeline:
-    """Takes in spans, and says of one step after the other where its time went. One thread at a time."""
+    """Collects spans and summarizes the time of one step after the other. Not thread-safe."""
 
     def __init__(self, num_blocks: int, *, keeps_grads: bool, overlaps_steps: bool, max_spans: int = MAX_SPANS) -> None:
         """`overlaps_steps`: a step's forward pass may begin before all updates of the step before are done.
 
-        `max_spans`: that are held at once.
+        `max_spans` is the largest number of spans that are held at once.
         """
         self._max_spans = max_spans
         self._num_blocks = num_blocks
@@ -68,18 +69,21 @@ class Timeline:
         self._num_dropped = 0
 
     def begin(self, at_s: float) -> None:
-        """The first period begins."""
+        """Begins the first period."""
         self._start_s = at_s
         self._spans = [span for span in self._spans if span.end_s > at_s]
 
     def add(self, spans: Sequence[WorkSpan]) -> None:
-        """What an actor has told."""
+        """Adds the spans that an actor has sent."""
         room = self._max_spans - len(self._spans)
         self._spans += spans[:room]
         self._num_dropped += max(0, len(spans) - room)
 
     def end_step(self, step: int) -> StepSpans | None:
-        """Where a step's time went, once all of it is known; None where no spans were told. Steps come in order."""
+        """Ends a step's period and returns its summary; None if there are no spans of its backward pass.
+
+        It must be called for the steps in order, each when all its spans are known.
+        """
         end_s = self._end_of_backward(step)
         if end_s is None:
             return None
@@ -91,7 +95,7 @@ class Timeline:
             summary=self._summarize(step, spans, (start_s, end_s)),
             spans=tuple(span for span in spans if span.end_s > start_s and (span.start_s < end_s or span.step == step)),
         )
-        # Params of the next step's first operations may have come before its period began.
+        # Params of the next step's first operations may have been fetched before its period began.
         self._spans = [
             span for span in spans if span.end_s > end_s or (span.kind in _OF_PARAMS and span.end_s > start_s)
         ]
@@ -138,8 +142,8 @@ class Timeline:
 
 
 def _busy(spans: Iterable[WorkSpan], period: Interval) -> dict[str, list[Interval]]:
-    """When each resource worked: what its spans cover together. An operation that waits does not compute."""
-    found: dict[str, list[Interval]] = defaultdict(list)
+    """Returns the intervals in which each resource worked. Waits within an operation do not count."""
+    busy: dict[str, list[Interval]] = defaultdict(list)
     operations: list[Interval] = []
     waits: list[Interval] = []
     for span in spans:
@@ -148,14 +152,14 @@ def _busy(spans: Iterable[WorkSpan], period: Interval) -> dict[str, list[Interva
         elif span.kind is SpanKind.WAIT_ACTIVATIONS:
             waits.append((span.start_s, span.end_s))
         elif span.kind not in _NOT_BUSY:
-            found[span.resource].append((span.start_s, span.end_s))
+            busy[span.resource].append((span.start_s, span.end_s))
     if operations:
-        found[COMPUTE] += subtract(union(operations), union(waits))
-    return {resource: clip(union(intervals), *period) for resource, intervals in found.items()}
+        busy[COMPUTE] += subtract(union(operations), union(waits))
+    return {resource: clip(union(intervals), *period) for resource, intervals in busy.items()}
 
 
 def _moved(spans: Iterable[WorkSpan], period: Interval) -> dict[str, int]:
-    """Bytes of each resource whose moving ended in the period."""
+    """Returns the bytes of each resource's transfers that ended in the period."""
     moved: dict[str, int] = defaultdict(int)
     for span in spans:
         if span.nbytes and period[0] < span.end_s <= period[1]:
@@ -164,7 +168,7 @@ def _moved(spans: Iterable[WorkSpan], period: Interval) -> dict[str, int]:
 
 
 def _stalls(spans: Sequence[WorkSpan], period: Interval, computing: list[Interval]) -> dict[Stall, float]:
-    """The time in which nothing was computed, by cause."""
+    """Returns the time without compute, by cause."""
     by_kind: dict[SpanKind, list[WorkSpan]] = defaultdict(list)
     for span in spans:
         by_kind[span.kind].append(span)
@@ -204,10 +208,10 @@ def _stalls(spans: Sequence[WorkSpan], period: Interval, computing: list[Interva
 
 
 def _by_block(spans: Iterable[WorkSpan]) -> dict[int, list[Interval]]:
-    found: dict[int, list[WorkSpan]] = defaultdict(list)
+    by_block: dict[int, list[WorkSpan]] = defaultdict(list)
     for span in spans:
-        found[span.block].append(span)
-    return {block: _covered(its_spans) for block, its_spans in found.items()}
+        by_block[span.block].append(span)
+    return {block: _covered(block_spans) for block, block_spans in by_block.items()}
 
 
 def _covered(spans: Iterable[WorkSpan]) -> list[Interval]:

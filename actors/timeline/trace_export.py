@@ -1,4 +1,4 @@
-"""Spans in the form that trace viewers read: Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Exports spans for trace viewers: Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: the JSON
 object form with complete events ("X", times in microseconds), counter events ("C") and metadata events ("M").
@@ -11,17 +11,18 @@ from windlass.actors.messages import WorkSpan
 from windlass.actors.timeline.memory_levels import Level, TierMemory, memory_of
 from windlass.actors.timeline.recorder import NO_BLOCK, WHOLE_BLOCK
 
-# Of a tier's memory: the counter of all kinds together.
+# The name of a memory tier's counter for all kinds of data together.
 TOGETHER = "all"
 
 
 def trace_of(
     spans: Iterable[WorkSpan], *, begins_s: float, about: dict[str, Any], levels: Sequence[Level] = ()
 ) -> dict[str, Any]:
-    """A trace whose time 0 is `begins_s`. Each resource is a process; `about` is what a viewer shows as its facts.
+    """Returns a trace whose time 0 is `begins_s`. Viewers show `about` as facts about the trace.
 
-    Events of one thread must nest, so spans of a resource that overlap go to threads of their own. Each tier of which
-    there are `levels` is a process too, with a counter for each kind of things: bytes used, and what is allocated.
+    Each resource is a process. Events of one thread must nest, so overlapping spans of a resource go to separate
+    threads. Each tier with `levels` is a process too. It has a counter for each kind of data, with the bytes used and
+    allocated.
     """
     by_resource: dict[str, list[WorkSpan]] = {}
     for span in spans:
@@ -51,7 +52,7 @@ def _named(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
 
 
 def _lanes(spans: Sequence[WorkSpan]) -> list[list[WorkSpan]]:
-    """As few rows as there are spans at once; in a row they follow each other."""
+    """Distributes spans to as few lanes as possible, so that the spans of a lane do not overlap."""
     lanes: list[list[WorkSpan]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
         for lane in lanes:
@@ -86,7 +87,7 @@ def _sums(memory: TierMemory) -> list[tuple[float, int]]:
 def _counter(
     name: str, points: Iterable[tuple[float, int]], allocated_nbytes: int | None, pid: int, begins_s: float
 ) -> list[dict[str, Any]]:
-    """Viewers draw each of the arguments as a line of steps."""
+    """Returns the counter events of a level. Viewers draw each of their arguments as a line."""
     allocated = {} if allocated_nbytes is None else {"allocated": allocated_nbytes}
     return [
         {
