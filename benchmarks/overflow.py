@@ -22,7 +22,7 @@ from windlass.engine.optimizer import squared_norm
 
 MIB = 1 << 20
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SMALL_NUMEL = 1 << 16
+_SMALL_NUMEL = 1 << 16  # elements of the gradient that warms up
 
 
 def isinf_isnan(grad: torch.Tensor) -> bool:

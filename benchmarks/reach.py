@@ -19,10 +19,10 @@ from windlass.planner.profiling import config_of_shape
 _MACHINE = "rtx4090-server"
 _NUM_EXAMPLES, _NUM_TOKENS = 32, 1024
 _RAM_GIB = (32, 64, 128, 256)
-_FEW_SSDS, _MOST_SSDS = 2, 12
+_FEW_SSDS, _MOST_SSDS = 2, 12  # numbers of SSDs in the table of largest models
 _NUM_SSDS = (1, 2, 4, 6, 8, 12)
 _RAM_OF_SSDS_GIB = 128
-_SIZES_OVER_SSDS = (13, 70)
+_SIZES_OVER_SSDS = (13, 70)  # billions of parameters
 # Models of Ratel's figure 6: billions of parameters, GiB of GPU memory, GB of RAM.
 _RATELS = ((175, 16, 256), (276, 24, 768))
 

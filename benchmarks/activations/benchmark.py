@@ -25,7 +25,7 @@ from benchmarks.reporting.report import Report, parse_options, ratio
 from windlass.engine.memory_plan import ActivationChoice
 
 MIB = 2**20
-_CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
+_CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

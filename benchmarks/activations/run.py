@@ -20,7 +20,7 @@ from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, ActivationChoice
 if TYPE_CHECKING:
     from windlass.actors.job import JobSpec
 
-_SAMPLE_S = 0.002
+_SAMPLE_S = 0.002  # interval between samples of private memory
 # Return freed memory to the system at once, so that private memory is live memory.
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 _DEADLINE_S = 3600.0
@@ -64,8 +64,9 @@ class ActivationResult:
 
     error: str | None = None
     step_s: float = 0.0  # median, without the first step if there are several
-    device_nbytes: int = 0  # the peak of private memory over what there was before the first step, and the states that
-    # rest on the device, which are there before it
+    # Peak of private memory over its value before the first step, plus the states resident on the device. These are
+    # allocated earlier.
+    device_nbytes: int = 0
     out_nbytes: int = 0  # activation bytes per step that left the device
     written_nbytes: int = 0  # ... of these, bytes that went on to the SSDs
 

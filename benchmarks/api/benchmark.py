@@ -25,13 +25,13 @@ from tests.support.postgresql import find_programs, postgres_server
 from windlass.storage.sql import Database
 from windlass.storage.sql.repositories import EventRepository
 
-_RATE = 100.0
+_RATE = 100.0  # requests per second
 _NUM_STREAMS = 50
-_BEAT_S = 0.2
-_EDGE = 20
-_MOST_MS = 50.0
-_MOST_FIRST_STEP_S = 15.0
-_WARM_RUNS = 3
+_BEAT_S = 0.2  # interval between events written for the live streams
+_EDGE = 20  # events at each end that do not count
+_MOST_MS = 50.0  # target for the 99th percentile of latencies
+_MOST_FIRST_STEP_S = 15.0  # target for the time to a job's first step
+_WARM_RUNS = 3  # jobs measured after a warm-up job
 
 
 def main() -> None:

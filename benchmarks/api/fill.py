@@ -10,9 +10,9 @@ from sqlalchemy import Connection, create_engine, insert, make_url
 
 from windlass.storage.sql import File, Job, JobStatus, migrate
 
-_BATCH = 5000
+_BATCH = 5000  # jobs per INSERT
 _NUM_USERS = 20
-_METRICS_STEPS = 10
+_METRICS_STEPS = 10  # steps per job with metrics
 HYPERPARAMETERS = {
     "epochs": 3,
     "batch_size": 16,

@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 
 _JOBS = "/v1/fine_tuning/jobs"
-_TIMEOUT_S = 30.0
-_MOST_REFUSALS = 3
+_TIMEOUT_S = 30.0  # of a request
+_MOST_REFUSALS = 3  # maximum number of stored refusal texts
 _MOST_CONNECTIONS = 50  # for requests other than streams
 _SETTLE_S = 2.0  # seconds until all streams are open
 # Requests of each kind per hundred. Each submitted job is cancelled, so that none of them trains.

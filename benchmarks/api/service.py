@@ -24,7 +24,7 @@ from windlass.storage.sql.repositories import KeyRepository, Role
 MODEL = "demo-20m"
 FILE_ID = "file-demo"
 _JOBS = "/v1/fine_tuning/jobs"
-_DEADLINE_S = 600.0
+_DEADLINE_S = 600.0  # timeout for the service's start and for jobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

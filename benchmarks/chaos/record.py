@@ -13,7 +13,7 @@ from windlass.service.validation import fine_tuned_model_id
 from windlass.storage.sql import Database, Job, JobEvent, JobStatus
 from windlass.storage.sql.repositories import EventRepository, FileRepository, JobRepository
 
-_MOST_EVENTS, _MOST_FILES = 100_000, 10_000
+_MOST_EVENTS, _MOST_FILES = 100_000, 10_000  # more than any job here has
 # Fields that must be equal for all jobs of a kind.
 _SAME = ("train_losses", "valid_losses", "result_file", "checkpoints", "models")
 # Replaces the job's own part in the names of models.

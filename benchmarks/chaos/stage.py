@@ -26,7 +26,7 @@ from windlass.service.machine import RayCluster
 from windlass.storage.sql import Database
 from windlass.storage.ssd import Volume
 
-NUM_STEPS = 80
+NUM_STEPS = 80  # steps of a job
 _JOB = {
     "epochs": 1,
     "batch_size": 2,
@@ -39,8 +39,8 @@ _JOB = {
     "keep_checkpoints": 2,
 }
 _SEED = 7
-_DISK_NBYTES = 1 << 30
-_UP_DEADLINE_S = 400.0
+_DISK_NBYTES = 1 << 30  # size of a file system that may be filled
+_UP_DEADLINE_S = 400.0  # timeout of `windlass up` and `windlass down`
 # Limit for a job of half a minute with any injuries.
 _JOB_DEADLINE_S = 900.0
 _TERMINAL = ("succeeded", "failed", "cancelled")

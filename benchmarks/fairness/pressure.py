@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 
-_OTHER_FILES = 500
+_OTHER_FILES = 500  # open files allowed beside the idle connections
 # Another local address, as another client would have.
 _OTHER_ADDRESS = "127.0.0.2"
 _TRICKLE_S = 4.0

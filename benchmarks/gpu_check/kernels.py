@@ -15,8 +15,8 @@ from windlass.engine.optimizer import OptimizerKernel
 from windlass.engine.optimizer.adam_kernel import AdamSettings
 from windlass.storage.ids import Kernel, StatePrecision
 
-_LIMIT_S = 90.0
-_END_DEADLINE_S = 10.0
+_LIMIT_S = 90.0  # timeout of a compilation
+_END_DEADLINE_S = 10.0  # timeout after SIGINT, before SIGKILL
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 

@@ -36,8 +36,8 @@ PLACES = ("SSD", "host", "device")
 NUM_STEPS = 30
 # Choices for activations, and whether swapped ones go to the SSDs.
 ACTIVATIONS = (*((choice, False) for choice in ActivationChoice), (ActivationChoice.SWAP, True))
-_EXPECTED_S = {Kernel.FUSED: 10.0, None: 60.0}
-_REASON_LENGTH = 240
+_EXPECTED_S = {Kernel.FUSED: 10.0, None: 60.0}  # seconds that must be left to start a case, by kernel
+_REASON_LENGTH = 240  # maximum characters of an error in the report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ WORKLOAD = Workload(
     seed=1,
     num_microbatches=4,
 )
-_RUN_LIMIT_S = 180.0
+_RUN_LIMIT_S = 180.0  # timeout of a peer's run
 _EXPECTED_S = 60.0  # until a peer's first step, with writing its model's weights
 _WANTED_S = 120.0  # for a whole run
 

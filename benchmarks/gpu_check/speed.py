@@ -30,9 +30,9 @@ from windlass.storage.memory import InsufficientSpaceError
 
 # Recomputation of every layer, and no recomputation.
 RECOMPUTE, KEEP = ActivationChoice.RECOMPUTE, ActivationChoice.KEEP
-_NUM_WARMUP = 1
-_NUM_TIMED = 3
-_CASE_LIMIT_S = 200.0
+_NUM_WARMUP = 1  # steps that are not timed
+_NUM_TIMED = 3  # steps after which a case ends
+_CASE_LIMIT_S = 200.0  # timeout of a case
 # Maximum share of the time that memory sampling may take.
 _SAMPLED_SHARE = 0.01
 _REASON_LENGTH = 240

@@ -28,7 +28,7 @@ from windlass.storage.ids import Precision
 
 _STAGES = ("forward", "backward", "optimizer")
 _IN_WORDS = {Case.LEAST: "rises", Case.BETWEEN: "falls, then rises", Case.ALL: "falls"}
-_SSD_RATES = (32, 30, 28, 26, 24)
+_SSD_RATES = (32, 30, 28, 26, 24)  # GB/s
 
 
 def add_stages(page: Page) -> float:

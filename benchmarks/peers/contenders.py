@@ -17,7 +17,7 @@ from benchmarks.peers.workload import Workload
 from benchmarks.reporting.pss import Memory, MemorySampler, memory_of, process_tree
 
 SHM_DIR = Path("/dev/shm")
-_END_DEADLINE_S = 60.0
+_END_DEADLINE_S = 60.0  # timeout after each signal to a contender
 # Maximum share of the time that memory sampling may take while steps are timed.
 _TIMED_SHARE = 0.01
 

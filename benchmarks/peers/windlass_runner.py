@@ -36,8 +36,8 @@ from windlass.service.machine import RayCluster
 from windlass.storage.ids import JobId, Precision, StatePrecision
 from windlass.storage.memory import remove_leftovers
 
-_POLL_S = 0.05
-_DEADLINE_S = 300.0
+_POLL_S = 0.05  # interval between reads of the journal
+_DEADLINE_S = 300.0  # timeout of the job's actors, and of the runner's end
 # Text of the journal's record between loading the model and the first step.
 _TRAINING_BEGINS = "training begins"
 

@@ -37,7 +37,7 @@ from windlass.service.machine import measure_hardware
 
 _NUM_TOKENS = 1024
 _BATCH_SIZE = 8
-_NUM_SOLVES = 3
+_NUM_SOLVES = 3  # repetitions, of which the median counts
 
 
 CASES = (

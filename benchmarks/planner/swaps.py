@@ -21,7 +21,7 @@ from windlass.planner.hardware import Hardware
 from windlass.planner.planning.planner import Profiles
 from windlass.planner.solver import DoesNotFitError
 
-_NUM_TURNS = 3
+_NUM_TURNS = 3  # runs of each job, of which the median counts
 _NUM_TIMED_STEPS = 6
 # Numbers of operators whose outputs are swapped. None: those of all operators, without recomputation.
 _NUMBERS: tuple[int | None, ...] = (0, 4, 8, None)

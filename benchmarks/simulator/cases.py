@@ -54,8 +54,8 @@ _DECIDED = frozenset(
 _SWAP = ActivationChoice.SWAP.of_layers(NUM_LAYERS)
 _INPUTS = ActivationChoice.RECOMPUTE_SWAP_INPUT.of_layers(NUM_LAYERS)
 _KEEP = ActivationChoice.KEEP.of_layers(NUM_LAYERS)
-_ROOM = 8 << 20
-_FAST = 1e9
+_ROOM = 8 << 20  # bytes for swapped activations: more than a job needs
+_FAST = 1e9  # bytes per second: does not slow down the link
 
 # Bytes by kind, block and step.
 DecidedNbytes = Mapping[tuple[SpanKind, int, int], int]

@@ -42,7 +42,7 @@ REQUESTER = ActorName("requester")
 SERVER = ActorName("ssd-0")
 _FORMATS = Formats(Precision.BF16, StatePrecision.FP32)
 ITEMSIZE = sum(_FORMATS.itemsizes.values())
-_DEADLINE_S = 120.0
+_DEADLINE_S = 120.0  # timeout of a request
 
 
 class Traffic(StrEnum):

@@ -21,7 +21,7 @@ from windlass.planner.cost import ModelProfile
 from windlass.planner.hardware import Hardware
 
 _RESOURCES = ("compute", "h2d", "d2h", "ssd", "optimizer")  # in the order of `Stage.busy_s`
-_PARAM_NBYTES = 2
+_PARAM_NBYTES = 2  # 16-bit params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

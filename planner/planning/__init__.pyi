@@ -1,4 +1,4 @@
-"""Makes the plan of a job: searches what fits, corrects it by measured steps, and reports it."""
+"""Makes the plan of a job: searches a plan that fits, corrects it by measured steps, and reports it."""
 
 from windlass.planner.planning.bisection import DEFAULT_SLACK as DEFAULT_SLACK
 from windlass.planner.planning.bisection import Goal as Goal

@@ -1,4 +1,4 @@
-"""Measures a machine and a model's blocks, and keeps the times."""
+"""Measures a machine and a model's blocks, and stores the times."""
 
 from windlass.exports import lazy_exports
 

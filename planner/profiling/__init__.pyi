@@ -1,4 +1,4 @@
-"""Measures a machine and a model's blocks, and keeps the times."""
+"""Measures a machine and a model's blocks, and stores the times."""
 
 from windlass.planner.profiling.combined_ssds import bytes_per_s_together as bytes_per_s_together
 from windlass.planner.profiling.measure_model import BlockTimes as BlockTimes

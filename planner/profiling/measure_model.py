@@ -25,10 +25,10 @@ from windlass.planner.profiling.model_profiler import kinds_of_layers
 from windlass.storage.ids import BlockIndex, Precision
 
 # Rounds are repeated until the standard error of the mean is low, or the time is over, because a machine's pace varies.
-_USUAL_ROUNDS = 3
+_USUAL_ROUNDS = 3  # minimum number of rounds
 _LONG_S = 20.0  # of a pass: a longer one is the only one, and recomputation counts as a forward pass
-_STANDARD_ERROR = 0.01
-_MAX_S = 8.0
+_STANDARD_ERROR = 0.01  # relative error below which rounds end
+_MAX_S = 8.0  # seconds after which rounds end
 # A job writes every layer's activations to memory that no cache holds. So as many equal layers are measured as have
 # this many bytes of activations together.
 _MIN_ACTIVATIONS_NBYTES = 128 << 20

@@ -1,4 +1,4 @@
-"""Replays a plan with the scheduler's real policy, on resources that take as long as rates say."""
+"""Simulates a plan with the scheduler's real policy, on resources with given rates."""
 
 from windlass.planner.simulation.compared import simulate_policy as simulate_policy
 from windlass.planner.simulation.machine import ACTIVATIONS as ACTIVATIONS

@@ -19,8 +19,8 @@ from windlass.planner.simulation.resources import Log, Resource
 from windlass.planner.simulation.waiting import Process, Queue, Slots
 
 _SSDS, _OPTIMIZER = "ssds", "optimizer"  # resource names: all SSDs together, all cores together
-_NUM_BUFFERS = 3
-_NUM_UPDATES = 4
+_NUM_BUFFERS = 3  # for transfers in each direction
+_NUM_UPDATES = 4  # updates in progress at once
 _PARAM, _STATES = 2, 12  # bytes of a parameter: in 16 bit; in fp32 with its moments
 
 

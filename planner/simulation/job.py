@@ -1,4 +1,4 @@
-"""A simulated job: the real scheduler's policy, and actors that use the resources of a machine."""
+"""Simulates a job with the scheduler's real policy, and with actors that use a machine's simulated resources."""
 
 import functools
 import itertools

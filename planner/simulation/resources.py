@@ -27,7 +27,7 @@ class Rates:
     ssd_read_bytes: tuple[float, ...]  # of each SSD
     ssd_write_bytes: tuple[float, ...]
     optimizer_params: float  # of each optimizer
-    device_params: float  # updated on the device, for blocks that rest there
+    device_params: float  # updated on the device, for blocks resident there
     device_rounded_params: float = math.inf  # derived from their master on the device, for such blocks
     message_s: float = 0.0  # to or from the scheduler; messages between workers take no time
     ssd_cpu_s_per_byte: float = 0.0  # time of shared cores for each byte moved

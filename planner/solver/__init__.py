@@ -1,4 +1,4 @@
-"""The integer programs that choose where states rest and what is computed again."""
+"""The integer programs that choose where states are resident and what is recomputed."""
 
 from windlass.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""The integer programs that choose where states rest and what is computed again."""
+"""The integer programs that choose where states are resident and what is recomputed."""
 
 from windlass.planner.solver.search import DoesNotFitError as DoesNotFitError
 from windlass.planner.solver.search import Solution as Solution
