@@ -11,6 +11,7 @@ from benchmarks.dispatch.benchmark import (
     Plan,
     RunFiles,
     Samples,
+    add_tables,
     commits_of,
     compute_s_of,
     contenders_of,
@@ -20,6 +21,7 @@ from benchmarks.dispatch.benchmark import (
 from benchmarks.dispatch.message_counts import COUNTS_FOLDER, WRITES, CountedClient, read_counts
 from benchmarks.peers.contenders import ContenderRun
 from benchmarks.peers.windlass_runner import placement_of
+from benchmarks.reporting.report import Report
 from benchmarks.step import contenders
 from windlass.actors.job import Journal
 from windlass.actors.job.journal import METRICS
@@ -68,6 +70,28 @@ def test_figures_are_medians_for_each_layer_block_and_step() -> None:
         }
     )
     assert samples.mean_messages() == {"A": 130, "B": 20, WRITES: pytest.approx(1000 / 3)}
+
+
+def test_tables_of_samples_are_for_each_layer_block_and_step(tmp_path: Path) -> None:
+    samples = Samples(
+        step_s=[0.4, 0.2, 0.8],
+        compute_s=[0.1],
+        control_s=[0.06],
+        moving_s=[0.012],
+        messages=[Counter({"A": 60, WRITES: 30}), Counter({"A": 66, WRITES: 36})],
+        commits=[Commit(after_update_s=0.02, store_s=0.01)],
+    )
+    report = Report("title", tmp_path, {})
+    num_lines = len(report.lines)
+    add_tables(report, {"plain": Samples(step_s=[0.04]), "device": samples, "host": samples, "ssd": samples}, 4)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.lines[num_lines:]]
+    assert ["plain PyTorch, in memory", "10.00 (10.00 to 10.00)", "", "", ""] in rows
+    by_name = [row[1:] for row in rows if row[:1] == ["windlass, states on SSD"]]
+    assert by_name == [
+        ["100.00 (50.00 to 200.00)", "25.00 (25.00 to 25.00)", "10.00 (10.00 to 10.00)", "2.00 (2.00 to 2.00)"],
+        ["10.50 (10.00 to 11.00)", "5.50 (5.00 to 6.00)", "20.0 (20.0 to 20.0)", "10.0 (10.0 to 10.0)", "1"],
+    ]
+    assert ["A", "10.50", "10.50", "10.50"] in rows
 
 
 def test_compute_s_of_journal_gives_the_steps_that_are_asked_for(tmp_path: Path) -> None:
