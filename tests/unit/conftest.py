@@ -11,7 +11,7 @@ from windlass.storage.sql.database import Database, migrate
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Of a database with all tables, of each kind."""
+    """The URL of a database with all tables, of each kind."""
     if request.param == "sqlite":
         url = f"sqlite:///{tmp_path / 'test.db'}"
         migrate(url)

@@ -1,4 +1,4 @@
-"""Amounts of memory in words, and that errors have no other."""
+"""Amounts of memory in words; error messages use no other form."""
 
 import ast
 from pathlib import Path
@@ -11,8 +11,8 @@ from windlass.amounts import GIB, bytes_text, describe_largest, least_gib
 
 ROOT = Path(__file__).parents[2]
 FLOORS = ("actors", "engine", "planner", "service", "storage")
-# Errors whose exact number of bytes is what one looks for: they tell of files, records or slots that are damaged, or of
-# a defect of the caller's, and not of how much memory there is.
+# Errors that give an exact number of bytes on purpose. They report damaged files, records or slots, or a defect of the
+# caller, and not an amount of memory.
 EXACT = {
     "actors/job/journal.py",
     "engine/data/dataset.py",
@@ -40,7 +40,7 @@ EXACT = {
         (3 * 2**40, "3072.00 GiB"),
     ],
 )
-def test_told_nbytes_takes_the_unit_that_people_read(nbytes: int, words: str) -> None:
+def test_bytes_text_uses_a_readable_unit(nbytes: int, words: str) -> None:
     assert bytes_text(nbytes) == words
 
 
@@ -55,7 +55,7 @@ def test_largest_in_words_names_the_largest_first_and_nothing_that_is_0() -> Non
 
 
 def raw_counts(path: Path) -> list[str]:
-    """Numbers of bytes that a module's messages tell as they are; constants in capitals are small."""
+    """The numbers of bytes that a module's messages contain unformatted; constants in capitals are small."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.JoinedStr):

@@ -1,4 +1,4 @@
-"""Imports: light code loads nothing heavy, and rooms are entered by their door. `make check` holds their direction."""
+"""Imports: light code loads nothing heavy, and rooms are imported by their package. `make check` checks directions."""
 
 import ast
 import subprocess
@@ -12,12 +12,15 @@ from windlass.exports import exported_names
 ROOT = Path(__file__).parents[2]
 FLOORS = ("service", "planner", "actors", "engine", "storage")
 STANDARD = sys.stdlib_module_names
-# The arithmetic of plans, and the plans that a job obeys.
+# The arithmetic of plans, and the plans that a job follows.
 ARITHMETIC = ("planner/baselines", "planner/cost", "planner/hardware", "planner/solver", "engine/memory_plan")
 
 
 def import_statements(path: Path) -> list[tuple[str, list[str]]]:
-    """Each import of a file, wherever in it: the module, and the names taken from it. Relative ones are refused."""
+    """Each import of a file, at any place in it: the module, and the names imported from it.
+
+    Relative imports are refused.
+    """
     statements: list[tuple[str, list[str]]] = []
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
@@ -53,11 +56,11 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", python_files("actors/messages"), ids=name_of)
-def test_messages_know_ids_only(path: Path) -> None:
+def test_messages_import_only_ids(path: Path) -> None:
     assert outside(path, "windlass.storage.ids", "windlass.actors.messages", "windlass.exports") == []
 
 
-def test_ids_know_nothing() -> None:
+def test_ids_import_nothing() -> None:
     assert outside(ROOT / "storage/ids.py") == []
 
 
@@ -71,7 +74,7 @@ def test_policy_is_standard_library_and_ids(path: Path) -> None:
 
 @pytest.mark.parametrize("path", python_files(*ARITHMETIC), ids=name_of)
 def test_the_planners_arithmetic_is_arithmetic_only(path: Path) -> None:
-    # Beside arithmetic there are the files that people write: profiles of machines, shapes of models.
+    # Apart from arithmetic, they read files that users write: profiles of machines, shapes of models.
     rooms = [f"windlass.{folder.replace('/', '.')}" for folder in ARITHMETIC]
     assert outside(path, "numpy", "scipy", "pydantic", "yaml", "windlass.amounts", "windlass.exports", *rooms) == []
 
@@ -87,7 +90,7 @@ def test_only_the_service_and_the_ray_runner_know_ray() -> None:
 
 @pytest.mark.parametrize("floor", FLOORS)
 def test_a_room_is_entered_by_its_exported_names(floor: str) -> None:
-    """A module of another room is imported from that room's package, which exports what others may use."""
+    """A module of another room is imported from that room's package, which exports the names for others."""
     reaching = []
     for path in python_files(floor):
         own_room = ".".join(("windlass", *path.relative_to(ROOT).parent.parts))
@@ -108,7 +111,7 @@ def test_a_room_is_entered_by_its_exported_names(floor: str) -> None:
 
 
 def test_no_exported_name_is_a_modules_name_too() -> None:
-    """Python would put the module in the name's place as soon as the module is imported."""
+    """Python would replace the name by the module as soon as the module is imported."""
     clashes = [
         f"{stub.relative_to(ROOT)}: {name}"
         for floor in FLOORS
@@ -159,7 +162,7 @@ def test_light_actors_do_not_load_what_is_heavy(modules: tuple[str, ...], tmp_pa
     ],
     ids=["supervisor", "api", "dispatcher", "down"],
 )
-def test_a_process_of_the_service_holds_what_it_needs(role: str, absent: tuple[str, ...], tmp_path: Path) -> None:
+def test_service_process_loads_only_needed_modules(role: str, absent: tuple[str, ...], tmp_path: Path) -> None:
     code = f"import sys, {role}\nprint([name for name in {absent} if name in sys.modules])"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)

@@ -1,4 +1,4 @@
-"""A contender that trains nothing: it says what its second argument asks it to."""
+"""A stand-in for a contender, which trains nothing: it reports what its second argument says."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ from benchmarks.peers.peer import emit
 
 
 def main(mode: str) -> None:
-    """Tell of two steps, the first of which is warm-up, holding 80 MiB while they run."""
+    """Reports two steps, the first of which is warm-up, and holds 80 MiB in the meantime."""
     print("noise of a library")
     if mode == "missing":
         emit("missing", reason="not installed")

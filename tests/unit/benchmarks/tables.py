@@ -1,4 +1,4 @@
-"""A report that keeps what would be printed."""
+"""A report that keeps its output instead of printing it."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from benchmarks.reporting.report import Report
 
 
 class Tables(Report):
-    """The rows of its tables."""
+    """Keeps the rows of its tables."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, ...]] = []
@@ -15,4 +15,4 @@ class Tables(Report):
         self.rows += rows
 
     def add(self, *lines: str) -> None:
-        """Text."""
+        """Ignores text."""

@@ -1,4 +1,4 @@
-"""What `benchmarks.activations` tries, and what it makes of what it finds."""
+"""The cases that `benchmarks.activations` runs, and its conclusions from the results."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ RUN = ActivationRun(hidden=8, num_layers=4, batch_size=1, sequence_length=16, ch
 
 
 def machine(run: ActivationRun) -> ActivationResult:
-    """Inputs of 10 bytes for each example and layer, and as much again for the work."""
+    """A machine whose inputs take 10 bytes for each example and layer, and the work as much again."""
     nbytes, room = 10 * run.batch_size * run.num_layers, (run.host_nbytes or 0) + run.ssd_nbytes
     if run.choice is ActivationChoice.RECOMPUTE:
         return ActivationResult(step_s=1.0, device_nbytes=10 * run.batch_size + nbytes)
@@ -45,7 +45,7 @@ def test_the_largest_size_is_the_last_that_fits() -> None:
 def test_ways_are_compared_within_one_budget() -> None:
     report = Tables()
     found = add_limits(report, "batch", RUN, BUDGET, lambda: iter((1, 2, 4, 8, 16)), machine)
-    # With inputs on the device, 5 times 10 bytes an example; in host memory there is room for 50 bytes.
+    # With inputs on the device, 5 times 10 bytes an example; host memory has space for 50 bytes.
     assert found == {"recompute": 2, "host": 1, "ssd": 8}
     assert [row[-1] for row in report.rows if row[0] == "host"] == ["fits", "does not fit: no room"]
 

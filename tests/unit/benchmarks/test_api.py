@@ -70,7 +70,7 @@ def test_the_load_is_of_all_kinds_and_no_job_that_it_submits_is_left(rate: float
 
 
 def test_a_later_load_submits_jobs_of_its_own() -> None:
-    """With the keys of an earlier one it would be handed that one's jobs, which are over."""
+    """With the keys of an earlier load, it would get that load's jobs, which have ended."""
     keys: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -87,7 +87,7 @@ def test_a_later_load_submits_jobs_of_its_own() -> None:
     assert len(keys) == len(set(keys)) == 10
 
 
-def test_who_has_a_file_open(tmp_path: Path) -> None:
+def test_holders_of_open_file_are_found(tmp_path: Path) -> None:
     path = tmp_path.resolve() / "lock"
     assert not path.exists()
     with path.open("w"):

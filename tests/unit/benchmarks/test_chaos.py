@@ -1,4 +1,7 @@
-"""Which injuries a seed means, and what a job's record must be like. The real thing is in `tests/e2e/test_chaos.py`."""
+"""The faults that a seed selects, and the rules for a job's record.
+
+`tests/e2e/test_chaos.py` runs the benchmark itself.
+"""
 
 import dataclasses
 from collections import Counter
@@ -144,7 +147,7 @@ def record(stage: Stage, job_id: str) -> Record:
     return read_record(stage.database, stage.settings, job_id)
 
 
-def test_a_job_that_ended_right_has_nothing_to_complain_of(record: Record, job_id: str) -> None:
+def test_job_that_ended_right_has_no_faults(record: Record, job_id: str) -> None:
     assert complaints(record, record) == []
     assert record.train_losses == ((1, 1.0), (2, 0.5))
     ((name, _),) = record.models
@@ -164,7 +167,7 @@ def test_a_job_that_ended_right_has_nothing_to_complain_of(record: Record, job_i
         ({"faults": ("events have the same ids",)}, "events have the same ids"),
     ],
 )
-def test_whatever_differs_is_complained_of(record: Record, change: dict[str, object], complaint: str) -> None:
+def test_every_difference_is_reported(record: Record, change: dict[str, object], complaint: str) -> None:
     found = complaints(dataclasses.replace(record, **change), record)  # type: ignore[arg-type]
     assert any(each.startswith(complaint) for each in found), found
 
@@ -179,9 +182,7 @@ def test_a_job_that_did_not_succeed_is_complained_of(record: Record) -> None:
     assert complaints(dataclasses.replace(record, job=job), record) == ['the job is failed: {"code": "runner_lost"}']
 
 
-def test_a_record_that_is_no_event_and_a_file_that_is_nobodys_are_faults(
-    stage: Stage, job_id: str, database: Database
-) -> None:
+def test_record_without_event_and_file_without_owner_are_faults(stage: Stage, job_id: str, database: Database) -> None:
     journal = stage.journal(job_id, 1)
     journal.append("message", "nobody took this in")
     journal.close()

@@ -1,4 +1,4 @@
-"""Running a contender in processes of its own and gathering what it tells."""
+"""Running a contender in separate processes, and collecting its reports."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def stand_in(mode: str) -> Contender:
 def test_steps_losses_and_peaks_are_gathered(tmp_path: Path) -> None:
     run = run_contender(stand_in("run"), WORKLOAD, tmp_path)
     assert run.missing is None
-    assert run.step_s == (2.0,)  # the warm-up is left out
+    assert run.step_s == (2.0,)  # without the warm-up
     assert run.losses == (9.0, 8.0)
     assert 80 * MIB < run.steps_peak_nbytes <= run.run_peak_nbytes < 200 * MIB
     assert run.ssd_nbytes == (30, 20)

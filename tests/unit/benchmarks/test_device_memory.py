@@ -1,4 +1,4 @@
-"""What `benchmarks.device_memory` compares."""
+"""The comparisons of `benchmarks.device_memory`."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def need(leaving_nbytes: int) -> DeviceNeed:
         (0, 1100, 0.1),
         (0, 900, -0.1),
         (0, 1000, 0.0),
-        # Whatever was still leaving: anything between is as predicted.
+        # Up to 250 bytes may still be in flight: a peak within that range is as predicted.
         (250, 1100, 0.0),
         (250, 1500, 0.2),
         (250, 900, -0.1),

@@ -1,4 +1,4 @@
-"""The GPU check on a machine without a GPU: all of it on small models, and what it does where something goes wrong."""
+"""The GPU check on a machine without a GPU: all of it on small models, and its reports of errors."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def torch_only(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def run_check(environment: dict[str, str], *options: str) -> "subprocess.CompletedProcess[str]":
-    """The check as `make gpu-check` runs it, on the CPU."""
+    """Runs the check as `make gpu-check` does, but on the CPU."""
     command = [sys.executable, "-S", "-m", "benchmarks.gpu_check", "--device", "cpu", "--tiny", *options]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
@@ -60,7 +60,7 @@ def measured(folder: Path, *chosen: SpeedCase, until_s: float = FAR_S) -> list[g
     return list(runs)
 
 
-# --- all of it ------------------------------------------------------------------------------------------------------
+# --- the whole check -----------------------------------------------------------------------------------------------
 
 
 def test_gpu_check_where_only_torch_and_transformers_are_installed_trains(
@@ -76,7 +76,7 @@ def test_gpu_check_where_only_torch_and_transformers_are_installed_trains(
 
 
 @pytest.mark.long
-def test_all_of_it_runs_on_small_models(torch_only: dict[str, str], tmp_path: Path) -> None:
+def test_gpu_check_with_small_models_runs_all_cases(torch_only: dict[str, str], tmp_path: Path) -> None:
     done = run_check(torch_only, "--directory", str(tmp_path), "--reports", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -104,14 +104,14 @@ def test_all_of_it_runs_on_small_models(torch_only: dict[str, str], tmp_path: Pa
     assert list(tmp_path.iterdir()) == [report]
 
 
-def test_without_a_gpu_it_says_so_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_check_without_a_gpu_says_so_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert gpu_check.main([]) == 0
     assert "gpu-check skipped: this machine has no CUDA device" in capsys.readouterr().out
 
 
-# --- what is tried --------------------------------------------------------------------------------------------------
+# --- the cases -----------------------------------------------------------------------------------------------------
 
 
 def test_parity_meets_every_pair_of_settings() -> None:
@@ -149,7 +149,7 @@ def test_every_case_has_a_name_of_its_own_and_keeps_to_the_caps() -> None:
     assert {case.state_nbytes / case.shape.num_params for case in cases()} == {12, 14}
 
 
-# --- where something goes wrong -------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -184,7 +184,7 @@ def test_a_case_without_time_is_not_begun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["1.5B host 16", "1.5B SSD 16"])
 def test_a_case_ends_when_its_time_is_up(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_speed, "_CASE_LIMIT_S", -1.0)  # it is up as soon as weights are loaded
+    monkeypatch.setattr(gpu_speed, "_CASE_LIMIT_S", -1.0)  # the time is up as soon as weights are loaded
     (run,) = measured(tmp_path, tiny(name))
     assert (run.reason, run.is_failure) == ("OutOfTimeError: its time was up before a step was timed", False)
     assert list(tmp_path.iterdir()) == []
@@ -220,7 +220,7 @@ def test_activations_that_should_be_swapped_and_are_not_are_wrong(
 
 
 @pytest.mark.long
-def test_what_hangs_is_ended_with_a_report(tmp_path: Path) -> None:
+def test_gpu_check_that_hangs_ends_with_a_report(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom benchmarks import gpu_check\n"
         "gpu_check._GRACE_S = 0.0\ngpu_check._run_parity = lambda *_: time.sleep(600)\n"
@@ -236,7 +236,7 @@ def test_what_hangs_is_ended_with_a_report(tmp_path: Path) -> None:
     assert report.read_text().endswith(done.stdout.splitlines()[-1] + "\n")
 
 
-def test_what_was_measured_is_kept_case_by_case(tmp_path: Path) -> None:
+def test_gpu_check_keeps_results_case_by_case(tmp_path: Path) -> None:
     check = gpu_check.Check(Report("GPU check", tmp_path, {}), tmp_path / "report.md", ("speed",), cases())
     assert not check.has_failed
     check.speeds.append(gpu_speed.SpeedRun(cases()[0], reason="CUDA is broken", is_failure=True))
@@ -264,7 +264,7 @@ def test_a_peer_that_is_not_installed_is_missing(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-def test_peers_are_compared_with_the_case_that_is_like_them() -> None:
+def test_peers_are_compared_with_the_equivalent_case() -> None:
     step_s = {"1.5B SSD 16": 2.0, "1.5B SSD 16 as zero_infinity": 5.0, "1.5B host 16": 1.0, "1.5B host 32": 9.0}
     speeds = [gpu_speed.SpeedRun(case, step_s=(step_s[case.name],)) for case in cases() if case.name in step_s]
     peers = [gpu_peers.PeerRun(gpu_peers.PEERS[0], ContenderRun(step_s=(8.0,)))]
@@ -294,7 +294,7 @@ def test_numbers_of_a_run() -> None:
 
 # --- waits of the host ------------------------------------------------------------------------------------------------
 
-# As torch says it.
+# Torch's message.
 SYNCHRONIZED = "called a synchronizing CUDA operation"
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: all of them, and their reports."""
+"""`python -m benchmarks`: all benchmarks, and their reports."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What the optimizer's benchmark makes of its measurements, and that its contenders do the same work."""
+"""The ratios of the optimizer's benchmark, and that its contenders do the same work."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def contender(name: str, nbytes: int) -> Contender:
 
 
 def results(deepspeed_s: float | None) -> tuple[list[Contender], dict[str, list[float]]]:
-    """Three rounds; everything takes twice as long in the second, and windlass three times in the last."""
+    """Three rounds: all contenders take twice as long in the second, and windlass three times in the last."""
     seconds = {name_of(states): [2.0, 4.0, 6.0] for states in StatePrecision}
     seconds |= {"memcpy, one": [1.0, 2.0, 1.0], "memcpy, two": [4.0, 8.0, 4.0]}
     sizes = dict.fromkeys(seconds, 100) | {name_of(StatePrecision.SPLIT): 80, name_of(StatePrecision.BF16): 50}
@@ -40,7 +40,7 @@ def test_contenders_take_turns_and_are_measured_as_often() -> None:
     calls: list[str] = []
     both = [Contender(name=name, nbytes=8, prepare=lambda: None, run=lambda n=name: calls.append(n)) for name in "ab"]  # type: ignore[misc]
     times = measure(both, OptimizerPlan(numel=1, num_rounds=2, num_calls=1, grads=()))
-    assert calls == ["a", "a", "b", "b", "b", "b", "a", "a"]  # each round has a call that warms up
+    assert calls == ["a", "a", "b", "b", "b", "b", "a", "a"]  # each round has a warm-up call
     assert {name: len(seconds) for name, seconds in times.items()} == {"a": 2, "b": 2}
     assert [row[1] for row in rows_of("bf16", both, {"a": [1.0], "b": [2.0]}, 1)] == ["a", "b"]
 

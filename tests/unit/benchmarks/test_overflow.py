@@ -1,4 +1,4 @@
-"""The checks agree, and what they take is measured."""
+"""The overflow checks agree, and their time and memory are measured."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_every_check_is_timed_in_every_round() -> None:
 
 @pytest.mark.long
 def test_temporaries_show_in_the_peak() -> None:
-    """`isinf` of 16 Mi elements is 16 MiB of booleans, beside what it is computed from."""
+    """`isinf` of 16 Mi elements is 16 MiB of booleans, in addition to its operand."""
     ours, naive = (extra_peak_nbytes(name, 16 * MIB, "fp32") for name in CHECKS)
     assert naive >= 16 * MIB
     assert ours < 8 * MIB

@@ -1,4 +1,4 @@
-"""The page of papers: what is committed is what is computed."""
+"""The page of papers: the committed page equals the computed one."""
 
 import json
 
@@ -9,7 +9,7 @@ from benchmarks.reporting.page import DOCS, Page, compared, write_page
 
 
 def test_the_page_in_docs_is_up_to_date() -> None:
-    """But for what goes through torch."""
+    """Except for the parts that use torch."""
     text, _ = papers.page(True)
     committed = (DOCS / "papers.md").read_text().splitlines()
     assert [line for line in text.splitlines() if line not in committed] == [], "run python -m benchmarks.papers"

@@ -1,4 +1,4 @@
-"""What `benchmarks.planner` promises, and what it makes of what came."""
+"""The promises of `benchmarks.planner`, and the comparison with the results."""
 
 import json
 from dataclasses import replace
@@ -63,7 +63,7 @@ def test_errors_are_of_what_was_predicted() -> None:
     assert report.rows[0][:6] == (CASES[0].title, "1.500", "2.000", "2.000", "2.200", "+10.0%")
 
 
-def test_what_was_planned_is_counted_by_blocks_and_layers() -> None:
+def test_planned_tiers_are_counted_by_blocks_and_layers() -> None:
     report = Tables()
     add_choices(report, [(CASES[0], PREDICTED)])
     assert report.rows == [(CASES[0].title, "1 / 2 / 7", "3", "0", "2 of 4", "6 / 2 / 0", "5", "5")]
@@ -77,7 +77,7 @@ def test_a_job_that_failed_is_told_and_keeps_no_promise() -> None:
 
 
 @pytest.mark.long
-def test_what_is_predicted_is_on_disk_and_is_what_runs(tmp_path: Path) -> None:
+def test_prediction_is_on_disk_before_its_plan_runs(tmp_path: Path) -> None:
     (case,), folder = QUICK_CASES, tmp_path / "0"
     case.workload(num_timed_steps=2).write(folder)
     question = question_of(case, MACHINE)
@@ -91,7 +91,7 @@ def test_what_is_predicted_is_on_disk_and_is_what_runs(tmp_path: Path) -> None:
     assert spec.total_steps == 4
 
 
-def test_of_a_sweep_all_layers_swap_as_much() -> None:
+def test_all_layers_of_a_sweep_swap_equally() -> None:
     (case,) = QUICK_SWAPS
     question = replace(question_of(case, MACHINE), measures=False)
     profiles = Profiles(question)
@@ -105,7 +105,7 @@ def test_of_a_sweep_all_layers_swap_as_much() -> None:
     assert swapped == sorted(set(swapped))
 
 
-def test_what_was_chosen_is_compared_with_the_best_of_its_case() -> None:
+def test_chosen_plan_is_compared_with_best_of_its_case() -> None:
     swaps = [
         Swap(case=case, title=title, predicted=PREDICTED, step_s=step_s)
         for case, seconds in zip(SWAPS, ((1.0, 2.0, 1.0), (1.1, 1.0, 1.2), (0.9, 1.0, 1.2)), strict=True)

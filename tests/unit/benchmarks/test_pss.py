@@ -1,4 +1,4 @@
-"""Memory and processor time, measured on real processes."""
+"""Memory and CPU time, measured on real processes."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ SHM = Path("/dev/shm")
 
 @contextmanager
 def running(code: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """A Python process that has printed "ready" and waits for its input to end."""
+    """A Python process that has printed "ready" and waits for the end of its input."""
     command = [
         sys.executable,
         "-S",
@@ -60,11 +60,11 @@ def test_shared_pages_count_once(shm_file: Path) -> None:
     with running(touch, str(shm_file)) as one, running(touch, str(shm_file)) as other:
         assert abs(memory_of([one.pid, other.pid]).shm_nbytes - 64 * MIB) < MIB
         assert abs(memory_of([one.pid]).shm_nbytes - 32 * MIB) < MIB
-        # Named as well as mapped: still once.
+        # A file that is both named and mapped counts once.
         assert abs(memory_of([one.pid, other.pid], [shm_file]).shm_nbytes - 64 * MIB) < MIB
 
 
-def test_shared_memory_that_nobody_has_touched_counts_when_it_is_named(shm_file: Path) -> None:
+def test_untouched_shared_memory_counts_if_named(shm_file: Path) -> None:
     assert memory_of([], [shm_file]).nbytes == 64 * MIB
     assert memory_of([]).nbytes == 0
     assert memory_of([], [SHM / "windlass-test-absent"]).nbytes == 0
@@ -127,7 +127,7 @@ def test_sampler_takes_no_more_than_its_share() -> None:
 
 
 def test_anonymous_memory_of_this_process_is_seen() -> None:
-    # Not in the tests' own process: its share of torch's libraries changes whenever another process loads them.
+    # In a separate process: this one's share of torch's libraries changes whenever another process loads them.
     code = (
         "import mmap, os\nfrom benchmarks.reporting.pss import memory_of\nbefore = memory_of([os.getpid()]).nbytes\n"
         "block = mmap.mmap(-1, 50 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
@@ -139,7 +139,7 @@ def test_anonymous_memory_of_this_process_is_seen() -> None:
 
 
 def test_own_memory_by_the_kernels_counts(shm_file: Path) -> None:
-    """In a process of its own: what else this one holds may be paged out meanwhile, or come back."""
+    """In a separate process, because other memory of this one may be paged out or back in meanwhile."""
     code = (
         "import mmap, pathlib, sys\nfrom benchmarks.reporting.pss import resident_memory\n"
         "before = resident_memory([])\n"

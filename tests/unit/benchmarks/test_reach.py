@@ -1,4 +1,4 @@
-"""The page of what windlass can do: what is committed is what is computed."""
+"""The page of what windlass can train: the committed page equals the computed one."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from benchmarks.reporting.page import DOCS
 
 @pytest.mark.long
 def test_the_page_in_docs_is_up_to_date() -> None:
-    """But for what takes minutes."""
+    """Except for the parts that take minutes."""
     text, figures = reach.page(True)
     committed = (DOCS / "reach.md").read_text().splitlines()
     assert [line for line in text.splitlines() if line not in committed] == [], "run python -m benchmarks.reach"

@@ -1,4 +1,4 @@
-"""Tables, spreads and the last line."""
+"""Tables, spreads and the last line of a report."""
 
 import json
 from pathlib import Path

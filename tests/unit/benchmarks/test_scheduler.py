@@ -1,4 +1,4 @@
-"""What `benchmarks.scheduler` compares, and what it makes of its measurements."""
+"""The comparisons of `benchmarks.scheduler`, and its conclusions from the measurements."""
 
 from dataclasses import replace
 from itertools import product
@@ -45,7 +45,7 @@ def test_the_chain_is_of_all_updates_the_head_and_with_clipping_the_backward_pas
     backward_s = 2.0 * 5 * 300 * BACKWARD_FLOP / FLOP
     assert REFERENCE.chain_s(OPTIMIZER, clips=False) == pytest.approx(4.0 + head_s)
     assert REFERENCE.chain_s(OPTIMIZER, clips=True) == pytest.approx(4.0 + head_s + backward_s)
-    # 26 bytes of each of 400 parameters, at 1000 bytes a second.
+    # 26 bytes for each of 400 parameters, at 1000 bytes a second.
     assert REFERENCE.chain_s(SSD, clips=False) == pytest.approx(10.4 + head_s)
 
 
@@ -74,7 +74,7 @@ def test_a_result_is_of_the_timelines_of_the_timed_steps() -> None:
     found = result_of(steps, Throttle())
     assert found == Result(step_s=(2.0, 3.0, 4.0), busy_s={"ssd-0": 2.0, "gpu-0/compute": 1.0}, cycle_s=1.5)
     assert (found.mean_step_s, found.busiest, found.efficiency) == (3.0, "ssd-0", 2.0 / 3.0)
-    # A throttled SSD was busy for its bytes.
+    # A throttled SSD counts as busy for its bytes at the declared rate.
     assert result_of(steps, Throttle(ssd_bytes_per_s=40.0)).busy_s == {"ssd-0": 90 / 40.0, "gpu-0/compute": 1.0}
 
 
@@ -89,7 +89,7 @@ def test_ratios_are_of_means_and_worst_of_all(tmp_path: Path, capsys: pytest.Cap
             found[case] = result(8.0 if case.queues is QueueOrder.FIFO else 8.25)
     slow = Case(bottleneck=Bottleneck(resource="ssd", over_compute=1.0), clips=False)
     found[slow] = replace(found[slow], step_s=(6.25,))
-    reference = replace(REFERENCE, compute_s=0.01)  # whose chain is shorter than the cycles
+    reference = replace(REFERENCE, compute_s=0.01)  # its chain is shorter than the cycles
     simulated = dict.fromkeys(found, 5.0)
     ratios = ratios_of(found, reference, simulated)
     one = ratios["unclipped"]["optimizer-1"]
@@ -122,18 +122,18 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.mark.parametrize("clips", [False, True])
 def test_jobs_are_trained_as_the_case_says(bench: Bench, clips: bool) -> None:
-    """Compute and optimizer are held back, to some hundredths of a second a step."""
+    """Compute and optimizer are throttled to a few hundredths of a second a step."""
     reference, free = bench.reference(0.01)
     assert len(free.step_s) == 2
     assert reference.num_tokens == 8
-    assert 26 <= reference.ssd_nbytes / reference.layout.numel < 36  # whole pages move
+    assert 26 <= reference.ssd_nbytes / reference.layout.numel < 36  # whole pages are transferred
     case = Case(bottleneck=OPTIMIZER, clips=clips)
     found = bench.measure(case, reference)
     assert len(found.step_s) == 2
-    # As declared, however long it took.
+    # The declared time, regardless of the real one.
     assert 0.0 < found.busy_s["gpu-0/compute"] < 0.01001
-    assert 0.0 < found.busy_s["optimizer-0"] < 3 / 2 * 0.02001  # three steps' updates in two steps, at most
+    assert 0.0 < found.busy_s["optimizer-0"] < 3 / 2 * 0.02001  # at most the updates of three steps within two steps
     alone = bench.measure(replace(case, overlaps_steps=False), reference)
     assert len(alone.step_s) == 1
-    # In the simulator too no step is shorter than its updates, nor, with clipping, than these and the backward pass.
+    # In the simulator too, no step is shorter than its updates nor, with clipping, than these and the backward pass.
     assert bench.simulate(case, reference) >= 0.02 + (0.005 if clips else 0.0)

@@ -1,4 +1,4 @@
-"""What is throttled: real bytes, reported when they are due, one after the other."""
+"""Throttled resources: real bytes, reported when they are due, one transfer after the other."""
 
 import time
 from collections import Counter
@@ -55,7 +55,7 @@ def transfer(nbytes: int) -> Transfer:
 
 @pytest.fixture
 def slept_until(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Nothing sleeps; when it would have woken up."""
+    """Replaces sleeping, and records the times until which a task would have slept."""
     found: list[float] = []
     monkeypatch.setattr(module, "sleep_until", found.append)
     return found
@@ -69,7 +69,7 @@ def test_amounts_pass_one_after_the_other_and_rest_is_not_saved_up() -> None:
     assert gate.due_s(10) == 201.0
 
 
-def test_who_wakes_up_too_late_comes_too_late_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversleeping_delays_the_next_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     gate = Gate(10.0, clock=lambda: now_s)
 
@@ -84,9 +84,9 @@ def test_who_wakes_up_too_late_comes_too_late_the_next_time(monkeypatch: pytest.
     with gate.passing(20):
         assert now_s == 102.5
     assert now_s == 104.5
-    with gate.passing(10, came_at_s=104.25):  # what came before it was late by itself
+    with gate.passing(10, came_at_s=104.25):  # the transfer before it was late by itself
         now_s = 110.0
-    # Who did not sleep did not oversleep.
+    # A task that did not sleep did not oversleep.
     assert now_s == gate.due_s(0) == 110.0
 
 
@@ -107,7 +107,7 @@ def test_transfers_are_reported_when_they_are_due(slept_until: list[float]) -> N
     assert inner.is_closed
 
 
-def test_what_is_not_due_in_time_is_not_reported(slept_until: list[float]) -> None:
+def test_transfer_not_due_in_time_is_not_reported(slept_until: list[float]) -> None:
     engine = ThrottledEngine(StandIn(), Gate(1.0, clock=lambda: time.monotonic() + 1e6))
     engine.submit(transfer(20))
     assert engine.wait(0.5) == []
@@ -156,7 +156,7 @@ def test_a_throttled_job_moves_all_its_bytes_and_learns_the_same(
     *layers, head = (block.numel for block in layout.blocks)
     assert passed[1e9] == num_tokens * ((FORWARD_FLOP + BACKWARD_FLOP) * sum(layers) + HEAD_FLOP * head)
     assert len(slept_until) > 3 * 2
-    # What they told of: amount over rate, however long it took.
+    # The reported time: amount over rate, regardless of the real one.
     for span in spans:
         seconds = span.end_s - span.start_s
         if span.kind is SpanKind.UPDATE:
@@ -168,7 +168,7 @@ def test_a_throttled_job_moves_all_its_bytes_and_learns_the_same(
     assert told == pytest.approx(passed[1e9] / 1e9)
 
 
-def test_what_was_replaced_is_put_back() -> None:
+def test_throttle_restores_replaced_names() -> None:
     def found() -> list[Any]:
         modules = (ssd_server, cpu_optimizer, gpu_worker)
         names = ("open_engine", "ChunkUpdater", "BlockRunner", "SpanRecorder")
@@ -186,11 +186,11 @@ def test_what_was_replaced_is_put_back() -> None:
     ("name", "module", "attribute"),
     [("ssd-1", ssd_server, "open_engine"), ("optimizer-0", cpu_optimizer, "ChunkUpdater")],
 )
-def test_an_actor_in_a_process_of_its_own_is_held_back_for_good(
+def test_actor_in_separate_process_is_throttled_until_its_end(
     name: str, module: ModuleType, attribute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for each in ("SpanRecorder", attribute):
-        monkeypatch.setattr(module, each, vars(module)[each])  # put back in the end
+        monkeypatch.setattr(module, each, vars(module)[each])  # restored at the end
     before, runner = vars(module)[attribute], gpu_worker.BlockRunner
     Throttle(compute_flop_per_s=1.0).slow_actor(name)
     assert vars(module)[attribute] is before

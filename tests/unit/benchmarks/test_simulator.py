@@ -1,4 +1,4 @@
-"""What `benchmarks.simulator` compares, and what it makes of it."""
+"""The comparisons of `benchmarks.simulator`, and its conclusions."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def test_errors_are_shares_of_what_was_measured() -> None:
     assert report.rows[2] == ("other", "1.000", "1.000", "+0.0", "others")
 
 
-def test_every_way_is_met_and_something_is_slow_in_each() -> None:
+def test_cases_contain_every_option_each_with_a_slow_resource() -> None:
     assert set(QUICK_CASES) < set(CASES)
     swapping = [case for case in CASES.values() if any(each.swaps for each in case.placement.activations)]
     assert any(case.placement.ssd_activation_nbytes for case in swapping)

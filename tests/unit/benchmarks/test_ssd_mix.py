@@ -27,7 +27,7 @@ def test_bytes_move_and_nothing_is_left(tmp_path: Path) -> None:
 def test_a_transfer_that_fails_is_an_error(tmp_path: Path) -> None:
     try:
         with MixFiles([tmp_path], 2 * MIB) as files:
-            impossible = MixSetting(num_threads=1, block_nbytes=1000)  # O_DIRECT wants whole sectors
+            impossible = MixSetting(num_threads=1, block_nbytes=1000)  # O_DIRECT needs whole sectors
             with pytest.raises(OSError, match="Invalid argument"):
                 mixed_bytes_per_s(files, impossible, 0.5, 0.05)
     except DirectIoError as error:

@@ -1,4 +1,4 @@
-"""What `benchmarks.ssds` compares, and what it makes of its measurements."""
+"""The comparisons of `benchmarks.ssds`, and its conclusions from the measurements."""
 
 from pathlib import Path
 

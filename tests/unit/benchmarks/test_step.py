@@ -1,4 +1,4 @@
-"""What `benchmarks.step` and `benchmarks.memory` make of their measurements."""
+"""The conclusions of `benchmarks.step` and `benchmarks.memory` from their measurements."""
 
 from pathlib import Path
 
@@ -101,6 +101,6 @@ def test_deepspeed_swaps_only_what_the_peer_is_named_for() -> None:
     assert cpu["offload_param"] == {"device": "cpu", "pin_memory": False}
     assert cpu["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
     assert nvme["offload_param"]["nvme_path"] == nvme["offload_optimizer"]["nvme_path"] == "ssd"
-    # Every tensor must fit a buffer.
+    # Every tensor must fit into a buffer.
     shape = workload.shape
     assert nvme["offload_param"]["buffer_size"] >= max(shape.vocab, shape.intermediate) * shape.hidden

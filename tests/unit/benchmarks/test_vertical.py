@@ -1,4 +1,4 @@
-"""What `benchmarks.vertical` compares, and what it makes of its measurements."""
+"""The comparisons of `benchmarks.vertical`, and its conclusions from the measurements."""
 
 from collections import Counter
 from pathlib import Path
@@ -34,17 +34,17 @@ def test_bytes_are_those_of_the_timed_steps_periods(tmp_path: Path) -> None:
 
     for step in (1, 2, 3):
         spans = (
-            span(step - 1, 10 * step, 100 * step),  # of the period before
+            span(step - 1, 10 * step, 100 * step),  # of the previous period
             span(step, 10 * step + 5, 4 * step),
             span(step, 10 * step + 10, 8, SpanKind.COPY_PARTIAL_IN),
-            span(step, 10 * step + 11, 1000),  # of the next
+            span(step, 10 * step + 11, 1000),  # of the next period
         )
         keep_step(tmp_path, StepSpans(step=step, start_s=10 * step, end_s=10 * step + 10, summary={}, spans=spans))
     assert moved_a_step(tmp_path, 2) == {SpanKind.READ_PARAMS: (8 + 12) // 2, SpanKind.COPY_PARTIAL_IN: 8}
 
 
 def results(*, losses: tuple[float, ...] = (1.0,)) -> Results:
-    """Vertical steps take a second, the others as many as there are groups."""
+    """Results in which vertical steps take a second, and the others as many as there are groups."""
     runs = {case: [] for case in CASES}
     for case in CASES:
         num_groups = case.num_microbatches / case.group_size

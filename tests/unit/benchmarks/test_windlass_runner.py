@@ -19,7 +19,7 @@ def test_a_placement_in_words() -> None:
         placement_of(["activations=none"], NUM_LAYERS + 2)
 
 
-def test_room_for_what_is_swapped_is_found_where_nobody_gives_it(tmp_path: Path) -> None:
+def test_slots_for_swapped_activations_are_added_if_not_given(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, num_microbatches=2)
     inputs = replace(spec, placement=placement_of(["activations=recompute_swap_input"], NUM_LAYERS + 2))
     # One small put for each layer and micro-batch.

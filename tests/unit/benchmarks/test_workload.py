@@ -56,7 +56,7 @@ def test_plain_peer_trains_as_a_naive_loop_does(folder: Path) -> None:
 
 
 def naive_losses(folder: Path) -> list[float]:
-    """AdamW by the book on fp32 masters, with the model rounded to bf16 before each step."""
+    """The losses of textbook AdamW on fp32 masters, with the model rounded to bf16 before each step."""
     model = AutoModelForCausalLM.from_pretrained(folder / MODEL_DIR, dtype=torch.bfloat16)
     assert model.num_parameters() == WORKLOAD.shape.num_params
     masters = [param.detach().float() for param in model.parameters()]

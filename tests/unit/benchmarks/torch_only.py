@@ -1,6 +1,6 @@
-"""A folder that stands in for `site-packages` on a machine with torch and transformers and little else.
+"""A folder that stands for `site-packages` on a machine with torch, transformers and little else.
 
-Whatever is not linked there cannot be imported, and `find_spec` and package metadata do not find it either, because
+A package that is not linked there cannot be imported. `find_spec` and package metadata do not find it either, because
 `python -S` adds no other folder.
 """
 
@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 _ROOTS = ("torch", "transformers", "psutil", "xxhash")
-# Transformers names these among its requirements or theirs, and works without them. A GPU machine may lack them.
+# Transformers requires these directly or indirectly, and works without them. A GPU machine may lack them.
 _ABSENT = {"pydantic", "pydantic-core", "rich", "typer"}
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 

@@ -1,6 +1,6 @@
-"""What a RayCluster may hold, by the reference of KubeRay's API (`ray.io/v1`): fields and types.
+"""The fields and types of a RayCluster, by the reference of KubeRay's API (`ray.io/v1`).
 
-Pods in it are Kubernetes' own, and checked as such; here they are any object. Source:
+Pods in it are Kubernetes' own objects, and checked as such; here they are any object. Source:
 https://github.com/ray-project/kuberay/blob/master/docs/reference/api.md
 """
 

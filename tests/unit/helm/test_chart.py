@@ -1,4 +1,4 @@
-"""The chart: what it renders is valid, fits together, and is what the service's settings take."""
+"""The Helm chart: its rendered objects are valid and consistent, and the service accepts their settings."""
 
 import base64
 import json
@@ -20,11 +20,11 @@ jsonschema = pytest.importorskip("jsonschema")
 REPOSITORY = Path(__file__).parents[3]
 CHART = REPOSITORY / "helm/windlass"
 RELEASE, NAMESPACE = "box1", "research"
-# The oldest that the chart takes, and one that is newer.
+# The oldest version that the chart supports, and a newer one.
 KUBERNETES_VERSIONS = ("1.28", "1.34")
 
 DATABASE = {"existingSecret": "windlass-database"}
-# Values that people may give; each must lint, render, and be valid.
+# Values that administrators may give; each must lint, render, and be valid.
 CASES: dict[str, dict[str, Any]] = {
     "the defaults": {},
     "no GPU": {"box": {"gpus": 0}},
@@ -67,7 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
 }
-# Set by other values of the chart, or to no purpose there: `windlass up` measures, and TLS ends at an Ingress.
+# Set by other values of the chart, or useless there: `windlass up` measures, and TLS ends at an Ingress.
 SET_ELSEWHERE = {"home", "host", "host_names", "port", "database_url", "ray_address", "ssd_dirs", "host_memory_gib"}
 NOT_SET = {"models_dir", "measure", "tls_certificate", "tls_key"}
 
@@ -91,18 +91,18 @@ class Rendered:
 
     @property
     def head(self) -> Object:
-        """The group of the head node."""
+        """The pod group of the head node."""
         group: Object = self.one("RayCluster")["spec"]["headGroupSpec"]
         return group
 
     @property
     def box(self) -> Object:
-        """The group of the one worker."""
+        """The pod group of the only worker."""
         (group,) = self.one("RayCluster")["spec"]["workerGroupSpecs"]
         return dict(group)
 
     def pods(self) -> dict[str, Object]:
-        """Templates of pods, by component."""
+        """The pod templates, by component."""
         templates = (self.one("Deployment", "box1-windlass-api")["spec"], self.head, self.box)
         return {
             each["template"]["metadata"]["labels"]["app.kubernetes.io/component"]: each["template"]
@@ -114,7 +114,7 @@ class Rendered:
         return dict(found)
 
     def environment(self, container: str) -> dict[str, str]:
-        """What the container finds; of Secrets a mark."""
+        """The environment of the container; Secrets appear as a mark."""
         found: dict[str, str] = {}
         for source in self.container(container).get("envFrom", []):
             found |= self.one("ConfigMap", source["configMapRef"]["name"])["data"]
@@ -143,22 +143,22 @@ def default() -> Rendered:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_lints(name: str) -> None:
+def test_chart_lints(name: str) -> None:
     report = helm.lint(CHART, CASES[name], strict=True, kube_version=f"v{KUBERNETES_VERSIONS[0]}.0")
     assert report["errors"] == []
-    # Information alone: no icon.
+    # Only an information message: there is no icon.
     assert [message for message in report["messages"] if message["severity"] > 1] == []
 
 
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 def test_objects_are_valid(case: Rendered, version: str) -> None:
-    """By Kubernetes' own schemas, which in their strict form know every field that there is."""
+    """By Kubernetes' own schemas, which in strict form refuse unknown fields."""
     for each in case.objects:
         if each["apiVersion"] in ("ray.io/v1", "monitoring.coreos.com/v1"):
             continue
         kubernetes_validate.validate(each, version, strict=True)
     for pod in case.pods().values():
-        # Schemas are looked up by kind; no object is a bare template but this one.
+        # Schemas are looked up by kind, and a pod template is not an object of its own.
         template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": pod}
         kubernetes_validate.validate(template, version, strict=True)
 
@@ -182,8 +182,8 @@ def test_the_check_of_ray_clusters_finds_what_is_wrong(default: Rendered, break_
         jsonschema.validate(cluster, RAY_CLUSTER)
 
 
-def test_names_and_selectors_meet(case: Rendered) -> None:
-    """No pod asks for an object of the release that is not there, and each selector finds the pods that it means."""
+def test_chart_names_and_selectors_match(case: Rendered) -> None:
+    """Every object that a pod uses is in the release, and each selector finds its pods."""
     made = {(each["kind"], each["metadata"]["name"]) for each in case.objects}
     assert len(made) == len(case.objects)
     for pod in case.pods().values():
@@ -209,13 +209,13 @@ def _selected(selector: dict[str, str], labels: dict[str, dict[str, str]]) -> se
     return {name for name, found in labels.items() if selector.items() <= found.items()}
 
 
-def test_pods_may_do_little(case: Rendered) -> None:
+def test_pods_have_minimal_rights(case: Rendered) -> None:
     for pod in case.pods().values():
         spec = pod["spec"]
         assert spec["automountServiceAccountToken"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        # What they exchange over sockets and in shared memory is for one user alone.
+        # All pods run as one user, who alone may use their sockets and shared memory.
         assert spec["securityContext"]["runAsUser"] == spec["securityContext"]["fsGroup"] == 1000
         for container in spec["containers"]:
             assert container["securityContext"] == {
@@ -231,7 +231,7 @@ def test_the_environment_is_what_settings_take(case: Rendered, tmp_path: Path, m
     for name in ("api", "dispatcher"):
         environment = case.environment(name)
         assert environment.pop("WINDLASS_HOME") == "/data/home"
-        environment.pop("WINDLASS_HOST", None)  # an address for others is taken with API keys alone
+        environment.pop("WINDLASS_HOST", None)  # a public address is accepted only with API keys
         with monkeypatch.context() as patch:
             for variable, value in environment.items():
                 patch.setenv(variable, "postgresql://host/name" if value.startswith("<") else value)
@@ -250,7 +250,7 @@ def test_numbers_and_lists_reach_the_environment_as_they_were_given() -> None:
     assert environment["WINDLASS_SSD_ENDURANCE_TBW"] == "600,1200.5"
 
 
-def test_every_setting_can_be_given() -> None:
+def test_every_setting_has_a_chart_value() -> None:
     with helm.Chart.load(CHART) as chart:
         settings = chart.schema["properties"]["settings"]["properties"].keys()
     assert set(Settings.model_fields) - settings - SET_ELSEWHERE - NOT_SET == set()
@@ -258,7 +258,7 @@ def test_every_setting_can_be_given() -> None:
 
 
 def test_settings_of_threads_are_for_the_box_alone() -> None:
-    """They are compared with the cores of the machine, and the API's may have fewer."""
+    """They are compared with the machine's cores, and the API's machine may have fewer."""
     rendered = render({"settings": {"compute_threads": 12, "num_cpu_optimizers": 2, "optimizer_threads": 2}})
     assert rendered.environment("dispatcher")["WINDLASS_COMPUTE_THREADS"] == "12"
     assert rendered.environment("ray-worker")["WINDLASS_OPTIMIZER_THREADS"] == "2"
@@ -288,7 +288,7 @@ def test_the_dispatcher_stands_beside_the_box_s_ray_node(default: Rendered) -> N
     assert {"/data", "/dev/shm", "/tmp", "/ssds/0"} == {mount["mountPath"] for mount in ray["volumeMounts"]}
     assert pod["shareProcessNamespace"] is True
     assert ray["image"] == dispatcher["image"] == default.container("ray-head")["image"] == "windlass:0.1.0"
-    # The name that KubeRay gives to the head's service.
+    # KubeRay's name for the head's service.
     assert default.environment("dispatcher")["WINDLASS_RAY_ADDRESS"] == "box1-windlass-head-svc:6379"
     group = default.box
     assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] == 1
@@ -345,7 +345,7 @@ def test_every_ray_process_asks_for_the_token(default: Rendered) -> None:
 
 
 def test_the_api_is_where_the_home_can_be_mounted() -> None:
-    """A volume for one node pins it to the box's; any other leaves it free."""
+    """A volume that only one node can mount pins the API to the worker's node; any other leaves it free."""
     pod = render().pods()["api"]["spec"]
     (term,) = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     box = render().pods()["box"]["metadata"]["labels"]
@@ -388,7 +388,7 @@ def test_network_policies_let_in_whom_they_name() -> None:
     assert "NetworkPolicy" not in render({"networkPolicy": {"enabled": False}}).kinds()
 
 
-def test_a_scraper_brings_a_key() -> None:
+def test_metrics_scraper_uses_an_api_key() -> None:
     monitor = {"enabled": True, "interval": "15s", "labels": {"release": "p"}, "keySecret": {"name": "key", "key": "k"}}
     rendered = render({"metrics": {"serviceMonitor": monitor}})
     found = rendered.one("ServiceMonitor")
@@ -451,7 +451,7 @@ def test_wrong_values_are_refused_by_name(values: dict[str, Any], complaint: str
 
 
 def test_the_image_holds_every_package() -> None:
-    """And nothing is copied into it that is not there."""
+    """Every copied path must exist."""
     copied = {
         source
         for line in (REPOSITORY / "helm/Dockerfile").read_text().splitlines()

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(params=[True, False], ids=["direct", "buffered"])
 def direct(request: pytest.FixtureRequest, tmp_path: Path) -> bool:
-    """Both ways to open a store; past the page cache only where the temporary directory can."""
+    """True to open a store with O_DIRECT; both values, if the temporary directory supports it."""
     if request.param:
         try:
             os.close(os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))

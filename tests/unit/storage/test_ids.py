@@ -32,7 +32,7 @@ def test_bytes_of_an_element_at_rest(precision: Precision, states: StatePrecisio
 @pytest.mark.parametrize("formats", ALL_FORMATS)
 def test_the_forward_pass_reads_a_state_of_the_models_precision(formats: Formats) -> None:
     assert formats.itemsizes[formats.param_kind] == (4 if formats.precision is Precision.FP32 else 2)
-    # Something from which the fp32 master can be had, or, with bf16 states, the master itself.
+    # States that contain the fp32 master or, with bf16 states, the master itself.
     holds_master = {StateKind.MASTER, StateKind.RESIDUAL} & formats.itemsizes.keys()
     assert len(holds_master) == (0 if formats.states is StatePrecision.BF16 else 1)
     assert {StateKind.EXP_AVG, StateKind.EXP_AVG_SQ} < formats.itemsizes.keys()

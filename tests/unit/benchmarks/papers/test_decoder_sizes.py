@@ -1,4 +1,4 @@
-"""Formulas beside what the real operators and modules hold."""
+"""Formulas of sizes, compared with real operators and modules."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_blocks_are_as_large_as_the_engine_cuts_them(shape: ModelShape) -> None:
     assert block_numels(shape, num_tokens=32) == tuple(block.numel for block in own.blocks)
 
 
-def test_tied_or_not_is_a_matter_of_the_head() -> None:
+def test_tying_changes_only_the_head() -> None:
     table = 96 * 64
     for shape in (GPT, LLAMA):
         tied, apart = (block_numels(shape, num_tokens=32, is_tied=is_tied) for is_tied in (True, False))

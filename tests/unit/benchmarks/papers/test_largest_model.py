@@ -1,4 +1,4 @@
-"""What fits: the device's bytes by hand, and that more memory never trains less."""
+"""The largest model that fits: the device's bytes by hand, and more memory never allows less."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def test_a_layer_that_comes_in_pieces_needs_two_of_its_largest_matrix() -> None:
 
 
 def test_sums_of_tied_and_sliced_matrices_are_fp32() -> None:
-    # A sum for each use, and one in the type in which it travels; no head.
+    # A sum for each use, and one in the type of the transfer; no head.
     embedding = TABLE + POSITIONS
     tied = device_memory(model(is_tied=True), streams_layers=False).grads
     assert tied == 2 * (2 * LAYER + embedding + NORM) + 2 * 4 * embedding
@@ -62,7 +62,7 @@ def test_logits_are_those_of_a_slice() -> None:
     assert whole - sliced == 12 * 24 * 96
 
 
-def test_inputs_of_layers_do_not_pile_up() -> None:
+def test_device_memory_does_not_grow_with_inputs_of_layers() -> None:
     shape = SHAPE.model_copy(update={"num_layers": 40})
     few, many = (device_memory(model(shape=shape, num_examples=n), streams_layers=False) for n in (2**10, 2**14))
     inputs = 2 * 40 * 2**10 * 32 * 64
@@ -78,7 +78,7 @@ def test_states_on_the_device_take_14_bytes_a_parameter_and_no_copy_in_16_bits()
     assert found.params == without.params
 
 
-def test_as_many_layers_stay_as_have_room() -> None:
+def test_as_many_layers_are_resident_as_fit() -> None:
     sizes = [device_memory(model(), streams_layers=False, resident=range(1, number + 1)).total for number in range(5)]
     assert [most_resident_layers(model(), nbytes) for nbytes in (sizes[0] - 1, *sizes, 10 * GIB)] == [
         None,
@@ -88,7 +88,7 @@ def test_as_many_layers_stay_as_have_room() -> None:
 
 
 def test_autohete_takes_14_bytes_for_what_stays_and_2_for_what_is_computed() -> None:
-    """Equation 1; its figure for the 4B model at 40 GB is met with the batch of its other runs."""
+    """Equation 1. Its figure for the 4B model at 40 GB matches with the batch size of its other runs."""
     hidden, layer = 32 * 64, 2 * LAYER
     at_least = (2 * 4 + 34) * hidden + 2 * (TABLE + POSITIONS) + 12 * 32 * 96 + layer
     found = [autohete_resident_layers(model(is_tied=True), at_least + more) for more in (-1, 0, 7 * layer, 10**9)]

@@ -1,4 +1,4 @@
-"""What MemAscend's paper prints of host memory."""
+"""The host memory figures printed in MemAscend's paper."""
 
 import pytest
 

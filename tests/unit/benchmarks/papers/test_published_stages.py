@@ -1,4 +1,4 @@
-"""What Ratel's paper prints, beside one set of rates for all systems."""
+"""The figures printed in Ratel's paper, compared with one set of rates for all systems."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_serial_and_simulated_systems_come_within_15_percent(published: Publishe
 
 
 def test_ratels_stages_are_not_explained_and_its_step_nearly() -> None:
-    """If this fails the page has to say something else."""
+    """If this fails, the text of the page must change."""
     ratel = computed_stages("Ratel", swapped_nbytes=RATEL_SWAPPED_NBYTES)
     assert ratel.seconds == pytest.approx((5.96, 15.3, 0), abs=0.05)
     assert ratel.iteration_s == pytest.approx(25, rel=0.155)
@@ -57,7 +57,7 @@ def test_the_published_amount_is_chosen_at_26_gb_per_s() -> None:
 
 
 def test_cases_over_the_batch_are_those_printed_at_26_gb_per_s() -> None:
-    """Figure 9b: with batch 24 more is never better, with larger ones it is up to a point."""
+    """Figure 9b: with batch 24 more is never better, with larger batches it is up to a point."""
     server = with_host_memory(with_ssd_rate(ratel_server(), 26), 1)
     cases = [best_amount(POLICIES["Ratel"], server, ratel_profile(batch)).case for batch in FIGURE_9B_BATCHES]
     assert cases == [Case.LEAST, *[Case.BETWEEN] * 3]

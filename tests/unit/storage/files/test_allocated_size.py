@@ -1,4 +1,4 @@
-"""What the file system says of a file's parts."""
+"""The allocated bytes of parts of a file, as the file system reports them."""
 
 import errno
 import fcntl
@@ -23,7 +23,7 @@ def fd(tmp_path: Path) -> Any:
     os.close(fd)
 
 
-def test_what_is_backed_counts_written_or_not(fd: int) -> None:
+def test_allocated_bytes_count_whether_written_or_not(fd: int) -> None:
     os.posix_fallocate(fd, 2 * MIB, 3 * MIB)
     os.pwrite(fd, b"x" * MIB, 3 * MIB)
     os.ftruncate(fd, 9 * MIB)
@@ -39,7 +39,7 @@ def test_more_extents_than_one_answer_has(fd: int) -> None:
     assert backed_nbytes(fd, 0, 600 * 65536) == 300 * 65536
 
 
-def test_a_file_system_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_extent_map_gives_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.EOPNOTSUPP, "not supported")
 

@@ -1,4 +1,4 @@
-"""What a power loss leaves of what was synced."""
+"""The files that a power loss leaves after a sync."""
 
 from pathlib import Path
 
@@ -25,13 +25,13 @@ def test_sync_tree_power_loss_afterwards_leaves_every_file(tmp_path: Path, monke
         (tmp_path / name).write_text(name)
     (tmp_path / "model" / "link").symlink_to("nowhere")
     sync_tree(tmp_path / "model")
-    assert cut.left() == {}  # its own name is not safe yet
+    assert cut.left() == {}  # its own name is not durable yet
     sync_path(tmp_path)
     assert cut.left() == {"model/a": b"model/a", "model/more/b": b"model/more/b"}
 
 
 def test_power_cut_leaves_nothing_of_what_was_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests of others rely on this."""
+    """Other tests rely on this."""
     cut = PowerCut(tmp_path, monkeypatch)
     (tmp_path / "a").write_text("a")
     assert cut.left() == {}

@@ -1,4 +1,4 @@
-"""How the end of a child process is told to people."""
+"""Descriptions of the end of a child process, for users."""
 
 import signal
 import subprocess

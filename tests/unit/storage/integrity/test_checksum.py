@@ -21,7 +21,7 @@ def test_one_digest_for_every_started_granule(nbytes: int, num_granules: int) ->
 
 
 def test_digests_kept_on_a_disk_stay_valid() -> None:
-    # What xxHash 0.8.1 gave, through another release of the binding: neither may change them.
+    # Computed with xxHash 0.8.1 by another release of the binding: neither may change the digests.
     assert granule_digests(memoryview(bytes(4096))) == [0x93D76FE148C689BA]
 
 
@@ -41,9 +41,9 @@ def test_digests_fit_64_unsigned_bits() -> None:
     assert max(digests) >= 1 << 63
 
 
-def test_the_gil_is_kept_unless_somebody_has_waited_for_it() -> None:
-    """Else each granule would wait for a busy thread to hand it back: 5 ms, a hundred times the checksum."""
-    go = threading.Lock()  # a plain one: to release it lets no other thread run
+def test_checksum_keeps_gil_unless_a_thread_has_waited_for_it() -> None:
+    """Otherwise each granule would wait for a busy thread to release the GIL: 5 ms, a hundred times the checksum."""
+    go = threading.Lock()  # a plain lock: releasing it lets no other thread run
     go.acquire()
     ran = threading.Event()
 
@@ -55,7 +55,7 @@ def test_the_gil_is_kept_unless_somebody_has_waited_for_it() -> None:
     other.start()
     content = memoryview(bytes(32 * GRANULE_NBYTES))
     interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(3600.0)  # nobody is made to hand it over
+    sys.setswitchinterval(3600.0)  # no thread is forced to release the GIL
     try:
         go.release()
         granule_digests(content)

@@ -10,7 +10,7 @@ MAGIC = b"WNDLTEST"
 @settings(deadline=None)
 @given(payload=st.binary(max_size=60), position=st.integers(0, 8 * 128 - 1))
 def test_any_flipped_bit_is_seen(payload: bytes, position: int) -> None:
-    """Padding and checksum included."""
+    """Including padding and checksum."""
     raw = bytearray(seal(MAGIC + payload, 128))
     assert len(raw) == 128
     assert raw.startswith(MAGIC + payload)
@@ -28,7 +28,7 @@ def test_torn_record_is_not_intact(num_sectors: int) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", MAGIC, bytes(RECORD_NBYTES), seal(MAGIC)[:-1], seal(MAGIC)[:512]])
-def test_what_is_short_or_blank_is_not_intact(raw: bytes) -> None:
+def test_short_or_blank_record_is_not_intact(raw: bytes) -> None:
     assert not is_intact(raw, MAGIC)
 
 

@@ -37,7 +37,7 @@ Aligned = Callable[[bytes], memoryview]
 
 @dataclass
 class Device:
-    """A descriptor; `most_nbytes` limits what one call moves."""
+    """A descriptor; `most_nbytes` limits the bytes of one call."""
 
     data_fd: int
     most_nbytes: int | None = None
@@ -83,7 +83,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """A read end, in which bytes come when the test lets them, and a write end."""
+    """A read end, in which bytes arrive when the test writes them, and a write end."""
     ends = os.pipe()
     yield ends
     for fd in ends:
@@ -99,7 +99,7 @@ def data_fd(tmp_path: Path, direct: bool) -> Iterator[int]:
 
 
 def finish(engine: TransferEngine) -> list[Transfer]:
-    """Waits for all that is in flight."""
+    """Waits for all transfers in flight."""
     finished: list[Transfer] = []
     while engine.num_in_flight:
         some = engine.wait(60.0)
@@ -122,7 +122,7 @@ def write(offset: int, buffer: memoryview, tag: object = None) -> Transfer:
     return Transfer(is_read=False, offset=offset, buffer=buffer, tag=tag)
 
 
-# --- both backends ----------------------------------------------------------------------------------------------------
+# --- both backends -------------------------------------------------------------------------------------------------
 
 
 def test_bytes_come_back_as_they_were_written(backend: Backend, data_fd: int, aligned: Aligned) -> None:
@@ -162,7 +162,7 @@ def test_no_more_than_depth_are_in_flight_and_room_comes_back(backend: Backend, 
     engine.close()
 
 
-def test_waiting_for_nothing_is_refused_at_once(backend: Backend, data_fd: int) -> None:
+def test_wait_without_transfers_in_flight_is_refused(backend: Backend, data_fd: int) -> None:
     engine = open_engine(Device(data_fd), settings(backend))
     with pytest.raises(ValueError, match="nothing is in flight"):
         engine.wait(None)
@@ -219,10 +219,10 @@ def test_threads_report_a_device_that_takes_no_more(data_fd: int, aligned: Align
     assert str(error).endswith("only 0 could be written: the file or device takes no more bytes there")
 
 
-# --- io_uring ---------------------------------------------------------------------------------------------------------
+# --- io_uring ------------------------------------------------------------------------------------------------------
 
 
-def test_uring_goes_on_with_what_came_in_parts(uring: Callable[[int], TransferEngine], pipe: tuple[int, int]) -> None:
+def test_uring_continues_partial_transfers(uring: Callable[[int], TransferEngine], pipe: tuple[int, int]) -> None:
     engine = uring(pipe[0])
     content = random.Random(0).randbytes(1000)
     transfer = read(0, memoryview(bytearray(1000)))
@@ -278,7 +278,7 @@ def test_other_threads_run_while_uring_waits(uring: Callable[[int], TransferEngi
     other = threading.Thread(target=lambda: go.wait() and os.write(pipe[1], b"1"))
     other.start()
     go.set()
-    finished = engine.wait(30.0)  # were the GIL held, nobody could write
+    finished = engine.wait(30.0)  # if the GIL were held, no thread could write
     other.join()
     assert len(finished) == 1
 
@@ -295,10 +295,10 @@ def test_uring_keeps_a_buffer_until_the_bytes_are_in_it(
     finished = engine.wait(60.0)
     assert memory[:3] == b"123"
     finished.clear()
-    memory.close()  # nobody holds it any more
+    memory.close()  # nothing holds it any longer
 
 
-def test_uring_leaves_nothing_behind_when_buffers_come_again(
+def test_uring_with_reused_buffers_leaks_nothing(
     uring: Callable[[int], TransferEngine], data_fd: int, aligned: Aligned
 ) -> None:
     engine = uring(data_fd)
@@ -333,7 +333,7 @@ def test_closing_uring_waits_for_what_is_in_flight(
 
 
 class Interrupting:
-    """liburing, where the next results are these errors, whatever the kernel said."""
+    """A liburing whose next results are the given errors, regardless of the kernel's."""
 
     def __init__(self, codes: list[int]) -> None:
         self.real = transfers._import_liburing()
@@ -379,7 +379,7 @@ class InterruptingEntry:
 
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO])
-def test_uring_tries_again_what_may_yet_go_well(
+def test_uring_retries_temporary_errors(
     code: int, data_fd: int, aligned: Aligned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need_uring()
@@ -399,7 +399,7 @@ def test_uring_tries_again_what_may_yet_go_well(
 
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.EBUSY, errno.EINTR])
-def test_uring_submits_again_what_the_kernel_did_not_take(
+def test_uring_resubmits_entries_that_the_kernel_did_not_accept(
     code: int, uring: Callable[[int], TransferEngine], data_fd: int, aligned: Aligned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = uring(data_fd)
@@ -443,7 +443,7 @@ def test_uring_works_in_another_thread_than_opened_it(
     assert failures == [None] * 180
 
 
-# --- where io_uring is refused ----------------------------------------------------------------------------------------
+# --- refused io_uring ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal is not None
     assert "liburing cannot be imported" in refusal
     assert "extra `uring`" in refusal
-    assert open_engine(Device(0), DEFAULT_IO).depth == 1  # threads need nothing
+    assert open_engine(Device(0), DEFAULT_IO).depth == 1  # threads need no package
 
 
 UNDER_SECCOMP = """
@@ -509,7 +509,7 @@ def test_a_container_that_forbids_it_is_noticed() -> None:
     assert "seccomp" in done.stdout
 
 
-# --- settings and errors ----------------------------------------------------------------------------------------------
+# --- settings and errors -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

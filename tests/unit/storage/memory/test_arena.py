@@ -58,7 +58,7 @@ NEW_PID_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child=KILL"]
 
 
 def _resident_nbytes(path: Path) -> list[int]:
-    """For every mapping of a file in this process, the bytes that are in its page table. Source: proc_pid_smaps(5)."""
+    """For every mapping of a file in this process, the bytes in its page table. Source: proc_pid_smaps(5)."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
     starts = [i for i, line in enumerate(lines) if line.endswith(f" {path}")]
     return [int(next(line for line in lines[i:] if line.startswith("Rss:")).split()[1]) * 1024 for i in starts]
@@ -66,7 +66,7 @@ def _resident_nbytes(path: Path) -> list[int]:
 
 @pytest.fixture
 def shared_memory() -> Iterator[Path]:
-    """A directory in a file system that is memory."""
+    """A directory in a memory-backed file system."""
     if shutil.disk_usage("/dev/shm").free < 64 << 20:
         pytest.skip("less than 64 MiB are free in /dev/shm")
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="windlass-test-") as directory:
@@ -110,9 +110,7 @@ class TestArena:
         buffer.release()
         assert _resident_nbytes(arena.path) == []
 
-    def test_only_those_who_open_it_fill_their_page_tables(
-        self, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_only_open_fills_page_tables(self, shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             mmap.mmap(-1, 4096).madvise(arena_module._MADV_POPULATE_READ)
         except OSError as error:
@@ -123,9 +121,7 @@ class TestArena:
         opened = Arena.open(created.path)
         assert sorted(_resident_nbytes(created.path)) == [0, opened.nbytes]
 
-    def test_a_kernel_that_cannot_fill_page_tables_will_do(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_open_without_populate_support_works(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(arena_module, "_MADV_POPULATE_READ", 12345)  # as unknown as it was to Linux 5.13
         created = Arena.create(tmp_path / "arena", 4096)
         Arena.open(created.path).buffer(Span(0, 1))[:] = b"x"
@@ -193,7 +189,7 @@ class TestLeftovers:
         with _creator(tmp_path) as (path, process):
             assert path.name == f"windlass-ftjob-2-3-{process.pid}.arena"
             assert remove_leftovers(tmp_path) == []
-            mapped = Arena.open(path)  # as a worker of the job does, who is still there when the creator is killed
+            mapped = Arena.open(path)  # as a worker of the job that is still alive when the creator is killed
             mapped.buffer(Span(0, 4))[:] = b"mine"
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -223,7 +219,7 @@ class TestLeftovers:
 
     def test_creator_in_another_pid_namespace(self, tmp_path: Path) -> None:
         with _creator(tmp_path, *NEW_PID_NAMESPACE) as (path, process):
-            assert path.name.endswith("-3-1.arena")  # the pid that everybody's first process has
+            assert path.name.endswith("-3-1.arena")  # the pid of the first process in any container
             assert remove_leftovers(tmp_path) == []
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -297,13 +293,13 @@ class TestLeftovers:
 
 
 def _wait_for_lock(path: Path) -> None:
-    """Returns when nobody holds the arena's lock: a killed process ends a moment after the one that was told to."""
+    """Returns once the arena's lock is free: a killed process ends a moment after its creator."""
     with path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
 class SlotPoolMachine(RuleBasedStateMachine):
-    """Whatever is acquired and released, no byte has two owners and the statistics are true."""
+    """For any acquires and releases, no byte has two owners and the statistics are true."""
 
     OFFSET, SLOT, NUM = 8192, 4096, 5
 
@@ -449,7 +445,7 @@ def test_memory_held_is_the_memory_that_chunks_ask_for(
     grad_itemsize: int,
     state_itemsize: int,
 ) -> None:
-    """Held over requested is 1.0: by the kernel's count, by the pools', and with every slot in use."""
+    """The ratio of held to requested bytes is 1.0: by the kernel's count, by the pools', and with every slot in use."""
     layer = 4 * hidden * hidden + 3 * hidden * intermediate + 2 * hidden
     block_numels = (vocab * hidden, *[layer] * num_layers, vocab * hidden + hidden)
     chunk_numel = choose_chunk_numel(list(block_numels))

@@ -37,11 +37,11 @@ class TestCgroups:
     def test_version_1(self, tmp_path: Path) -> None:
         membership = tmp_path / "cgroup"
         membership.write_text("5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n")
-        # Inside a container the group's own folder is the root of the mount.
+        # Inside a container, the group's folder is the root of the mount.
         _v1_group(tmp_path / "fs/memory", limit=5000, used=4500, cache=500)
         assert room.cgroup_available_nbytes(membership, tmp_path / "fs") == 1000
 
-    def test_over_the_limit_is_no_room_rather_than_less_than_none(self, tmp_path: Path) -> None:
+    def test_group_over_its_limit_has_zero_bytes_available(self, tmp_path: Path) -> None:
         membership = tmp_path / "cgroup"
         membership.write_text("0::/\n")
         _v2_group(tmp_path / "fs", limit="10", used=20, cache=0)
@@ -91,19 +91,19 @@ class TestRequire:
         with pytest.raises(InsufficientSpaceError, match=f"remount,size=... {tmp_path}"):
             room.require_arena_room(tmp_path, 4096)
 
-    def test_what_fits_passes(self, tmp_path: Path) -> None:
+    def test_require_with_enough_space_passes(self, tmp_path: Path) -> None:
         room.require_disk_room("the states", tmp_path, 1)
         room.require_arena_room(tmp_path, 1)
 
 
-def test_a_first_attempt_that_asks_for_too_much_knows_at_once() -> None:
+def test_first_attempt_that_needs_too_much_fails_at_once() -> None:
     too_much, full = InsufficientSpaceError("it", "/", 2, 1, "less"), OSError(errno.ENOSPC, "No space left on device")
     assert [room.may_find_room_later(too_much, attempt) for attempt in (1, 2)] == [False, True]
     assert [room.may_find_room_later(full, attempt) for attempt in (1, 2)] == [True, True]
     assert not room.may_find_room_later(ValueError("wrong"), 2)
 
 
-def test_want_of_room_is_known_through_what_wraps_it() -> None:
+def test_lack_of_space_is_recognized_in_wrapped_errors() -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     wrapped = StoreError("SSD /ssd0: could not open the volume")
     wrapped.__cause__ = full

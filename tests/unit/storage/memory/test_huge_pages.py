@@ -16,7 +16,7 @@ BUDGET_S = 60.0
 
 @pytest.fixture
 def file() -> Iterator[int]:
-    """A file in shared memory, all of it there."""
+    """A fully allocated file in shared memory."""
     path = Path("/dev/shm") / f"windlass-test-{os.getpid()}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     path.unlink()
@@ -45,15 +45,15 @@ def test_whole_huge_pages_are_used_and_nothing_else_changes(file: int) -> None:
     assert (os.fstat(file).st_size, os.fstat(file).st_blocks * 512) == (NBYTES, held_nbytes)
 
 
-def test_no_time_is_no_reason_to_fail(file: int) -> None:
+def test_huge_pages_without_time_budget_uses_none(file: int) -> None:
     assert use_huge_pages(file, NBYTES, 0.0) == 0
 
 
-def test_a_small_file_has_none(file: int) -> None:
+def test_huge_pages_of_small_file_are_none(file: int) -> None:
     assert use_huge_pages(file, HUGE_PAGE_NBYTES - 4096, BUDGET_S) == 0
 
 
-def test_an_arena_holds_no_more_for_it(tmp_path: Path) -> None:
+def test_arena_with_huge_pages_holds_the_same_bytes(tmp_path: Path) -> None:
     path = Path("/dev/shm") / f"windlass-huge-test-{os.getpid()}.arena"
     for huge_pages in (True, False):
         arena = Arena.create(path, NBYTES, huge_pages=huge_pages)
@@ -63,7 +63,7 @@ def test_an_arena_holds_no_more_for_it(tmp_path: Path) -> None:
         arena.unlink()
 
 
-def test_what_cannot_be_mapped_is_an_error() -> None:
+def test_huge_pages_of_unmappable_file_raises() -> None:
     read_end, write_end = os.pipe()
     try:
         with pytest.raises(OSError, match="mmap"):

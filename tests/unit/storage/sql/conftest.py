@@ -14,13 +14,13 @@ from windlass.storage.sql.repositories.jobs import JobRepository, NewJob
 
 @pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
-    """Of a database that nobody has made yet."""
+    """The URL of a database that does not exist yet."""
     return f"sqlite:///{tmp_path}/windlass.db"
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, sqlite_url: str) -> Iterator[str]:
-    """Of a database without tables."""
+    """The URL of a database without tables."""
     if request.param == "sqlite":
         yield sqlite_url
     else:

@@ -1,4 +1,4 @@
-"""Schema, transactions, and the settings of SQLite that the rest relies on."""
+"""Schema, transactions, and the SQLite settings that other code depends on."""
 
 import sqlite3
 import threading
@@ -131,7 +131,7 @@ def test_two_threads_read_at_a_time_and_one_that_reads_may_read_again(sqlite_url
 
 
 def _end_all_connections(database: Database, others: str) -> None:
-    """As when the server is started again. Three of `database` are open before."""
+    """Ends all connections, as a restart of the server does. Three of `database` are open before."""
     with database.read() as one, database.read() as two, database.read() as three:
         assert len({each.scalar(text("SELECT pg_backend_pid()")) for each in (one, two, three)}) == 3
     with closing(Database(others)) as other, other.read() as session:
@@ -164,7 +164,7 @@ def test_postgresql_that_was_started_again_is_not_noticed_where_nobody_used_it_m
                 assert session.scalar(text("SELECT 1")) == 1
 
 
-def test_what_is_changed_while_it_is_read_is_not_kept(database: Database, make_job: Callable[..., Job]) -> None:
+def test_change_in_a_read_session_is_not_stored(database: Database, make_job: Callable[..., Job]) -> None:
     job = make_job()
     with database.read() as session:
         jobs = JobRepository(session)

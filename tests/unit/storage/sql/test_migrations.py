@@ -1,4 +1,7 @@
-"""Databases of every earlier version, with data, become the newest; nothing of them is lost, whatever is in the way."""
+"""Databases of every earlier version migrate to the newest without loss of data.
+
+This holds even if a migration is interrupted.
+"""
 
 import multiprocessing
 import os
@@ -35,6 +38,7 @@ from windlass.storage.sql.repositories.events import EventRepository
 from windlass.storage.sql.repositories.files import FileRepository
 from windlass.storage.sql.repositories.jobs import JobRepository
 from windlass.storage.sql.repositories.leases import LeaseRepository
+from windlass.storage.sql.repositories.stored import StoredRepository
 from windlass.storage.sql.repositories.webhooks import WebhookRepository
 
 VERSIONS = Path(__file__).parents[4] / "storage" / "sql" / "migrations" / "versions"
@@ -50,7 +54,7 @@ def opened(url: str) -> Iterator[Engine]:
 
 
 def make_old(url: str, revision: str) -> dict[str, int]:
-    """A database as a service of this revision left it; how many rows each of its tables has."""
+    """Makes a database as a service of this revision left it. Returns the number of rows of each table."""
     migrate(url, revision=revision)
     with opened(url) as engine, engine.begin() as connection:
         return insert_rows(connection, revision)
@@ -67,7 +71,7 @@ def counts_of(url: str) -> dict[str, int]:
         return {table: connection.execute(text(f"SELECT count(*) FROM {table}")).scalar_one() for table in tables}
 
 
-def test_there_are_rows_for_every_revision() -> None:
+def test_old_rows_cover_every_revision() -> None:
     assert sorted(path.name[1:5] for path in VERSIONS.glob("v*.py")) == list(REVISIONS)
 
 
@@ -143,15 +147,16 @@ def read_all(database: Database, revision: str) -> None:
         deleted = DeletionRepository(session)
         assert [each.owner for each in deleted.jobs_to_remove("node-1")] == ["ann"] * (revision >= "0008")
         assert [each.name for each in deleted.to_remove("node-1")] == ["file-gone"] * (revision >= "0008")
+        assert StoredRepository(session).nbytes_of("ann") == 2**40 * (revision >= "0012")
 
 
 def go_on(database: Database) -> None:
-    """What was begun is ended, and goes."""
+    """Ends and deletes the jobs that had begun."""
     with database.write() as session:
         jobs = JobRepository(session)
         jobs.transition(RUNNING, JobStatus.RUNNING, JobStatus.CANCELLED, message="ended")
         last = EventRepository(session).last_ordinal()
-        assert last == 4  # numbered on
+        assert last == 4  # the numbers continue
         DeletionRepository(session).delete_job(jobs.get(DONE), model=MODEL, keeps_model=True)
     with database.read() as session:
         assert [event.job_id for event in EventRepository(session).since(0, limit=9)] == [RUNNING] * 2
@@ -174,7 +179,7 @@ def test_a_job_that_was_queued_after_it_had_run_keeps_its_place(url: str) -> Non
     database.close()
 
 
-# --- what goes wrong ---
+# --- errors ---
 
 
 def test_a_newer_database_is_refused_and_left_as_it_is(url: str) -> None:
@@ -218,7 +223,7 @@ def test_a_migration_that_fails_in_the_middle_changes_nothing_and_can_be_made_ag
 
 
 def fails_after(url: str, num_operations: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a migration has so many operations that it failed after these."""
+    """Returns whether a migration has so many operations that it failed after `num_operations`."""
 
     def fail() -> None:
         raise Broken
@@ -233,7 +238,7 @@ def fails_after(url: str, num_operations: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def _count_operations(patch: pytest.MonkeyPatch, number: int, then: Callable[[], None]) -> None:
-    """After so many operations of migrations `then` is called."""
+    """Calls `then` after `number` operations of migrations."""
     invoke, left = Operations.invoke, number
 
     def invoke_and_count(operations: Operations, operation: Any) -> Any:
@@ -269,7 +274,7 @@ def test_a_process_that_is_killed_in_a_migration_leaves_a_database_that_can_be_m
 
 
 def test_no_row_refers_to_one_that_is_not_there(sqlite_url: str) -> None:
-    """Some migrations make a table of SQLite anew, with foreign keys off."""
+    """Some migrations recreate a table in SQLite with foreign keys off."""
     make_old(sqlite_url, "0004")
     migrate(sqlite_url)
     with opened(sqlite_url) as engine, engine.connect() as connection:

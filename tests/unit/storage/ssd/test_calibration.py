@@ -30,7 +30,7 @@ CALIBRATION = Calibration(
 
 @dataclass
 class Device:
-    """A descriptor that notes what is asked of it, and fails from the `fails_at`th write on."""
+    """A descriptor that records its calls, and fails from the `fails_at`th write on."""
 
     data_fd: int
     fails_at: int | None = None
@@ -59,7 +59,7 @@ def data_fd(tmp_path: Path, direct: bool) -> Any:
     os.close(fd)
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
+# --- measuring -----------------------------------------------------------------------------------------------------
 
 
 def test_a_real_file_is_measured_and_only_the_region_changes(
@@ -70,7 +70,7 @@ def test_a_real_file_is_measured_and_only_the_region_changes(
         os.pwritev(data_fd, [aligned(guard)], place)
     found = calibrate(Device(data_fd), MIB, NBYTES, seconds=0.2)
     assert min(found.read_bytes_per_s, found.write_bytes_per_s, found.mixed_bytes_per_s) > 0
-    assert found.cpu_s_per_byte > 1e-12  # no core takes a checksum of a terabyte in a second
+    assert found.cpu_s_per_byte > 1e-12  # no core computes checksums of 1 TB in a second
     assert found.io.num_threads * found.io.depth * found.io.piece_nbytes <= NBYTES
     for place in (0, MIB + NBYTES):
         buffer = aligned(bytes(MIB))
@@ -97,7 +97,7 @@ def test_a_failing_ssd_is_an_error(data_fd: int, fails_at: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(-4096, NBYTES), (100, NBYTES), (0, NBYTES + 4096), (0, 8 * MIB)])
-def test_a_region_that_does_not_serve_is_refused(offset: int, nbytes: int) -> None:
+def test_unusable_region_is_refused(offset: int, nbytes: int) -> None:
     with pytest.raises(ValueError, match="cannot calibrate on"):
         calibrate(Device(-1), offset, nbytes)
 
@@ -106,7 +106,7 @@ def test_a_region_that_does_not_serve_is_refused(offset: int, nbytes: int) -> No
 
 
 class Ssd:
-    """Stands in for the measuring: how fast each setting is, is the test's to say."""
+    """Replaces the measurement: the test defines the speed of each setting."""
 
     def __init__(self, speed: Callable[[IoSettings], float]) -> None:
         self.speed = speed
@@ -148,12 +148,12 @@ def is_like(io: IoSettings, backend: Backend, num_in_flight: int, piece_nbytes: 
 @pytest.mark.parametrize("backend", list(Backend))
 @pytest.mark.parametrize(
     ("num_in_flight", "piece_nbytes"),
-    [(n, mib * MIB) for n in (4, 8) for mib in (2, 4, 8)],  # no more is kept in flight
+    [(n, mib * MIB) for n in (4, 8) for mib in (2, 4, 8)],  # no more may be in flight
 )
 def test_the_fastest_is_found(
     backend: Backend, num_in_flight: int, piece_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where speed falls off to both sides of an optimum, as it does on an SSD."""
+    """The speed falls on both sides of an optimum, as on an SSD."""
 
     def speed(io: IoSettings) -> float:
         distance = abs((io.num_threads * io.depth).bit_length() - num_in_flight.bit_length())
@@ -180,7 +180,7 @@ def test_io_uring_must_be_more_than_a_little_faster(
     def speed(io: IoSettings) -> float:
         if io.backend is Backend.URING:
             return 4e9 * gain
-        return 4e9 if io.num_threads == 8 else 3e9  # so that threads have more in flight, too
+        return 4e9 if io.num_threads == 8 else 3e9  # so that threads may have more in flight, too
 
     found, _ = choose(monkeypatch, speed)
     assert found.io.backend is expected
@@ -207,7 +207,7 @@ def test_one_lucky_trial_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_time_the_default_is_measured_and_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     found, ssd = choose(monkeypatch, lambda io: 1e8, seconds=1e-9)
     assert found.io == DEFAULT_IO
-    assert [io for io, _ in ssd.measured] == [DEFAULT_IO] * 4  # the mix, reading, writing, the mix's cores
+    assert [io for io, _ in ssd.measured] == [DEFAULT_IO] * 4  # the mix, reading, writing, the mix's CPU time
     assert found.mixed_bytes_per_s == 1e8
 
 
@@ -227,8 +227,8 @@ def test_no_setting_keeps_more_in_flight_than_there_is_memory(monkeypatch: pytes
     assert max(in_flight_nbytes(io) for io, _ in ssd.measured) == 64 * MIB
 
 
-def test_what_threads_move_at_once_lies_apart(data_fd: int) -> None:
-    """In the memory and on the SSD, whatever the settings; and all of the region is used."""
+def test_concurrent_transfers_use_disjoint_ranges(data_fd: int) -> None:
+    """In memory and on the SSD, for any settings; and the whole region is used."""
     bench = calibration._Bench(Device(data_fd), MIB, NBYTES)
     for piece_nbytes, pattern in ((MIB, (True,)), (4 * MIB, (False,)), (2 * MIB, (True, False))):
         io = replace(DEFAULT_IO, piece_nbytes=piece_nbytes)
@@ -251,10 +251,10 @@ def test_io_uring_is_measured_too(data_fd: int) -> None:
     device.calls.clear()
     io = IoSettings(backend=Backend.URING, num_threads=2, depth=4, piece_nbytes=GRANULE_NBYTES)
     assert bench.bytes_per_s(io, (True, False), 0.02) > 0
-    assert device.calls == []  # it went past the device's own calls
+    assert device.calls == []  # it bypassed the device's own calls
 
 
-# --- keeping ----------------------------------------------------------------------------------------------------------
+# --- storing -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_calibration_survives_json(io: IoSettings) -> None:
     kept = replace(CALIBRATION, io=io)
     text = json.dumps(kept.to_json())
     assert Calibration.from_json(json.loads(text)) == kept
-    assert len(text) < 1024  # it shares a page with others
+    assert len(text) < 1024  # it shares a page with other data
 
 
 @pytest.mark.parametrize(
@@ -280,12 +280,12 @@ def test_a_calibration_survives_json(io: IoSettings) -> None:
         {"measured_by": "a later version"},
     ],
 )
-def test_what_is_no_calibration_is_refused(changes: dict[str, Any]) -> None:
+def test_invalid_calibration_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"not a calibration of an SSD.*calibrate it again"):
         Calibration.from_json(CALIBRATION.to_json() | changes)
 
 
-def test_what_lacks_a_field_is_refused() -> None:
+def test_calibration_without_a_field_is_refused() -> None:
     raw = CALIBRATION.to_json()
     for name in raw:
         with pytest.raises(ValueError, match="calibrate it again"):
@@ -309,7 +309,7 @@ def test_what_lacks_a_field_is_refused() -> None:
         ([7.0e9, 6.8e9, 3.6e9, 3.4e9], (2, 2, 1, 1)),
         ([7.0e9, 6.4e9, 5.9e9], (8, 8, 7)),  # each within 10 percent of the next, but not of the first
         ([7.0e9, 0.5e9], (8, 1)),
-        ([7.0e9, 0.01e9], (8, 1)),  # never none
+        ([7.0e9, 0.01e9], (8, 1)),  # at least one
     ],
 )
 def test_weights_follow_bandwidth(rates: list[float], expected: tuple[int, ...]) -> None:

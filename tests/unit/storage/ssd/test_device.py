@@ -41,7 +41,7 @@ class TestBytes:
         assert device.read(MIB, found) == MIB
         assert found == content
         assert device.read_records(MIB, MIB) == content
-        # What the page cache has seen once is not what it goes on to tell.
+        # The page cache must not serve old bytes.
         assert device.write(MIB, aligned(content[::-1])) == MIB
         assert device.read_records(MIB, MIB) == content[::-1]
         assert device.read_records(0, 8) == b"record\0\0"
@@ -87,7 +87,7 @@ class TestSpace:
         device.close()
 
     def test_raw_device_keeps_its_size_and_bytes(self, file: Path, aligned: Aligned) -> None:
-        """A file in the place of a device: what would work on it must not be tried."""
+        """A file in place of a device: operations that only files support must not be tried."""
         file.write_bytes(b"x" * MIB)
         device = SsdDevice(file, is_raw=True, direct=False)
         device.allocate(0, 4 * MIB)

@@ -41,7 +41,7 @@ def image(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fake_wipefs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a program of that name, a shell script, where it is found first."""
+    """Puts a shell script named wipefs first on the search path."""
 
     def make(script: str) -> None:
         program = tmp_path / "bin" / "wipefs"
@@ -80,7 +80,7 @@ class TestSignatures:
     def test_what_other_programs_make_is_known(self, tmp_path: Path, tool: str, expected: str) -> None:
         image = tmp_path / "large"
         with image.open("wb") as file:
-            file.truncate(400 << 20)  # sparse; XFS wants 300 MiB
+            file.truncate(400 << 20)  # sparse; XFS needs 300 MiB
         format_with(tool, image)
         assert signatures(image) == [expected]
 

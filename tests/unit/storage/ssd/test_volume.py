@@ -36,7 +36,7 @@ def volume(tmp_path: Path) -> Iterator[Volume]:
 
 
 class FailingDevice(QuickDevice):
-    """Raises what is put into `errors` under a method's name."""
+    """Raises the error that `errors` holds for a method's name."""
 
     errors: dict[str, int] = {}  # noqa: RUF012
 
@@ -95,7 +95,7 @@ class TestOpen:
         with pytest.raises(StoreCorrupt, match=f"{tmp_path} has format version {version}; this windlass"):
             open_volume(tmp_path)
 
-    def test_something_else_is_left_alone(self, tmp_path: Path) -> None:
+    def test_foreign_file_is_left_alone(self, tmp_path: Path) -> None:
         volume_file(tmp_path).write_bytes(b"precious" * 1000)
         with pytest.raises(StoreCorrupt, match="is not a windlass volume"):
             open_volume(tmp_path)
@@ -108,7 +108,7 @@ class TestOpen:
             open_volume(tmp_path)
 
     def test_blank_first_superblock_keeps_what_was_measured(self, volume: Volume, tmp_path: Path) -> None:
-        """The second one tells that it is no new volume."""
+        """The second superblock shows that the volume is not new."""
         volume.keep_calibration({"read_bytes_per_s": 3.5e9})
         _overwrite(volume_file(tmp_path), layout.SUPERBLOCK_OFFSETS[0], bytes(RECORD_NBYTES))
         again = open_volume(tmp_path)
@@ -136,7 +136,7 @@ class TestOpen:
     def test_device_that_was_a_volume_before_has_no_calibration(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It may have been another disk's image; its superblocks and tables were cleared."""
+        """The device may hold the image of another disk; its superblocks and tables were cleared."""
         open_volume(tmp_path).close()
         disk = tmp_path / "disk"
         disk.write_bytes(bytes(EMPTY_NBYTES))
@@ -174,7 +174,7 @@ class TestOpen:
             volume.close()
 
     def test_power_loss_while_it_is_made(self, tmp_path: Path) -> None:
-        """What is left is finished or made anew."""
+        """The remains are completed or made anew."""
         for _ in power_losses(tmp_path, lambda volume: None):
             volume = open_volume(tmp_path)
             volume.reserve(JOB, DEMAND)
@@ -182,7 +182,7 @@ class TestOpen:
 
 
 class TestDamage:
-    """Everything is there twice: one damaged copy changes nothing, two are an error and never a new start."""
+    """All records exist twice: one damaged copy changes nothing, two are an error and never a new start."""
 
     @pytest.mark.parametrize("copies", [(0,), (1,), (0, 1)])
     @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ class TestAllocations:
                 table = layout.AllocationTable(allocations=volume.allocations())
                 held = sum(each.count for one in table.allocations.values() for each in one.taken) * UNIT_NBYTES
                 assert file.stat().st_size == table.stop * UNIT_NBYTES
-                # The file system's own notes on the file may count as blocks of it.
+                # The file system's own metadata of the file may count as its blocks.
                 assert EMPTY_NBYTES + held <= used_nbytes(file) <= EMPTY_NBYTES + held + UNIT_NBYTES // 2
             for job in volume.allocations():
                 volume.free(job)
@@ -257,7 +257,7 @@ class TestAllocations:
 
     @pytest.mark.parametrize("copy", [0, 1])
     def test_newer_of_two_tables_counts(self, volume: Volume, tmp_path: Path, copy: int) -> None:
-        """The machine went off between the two writes."""
+        """The machine lost power between the two writes."""
         offset = layout.TABLE_OFFSETS[copy]
         older = volume.device.read_records(offset, layout.TABLE_NBYTES)
         allocation = volume.reserve(JOB, DEMAND)
@@ -267,7 +267,7 @@ class TestAllocations:
     def test_space_whose_old_owner_could_not_be_told_stays_its_own(
         self, volume: Volume, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """An attempt that still lives would write to what is another's by then."""
+        """An attempt that is still alive would write to space that belongs to another job by then."""
         volume.reserve(JOB, DEMAND)
 
         def fail(*_: object) -> None:
@@ -316,7 +316,7 @@ class TestAllocations:
         volume.require_room("less", DEMAND.nbytes - 1)
 
     def test_what_a_killed_process_took_counts_as_free(self, volume: Volume, tmp_path: Path) -> None:
-        """It dies between taking the space and noting it in the table."""
+        """The process dies between taking the space and recording it in the table."""
         volume.reserve(JOB, DEMAND)
         taken = volume_file(tmp_path).stat().st_size
         for use in (volume.free_nbytes, lambda: volume.reserve(OTHER, DEMAND), lambda: volume.free(OTHER)):
@@ -325,7 +325,7 @@ class TestAllocations:
             assert used_nbytes(volume_file(tmp_path)) < taken + 8 * UNIT_NBYTES
 
     def test_space_freed_meanwhile_is_not_set_up(self, volume: Volume) -> None:
-        """Two attempts make a store at once: the slower one must not write over the other's records."""
+        """Two attempts make a store at once: the slower one must not overwrite the other's records."""
         mine = volume.reserve(JOB, DEMAND)
         volume.free(JOB)
         theirs = volume.set_up(volume.reserve(JOB, DEMAND), [(0, b"theirs")])
@@ -375,7 +375,7 @@ class TestCalibration:
 
 
 class TestRawDevice:
-    """On a file that is said to be a device: its size is fixed, and what lies on it counts."""
+    """On a file that is treated as a device: its size is fixed, and its content counts."""
 
     @pytest.fixture
     def raw(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Volume]:
@@ -398,10 +398,10 @@ class TestRawDevice:
     def test_signatures_are_looked_for_unless_it_is_a_whole_volume(self, raw: Callable[..., Volume]) -> None:
         volume = raw(asks=["not in use", "usable"])
         assert list(raw(asks=["not in use"]).allocations()) == []
-        flip(volume.path, layout.SUPERBLOCK_OFFSETS[0] + 510)  # where an MBR has its mark
+        flip(volume.path, layout.SUPERBLOCK_OFFSETS[0] + 510)  # the place of an MBR's mark
         assert list(raw(asks=["not in use", "usable"]).allocations()) == []
 
-    def test_what_is_refused_is_not_touched(
+    def test_refused_device_is_not_changed(
         self, raw: Callable[..., Volume], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def refuse(path: Path) -> None:
@@ -423,7 +423,7 @@ class TestRawDevice:
         _overwrite(
             volume.path, offset, whole[offset : offset + (RECORD_NBYTES if offset < UNIT_NBYTES else UNIT_NBYTES)]
         )
-        if offset < UNIT_NBYTES:  # the superblock alone: a volume whose tables are lost
+        if offset < UNIT_NBYTES:  # the superblock only: a volume whose tables are lost
             flip(volume.path, offset + 100)
         with pytest.raises(StoreCorrupt, match=r"superblocks are damaged.*put zeros over its first 3 MiB"):
             raw()
@@ -472,7 +472,7 @@ def _overwrite(file: Path, offset: int, raw: bytes) -> None:
 
 
 class TestHeldSpace:
-    def test_a_jobs_own_is_told_and_nobody_elses(self, volume: Volume) -> None:
+    def test_held_space_is_that_of_the_job_only(self, volume: Volume) -> None:
         volume.reserve(OTHER, DEMAND)
         allocation = volume.reserve(JOB, DEMAND)
         assert volume.held_nbytes(JOB) == DEMAND.nbytes
@@ -481,20 +481,20 @@ class TestHeldSpace:
         )
         assert volume.held_nbytes(JOB) == DEMAND.nbytes + 2 * UNIT_NBYTES
 
-    def test_what_the_file_system_has_taken_back_does_not_count(self, volume: Volume) -> None:
+    def test_space_freed_by_file_system_does_not_count_as_held(self, volume: Volume) -> None:
         allocation = volume.reserve(JOB, DEMAND)
         if volume.device.backed_nbytes(allocation.head_offset, UNIT_NBYTES) is None:
             pytest.skip("the file system does not tell")
         volume.device.discard(allocation.head_offset, UNIT_NBYTES)
         assert volume.held_nbytes(JOB) == DEMAND.nbytes - UNIT_NBYTES
 
-    def test_the_table_tells_where_the_file_system_does_not(
+    def test_held_space_comes_from_table_without_extent_map(
         self, volume: Volume, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         volume.reserve(JOB, DEMAND)
         monkeypatch.setattr(type(volume.device), "backed_nbytes", lambda *_: None)
         assert volume.held_nbytes(JOB) == DEMAND.nbytes
 
-    def test_who_has_nothing(self, volume: Volume) -> None:
+    def test_held_space_of_unknown_job_raises(self, volume: Volume) -> None:
         with pytest.raises(StoreMissing):
             volume.held_nbytes(JOB)

@@ -26,7 +26,7 @@ from windlass.storage.ssd.volume_format import (
 
 PAGE = 4096
 heads = st.integers(1, 4 * UNIT_NBYTES // PAGE).map(lambda pages: pages * PAGE)
-# From a part of a unit to more than one.
+# From a part of a unit to more than one unit.
 extents = st.integers(1, 3 * UNIT_NBYTES // PAGE).map(lambda pages: pages * PAGE)
 demands = st.builds(Demand, head_nbytes=heads, extent_nbytes=extents, num_extents=st.integers(0, 12))
 
@@ -49,7 +49,7 @@ def _units(ranges: Sequence[UnitRange]) -> list[int]:
 
 
 def _check_space(table: AllocationTable, demands_of: dict[JobId, list[Demand]], capacity: int | None) -> None:
-    """No unit is given out twice, no extent is outside of its job's units or over another of them."""
+    """Checks that no unit is given twice, and that each extent is within its job's units and overlaps no other."""
     taken = [unit for each in table.allocations.values() for unit in _units(each.ranges)]
     assert len(taken) == len(set(taken))
     assert all(HEADER_UNITS <= unit < (capacity or unit + 1) for unit in taken)
@@ -72,7 +72,7 @@ class TestFindFree:
     @settings(deadline=None)
     @given(data=st.data(), capacity=st.none() | st.integers(HEADER_UNITS, 60))
     def test_any_sequence_of_jobs_keeps_them_apart(self, data: st.DataObject, capacity: int | None) -> None:
-        """Jobs come, take more, and go; what was given stays where it is."""
+        """Jobs come, take more space, and go; given space stays in place."""
         table, demands_of = AllocationTable(), dict[JobId, list[Demand]]()
         for i in range(data.draw(st.integers(1, 12))):
             sequence = table.sequence

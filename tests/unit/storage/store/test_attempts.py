@@ -1,4 +1,4 @@
-"""Which attempt may do what, and where a new one goes on."""
+"""The rights of attempts, and the step at which a new attempt resumes."""
 
 import fcntl
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ from windlass.storage.store.tensor_store import last_attempt
 
 @pytest.fixture(params=["file", "raw"])
 def volume(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Volume]:
-    """A file that shrinks when a job goes, and one that stands for a device, where the bytes stay."""
+    """A volume on a file that shrinks when a job is deleted, and one on a raw device, where the bytes stay."""
     path = tmp_path
     if request.param == "raw":
         path = tmp_path / "disk"
@@ -50,7 +50,7 @@ def volume(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 
 def _everything_is_refused(lost: DirectStore, step: int, text: str) -> None:
-    """All by which an attempt could change something."""
+    """Checks that every operation by which an attempt could change data is refused."""
     key, kind = next(states(lost.geometry))
     raw = page_aligned(content(lost.geometry, key, kind, step))
     tries: list[Callable[[], object]] = [
@@ -87,7 +87,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("job", [JOB, OTHER])
     def test_after_the_space_went_to_another_job(self, volume: Volume, job: str) -> None:
-        """Also when that is the same job, made again."""
+        """Also if that job is the same one, made again."""
         lost = new_store(volume)
         commit(lost, 0)
         DirectStore.delete(volume, JOB)
@@ -99,7 +99,7 @@ class TestRefused:
         commit(owner, 1)
         check(resume(volume, 2, owner.geometry.job), 1)
 
-    def test_reading_what_is_another_jobs_now_is_an_error(self, volume: Volume) -> None:
+    def test_read_of_space_of_another_job_raises(self, volume: Volume) -> None:
         lost = new_store(volume)
         commit(lost, 0)
         DirectStore.delete(volume, JOB)
@@ -110,7 +110,7 @@ class TestRefused:
     def test_late_deletion_does_not_close_what_came_after(
         self, volume: Volume, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Two processes delete at once; before the slower one goes on, the space is another job's."""
+        """Two processes delete at once. Before the slower one continues, the space belongs to another job."""
         new_store(volume)
         known = volume.allocations()
         DirectStore.delete(volume, JOB)
@@ -129,7 +129,7 @@ class TestRefused:
         assert store.commits() == []
 
     def test_commit_just_before_the_fence_counts(self, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The older attempt commits after the newer one has looked at the journal first, before it writes the fence."""
+        """The older attempt commits after the newer one has first read the journal, before it writes the fence."""
         older = new_store(volume)
         commit(older, 0)
         fence = DirectStore._write_fences
@@ -145,7 +145,7 @@ class TestRefused:
     def test_two_attempts_that_open_at_once_wait_for_each_other(
         self, volume: Volume, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Else the older one could look before, and write its fence after the newer one has written its own."""
+        """Otherwise the older one could read first, and write its fence after the newer one's."""
         commit(new_store(volume), 0)
         write_fences, is_free = DirectStore._write_fences, []
 
@@ -166,7 +166,7 @@ class TestRefused:
 class TestFence:
     @pytest.mark.parametrize("copy", [0, 1])
     def test_one_closed_copy_tells_that_the_job_was_deleted(self, volume: Volume, copy: int) -> None:
-        """The machine went off while the job was deleted, between the two writes."""
+        """The machine lost power while the job was deleted, between the two writes."""
         lost = new_store(volume)
         commit(lost, 0)
         allocation = volume.allocation(JOB)
@@ -195,7 +195,7 @@ class TestFence:
 
     @pytest.mark.parametrize("copy", [0, 1])
     def test_newer_of_two_copies_counts(self, volume: Volume, copy: int) -> None:
-        """The machine went off while attempt 3 took over, between the two writes."""
+        """The machine lost power while attempt 3 took over, between the two writes."""
         lost = new_store(volume)
         commit(lost, 0)
         allocation = volume.allocation(JOB)
@@ -246,7 +246,7 @@ class TestResume:
 
     @pytest.fixture
     def stores(self, volumes: list[Volume]) -> list[DirectStore]:
-        """Two SSDs of a job that has committed steps 0 to 2 on both."""
+        """The stores on two SSDs of a job that has committed steps 0 to 2 on both."""
         geometry = make_geometry(ssd_weights=(1, 1))
         stores = [new_store(each, replace(geometry, ssd=SsdIndex(i))) for i, each in enumerate(volumes)]
         for step in range(3):
@@ -267,7 +267,7 @@ class TestResume:
         assert newest.step == 2
         chosen = stores[0].commits()[1]
         again[0].resume_from(chosen)
-        assert self._open(volumes, attempt=3)[1].step == 2  # the other one has not adopted it: nothing has changed
+        assert self._open(volumes, attempt=3)[1].step == 2  # the other SSD has not adopted it: nothing has changed
         third = self._open(volumes, attempt=4)[0]
         for store in third:
             store.resume_from(chosen)
@@ -284,7 +284,7 @@ class TestResume:
             check(store, 2, attempt=5)
 
     def test_commit_that_one_ssd_lacks(self, volumes: list[Volume], stores: list[DirectStore]) -> None:
-        """The crash came between the two commits of step 3: the job goes back, and step 3 is made again."""
+        """The crash came between the two commits of step 3: the job resumes at the step before, and repeats step 3."""
         for store in stores:
             fill(store, 3)
         stores[0].commit(Step(3), Attempt(1), "{}")
@@ -309,7 +309,7 @@ class TestResume:
             again.resume_from(unknown)
 
     def test_failed_try_leaves_nothing_behind(self, volumes: list[Volume], stores: list[DirectStore]) -> None:
-        """The newest manifest is damaged; the job may go on from the commit before."""
+        """The newest manifest is damaged; the job may resume from the previous commit."""
         newest, before = stores[0].commits()[-1], stores[0].commits()[-2]
         offset = volumes[0].allocation(JOB).head_offset + stores[0].geometry.manifest_offset(newest.manifest)
         flip(volumes[0].device.path, offset + 5000)
@@ -326,7 +326,7 @@ class TestResume:
         check(resume(volumes[0], attempt=3), 2, attempt=2)
 
     def test_from_the_beginning(self, volumes: list[Volume]) -> None:
-        """Step 0 reached one SSD only."""
+        """Step 0 reached only one SSD."""
         geometry = make_geometry(ssd_weights=(1, 1))
         stores = [new_store(each, replace(geometry, ssd=SsdIndex(i))) for i, each in enumerate(volumes)]
         commit(stores[0], 0)

@@ -1,4 +1,4 @@
-"""A power loss before every single operation of a job's disks, and what a restart then finds."""
+"""A power loss before every single operation of a job's disks, and the state that a restart finds."""
 
 import random
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from windlass.storage.ssd.volume import VOLUME_FILE, Volume
 from windlass.storage.store.format import CommitRecord, StoreGeometry, last_common_commit
 
 JOB = JobId("ftjob-1")
-# What jobs do, one after another: write all states, or gradients, of a step; commit a step, with the states that were
+# The actions of jobs in order: write all states, or gradients, of a step; commit a step with the states that were
 # written last.
 JOBS = {
     "every step": "write 0, commit 0, write 1, commit 1, commit 2, write 3, commit 3",
-    # Written over in place between commits.
+    # Overwritten in place between commits.
     "every third step": "write 0, commit 0, write 1, write 2, commit 3, write 4, write 5, write 6, commit 6, commit 9, "
     "write 10, write 12",
-    # They lie where the states of their step will. Step 2 is skipped.
+    # Gradients are stored where the states of their step will be. Step 2 is skipped.
     "gradients": "write 0, commit 0, gradient 1, write 1, commit 1, gradient 2, commit 2, gradient 3, write 3, "
     "commit 3, gradient 4",
 }
@@ -32,7 +32,7 @@ GEOMETRIES = tuple(make_geometry(JOB, ssd=SsdIndex(ssd), ssd_weights=(1, 1)) for
 
 
 def _acts(job: str) -> Iterator[tuple[str, int, int]]:
-    """Each with its step, and the step that the states are of by then."""
+    """The actions with their step, and the step that the states belong to by then."""
     written = 0
     for act in job.split(", "):
         verb, step = act.split()
@@ -69,7 +69,7 @@ def _commit(stores: list[DirectStore], step: int, attempt: int, states_step: int
 
 
 def _train(directories: list[Path], disks: list[Disk], job: str, acknowledged: list[int]) -> None:
-    """Run a job; the steps that it was told are safe go into `acknowledged`."""
+    """Runs a job. Adds the steps that were acknowledged as committed to `acknowledged`."""
     volumes = [
         Volume.open(directory, direct=False, make_device=factory(disk))
         for directory, disk in zip(directories, disks, strict=True)
@@ -92,7 +92,7 @@ def _train(directories: list[Path], disks: list[Disk], job: str, acknowledged: l
 
 
 def _reopen(directories: list[Path], attempt: int) -> tuple[list[DirectStore], CommitRecord | None]:
-    """A new attempt, resumed from what it finds; stores that were never whole are made anew."""
+    """Opens a new attempt that resumes from the stores it finds. Incomplete stores are made anew."""
     stores = []
     for directory, geometry in zip(directories, GEOMETRIES, strict=True):
         volume = open_volume(directory)
@@ -107,7 +107,7 @@ def _reopen(directories: list[Path], attempt: int) -> tuple[list[DirectStore], C
 
 
 def _check(stores: list[DirectStore], step: int, attempt: int, written_as: int) -> None:
-    """All states of `step` are those that `attempt` wrote as `written_as`."""
+    """Checks that all states of `step` are those that `attempt` wrote as `written_as`."""
     for store in stores:
         for key, kind, nbytes in _states(store.geometry):
             found = page_aligned(bytes(nbytes))
@@ -116,7 +116,7 @@ def _check(stores: list[DirectStore], step: int, attempt: int, written_as: int) 
 
 
 def _check_commit(stores: list[DirectStore], step: int, job: str) -> None:
-    """What the first attempt left as `step`."""
+    """Checks that the states of `step` are those that the first attempt left."""
     (states_step,) = (states_step for act, each, states_step in _acts(job) if (act, each) == ("commit", step))
     _check(stores, step, 1, states_step)
 
@@ -127,7 +127,7 @@ def _close(stores: list[DirectStore]) -> None:
 
 
 def _go_on(stores: list[DirectStore], commit: CommitRecord | None, attempt: int) -> None:
-    """One more step by the attempt after a crash, or the first one, and one that it skips."""
+    """Makes one more step after a crash, or the first one, and one skipped step."""
     step = 0 if commit is None else commit.step + 1
     _write(stores, step, attempt)
     _commit(stores, step, attempt, step)
@@ -150,7 +150,7 @@ def _directories(root: Path, name: str) -> list[Path]:
     return directories
 
 
-# Of each job every operation is in some part; one part of each is quick enough.
+# Every operation of each job is in some part; one part of each job is fast enough.
 PARTS = [pytest.param(name, part, marks=() if part == 0 else pytest.mark.long) for name in JOBS for part in range(4)]
 
 
@@ -193,8 +193,8 @@ def _check_restart(directories: list[Path], job: str, acknowledged: list[int]) -
 
 
 def test_power_loss_while_a_new_attempt_takes_over(tmp_path: Path) -> None:
-    """The second attempt is cut off at every operation of its own; the third finds the committed step all the same."""
-    # The last commit reached one SSD only: the machine goes off before the other's journal has it.
+    """The second attempt is cut off at each of its operations; the third still finds the committed step."""
+    # The last commit reached only one SSD: the machine loses power before the other's journal has it.
     power = Power(off_at=_count_operations(tmp_path, JOBS["every step"]) - 3)
     disks = [Disk(power), Disk(power)]
     with pytest.raises(PowerLoss):

@@ -1,4 +1,4 @@
-"""Disks that lie, fail and vanish: either nothing is lost, or an error names the SSD, the job and the extent."""
+"""Disks that return wrong data, fail and vanish: nothing is lost, or an error names the SSD, job and extent."""
 
 import errno
 import os
@@ -46,7 +46,7 @@ LAST = 4
 
 
 class FaultyDisk(QuickDevice):
-    """Fails on what is said in `errors`, and moves at most `most_nbytes` at once."""
+    """Fails with the errors in `errors`, and transfers at most `most_nbytes` at once."""
 
     def __init__(self, path: Path, *, is_raw: bool = False, direct: bool = True) -> None:
         super().__init__(path, is_raw=is_raw, direct=direct)
@@ -88,7 +88,7 @@ def disk(tmp_path: Path) -> Iterator[Volume]:
 
 
 def _regions(volume: Volume, store: DirectStore) -> dict[str, tuple[int, int]]:
-    """Everything that matters on the SSD of one job: its offset and length."""
+    """The offset and length of every record and state of one job on the SSD."""
     regions = {f"volume superblock {i}": (at, RECORD_NBYTES) for i, at in enumerate(volume_format.SUPERBLOCK_OFFSETS)}
     regions |= {f"table {i}": (at, volume_format.TABLE_NBYTES) for i, at in enumerate(volume_format.TABLE_OFFSETS)}
     head, geometry = volume.allocation(JOB).head_offset, store.geometry
@@ -125,7 +125,7 @@ class TestFlippedBits:
     def test_of_any_region_change_nothing_or_are_an_error(
         self, trained: tuple[Path, dict[str, tuple[int, int]]], data: st.DataObject
     ) -> None:
-        """Never other bytes, never an older step; and the other job goes on."""
+        """Never other bytes and never an older step; and the other job continues."""
         source, regions = trained
         name = data.draw(st.sampled_from(sorted(regions)))
         offset, nbytes = regions[name]
@@ -164,7 +164,7 @@ class TestFlippedBits:
 
     @pytest.mark.parametrize("what", ["volume superblock", "table", "fence", "last commit"])
     def test_of_both_copies(self, trained: tuple[Path, dict[str, tuple[int, int]]], tmp_path: Path, what: str) -> None:
-        """An open store of another job does not even notice."""
+        """An open store of another job is not affected."""
         source, regions = trained
         shutil.copyfile(volume_file(source), volume_file(tmp_path))
         volume = open_volume(tmp_path)
@@ -172,7 +172,7 @@ class TestFlippedBits:
         for copy in range(2):
             flip(volume_file(tmp_path), regions[f"{what} {copy}"][0] + 40)
         if what == "last commit":
-            # It can't be told from a commit that the crash cut off; what it stands on is still whole.
+            # It looks like a commit that a crash cut off; the commit before it is still complete.
             assert DirectStore.open(volume, JOB, Attempt(2)).commits()[-1].step == LAST - 1
         else:
             with pytest.raises(StoreError, match=re.escape(str(tmp_path))) as caught:
@@ -219,7 +219,7 @@ class TestTransfers:
         )
         disk.device.errors.clear()
         check(store, 0)
-        commit(store, 1)  # what had failed is written again
+        commit(store, 1)  # the failed state is written again
 
     def test_step_of_which_a_write_failed_is_not_committed(self, disk: Volume) -> None:
         store = new_store(disk)
@@ -252,7 +252,7 @@ class TestTransfers:
 class TestCommits:
     @pytest.mark.parametrize("method", ["sync", "write_records"])
     def test_failed_sync_is_final(self, disk: Volume, method: str) -> None:
-        """The kernel tells of lost data once; a second sync that succeeds proves nothing."""
+        """The kernel reports lost data only once, so a second sync that succeeds proves nothing."""
         store = new_store(disk)
         commit(store, 0)
         fill(store, 1)
@@ -299,7 +299,7 @@ class TestCommits:
 
     @pytest.mark.parametrize("vanished", ["file", "directory", "replaced"])
     def test_vanished_volume_is_not_committed_to(self, tmp_path: Path, vanished: str) -> None:
-        """The bytes of a removed file, or of a disk that was unmounted lazily, go when it is closed."""
+        """The bytes of a removed file, or of a disk that was unmounted lazily, are lost when it is closed."""
         directory = tmp_path / "mounted"
         directory.mkdir()
         volume = open_volume(directory)
@@ -320,7 +320,7 @@ class TestCommits:
 
 
 class _Model:
-    """A store of one SSD and what must be true of it, whatever happens to one copy of its records."""
+    """A store of one SSD with the rules that hold if any one copy of its records is damaged."""
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.file, self.chance = volume_file(directory), random.Random(seed)
@@ -337,14 +337,14 @@ class _Model:
         self.writers[self.step] = self.attempt
 
     def tear(self) -> None:
-        """A power loss within the next commit: both copies of its record may be half there."""
+        """Simulates a power loss within the next commit: both copies of its record may be torn."""
         fill(self.store, self.step + 1)
         last = self.store.commits()[-1]
         self._write_torn(pack_commit(_following(last), self.volume.allocation(JOB).nonce), last.sequence + 1)
         self.reopen()
 
     def damage(self) -> None:
-        """Of some places of the journal one copy is lost; and one of the fences."""
+        """Damages one copy of several journal entries and one of the fences."""
         for place in self.chance.sample(range(layout.NUM_COMMIT_RECORDS), 20):
             journal = self.chance.choice(layout.JOURNAL_OFFSETS)
             flip(self.file, self.head + journal + place * RECORD_NBYTES + self.chance.randrange(RECORD_NBYTES))
@@ -368,7 +368,7 @@ class _Model:
                 file.write(raw[: 512 * self.chance.randrange(8)])
 
     def _mend(self) -> None:
-        """Before the other copy of the same place may be damaged."""
+        """Repairs the journal, before the other copy of the same entry may be damaged."""
         copies = [self.volume.device.read_records(self.head + at, 64 * RECORD_NBYTES) for at in layout.JOURNAL_OFFSETS]
         nonce = self.volume.allocation(JOB).nonce
         for at in range(0, 64 * RECORD_NBYTES, RECORD_NBYTES):

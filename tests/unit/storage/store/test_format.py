@@ -80,7 +80,7 @@ class TestGeometry:
             assert mine == list(range(geometry.num_local_chunks))  # dense, in the model's order
             num_places += len(mine)
             covered = 0
-            for kind in geometry.kinds:  # one behind another, no gap and no overlap
+            for kind in geometry.kinds:  # adjacent, without gap and overlap
                 assert geometry.region_offset(kind) == covered
                 covered += geometry.region_nbytes(kind)
                 assert covered % 4096 == 0
@@ -96,8 +96,8 @@ class TestGeometry:
     def test_chunks_are_dealt_by_weight(self, ssd_weights: tuple[int, ...], num_chunks: int) -> None:
         """The bounds follow from two facts: the credits sum to 0, and the richest has at least the mean of the sum.
 
-        So nobody owes more than (1 - 1/n) of the sum: that is how far a share may be ahead. Nobody is owed more than
-        the other n - 1 owe together.
+        So an SSD is ahead of its share by at most (1 - 1/n) of the sum. It is behind by at most what the other n - 1
+        are ahead together.
         """
         geometry = make_geometry(ssd_weights=ssd_weights, chunks_per_block=(num_chunks,))
         counts, total, ahead = [0] * len(ssd_weights), sum(ssd_weights), 1 - 1 / len(ssd_weights)
@@ -164,7 +164,7 @@ class TestSuperblock:
         raw = pack_superblock(geometry, NONCE)
         assert len(raw) == layout.SUPERBLOCK_NBYTES
         facts = json.loads(raw[20 : raw.index(b"\0", 20)])
-        assert not [name for name in facts if name.startswith("_")]  # what can be computed
+        assert not [name for name in facts if name.startswith("_")]  # values that can be computed
         found = unpack_superblock(raw, NONCE, "SSD x")
         assert found == geometry
         assert [found.local_index(ChunkKey(BlockIndex(0), ChunkIndex(1)))] == [0]
@@ -244,7 +244,7 @@ class TestJournals:
     def test_one_copy_of_each_entry_suffices(
         self, num: int, damage: dict[int, tuple[int, int]], torn: tuple[int, int] | None
     ) -> None:
-        """Also when the crash that made the last one torn tore both of its copies."""
+        """Also if the crash that tore the last entry tore both of its copies."""
         records = [_record(sequence, step=sequence) for sequence in range(num)]
         copies = [_journal(records), _journal(records)]
         next_place = num % NUM_COMMIT_RECORDS
@@ -256,7 +256,7 @@ class TestJournals:
                 at = next_place * RECORD_NBYTES
                 copy[at : at + 512 * num_sectors] = new[: 512 * num_sectors]
         found = unpack_journals([bytes(copy) for copy in copies], NONCE, "SSD x")
-        # The place of the next entry held the oldest one, which may be gone.
+        # The place of the next entry held the oldest one, which may be lost.
         kept = [each for each in found if each.sequence % NUM_COMMIT_RECORDS != next_place]
         assert kept == [
             each for each in records[-NUM_COMMIT_RECORDS:] if each.sequence % NUM_COMMIT_RECORDS != next_place
@@ -298,7 +298,7 @@ class TestLastCommonCommit:
         old = [_record(sequence, sequence) for sequence in range(4)]
         adopted = _record(4, 2, attempt=2)
         assert last_common_commit([[*old, adopted], [*old, adopted]]) == adopted
-        # The crash came before the second SSD adopted it: what was there before still counts.
+        # The crash came before the second SSD adopted it: the earlier commit still counts.
         assert last_common_commit([[*old, adopted], old]) == old[3]
 
     def test_same_step_of_another_history_does_not_pair(self) -> None:
@@ -312,6 +312,6 @@ class TestLastCommonCommit:
 
     @pytest.mark.parametrize("other", [[], [_record(0, 0, attempt=9)]])
     def test_lost_journal_is_not_a_new_job(self, other: list[CommitRecord]) -> None:
-        """An SSD was exchanged, or is not mounted and an empty directory in its place."""
+        """An SSD was replaced, or is not mounted and an empty directory is in its place."""
         with pytest.raises(StoreCorrupt, match=r"those of the steps \[5, (None|0)\], and none is the same on all"):
             last_common_commit([[_record(0, 4), _record(1, 5)], other])

@@ -87,7 +87,7 @@ def test_cleared_chunk_keeps_its_extent_and_nothing_else() -> None:
     assert step_map.pack(RECORD, NONCE) == expected.pack(RECORD, NONCE)
 
 
-def test_holds_nothing_of_what_is_no_state() -> None:
+def test_manifest_of_fp32_formats_holds_no_param_and_no_gradient() -> None:
     step_map = _whole(make_geometry(formats=FP32))
     assert step_map.nbytes(0, StateKind.PARAM) == step_map.nbytes(0, StateKind.GRAD) == 0
 
@@ -112,7 +112,7 @@ def test_comes_back_from_its_manifest(formats: Formats) -> None:
 
 
 def test_layout_of_the_numbers() -> None:
-    """As docs/store-format.md has it: extents, then bytes written, then checksums; 8 bytes each, little-endian."""
+    """As in docs/store-format.md: extents, then bytes written, then checksums; 8 bytes each, little-endian."""
     geometry = make_geometry(formats=FP32, chunks_per_block=(2,))
     raw, _ = _whole(geometry).pack(RECORD, NONCE)
     numbers = [int.from_bytes(raw[at : at + 8], "little") for at in range(RECORD_NBYTES, RECORD_NBYTES + 8 * 14, 8)]

@@ -1,4 +1,4 @@
-"""A store beside a plain model of what it must hold, through any writes, commits and restarts."""
+"""A store, compared with a plain model of its content, through any writes, commits and restarts."""
 
 import random
 import tempfile
@@ -29,13 +29,13 @@ class _Model:
         self.store = new_store(self.volume, GEOMETRY)
         self.attempt = 1
         self.num_written = 0
-        self.step: int | None = None  # that is committed
+        self.step: int | None = None  # the committed step
         self.committed: Held = {}
         self.working: Held = {}
         self.labels: dict[ChunkKey, int] = {}
 
     def write(self, key: ChunkKey, kinds: list[StateKind], step: int) -> None:
-        """States, or the gradient alone."""
+        """Writes states, or only the gradient."""
         label, held = self.labels.get(key, -1), {kind for each, kind in self.working if each == key}
         is_allowed = step > (-1 if self.step is None else self.step) and step >= label
         is_gradient = StateKind.GRAD in kinds
@@ -70,7 +70,7 @@ class _Model:
         self.working, self.labels = {}, {}
 
     def check(self) -> None:
-        """All that is held can be read, and nothing else."""
+        """Checks that all held data can be read, and nothing else."""
         first = 0 if self.step is None else self.step
         for step in range(max(0, first - 2), first + 5):
             for place in [(key, kind) for key in KEYS for kind in (*KINDS, StateKind.GRAD)]:
@@ -104,7 +104,7 @@ class _Model:
 
 
 def _act(model: _Model, data: st.DataObject) -> None:
-    """One thing, allowed or not, at a step near the last commit."""
+    """Executes one random operation, allowed or not, at a step near the last commit."""
     first = 0 if model.step is None else model.step
     step, key = first + data.draw(st.integers(0, 3)), data.draw(st.sampled_from(KEYS))
     match data.draw(st.sampled_from(["fill", "fill", "write", "gradient", *["commit"] * 3, "reopen"])):

@@ -20,7 +20,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a process of jobs; what still runs at the end of the test is killed."""
+    """Starts a process of jobs. Processes that run at the end of the test are killed."""
     with ExitStack() as stack:
 
         def start(*arguments: object) -> subprocess.Popen[str]:
@@ -40,7 +40,7 @@ def _finish(process: subprocess.Popen[str]) -> str:
 
 
 def test_four_processes_make_train_and_delete_jobs_at_once(tmp_path: Path, start: Start) -> None:
-    """They also make the volume at once. One is killed again and again; the others, and its successors, go on."""
+    """They also make the volume at once. One is killed repeatedly; the others, and its successors, continue."""
     chance = random.Random(7)
     steady = [start("churn", tmp_path, f"job{i}", 1, 100) for i in range(3)]
     for attempt in range(1, 6):
@@ -67,7 +67,7 @@ def test_four_processes_make_train_and_delete_jobs_at_once(tmp_path: Path, start
 
 
 def test_killed_before_every_operation(tmp_path: Path, start: Start) -> None:
-    """Whatever a process was at, what it held is whole or free, and its neighbour notices nothing."""
+    """At any point of a process, its stores are complete or free, and its neighbour is not affected."""
     num_operations = int(_finish(start("live-and-die", tmp_path)))
     assert num_operations > 40
 

@@ -1,4 +1,4 @@
-"""What a job keeps on an SSD for the length of an attempt: whose it is, also after a crash, and what comes back."""
+"""A job's scratch on an SSD for the length of an attempt: its owner, also after a crash, and its content."""
 
 import random
 import re
@@ -71,7 +71,7 @@ def read(volume: Volume, scratch: Scratch, slots: list[int], nbytes: int) -> mem
 
 
 def fill(volume: Volume, scratch: Scratch, num_slots: int, seed: object) -> None:
-    """Every slot with bytes of its own; then all are read."""
+    """Fills every slot with different bytes, then reads and checks all."""
     contents = {slot: some_bytes((seed, slot), SLOT_NBYTES) for slot in range(num_slots)}
     for slot, content in contents.items():
         write(volume, scratch, [slot], content)
@@ -111,7 +111,7 @@ class TestSlots:
             ([-1], PAGE, "are not all of the 2"),
         ],
     )
-    def test_what_is_no_slot_is_refused(self, volume: Volume, slots: list[int], nbytes: int, text: str) -> None:
+    def test_invalid_slot_is_refused(self, volume: Volume, slots: list[int], nbytes: int, text: str) -> None:
         scratch = new_store(volume).reserve_scratch(SLOT_NBYTES, 2)
         for locate in (scratch.regions_to_write, scratch.regions_to_read):
             with pytest.raises(ValueError, match=text):
@@ -127,7 +127,7 @@ class TestSlots:
         with pytest.raises(StepNotAllowed, match="cannot read 4096 bytes: 8192 were written there"):
             scratch.regions_to_read([1], PAGE)
         scratch.regions_to_write([1], 2 * PAGE)
-        with pytest.raises(StepNotAllowed, match="have not been written yet"):  # on its way
+        with pytest.raises(StepNotAllowed, match="have not been written yet"):  # in flight
             read(volume, scratch, [1], 2 * PAGE)
 
     @pytest.mark.parametrize("at", [0, SLOT_NBYTES - 1])
@@ -156,7 +156,8 @@ class TestAttempts:
         assert num_units(volume) == -(-then // 2)
         assert (volume.allocation(JOB).scratch == before) == (-(-first // 2) == -(-then // 2))
         for slot in range(then):
-            with pytest.raises(StepNotAllowed, match="0 were written there"):  # the other attempt's is nobody's
+            # the other attempt's data belongs to no attempt
+            with pytest.raises(StepNotAllowed, match="0 were written there"):
                 scratch.regions_to_read([slot], PAGE)
         fill(volume, scratch, then, seed=2)
         check_disjoint(volume)
@@ -187,7 +188,7 @@ class TestAttempts:
         with pytest.raises(StaleAttempt):
             scratch.regions_to_write([0], PAGE)
 
-    def test_what_does_not_fit_is_refused_and_leaves_none(
+    def test_scratch_that_does_not_fit_is_refused_and_none_is_left(
         self, volume: Volume, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store = new_store(volume)
@@ -208,7 +209,7 @@ _SMALL = make_geometry(chunks_per_block=(1,))
 
 
 class _Life:
-    """Attempts of a job with ever other scratch; the power may go at any time."""
+    """Attempts of a job with changing scratch; power may be lost at any time."""
 
     def __init__(self) -> None:
         self.is_committed = False
@@ -226,7 +227,7 @@ class _Life:
         DirectStore.delete(volume, JOB)
 
     def check(self, volume: Volume) -> None:
-        """As the next attempt finds it: states and scratch are whole or nothing, and it goes on."""
+        """Checks that states and scratch are complete or missing for the next attempt, and that it can continue."""
         check_disjoint(volume)
         try:
             store = resume(volume, attempt=9)
@@ -244,7 +245,7 @@ class _Life:
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2))])
 def test_power_loss_before_every_operation(tmp_path: Path, part: int) -> None:
-    """Every unit is owned once or free, and nothing is lost to nobody; the neighbour keeps its states."""
+    """Every unit has one owner or is free, and none is lost; the neighbour keeps its states."""
     volume = open_volume(tmp_path)
     commit(new_store(volume, make_geometry(OTHER)), 0)
     volume.close()
@@ -267,7 +268,7 @@ def test_power_loss_before_every_operation(tmp_path: Path, part: int) -> None:
             check(resume(volume, attempt=2, job=OTHER), 0)
             assert list(volume.allocations()) == [OTHER]
             assert volume_file(tmp_path).stat().st_size == len(image)
-            assert used_nbytes(volume_file(tmp_path)) < size + UNIT_NBYTES  # but for the file system's own notes
+            assert used_nbytes(volume_file(tmp_path)) < size + UNIT_NBYTES  # except for the file system's own metadata
             volume.close()
         if is_over:
             assert off_at > 80

@@ -1,4 +1,4 @@
-"""Which steps' states and gradients a store takes, holds and commits."""
+"""The steps whose states and gradients a store accepts, holds and commits."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +47,7 @@ def page() -> memoryview:
 
 
 def extents(store: DirectStore, step: int, kind: StateKind = StateKind.MASTER) -> list[int]:
-    """Where the chunks of a step lie. A gradient is as long as a master."""
+    """The extents of a step's chunks. A gradient is as long as a master."""
     nbytes = store.geometry.region_nbytes(StateKind.MASTER)
     regions = [store.regions_to_read(key, Step(step), [(kind, nbytes)]) for key in keys(store.geometry)]
     return [region.extent for (region,) in regions]
@@ -171,7 +171,7 @@ class TestInPlace:
             check(store, step)
 
     def test_step_that_was_written_over_is_gone_in_whole(self, volume: Volume) -> None:
-        """One state of one chunk is enough; the other chunks still have it."""
+        """One overwritten state of one chunk is enough, although the other chunks still have theirs."""
         store = new_store(volume)
         commit(store, 0)
         fill(store, 1)
@@ -206,7 +206,7 @@ class TestInPlace:
 
     @pytest.mark.parametrize("kind", make_geometry().kinds)
     def test_commit_of_a_step_that_was_written_in_part(self, volume: Volume, kind: StateKind) -> None:
-        """Once with the later step's states missing, once with all of them there."""
+        """Once with the later step's states missing, once with all of them written."""
         store = new_store(volume)
         commit(store, 0)
         fill(store, 1)
@@ -266,7 +266,7 @@ class TestSkippedSteps:
             check(store, committed, written_as=written)
             with pytest.raises(StepNotAllowed, match="cannot read"):
                 check(store, states_step)  # from now on they are the committed step's
-            fill(store, committed + 1)  # does not touch them
+            fill(store, committed + 1)  # does not overwrite them
             check(store, committed, written_as=written)
             commit(store, committed + 1, states_step=committed + 1)
             committed = written = committed + 1
@@ -350,7 +350,7 @@ class TestSkippedSteps:
         check(store, 1)
 
     def test_commit_that_fails_leaves_the_last_one_protected(self, volume: Volume) -> None:
-        """Nothing of what is written then may land in extents that were to be taken over."""
+        """Later writes must not go to extents that the failed commit was to take over."""
         store = new_store(volume)
         commit(store, 0)
         with pytest.raises(ValueError, match="the trainer's state takes 3073 bytes"):
@@ -393,7 +393,7 @@ class TestGradients:
             store.regions_to_write(KEY, Step(0), [(StateKind.GRAD, nbytes)])
 
     def test_of_several_granules(self, volume: Volume) -> None:
-        """Its checksums cross those of the states that will lie there."""
+        """Its checksums cross those of the states that will be stored there."""
         geometry = make_geometry(chunk_numel=GRANULE_NBYTES // 2 + 2048, chunks_per_block=(2,))
         store = new_store(volume, geometry)
         nbytes = geometry.extent_nbytes
@@ -435,7 +435,7 @@ class TestGradients:
         with pytest.raises(StepNotAllowed, match="cannot read 8192 bytes of the grad of block 0, chunk 1 as step 1"):
             check_gradient(store, KEY, 1)
         with pytest.raises(StepNotAllowed, match="have not been written yet"):
-            region.verify(0, page_aligned(bytes(8192)))  # read when the states came
+            region.verify(0, page_aligned(bytes(8192)))  # read when the states were written
 
     def test_is_not_written_over_states_that_are_not_committed(self, volume: Volume) -> None:
         store = new_store(volume)
@@ -488,7 +488,7 @@ class TestGradients:
         check(resume(volume, attempt=2), 5)
 
     def test_of_a_later_step_holds_up_the_commit(self, volume: Volume) -> None:
-        """Its place would be free while it may be on its way."""
+        """Its space would be free while a read or write may be in flight."""
         store = new_store(volume)
         commit(store, 0)
         write_gradient(store, KEY, 2)
@@ -498,7 +498,7 @@ class TestGradients:
         commit(store, 2, states_step=0)
 
     def test_leaves_the_manifest_as_it_is(self, tmp_path: Path) -> None:
-        """Byte for byte: nobody who opens the store later can tell."""
+        """Byte for byte: a later reader of the store sees no difference."""
         images = []
         for name in ("with", "without"):
             (tmp_path / name).mkdir()

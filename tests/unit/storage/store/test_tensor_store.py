@@ -229,7 +229,7 @@ class TestCommit:
     def test_states_are_found_at_every_moment_of_their_commit(
         self, volume: Volume, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """They are read without a lock, and go from the working map into the committed one meanwhile."""
+        """They are read without a lock, and move from the working map into the committed one meanwhile."""
         store = new_store(volume)
         fill(store, 0)
         moments: list[str] = []

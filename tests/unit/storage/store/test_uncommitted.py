@@ -28,7 +28,7 @@ def test_nothing_is_written_at_first() -> None:
     assert working.nbytes(0, StateKind.GRAD) == 0
 
 
-def test_without_a_chunk_its_states_are_of_any_step() -> None:
+def test_states_without_a_chunk_may_be_of_any_step() -> None:
     working = UncommittedMap(make_geometry(ssd=1, ssd_weights=(9, 1), chunks_per_block=(1,)))
     assert working.newest() is None
     assert working.unlike(None) is working.unlike(Step(3)) is None

@@ -1,4 +1,4 @@
-"""Keys and logins in the database, and what a database from before there were keys becomes."""
+"""Keys and logins in the database, and the migration of a database without keys."""
 
 import time
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_the_use_of_a_key_is_kept_to_the_minute(database: Database) -> None:
     assert kept == [1000.0, 1000.0, 1060.0, 1060.0]
 
 
-def test_logins_that_are_over_are_forgotten(database: Database) -> None:
+def test_expired_logins_are_deleted(database: Database) -> None:
     with database.write() as session:
         keys = KeyRepository(session)
         key, _ = keys.create(name="a", user="a", role=Role.USER)
@@ -51,7 +51,7 @@ def test_logins_that_are_over_are_forgotten(database: Database) -> None:
 
 
 @pytest.mark.parametrize("end", ["expires", "is revoked"])
-def test_a_key_that_is_over_opens_nothing(database: Database, end: str) -> None:
+def test_expired_or_revoked_key_is_refused(database: Database, end: str) -> None:
     with database.write() as session:
         keys = KeyRepository(session)
         key, secret = keys.create(name="a", user="a", role=Role.USER, expires_at=time.time() + 60)
@@ -101,8 +101,8 @@ def test_an_idempotency_key_finds_its_owners_job_only(database: Database, owner:
         assert jobs.by_idempotency_key(owner, ["2"]) is None
 
 
-def test_what_was_there_before_keys_is_kept_and_belongs_to_nobody(url: str) -> None:
-    """The table of jobs is made anew; what refers to its rows stays."""
+def test_rows_from_before_keys_are_kept_without_owner(url: str) -> None:
+    """The table of jobs is recreated; rows that refer to it stay."""
     _migrate_to(url, "0002")
     engine = create_engine(url)
     with engine.begin() as connection:

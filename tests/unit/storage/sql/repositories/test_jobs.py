@@ -116,9 +116,7 @@ def add_endpoint(database: Database) -> None:
         WebhookRepository(session).add(name="all", url="https://example.com", event_types=EVENT_TYPES, secret="sealed")
 
 
-def test_a_final_status_comes_with_what_is_to_be_told_elsewhere(
-    database: Database, make_job: Callable[..., Job]
-) -> None:
+def test_final_status_queues_webhook_deliveries(database: Database, make_job: Callable[..., Job]) -> None:
     add_endpoint(database)
     done, gone, lives = make_job(), make_job(), make_job()
     bring_to(database, done, JobStatus.SUCCEEDED)
@@ -132,7 +130,7 @@ def test_a_final_status_comes_with_what_is_to_be_told_elsewhere(
     assert told == [(done.id, "fine_tuning.job.succeeded"), (gone.id, "fine_tuning.job.cancelled")]
 
 
-def test_a_change_that_is_undone_tells_nothing(database: Database, make_job: Callable[..., Job]) -> None:
+def test_change_that_is_rolled_back_queues_no_delivery(database: Database, make_job: Callable[..., Job]) -> None:
     add_endpoint(database)
     job = make_job()
 
@@ -269,7 +267,7 @@ def test_a_running_job_is_asked_to_yield_until_its_status_changes(
             job.id, JobStatus.QUEUED, JobStatus.RUNNING, message="go", attempt=1
         )
     with pytest.raises(StatusConflict):
-        ask(job)  # as it was
+        ask(job)  # unchanged
     ask(running)
     with database.read() as session:
         assert JobRepository(session).get(job.id).yields_to == "ftjob-2"
@@ -280,10 +278,8 @@ def test_a_running_job_is_asked_to_yield_until_its_status_changes(
 
 
 @pytest.mark.parametrize("words", ["a\0b", "\ud800", "a\udfff\0"])
-def test_no_word_of_a_stranger_keeps_a_change_from_being_written(
-    database: Database, make_job: Callable[..., Job], words: str
-) -> None:
-    """A chat template says why it refuses a conversation, in any characters."""
+def test_error_with_any_characters_is_stored(database: Database, make_job: Callable[..., Job], words: str) -> None:
+    """A chat template can refuse a conversation with a message of any characters."""
     job, error = make_job(), {"code": "x", "message": words, "param": None}
     with database.write() as session:
         jobs = JobRepository(session)

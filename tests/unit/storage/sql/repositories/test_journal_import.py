@@ -65,7 +65,7 @@ def test_the_last_step_that_told_the_time_left_is_found_behind_those_that_did_no
     take(database, job, 1, metrics(3, 2, 2.5, remaining_s=50.0), metrics(4, 3, 2.4, remaining_s=None))
     assert last() == 3, "that the time left is not known is told, too"
     take(database, job, 1, metrics(5, 4, 2.3, remaining_s=20.0))
-    # The next attempt tells of a step of the one before, which took its time along.
+    # The next attempt reports step 5 without a remaining time.
     take(database, job, 2, metrics(1, 5, 2.2, attempt=2))
     assert last() == 4
 
@@ -96,7 +96,7 @@ def test_a_resumed_attempt_replaces_the_metrics_it_trains_again(
         assert [(row.step, row.attempt) for row in rows] == [(1, 1), (2, 1), (3, 1), (4, 2)]
         assert rows[-1].data["train_loss"] == 0.4
         assert JobRepository(session).get(job.id).step == 4
-    assert take(database, job, 2, metrics(7, 7, 9.9)).num_records == 0  # the lost runner's last word
+    assert take(database, job, 2, metrics(7, 7, 9.9)).num_records == 0  # a late record of the lost runner
 
 
 def test_the_first_steps_and_the_first_event_of_an_attempt(database: Database, make_job: Callable[..., Job]) -> None:
@@ -152,7 +152,7 @@ def test_checkpoints_keep_their_id_when_passed_again(database: Database, make_jo
         assert events.checkpoints(job.id, limit=1, after=None).has_more
 
 
-def test_what_a_record_does_not_keep_leaves_the_list(database: Database, make_job: Callable[..., Job]) -> None:
+def test_checkpoint_missing_in_a_later_record_is_deleted(database: Database, make_job: Callable[..., Job]) -> None:
     job = make_job()
 
     def checkpoint(seq: int, step: int, kept: list[tuple[int, list[str]]], attempt: int = 1) -> JournalRecord:

@@ -1,4 +1,4 @@
-"""Who may claim a job, and when a dispatcher is taken for dead."""
+"""Claims of jobs, and the time after which a dispatcher counts as dead."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -81,7 +81,7 @@ def test_a_box_claims_its_own_jobs_and_those_of_none(database: Database, make_jo
     assert claim(database, register(database, "node-b"), "node-b") == [elsewhere.id]
 
 
-def test_who_has_given_a_sign_meanwhile_is_not_taken_for_dead(database: Database) -> None:
+def test_dispatcher_with_recent_heartbeat_is_not_taken_for_dead(database: Database) -> None:
     holder = register(database)
     with database.read() as session:
         (seen,) = LeaseRepository(session).holders()
@@ -94,7 +94,7 @@ def test_who_has_given_a_sign_meanwhile_is_not_taken_for_dead(database: Database
         assert LeaseRepository(session).holders() == []
 
 
-def test_only_a_database_with_a_clock_of_its_own_tells_of_terms(database: Database) -> None:
+def test_only_database_with_own_clock_gives_lease_terms(database: Database) -> None:
     late, early = register(database, lasts_s=-1.0), register(database, lasts_s=60.0)
     with database.write() as session:
         has_clock = session.get_bind().dialect.name == "postgresql"
@@ -109,7 +109,10 @@ NUM_DISPATCHERS, NUM_ROUNDS, NUM_JOBS = 3, 10, 10
 
 
 def _claim_in_rounds(url: str, barrier: Barrier, claimed: "Queue[tuple[str, list[str]]]") -> None:
-    """One dispatcher. In every other round without the lock by which one writes at a time: then rows' locks decide."""
+    """One dispatcher that claims in rounds.
+
+    Every other round runs without the lock that allows one writer at a time, so that row locks decide.
+    """
     with closing(Database(url)) as database:
         holder, beside_others = register(database), sessionmaker(database._engine)
         for number in range(NUM_ROUNDS):
