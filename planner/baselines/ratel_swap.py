@@ -43,7 +43,7 @@ def by_benefit(candidates: Sequence[Candidate]) -> list[Candidate]:
 
     Source: Ratel (arXiv 2403.06504), equation 6.
     """
-    return sorted(candidates, key=lambda each: each.num_flops / each.nbytes, reverse=True)
+    return sorted(candidates, key=lambda candidate: candidate.num_flops / candidate.nbytes, reverse=True)
 
 
 def best_swap(
@@ -62,10 +62,10 @@ def best_swap(
     Source: Ratel (arXiv 2403.06504), section IV-D, Algorithm 1. There the inter-block activations are among the
     candidates, and the loop continues until it has passed their amount.
     """
-    nbytes, num_flops = least_nbytes, sum(each.num_flops for each in candidates)
+    nbytes, num_flops = least_nbytes, sum(candidate.num_flops for candidate in candidates)
     best_nbytes, best_num_flops, best_s = nbytes, num_flops, iteration_s(nbytes, num_flops)
-    for each in by_benefit(candidates):
-        nbytes, num_flops = nbytes + each.nbytes, num_flops - each.num_flops
+    for candidate in by_benefit(candidates):
+        nbytes, num_flops = nbytes + candidate.nbytes, num_flops - candidate.num_flops
         if most_nbytes is not None and nbytes > most_nbytes:
             break
         found_s = iteration_s(nbytes, num_flops)
@@ -81,11 +81,11 @@ def recomputed_flops(candidates: Sequence[Candidate], nbytes: int) -> int:
 
     Source: Ratel (arXiv 2403.06504), equation 7.
     """
-    num_flops = float(sum(each.num_flops for each in candidates))
-    for each in by_benefit(candidates):
-        part = min(1.0, nbytes / each.nbytes)
-        num_flops -= part * each.num_flops
-        nbytes -= each.nbytes
+    num_flops = float(sum(candidate.num_flops for candidate in candidates))
+    for candidate in by_benefit(candidates):
+        part = min(1.0, nbytes / candidate.nbytes)
+        num_flops -= part * candidate.num_flops
+        nbytes -= candidate.nbytes
         if nbytes <= 0:
             break
     return round(num_flops)

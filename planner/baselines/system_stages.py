@@ -183,8 +183,8 @@ def stage_times(
         return work.times(least, recomputed_flops(candidates, 0))
     if policy.swapped is Swapped.ALL:
         return work.times(profile.activation_nbytes, 0)
-    found = best_amount(policy, hardware, profile)
-    return work.times(found.nbytes, found.num_flops)
+    swap = best_amount(policy, hardware, profile)
+    return work.times(swap.nbytes, swap.num_flops)
 
 
 def best_amount(policy: Policy, hardware: Hardware, profile: ModelProfile) -> SwapAmount:

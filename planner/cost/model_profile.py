@@ -92,8 +92,8 @@ class LayerProfile(BlockProfile):
 
     def sped_up(self, factor: float) -> Self:
         """Returns the profile with times divided by `factor`."""
-        found = super(LayerProfile, self).sped_up(factor)
-        return replace(found, again=None if self.again is None else self.again.sped_up(factor))
+        faster = super(LayerProfile, self).sped_up(factor)
+        return replace(faster, again=None if self.again is None else self.again.sped_up(factor))
 
     @property
     def saved(self) -> Iterator[OperatorProfile]:
@@ -170,10 +170,10 @@ class ModelProfile:
 
         Cached, because comparing layers is slow and a plan needs it often.
         """
-        found: dict[LayerProfile, list[int]] = {}
+        blocks_by_layer: dict[LayerProfile, list[int]] = {}
         for block, layer in enumerate(self.layers, start=1):
-            found.setdefault(layer, []).append(block)
-        return {layer: tuple(blocks) for layer, blocks in found.items()}
+            blocks_by_layer.setdefault(layer, []).append(block)
+        return {layer: tuple(blocks) for layer, blocks in blocks_by_layer.items()}
 
     @property
     def shared_blocks(self) -> tuple[int, ...]:
@@ -223,18 +223,18 @@ def for_lengths(widest: ModelProfile, near_mean: ModelProfile, lengths: ExampleL
     square.
     """
 
-    def timed(found: BlockProfile, measured: BlockProfile, num_flops: int, factor: float) -> Any:
+    def timed(profile: BlockProfile, measured: BlockProfile, num_flops: int, factor: float) -> Any:
         faster = measured.sped_up(1 / factor)
         times: dict[str, Any] = {"forward_s": faster.forward_s, "backward_s": faster.backward_s}
         if isinstance(faster, LayerProfile):
             times["again"] = faster.again
-        return replace(found, num_flops=num_flops, **times)
+        return replace(profile, num_flops=num_flops, **times)
 
-    def layer_of(found: LayerProfile, measured: LayerProfile) -> LayerProfile:
-        operators = _operators_of_mean(found.operators, measured.operators, widths, lengths)
+    def layer_of(wide: LayerProfile, measured: LayerProfile) -> LayerProfile:
+        operators = _operators_of_mean(wide.operators, measured.operators, widths, lengths)
         num_flops = sum(operator.num_flops for operator in operators)
         factor = num_flops / measured.num_flops if measured.num_flops else rows
-        layer: LayerProfile = replace(timed(found, measured, num_flops, factor), operators=operators)
+        layer: LayerProfile = replace(timed(wide, measured, num_flops, factor), operators=operators)
         return layer
 
     widths, rows = (widest.num_tokens, near_mean.num_tokens), lengths.mean / near_mean.num_tokens
@@ -256,13 +256,13 @@ def _operators_of_mean(
     lengths: ExampleLengths,
 ) -> tuple[OperatorProfile, ...]:
     """Returns the widest micro-batch's operators with the mean one's FLOPs. `widths`: of `widest` and `near_mean`."""
-    (wide, narrow), alike = widths, [each.name for each in widest] == [each.name for each in near_mean]
-    found = []
+    (wide, narrow), alike = widths, [profile.name for profile in widest] == [profile.name for profile in near_mean]
+    operators = []
     for operator, other in zip(widest, near_mean if alike else widest, strict=True):
         per_token = operator.num_flops / wide
         # FLOPs at a width are `linear * width + square * width**2`. Two widths determine both coefficients.
         square = (per_token - other.num_flops / narrow) / (wide - narrow) if alike and wide > narrow else 0.0
         linear = per_token - square * wide
         num_flops = max(0, round(linear * lengths.mean + square * lengths.mean_square))
-        found.append(replace(operator, num_flops=num_flops))
-    return tuple(found)
+        operators.append(replace(operator, num_flops=num_flops))
+    return tuple(operators)

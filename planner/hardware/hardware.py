@@ -121,21 +121,21 @@ def example_machines() -> dict[str, Path]:
 
 def unusual(hardware: Hardware) -> list[str]:
     """Warns about values that are far from any machine, with a guess at the intended unit."""
-    found = []
+    warnings = []
     for key, (low, high) in _USUAL.items():
         value: Any = hardware
         for part in key.split("."):
             value = None if value is None else getattr(value, part)
         if value is None or low <= value <= high:
             continue
-        unit, others = next((each for suffix, each in _UNITS.items() if key.endswith(suffix)), ("pieces", {}))
+        unit, others = next((entry for suffix, entry in _UNITS.items() if key.endswith(suffix)), ("pieces", {}))
         meant = [name for name, factor in others.items() if low <= value * factor <= high]
         guess = f", or were {' or '.join(meant)} meant?" if meant else ""
-        found.append(
+        warnings.append(
             f"{key}: {value:g} is {'less' if value < low else 'more'} than any machine has; is the unit right? "
             f"({unit}{guess})"
         )
-    return found
+    return warnings
 
 
 def save_hardware(hardware: Hardware, path: Path, *, comment: str = "") -> None:

@@ -39,39 +39,39 @@ def load(kind: type[Model], path: Path) -> Model:
     except (OSError, UnicodeDecodeError) as error:
         raise YamlFileError(f"{path}: cannot be read: {error}") from None
     try:
-        found = yaml.load(text, _Loader)  # a subclass of SafeLoader
+        content = yaml.load(text, _Loader)  # a subclass of SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # invalid dates, too deep nesting
         raise YamlFileError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
-    return parse(kind, found, str(path))
+    return parse(kind, content, str(path))
 
 
-def parse(kind: type[Model], found: Any, source: str) -> Model:
+def parse(kind: type[Model], content: Any, source: str) -> Model:
     """Validates the content of a file. Raises `YamlFileError`, whose lines begin with `source`."""
-    if not isinstance(found, Mapping):
-        raise YamlFileError(f"{source}: holds {found!r}; a mapping with {', '.join(_required(kind))} is needed")
+    if not isinstance(content, Mapping):
+        raise YamlFileError(f"{source}: holds {content!r}; a mapping with {', '.join(_required(kind))} is needed")
     try:
-        return kind.model_validate(found)
+        return kind.model_validate(content)
     except ValidationError as error:
         raise YamlFileError("\n".join(f"{source}: {line}" for line in _lines(kind, error))) from None
 
 
 def _lines(kind: type[BaseModel], error: ValidationError) -> Iterator[str]:
-    for each in error.errors():
-        key = ".".join(map(str, each["loc"]))
+    for problem in error.errors():
+        key = ".".join(map(str, problem["loc"]))
         prefix = f"{key}: " if key else ""
-        value = each["input"]
-        match each["type"]:
+        value = problem["input"]
+        match problem["type"]:
             case "missing":
                 yield f"{key}: is missing"
             case "extra_forbidden":
-                yield f"{key}: is not a key here{_suggestion(kind, each['loc'])}"
+                yield f"{key}: is not a key here{_suggestion(kind, problem['loc'])}"
             case "value_error":
-                yield f"{prefix}{each['ctx']['error']}"
+                yield f"{prefix}{problem['ctx']['error']}"
             case "model_type":
-                keys = ", ".join(_required(_part_at(kind, each["loc"])))
+                keys = ", ".join(_required(_part_at(kind, problem["loc"])))
                 yield f"{prefix}{value!r}: a mapping with {keys} is needed"
             case _:
-                yield f"{prefix}{value!r}: {each['msg'][:1].lower()}{each['msg'][1:]}{_hint(value)}"
+                yield f"{prefix}{value!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}{_hint(value)}"
 
 
 def _required(kind: type[BaseModel]) -> list[str]:

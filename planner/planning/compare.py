@@ -48,9 +48,9 @@ def comparison(question: PlanQuestion, planned: Planned) -> Comparison:
 
 
 def _simulated(system: ComparedSystem, hardware: Hardware, profile: ModelProfile) -> ComparedSystem:
-    found = simulate_policy(POLICIES[system.system], hardware, profile)
-    tokens_per_s = system.tokens_per_s * system.step_s / found.step_s
-    return replace(system, step_s=found.step_s, gpu_share=found.gpu_share, tokens_per_s=tokens_per_s)
+    simulated = simulate_policy(POLICIES[system.system], hardware, profile)
+    tokens_per_s = system.tokens_per_s * system.step_s / simulated.step_s
+    return replace(system, step_s=simulated.step_s, gpu_share=simulated.gpu_share, tokens_per_s=tokens_per_s)
 
 
 def _with_planned_tflops(hardware: Hardware, solution: Solution) -> Hardware:

@@ -55,10 +55,10 @@ def largest_fitting(ask: Callable[[int], "PlanQuestion"], profiles: "Profiles", 
 
 def what_would_fit(question: "PlanQuestion", profiles: "Profiles") -> list[str]:
     """Names the nearest change of each kind that makes a job fit, the cheapest first. The job must not fit as it is."""
-    found = [_other_microbatches(question, profiles), _smaller(question, profiles)]
-    found += [_with_more(question, profiles, memory) for memory in _MEMORIES]
-    told = [f"it fits with {words}" for words in found if words is not None]
-    return told or ["it fits with more of every kind of memory only"]
+    changes = [_other_microbatches(question, profiles), _smaller(question, profiles)]
+    changes += [_with_more(question, profiles, memory) for memory in _MEMORIES]
+    reasons = [f"it fits with {words}" for words in changes if words is not None]
+    return reasons or ["it fits with more of every kind of memory only"]
 
 
 def what_takes_memory(question: "PlanQuestion", profiles: "Profiles", error: DoesNotFitError) -> list[str]:
@@ -222,8 +222,8 @@ def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) 
         enough = gib
         if is_budget:
             is_the_hosts = is_cpu and memory.tier is Tier.DEVICE
-            there = getattr(part, memory.key)
-            enough = there if is_the_hosts else max(there, gib + memory.others_nbytes / GIB)
+            available = getattr(part, memory.key)
+            enough = available if is_the_hosts else max(available, gib + memory.others_nbytes / GIB)
             budgets[str(memory.budget)] = int(gib * GIB)
         changed = with_part(part, **{memory.key: enough})
         return replace(question, hardware=with_part(question.hardware, **{memory.part: changed}), **budgets)

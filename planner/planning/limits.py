@@ -64,22 +64,22 @@ def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) ->
     profiles = Profiles(question)
     most = int(question.hardware.host.memory_gib)
     if goal is Goal.FEWEST_SSDS:
-        number, found = _fewest(question, profiles, "ssds", "count", question.hardware.ssds.count, slack)
+        number, extreme = _fewest(question, profiles, "ssds", "count", question.hardware.ssds.count, slack)
     elif goal is Goal.SMALLEST_RAM:
-        number, found = _fewest(question, profiles, "host", "memory_gib", most, slack)
+        number, extreme = _fewest(question, profiles, "host", "memory_gib", most, slack)
     else:
         search = _SEARCHES[goal]
-        steps = largest_fitting(lambda each: search.ask(question, each), profiles, most=search.most)
-        number, found = steps * search.step, search.ask(question, steps)
+        steps = largest_fitting(lambda number: search.ask(question, number), profiles, most=search.most)
+        number, extreme = steps * search.step, search.ask(question, steps)
     if not number:
         return Found(goal=goal, number=0, num_params=0, question=question, planned=None)
-    job, solution, step_s = fastest_plan(found, profiles)
+    job, solution, step_s = fastest_plan(extreme, profiles)
     return Found(
         goal=goal,
         number=number,
         num_params=job.model.numel,
-        question=found,
-        planned=planned(found, job, solution, profiles, step_s=step_s, advises=False),
+        question=extreme,
+        planned=planned(extreme, job, solution, profiles, step_s=step_s, advises=False),
     )
 
 

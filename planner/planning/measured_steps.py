@@ -42,19 +42,21 @@ def load_measured(
     """Loads the steps from `first_step` on whose spans a folder holds. For the parameters see `measured_step`."""
     held = (load_step(folder, step) for step in held_steps(folder) if step >= first_step)
     return [
-        measured_step(each, layout, shares_cores=shares_cores, read_to_write=read_to_write)
-        for each in held
-        if each is not None
+        measured_step(step_spans, layout, shares_cores=shares_cores, read_to_write=read_to_write)
+        for step_spans in held
+        if step_spans is not None
     ]
 
 
-def measured_step(told: StepSpans, layout: ModelLayout, *, shares_cores: bool, read_to_write: float) -> MeasuredStep:
+def measured_step(
+    step_spans: StepSpans, layout: ModelLayout, *, shares_cores: bool, read_to_write: float
+) -> MeasuredStep:
     """Computes a step's amounts of work and busy times from its spans.
 
     `shares_cores`: the device is the CPU, so concurrent work slows down all of it. `read_to_write`: assumed ratio of an
     SSD's read rate to its write rate. It is used for the time in which an SSD did both.
     """
-    spans = [span for span in told.spans if told.start_s < span.end_s <= told.end_s]
+    spans = [span for span in step_spans.spans if step_spans.start_s < span.end_s <= step_spans.end_s]
     amounts, when = _by_rate(spans, layout)
     worked = _computing(spans)
     done = {name: Done(amount=amounts[name], busy_s=_busy_s(by_resource)) for name, by_resource in when.items()}
@@ -69,12 +71,15 @@ def measured_step(told: StepSpans, layout: ModelLayout, *, shares_cores: bool, r
     forward_s: dict[int, float] = defaultdict(float)
     backward_s: dict[int, float] = defaultdict(float)
     for operation, parts in worked:
-        if operation.step == told.step and operation.kind in _FORWARD:
+        if operation.step == step_spans.step and operation.kind in _FORWARD:
             forward_s[operation.block] += share * length(parts)
-        elif operation.step == told.step and operation.kind is SpanKind.BACKWARD:
+        elif operation.step == step_spans.step and operation.kind is SpanKind.BACKWARD:
             backward_s[operation.block] += share * length(parts)
     return MeasuredStep(
-        period_s=told.end_s - told.start_s, done=done, forward_s=dict(forward_s), backward_s=dict(backward_s)
+        period_s=step_spans.end_s - step_spans.start_s,
+        done=done,
+        forward_s=dict(forward_s),
+        backward_s=dict(backward_s),
     )
 
 

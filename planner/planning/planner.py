@@ -204,15 +204,15 @@ class Profiles:
 
     def unmeasured(self) -> "Profiles":
         """Returns a copy that measures nothing more, and uses the times that are known."""
-        found = copy.copy(self)
-        found._measures = False
-        return found
+        profiles = copy.copy(self)
+        profiles._measures = False
+        return profiles
 
     def corrected(self, question: PlanQuestion) -> "Profiles":
         """Returns a copy with the times of the question's `correction`, which measures nothing more."""
-        found = self.unmeasured()
-        found._question, found._known, found._of_lengths = question, {}, {}
-        return found
+        profiles = self.unmeasured()
+        profiles._question, profiles._known, profiles._of_lengths = question, {}, {}
+        return profiles
 
     @property
     def layout(self) -> ModelLayout:
@@ -268,12 +268,12 @@ class Profiles:
         if question.lengths is None:
             return self.of(num_examples, question.sequence_length)
         lengths = question.lengths.cut(question.sequence_length)
-        asked = (num_examples, lengths)
-        if asked not in self._of_lengths:
+        key = (num_examples, lengths)
+        if key not in self._of_lengths:
             widest = self._by_shapes(num_examples, question.widest)
             near_mean = self._timed(num_examples, min(_near(lengths.mean), question.widest))
-            self._of_lengths[asked] = self._question.correction.of_model(for_lengths(widest, near_mean, lengths))
-        return self._of_lengths[asked]
+            self._of_lengths[key] = self._question.correction.of_model(for_lengths(widest, near_mean, lengths))
+        return self._of_lengths[key]
 
     def _by_shapes(self, num_examples: int, num_tokens: int) -> ModelProfile:
         shape = (num_examples, num_tokens)
@@ -306,7 +306,7 @@ class Profiles:
             )
 
         kept = question.kept_times
-        asked = {
+        facts = {
             "shape": (profile.num_examples, profile.num_tokens),
             "precision": question.precision,
             "sums_grads": sums_grads,
@@ -314,9 +314,9 @@ class Profiles:
             "device": device.type,
         }
         if not self._measures:
-            return None if kept is None else kept.known(question.config, asked)
+            return None if kept is None else kept.known(question.config, facts)
         with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here
-            return measure().times if kept is None else kept.of(question.config, asked, measure)
+            return measure().times if kept is None else kept.of(question.config, facts, measure)
         return None
 
 
@@ -396,7 +396,7 @@ def best_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, S
     Raises:
         DoesNotFitError: nothing fits.
     """
-    job, solution, _ = min(_by_microbatches(question, profiles), key=lambda found: found[1].cost)
+    job, solution, _ = min(_by_microbatches(question, profiles), key=lambda result: result[1].cost)
     return job, solution
 
 
@@ -412,9 +412,9 @@ def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob
     if question.num_layers is not None:
         return *best_plan(question, profiles), None
     options = [
-        (job, each, each is solution)
+        (job, candidate, candidate is solution)
         for job, solution, others in _by_microbatches(question, profiles)
-        for each in (solution, *others)
+        for candidate in (solution, *others)
     ]
     best: tuple[PlannedJob, Solution, float] | None = None
     num_left = _MOST_SIMULATED
@@ -441,20 +441,20 @@ def promised_step_s(question: PlanQuestion, profiles: Profiles, solution: Soluti
 
 def _by_microbatches(question: PlanQuestion, profiles: Profiles) -> list[tuple[PlannedJob, Solution, list[Solution]]]:
     """Solves for each number of micro-batches. If none is requested, doubles it while the solution improves."""
-    found: list[tuple[PlannedJob, Solution, list[Solution]]] = []
+    results: list[tuple[PlannedJob, Solution, list[Solution]]] = []
     missing: DoesNotFitError | None = None
     for number in numbers_of_microbatches(question):
         try:
-            found.append(_solve(question, number, profiles))
+            results.append(_solve(question, number, profiles))
         except DoesNotFitError as error:
             missing = error
         else:
-            if len(found) > 1 and found[-1][1].cost >= found[-2][1].cost:
+            if len(results) > 1 and results[-1][1].cost >= results[-2][1].cost:
                 break
-    if not found:
+    if not results:
         assert missing is not None, "a batch has at least one example"
         raise missing
-    return found
+    return results
 
 
 def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) -> list[str]:
@@ -477,16 +477,16 @@ def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution)
         },
         "a GPU that computes twice as fast": {"gpus": with_part(gpus, tflops=2 * gpus.tflops)},
     }
-    found = []
+    reasons = []
     for words, update in twice.items():
         changed = with_part(hardware, **update)
         faster = replace(question, hardware=changed)
         speedup = changed.gpus.tflops / gpus.tflops
-        there = job if speedup == 1 else replace(job, model=job.model.sped_up(speedup))
+        faster_job = job if speedup == 1 else replace(job, model=job.model.sped_up(speedup))
         try:
-            other = solve_job(there, faster.speeds, faster.limits)
+            other = solve_job(faster_job, faster.speeds, faster.limits)
         except DoesNotFitError:  # it fits here, so it fits there; only the search for a better plan failed
             continue
         if other.step_s < (1 - WORTH) * solution.step_s:
-            found.append(f"with {words} a step takes about {1 - other.step_s / solution.step_s:.0%} less")
-    return found
+            reasons.append(f"with {words} a step takes about {1 - other.step_s / solution.step_s:.0%} less")
+    return reasons

@@ -72,9 +72,9 @@ class Correction:
 
         layers: list[LayerProfile] = []
         for block, layer in enumerate(model.layers, start=1):
-            found = timed(block, layer)
-            assert isinstance(found, LayerProfile)
-            layers.append(found)
+            timed_layer = timed(block, layer)
+            assert isinstance(timed_layer, LayerProfile)
+            layers.append(timed_layer)
         head = len(layers) + 1
         return replace(model, embedding=timed(0, model.embedding), layers=tuple(layers), head=timed(head, model.head))
 
@@ -181,11 +181,11 @@ def _block_s(steps: Sequence[MeasuredStep], costs: StepCosts, placement: Placeme
         {block: median(times[block] for times in taken) / num for block in _in_all(taken)}
         for taken in ([step.forward_s for step in steps], [step.backward_s for step in steps])
     )
-    head, found = len(model.layers) + 1, {}
+    head, block_times = len(model.layers) + 1, {}
     if head in forward_s:
-        found[head] = (forward_s[head], 0.0)
+        block_times[head] = (forward_s[head], 0.0)
     if 0 in forward_s and 0 in backward_s:
-        found[0] = (forward_s[0], backward_s[0])
+        block_times[0] = (forward_s[0], backward_s[0])
     # Skip streamed layers, because they wait for their params while they compute.
     measured = (forward_s.keys() & backward_s.keys()) - {0, head, *placement.streamed_blocks}
     for layer, blocks in _alike(model, measured):
@@ -195,8 +195,8 @@ def _block_s(steps: Sequence[MeasuredStep], costs: StepCosts, placement: Placeme
         again_s = fmean(costs.again_s(layer, ways[placement.activations[block - 1]]) for block in blocks)
         left_s = fmean(backward_s[block] for block in blocks) - again_s * mean_s / costs.compute_s(layer)[0]
         # Backward computes at least as much as forward, whatever was measured.
-        found |= dict.fromkeys(blocks, (mean_s, max(left_s, mean_s)))
-    return found
+        block_times |= dict.fromkeys(blocks, (mean_s, max(left_s, mean_s)))
+    return block_times
 
 
 def _in_all(taken: Sequence[Mapping[int, float]]) -> Iterator[int]:

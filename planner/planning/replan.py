@@ -57,23 +57,23 @@ def correct(
     costs = _costs(question, profiles, running)
     old = solution_of(costs, running.placement, running.arena_nbytes)
     measured = "; ".join(correction.in_words) or "the machine does what its profile says"
-    told = f"Measured: {measured}. By that a step takes {old.step_s:.3g} s, planned were {running.step_s:.3g} s"
+    message = f"Measured: {measured}. By that a step takes {old.step_s:.3g} s, planned were {running.step_s:.3g} s"
     job, new = _best(question, profiles, costs.job, old)
     share = 1 - new.step_s / old.step_s
     saved_s = share * median(step.period_s for step in steps) * running.num_steps_left
     if share >= WORTH and saved_s > running.restart_s:
-        told += f"; with another plan it takes {new.step_s:.3g} s, and the job goes on with that one"
-        return CorrectedPlan(planned=_planned(question, job, new, profiles), changes=True, in_words=told)
+        message += f"; with another plan it takes {new.step_s:.3g} s, and the job goes on with that one"
+        return CorrectedPlan(planned=_planned(question, job, new, profiles), changes=True, in_words=message)
     if share >= WORTH:
-        told += (
+        message += (
             f"; another plan would take {new.step_s:.3g} s, but in the steps that are left it saves {saved_s:.0f} s, "
             f"and a restart costs {running.restart_s:.0f} s"
         )
     else:
-        told += "; no other plan is worth a change"
+        message += "; no other plan is worth a change"
     same = _planned(question, costs.job, old, profiles)
     same = replace(same, report=replace(same.report, peak_gib=dict(running.peak_gib)))
-    return CorrectedPlan(planned=same, changes=False, in_words=told)
+    return CorrectedPlan(planned=same, changes=False, in_words=message)
 
 
 def _planned(question: PlanQuestion, job: PlannedJob, solution: Solution, profiles: Profiles) -> Planned:

@@ -126,15 +126,15 @@ def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
 
 def activations_in_words(choice: BlockActivations) -> dict[str, Any]:
     """Describes what is kept, swapped and recomputed of a layer's input and of its operators' outputs."""
-    found: dict[str, Any] = {"input": "swapped" if choice.swap_input else "kept"}
+    description: dict[str, Any] = {"input": "swapped" if choice.swap_input else "kept"}
     if not choice.recompute:
-        found["rest"] = "swapped" if EVERY_OPERATOR in choice.swapped else "kept"
-        return found
-    found["rest"] = "recomputed"
+        description["rest"] = "swapped" if EVERY_OPERATOR in choice.swapped else "kept"
+        return description
+    description["rest"] = "recomputed"
     for name, operators in (("kept", choice.kept), ("swapped", choice.swapped)):
         if operators:
-            found[name] = sorted(operators)
-    return found
+            description[name] = sorted(operators)
+    return description
 
 
 def _states_of_blocks(solution: Solution, num_blocks: int) -> list[dict[str, Any]]:
@@ -148,7 +148,7 @@ def _states_of_blocks(solution: Solution, num_blocks: int) -> list[dict[str, Any
         }
         for block in range(num_blocks)
     ]
-    return [{"blocks": blocks, **found} for blocks, found in _runs(placed)]
+    return [{"blocks": blocks, **place} for blocks, place in _runs(placed)]
 
 
 def _sizes_mib(layer: LayerProfile, choice: BlockActivations) -> dict[str, float]:
@@ -160,13 +160,13 @@ def _sizes_mib(layer: LayerProfile, choice: BlockActivations) -> dict[str, float
     return {name: nbytes / 2**20 for name, nbytes in sizes.items()}
 
 
-def _runs(each: Sequence[_Any]) -> list[tuple[str, _Any]]:
+def _runs(items: Sequence[_Any]) -> list[tuple[str, _Any]]:
     """Joins equal neighbours, with their range of indices from 0: ("0-3", item)."""
-    found = []
-    for same, group in groupby(enumerate(each), key=lambda pair: pair[1]):
+    runs = []
+    for same, group in groupby(enumerate(items), key=lambda pair: pair[1]):
         numbers = [number for number, _ in group]
-        found.append((f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]), same))
-    return found
+        runs.append((f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]), same))
+    return runs
 
 
 _IN_WORDS = {

@@ -97,10 +97,10 @@ def plan_job(order: PlanOrder, folder: Path) -> dict[str, Any]:
         return _plan_again(question, order.running)
     measure_as_worker(order)
     planned = answer(question)
-    found = _in_json(planned)
+    result = _in_json(planned)
     if planned.solution is not None and order.simulation_s:
-        found |= _simulated(order, planned, folder)
-    return found
+        result |= _simulated(order, planned, folder)
+    return result
 
 
 def question_of(order: PlanOrder, config: Any) -> PlanQuestion:
@@ -169,19 +169,19 @@ def _plan_again(question: PlanQuestion, order: RunningOrder) -> dict[str, Any]:
         restart_s=order.restart_s,
     )
     corrected = correct(question, profiles, running, steps)
-    found = _in_json(corrected.planned)
+    result = _in_json(corrected.planned)
     if not corrected.changes:
-        found |= {name: order.found[name] for name in ("placement", "arena_nbytes")}
-    return {**found, "changes": corrected.changes, "told": corrected.in_words}
+        result |= {name: order.found[name] for name in ("placement", "arena_nbytes")}
+    return {**result, "changes": corrected.changes, "told": corrected.in_words}
 
 
 def _in_json(planned: Planned) -> dict[str, Any]:
-    found: dict[str, Any] = {"plan": asdict(planned.report)}
+    result: dict[str, Any] = {"plan": asdict(planned.report)}
     if (solution := planned.solution) is not None:
         # The arena needs exactly this size. With less the placement is refused; with more, other buffers grow.
         placement = placement_json.to_json(solution.placement)
-        found |= {"placement": placement, "arena_nbytes": solution.plan.arena_nbytes}
-    return found
+        result |= {"placement": placement, "arena_nbytes": solution.plan.arena_nbytes}
+    return result
 
 
 def _simulated(order: PlanOrder, planned: Planned, folder: Path) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _simulated(order: PlanOrder, planned: Planned, folder: Path) -> dict[str, An
     assert planned.layout is not None, "there is such a model"
     formats, num_cores = Formats(order.precision, order.state_precision), len(os.sched_getaffinity(0))
     try:
-        found = simulate_planned(
+        simulated = simulate_planned(
             planned.solution, planned.layout, formats, num_cores=num_cores, limit_s=order.simulation_s
         )
     except TooLong:
@@ -198,7 +198,7 @@ def _simulated(order: PlanOrder, planned: Planned, folder: Path) -> dict[str, An
     except (Stuck, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
     else:
-        last = found.steps[-1]
+        last = simulated.steps[-1]
         keep_step(folder / SIMULATED_FOLDER, last)
         # The reported step time, which is at least the cost model's bound.
         return {"simulated": {"step_s": planned.report.step_s, "summary": last.summary}}

@@ -58,8 +58,8 @@ def _result(path: Path, process: subprocess.Popen[str]) -> float:
 
 
 def _failed(path: Path, process: subprocess.Popen[str]) -> RuntimeError:
-    _, told = process.communicate(timeout=_DEADLINE_S)
-    return RuntimeError(f"{path}, beside others: {explain_process_end(process.returncode, told)}")
+    _, errors = process.communicate(timeout=_DEADLINE_S)
+    return RuntimeError(f"{path}, beside others: {explain_process_end(process.returncode, errors)}")
 
 
 def _wait_for_all() -> None:

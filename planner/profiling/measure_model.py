@@ -78,11 +78,11 @@ def measure_blocks(
 def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelProfile:
     """Returns the profile with the given block times."""
 
-    def timed(block: int, found: BlockProfile) -> Any:
-        return replace(found, forward_s=times[block].forward_s, backward_s=times[block].backward_s)
+    def timed(block: int, untimed: BlockProfile) -> Any:
+        return replace(untimed, forward_s=times[block].forward_s, backward_s=times[block].backward_s)
 
-    def timed_layer(block: int, found: LayerProfile) -> LayerProfile:
-        timed_block: LayerProfile = timed(block, found)
+    def timed_layer(block: int, untimed: LayerProfile) -> LayerProfile:
+        timed_block: LayerProfile = timed(block, untimed)
         return replace(timed_block, again=times[block].again)
 
     layers = tuple(timed_layer(block, layer) for block, layer in enumerate(profile.layers, start=1))
@@ -120,16 +120,16 @@ class _Bench:
         """Returns the times of each block; equal layers share the times measured for their kind."""
         rounds = self._rounds()
         embedding, head = BlockIndex(0), self._partition.head
-        found: dict[int, BlockTimes] = {}
+        times: dict[int, BlockTimes] = {}
         for block in (embedding, head):
             forward_s, backward_s = _both(chain(*rounds), (block,))
-            found[block] = BlockTimes(forward_s=forward_s, backward_s=backward_s)
+            times[block] = BlockTimes(forward_s=forward_s, backward_s=backward_s)
         for kind in self._kinds:
             kept, *others = (_both(passes, kind) for passes in zip(*rounds, strict=True))
             longer = [max(0.0, sum(other) - sum(kept)) for other in others]
             again = AgainTimes(all_s=longer[0], one_held_s=longer[1], most_held_s=longer[2]) if longer else None
-            found.update(dict.fromkeys(kind, BlockTimes(forward_s=kept[0], backward_s=kept[1], again=again)))
-        return MeasuredBlocks(times=found, standard_error=_standard_error(rounds))
+            times.update(dict.fromkeys(kind, BlockTimes(forward_s=kept[0], backward_s=kept[1], again=again)))
+        return MeasuredBlocks(times=times, standard_error=_standard_error(rounds))
 
     def _rounds(self) -> list[_Round]:
         start_s = time.perf_counter()
@@ -153,11 +153,11 @@ class _Bench:
         runner, batch, head = self._runner, [self._ids], self._partition.head
         blocks = [BlockIndex(0), *choices]
         forward = {block: self._timed(block, lambda b=block: self._forward(b)) for block in blocks}  # type: ignore[misc]
-        found = {head: (self._timed(head, lambda: runner.head(1, batch), goes_backward=True), 0.0)}
+        times = {head: (self._timed(head, lambda: runner.head(1, batch), goes_backward=True), 0.0)}
         for block in reversed(blocks):
             taken = self._timed(block, lambda b=block: runner.backward(b, 1, batch), goes_backward=True)  # type: ignore[misc]
-            found[block] = forward[block], taken
-        return found
+            times[block] = forward[block], taken
+        return times
 
     def _forward(self, block: BlockIndex) -> None:
         self._runner.forward(block, 1, [self._ids])
@@ -166,13 +166,13 @@ class _Bench:
     def _timed(self, block: BlockIndex, run: Callable[[], object], *, goes_backward: bool = False) -> float:
         layout = self._partition.layout
         flats, grads = {}, {}
-        for each in layout.shared[block]:
-            numel = layout.blocks[each].numel
-            flats[each] = torch.empty(numel, dtype=self._dtype, device=self._device).normal_(std=_SPREAD)
+        for shared in layout.shared[block]:
+            numel = layout.blocks[shared].numel
+            flats[shared] = torch.empty(numel, dtype=self._dtype, device=self._device).normal_(std=_SPREAD)
             if goes_backward:
-                touched = [param.name for param in layout.blocks[each].params] if self._sums_grads else ()
+                touched = [param.name for param in layout.blocks[shared].params] if self._sums_grads else ()
                 grad = torch.zeros(numel, dtype=self._grad_dtype, device=self._device)
-                grads[each] = GradBuffer(grad, touched)
+                grads[shared] = GradBuffer(grad, touched)
         self._wait()
         start_s = time.perf_counter()
         self._runner.install(block, flats, grads)
@@ -196,7 +196,7 @@ def _choices_of(layer: LayerProfile) -> tuple[BlockActivations, ...]:
 
 def _both(passes: Iterable[_Taken], blocks: Sequence[BlockIndex]) -> tuple[float, float]:
     """Returns the mean forward and backward times of the given blocks over the passes that include them."""
-    forward, backward = zip(*(each[block] for each in passes for block in blocks if block in each), strict=True)
+    forward, backward = zip(*(times[block] for times in passes for block in blocks if block in times), strict=True)
     return statistics.fmean(forward), statistics.fmean(backward)
 
 
@@ -213,5 +213,5 @@ def _standard_error(rounds: Sequence[_Round]) -> float:
     """
     if len(rounds) == 1:
         return 0.0
-    seconds = [math.fsum(sum(taken) for each in passes for taken in each.values()) for passes in rounds]
+    seconds = [math.fsum(sum(taken) for times in passes for taken in times.values()) for passes in rounds]
     return statistics.stdev(seconds) / math.sqrt(len(seconds)) / statistics.fmean(seconds)

@@ -85,16 +85,16 @@ class Profiler:
         """Returns the profile for micro-batches of `num_examples` x `num_tokens` tokens."""
         partition, layout = self._partition, self._partition.layout
         peaks = self._peaks(num_examples, num_tokens)
-        found: dict[int, LayerProfile] = {}
+        layers: dict[int, LayerProfile] = {}
         for blocks in kinds_of_layers(partition):
-            found.update(dict.fromkeys(blocks, self._layer(blocks[0], num_examples, num_tokens, peaks[blocks[0]])))
+            layers.update(dict.fromkeys(blocks, self._layer(blocks[0], num_examples, num_tokens, peaks[blocks[0]])))
         matrices = [site.param.numel for site in partition.sites[partition.head] if len(site.param.shape) == 2]
         return ModelProfile(
             name=partition.name,
             num_examples=num_examples,
             num_tokens=num_tokens,
             embedding=BlockProfile(numel=layout.blocks[0].numel, num_flops=0, peak_nbytes=peaks[0]),
-            layers=tuple(found[block] for block in sorted(found)),
+            layers=tuple(layers[block] for block in sorted(layers)),
             head=BlockProfile(
                 numel=layout.blocks[partition.head].numel,
                 num_flops=2 * sum(matrices) * num_examples * num_tokens,

@@ -49,23 +49,23 @@ def simulate(
     """
     shape = replace(shape, num_evaluation_groups=0)
     job = _job(context, shape, rates, work)
-    found = job.run(is_late)
+    all_spans = job.run(is_late)
     levels = job.levels
     timeline = Timeline(
         shape.num_blocks,
         keeps_grads=shape.keeps_grads,
         overlaps_steps=shape.ordering.overlaps_steps,
-        max_spans=len(found),
+        max_spans=len(all_spans),
     )
     timeline.begin(0.0)
-    spans, told = sorted(found, key=attrgetter("end_s")), 0
+    spans, num_reported = sorted(all_spans, key=attrgetter("end_s")), 0
     # Actors report a step while the next one runs. The last of several groups of micro-batches ends a step.
     ends = {span.step: span.end_s for span in spans if span.kind is SpanKind.BACKWARD and span.block == 0}
     steps = []
     for step in range(1, shape.total_steps + 1):
-        known = bisect_right(spans, ends[step + 1], key=attrgetter("end_s")) if step + 1 in ends else len(spans)
-        timeline.add(spans[told:known])
-        told = known
+        num_known = bisect_right(spans, ends[step + 1], key=attrgetter("end_s")) if step + 1 in ends else len(spans)
+        timeline.add(spans[num_reported:num_known])
+        num_reported = num_known
         ended = timeline.end_step(step)
         assert ended is not None, f"the simulated job has no step {step}"
         until_s = ended.end_s if step < shape.total_steps else math.inf
@@ -115,10 +115,10 @@ def _check_swapped(context: JobContext, work: Work) -> None:
     slot_nbytes = plan.activations.slot_nbytes
     tensors = [nbytes for tensors in work.swapped_nbytes.values() for nbytes in tensors]
     needed = plan.group_size * sum(-(-nbytes // slot_nbytes) for nbytes in tensors)
-    there = plan.num_host_activations + plan.num_ssd_activations
-    if needed > there:
+    num_slots = plan.num_host_activations + plan.num_ssd_activations
+    if needed > num_slots:
         raise ValueError(
             f"a group of {plan.group_size} micro-batches swaps activations that take {needed} slots of "
-            f"{bytes_text(slot_nbytes)} at once, and the plan has {there}; give host_activation_nbytes "
+            f"{bytes_text(slot_nbytes)} at once, and the plan has {num_slots}; give host_activation_nbytes "
             f"and ssd_activation_nbytes of the placement together at least {needed * slot_nbytes}"
         )

@@ -26,9 +26,9 @@ class Signal:
 
     def tell(self) -> None:
         """Notifies all waiting processes of a change."""
-        told, self._next = self._next, None
-        if told is not None:
-            told.succeed()
+        event, self._next = self._next, None
+        if event is not None:
+            event.succeed()
 
     def until(self, condition: Callable[[], bool]) -> Process:
         """Waits until `condition` is true."""

@@ -136,15 +136,15 @@ def outcome_of(program: Program, assignment: Assignment) -> Outcome:
 
 def solve(program: Program) -> Assignment | None:
     """Returns the best assignment that fits, or None."""
-    found = _Variables(program).minimize()
-    return None if found is None else found[0]
+    result = _Variables(program).minimize()
+    return None if result is None else result[0]
 
 
 def shortfall(program: Program) -> tuple[float, ...]:
     """Returns the bytes missing on each tier if nothing fits, as small a share of the limits as possible."""
-    found = _Variables(program).minimize(elastic=range(len(program.limits)))
-    assert found is not None, "without limits everything fits"
-    return found[1]
+    result = _Variables(program).minimize(elastic=range(len(program.limits)))
+    assert result is not None, "without limits everything fits"
+    return result[1]
 
 
 def shortfall_of(program: Program, tier: int, *, beside: Collection[int] = ()) -> float | None:
@@ -152,8 +152,8 @@ def shortfall_of(program: Program, tier: int, *, beside: Collection[int] = ()) -
 
     The other limits stay, except those of the tiers in `beside`, which may grow by any amount.
     """
-    found = _Variables(program).minimize(elastic=(tier, *beside), only=tier)
-    return None if found is None else found[1][tier]
+    result = _Variables(program).minimize(elastic=(tier, *beside), only=tier)
+    return None if result is None else result[1][tier]
 
 
 class _Variables:
@@ -222,17 +222,17 @@ class _Variables:
             scipy.optimize.milp, costs, constraints=constraints, integrality=integrality, bounds=bounds
         )
         with suppress_native_stdout():
-            found = search(options={"mip_rel_gap": _GAP, "node_limit": _MAX_NODES})
-            if (found.mip_node_count or 0) >= _MAX_NODES and (found.x is None or found.mip_gap > _WIDE_GAP):
-                found = search(options={"mip_rel_gap": _WIDE_GAP})
-        if found.x is None:
+            result = search(options={"mip_rel_gap": _GAP, "node_limit": _MAX_NODES})
+            if (result.mip_node_count or 0) >= _MAX_NODES and (result.x is None or result.mip_gap > _WIDE_GAP):
+                result = search(options={"mip_rel_gap": _WIDE_GAP})
+        if result.x is None:
             return None
-        counts = np.rint(found.x[:num_ways]).astype(int).tolist()
+        counts = np.rint(result.x[:num_ways]).astype(int).tolist()
         lengths = [len(alike.ways) for alike in program.blocks]
         starts = np.cumsum([0, *lengths]).tolist()
         by_kind = tuple(tuple(counts[start : start + n]) for start, n in zip(starts, lengths, strict=False))
-        lacking = found.x[step + 1 : step + 1 + num_tiers] * self._units
-        moved = float(found.x[num_ways] * self._moved_unit)
+        lacking = result.x[step + 1 : step + 1 + num_tiers] * self._units
+        moved = float(result.x[num_ways] * self._moved_unit)
         return Assignment(counts=by_kind, moved_nbytes=moved), tuple(lacking.tolist())
 
     def _all_go_a_way(self, width: int) -> "list[scipy.optimize.LinearConstraint]":

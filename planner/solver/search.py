@@ -127,22 +127,22 @@ def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution
         DoesNotFitError: no plan fits.
     """
     missing: list[DoesNotFitError] = []
-    found: list[Solution] = []
+    solutions_found: list[Solution] = []
     for spills in _spills(job):
-        if found and min(found, key=lambda solution: solution.cost).has_room:
+        if solutions_found and min(solutions_found, key=lambda solution: solution.cost).has_room:
             break
         resorts = iter(_RESORTS)
         for resort in resorts:
             solutions = _solutions(job, speeds, limits, {"spills": spills, **resort}, missing)
             if solutions:
-                found += (*solutions, *_with_resorts(solutions, limits, resorts))
+                solutions_found += (*solutions, *_with_resorts(solutions, limits, resorts))
                 break
-    if not found:
+    if not solutions_found:
         raise DoesNotFitError(
-            lambda: min((each.missing for each in missing), key=lambda lacking: sum(lacking.values()))
+            lambda: min((error.missing for error in missing), key=lambda lacking: sum(lacking.values()))
         )
     best: dict[Placement, Solution] = {}
-    for solution in sorted(found, key=lambda solution: solution.cost):
+    for solution in sorted(solutions_found, key=lambda solution: solution.cost):
         best.setdefault(solution.placement, solution)
     return list(best.values())
 
@@ -155,31 +155,33 @@ def _solutions(
     if lacking is not None:
         missing += (DoesNotFitError(functools.partial(_shortfall, program, speeds)) for program in lacking)
         return []
-    found: list[Solution] = []
+    solutions: list[Solution] = []
     leaving_nbytes = int(min(LEAVING_ACTIVATION_NBYTES, max(0.0, _LEAVING_SHARE * limits.device_nbytes)))
     by_leaving = [_depths(job, speeds, leaving) for leaving in dict.fromkeys((leaving_nbytes, 0))]
     for depths in (*by_leaving, [QueueDepths(states=MIN_STATE_DEPTH, leaving_nbytes=0)]):
-        if found:
+        if solutions:
             break
         for group_size in group_sizes(job.num_microbatches):
             costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, **resort)
-            for each in _saving_memory(costs, depths):
+            for variant in _saving_memory(costs, depths):
                 try:
-                    found.append(_solve(each))
+                    solutions.append(_solve(variant))
                 except DoesNotFitError as error:
                     missing.append(error)
                 else:
-                    if found[-1].has_room:
+                    if solutions[-1].has_room:
                         break
-    return found
+    return solutions
 
 
-def _with_resorts(found: Sequence[Solution], limits: Limits, resorts: Iterable[dict[str, Any]]) -> Iterator[Solution]:
+def _with_resorts(
+    solutions: Sequence[Solution], limits: Limits, resorts: Iterable[dict[str, Any]]
+) -> Iterator[Solution]:
     """Yields the best solution with further memory-saving options, if device memory is short.
 
     An option that changes two settings is tried only if one of the two changes was an improvement.
     """
-    best = min(found, key=lambda solution: solution.cost)
+    best = min(solutions, key=lambda solution: solution.cost)
     if best.nbytes[Tier.DEVICE] < (1 - _FREE_SHARE) * limits.device_nbytes:
         return
     for resort in resorts:
@@ -187,7 +189,7 @@ def _with_resorts(found: Sequence[Solution], limits: Limits, resorts: Iterable[d
             continue
         with contextlib.suppress(DoesNotFitError):
             solution = _solve(replace(best.costs, limits=limits, **resort))
-            best = min(best, solution, key=lambda each: each.cost)
+            best = min(best, solution, key=lambda candidate: candidate.cost)
             yield solution
 
 
@@ -197,15 +199,15 @@ def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: Tier) ->
     Returns None if the other limits are too small for any value. Only groups of one micro-batch and of all are tried,
     because sizes between them do not need less.
     """
-    found: list[float] = []
+    needs: list[float] = []
     # On a CPU the device uses the host's memory, so both limits grow together.
     beside = (Tier.DEVICE,) if speeds.shares_cores and tier is Tier.HOST else ()
     for resort in _resorts(job):
         for program in _programs_at_the_border(job, speeds, limits, resort):
             lacking = shortfall_of(program, tier, beside=beside)
             if lacking is not None:
-                found.append(limits.by_tier[tier] + lacking)
-    return min(found, default=None)
+                needs.append(limits.by_tier[tier] + lacking)
+    return min(needs, default=None)
 
 
 def may_fit(job: PlannedJob, speeds: Speeds, limits: Limits) -> bool:
@@ -258,8 +260,8 @@ def _programs_without_assignment(
 
 def _saving_memory(costs: StepCosts, depths: Iterable[QueueDepths]) -> Iterator[StepCosts]:
     """Yields variants with ever smaller buffers in host memory, which leave more of it for resident data."""
-    for each, overflows in itertools.product(depths, (True, False)):
-        yield replace(costs, depths=each, overflows=overflows)
+    for queue_depths, overflows in itertools.product(depths, (True, False)):
+        yield replace(costs, depths=queue_depths, overflows=overflows)
 
 
 def _depths(job: PlannedJob, speeds: Speeds, leaving_nbytes: int) -> list[QueueDepths]:
@@ -272,7 +274,7 @@ def _depths(job: PlannedJob, speeds: Speeds, leaving_nbytes: int) -> list[QueueD
         slot_nbytes=ACTIVATION_SLOT_NBYTES,
         num_optimizers=job.num_optimizers,
     )
-    return list(dict.fromkeys(replace(each, leaving_nbytes=leaving_nbytes) for each in (deep, QueueDepths())))
+    return list(dict.fromkeys(replace(depths, leaving_nbytes=leaving_nbytes) for depths in (deep, QueueDepths())))
 
 
 def group_sizes(num_microbatches: int) -> list[int]:
@@ -318,7 +320,7 @@ def _keeping_grads(costs: StepCosts, placement: Placement, host_nbytes: float) -
     """Keeps the gradients of as many blocks in host memory as fit beside full-depth buffers."""
     numbers = range(len(costs.job.model.blocks), 0, -1)
     tried = (replace(placement, num_host_grad_blocks=number) for number in numbers)
-    fitting = (each for each in tried if plan_of(costs, each, None).arena_nbytes <= host_nbytes)
+    fitting = (candidate for candidate in tried if plan_of(costs, candidate, None).arena_nbytes <= host_nbytes)
     return next(fitting, replace(placement, num_host_grad_blocks=0))
 
 

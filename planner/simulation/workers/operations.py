@@ -149,8 +149,8 @@ class Operations:
             self.world.level(Tier.GPU, _HELD, held_nbytes)
         elif operation.phase is Phase.BACKWARD:
             self.world.level(Tier.GPU, _HELD, -held_nbytes)
-            for each in back:
-                self._activations.drop(each)
+            for tensor in back:
+                self._activations.drop(tensor)
 
     def _passes(self, phase: Phase, block: int, compute_s: float) -> list[tuple[bool, float]]:
         """Returns the passes of a micro-batch through a block: whether backward, and the seconds of each."""
@@ -185,11 +185,11 @@ class Operations:
         """Returns the times at which swapped tensors are needed. `compute_s`: of the first pass, which uses them."""
         away = self._in_order_of_use(block, away)
         get = self._activations.get
-        return [(i * compute_s / len(away), functools.partial(get, each)) for i, each in enumerate(away)]
+        return [(i * compute_s / len(away), functools.partial(get, tensor)) for i, tensor in enumerate(away)]
 
     def _prefetch(self, block: int, microbatch: int) -> None:
-        for each in self._in_order_of_use(block, self._away.get((block, microbatch), [])):
-            self._activations.prefetch(each)
+        for tensor in self._in_order_of_use(block, self._away.get((block, microbatch), [])):
+            self._activations.prefetch(tensor)
 
     def _in_order_of_use(self, block: int, away: list[Away]) -> list[Away]:
         """Returns tensors in the order of use: autograd uses the latest first, recomputation the first one first."""

@@ -88,7 +88,7 @@ class Optimizer:
             return None
         key = (update.step, update.block)
         if key not in self._loans:
-            loans = (world.cache.lend(each.key, update.from_step) for each in update.chunks)
+            loans = (world.cache.lend(grad.key, update.from_step) for grad in update.chunks)
             self._loans[key] = {loan.key: loan for loan in loans if loan is not None}
         return self._loans[key].get(chunk.grad.key)
 

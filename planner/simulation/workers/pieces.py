@@ -68,11 +68,11 @@ class Pieces:
         lying: list[_Use | None] = [None] * len(self._last)  # pieces of this operation
         for piece in order:
             place = next((i for i, use in enumerate(lying) if use is not None and use.piece == piece), 0)
-            there, last = lying.pop(place), self._last.pop(place)
+            loaded, last = lying.pop(place), self._last.pop(place)
             nbytes = (bounds[piece + 1] - bounds[piece]) * self.world.param_itemsize
-            if there is not None and there.piece == piece:
-                use = _Use(piece, there.copied, env.event(), nbytes)
-                there.nbytes = 0
+            if loaded is not None and loaded.piece == piece:
+                use = _Use(piece, loaded.copied, env.event(), nbytes)
+                loaded.nbytes = 0
             else:
                 use = _Use(piece, env.event(), env.event(), nbytes)
                 self._to_copy.put(_Copy(request, nbytes, None if last is None else last.over, use.copied))
