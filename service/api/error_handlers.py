@@ -120,7 +120,7 @@ def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
         message = f"unknown URL: {request.method} {request.url.path}"
     elif isinstance(error.__cause__, (RecursionError, ValueError)):  # from Python's JSON parser
         message = (
-            "the body cannot be read: it is no UTF-8, is nested too deeply, or has a number of thousands of digits"
+            "the body cannot be read: it is not UTF-8, is nested too deeply, or has a number of thousands of digits"
         )
         code = "invalid_json"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:

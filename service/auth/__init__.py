@@ -1,4 +1,4 @@
-"""API keys: who calls, what a key may ask for, and when the service must ask for one."""
+"""API keys: the caller of a request, the limits of a key, and the rule that an exposed service needs a key."""
 
 from windlass.exports import lazy_exports
 

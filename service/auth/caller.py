@@ -1,4 +1,4 @@
-"""Who asks, as far as what they may see and do goes."""
+"""The caller of a request, with the rights to see and to change objects."""
 
 from dataclasses import dataclass
 
@@ -9,28 +9,30 @@ from windlass.storage.sql.repositories import KeyRepository, Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who made a request."""
+    """The caller of a request."""
 
-    user: str | None  # None: somebody at this machine, while no key is needed
+    user: str | None  # None: a user of this machine, while no key is needed
     role: Role
     key_id: str | None
-    login: str | None = None  # digest of the login's token, where it was made by one
+    login: str | None = None  # digest of the login's token, if the request came with a login
     peer: str | None = None  # address
 
     @property
     def only_of(self) -> str | None:
-        """The user whose rows alone are there for this caller; None: everybody's are."""
+        """The user whose rows the caller may see. None: the caller sees all users' rows."""
         return None if self.role is Role.ADMIN else self.user
 
     def may_build_on(self, owner: str | None) -> bool:
-        """Whether a job of this caller may use a file or a fine-tuned model of this owner: only its own.
+        """Returns whether this caller's job may use a file or a fine-tuned model of `owner`.
 
-        What nobody owns is from before there were keys, and admins may use it.
+        Users may use their own only.
+
+        An object without an owner was made while no key was needed. Administrators may use it.
         """
         return owner == self.user or (owner is None and self.role is Role.ADMIN)
 
     def is_still_in(self, session: Session) -> bool:
-        """Whether a request of the same caller would still be let in: for answers that take long."""
+        """Returns whether the caller still has access. Long answers check it again while they last."""
         keys = KeyRepository(session)
         if self.key_id is None:
             return not keys.is_needed()

@@ -1,4 +1,4 @@
-"""The audit of commands that work on the home itself, without the API: who may run them owns it."""
+"""The audit of commands that work on the home without the API. The owner of the home's files may run them."""
 
 import getpass
 import os
@@ -11,7 +11,7 @@ _PEER = "command line"
 
 
 def record_command(session: Session, action: str, target: str) -> None:
-    """Write that a command changed something, with the user of the machine who ran it."""
+    """Records that a command changed something, with the operating system's user who ran it."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # in a container, a user without a name

@@ -1,4 +1,4 @@
-"""Whether the service may be reached by others: only where somebody has a key."""
+"""The rule that a service which other machines can reach needs an API key."""
 
 from contextlib import closing
 
@@ -9,14 +9,13 @@ from windlass.storage.sql.repositories import KeyRepository
 
 
 class UnprotectedError(ReportedError):
-    """The service would be reached by others, and nobody has a key."""
+    """Other machines could reach the service, but it has no API key."""
 
 
 def prepare_database(settings: Settings) -> None:
-    """Bring the home's database to this version.
+    """Upgrades the home's database to this version.
 
-    Raises UnprotectedError where a service with these settings would not start for want of a key, and
-    DatabaseUnavailableError.
+    Raises UnprotectedError if a service with these settings must not start without a key, and DatabaseUnavailableError.
     """
     migrate_database(settings)
     with report_database_errors(), closing(Database(settings.database_url)) as database:
@@ -24,7 +23,7 @@ def prepare_database(settings: Settings) -> None:
 
 
 def migrate_database(settings: Settings) -> None:
-    """The same, whoever has a key; for commands and processes that open the database beside the service."""
+    """Upgrades the database without requiring a key, for commands and processes beside the service."""
     prepare_home(settings.home)
     with report_database_errors():
         check_whole(settings.database_url, has_rows=settings.jobs_dir.exists() and any(settings.jobs_dir.iterdir()))
@@ -32,13 +31,13 @@ def migrate_database(settings: Settings) -> None:
 
 
 def require_auth_if_exposed(settings: Settings, database: Database) -> None:
-    """Raise UnprotectedError where others than this machine's users reach the service and nobody has a key."""
+    """Raises UnprotectedError if other machines can reach the service and no API key is active."""
     if not settings.is_for_others:
         return
     with database.read() as session:
         if KeyRepository(session).has_active():
             return
     raise UnprotectedError(
-        f"others would reach the service ({settings.why_for_others}), and there is no API key; make one with "
+        f"other machines could reach the service ({settings.why_for_others}), and there is no API key; make one with "
         "`windlass keys create --name NAME --role admin`, or serve this machine only (host 127.0.0.1)"
     )

@@ -39,14 +39,14 @@ _KEYS = "keys"
 
 
 def main() -> None:
-    """Run the command line."""
-    os.umask(0o077)  # models, data and keys are their owner's
+    """Runs the command line."""
+    os.umask(0o077)  # only the owner may read models, data and keys
     app = typer.Typer(
         name="windlass",
         help="Fine-tune models far larger than the GPU, on boxes you own.",
         no_args_is_help=True,
         add_completion=False,
-        # Errors stay short, and tracebacks hide no frames.
+        # Errors stay short, and tracebacks show all frames.
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _webhook_commands() -> typer.Typer:
-    webhooks = typer.Typer(help="Who is told how jobs end.", no_args_is_help=True)
+    webhooks = typer.Typer(help="Webhooks: HTTP calls to a URL when jobs end.", no_args_is_help=True)
     _add(
         webhooks,
         create=cli_webhooks.create,
@@ -70,7 +70,7 @@ def _webhook_commands() -> typer.Typer:
 
 
 def _key_commands() -> typer.Typer:
-    """They work on the database, whose library other commands need not wait for: it is loaded where they are meant."""
+    """Returns the group of commands for keys. It is filled only when used, because it loads the database's library."""
     keys = typer.Typer(help="API keys, and the audit of what was done with them.", no_args_is_help=True)
     if _KEYS in sys.argv[1:]:
         from windlass.service.cli import keys as cli_keys

@@ -1,4 +1,4 @@
-"""Commands for data as such: what it occupies, deleting it, backups."""
+"""Commands for stored data: disk usage, deletion, backups."""
 
 import sys
 from pathlib import Path
@@ -16,10 +16,10 @@ from windlass.storage.ids import JobId
 
 
 def storage(
-    limit: Annotated[int, typer.Option(min=0, help="How many things to list, the largest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="Number of items to list, largest first.")] = 20,
     home: Home = None,
 ) -> None:
-    """Show what occupies the disks: jobs, their states on SSDs, checkpoints, models, files."""
+    """Show the disk usage of jobs, their states on SSDs, checkpoints, models and files."""
     with open_client(load_settings(home)) as client:
         found = client.storage()
     rows, totals = found["data"], found["windlass"]
@@ -41,10 +41,10 @@ def storage(
 
 def delete(
     ids: Annotated[list[str], typer.Argument(help="Finished jobs, files, fine-tuned models, checkpoints.")],
-    model: Annotated[bool, typer.Option("--model", help="Of jobs also the fine-tuned models.")] = False,
+    model: Annotated[bool, typer.Option("--model", help="Also delete the jobs' fine-tuned models.")] = False,
     states: Annotated[
         bool,
-        typer.Option("--states", help="Only what jobs hold on SSDs that this installation does not know."),
+        typer.Option("--states", help="Only free the states on SSDs of jobs that this installation does not know."),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
     home: Home = None,
@@ -53,7 +53,8 @@ def delete(
     for each in ids:
         if not each.startswith((JOB, FILE, MODEL)):
             raise CommandError(
-                f"{each!r} is no id of a job ({JOB}…), a file ({FILE}…), or a fine-tuned model or checkpoint ({MODEL}…)"
+                f"{each!r} is not the id of a job ({JOB}…), a file ({FILE}…), or a fine-tuned model or checkpoint "
+                f"({MODEL}…)"
             )
     what = ids[0] if len(ids) == 1 else f"these {len(ids)}"
     if states:
@@ -62,7 +63,7 @@ def delete(
         return
     with open_client(load_settings(home)) as client:
         also = ", fine-tuned models included" if model else ""
-        _ask(f"Delete {what}{also}? It cannot be had back", is_sure=yes)
+        _ask(f"Delete {what}{also}? This cannot be undone", is_sure=yes)
         for each in ids:
             with told_if_unknown(client, each):
                 _delete(client, each, with_model=model)
@@ -75,11 +76,11 @@ def _ask(question: str, *, is_sure: bool) -> None:
 
 
 def _free_states(settings: Settings, ids: list[str]) -> None:
-    from windlass.service.cli.orphaned_states import free_unknown_states  # brings the database
+    from windlass.service.cli.orphaned_states import free_unknown_states  # imports the database's library
 
     for each in ids:
         if not each.startswith(JOB):
-            raise CommandError(f"{each!r} is no id of a job ({JOB}…), whose states could be freed")
+            raise CommandError(f"{each!r} is not the id of a job ({JOB}…), whose states could be freed")
         print(f"{each}: {bytes_text(free_unknown_states(settings, JobId(each)))} are free again")
 
 
@@ -93,9 +94,9 @@ def _delete(client: ServiceClient, what: str, *, with_model: bool) -> None:
 
 
 def backup(
-    destination: Annotated[Path, typer.Argument(help="The folder to make.")],
-    models: Annotated[bool, typer.Option(help="Also base models that lie in the home.")] = True,
-    local_key: Annotated[bool, typer.Option(help="Also the API key of this machine's command line.")] = False,
+    destination: Annotated[Path, typer.Argument(help="The folder to create.")],
+    models: Annotated[bool, typer.Option(help="Also copy base models in the home.")] = True,
+    local_key: Annotated[bool, typer.Option(help="Also copy the API key of this machine's command line.")] = False,
     home: Home = None,
 ) -> None:
     """Copy the home, while the service runs or not: database, files, jobs, models, settings and the digests of keys."""
@@ -111,7 +112,7 @@ def restore(
     source: Annotated[Path, typer.Argument(help="A folder that `windlass backup` made.")],
     home: Home = None,
 ) -> None:
-    """Make a home of a backup; there must be none yet."""
+    """Make a new home from a backup; it must not exist yet."""
     from windlass.service.data import restore_backup
 
     restored = restore_backup(source, home)

@@ -1,4 +1,4 @@
-"""What the command line reports in one line instead of a traceback."""
+"""Errors that the command line reports in one line instead of a traceback."""
 
 import functools
 import sys
@@ -17,11 +17,11 @@ Result = TypeVar("Result")
 
 
 class CommandError(ReportedError):
-    """A command can't do what it was asked; the message says why and what to do."""
+    """A command cannot do what was requested. The message says why and what to do."""
 
 
 def reported(command: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """The command, with the errors that people can do something about told in one line on stderr, exit code 1."""
+    """Wraps a command so that errors with a remedy become one line on stderr and exit code 1."""
 
     @functools.wraps(command)
     def wrapper(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:

@@ -14,7 +14,7 @@ _LOOK_S = 0.3
 
 
 def follow_job(client: ServiceClient, job_id: str) -> dict[str, Any]:
-    """Show a job until it has ended; the job as it ended. Where there is no terminal, one line an event."""
+    """Shows a job until it has ended, and returns it. Without a terminal, prints one line for each event."""
     console = Console()
     if not console.is_terminal:
         return _print_lines(client, job_id)
@@ -47,7 +47,7 @@ def follow_job(client: ServiceClient, job_id: str) -> dict[str, Any]:
 
 
 def _show_preparation(progress: Progress, shown: TaskID | None, job: dict[str, Any]) -> TaskID | None:
-    """Show how far a job's preparation is, in a bar of percent, as long as there is one."""
+    """Shows the progress of a job's preparation as a bar in percent, while there is a preparation."""
     state = job["windlass"]["preparation"]
     if state is None:
         if shown is not None:
@@ -60,7 +60,7 @@ def _show_preparation(progress: Progress, shown: TaskID | None, job: dict[str, A
 
 
 def await_checks(client: ServiceClient, job_id: str) -> dict[str, Any]:
-    """Show on standard error how far a job's preparation is, until it has ended; the job as it is then."""
+    """Shows the progress of a job's preparation on stderr until it has ended. Returns the job."""
     console = Console(stderr=True)
     shown = ""
     with console.status("checking the model and the files") as status:
@@ -70,7 +70,7 @@ def await_checks(client: ServiceClient, job_id: str) -> dict[str, Any]:
             told = f"waiting for {reason}" if reason else state["summary"] if state else ""
             if told and console.is_terminal:
                 status.update(escape(told))
-            elif reason and reason != shown:  # without a terminal only what takes long, and not each second
+            elif reason and reason != shown:  # without a terminal, prints only long waits, each once
                 console.print(f"waiting for {reason}", markup=False, highlight=False)
             shown = reason or shown
             time.sleep(_LOOK_S)
@@ -78,7 +78,7 @@ def await_checks(client: ServiceClient, job_id: str) -> dict[str, Any]:
 
 
 def format_event(event: dict[str, Any]) -> str:
-    """An event as one line."""
+    """Formats an event as one line."""
     level = "" if event["level"] == "info" else f"{event['level']}: "
     return f"{datetime.fromtimestamp(event['created_at']):%H:%M:%S} {level}{event['message']}"
 
@@ -96,7 +96,7 @@ def _loss(data: dict[str, Any], known: str) -> str:
     train, valid = data.get("train_loss"), data.get("valid_loss")
     if train is not None:
         return f"loss {train:.4f}"
-    # A step's validation is an event of its own; the bar shows it until the next step.
+    # A step's validation is a separate event. The bar shows it until the next step.
     return f"{known.split(',')[0]}, validation {valid:.4f}" if valid is not None else known
 
 

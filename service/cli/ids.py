@@ -1,4 +1,7 @@
-"""Ids as people type them: what is none is refused before a request, and an unknown one is told with the nearest."""
+"""Ids on the command line.
+
+An invalid id is refused before any request, and an unknown one is reported with the nearest.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -17,19 +20,19 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-]+")
 
 @contextmanager
 def client_for_job(home: Path | None, job_id: str) -> Iterator[ServiceClient]:
-    """A client for a command about one job. Raises CommandError where that is no job's id, or no job has it."""
+    """Opens a client for a command about one job. Raises CommandError for an invalid or unknown job id."""
     for prefix, kind in ((FILE, "a file"), (MODEL, "a model")):
         if job_id.startswith(prefix):
             raise CommandError(f"{job_id!r} is the id of {kind}, not of a job ({JOB}…); `windlass jobs` lists jobs")
     if not _PLAIN.fullmatch(job_id):
-        raise CommandError(f"{job_id!r} is no id of a job ({JOB}…); `windlass jobs` lists jobs")
+        raise CommandError(f"{job_id!r} is not the id of a job ({JOB}…); `windlass jobs` lists jobs")
     with open_client(load_settings(home)) as client, told_if_unknown(client, job_id):
         yield client
 
 
 @contextmanager
 def told_if_unknown(client: ServiceClient, row_id: str) -> Iterator[None]:
-    """Let the service's answer that there is no such job or file end with the nearest id, or how to list them."""
+    """Adds the nearest id, or the command that lists ids, to the service's error about an unknown job or file."""
     try:
         yield
     except RequestRefusedError as error:
@@ -42,7 +45,7 @@ def told_if_unknown(client: ServiceClient, row_id: str) -> Iterator[None]:
 
 
 def _near_ids(row_id: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Ids that begin as the given one does, with or without its prefix; then those that are near it."""
+    """Returns the ids that begin like the given one, with or without its prefix, else those that are similar."""
     ids = [row["id"] for row in rows]
     begin = row_id.rsplit("-", 1)[-1]
     same = [each for each in ids if begin and each.rsplit("-", 1)[-1].startswith(begin)]

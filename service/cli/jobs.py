@@ -28,7 +28,7 @@ from windlass.storage.ids import Precision, StatePrecision
 
 
 def _words(help_: str, words: type[StrEnum], *more: str) -> Any:
-    """An option whose values are those of an enum. The service checks them, as it does in all requests."""
+    """An option with an enum's values. The service checks the value, as in every request."""
     return typer.Option(help=f"{help_}: {', '.join((*more, *words))}.")
 
 
@@ -36,20 +36,24 @@ def submit(
     model: Annotated[str, typer.Argument(help="A folder of the models directory, a hub id, or a fine-tuned model.")],
     file: Annotated[str, typer.Argument(help="The training file (.jsonl), or the id of one that was uploaded.")],
     validation_file: Annotated[str | None, typer.Option(help="A file to measure the loss on.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="How often the training file is gone through.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples a step.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the training file.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples per step.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="The peak learning rate.")] = None,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens; longer examples are cut.")] = None,
-    precision: Annotated[str | None, _words("Of the model's numbers", Precision)] = None,
-    optimizer: Annotated[str | None, _words("What makes updates of gradients", Optimizer)] = None,
-    state_precision: Annotated[str | None, _words("Of the optimizer's states at rest", StatePrecision)] = None,
-    accumulation_precision: Annotated[str | None, typer.Option(help="Of gradients' sums: fp32 or the model's.")] = None,
+    precision: Annotated[str | None, _words("Precision of the model's parameters", Precision)] = None,
+    optimizer: Annotated[str | None, _words("The optimizer", Optimizer)] = None,
+    state_precision: Annotated[str | None, _words("Precision of the stored optimizer states", StatePrecision)] = None,
+    accumulation_precision: Annotated[
+        str | None, typer.Option(help="Precision of accumulated gradients: fp32 or the model's.")
+    ] = None,
     gradient_updates: Annotated[str | None, _words("When blocks are updated", UpdateOrder, "auto")] = None,
-    max_bad_steps: Annotated[int | None, typer.Option(help="Steps not finite that may be skipped in a row.")] = None,
+    max_bad_steps: Annotated[
+        int | None, typer.Option(help="Consecutive steps with a NaN or an infinite value that may be skipped.")
+    ] = None,
     suffix: Annotated[str | None, typer.Option(help="A part of the new model's name.")] = None,
     seed: Annotated[int | None, typer.Option(help="For the order of examples and for dropout.")] = None,
     settings_: Annotated[
-        list[str] | None, typer.Option("--set", help="Any other job setting, as key=value; may be given often.")
+        list[str] | None, typer.Option("--set", help="Any other job setting, as key=value; may be repeated.")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Watch the job until it ends.")] = False,
     wait: Annotated[
@@ -85,7 +89,7 @@ def jobs(home: Home = None) -> None:
     with open_client(load_settings(home)) as client:
         rows = client.jobs()
     waits = any(job["windlass"]["waiting_reason"] for job in rows)
-    named = any(job["suffix"] for job in rows)  # until it has ended, a job's suffix stands nowhere else
+    named = any(job["suffix"] for job in rows)  # a job's suffix appears nowhere else until the job has ended
     header = ("job", *(("suffix",) if named else ()), "status", "model", "step", "created", "fine-tuned model")
     table: list[tuple[object, ...]] = [(*header, *(("waiting for",) if waits else ()))]
     for job in rows:
@@ -157,7 +161,7 @@ def _occupied(storage: dict[str, Any]) -> str:
 
 
 def _compared(view: dict[str, Any]) -> dict[str, str]:
-    """What was predicted and measured, in words."""
+    """Describes the predicted and the measured values."""
     from windlass.service.jobs import in_words
 
     return in_words(view)
@@ -165,7 +169,7 @@ def _compared(view: dict[str, Any]) -> dict[str, str]:
 
 def logs(
     job: Annotated[str, typer.Argument(help="The job's id.")],
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events until the job ends.")] = False,
     home: Home = None,
 ) -> None:
     """Print a job's events; with -f, show its progress."""
@@ -185,14 +189,14 @@ def cancel(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home
 
 
 def pause(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
-    """Pause a job; a running one commits its step, and holds no GPU and no memory then."""
+    """Pause a job; a running one commits its step, then releases its GPU and memory."""
     with client_for_job(home, job) as client:
         found = client.pause(job)
     print(f"job {job} is paused" if found["status"] == "paused" else f"job {job} will pause after its step")
 
 
 def resume(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
-    """Let a paused job go on, when its turn comes."""
+    """Queue a paused job again."""
     with client_for_job(home, job) as client:
         found = client.resume(job)
     print(f"job {job} is {found['status']}")
@@ -252,7 +256,7 @@ def export(
         raise CommandError(f"{destination} exists already; choose a new folder")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        # On standard error: the folder's name is what the command prints.
+        # On stderr, because the command's output is the folder's name.
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task(model, total=folder_nbytes(source))
             copy_model_folder(
@@ -268,7 +272,7 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _start_job(client: ServiceClient, request: dict[str, Any], file: str, validation_file: str | None) -> str:
-    """Upload what is a path, create the job, and print its id."""
+    """Uploads the files that are paths, creates the job, and prints its id."""
     if validation_file is not None:
         request["validation_file"] = _file_id(client, validation_file)
     request["training_file"] = _file_id(client, file)
@@ -296,9 +300,9 @@ def _file_id(client: ServiceClient, file: str) -> str:
 
 
 def _with_path(message: str, file: str) -> str:
-    """Name a file that was refused as its sender did; the service knows the last part of its path.
+    """Replaces a file's name in the service's error by the path that the user gave. The service knows only the name.
 
-    So the command that converts it works where it was sent from.
+    The error's command that converts the file then works in the user's folder.
     """
     name = Path(file).name
     if name == file:
@@ -313,7 +317,7 @@ def _with_path(message: str, file: str) -> str:
 
 
 def _parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """`key=value` pairs; values are JSON where they can be, and `a.b=1` means `{"a": {"b": 1}}`."""
+    """Parses `key=value` pairs. A value is JSON if it parses as JSON, else text; `a.b=1` means `{"a": {"b": 1}}`."""
     found: dict[str, Any] = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")
@@ -323,7 +327,7 @@ def _parse_settings(pairs: list[str]) -> dict[str, Any]:
             value = json.loads(text)
         except ValueError:
             value = text
-        *groups, name = key.removeprefix("windlass.").split(".")  # in errors they have the prefix
+        *groups, name = key.removeprefix("windlass.").split(".")  # errors show settings with this prefix
         place = found
         for group in groups:
             place = place.setdefault(group, {})
@@ -354,7 +358,7 @@ def _follow(client: ServiceClient, job_id: str) -> None:
 
 
 def _await_checks(client: ServiceClient, job_id: str) -> None:
-    """Wait until a job's model and files were checked; CommandError with what was found wrong."""
+    """Waits until a job's model and files are checked. Raises CommandError if the checks failed."""
     try:
         job = await_checks(client, job_id)
     except KeyboardInterrupt:
@@ -365,7 +369,7 @@ def _await_checks(client: ServiceClient, job_id: str) -> None:
 
 
 def _print(table: list[tuple[object, ...]], empty: str) -> None:
-    """Print a table whose first row is its header, or `empty` where there is nothing below it."""
+    """Prints a table whose first row is its header, or `empty` if there are no other rows."""
     if len(table) == 1:
         print(empty)
     else:

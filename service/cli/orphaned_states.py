@@ -1,4 +1,7 @@
-"""Frees what jobs hold on SSDs that no database knows: only where a person says so, as they may be another's."""
+"""Frees the states on SSDs of a job that no database knows.
+
+Only a user may request it, because another installation may need them.
+"""
 
 from contextlib import closing
 
@@ -14,10 +17,10 @@ from windlass.storage.sql.repositories import JobRepository
 
 
 def free_unknown_states(settings: Settings, job: JobId) -> int:
-    """Free the states of a job that is not of this installation; returns the bytes that they held.
+    """Frees the states of a job that is not of this installation. Returns the freed bytes.
 
     Raises:
-        CommandError: the job is known here, or runs on this machine, or no SSD that is there holds states of it.
+        CommandError: the job is known here, or runs on this machine, or no present SSD holds its states.
     """
     migrate_database(settings)
     with closing(Database(settings.database_url)) as database:
@@ -28,11 +31,13 @@ def free_unknown_states(settings: Settings, job: JobId) -> int:
                 f"job {job} is known here, and its states are its own; `windlass delete {job}` deletes it"
             )
         if job in arenas_in(ARENA_DIR):
-            raise CommandError(f"job {job} runs on this machine, as another installation's; its states are left alone")
+            raise CommandError(
+                f"job {job} runs on this machine and belongs to another installation; its states are not freed"
+            )
         nbytes = states_nbytes(settings).get(job)
         if nbytes is None:
             raise CommandError(f"none of {', '.join(map(str, settings.ssd_dirs))} holds states of job {job}")
-        with database.write() as session:  # before: what is freed is never without its event
+        with database.write() as session:  # written first, so that no states are freed without an audit event
             record_command(session, "free_unknown_states", job)
     free_states(settings, job)
     return nbytes

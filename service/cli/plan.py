@@ -1,4 +1,4 @@
-"""The command `plan`: what a job would take on a machine, before anything runs."""
+"""The command `plan`: predicts a job's time and memory on a machine, before anything runs."""
 
 import json
 import os
@@ -31,8 +31,8 @@ _MOST_EXAMPLES, _MOST_TOKENS = 1 << 16, 1 << 22
 
 def plan(
     model: Annotated[str, typer.Option(help="A model's folder or name, or a YAML file with a shape's numbers.")],
-    batch_size: Annotated[int, typer.Option(min=1, max=_MOST_EXAMPLES, help="Examples of a step.")],
-    seq_len: Annotated[int, typer.Option(min=8, max=_MOST_TOKENS, help="Tokens of an example.")],
+    batch_size: Annotated[int, typer.Option(min=1, max=_MOST_EXAMPLES, help="Examples per step.")],
+    seq_len: Annotated[int, typer.Option(min=8, max=_MOST_TOKENS, help="Tokens per example.")],
     hardware: Annotated[
         str,
         typer.Option(help="A YAML file, the name of a published machine, or 'measured': this one, and its settings."),
@@ -40,10 +40,12 @@ def plan(
     num_microbatches: Annotated[
         int | None, typer.Option(min=1, help="Parts a step is computed in (default: what is fastest).")
     ] = None,
-    precision: Annotated[Precision, typer.Option(help="Of the model.")] = Precision.BF16,
-    state_precision: Annotated[StatePrecision, typer.Option(help="Of the optimizer's states.")] = StatePrecision.FP32,
+    precision: Annotated[Precision, typer.Option(help="Precision of the model.")] = Precision.BF16,
+    state_precision: Annotated[
+        StatePrecision, typer.Option(help="Precision of the optimizer's states.")
+    ] = StatePrecision.FP32,
     optimizer: Annotated[
-        Optimizer, typer.Option(help="What makes updates of gradients; a step takes the same with both.")
+        Optimizer, typer.Option(help="The optimizer; a step takes the same time with both.")
     ] = Optimizer.ADAMW,
     clip: Annotated[bool, typer.Option(help="Clip the gradient's norm.")] = True,
     gradient_updates: Annotated[
@@ -53,18 +55,20 @@ def plan(
         ),
     ] = "auto",
     accumulation_precision: Annotated[
-        Precision, typer.Option(help="Of gradients' sums over micro-batches: fp32, or the model's.")
+        Precision, typer.Option(help="Precision of accumulated gradients: fp32, or the model's.")
     ] = Precision.FP32,
     num_validation_examples: Annotated[
         int, typer.Option(min=0, help="Examples of a validation file: evaluations take device memory, too.")
     ] = 0,
-    find: Annotated[Goal | None, typer.Option(help="Look for the extreme number for which the job fits.")] = None,
+    find: Annotated[
+        Goal | None, typer.Option(help="Search the largest or smallest number with which the job fits.")
+    ] = None,
     slack: Annotated[
         float, typer.Option(min=0, max=1, help="With --find of SSDs and RAM: how much longer a step may take.")
     ] = DEFAULT_SLACK,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline of a simulated step to this file.")] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Also tell what the systems of the papers would take (docs/papers.md).")
+        bool, typer.Option("--compare", help="Also estimate the systems of the papers (docs/papers.md).")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     home: Annotated[Path | None, typer.Option(help="The home directory; else WINDLASS_HOME, else ~/.windlass.")] = None,
@@ -91,7 +95,7 @@ def plan(
         accumulation_precision=accumulation_precision,
         gradient_updates=gradient_updates,
     )
-    # Only a terminal shows it.
+    # shown only on a terminal
     with Console(stderr=True).status("planning; some seconds, more where memory is short") as status:
         question = _question(
             settings,
@@ -135,7 +139,7 @@ def plan(
 
 
 def _settings(**asked: Any) -> WindlassSettings:
-    """What a request's object `windlass` would say, checked as there.
+    """Checks settings in the same way as a request's object `windlass`.
 
     Raises:
         CommandError: an option is wrong; the text names it and says why.
@@ -175,7 +179,7 @@ def _question(
     sequence_length: int,
     num_validation_examples: int,
 ) -> "PlanQuestion":
-    """What a job's preparation asks, so that this answers for such a job."""
+    """Makes the question that a job's preparation would send to the planner. The answer then holds for such a job."""
     os.environ.update(WAIT_POLICY)  # before torch is imported
     from windlass.planner.planning import PlanOrder, measure_as_worker, question_of
     from windlass.service.jobs import MachineResources, plan_question
@@ -200,7 +204,7 @@ def _question(
 
 
 def _config(settings: Settings, model: str, sequence_length: int) -> Any:
-    """Of transformers."""
+    """Loads the transformers config of a model's folder or of a shape's YAML file."""
     from windlass.engine.model import load_config
     from windlass.planner.profiling import config_of_shape
 
@@ -228,7 +232,10 @@ def _config(settings: Settings, model: str, sequence_length: int) -> Any:
 
 
 def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "PlanQuestion", "Planned"]:
-    """What was found, with so many parameters, for which job; 0 where nothing was looked for, or nothing fits."""
+    """Plans the job or searches for the goal. Returns the number found, its parameters, and the question and plan.
+
+    The number is 0 without a search, or if nothing fits.
+    """
     from windlass.engine.memory_estimate import DeviceNeedUnknownError
     from windlass.engine.model import UnsupportedArchitectureError
     from windlass.planner.planning import answer, find
@@ -242,7 +249,10 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
 
 
 def _job_settings(question: "PlanQuestion", found: "PlanReport") -> dict[str, Any] | None:
-    """What a request's object `windlass` needs for a job that has this plan; None where there is no such job."""
+    """Returns the settings of a job with this plan, for a request's object `windlass`.
+
+    Returns None if no such job exists.
+    """
     if found.choices is None or question.num_layers is not None:
         return None
     return {
@@ -259,7 +269,7 @@ def _job_settings(question: "PlanQuestion", found: "PlanReport") -> dict[str, An
 
 
 def _print_job_settings(job_settings: dict[str, Any], *, is_default: bool) -> None:
-    """`is_default`: nobody asked for this number of micro-batches."""
+    """Prints the command for the planned job. `is_default`: the user did not choose the number of micro-batches."""
     defaults = WindlassSettings()
     given = {name: value for name, value in job_settings.items() if value != getattr(defaults, name)}
     options = " ".join(f"--set {name}={'null' if value is None else value}" for name, value in given.items())
@@ -270,7 +280,7 @@ def _print_job_settings(job_settings: dict[str, Any], *, is_default: bool) -> No
 
 
 def _trace(question: "PlanQuestion", planned: "Planned", path: Path) -> None:
-    """The timeline of a simulated step goes to the file."""
+    """Writes the timeline of a simulated step to the file."""
     from windlass.actors.timeline import trace_of
     from windlass.planner.simulation import simulate_planned
 

@@ -1,6 +1,6 @@
 """Commands for the service as a whole: up, down, status, doctor.
 
-Each imports what it alone needs: most commands only talk to the service, and shall start at once.
+Each command imports only the modules that it needs. Most commands only call the API and must start fast.
 """
 
 import logging
@@ -38,23 +38,26 @@ Home = Annotated[Path | None, typer.Option(help="The home directory; else WINDLA
 
 def up(
     detach: Annotated[
-        bool, typer.Option("--detach", help="Go on in the background, and return once it answers.")
+        bool, typer.Option("--detach", help="Run in the background, and return once it answers.")
     ] = False,
     port: Annotated[int | None, typer.Option(help="The port of the API and the dashboard.")] = None,
     measure: Annotated[
         bool | None,
-        typer.Option(help="Measure the machine where it was not yet, or has changed (default: the setting `measure`)."),
+        typer.Option(
+            help="Measure the machine if it was not measured or has changed (default: the setting `measure`)."
+        ),
     ] = None,
     home: Home = None,
 ) -> None:
-    """Start the service, or take up the jobs of one that was killed."""
+    """Start the service. It continues the jobs of a service that was killed."""
     if port is not None:
-        # The environment wins over the settings file, and reaches the processes that are started.
+        # An environment variable overrides the settings file, and the started processes inherit it.
         os.environ["WINDLASS_PORT"] = str(port)
-    os.environ.pop(KEY_VARIABLE, None)  # for requests only: no process of the service, and no job, is to know it
+    # only for requests of the command line; the service's processes and jobs must not see it
+    os.environ.pop(KEY_VARIABLE, None)
     settings = load_settings(home)
     measures = (settings.measure if measure is None else measure) and find_serving(settings.home) is None
-    if measures or settings.is_for_others:  # refused before anything takes time
+    if measures or settings.is_for_others:  # checks for a key before the measurement, which takes minutes
         from windlass.service.auth import prepare_database
 
         prepare_database(settings)
@@ -75,7 +78,7 @@ def up(
 
 
 def down(
-    force: Annotated[bool, typer.Option("--force", help="Also when jobs are running: they end as failed.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also end running jobs: they fail.")] = False,
     home: Home = None,
 ) -> None:
     """End the service, its Ray daemon, and with --force its running jobs."""
@@ -93,7 +96,7 @@ def down(
 
 
 def status(home: Home = None) -> None:
-    """Tell whether the service runs, and what its jobs do. Exit code 1 if it does not run."""
+    """Show whether the service runs, and the state of its jobs. Exit code 1 if it does not run."""
     settings = load_settings(home)
     serving = find_serving(settings.home)
     cluster = RayCluster(settings.home)
@@ -126,12 +129,10 @@ def status(home: Home = None) -> None:
 def doctor(
     home: Home = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Where the hardware profile goes (default: in the home).")] = None,
-    precision: Annotated[Precision, typer.Option(help="That jobs will train in: the device is measured in it.")] = (
-        Precision.BF16
-    ),
+    save: Annotated[Path | None, typer.Option(help="The file of the hardware profile (default: in the home).")] = None,
+    precision: Annotated[Precision, typer.Option(help="Precision in which the device is measured.")] = (Precision.BF16),
 ) -> None:
-    """Show what this machine has for jobs, and measure what it does: device, link, memory, optimizer, SSDs."""
+    """Show this machine's resources, and measure its device, link, memory, optimizer and SSDs."""
     from windlass.service.machine import check_limits
 
     settings = load_settings(home)
@@ -189,12 +190,12 @@ def _of(free_nbytes: int, total_nbytes: int) -> str:
 
 
 def _leave_ray_to_jobs(settings: Settings) -> None:
-    """The end of a service in the foreground: Ray stays where jobs train on it."""
+    """Ends a service in the foreground. Ray keeps running if jobs train on it."""
     from windlass.service.processes import running_jobs
 
     if jobs := running_jobs(settings):
         print(
-            f"training goes on without the service: {told_jobs(jobs)}; `windlass up` takes it up again, "
+            f"training continues without the service: {told_jobs(jobs)}; `windlass up` attaches to it again, "
             "`windlass down --force` ends it"
         )
     else:

@@ -1,10 +1,10 @@
-"""Columns of text for the terminal, never cut: ids are for copying."""
+"""Columns of text for the terminal. They are never truncated, because users copy ids from them."""
 
 from collections.abc import Sequence
 
 
 def print_columns(rows: Sequence[Sequence[object]]) -> None:
-    """Print rows with their cells below each other, and no spaces at the ends, which would wrap on narrow terminals."""
+    """Prints rows in aligned columns, without trailing spaces, because these would wrap on narrow terminals."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     for row in cells:

@@ -1,4 +1,4 @@
-"""Commands for webhooks: who is told how jobs end."""
+"""Commands for webhooks: HTTP calls to a URL when jobs end."""
 
 from datetime import datetime
 from typing import Annotated, Any
@@ -10,43 +10,43 @@ from windlass.service.cli.table import print_columns
 from windlass.service.installation import load_settings, open_client
 
 _PREFIX = "fine_tuning.job."
-_Id = Annotated[str, typer.Argument(metavar="WEBHOOK", help="As `windlass webhooks list` shows it.")]
+_Id = Annotated[str, typer.Argument(metavar="WEBHOOK", help="The webhook's id, as `windlass webhooks list` shows it.")]
 
 
 def create(
-    url: Annotated[str, typer.Argument(help="What is asked: https://…")],
-    name: Annotated[str | None, typer.Option(help="What it is called in lists (default: its URL).")] = None,
+    url: Annotated[str, typer.Argument(help="The URL to call: https://…")],
+    name: Annotated[str | None, typer.Option(help="The webhook's name in lists (default: its URL).")] = None,
     event: Annotated[
         list[str] | None,
-        typer.Option(help="Told of what: succeeded, failed, cancelled; may be repeated (default: all)."),
+        typer.Option(help="An event to send: succeeded, failed or cancelled; may be repeated (default: all)."),
     ] = None,
     home: Home = None,
 ) -> None:
-    """Have somebody told how jobs end; prints the secret that requests are signed with, this once only."""
+    """Call a URL whenever a job ends; prints the secret that signs the calls, only this once."""
     with open_client(load_settings(home)) as client:
         types = [_PREFIX + each for each in event] if event else client.webhook_event_types()
         made = client.create_webhook(name=name or url[:255], url=url, event_types=types)
     print(made["signing_secret"])
-    # Beside the output: that is the secret alone, for scripts.
-    typer.echo(f"{made['id']} is told of {_short(made)}. Keep the secret: it is not shown again.", err=True)
+    # To stderr, so that a script reads only the secret.
+    typer.echo(f"{made['id']} receives {_short(made)}. Keep the secret: it is not shown again.", err=True)
 
 
 def list_(home: Home = None) -> None:
-    """List who is told, and how the last delivery went."""
+    """List webhooks, with the result of the last delivery."""
     with open_client(load_settings(home)) as client:
         found = [client.webhook(each["id"]) for each in client.webhooks()]
     if not found:
-        print("nobody is told how jobs end; `windlass webhooks create` changes that")
+        print("no webhooks yet; make one with `windlass webhooks create`")
         return
     rows = [(each["id"], each["name"], each["url"], _short(each), _last_delivery(each)) for each in found]
-    print_columns([("webhook", "name", "url", "told of", "last delivery"), *rows])
+    print_columns([("webhook", "name", "url", "events", "last delivery"), *rows])
     for each in found:
         if remark := each["windlass"].get("signing_secret_error"):
             print(f"! {remark}")
 
 
 def send_sample(webhook: _Id, home: Home = None) -> None:
-    """Send a sample now."""
+    """Send a sample event now."""
     with open_client(load_settings(home)) as client:
         event_type = client.webhook(webhook)["event_types"][0]
         answered = client.test_webhook(webhook, event_type)
@@ -54,7 +54,7 @@ def send_sample(webhook: _Id, home: Home = None) -> None:
 
 
 def delete(webhook: _Id, home: Home = None) -> None:
-    """Tell somebody no more, also not of what was to be delivered."""
+    """Delete a webhook and its pending deliveries."""
     with open_client(load_settings(home)) as client:
         client.delete_webhook(webhook)
     print(f"{webhook} is deleted")

@@ -1,4 +1,4 @@
-"""The data that users leave on this installation: sizes, deletion, backups."""
+"""The stored data of this installation: disk usage, deletion and backups."""
 
 from windlass.exports import lazy_exports
 

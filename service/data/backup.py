@@ -1,7 +1,8 @@
-"""Copies of a home, taken while the service runs, and homes made of them.
+"""Backups of a home, made also while the service runs, and homes restored from them.
 
-The database first, then journals, then models and files: what a row or a record speaks of was there before it. What was
-deleted while the copy was made is forgotten when a home is made of it. Model states on SSDs are no part of it.
+The database is copied first, then journals, then models and files. So everything that a row or a record names existed
+before the row. Objects deleted during the copy are removed from the database when a home is restored. Backups contain
+no model states on SSDs.
 """
 
 import json
@@ -35,32 +36,34 @@ _FORMAT = 1
 _MANIFEST = "backup.json"
 _HOME = "home"
 _DATABASE = "windlass.db"
-# Of the home: what is made anew, what means or opens the processes that run now, and what is copied by other means.
+# Entries of the home that a backup omits. They are rebuilt, or belong to running processes, or are copied in another
+# way.
 _LEFT_OUT = (_DATABASE, f"{_DATABASE}-wal", f"{_DATABASE}-shm", "logs", "kernels", "ray.json", TOKEN_FILE)
-# Anywhere: what processes hold, and what is half written or half removed.
+# Suffixes omitted in any folder: locks, and files that are partly written or partly removed.
 _LEFT_OUT_SUFFIXES = (".lock", ".part", ".partial", ".deleted")
-_FIRST = "jobs"  # their journals name models that must be found after them
+_FIRST = "jobs"  # copied first, because journals name models that must be copied after them
 
 
 class BackupError(ReportedError):
-    """A backup can't be made, or no home can be made of it."""
+    """A backup cannot be made, or no home can be restored from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """What was made."""
+    """A new backup or home."""
 
     home: Path
     nbytes: int
-    remarks: tuple[str, ...]  # what people have to know of it
+    remarks: tuple[str, ...]  # notes for the user
 
 
 def make_backup(
     settings: Settings, destination: Path, *, with_base_models: bool = True, with_local_key: bool = False
 ) -> Copied:
-    """Copy the home of these settings to a folder, which appears when it is whole. Raises BackupError.
+    """Copies a home to a folder, which appears only when the copy is complete. Raises BackupError.
 
-    `with_local_key`: also the API key of this machine's command line, which opens the service to whoever reads it.
+    `with_local_key`: also copies the API key of this machine's command line. Every reader of the backup can then use
+    the service.
     """
     if not settings.home.is_dir():
         raise BackupError(f"there is no home {settings.home}")
@@ -98,7 +101,7 @@ def make_backup(
 
 
 def restore_backup(source: Path, home: Path | None = None) -> Copied:
-    """Make a home, where there is none, of a backup, with a schema for this version. Raises BackupError."""
+    """Makes a new home from a backup and upgrades its database to this version. Raises BackupError."""
     about, home = _read_manifest(source), place_of_home(home)
     if home.exists() and any(home.iterdir()):
         raise BackupError(f"{home} is not empty; move it away first, or choose another with --home")
@@ -124,7 +127,10 @@ def restore_backup(source: Path, home: Path | None = None) -> Copied:
 
 @contextmanager
 def _new_folder(destination: Path, outside: Path | None = None) -> Iterator[Path]:
-    """A folder that gets its name when the block ends, and is gone when that raises."""
+    """Yields a temporary folder.
+
+    It is renamed to `destination` at the end of the `with` block, or deleted if the block raises.
+    """
     destination = destination.expanduser().absolute()
     if destination.exists():
         raise BackupError(f"{destination} exists already; choose a new folder")
@@ -149,7 +155,7 @@ def _sqlite_path(settings: Settings) -> Path | None:
 
 
 def _copy_sqlite(source: Path, target: Path) -> None:
-    """As it is at one moment, whoever writes to it."""
+    """Copies a consistent state of the database, also while other processes write to it."""
     if not source.is_file():
         raise BackupError(f"there is no database {source}; nothing was ever stored here")
     target.touch(mode=0o600)
@@ -175,7 +181,7 @@ def _copy_home(home: Path, target: Path, left_out: set[Path]) -> int:
 
 
 def _copy_any(source: Path, target: Path, is_left_out: Callable[[Path], bool]) -> int:
-    """What is removed meanwhile is left out: a folder as a whole."""
+    """Copies a file, a link or a folder, and returns the bytes. The caller handles a path that vanishes meanwhile."""
     mode = source.lstat().st_mode
     if stat.S_ISLNK(mode):
         target.symlink_to(source.readlink())
@@ -196,7 +202,7 @@ def _copy_tree(source: Path, target: Path, is_left_out: Callable[[Path], bool]) 
             continue
         try:
             nbytes += _copy_any(path, target / path.name, is_left_out)
-            path.lstat()  # it is still there, and what was copied is all of it
+            path.lstat()  # raises FileNotFoundError if it was removed during the copy
         except FileNotFoundError:
             _forget(target / path.name)
     shutil.copystat(source, target)
@@ -210,7 +216,7 @@ def _forget(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# --- what a new home needs --------------------------------------------------------------------------------------------
+# --- preparing a restored home ----------------------------------------------------------------------------------------
 
 
 def _read_manifest(source: Path) -> dict[str, Any]:
@@ -227,7 +233,7 @@ def _read_manifest(source: Path) -> dict[str, Any]:
 
 
 def _settle(settings: Settings, about: dict[str, Any]) -> list[str]:
-    """Make the database agree with what was copied; what people have to know."""
+    """Makes the database agree with the copied files. Returns notes for the user."""
     is_own = about["has_database"]
     if is_own and _sqlite_path(settings) != settings.home / _DATABASE:
         raise BackupError(
@@ -253,7 +259,7 @@ def _settle(settings: Settings, about: dict[str, Any]) -> list[str]:
 
 
 def _forget_what_is_not_there(database: Database, settings: Settings) -> None:
-    """It was deleted after the database was copied."""
+    """Removes the rows of files and checkpoints that were deleted after the database was copied."""
     with database.write() as session:
         files = FileRepository(session)
         for file_id in files.all_ids():
@@ -263,7 +269,10 @@ def _forget_what_is_not_there(database: Database, settings: Settings) -> None:
 
 
 def _raise_attempts(database: Database, settings: Settings) -> list[str]:
-    """Unfinished jobs. Attempts that were begun after the database was copied count, wherever they left a trace."""
+    """Raises the attempts of unfinished jobs to the last ones seen in journals or on SSDs. Returns the jobs' ids.
+
+    Attempts may have begun after the database was copied.
+    """
     with database.read() as session:
         jobs = JobRepository(session).with_status(*ACTIVE_STATUSES, node=node_of(settings.home))
     on_ssds = last_attempts(settings)

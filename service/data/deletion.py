@@ -1,4 +1,7 @@
-"""What may be deleted: by people, and by the retention settings. What an unfinished job needs stays."""
+"""Deletion of jobs, files and models, by users and by the retention settings.
+
+Data that an unfinished job needs stays.
+"""
 
 import logging
 import shutil
@@ -29,16 +32,19 @@ _MAX_NAMED = 3
 _DOOMED = ".deleted"
 
 
-# --- rows, within the caller's transaction; `only_of`: the user whose jobs alone may be named -------------------------
+# --- rows, in the caller's transaction; `only_of`: the only user whose jobs an error may name
+# --------------------------
 
 
 def delete_job(
     session: Session, settings: Settings, job: Job, *, with_model: bool = False, only_of: str | None = None
 ) -> None:
-    """Delete a finished job with its events, checkpoints and result files; the dispatcher removes what is on disks.
+    """Deletes a finished job with its events, checkpoints and result files.
 
-    Its model stays unless `with_model`. Raises ApiError where the job is not finished, a process of it still lives, or
-    what would go is in use.
+    The dispatcher then removes its data from the disks.
+
+    Its model stays unless `with_model`. Raises ApiError if the job is not finished, one of its processes still lives,
+    or its model or checkpoints are in use.
     """
     if job.status in ACTIVE_STATUSES:
         raise ApiError(
@@ -65,14 +71,14 @@ def delete_job(
 
 
 def delete_file(session: Session, settings: Settings, file_id: str, *, only_of: str | None = None) -> Removal:
-    """Delete a file; `carry_out` must follow. Raises NotFound, and ApiError where an unfinished job needs it."""
+    """Deletes a file; `carry_out` must follow. Raises NotFound, and ApiError if an unfinished job needs the file."""
     node = FileRepository(session, only_of).delete(file_id)
     _refuse_if_used(f"file {file_id}", JobRepository(session).active_using_file(file_id), only_of, code="file_in_use")
     return DeletionRepository(session).doom(RemovalKind.FILE, file_id, node or node_of(settings.home))
 
 
 def delete_model(session: Session, settings: Settings, model: str, *, only_of: str | None = None) -> Removal:
-    """Delete a fine-tuned model or a checkpoint; `carry_out` must follow. Raises ApiError where it is in use."""
+    """Deletes a fine-tuned model or a checkpoint; `carry_out` must follow. Raises ApiError if it is in use."""
     _refuse_if_used(f"model {model!r}", JobRepository(session).active_using_models([model]), only_of, "model_in_use")
     _refuse_if_its_job_needs_it(session, model)
     EventRepository(session).remove_checkpoint(model)
@@ -82,7 +88,7 @@ def delete_model(session: Session, settings: Settings, model: str, *, only_of: s
 
 
 def refuse_if_it_may_go(session: Session, model: str) -> None:
-    """Raise ApiError for a checkpoint that the job which made it may remove, as it still trains."""
+    """Raises ApiError for a checkpoint of a job that still trains and may remove it."""
     job = _job_of(session, model)
     if job is None or job.status not in ACTIVE_STATUSES:
         return
@@ -125,11 +131,14 @@ def _job_of(session: Session, model: str) -> Job | None:
     return None if prefix is None else JobRepository(session).by_prefix(prefix)
 
 
-# --- disks, once that is committed ------------------------------------------------------------------------------------
+# --- disks, after the transaction is committed ------------------------------------------------------------------------
 
 
 def carry_out(database: Database, settings: Settings, removal: Removal) -> bool:
-    """Remove a deleted file or model from the disk; where that fails, the dispatcher of its home tries again."""
+    """Removes a deleted file or model from the disk.
+
+    If that fails, the home's dispatcher retries. Returns whether it succeeded.
+    """
     if removal.node != node_of(settings.home):
         return False
     try:
@@ -146,9 +155,9 @@ def carry_out(database: Database, settings: Settings, removal: Removal) -> bool:
 
 
 def remove_deleted_job(database: Database, settings: Settings, job: DeletedJob) -> bool:
-    """Remove what a deleted job has in this home and on its SSDs. False if a process of its last attempt lives.
+    """Removes a deleted job's data from this home and its SSDs. Returns False if a process of its last attempt lives.
 
-    Raises OSError where something cannot be removed; what is left can be removed later.
+    Raises OSError if some data cannot be removed. A later call removes the rest.
     """
     folder, model = job_dir(settings, job.id), settings.fine_tuned_dir / job.model
     if not close_attempt(folder, Attempt(job.attempt)):
@@ -165,7 +174,7 @@ def remove_deleted_job(database: Database, settings: Settings, job: DeletedJob) 
 
 
 def _checkpoints_beside(model: Path) -> list[Path]:
-    """Also those whose removal was begun."""
+    """Lists the checkpoints of a model, also those whose removal has begun."""
     found = []
     for folder in model.parent.iterdir() if model.parent.is_dir() else ():
         name = folder.name.removeprefix(".").removesuffix(_DOOMED)
@@ -175,9 +184,9 @@ def _checkpoints_beside(model: Path) -> list[Path]:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Under another name first, so that nobody meets half of it."""
+    """Renames the folder before its removal, so that no process reads a partly removed folder."""
     doomed = folder.with_name(f".{folder.name}{_DOOMED}")
-    _remove_tree(doomed)  # of a process that was killed in here
+    _remove_tree(doomed)  # left by a process that was killed during a removal
     with suppress(FileNotFoundError):
         folder.rename(doomed)
     _remove_tree(doomed)
@@ -185,5 +194,5 @@ def _remove_folder(folder: Path) -> None:
 
 def _remove_tree(folder: Path) -> None:
     while folder.exists():
-        with suppress(FileNotFoundError):  # another process removes it as well
+        with suppress(FileNotFoundError):  # another process may remove it at the same time
             shutil.rmtree(folder)

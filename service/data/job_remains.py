@@ -1,4 +1,4 @@
-"""What a job has on this machine besides its record: model states on the SSDs, an arena, half-written exports."""
+"""A job's data on this machine besides its rows: model states on SSDs, an arena, incomplete exports."""
 
 import logging
 import os
@@ -24,26 +24,27 @@ _Result = TypeVar("_Result")
 
 
 def output_dir(settings: Settings, job: Job) -> Path:
-    """Where a job's model goes; its checkpoints go beside it."""
+    """Returns the folder of a job's model. The job's checkpoints lie beside it."""
     model = fine_tuned_model_id(job.model, job.suffix, job.id)
     return model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
 
 
 def jobs_with_states(settings: Settings) -> set[JobId]:
-    """Jobs that hold space on an SSD."""
+    """Returns the jobs that hold space on an SSD."""
     return {job for allocations in _on_each_volume(settings, Volume.allocations) for job in allocations}
 
 
 def states_nbytes(settings: Settings) -> dict[str, int]:
-    """What the states of each job occupy on all SSDs that are there, in bytes."""
+    """Returns the bytes that each job's states occupy on all SSDs that are present."""
     totals: Counter[str] = Counter()
-    for held in _on_each_volume(settings, _held_nbytes, level=logging.DEBUG):  # whoever asks may not be where they are
+    # an SSD may be absent; that is no news here, so it is not logged as a warning
+    for held in _on_each_volume(settings, _held_nbytes, level=logging.DEBUG):
         totals.update(held)
     return dict(totals)
 
 
 def last_attempts(settings: Settings) -> dict[str, int]:
-    """The last attempt at each job whose states lie on SSDs that are there, as the states know."""
+    """Returns the last attempt of each job with states on the present SSDs, as the states record it."""
     found: dict[str, int] = {}
     for known in _on_each_volume(
         settings, lambda volume: {job: last_attempt(volume, job) for job in volume.allocations()}
@@ -54,16 +55,15 @@ def last_attempts(settings: Settings) -> dict[str, int]:
 
 
 def remove_states(settings: Settings, job: Job) -> None:
-    """Free the SSD and disk space of a job that is over and whose processes are gone.
+    """Frees the SSD and disk space of an ended job whose processes are gone.
 
-    The runner has done so unless it was killed. What lies on an SSD that is not there now is freed when the next
-    dispatcher starts and finds it.
+    The runner has done so unless it was killed. If an SSD is absent, the next dispatcher that finds it frees the space.
     """
     free_space(settings, JobId(job.id), output_dir(settings, job))
 
 
 def free_space(settings: Settings, job: JobId, target: Path) -> None:
-    """The same of a job of which no more is known. `target`: where its model goes."""
+    """Frees the SSD and disk space of a job whose row is gone. `target`: the folder of its model."""
     free_states(settings, job)
     try:
         remove_partial_folders(target, and_checkpoints=True)
@@ -72,25 +72,28 @@ def free_space(settings: Settings, job: JobId, target: Path) -> None:
 
 
 def free_states(settings: Settings, job: JobId) -> None:
-    """Free what a job holds on SSDs that are there."""
+    """Frees a job's states on the present SSDs."""
     _on_each_volume(settings, lambda volume: TensorStore.delete(volume, job))
 
 
 def remove_arenas() -> None:
-    """Free the shared memory of runners that are gone."""
+    """Frees the shared memory of runners that are gone."""
     remove_leftovers(ARENA_DIR)
 
 
 def _on_each_volume(
     settings: Settings, act: Callable[[Volume], _Result], *, level: int = logging.WARNING
 ) -> list[_Result]:
-    """What `act` gives for every SSD that can be opened; the others are logged. Makes no volume where there is none."""
+    """Calls `act` for every SSD that can be opened, and returns the results. Other SSDs are logged.
+
+    It never creates a volume.
+    """
     results: list[_Result] = []
     for path in settings.ssd_dirs:
         try:
             if not has_volume(path):
                 continue
-            # No states are moved from here, so it does not matter whether the file system takes O_DIRECT.
+            # No states are read or written here, so O_DIRECT is not needed.
             volume = Volume.open(path, direct=False)
             try:
                 results.append(act(volume))
@@ -110,7 +113,7 @@ def _held_nbytes(volume: Volume) -> dict[str, int]:
 
 
 def has_volume(path: Path) -> bool:
-    """Whether an SSD carries a trace of a volume: opening would make one of a blank directory or device."""
+    """Returns whether an SSD holds a volume. Opening a volume would create one in an empty directory or device."""
     try:
         fd = os.open(path if is_block_device(path) else path / VOLUME_FILE, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,1 +1,1 @@
-"""`make demo`: a small model, data, and a fine-tune of it over REST."""
+"""`make demo`: a small model, its data, and a fine-tuning job over REST."""

@@ -1,4 +1,4 @@
-"""`make demo`: the whole of windlass once, from nothing to a fine-tuned model. `python -m windlass.service.demo`"""
+"""`make demo`: a complete run of windlass, from nothing to a fine-tuned model. `python -m windlass.service.demo`"""
 
 import argparse
 import os
@@ -35,7 +35,7 @@ _QUESTION = "What does the function json.dumps do?"
 
 
 def main() -> None:
-    """Make data and a model, start the service, train over REST, and show what came of it."""
+    """Makes data and a model, starts the service, trains over REST, and shows the result."""
     parser = argparse.ArgumentParser(description="Train a small model through the whole of windlass.")
     parser.add_argument("--home", type=Path, default=Path(".demo"), help="where everything goes")
     parser.add_argument("--num-train", type=int, default=_NUM_TRAIN, help="training examples")
@@ -96,7 +96,7 @@ def _start_service(settings: Settings) -> str:
         command = [str(Path(sys.executable).with_name("windlass")), "up", "--detach", "--home", str(settings.home)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            for line in process.stdout:  # the first time the machine is measured
+            for line in process.stdout:  # the machine is measured at the first start
                 print(f"      {line}", end="", flush=True)
         serving = find_serving(settings.home)
     if serving is None:
@@ -105,7 +105,7 @@ def _start_service(settings: Settings) -> str:
 
 
 def _show_plan(client: ServiceClient, job_id: str) -> None:
-    """What was planned before the job was queued."""
+    """Prints the plan that was made before the job was queued."""
     while client.job(job_id)["status"] == "validating_files":
         time.sleep(0.5)
     try:

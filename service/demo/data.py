@@ -1,4 +1,4 @@
-"""Real text that every machine has: questions and answers from the docstrings of Python's standard library."""
+"""Demo data that every machine has: questions and answers from the docstrings of Python's standard library."""
 
 import ast
 import json
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Folders of the standard library that are programs or tests, not an interface that people ask about.
+# Folders of the standard library that are programs or tests, not public interfaces.
 _SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "ensurepip", "turtledemo"}
 _SHORTEST, _LONGEST = 30, 160  # characters of an answer
 
 
 def write_demo_files(train: Path, validation: Path, *, num_train: int, num_validation: int) -> None:
-    """Writes two chat files. The same machine always gets the same ones."""
+    """Writes two chat files. The same machine always gets the same files."""
     examples = sorted(_pairs())
     random.Random(0).shuffle(examples)
     if len(examples) < num_train + num_validation:
@@ -45,7 +45,7 @@ def _pairs() -> Iterator[tuple[str, str]]:
 
 
 def _of_node(node: Any, name: str, module: str) -> Iterator[tuple[str, str]]:
-    """The question about one module, class or function, and about all inside it."""
+    """Yields the question about a module, class or function, and those about all definitions inside it."""
     docstring = ast.get_docstring(node)
     answer = " ".join((docstring or "").split("\n\n")[0].split())
     if _SHORTEST <= len(answer) <= _LONGEST and answer.isascii():

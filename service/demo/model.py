@@ -1,4 +1,4 @@
-"""A small model and its tokenizer, made on the spot for the demo, and a look at what training did to it."""
+"""The demo's small model and tokenizer, and measurements of the model before and after training."""
 
 import json
 from collections.abc import Iterator
@@ -72,7 +72,10 @@ def _contents(text_file: Path) -> Iterator[str]:
 
 
 def measure_loss(model_dir: Path, file: Path) -> float:
-    """Mean loss of a model over the answers of a chat file, by transformers alone: no part of windlass computes it."""
+    """Returns a model's mean loss over the answers of a chat file.
+
+    Only transformers computes it, no part of windlass.
+    """
     model, tokenizer = _load(model_dir)
     renderer = ChatRenderer(tokenizer)
     loss_sum, num_targets = 0.0, 0
@@ -94,7 +97,7 @@ def measure_loss(model_dir: Path, file: Path) -> float:
 
 
 def answer(model_dir: Path, question: str, *, max_new_tokens: int = 48) -> str:
-    """What the model of a folder answers, greedily."""
+    """Generates a model's answer with greedy decoding."""
     model, tokenizer = _load(model_dir)
     messages = [{"role": "user", "content": question}]
     encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -1,4 +1,4 @@
-"""The process that brings jobs from queued to done: queue, launch, outcomes, leases."""
+"""The dispatcher: the process that takes jobs from queued to done, with queue, launch, outcomes and leases."""
 
 from windlass.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""What this box has for jobs, what they have taken of it, and what a job takes by its plan."""
+"""The capacity of this machine, its parts in use by jobs, and the demand of a job by its plan."""
 
 import logging
 from collections import defaultdict
@@ -20,63 +20,64 @@ from windlass.storage.ssd import UNIT_NBYTES, Calibration, Volume, device_nbytes
 
 _LOG = logging.getLogger(__name__)
 
-# Resources besides the disks, which go by a path.
+# Names of resources. Each disk's name is its path.
 DEVICES = "devices"
-HOST_MEMORY = "host memory"  # by what plans count, of what was measured
-BUFFERS = "buffers"  # in shared memory, of what is free now
+HOST_MEMORY = "host memory"  # as plans count it, of the measured memory
+BUFFERS = "buffers"  # in shared memory, of the memory that is free now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a job takes by its plan. What nobody knows is 0."""
+    """The resources that a job takes by its plan. An unknown amount is 0."""
 
-    host_nbytes: int = 0  # buffers, processes, and without a GPU what the device holds
+    host_nbytes: int = 0  # buffers and processes, and the device's memory if the device is the CPU
     buffers_nbytes: int = 0
     ssd_nbytes: int = 0  # on all SSDs together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdSpace:
-    """One entry of `ssd_dirs`."""
+    """The space on one entry of `ssd_dirs`."""
 
-    disk: str  # the same for those that share one
+    disk: str  # equal for entries on the same disk
     free_nbytes: int
-    rate: float | None = None  # bytes a second, as it was measured
-    held: Mapping[str, int] = field(default_factory=dict)  # by job
+    rate: float | None = None  # measured bytes per second
+    held: Mapping[str, int] = field(default_factory=dict)  # bytes by job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineCapacity:
-    """What there is now."""
+    """The capacity of this machine at one moment."""
 
-    host_nbytes: int | None = None  # as it was measured with no job on it; None: it was not
-    room_nbytes: int  # for buffers in shared memory
-    buffers: Mapping[str, int] = field(default_factory=dict)  # that are there, or are being made, by job
-    ssds: Sequence[SsdSpace] = ()  # none where one of them cannot be looked at
+    host_nbytes: int | None = None  # measured without any job; None: not measured
+    room_nbytes: int  # bytes for buffers in shared memory
+    # bytes of existing buffers, or of those being made, by job
+    buffers: Mapping[str, int] = field(default_factory=dict)
+    ssds: Sequence[SsdSpace] = ()  # empty if one of them cannot be read
 
     def has(self, machinery: MachineResources, holders: Collection[str]) -> Amounts:
-        """All of each resource: what is free, and what these jobs have taken."""
+        """Returns the total of each resource: the free amount and the amounts of the jobs `holders`."""
         found = {DEVICES: machinery.num_devices, BUFFERS: self.room_nbytes}
         found[BUFFERS] += sum(self.buffers.get(job_id, 0) for job_id in holders)
         if self.host_nbytes is not None:
             found[HOST_MEMORY] = self.host_nbytes
-        for ssd in self.ssds:  # what is free is the disk's, whatever lies on it
+        for ssd in self.ssds:  # several entries may share a disk, whose free space counts once
             found[ssd.disk] = ssd.free_nbytes
         for ssd in self.ssds:
             found[ssd.disk] += sum(ssd.held.get(job_id, 0) for job_id in holders)
         return found
 
     def takes(self, job_id: str, demand: Demand) -> Amounts:
-        """Of a job that has its part of the box, or is about to take it."""
+        """Returns the amounts of a job that holds resources or is about to acquire them."""
         buffers = max(self.buffers.get(job_id, 0), demand.buffers_nbytes)
         return {**_memory(demand, buffers), **self._disks(demand, job_id, of_its_own=True)}
 
     def keeps(self, job_id: str, demand: Demand) -> Amounts:
-        """... and of that, what a paused one keeps."""
+        """Returns the amounts that a job keeps while it is paused."""
         return self._disks(demand, job_id, of_its_own=True)
 
     def needs(self, job_id: str, demand: Demand) -> Amounts:
-        """Of a job that waits. States that lie on an SSD already are not free there."""
+        """Returns the amounts that a waiting job still needs. They exclude its states that already lie on an SSD."""
         return {**_memory(demand, demand.buffers_nbytes), **self._disks(demand, job_id, of_its_own=False)}
 
     def _disks(self, demand: Demand, job_id: str, *, of_its_own: bool) -> Amounts:
@@ -95,7 +96,7 @@ class MachineCapacity:
 
 
 def demand_of(found: dict[str, Any] | None, *, budget_nbytes: int | None, is_cpu: bool) -> Demand:
-    """By a plan (`job_plans.load_plan`); without one, the budget of buffers that the job was given, if it was."""
+    """Returns the demand of a plan (`load_plan`). Without a plan, it is the job's budget of buffers, if it has one."""
     if found is None:
         return Demand(buffers_nbytes=budget_nbytes or 0)
     peaks = {name: int(gib * GIB) for name, gib in (found["plan"].get("peak_gib") or {}).items()}
@@ -107,7 +108,7 @@ def demand_of(found: dict[str, Any] | None, *, budget_nbytes: int | None, is_cpu
 
 
 def look_at_box(settings: Settings) -> MachineCapacity:
-    """This one, as it is now."""
+    """Reads this machine's current capacity."""
     hardware = measured_hardware(settings)
     return MachineCapacity(
         host_nbytes=None if hardware is None else int(hardware.host.memory_gib * GIB),
@@ -123,7 +124,7 @@ def _ssds(paths: Sequence[Path]) -> Sequence[SsdSpace]:
     for path in paths:
         try:
             found.append(_ssd(path, names.setdefault(disk_of(path), str(path))))
-        except (OSError, StoreError, ValueError) as error:  # a job that needs it is told by its runner
+        except (OSError, StoreError, ValueError) as error:  # the job's runner reports it
             _LOG.debug("SSD %s cannot be looked at: %s", path, error)
             return ()
     return found
@@ -133,13 +134,14 @@ def _ssd(path: Path, disk: str) -> SsdSpace:
     if not has_volume(path):
         free_nbytes = device_nbytes(path) if is_block_device(path) else directory_free_nbytes(path)
         return SsdSpace(disk=disk, free_nbytes=free_nbytes)
-    # No states are moved from here, so it does not matter whether the file system takes O_DIRECT.
+    # No states are read or written here, so O_DIRECT is not needed.
     volume = Volume.open(path, direct=False)
     try:
         held = {
             str(job): UNIT_NBYTES * sum(part.count for part in each.taken) for job, each in volume.allocations().items()
         }
-        # In a file: without giving back what a killed process left, which needs no look.
+        # In a file, the space of a killed process is not reclaimed, because reading the free space must not change the
+        # volume.
         free_nbytes = volume.free_nbytes() if is_block_device(path) else directory_free_nbytes(path)
         return SsdSpace(disk=disk, free_nbytes=free_nbytes, rate=_rate(volume), held=held)
     finally:

@@ -1,7 +1,7 @@
-"""Brings jobs from accepted to finished: prepares them, gives them a device in turn, and takes in what runners tell.
+"""Takes jobs from accepted to finished: prepares them, launches them in turn, and imports the records of their runners.
 
-The database is the one authority. Whatever this process remembers besides it can be lost at any time: a new one goes
-on from the tables, the jobs' journals and the runners that are still there.
+The database is the only authority. This process may lose its own memory at any time: a new dispatcher continues from
+the tables, the jobs' journals and the running runners.
 """
 
 import functools
@@ -61,15 +61,15 @@ from windlass.storage.sql.repositories import DeletionRepository, EventRepositor
 
 _LOG = logging.getLogger(__name__)
 
-# What a runner is told that has only just begun.
+# Request to end a runner that has only just begun, for a job of higher priority.
 _CUT_SHORT = "make room at once"
-# How long a runner that was asked to end may take before it is asked again.
+# Time after which a runner is requested again to end.
 _TELL_AGAIN_S = 10.0
-# How long a runner whose attempt is over may take to close its files and to end its other actors.
+# Time for a runner whose attempt is over to close its files and end its other actors.
 _KILL_AFTER_S = 180.0
-# How long those may outlive their runner; Ray ends them with it.
+# Time for the other actors to outlive their runner; Ray ends them with it.
 _KILL_ORPHANS_AFTER_S = 5.0
-# How long a runner may give no sign of life, of which it gives one a second.
+# Time without a sign of life after which a runner counts as hung. It gives a sign every second.
 _SILENT_S = 60.0
 _HANGS = f"its runner hung: it gave no sign of life for {_SILENT_S:g} s"
 _LOST = (
@@ -78,7 +78,7 @@ _LOST = (
 )
 
 
-# For how long after the home's disk was full a runner that is gone is taken to have died of that.
+# If the home's disk was full within this time, a lost runner counts as a victim of the full disk.
 _FULL_LATELY_S = 30.0
 _ROOM_AGAIN = "There is room on the disk again"
 _GOES_ON_WITHOUT_ROOM = "The job goes on, though the disk is still nearly full"
@@ -86,15 +86,15 @@ _GOES_ON_WITHOUT_ROOM = "The job goes on, though the disk is still nearly full"
 
 @dataclass(slots=True, kw_only=True)
 class _Over:
-    """An attempt that is over, until the job's next attempt begins or nothing is left of the job."""
+    """An ended attempt, watched until the job's next attempt begins or the job's space is freed."""
 
     attempt: Attempt
     kill_at: float
-    is_gone: bool = False  # its processes, so that what they held is free
+    is_gone: bool = False  # the attempt's processes are gone, so that their resources are free
 
 
 class Dispatcher:
-    """One pass after the other over all unfinished jobs; nothing in it blocks for long."""
+    """Passes repeatedly over all unfinished jobs. No step of a pass blocks for long."""
 
     def __init__(
         self,
@@ -140,18 +140,19 @@ class Dispatcher:
             memory=preparation_memory,
         )
         self._readers: dict[str, JournalReader] = {}  # of running jobs
-        self._over: dict[str, _Over] = {}  # the last attempts of jobs that have just ended, or wait for another one
-        self._told: dict[str, tuple[str, float]] = {}  # what the runner of a job that is to end was told last, and when
-        self._signs: dict[str, tuple[int | None, float]] = {}  # the last sign of life of a job's runner, and since when
-        self._full = (-math.inf, -math.inf)  # since when the home's disk was full, and when it was so last
-        self._was_cut_short = False  # the last pass: what it began with may not have been done for all jobs
+        self._over: dict[str, _Over] = {}  # the last attempts of jobs that ended or wait for their next attempt
+        self._told: dict[str, tuple[str, float]] = {}  # the last request to end that a job's runner got, and its time
+        # the last sign of life of a job's runner, and the time of its first sight
+        self._signs: dict[str, tuple[int | None, float]] = {}
+        self._full = (-math.inf, -math.inf)  # when the home's disk became full, and when it was last seen full
+        self._was_cut_short = False  # the last pass raised, so some of its work is undone
 
     def tick(self) -> None:
-        """Do what can be done for every unfinished job now. What fails for one is logged and holds up no other.
+        """Makes one pass over all unfinished jobs. An error of one job is logged and does not delay the others.
 
-        Raises what SQLAlchemy does where the database cannot be used: then the next pass does what this one did not.
+        Raises SQLAlchemy's error if the database is unavailable. The next pass then does the work that is left.
         """
-        if is_out_of_room(self._settings.home):  # noted first: the database may be on the same disk
+        if is_out_of_room(self._settings.home):  # noted first, because the database may be on the same disk
             since = self._full[0] if self._was_full_lately else self._clock()
             self._full = (since, self._clock())
         was_cut_short, self._was_cut_short = self._was_cut_short, True
@@ -178,21 +179,22 @@ class Dispatcher:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether a job waits for its next step of preparation."""
+        """Returns whether any job is being prepared."""
         return bool(self._preparations.job_ids)
 
     def close(self) -> None:
-        """End the preparations, and let another dispatcher go on; runners stay."""
+        """Ends the preparations and releases the jobs to another dispatcher. Runners keep running."""
         self._preparations.drop(keep=())
         self._corrections.drop(keep=())
         self._renewals.drop(keep=())
         self._housekeeping.close()
         self._lease.give_up()
 
-    # --- what another dispatcher had in hand, or this one under another name ------------------------------------------
+    # --- jobs of an earlier dispatcher, or of this one before its lease was lost
+    # ------------------------------------------
 
     def _forget(self) -> None:
-        """What is remembered may be of jobs that were others' meanwhile."""
+        """Forgets all jobs, because other dispatchers may have held them meanwhile."""
         self._preparations.drop(keep=())
         self._corrections.drop(keep=())
         self._renewals.drop(keep=())
@@ -207,7 +209,7 @@ class Dispatcher:
                 deleted = DeletionRepository(session).deleted_job(job_id)
             if job is not None and job.status in TERMINAL_STATUSES:
                 self._await_end(job.id, job.attempt)
-            elif deleted is not None:  # this SSD was not there when it was removed
+            elif deleted is not None:  # this SSD was absent when the job was removed
                 self._await_end(job_id, deleted.attempt)
         with self._database.read() as session:
             doomed = DeletionRepository(session).jobs_to_remove(self._lease.node)
@@ -225,11 +227,11 @@ class Dispatcher:
     # --- running jobs -----------------------------------------------------------------------------------------------
 
     def _watch(self, job: Job) -> None:
-        # Asked before the journal is read: a runner that has ended by now wrote its outcome before.
+        # The runner is checked before the journal is read, because an ended runner has already written its outcome.
         alive = self._runners.is_alive(JobId(job.id), Attempt(job.attempt))
         hangs = alive and self._is_silent(job)
         lost = _HANGS if hangs else self._why_lost()
-        if alive:  # whatever becomes of it, the journal is read
+        if alive:  # an error in this request must not keep the journal from being read
             self._guarded(about(job.id, job.attempt), self._tell_to_end, job)
         reader = self._readers.pop(job.id, None) or open_journal(self._settings, job)
         records = reader.read_new()
@@ -252,7 +254,7 @@ class Dispatcher:
             self._tell_full(job)
         else:
             self._explain_room(job, why_it_waits_for_room(self._settings, job))
-            # Not kept if anything above failed: what was not imported must be read again.
+            # Not kept if an error occurred above, because unimported records must be read again.
             self._readers[job.id] = reader
 
     def _why_lost(self) -> str:
@@ -267,7 +269,7 @@ class Dispatcher:
         return self._clock() - self._full[1] <= _FULL_LATELY_S
 
     def _tell_full(self, job: Job) -> None:
-        """Tell of a disk that was full, once there is room: meanwhile the database could not take an event."""
+        """Writes an event about a full disk once it has space again, because a full disk cannot store an event."""
         since, until = self._full
         if not self._was_full_lately or job.waiting_reason is not None or is_out_of_room(self._settings.home):
             return
@@ -276,14 +278,14 @@ class Dispatcher:
             EventRepository(session).add(job.id, attempt=job.attempt, message=message, level="warn")
 
     def _note_room_needed(self, job: Job, records: Sequence[JournalRecord]) -> None:
-        """An attempt that found too little room on a disk tells how much the next one needs."""
+        """Makes the next attempt wait for the disk space that this attempt lacked."""
         for record in records:
             if record.kind == OUTCOME and record.attempt == job.attempt and (room := record.data.get(ROOM)) is not None:
                 path, nbytes = room
                 self._queue.wait_for_room(job.id, Path(path), nbytes)
 
     def _explain_room(self, job: Job, reason: str | None) -> None:
-        """Tell the owner of a job that is not queued that it waits for room, or waits no more."""
+        """Stores that a running job waits for disk space, or that it no longer waits."""
         if reason is not None and job.waiting_reason is None:
             self._queue.explain(job, reason)
         elif reason is None and job.waiting_reason is not None:
@@ -292,12 +294,18 @@ class Dispatcher:
                 JobRepository(session).clear_waiting_reason(job.id, message, seen=job)
 
     def _end_unless_begun(self, job: Job) -> None:
-        """A runner that was made, but whose dispatcher was killed before it told it to begin, would wait for ever."""
+        """Kills a runner that was made but never told to begin, because it would wait forever.
+
+        This happens if a dispatcher is killed between the two steps.
+        """
         if not has_begun(job_dir(self._settings, job.id), Attempt(job.attempt)):
             self._runners.kill(JobId(job.id), Attempt(job.attempt))
 
     def _is_silent(self, job: Job) -> bool:
-        """By this clock: the file's time stands still while the machine sleeps, and jumps when it is set."""
+        """Returns whether a runner gave no sign of life for too long, by this process's monotonic clock.
+
+        The file's time is not used, because the wall clock may be set and the machine may sleep.
+        """
         sign, now = last_sign_of_life(job_dir(self._settings, job.id), Attempt(job.attempt)), self._clock()
         known, since = self._signs.get(job.id, (None, now))
         if sign != known:
@@ -306,7 +314,7 @@ class Dispatcher:
         return sign is not None and now - since > _SILENT_S
 
     def _tell_to_end(self, job: Job) -> None:
-        """To end the job, or the attempt; nothing is told to one that may go on."""
+        """Requests the runner to end the job or the attempt, if there is a reason."""
         if job.cancel_requested:
             self._tell(job, "cancel", self._runners.cancel)
         elif job.status is JobStatus.RUNNING and job.yields_to is not None and not self._has_a_step(job):
@@ -319,7 +327,7 @@ class Dispatcher:
             return last_fruitful_attempt(session, job.id) == job.attempt
 
     def _left_for_another(self, job: Job) -> bool:
-        """Whether its runner was ended for another job, before its first step."""
+        """Returns whether the runner was ended before its first step, for another job."""
         return self._told.get(job.id, ("", 0.0))[0] == _CUT_SHORT
 
     def _tell(self, job: Job, what: str, tell: Callable[[JobId, Attempt], None]) -> None:
@@ -331,7 +339,7 @@ class Dispatcher:
             tell(JobId(job.id), Attempt(job.attempt))
 
     def _see_off(self, job_id: str, over: _Over) -> None:
-        """The device, memory and SSD space of an attempt that is over are free once its processes are gone."""
+        """Frees the memory and SSD space of an ended attempt once its processes are gone."""
         if not over.is_gone:
             if not self._are_gone(job_id, over):
                 return
@@ -346,12 +354,15 @@ class Dispatcher:
             if deleted is not None:
                 free_space(self._settings, JobId(job_id), self._settings.fine_tuned_dir / deleted.model)
             del self._over[job_id]
-        elif job.status in TERMINAL_STATUSES:  # else the states wait for the next attempt
+        elif job.status in TERMINAL_STATUSES:  # else the next attempt needs the states
             remove_states(self._settings, job)
             del self._over[job_id]
 
     def _are_gone(self, job_id: str, over: _Over) -> bool:
-        """Whether the attempt's processes are, so that nothing of theirs can be written any more; kills who stays."""
+        """Returns whether all processes of the attempt are gone, so that none can write.
+
+        Kills those that stay too long.
+        """
         now = self._clock()
         if self._runners.is_alive(JobId(job_id), over.attempt):
             if now >= over.kill_at:
@@ -384,7 +395,7 @@ class Dispatcher:
         if verdict.is_ready and (reason := room_reason(self._settings.home)) is not None:
             self._queue.explain(job, reason)
             return
-        # One that was begun is seen to its end: other jobs wait for the planner.
+        # A renewal that has begun is completed, because other jobs wait for the planner.
         if (verdict.may_move or job.id in self._renewals.pending) and self._renewals.is_pending(job):
             self._queue.explain(job, "its plan is made again, as the machine or the settings have changed since")
         elif verdict.is_ready and verdict.decision.begins:
@@ -412,9 +423,9 @@ class Dispatcher:
         self._over.pop(job.id, None)
         try:
             self._runners.start(build_job_spec(self._settings, self._machinery, claimed, planned, pace))
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is this job's error
+        except Exception as error:  # noqa: BLE001  # any error here is this job's error
             _LOG.exception("could not be started", extra=about(job.id, attempt))
-            # Whatever did start must be gone before the next job gets the device.
+            # All started processes must be gone before the next job gets the device.
             self._await_end(job.id, attempt)
             self._runners.kill(JobId(job.id), attempt)
             with self._database.write() as session:
@@ -428,10 +439,10 @@ class Dispatcher:
             device = "the CPU" if self._machinery.num_gpus == 0 else f"one of {self._machinery.num_gpus} GPUs"
             _LOG.info("launched on %s", device, extra=about(job.id, attempt))
 
-    # --- all of them ------------------------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _jobs(self, *statuses: JobStatus) -> Sequence[Job]:
-        """Those that this dispatcher holds."""
+        """Returns the jobs with these statuses that this dispatcher holds."""
         with self._database.read() as session:
             return JobRepository(session).with_status(*statuses, lease_holder=self._lease.holder)
 
@@ -439,9 +450,9 @@ class Dispatcher:
         try:
             handle(*arguments)
         except StatusConflict as conflict:
-            # Cancelled, or taken over, between our look and our change; the next pass sees what holds now.
+            # The job was cancelled or claimed between the read and the write. The next pass reads its new state.
             _LOG.info("%s", conflict, extra=subject)
-        except Exception as error:  # one job's trouble must not stop the others
+        except Exception as error:  # one job's error must not stop the other jobs
             if why_unavailable(error) is not None:
-                raise  # it is the same for all of them
+                raise  # the database fails for all jobs
             _LOG.exception("could not be handled; it will be tried again", extra=subject)

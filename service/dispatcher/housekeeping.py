@@ -1,4 +1,4 @@
-"""What the dispatcher does about old and deleted data: one piece after the other, beside its passes over the jobs."""
+"""Removal of deleted data and deletion of old data, a little in each pass of the dispatcher."""
 
 import logging
 import time
@@ -7,7 +7,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 from sqlalchemy.orm import Session
 
-from windlass.service.data import deletion
+from windlass.service.auth import are_stored_bytes_limited
+from windlass.service.data import deletion, measure_stored
 from windlass.service.installation import Settings, about
 from windlass.service.validation import ApiError
 from windlass.storage.sql import Database, DeletedJob, NotFound, Removal, StatusConflict
@@ -17,18 +18,25 @@ _LOG = logging.getLogger(__name__)
 
 _DAY_S = 86400.0
 _LOOK_S = 1.0
-_RETRY_S = 30.0  # after something could not be removed
-# Between two looks for what is old, and how much of it goes at each: a pass over the jobs shall not wait for more.
+_RETRY_S = 30.0  # after a failed removal
+# Interval between deletions of old data, and the maximum of each. A pass over the jobs must not wait longer.
 _RETENTION_S = 600.0
 _MOST_AT_ONCE = 20
-# A clock that was set ahead makes everything look old. Whoever set it wrongly has a day to notice.
+# Interval between measurements of what users' jobs leave, and the largest share of time that they may take.
+_MEASURE_S = 60.0
+_MEASURE_SHARE = 0.02
+# A clock set ahead by more than this makes everything look old. Nothing old is then deleted for a day, so that the
+# administrator can notice.
 _JUMP_S = 3600.0
 _DOUBT_S = _DAY_S
-_PEER = "retention"  # who deletes, in the audit
+_PEER = "retention"  # the origin of a deletion in the audit
 
 
 class Housekeeping:
-    """Of one home. `tick` returns soon: removing from disks goes on in a thread, one thing at a time."""
+    """Removes data of one home.
+
+    `tick` returns soon, because a thread removes data from the disks, one item at a time.
+    """
 
     def __init__(
         self,
@@ -40,7 +48,7 @@ class Housekeeping:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` for intervals, `wall_clock` for how old something is."""
+        """Uses `clock` for intervals and `wall_clock` for ages."""
         self._database = database
         self._settings = settings
         self._node = node
@@ -48,11 +56,12 @@ class Housekeeping:
         self._clock = clock
         self._wall_clock = wall_clock
         self._removal: Future[bool] | None = None
-        self._look_at = self._retain_at = self._believe_at = clock()
+        self._measurement: Future[float] | None = None
+        self._look_at = self._retain_at = self._believe_at = self._measure_at = clock()
         self._offset_s = wall_clock() - self._look_at
 
     def tick(self, busy: Collection[str] = ()) -> None:
-        """Go on with what is to be done. `busy`: jobs whose processes may still be there, or are just being ended."""
+        """Continues the removal. `busy`: jobs that may still have processes, or whose processes are being ended."""
         now = self._clock()
         if now >= self._retain_at and self._believes_clock(now):
             is_done = self._delete_what_is_old()
@@ -67,11 +76,14 @@ class Housekeeping:
             if jobs or removals:
                 self._removal = self._executor.submit(self._remove, jobs, removals)
 
+        self._measure_sometimes(now)
+
     def close(self) -> None:
-        """What is being removed is removed; the rest is for the next one."""
+        """Finishes the current removal and leaves the rest to the next dispatcher."""
         self._executor.shutdown(cancel_futures=True)
 
-    # --- what is deleted ----------------------------------------------------------------------------------------------
+    # --- removal of deleted data
+    # ---------------------------------------------------------------------------------------
 
     def _deleted(self) -> tuple[Sequence[DeletedJob], Sequence[Removal]]:
         with self._database.read() as session:
@@ -79,7 +91,7 @@ class Housekeeping:
             return found.jobs_to_remove(self._node), found.to_remove(self._node)
 
     def _remove(self, jobs: Sequence[DeletedJob], removals: Sequence[Removal]) -> bool:
-        """Whether all of it could be removed."""
+        """Removes deleted jobs, files and models from the disks. Returns whether all were removed."""
         done = [self._guarded(("job", job.id), deletion.remove_deleted_job, job) for job in jobs]
         done += [self._guarded((each.kind, each.name), deletion.carry_out, each) for each in removals]
         return all(done)
@@ -87,12 +99,37 @@ class Housekeeping:
     def _guarded(self, what: tuple[str, str], remove: Callable[..., bool], of: object) -> bool:
         try:
             return remove(self._database, self._settings, of)
-        except Exception:  # noqa: BLE001  # the database may be gone for a while, or a disk
+        except Exception:  # noqa: BLE001  # the database or a disk may be unavailable for a while
             tried_again = "%s %s is deleted but could not be removed; it will be tried again"
             _LOG.exception(tried_again, *what, extra=_about(*what))
             return False
 
-    # --- what is old --------------------------------------------------------------------------------------------------
+    # --- what is stored -----------------------------------------------------------------------------------------------
+
+    def _measure_sometimes(self, now: float) -> None:
+        """Measures what users' jobs leave, at intervals, if somebody's stored bytes are limited."""
+        if self._measurement is not None and self._measurement.done():
+            self._measure_at = now + max(_MEASURE_S, self._measurement.result() / _MEASURE_SHARE)
+            self._measurement = None
+        if self._measurement is not None or now < self._measure_at:
+            return
+        self._measure_at = now + _MEASURE_S
+        with self._database.read() as session:
+            is_limited = are_stored_bytes_limited(session, self._settings)
+        if is_limited:
+            self._measurement = self._executor.submit(self._measure)
+
+    def _measure(self) -> float:
+        """Returns the seconds that it took."""
+        began_s = self._clock()
+        try:
+            measure_stored(self._database, self._settings)
+        except Exception:  # the database or a disk may be unavailable for a while
+            _LOG.exception("what jobs have left on disks could not be measured; it will be tried again")
+        return self._clock() - began_s
+
+    # --- what is deleted of old data
+    # ------------------------------------------------------------------------------------------
 
     def _believes_clock(self, now: float) -> bool:
         offset_s = self._wall_clock() - now
@@ -106,7 +143,7 @@ class Housekeeping:
         return now >= self._believe_at
 
     def _delete_what_is_old(self) -> bool:
-        """False if there may be more."""
+        """Deletes old jobs, checkpoints and files. Returns False if there may be more."""
         settings = self._settings
         kinds: tuple[tuple[str, float | None, Callable[..., Sequence[str]], Callable[..., Removal | None]], ...] = (
             ("job", settings.keep_jobs_days, self._old_jobs, self._delete_job),
@@ -132,7 +169,7 @@ class Housekeeping:
         return RetentionRepository(session).checkpoints(before_s=before_s, node=self._node)
 
     def _old_files(self, session: Session, before_s: float) -> Sequence[str]:
-        """Of those that share a database, each home has files of its own."""
+        """Lists old files in this home. Homes that share a database have separate files."""
         found = RetentionRepository(session).files(before_s=before_s)
         return [each for each in found if (self._settings.files_dir / each).exists()]
 

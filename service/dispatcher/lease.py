@@ -1,7 +1,7 @@
-"""A dispatcher's hold on its jobs: it shows that it lives, and takes over from one that does not.
+"""A dispatcher's lease on its jobs: it proves that the dispatcher lives, and lets others claim the jobs of a dead one.
 
-On PostgreSQL a dispatcher has a term by the database's clock. On SQLite others count, on monotonic clocks of their own,
-for how long its counter stands still: so nobody loses a job because a clock was set.
+On PostgreSQL, a lease has a term by the database's clock. On SQLite, other dispatchers measure with their own monotonic
+clocks how long its counter stands still. So a dispatcher cannot lose its jobs because a clock was set.
 """
 
 import logging
@@ -17,18 +17,19 @@ from windlass.storage.sql.repositories import Holder, LeaseRepository
 
 _LOG = logging.getLogger(__name__)
 
-# For how long a dispatcher may give no sign of life before its jobs are others'.
+# Time without a sign of life after which others may claim a dispatcher's jobs.
 LEASE_S = 30.0
-# Between its signs of life, and between two looks at those of others.
+# Interval between signs of life, and between checks of other dispatchers.
 BEAT_S = 5.0
-# A dispatcher that has not begun a pass for so long hangs, whatever its threads still do: another one may try.
+# A dispatcher that has not begun a pass for this time counts as hung, whatever its threads still do. Others may claim
+# its jobs.
 HANGS_S = 600.0
 
 
 class Lease:
-    """Of one dispatcher, for all its jobs. Safe from two threads: one that dispatches, one that only calls `beat`.
+    """The lease of one dispatcher on all its jobs. Two threads may use it: one dispatches, the other only calls `beat`.
 
-    `is_alone`: whether no other dispatcher of this home runs on this machine, so that those that have are dead.
+    `is_alone`: no other dispatcher of this home runs on this machine. Registered ones are then dead.
     """
 
     def __init__(
@@ -47,21 +48,25 @@ class Lease:
         self._clock = clock
         self._lock = threading.Lock()
         self._holder: str | None = None
-        self._is_lost = True  # taken for dead, or not registered yet
-        self._may_have_changed = False  # jobs, hands; until a pass was told
+        self._is_lost = True  # the lease expired, or this dispatcher is not registered yet
+        self._may_have_changed = False  # jobs may have another holder; reset when `renew` reports it
         self._beat_at = 0.0
         self._looked_at = 0.0
         self._renewed_at = clock()
-        self._signs: dict[str, tuple[int, float]] = {}  # of other dispatchers: the last one, and since when
+        # of other dispatchers: the last counter, and the time of its first sight
+        self._signs: dict[str, tuple[int, float]] = {}
 
     @property
     def holder(self) -> str:
-        """This dispatcher's id until the next pass; another one once it was taken for dead."""
+        """This dispatcher's id until the next pass. It gets a new id after its lease was lost."""
         assert self._holder is not None, "not registered"
         return self._holder
 
     def renew(self) -> bool:
-        """What a pass begins with. True if jobs may have changed hands: what is remembered of any must be forgotten."""
+        """Renews the lease at the begin of a pass.
+
+        Returns True if jobs may have changed holders, so that the caller must forget them.
+        """
         self._renewed_at = self._clock()
         self.beat()
         if self._is_lost:
@@ -73,7 +78,7 @@ class Lease:
         return may_have_changed
 
     def beat(self) -> None:
-        """A sign of life, if it is time for one."""
+        """Gives a sign of life, if one is due."""
         now = self._clock()
         with self._lock:
             if (
@@ -91,7 +96,7 @@ class Lease:
                 self._is_lost = True
 
     def beat_until(self, ended: threading.Event) -> None:
-        """What a thread of its own does: a pass may take longer than the lease."""
+        """Gives signs of life in a thread, because a pass may take longer than the lease."""
         while not ended.wait(BEAT_S / 5):
             try:
                 self.beat()
@@ -99,7 +104,7 @@ class Lease:
                 _LOG.warning("no sign of life could be given: %s", error)
 
     def claim(self) -> Sequence[Job]:
-        """Jobs that are this dispatcher's from now on."""
+        """Claims jobs of this home that no living dispatcher holds. Returns them."""
         with self._database.read() as session:
             if not LeaseRepository(session).claimable(self.node):
                 return []
@@ -110,7 +115,10 @@ class Lease:
         return claimed
 
     def give_up(self) -> None:
-        """Let others claim the jobs at once; where the database cannot be used, when the lease has run out."""
+        """Ends the lease so that others can claim the jobs at once.
+
+        If the database is unavailable, the lease just expires.
+        """
         with self._lock:
             if self._holder is not None and not self._is_lost:
                 try:
@@ -120,7 +128,7 @@ class Lease:
                     _LOG.warning("the jobs could not be given up: %s", error)
             self._is_lost = True
 
-    # --- inside -----------------------------------------------------------------------------------------------------
+    # --- private methods --------------------------------------------------------------------------------------------
 
     def _register(self) -> None:
         with self._lock, self._database.write() as session:
@@ -129,11 +137,11 @@ class Lease:
         self._beat_at, self._looked_at = self._clock(), float("-inf")
 
     def _end_the_dead(self) -> bool:
-        """Whether there were dispatchers of this node that are dead."""
+        """Ends the leases of dead dispatchers. Returns whether one of them was of this node."""
         now = self._clock()
         if now - self._looked_at < BEAT_S:
             return False
-        # Time in which nobody looked is no time in which a counter was seen to stand still.
+        # A counter only counts as standing still while this process checked it regularly.
         counts = now - self._looked_at < 2 * BEAT_S
         self._looked_at = now
         with self._database.read() as session:

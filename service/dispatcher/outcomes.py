@@ -1,4 +1,4 @@
-"""What a runner tells becomes the job's record, and its end: status, error or model, and result file."""
+"""Import of a runner's records into the job's row, and the job's end: status, error or model, and result file."""
 
 import csv
 import hashlib
@@ -31,12 +31,11 @@ _LOG = logging.getLogger(__name__)
 
 RESULT_FILENAME = "step_metrics.csv"
 RESULTS_PURPOSE = "fine-tune-results"
-# Attempts in a row without a step that is newly committed, of those that are the first by another plan, before the one
-# that they were fruitful by holds again.
+# Consecutive attempts by a corrected plan without a newly committed step, after which the previous plan is used again.
 _MAX_FRUITLESS_BY_A_PLAN = 2
 _NUM_METRICS_TO_SEARCH = 100
 _ID_CHARS = 24
-# The file's columns, and where the metrics have them.
+# The columns of the result file, with their names in the metrics.
 _COLUMNS = {
     "step": "step",
     "train_loss": "train_loss",
@@ -47,7 +46,7 @@ _COLUMNS = {
 
 
 def fail_job(session: Session, job: Job, code: str, message: str, param: str | None = None) -> None:
-    """End a job as failed; StatusConflict if it has ended or moved on meanwhile."""
+    """Ends a job as failed. Raises StatusConflict if it has ended or changed meanwhile."""
     error = {"code": code, "message": message, "param": param}
     _change(session, job, JobStatus.FAILED, f"The job failed: {message}", level="error", error=error)
 
@@ -55,24 +54,27 @@ def fail_job(session: Session, job: Job, code: str, message: str, param: str | N
 def fail_attempt(
     settings: Settings, session: Session, job: Job, code: str, message: str, param: str | None = None
 ) -> None:
-    """End a job as failed, unless it may be another plan that made this attempt fail; StatusConflict as `fail_job`."""
+    """Ends a job as failed, unless a corrected plan may have caused the failure.
+
+    Raises StatusConflict as `fail_job`.
+    """
     if not _fall_back(settings, session, job, message, job.num_lost):
         fail_job(session, job, code, message, param)
 
 
 def cancel_job(session: Session, job: Job) -> None:
-    """End a job as cancelled; StatusConflict if it has ended or moved on meanwhile."""
+    """Ends a job as cancelled. Raises StatusConflict if it has ended or changed meanwhile."""
     _change(session, job, JobStatus.CANCELLED, "Fine-tuning job cancelled")
 
 
 def in_words_to(session: Session, job: Job, other: str) -> str:
-    """Another job, as this one's owner may know of it: users see their own jobs only."""
+    """Names another job for this job's owner. Users see the ids of their own jobs only."""
     found = JobRepository(session).find(other)
     return f"job {other}" if found is not None and found.owner == job.owner else "a job"
 
 
 def open_journal(settings: Settings, job: Job) -> JournalReader:
-    """What a job's runners have told and is not imported yet."""
+    """Opens the records of a job's runners that are not imported yet."""
     return JournalReader(journal_path(settings, job.id), (job.journal_attempt, job.journal_seq))
 
 
@@ -85,11 +87,11 @@ def take_in(
     lost: str | None,
     when_lost: Callable[[Session, Job, str], None],
 ) -> bool:
-    """Import records, and end the attempt if its outcome is among them; True if it is over.
+    """Imports records, and ends the attempt if its outcome is among them. Returns True if the attempt is over.
 
-    `lost` says why the runner is gone, should it have left no outcome; None while it is there. `when_lost` decides what
-    becomes of the job then, or when the runner tells that it lost a process; it gets the reason. One transaction;
-    JournalError or StatusConflict, and nothing written, where it can't be done.
+    `lost`: the reason why the runner is gone, used if it left no outcome; None while it lives. `when_lost` decides
+    about a job whose runner or other process was lost; it gets the reason. All writes are one transaction. If it raises
+    JournalError or StatusConflict, nothing is written.
     """
     if not records and lost is None:
         return False
@@ -109,9 +111,9 @@ def take_in(
 
 
 def resume(settings: Settings, session: Session, job: Job, reason: str) -> None:
-    """Put a job whose attempt was lost back into the queue, unless that has been of no use lately; or let it rest.
+    """Handles a lost attempt: queues or pauses the job for another one, or fails it after too many without progress.
 
-    StatusConflict if it has ended or moved on meanwhile.
+    Raises StatusConflict if the job has ended or changed meanwhile.
     """
     _log_once_committed(session, job, f"lost: {reason}")
     last_fruitful = last_fruitful_attempt(session, job.id)
@@ -137,12 +139,12 @@ def resume(settings: Settings, session: Session, job: Job, reason: str) -> None:
 def _leave(
     session: Session, job: Job, message: str, *, level: str, num_lost: int, plan_number: int | None = None
 ) -> None:
-    """The job is not over, but its attempt is: another one goes on, before those of its priority that have not begun.
+    """Ends the attempt but not the job. The next attempt goes ahead of jobs of its priority that have not begun.
 
-    One that is to pause waits to be resumed.
+    A job that is to pause becomes paused.
     """
     fields: JobFields = {"estimated_finish": None, "num_lost": num_lost}
-    if plan_number is not None:  # else the row may have another one by now
+    if plan_number is not None:  # else keep the row's plan, which may have changed meanwhile
         fields["plan_number"] = plan_number
     target = JobStatus.PAUSED if job.status is JobStatus.PAUSING else JobStatus.QUEUED
     _change(session, job, target, message, level=level, **fields)
@@ -150,7 +152,7 @@ def _leave(
 
 def _change(session: Session, job: Job, status: JobStatus, message: str, **fields: Any) -> None:
     JobRepository(session).transition(job.id, job.status, status, message=message, seen=job, **fields)
-    error = fields.get("error")  # its message may quote the owner's data
+    error = fields.get("error")  # only its code is logged, because its message may quote the owner's data
     _log_once_committed(session, job, f"ended: {status}" if error is None else f"ended: {status} ({error['code']})")
 
 
@@ -160,7 +162,10 @@ def _log_once_committed(session: Session, job: Job, line: str) -> None:
 
 
 def _fall_back(settings: Settings, session: Session, job: Job, reason: str, num_lost: int) -> bool:
-    """Go on by the plan before, where no attempt by a corrected one has brought a step. False: it is not so."""
+    """Continues with the previous plan if no attempt by the corrected plan has committed a step.
+
+    Returns False otherwise.
+    """
     plans = plans_of(settings, job)
     if len(plans) < 2 or not plans[-1].get("corrected") or (first := plans[-1]["from_attempt"]) is None:
         return False
@@ -173,8 +178,8 @@ def _fall_back(settings: Settings, session: Session, job: Job, reason: str, num_
 
 
 def last_fruitful_attempt(session: Session, job_id: str) -> int:
-    """The attempt that told a training loss last, which is told once its step is committed; 0 if none ever did."""
-    # Newest first. A few evaluations may have come since; attempts that brought nothing else are few.
+    """Returns the last attempt that committed a step with a training loss, or 0."""
+    # Newest first. Only a few evaluations or attempts without a training loss can be newer.
     page = EventRepository(session).page(job_id, limit=_NUM_METRICS_TO_SEARCH, after=None, type="metrics")
     return next((event.attempt for event in page.rows if "train_loss" in event.data), 0)
 
@@ -197,8 +202,8 @@ def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> 
 
 
 def _go_on(settings: Settings, session: Session, job: Job) -> None:
-    """The attempt ended because it was asked to; its states wait for the next one."""
-    now = JobRepository(session).get(job.id)  # the last steps have been imported since `job` was read
+    """Handles an attempt that ended on request. Its states stay for the next one."""
+    now = JobRepository(session).get(job.id)  # a new read, because the last steps were imported since `job` was read
     if now.cancel_requested:
         cancel_job(session, job)
     elif job.status is JobStatus.PAUSING:
@@ -216,8 +221,11 @@ def _go_on(settings: Settings, session: Session, job: Job) -> None:
 
 
 def cut_short(settings: Settings, session: Session, job: Job, _reason: str) -> None:
-    """The attempt was ended before its first step, for a job of higher priority; another one begins anew."""
-    now = JobRepository(session).get(job.id)  # its owner may have asked for something meanwhile
+    """Handles an attempt that was ended before its first step for a job of higher priority.
+
+    The next one starts anew.
+    """
+    now = JobRepository(session).get(job.id)  # its owner may have requested something meanwhile
     if now.yields_to is None or now.cancel_requested or last_fruitful_attempt(session, job.id) == job.attempt:
         _go_on(settings, session, job)
         return
@@ -236,7 +244,7 @@ def _succeed(session: Session, settings: Settings, job: Job, outcome: Outcome) -
     if (trained_tokens := outcome.data.get("trained_tokens")) is not None:
         fields["trained_tokens"] = trained_tokens
     if (total_steps := outcome.data.get("total_steps")) is not None:
-        fields["total_steps"] = total_steps  # less than planned where it ended early
+        fields["total_steps"] = total_steps  # fewer than planned if it ended early
     remarks = "".join(f"{remark}. " for remark in outcome.data.get("remarks", ()))
     _change(
         session,
@@ -257,14 +265,14 @@ def _write_result_file(session: Session, settings: Settings, job: Job) -> str:
         values = (metrics.data.get(name) for name in _COLUMNS.values())
         table.writerow(["" if value is None else value for value in values])
     content = text.getvalue().encode()
-    # Always the same for a job: where this transaction is undone, the next one's file takes the place of this.
+    # The same id for every try: if this transaction is undone, the next try overwrites the file.
     file_id = f"file-{hashlib.sha256(job.id.encode()).hexdigest()[:_ID_CHARS]}"
     fd = os.open(settings.files_dir / file_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    sync_path(settings.files_dir)  # before the row that tells of it
+    sync_path(settings.files_dir)  # the folder is durable before a row refers to the file
     FileRepository(session).add(
         file_id=file_id,
         filename=RESULT_FILENAME,

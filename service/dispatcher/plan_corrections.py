@@ -1,8 +1,8 @@
-"""Plans that are made again while their jobs run: by what the first steps measured, once for each job.
+"""Corrections of plans while their jobs run: once per job, by the measured times of its first steps.
 
-The job does not stop for that; a process of its own asks the planner. If another plan is worth a restart, it holds from
-the next attempt on, and the one that runs is to end at a commit. All that follows from the job's row and its plans, so
-it does not matter when a dispatcher dies.
+The job keeps running, because a separate process runs the planner. If the new plan is worth a restart, it holds from
+the next attempt on, and the running attempt ends at its next commit. All state is in the job's row and its plans. So a
+correction survives the dispatcher.
 """
 
 import logging
@@ -25,18 +25,18 @@ from windlass.storage.sql.repositories import EventRepository, JobRepository
 
 _LOG = logging.getLogger(__name__)
 
-# Of an attempt's first steps, those that are no measure of the others: kernels are compiled, nothing is in flight yet.
+# First steps of an attempt that are not measured, because kernels are compiled and no transfers are in flight yet.
 _NUM_FIRST_STEPS = 2
-# What is left of a job must take longer; to plan takes some ten seconds, and a restart as well.
+# Minimum remaining time of a job for a correction. Planning takes some ten seconds, and so does a restart.
 _LEAST_LEFT_S = 60.0
-# A restart costs what the attempt took to start, and another one's end.
+# Cost of a restart, in times of the attempt's start: one for the new attempt's start and one for the old one's end.
 _STARTS_A_RESTART = 2
 
 Ask = Callable[[Path, dict[str, Any]], Preparation]
 
 
 def ask_planner(work_dir: Path, question: dict[str, Any], start: Start = start_limited) -> Preparation:
-    """A process that answers; its files go to `work_dir`, which is made anew."""
+    """Starts a planner process. Its files go to `work_dir`, which is created anew."""
     shutil.rmtree(work_dir, ignore_errors=True)
     work_dir.mkdir(parents=True)
     return Preparation([plan_step(work_dir, question)], work_dir=work_dir, start=start)
@@ -46,12 +46,12 @@ def ask_planner(work_dir: Path, question: dict[str, Any], start: Start = start_l
 class _Asked:
     job_id: str
     attempt: Attempt
-    found: dict[str, Any]  # the plan that holds
+    found: dict[str, Any]  # the current plan
     preparation: Preparation
 
 
 class PlanCorrections:
-    """One job's plan is corrected at a time."""
+    """Corrects one job's plan at a time."""
 
     def __init__(self, database: Database, settings: Settings, *, ask: Ask = ask_planner) -> None:
         self._database = database
@@ -60,7 +60,10 @@ class PlanCorrections:
         self._asked: _Asked | None = None
 
     def tend(self, job: Job) -> bool:
-        """Look after a job that runs. True if its attempt is to end at its next commit: another plan holds by now."""
+        """Advances the correction of a running job.
+
+        Returns True if its attempt must end at its next commit, for a new plan.
+        """
         if job.plan_number:
             found = load_plan(self._settings, job)
             return found is not None and (found["from_attempt"] or 0) > job.attempt
@@ -72,11 +75,11 @@ class PlanCorrections:
         return False
 
     def drop(self, *, keep: Collection[str]) -> None:
-        """End the process that asks about a job that runs no more."""
+        """Ends the planner process of a job that no longer runs."""
         if self._asked is not None and self._asked.job_id not in keep:
             self._drop()
 
-    # --- inside -----------------------------------------------------------------------------------------------------
+    # --- private methods --------------------------------------------------------------------------------------------
 
     def _drop(self) -> None:
         if self._asked is not None:
@@ -84,12 +87,12 @@ class PlanCorrections:
             self._asked = None
 
     def _ask_about(self, job: Job) -> _Asked | None:
-        """None as long as there is nothing to ask."""
+        """Starts the planner process. Returns None while there is nothing to correct."""
         if job.total_steps is None or not _NUM_FIRST_STEPS + MIN_STEPS <= job.step < job.total_steps:
             return None
         with self._database.read() as session:
             events = EventRepository(session)
-            # One more: a step that was told again by an attempt that goes on after it.
+            # One more row, because a resumed attempt may report the last step again.
             rows = events.first_metrics(job.id, job.attempt, limit=_NUM_FIRST_STEPS + MIN_STEPS + 1)
             began = events.first(job.id, job.attempt)
         steps = [row for row in rows if "step_s" in row.data]
@@ -110,13 +113,13 @@ class PlanCorrections:
             "num_steps_left": num_left,
             "restart_s": _STARTS_A_RESTART * max(0.0, start_s),
         }
-        # Blocks are not measured beside a job that computes: its own steps tell.
+        # The planner must not measure blocks while the job computes. It uses the job's own steps.
         question = {**question, "may_measure": False, "simulation_s": 0.0, "running": running}
         preparation = self._ask(folder / "correction", question)
         return _Asked(job_id=job.id, attempt=Attempt(job.attempt), found=found, preparation=preparation)
 
     def _poll(self, asked: _Asked, job: Job) -> None:
-        if asked.attempt != job.attempt:  # the steps of another attempt, and what it took to start
+        if asked.attempt != job.attempt:  # another attempt has other steps and another start time
             self._drop()
             return
         try:
@@ -130,7 +133,7 @@ class PlanCorrections:
                 self._keep(job, _corrected(asked.found, results[PLAN_JOB], job.attempt))
 
     def _keep(self, job: Job, found: dict[str, Any]) -> None:
-        """From when the row names the plan it holds; until then it may be asked for again."""
+        """Stores the plan and names it in the job's row. A crash before that only repeats the correction."""
         self._drop()
         number = keep_plan(self._settings, job, found)
         with self._database.write() as session:

@@ -1,7 +1,7 @@
-"""Plans that are made again before a job is launched, as its machine is not any more what they were made for.
+"""Renewals of plans before a launch, if the machine or the settings have changed since the plan was made.
 
-A job may wait or be paused for long; meanwhile SSDs or GPUs are changed and the machine is measured again, or the
-settings give jobs other budgets. An attempt goes on wherever its plan has things rest, so the new plan holds from the
+A job may wait or be paused for long. Meanwhile SSDs or GPUs may change and be measured again, or the settings give jobs
+other budgets. A job's states can move to the places that a new plan requires. The new plan therefore holds from the
 next attempt on.
 """
 
@@ -21,26 +21,29 @@ from windlass.storage.sql.repositories import EventRepository, JobRepository
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
     why: str
-    now: dict[str, Any]  # what the plan is to be made for
+    now: dict[str, Any]  # the facts for which the new plan is made
     preparation: Preparation
 
 
 class PlanRenewals:
-    """One job's plan is renewed at a time: the planner takes all cores."""
+    """Renews one job's plan at a time, because the planner takes all cores."""
 
     def __init__(self, database: Database, settings: Settings, *, ask: Ask) -> None:
         self._database = database
         self._settings = settings
         self._ask = ask
-        self._asked: dict[str, _Asked | None] = {}  # None: answered, and the job is launched by the next pass
+        self._asked: dict[str, _Asked | None] = {}  # None: the renewal is done, and the next pass launches the job
 
     @property
     def pending(self) -> Collection[str]:
-        """Jobs whose plan is being made, or was by this pass: they keep their place."""
+        """The jobs whose plan is being renewed, or was renewed in this pass. They keep their place in the queue."""
         return self._asked.keys()
 
     def is_pending(self, job: Job) -> bool:
-        """Whether a queued job has to wait for a plan; begins to make it. False for a job that never had one."""
+        """Returns whether a queued job must wait for a new plan, and starts the renewal.
+
+        Returns False for a job without a plan.
+        """
         asked = self._asked.get(job.id)
         if asked is not None:
             self._poll(asked, job)
@@ -59,13 +62,13 @@ class PlanRenewals:
         return True
 
     def _now(self, job: Job) -> dict[str, Any]:
-        """Of what a planner is asked, all that may be another thing by now."""
+        """Returns the parts of a planner's question that may have changed by now."""
         hardware = measured_hardware(self._settings)
         measured = {} if hardware is None else {"hardware": hardware.model_dump()}
         return {**plan_bounds(self._settings, job), **measured}
 
     def drop(self, *, keep: Collection[str]) -> None:
-        """End what was begun for a job that is not queued any more."""
+        """Ends the renewals of jobs that are no longer queued."""
         for job_id in self._asked.keys() - set(keep):
             if (asked := self._asked.pop(job_id)) is not None:
                 asked.preparation.stop()
@@ -84,7 +87,7 @@ class PlanRenewals:
                 self._keep(asked, job, found if plan["feasible"] else None, "; ".join(plan["reasons"]))
 
     def _keep(self, asked: _Asked, job: Job, found: dict[str, Any] | None, why_not: str) -> None:
-        """What comes of it: another plan, or the one before for this machine too, so that it is not asked for again."""
+        """Stores the new plan, or the old plan with the new facts so that it is not renewed again."""
         self._asked[job.id] = None
         if found is not None:
             told = f"{asked.why}: the job goes on by a new plan"

@@ -1,4 +1,4 @@
-"""Prepares the jobs whose files are to be validated, several side by side, and queues those that are prepared."""
+"""Prepares jobs whose files are to be validated, several at once, and queues the prepared jobs."""
 
 import contextlib
 import functools
@@ -32,18 +32,18 @@ from windlass.storage.sql.repositories import EventRepository, FileRepository, J
 
 _LOG = logging.getLogger(__name__)
 
-# What has computed for so long leaves the cores to a job that starts, where there are few.
+# A preparation that computed longer than this leaves the cores to a starting job, if the machine has few cores.
 _LONG_S = 5.0
-# After so long, half of what an owner's preparations have computed is forgotten.
+# Half-life of the computing time that counts against an owner's preparations.
 _HALF_LIFE_S = 300.0
-# How often progress is written, and a reason of which only numbers have changed.
+# Interval between writes of the progress, and of a waiting reason in which only numbers changed.
 _TELL_EVERY_S = 2.0
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 _ROOM_AGAIN = "There is room on the disk again"
 
 
 class Preparations:
-    """All preparations of one dispatcher. What it remembers may be lost at any time: then they begin anew."""
+    """All preparations of one dispatcher. If its state is lost, the preparations start anew."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class Preparations:
         self._is_box_free = is_box_free
         self._clock = clock
         self._memory = memory or PreparationMemory()
-        # Each computes by one thread, for most of its time; jobs have the other cores.
+        # Each preparation computes with one thread for most of its time. Jobs use the other cores.
         self._num_side_by_side = max(1, machinery.num_cores // 2)
         self._running: dict[str, Preparation] = {}
-        self._computed_s: dict[str, float] = {}  # of running ones, as it was at the last look
-        self._used_s: defaultdict[str | None, float] = defaultdict(float)  # by owner, of late
+        self._computed_s: dict[str, float] = {}  # computing time of running ones at the last check
+        self._used_s: defaultdict[str | None, float] = defaultdict(float)  # recent computing time by owner
         self._looked_at = clock()
         self._nbytes: dict[str, int] = {}  # of jobs' files
         self._began_at: dict[str, float] = {}
@@ -80,10 +80,10 @@ class Preparations:
         return self._running.keys()
 
     def arrange(self, jobs: Sequence[Job], *, is_starting: bool = False) -> None:
-        """Choose which of the jobs to validate are prepared now: those go on or may begin, the others stand still.
+        """Chooses the jobs that are prepared now. Their preparations continue or may begin, and the others are halted.
 
-        `is_starting`: an attempt of a job has just begun. Where there are few cores, those that have computed for long
-        leave them to it: it imports and compiles, and its owner waits for the first step.
+        `is_starting`: an attempt of a job has just begun. On a machine with few cores, preparations that computed for
+        long leave the cores to it. The starting job imports and compiles, and its owner waits for the first step.
         """
         self.drop(keep={job.id for job in jobs})
         self._account(jobs)
@@ -98,9 +98,9 @@ class Preparations:
         self._going_on = chosen
 
     def tend(self, job: Job, jobs: Sequence[Job]) -> None:
-        """Begin a job's preparation where it is its turn, look how far it is, and queue the job once it is prepared.
+        """Begins a job's preparation in its turn, checks its progress, and queues the job once it is prepared.
 
-        `jobs`: all that are to be validated.
+        `jobs`: all jobs to be validated.
         """
         preparation = self._running.get(job.id)
         if preparation is None:
@@ -131,17 +131,20 @@ class Preparations:
             self._drop(job.id)
 
     def drop(self, *, keep: Collection[str]) -> None:
-        """End the preparations of all other jobs."""
+        """Ends the preparations of all other jobs."""
         for job_id in self._running.keys() - set(keep):
             self._drop(job_id)
         for remembered in (self._nbytes, self._began_at, self._told_at):
             for job_id in remembered.keys() - set(keep):
                 del remembered[job_id]
 
-    # --- whose turn it is ---------------------------------------------------------------------------------------------
+    # --- order of preparations ---------------------------------------------------------------------------------------
 
     def _account(self, jobs: Sequence[Job]) -> None:
-        """Count what was computed since the last look for its owners, and forget what was computed long ago."""
+        """Adds the computing time since the last check to its owners' totals.
+
+        Older time counts less, by the half-life.
+        """
         now = self._clock()
         kept = 0.5 ** ((now - self._looked_at) / _HALF_LIFE_S)
         self._looked_at = now
@@ -178,20 +181,20 @@ class Preparations:
         if job.id not in self._nbytes:
             total = 0
             for file_id in (job.training_file, job.validation_file):
-                with contextlib.suppress(OSError):  # its preparation tells
+                with contextlib.suppress(OSError):  # its preparation reports the error
                     total += 0 if file_id is None else (self._settings.files_dir / file_id).stat().st_size
             self._nbytes[job.id] = total
         return self._nbytes[job.id]
 
     def _why_it_stands_back(self, job: Job, jobs: Sequence[Job]) -> str:
-        """For its owner: other users' jobs are counted, not named."""
+        """Explains to a job's owner why its preparation waits. Other users' jobs are counted, not named."""
         first = [each for each in jobs if each.id in self._going_on]
         if not first:
             return "its turn to be prepared, after a job that starts"
         told = told_jobs_beside([each.id for each in first if each.owner == job.owner], len(first))
         return f"its turn to be prepared, after {told}"
 
-    # --- one of them --------------------------------------------------------------------------------------------------
+    # --- a single preparation ----------------------------------------------------------------------------------------
 
     def _begin(self, job: Job) -> Preparation:
         hardware = measured_hardware(self._settings)
@@ -220,7 +223,7 @@ class Preparations:
         return None if preparation is None else preparation.process
 
     def _tell_state(self, job: Job, preparation: Preparation, jobs: Sequence[Job]) -> None:
-        """Let the owner see how far it is, and why it stands still."""
+        """Stores a preparation's progress, and the reason why it waits."""
         reason = None
         if preparation.is_halted:
             reason = self._why_it_stands_back(job, jobs)
@@ -240,7 +243,7 @@ class Preparations:
         self._told_at[job.id] = now
         with self._database.write() as session:
             rows = JobRepository(session)
-            if reason is not None and before is None and progress is None:  # once: how it goes on is no event
+            if reason is not None and before is None and progress is None:  # only once: later changes are no events
                 rows.set_waiting_reason(job.id, reason, seen=job)
             elif reason is None and before is not None and is_about_room(before):
                 rows.clear_waiting_reason(job.id, _ROOM_AGAIN, seen=job)
@@ -250,7 +253,7 @@ class Preparations:
         resolved = resolve_job(job, dict(results))
         num_params, total_steps = results[CHECK_MODEL]["num_params"], resolved.total_steps
         room = check_model_room(self._settings, job, num_params=num_params, total_steps=total_steps)
-        # Before the row that says they are there: a job that is queued is not prepared again after a power loss.
+        # Durable before the row says so, because a queued job is not prepared again after a power loss.
         sync_tree(job_dir(self._settings, job.id))
         sync_path(self._settings.jobs_dir)
         with self._database.write() as session:

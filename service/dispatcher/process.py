@@ -1,4 +1,4 @@
-"""The dispatcher as a process: the Ray driver, started again by the supervisor, or by who runs its container."""
+"""The dispatcher as a process: a Ray driver, restarted by the supervisor or by the container runtime."""
 
 import contextlib
 import functools
@@ -26,51 +26,52 @@ from windlass.storage.sql import Database, why_unavailable
 
 _LOG = logging.getLogger(__name__)
 _INTERVAL_S = 0.5
-# Between passes while the database cannot be used: each time longer.
+# Longest interval between passes while the database is unavailable. The interval doubles each time.
 _LONGEST_INTERVAL_S = 5.0
-# While a job is prepared, in several steps: each waits for the next look.
+# Interval while a job is prepared, because each step of the preparation waits for the next pass.
 _SHORT_INTERVAL_S = 0.1
 
 
 class RayLostError(RuntimeError):
-    """What this process was connected to has ended: the Ray daemon, or this machine's node of a cluster."""
+    """The Ray daemon, or this machine's node of a cluster, has ended while this process was connected to it."""
 
 
 class RayRunners:
     """Runners as detached actors of the Ray cluster that this process is connected to."""
 
     def start(self, spec: JobSpec) -> None:
-        """Launch a job's runner."""
+        """Launches a job's runner. Raises RunnerLostError if Ray fails, else the runner's own error."""
         try:
             deploy.start_runner(spec)
         except ray.exceptions.RayTaskError:
-            raise  # what the runner itself raised
+            raise  # an error of the runner itself
         except (ray.exceptions.RayError, ConnectionError) as error:
             raise RunnerLostError(f"its runner did not start ({error})") from error
 
     def is_alive(self, job: JobId, attempt: Attempt) -> bool:
-        """Whether the job's runner is there."""
+        """Returns whether the job's runner exists."""
         return deploy.find_runner(job, attempt) is not None
 
     def cancel(self, job: JobId, attempt: Attempt) -> None:
-        """Ask the job's runner to end the job after its step."""
+        """Requests the job's runner to end the job after its step."""
         deploy.cancel_runner(job, attempt)
 
     def pause(self, job: JobId, attempt: Attempt) -> None:
-        """Ask the job's runner to end the attempt after its step."""
+        """Requests the job's runner to end the attempt after its step."""
         deploy.pause_runner(job, attempt)
 
     def kill(self, job: JobId, attempt: Attempt) -> None:
-        """End the job's runner at once; its other actors die with it."""
+        """Kills the job's runner; its other actors die with it."""
         runner = deploy.find_runner(job, attempt)
         if runner is not None:
             ray.kill(runner)
 
 
 def run_dispatcher(settings: Settings) -> None:
-    """Dispatch until SIGTERM; raises RayLostError for a new process to be started, with a new Ray.
+    """Dispatches jobs until SIGTERM.
 
-    Raises RayStartError where there is no Ray that jobs could run on.
+    Raises RayLostError, after which a new process with a new Ray must start, and RayStartError without a Ray to run
+    jobs on.
     """
     ending = threading.Event()
 
@@ -78,7 +79,7 @@ def run_dispatcher(settings: Settings) -> None:
         ending.set()
 
     ray_side, machinery = _connect(settings)
-    # Only now: Ray sets handlers of its own when it connects.
+    # After the connection, because Ray sets its own handlers when it connects.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, end)
     lock = DispatcherLock(settings.home)
@@ -104,7 +105,7 @@ def run_dispatcher(settings: Settings) -> None:
     sender.start()
     _LOG.info("dispatching")
     try:
-        with contextlib.suppress(OSError):  # there may be room for its log, or memory for it, later
+        with contextlib.suppress(OSError):  # disk space for its log, or memory, may be available later
             server.begin()
         dispatch_until(ending, dispatcher, ray_side)
     finally:
@@ -117,7 +118,7 @@ def run_dispatcher(settings: Settings) -> None:
 
 
 def dispatch_until(ending: threading.Event, dispatcher: Dispatcher, ray_side: RayCluster | RayNode) -> None:
-    """Pass after pass, also while the database cannot be used for a while. Raises RayLostError."""
+    """Runs pass after pass, also while the database is unavailable for a while. Raises RayLostError."""
     interval_s = _INTERVAL_S
     while not ending.is_set():
         if not ray_side.is_running:
@@ -134,7 +135,10 @@ def dispatch_until(ending: threading.Event, dispatcher: Dispatcher, ray_side: Ra
 
 
 def _connect(settings: Settings) -> tuple[RayCluster | RayNode, MachineResources]:
-    """Become a driver, of a Ray daemon of our own or of a cluster that others run; and what jobs have there."""
+    """Connects to this home's Ray daemon or to an external cluster.
+
+    Returns it with the resources that jobs have there.
+    """
     if settings.ray_address is not None:
         node = RayNode.join(settings.ray_address)
         return node, node.machinery
@@ -142,7 +146,7 @@ def _connect(settings: Settings) -> tuple[RayCluster | RayNode, MachineResources
     cluster = RayCluster(settings.home)
     cluster.ensure_running(num_cpus=here.num_cores, num_gpus=here.num_gpus)
     cluster.connect()
-    # A daemon that was adopted may be older than a GPU's driver: what jobs get is what Ray was told of.
+    # An adopted daemon may be older than a GPU's driver. Jobs get the GPUs that Ray was started with.
     machinery = RayNode.of_this_process().machinery
     if machinery.num_gpus != here.num_gpus:
         _LOG.warning(

@@ -1,4 +1,4 @@
-"""The queue of a box: in which order jobs get their turn, what each waits for, and who is paused for whom."""
+"""The queue of a machine: the order of jobs, the reasons why they wait, and which jobs pause for others."""
 
 import logging
 import random
@@ -25,46 +25,49 @@ from windlass.storage.sql.repositories import JobRepository
 
 _LOG = logging.getLogger(__name__)
 
-# Between an attempt that was lost without a step of progress and the next: each time longer. Up to half of it is left
-# out at random, so that jobs that were lost together do not start together.
+# Pauses between a lost attempt without progress and the next one; each pause is longer. A random part, up to half, is
+# left out, so that jobs lost together do not start together.
 _FIRST_PAUSE_S = 2.0
 _PAUSE_GROWS = 4.0
 _LONGEST_PAUSE_S = 300.0
-# For how long one look at the box serves, as long as the same jobs are on it.
+# Seconds for which a read of the machine's capacity is reused, while the same jobs hold resources.
 _LOOK_AGAIN_S = 5.0
-# For how long a reason stays whose numbers only have changed. Such a change is no event.
+# Minimum time before updating a waiting reason in which only numbers changed. Such updates create no event.
 _SAY_AGAIN_S = 60.0
-# How long an attempt takes to start, at most, as far as others are concerned: its processes import, and nothing of the
-# job is lost where they end.
+# Seconds in which an attempt counts as starting. Its processes only import then, and ending them loses no progress.
 _STARTING_S = 20.0
-# Attempts in a row that may be ended while they start. The next one brings the job on, however many urgent jobs come.
+# Consecutive attempts of a job that may be ended while they start. The next attempt may run to its first step, whatever
+# jobs come.
 _MOST_CUT_SHORT = 3
 _AMOUNT = re.compile(r"[\d.]+ [KMGTP]?i?B")
 
 
 def is_starting(job: Job) -> bool:
-    """Whether an attempt of a running job has just begun."""
+    """Returns whether an attempt of a running job has just begun."""
     return job.launched_at is not None and 0 <= time.time() - job.launched_at < _STARTING_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What becomes of a queued job in this pass. `reason`: why it does not begin."""
+    """The decision about a queued job in this pass. `reason`: why it does not begin."""
 
     job: Job
     decision: Decision
     reason: str = ""
-    is_ready: bool = True  # else it is but told the reason
+    is_ready: bool = True  # else it only gets the reason
 
     @property
     def may_move(self) -> bool:
-        """Whether its plan had better be right: it is about to begin, or to make others pause, or never will by it."""
+        """Returns whether the job's plan matters now.
+
+        The job is about to begin, or pauses others, or can never begin by this plan.
+        """
         return self.is_ready and (self.decision.begins or bool(self.decision.pauses) or self.decision.never)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Retry:
-    """When a job goes on that was lost."""
+    """The time of a lost job's next attempt."""
 
     after: Attempt
     pause_s: float
@@ -72,7 +75,7 @@ class _Retry:
 
 
 class JobQueue:
-    """Of one box, as one of its dispatchers sees it. What it remembers may be lost at any time."""
+    """The queue of one machine, as one of its dispatchers sees it. Its memory may be lost at any time."""
 
     def __init__(
         self,
@@ -92,33 +95,35 @@ class JobQueue:
         self._look = look
         self._clock = clock
         self._jitter = jitter
-        self._retries: dict[str, _Retry] = {}  # of jobs that were lost
-        self._demands: dict[str, tuple[int, Demand]] = {}  # by the number of their plan
+        self._retries: dict[str, _Retry] = {}  # of lost jobs
+        self._demands: dict[str, tuple[int, Demand]] = {}  # with the number of the plan
         self._said_at: dict[str, float] = {}  # of waiting jobs
-        self._rooms: dict[str, tuple[Path, int]] = {}  # of jobs whose attempt found too little: the disk, bytes
+        # of jobs whose attempt found too little space: the disk, and the needed bytes
+        self._rooms: dict[str, tuple[Path, int]] = {}
         self._seen: tuple[float, Collection[str], MachineCapacity] | None = None
 
     def forget(self) -> None:
-        """All that is remembered, as the jobs may have been others' meanwhile."""
+        """Forgets all jobs, because other dispatchers may have held them meanwhile."""
         self._retries.clear()
         self._demands.clear()
         self._said_at.clear()
         self._rooms.clear()
 
     def wait_for_room(self, job_id: str, path: Path, nbytes: int) -> None:
-        """Let a job wait until a disk has so much free: its attempt was lost, as it had less.
+        """Makes a job wait until a disk has `nbytes` free, because its attempt was lost with less.
 
-        Where this is forgotten, the next attempt finds out again.
+        If this is lost, the next attempt finds it out again.
         """
         self._rooms[job_id] = (path, nbytes)
 
     def is_box_free(self) -> bool:
-        """Whether no job runs here."""
+        """Returns whether no job runs on this machine."""
         return not self._present(())
 
     def verdicts(self, leaving: Collection[str]) -> Sequence[Verdict]:
-        """On each queued job that this dispatcher holds, in the order in which they get their turn. `leaving`: jobs of
-        which an attempt is over and has processes still.
+        """Decides about each queued job that this dispatcher holds, in the order of the queue.
+
+        `leaving`: jobs with an ended attempt whose processes still live.
         """
         queued = self._queued()
         self._forget_all_but({job.id for job in queued})
@@ -164,7 +169,7 @@ class JobQueue:
         return verdicts
 
     def explain(self, job: Job, reason: str) -> None:
-        """Tell a job's owner why it waits, where it is not known yet."""
+        """Stores the reason why a job waits, if it is new."""
         before = job.waiting_reason or ""
         if reason == before:
             return
@@ -180,7 +185,7 @@ class JobQueue:
         self._said_at[job.id] = now
 
     def make_room(self, job: Job, victims: Collection[str]) -> None:
-        """Let jobs of lower priority pause, that go on by themselves when there is room again."""
+        """Requests jobs of lower priority to pause. They continue by themselves when there is room again."""
         for victim in victims:
             with self._database.write() as session:
                 found = JobRepository(session).get(victim)
@@ -197,15 +202,18 @@ class JobQueue:
                 extra=about(victim, found.attempt),
             )
 
-    # --- what is there ------------------------------------------------------------------------------------------------
+    # --- state of the queue and the machine --------------------------------------------------------------------------
 
     def _queued(self) -> Sequence[Job]:
-        """Also those that another dispatcher of this home holds: their turn is theirs."""
+        """Returns all queued jobs of this home.
+
+        Those of another dispatcher count too, because they keep their place.
+        """
         with self._database.read() as session:
             return JobRepository(session).with_status(JobStatus.QUEUED, node=self._lease.node)
 
     def _in_turn(self, queued: Sequence[Job], present: Sequence[Job]) -> Sequence[Job]:
-        """The order in which they get their turn."""
+        """Returns the jobs in the order of the queue."""
         owners = {job.owner for job in queued}
         last_began: Mapping[str | None, float] = {}
         if len(owners) > 1:
@@ -225,7 +233,7 @@ class JobQueue:
         return [by_id[job_id] for job_id in in_turn(turns, Counter(job.owner for job in present), last_began)]
 
     def _over_their_limit(self, queued: Sequence[Job], present: Sequence[Job]) -> Mapping[str, int]:
-        """Jobs that may not begin now whatever room there is, as their owner may run only so many at once: how many."""
+        """Returns the jobs that may not begin because of their owner's limit of jobs at once, with that limit."""
         num_running, found = Counter(job.owner for job in present), dict[str, int]()
         with self._database.read() as session:
             most = {owner: most_running_jobs(session, self._settings, owner) for owner in {job.owner for job in queued}}
@@ -237,7 +245,7 @@ class JobQueue:
         return found
 
     def _present(self, leaving: Collection[str]) -> Sequence[Job]:
-        """Jobs that have a part of the box, whichever dispatcher holds them."""
+        """Returns the jobs that hold resources of this machine, under any dispatcher."""
         with self._database.read() as session:
             jobs = JobRepository(session)
             running = jobs.with_status(JobStatus.RUNNING, JobStatus.PAUSING, node=self._lease.node)
@@ -259,7 +267,8 @@ class JobQueue:
             budget_nbytes = plan_bounds(self._settings, job)["host_memory_nbytes"]
             found, is_cpu = load_plan(self._settings, job), self._machinery.num_gpus == 0
             return job.plan_number, demand_of(found, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:  # its launch will fail it, and no other job
+        # the job's own launch will fail, and other jobs are not affected
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             _LOG.warning("what it takes cannot be read: %s", error, extra=about(job.id, job.attempt))
             return job.plan_number, Demand()
 
@@ -283,13 +292,16 @@ class JobQueue:
         )
 
     def _may_leave_now(self, job: Job) -> bool:
-        """Once its attempt has a step, or as long as it starts: then it is ended at once, but not again and again."""
+        """Returns whether a job may be paused at once.
+
+        Its attempt has a step, or it just starts and was not ended too often.
+        """
         with self._database.read() as session:
             num_fruitless = job.attempt - last_fruitful_attempt(session, job.id)
         return num_fruitless == 0 or (num_fruitless <= _MOST_CUT_SHORT and is_starting(job))
 
     def _pause_before_retry(self, job: Job) -> float | None:
-        """How long a job waits after its attempt was lost without a step of progress; None if it need not any more."""
+        """Returns how long a job waits after an attempt that was lost without progress, or None if it need not wait."""
         if not job.num_lost:
             return None
         retry = self._retries.get(job.id)
@@ -302,17 +314,17 @@ class JobQueue:
         return None if self._clock() >= retry.at else retry.pause_s
 
     def _lacks_room(self, job_id: str) -> str | None:
-        """Why a job waits for room on the disk where its last attempt found too little; None once it is there.
+        """Returns why a job waits for disk space, or None once the space is free.
 
-        None also where the whole disk is smaller: to wait would be for ever, while attempts that are lost for want of
-        room come to an end.
+        Returns None also if the whole disk is smaller. The job would wait forever, while attempts that fail for lack of
+        space are limited.
         """
         if job_id not in self._rooms:
             return None
         path, nbytes = self._rooms[job_id]
         try:
             free_nbytes, disk_nbytes = directory_free_nbytes(path), directory_nbytes(path)
-        except OSError:  # the folder is not there any more: the next attempt tells
+        except OSError:  # the folder is gone; the next attempt reports it
             return None
         return needs_room(path, nbytes, free_nbytes) if free_nbytes < nbytes <= disk_nbytes else None
 
@@ -321,10 +333,10 @@ class JobQueue:
             for job_id in remembered.keys() - queued:
                 del remembered[job_id]
 
-    # --- why a job waits ----------------------------------------------------------------------------------------------
+    # --- reasons for waiting -----------------------------------------------------------------------------------------
 
     def _reason(self, job: Job, decision: Decision, box: MachineCapacity, there: Sequence[Job], num_before: int) -> str:
-        """For its owner: other users' jobs are counted, not named."""
+        """Explains to its owner why a job waits. Other users' jobs are counted, not named."""
         needs = box.needs(job.id, self._demands[job.id][1])
         if decision.never:
             lacks = [_short_of(name, needs[name], lack) for name, lack in decision.missing.items()]

@@ -1,6 +1,6 @@
-"""Whose turn it is on a box, who waits for what, and who makes room for whom: sums only, no clock and no I/O.
+"""The queue's policy: the order of jobs, the job that each one waits for, and the jobs that pause for others.
 
-The rule and its reasons: docs/decisions/0024-queue.md.
+It only computes; it reads no clock and does no I/O. The rule and its reasons: docs/decisions/0024-queue.md.
 """
 
 from collections import Counter
@@ -8,25 +8,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-# Bytes, or pieces, by resource. What is not in it is not taken; of what a box does not tell anything may be taken.
+# Bytes, or pieces, by resource. A missing resource is not taken. A resource that the machine does not report is
+# unlimited.
 Amounts = Mapping[str, int]
 
-# With more jobs than that on a box nobody looks at every set of them: then nothing begins behind a job that waits.
+# With more jobs than this, not every subset of them is checked. No job then begins ahead of a waiting one.
 _MOST_HOLDERS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A job that has a part of the box."""
+    """A job that holds resources of the machine."""
 
     job_id: str
     takes: Amounts
-    keeps: Amounts = field(default_factory=dict)  # of that, what it goes on to take when it is paused
-    priority: int = 0  # smaller goes first
+    keeps: Amounts = field(default_factory=dict)  # the part of `takes` that it keeps while it is paused
+    priority: int = 0  # a smaller number goes first
     created_at: float = 0.0
-    is_leaving: bool = False  # it was asked to end or to pause, or its processes are about to be gone
+    is_leaving: bool = False  # it was requested to end or to pause, or its processes are ending
     may_be_paused: bool = False  # by a job of higher priority
-    may_leave_now: bool = True  # else it has to bring its attempt to a step first
+    may_leave_now: bool = True  # else its attempt must commit a step first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,29 +37,29 @@ class Queued:
     job_id: str
     needs: Amounts
     priority: int = 0
-    is_ready: bool = True  # else it keeps its place until it is
+    is_ready: bool = True  # else it keeps its place until it is ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What becomes of a queued job. If it does not begin, one of the others says why."""
+    """The decision about a queued job. If it does not begin, another field gives the reason."""
 
     job_id: str
-    begins: bool = False  # or has its place, if it is not ready
-    missing: Amounts = field(default_factory=dict)  # beside those that have a part of the box
-    never: bool = False  # ... and also without them
-    waits_behind: str | None = None  # there is room, but that job would get its turn later
-    pauses: tuple[str, ...] = ()  # jobs that are to make room for it
-    will_pause: bool = False  # ... once each has a step
+    begins: bool = False  # or its resources are reserved, if it is not ready
+    missing: Amounts = field(default_factory=dict)  # beside the jobs that hold resources
+    never: bool = False  # also without the other jobs
+    waits_behind: str | None = None  # there is room, but this waiting job would then begin later
+    pauses: tuple[str, ...] = ()  # jobs to pause for it
+    will_pause: bool = False  # jobs will pause for it, once each has a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A queued job, as far as its place in the queue goes."""
+    """The facts of a queued job that decide its place in the queue."""
 
     job_id: str
     owner: str | None
-    priority: int  # smaller goes first
+    priority: int  # a smaller number goes first
     created_at: float
     keeps_place: bool = False  # it ran until another job or a crash took its place
 
@@ -66,12 +67,13 @@ class Turn:
 def in_turn(
     queued: Sequence[Turn], num_running: Mapping[str | None, int], last_began: Mapping[str | None, float]
 ) -> Sequence[str]:
-    """Order queued jobs: by priority, then who keeps its place, then fairly among owners.
+    """Orders queued jobs: by priority, then jobs that keep their place, then fairly among owners.
 
-    An owner's first job comes before any other's second, counting those that run. Between jobs of the same number the
-    owner goes first whose last job began longest ago, so that owners take turns also where one job runs at a time.
-    `num_running`: jobs of each owner that have a part of the box. `last_began`: when an owner's job began last; none
-    did of owners that it lacks.
+    An owner's first job comes ahead of any other owner's second, and running jobs count. Among jobs with the same
+    number, the owner whose last job began longest ago goes first. So owners take turns also if one job runs at a time.
+
+    `num_running`: jobs of each owner that hold resources. `last_began`: the time of each owner's last launch; an owner
+    without one is missing.
     """
     numbers: Counter[tuple[int, str | None]] = Counter()
     places: list[tuple[tuple[int, bool, int, float, float, str], str]] = []
@@ -87,7 +89,7 @@ def in_turn(
 
 
 def decide(has: Amounts, holders: Sequence[Holder], queued: Sequence[Queued]) -> Sequence[Decision]:
-    """For each queued job, in the order in which they get their turn. `has`: what the box has in all."""
+    """Decides about each queued job, in the order of the queue. `has`: the machine's total resources."""
     present, waiting, decisions = list(holders), list[Queued](), list[Decision]()
     for each in queued:
         decision = _decide(has, present, waiting, each)
@@ -103,7 +105,7 @@ def decide(has: Amounts, holders: Sequence[Holder], queued: Sequence[Queued]) ->
 
 
 def total(each: Iterable[Amounts]) -> Amounts:
-    """Of every resource, what they take together."""
+    """Sums amounts by resource."""
     found: Counter[str] = Counter()
     for amounts in each:
         found.update(amounts)
@@ -111,7 +113,7 @@ def total(each: Iterable[Amounts]) -> Amounts:
 
 
 def missing(has: Amounts, taken: Amounts, needs: Amounts) -> Amounts:
-    """By how much a job needs more than is left, of every resource of which it does."""
+    """Returns the shortage of each resource of which less than `needs` is left."""
     lacks = {name: taken.get(name, 0) + amount - has[name] for name, amount in needs.items() if amount and name in has}
     return {name: amount for name, amount in lacks.items() if amount > 0}
 
@@ -138,9 +140,11 @@ def _decide(has: Amounts, present: Sequence[Holder], waiting: Sequence[Queued], 
 def _who_makes_room(
     has: Amounts, present: Sequence[Holder], waiting: Sequence[Queued], each: Queued
 ) -> Sequence[Holder] | None:
-    """The fewest jobs of lower priority without which there is room; of as many the lowest, and then the latest.
+    """Returns the fewest jobs of lower priority whose pause makes room.
 
-    None of them where those that leave anyway suffice; None where nobody's pause would help.
+    Among equal numbers: the lowest, then the latest jobs.
+
+    Returns no jobs if those that already leave make room, and None if no pause would help.
     """
     leaving = [holder for holder in present if holder.is_leaving]
     staying = [holder for holder in present if not holder.is_leaving]
@@ -148,7 +152,7 @@ def _who_makes_room(
     weaker.sort(key=lambda holder: (-holder.priority, -holder.created_at, holder.job_id))
     for chosen in _sets_of(weaker):
         kept = [holder.keeps for holder in (*leaving, *chosen)]
-        # What a job keeps stays somebody's, as long as the job has not ended.
+        # A paused job keeps its `keeps` amounts until it ends.
         rest = [*(holder for holder in staying if holder not in chosen), *(_nobody(amounts) for amounts in kept)]
         if not missing(has, total(holder.takes for holder in rest), each.needs) and (
             _first_delayed(has, waiting, each, rest) is None
@@ -162,7 +166,10 @@ def _first_delayed(has: Amounts, waiting: Sequence[Queued], each: Queued, presen
 
 
 def _delays(has: Amounts, ahead: Queued, each: Queued, present: Sequence[Holder]) -> bool:
-    """Whether jobs may end with whose end `ahead` could begin, but not beside `each`."""
+    """Returns whether `each` would delay `ahead`.
+
+    Then some jobs may end so that `ahead` could begin, but not beside `each`.
+    """
     if len(present) > _MOST_HOLDERS:
         return True
     for staying in _sets_of(present):
@@ -173,7 +180,7 @@ def _delays(has: Amounts, ahead: Queued, each: Queued, present: Sequence[Holder]
 
 
 def _sets_of(holders: Sequence[Holder]) -> Iterator[Sequence[Holder]]:
-    """The smallest first."""
+    """Yields all subsets of at most `_MOST_HOLDERS` jobs, smallest first."""
     for number in range(min(len(holders), _MOST_HOLDERS) + 1):
         yield from combinations(holders, number)
 

@@ -1,4 +1,4 @@
-"""What starts and ends the runners of jobs, as the dispatcher knows it."""
+"""The interface through which the dispatcher starts and ends the runners of jobs."""
 
 from typing import Protocol
 
@@ -7,26 +7,29 @@ from windlass.storage.ids import Attempt, JobId
 
 
 class RunnerLostError(RuntimeError):
-    """A runner died while it started, or could not be reached; that is no fault of the job's."""
+    """A runner died while it started, or was unreachable. The job did not cause it."""
 
 
 class Runners(Protocol):
-    """Where jobs run: on Ray, or in a test's stand-in."""
+    """The runners of jobs: on Ray, or a substitute in tests."""
 
     def start(self, spec: JobSpec) -> None:
-        """Launch a job; returns once its runner has begun.
+        """Launches a job. Returns once its runner has begun.
 
-        Raises RunnerLostError, or what keeps the job from running.
+        Raises RunnerLostError, or the error that keeps the job from running.
         """
 
     def is_alive(self, job: JobId, attempt: Attempt) -> bool:
-        """Whether the runner is there."""
+        """Returns whether the runner exists."""
 
     def cancel(self, job: JobId, attempt: Attempt) -> None:
-        """Ask the runner to end the job after its step; nothing happens if there is none."""
+        """Requests the runner to end the job after its step; does nothing without a runner."""
 
     def pause(self, job: JobId, attempt: Attempt) -> None:
-        """Ask the runner to end the attempt after its step, so that another can go on; as `cancel`."""
+        """Requests the runner to end the attempt after its step, so that another one can resume.
+
+        Does nothing without a runner.
+        """
 
     def kill(self, job: JobId, attempt: Attempt) -> None:
-        """End the runner at once; nothing happens if there is none."""
+        """Kills the runner; does nothing without one."""

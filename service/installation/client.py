@@ -1,4 +1,4 @@
-"""The service's HTTP API as the command line uses it."""
+"""A client of the service's HTTP API, for the command line."""
 
 import json
 import ssl
@@ -13,12 +13,12 @@ from windlass.service.validation import ReportedError
 
 _TERMINAL = frozenset({"succeeded", "failed", "cancelled"})
 _PAGE = 100
-# Another program that listens at the address may never say a word.
+# Another program at this address may accept the connection and never answer.
 _HEALTH_TIMEOUT_S = 3.0
 
 
 class ServiceUnreachableError(ReportedError):
-    """Nothing answers at the service's address."""
+    """No service answers at the address."""
 
 
 class RequestRefusedError(ReportedError):
@@ -33,10 +33,10 @@ class RequestRefusedError(ReportedError):
 
 
 class ServiceClient:
-    """Talks to a running service; errors are one line for people.
+    """Calls a running service. Its errors are one line for the user.
 
-    With `certificate`, the service's own (PEM), exactly that one is trusted, whatever name the address has. `if_away`
-    ends the message where nothing answers.
+    With `certificate` (PEM), the client trusts exactly that certificate, under any name. `if_away`: the end of the
+    error message if no service answers.
     """
 
     def __init__(
@@ -64,112 +64,112 @@ class ServiceClient:
         self._http.close()
 
     def is_healthy(self) -> bool:
-        """Whether the service answers."""
+        """Returns whether the service answers."""
         try:
             return self._http.get("/healthz", timeout=_HEALTH_TIMEOUT_S).status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
 
     def upload(self, path: Path) -> dict[str, Any]:
-        """Send a training or validation file."""
+        """Uploads a training or validation file."""
         with path.open("rb") as file:
             return self._call("POST", "/v1/files", files={"file": (path.name, file)}, data={"purpose": "fine-tune"})
 
     def files(self) -> list[dict[str, Any]]:
-        """All files."""
+        """Lists all files."""
         return self._list("/v1/files")
 
     def file(self, file_id: str) -> dict[str, Any]:
-        """One file."""
+        """Returns a file."""
         return self._call("GET", f"/v1/files/{file_id}")
 
     def models(self) -> list[dict[str, Any]]:
-        """Base and fine-tuned models."""
+        """Lists base and fine-tuned models."""
         return list(self._call("GET", "/v1/models")["data"])
 
     def create_job(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Submit a job."""
-        # Written here, as httpx would not send a NaN: the service says which setting is none of its numbers.
+        """Submits a job."""
+        # Encoded here because httpx refuses to send a NaN. The service's error then names the setting with that value.
         headers = {"Content-Type": "application/json"}
         return self._call("POST", "/v1/fine_tuning/jobs", content=json.dumps(request), headers=headers)
 
     def jobs(self) -> list[dict[str, Any]]:
-        """All jobs, newest first."""
+        """Lists all jobs, newest first."""
         return self._list("/v1/fine_tuning/jobs")
 
     def job(self, job_id: str) -> dict[str, Any]:
-        """One job."""
+        """Returns a job."""
         return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}")
 
     def checkpoints(self, job_id: str) -> list[dict[str, Any]]:
-        """A job's checkpoints, latest first."""
+        """Lists a job's checkpoints, latest first."""
         return self._list(f"/v1/fine_tuning/jobs/{job_id}/checkpoints")
 
     def storage(self) -> dict[str, Any]:
-        """All that occupies disks, with totals."""
+        """Returns the disk usage of all items, with totals."""
         return self._call("GET", "/v1/storage")
 
     def job_storage(self, job_id: str) -> dict[str, Any]:
-        """What a job occupies, by part."""
+        """Returns a job's disk usage by part."""
         return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}/storage")
 
     def delete_job(self, job_id: str, *, with_model: bool) -> None:
-        """Delete a finished job."""
+        """Deletes a finished job."""
         self._call("DELETE", f"/v1/fine_tuning/jobs/{job_id}", params={"delete_model": with_model})
 
     def delete_file(self, file_id: str) -> None:
-        """Delete a file."""
+        """Deletes a file."""
         self._call("DELETE", f"/v1/files/{file_id}")
 
     def delete_model(self, model: str) -> None:
-        """Delete a fine-tuned model or a checkpoint."""
+        """Deletes a fine-tuned model or a checkpoint."""
         self._call("DELETE", f"/v1/models/{model}")
 
     def webhook_event_types(self) -> list[str]:
-        """All that webhooks can be told of."""
+        """Lists the event types that a webhook can receive."""
         return list(self._call("GET", "/v1/webhook_event_types")["data"])
 
     def webhooks(self) -> list[dict[str, Any]]:
-        """All endpoints of webhooks, newest first."""
+        """Lists all webhook endpoints, newest first."""
         return self._list("/v1/webhook_endpoints")
 
     def webhook(self, webhook_id: str) -> dict[str, Any]:
-        """One, with its last deliveries."""
+        """Returns a webhook endpoint with its last deliveries."""
         return self._call("GET", f"/v1/webhook_endpoints/{webhook_id}")
 
     def create_webhook(self, *, name: str, url: str, event_types: list[str]) -> dict[str, Any]:
-        """Add one; the answer has its signing secret."""
+        """Adds a webhook endpoint. The answer contains its signing secret."""
         body = {"name": name, "url": url, "event_types": event_types}
         return self._call("POST", "/v1/webhook_endpoints", json=body)
 
     def test_webhook(self, webhook_id: str, event_type: str) -> dict[str, Any]:
-        """Have a sample sent; how it was answered."""
+        """Sends a sample event. The answer contains the receiver's status code."""
         return self._call("POST", f"/v1/webhook_endpoints/{webhook_id}/test", json={"event_type": event_type})
 
     def delete_webhook(self, webhook_id: str) -> None:
-        """Forget one."""
+        """Deletes a webhook endpoint."""
         self._call("DELETE", f"/v1/webhook_endpoints/{webhook_id}")
 
     def plan(self, job_id: str) -> dict[str, Any]:
-        """What was planned for a job, and what was measured since."""
+        """Returns the plan of a job and its measured values."""
         return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}/plan")
 
     def cancel(self, job_id: str) -> dict[str, Any]:
-        """Cancel a job, or ask its runner to stop."""
+        """Cancels a job, or requests its runner to stop."""
         return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/cancel")
 
     def pause(self, job_id: str) -> dict[str, Any]:
-        """Pause a job, or ask its runner to."""
+        """Pauses a job, or requests its runner to pause."""
         return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/pause")
 
     def resume(self, job_id: str) -> dict[str, Any]:
-        """Let a paused job go on."""
+        """Queues a paused job again."""
         return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/resume")
 
     def events(self, job_id: str, *, after: str | None = None) -> list[dict[str, Any]]:
-        """A job's events, oldest first; those after the event `after`."""
+        """Lists a job's events, oldest first, or only those after the event `after`."""
         found: list[dict[str, Any]] = []
-        # The service lists the newest first: pages back until the known one.
+        # The service lists the newest first, so this pages back to the known event.
         for event in self._pages(f"/v1/fine_tuning/jobs/{job_id}/events"):
             if event["id"] == after:
                 break
@@ -177,7 +177,7 @@ class ServiceClient:
         return found[::-1]
 
     def follow(self, job_id: str, *, interval_s: float = 0.5) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """The job and the events that are new, again and again until it has ended and all were handed out."""
+        """Yields the job and its new events repeatedly, until the job has ended and all events were yielded."""
         last: str | None = None
         while True:
             job = self.job(job_id)
@@ -220,7 +220,7 @@ class ServiceClient:
 
 
 def _trust_only(certificate: Path) -> ssl.SSLContext:
-    """A context for the one server that has this certificate; those behind it in the file are not trusted."""
+    """Makes a context that trusts only the file's first certificate, not the other certificates of its chain."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

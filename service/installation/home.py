@@ -1,4 +1,4 @@
-"""The home directory: whose it is, what it is called, and which processes serve it."""
+"""The home directory: its owner, its name among homes, and the processes that serve it."""
 
 import fcntl
 import json
@@ -17,28 +17,28 @@ from windlass.service.validation import ReportedError
 from windlass.storage.files import sync_path
 from windlass.storage.memory import is_for_want_of_room
 
-# With less, neither uploads and journals nor the database's own files have room.
+# Minimum free bytes on the home's disk. Uploads, journals and the database need them.
 LEAST_FREE_NBYTES = 64 * 1024**2
 
 
 class HomeError(ReportedError):
-    """The home can't be used as it is."""
+    """The home cannot be used as it is."""
 
 
 class AlreadyUpError(ReportedError):
-    """A supervisor serves this home already."""
+    """Another supervisor already serves this home."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """The supervisor of a home and where its API answers."""
+    """The supervisor of a home and the address of its API."""
 
     process: ProcessId
     url: str
 
 
 def prepare_home(home: Path) -> None:
-    """Make the home, or make sure that it belongs to us and that nobody else can read it."""
+    """Makes the home, or checks that it belongs to this user and that no other user can read it."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     stat = home.stat()
     if stat.st_uid != os.getuid():
@@ -50,7 +50,10 @@ def prepare_home(home: Path) -> None:
 
 
 def node_of(home: Path) -> str:
-    """The home's name among those that share a database: given once, and kept in it."""
+    """Returns the home's unique name among the homes that share a database.
+
+    It is generated once and stored in the home.
+    """
     path = home / "node"
     try:
         return path.read_text().strip()
@@ -61,8 +64,9 @@ def node_of(home: Path) -> str:
         with partial.open("w") as file:
             file.write(f"node-{secrets.token_hex(12)}\n")
             file.flush()
-            os.fsync(file.fileno())  # with another name after a power loss, its jobs would be nobody's
-        path.hardlink_to(partial)  # whole, and only if no other process was faster
+            # must be durable: with another name after a power loss, the home would not find its jobs
+            os.fsync(file.fileno())
+        path.hardlink_to(partial)  # atomic: the file is complete, and an existing one of another process stays
         sync_path(home)
     except FileExistsError:
         pass
@@ -73,7 +77,7 @@ def node_of(home: Path) -> str:
 
 @contextmanager
 def telling_of_disk(home: Path) -> Iterator[None]:
-    """Raises HomeError where the block fails for lack of disk space."""
+    """Raises HomeError if the `with` block fails for lack of disk space."""
     try:
         yield
     except OSError as error:
@@ -85,7 +89,7 @@ def telling_of_disk(home: Path) -> Iterator[None]:
 
 
 def is_out_of_room(home: Path) -> bool:
-    """Whether the home's disk is full, or as good as that."""
+    """Returns whether less than `LEAST_FREE_NBYTES` are free on the home's disk."""
     return room_reason(home) is not None
 
 
@@ -93,9 +97,9 @@ _ROOM_ON = "room on the disk of "
 
 
 def room_reason(home: Path) -> str | None:
-    """Why the jobs of a home wait where its disk is full, or as good as that; None where it has room.
+    """Returns the reason for jobs to wait if the home's disk is almost full, else None.
 
-    None also where the disk does not answer: what uses the home next tells why.
+    None also if the disk does not answer. The next access to the home reports that error.
     """
     try:
         free_nbytes = shutil.disk_usage(home).free
@@ -105,23 +109,23 @@ def room_reason(home: Path) -> str | None:
 
 
 def is_about_room(reason: str) -> bool:
-    """Whether a job waits for what `needs_room` tells."""
+    """Returns whether a waiting reason is one that `needs_room` made."""
     return reason.startswith(_ROOM_ON)
 
 
 def needs_room(path: Path, needed_nbytes: int, free_nbytes: int) -> str:
-    """The room that a job waits for, in the words that the API, the CLI and the page show."""
+    """Describes the disk space that a job waits for, as the API, the CLI and the dashboard show it."""
     return f"{_ROOM_ON}{path}: {bytes_text(needed_nbytes)} needed, {bytes_text(free_nbytes)} free"
 
 
 class DispatcherLock:
-    """Held by the one dispatcher that a home has on a machine, for as long as its process lives."""
+    """The lock of the one dispatcher that a home has on a machine. It is held while the dispatcher's process lives."""
 
     def __init__(self, home: Path) -> None:
         self._fd = os.open(home / "dispatcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def try_acquire(self) -> bool:
-        """False if another dispatcher runs."""
+        """Returns False if another dispatcher holds the lock."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -129,12 +133,12 @@ class DispatcherLock:
         return True
 
     def release(self) -> None:
-        """Let another dispatcher begin."""
+        """Releases the lock for another dispatcher."""
         os.close(self._fd)
 
 
 class HomeLock:
-    """Held by a home's one supervisor, and let go by the kernel however it ends."""
+    """The lock of a home's one supervisor. The kernel releases it however the supervisor ends."""
 
     def __init__(self, home: Path) -> None:
         self._path = home / "windlass.lock"
@@ -142,7 +146,10 @@ class HomeLock:
         self._file: IO[str] | None = None
 
     def acquire(self, url: str) -> None:
-        """Become the home's supervisor; AlreadyUpError, with pid and address, if there is one."""
+        """Acquires the lock and records the supervisor.
+
+        Raises AlreadyUpError, with pid and address, if there is another one.
+        """
         file = self._path.open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,7 +164,10 @@ class HomeLock:
         self._file = file
 
     def release(self) -> None:
-        """Let another supervisor serve the home. A record that stays is that of a supervisor that was killed."""
+        """Releases the lock and clears the record.
+
+        So a record without a living process belongs to a killed supervisor.
+        """
         if self._file is not None:
             self._file.truncate(0)
             self._file.close()
@@ -170,19 +180,19 @@ class HomeLock:
 
 
 def find_serving(home: Path) -> Serving | None:
-    """The living supervisor of a home, if there is one."""
+    """Returns the living supervisor of a home, or None."""
     recorded = _read_record(home)
     return recorded if recorded is not None and recorded.process.is_alive else None
 
 
 def find_killed(home: Path) -> Serving | None:
-    """The last supervisor of a home, if it was killed and neither another one nor `windlass down` came after it."""
+    """Returns the last supervisor of a home if it was killed and neither a new one nor `windlass down` followed."""
     recorded = _read_record(home)
     return recorded if recorded is not None and not recorded.process.is_alive else None
 
 
 def forget_killed(home: Path) -> None:
-    """Remove the record of a supervisor that was killed."""
+    """Clears the record of a killed supervisor."""
     if find_killed(home) is not None:
         lock = HomeLock(home)
         with suppress(AlreadyUpError):
@@ -195,4 +205,4 @@ def _read_record(home: Path) -> Serving | None:
         fields = json.loads((home / "windlass.lock").read_text())
         return Serving(process=ProcessId(**fields["process"]), url=fields["url"])
     except (FileNotFoundError, ValueError, TypeError, KeyError):
-        return None  # nobody ever did, or a full disk or a power loss cut the file short
+        return None  # no supervisor ever ran, or a full disk or a power loss truncated the file

@@ -1,4 +1,4 @@
-"""The key of this machine's command line: in the environment, or in a file of the home that only its owner reads."""
+"""The API key of this machine's command line: in the environment, or in a private file of the home."""
 
 import os
 from pathlib import Path
@@ -12,9 +12,12 @@ KEY_FILE = "cli.key"
 
 
 def open_client(settings: Settings) -> ServiceClient:
-    """A client of the home's service, with the key that is there. Raises HomeError where others may read the key."""
-    # A service that was started with --port answers there, whatever the settings say now. One that was killed is not
-    # looked for at another address, because the service of another home may answer there.
+    """Makes a client of the home's service, with the local API key.
+
+    Raises HomeError if other users may read the key.
+    """
+    # A service started with --port answers there, whatever the settings say. For a killed service no other address is
+    # tried, because another home's service may answer there.
     serving = find_serving(settings.home)
     killed = find_killed(settings.home) if serving is None else None
     recorded = serving or killed
@@ -27,7 +30,7 @@ def open_client(settings: Settings) -> ServiceClient:
 
 
 def told_killed(settings: Settings, killed: Serving) -> str:
-    """The second half of a sentence about a service that was killed: what happened, and the command to start it."""
+    """Returns the second half of a sentence about a killed service: its state, and the command to start it."""
     port = urlsplit(killed.url).port
     option = "" if port == settings.port else f" --port {port}"
     return (
@@ -37,12 +40,12 @@ def told_killed(settings: Settings, killed: Serving) -> str:
 
 
 def local_key(home: Path) -> str | None:
-    """The key to use; None if there is none."""
+    """Returns the key to use, or None."""
     return os.environ.get(KEY_VARIABLE, "").strip() or kept_key(home)
 
 
 def kept_key(home: Path) -> str | None:
-    """The key in the home's file; None if there is none."""
+    """Returns the key in the home's file, or None. Raises HomeError if other users may read the file."""
     file = home / KEY_FILE
     try:
         if file.stat().st_mode & 0o077:
@@ -53,7 +56,7 @@ def kept_key(home: Path) -> str | None:
 
 
 def keep_local_key(home: Path, secret: str) -> Path:
-    """Write the key's file, for its owner only; whatever was there is replaced."""
+    """Writes the key's file, readable only by its owner. It replaces an existing file."""
     file = home / KEY_FILE
     partial = file.with_suffix(".partial")
     partial.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What lies in one home, where several homes share a database."""
+"""The location of jobs' data if several homes share a database."""
 
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
@@ -7,12 +7,12 @@ from windlass.storage.sql import Job
 
 
 def is_local(settings: Settings, job: Job) -> bool:
-    """Whether the data of a job lies in this home; nobody's data may come to lie here."""
+    """Returns whether a job's data lies in this home. A job without a node counts as local."""
     return job.node in (None, node_of(settings.home))
 
 
 def check_is_here(settings: Settings, job: Job) -> None:
-    """Refuse to answer for a job whose data lies in another home."""
+    """Raises ApiError for a job whose data lies in another home."""
     if not is_local(settings, job):
         raise ApiError(
             f"the data of job {job.id} lies with the service that it was sent to; ask there",

@@ -1,4 +1,4 @@
-"""How the service's processes log: lines for people, or JSON, with the job and the attempt that a line is about."""
+"""Logging of the service's processes: lines of text or JSON, each with the job and the attempt that it is about."""
 
 import contextlib
 import logging
@@ -13,14 +13,14 @@ _RENAMED = {"asctime": "time", "levelname": "level", "name": "logger"}
 
 
 class LogFormat(StrEnum):
-    """Of each line."""
+    """The format of each line."""
 
     TEXT = "text"
     JSON = "json"
 
 
 def set_up_logs(format: LogFormat, role: str) -> None:
-    """To standard error. `role`: which process this is."""
+    """Logs to stderr. `role`: the name of this process in JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     if format is LogFormat.JSON:
         from pythonjsonlogger.json import JsonFormatter
@@ -36,13 +36,13 @@ def set_up_logs(format: LogFormat, role: str) -> None:
 
 
 def rotate_logs(folder: Path, *, limit_nbytes: int) -> None:
-    """Start each log of a folder anew that has grown beyond the limit; what it held goes to `NAME.1`, in its place.
+    """Moves the content of each log beyond the limit to `NAME.1`, which it replaces.
 
-    The file stays the same one, emptied: processes that have it open, to append, go on in it. Lines that are written
-    while it is copied may be lost.
+    The log file itself is truncated, because processes have it open to append. Lines written during the copy may be
+    lost.
     """
     for path in folder.glob("*.log"):
-        with contextlib.suppress(OSError):  # a full disk, or a log that has just gone: next time
+        with contextlib.suppress(OSError):  # a full disk, or a log that was just removed; the next call retries
             if path.stat().st_size > limit_nbytes:
                 kept = path.with_name(f"{path.name}.1")
                 shutil.copyfile(path, kept)
@@ -50,7 +50,7 @@ def rotate_logs(folder: Path, *, limit_nbytes: int) -> None:
 
 
 def about(job_id: str, attempt: int = 0) -> dict[str, object]:
-    """For `extra` of a line about a job, or about one of its attempts."""
+    """Makes the `extra` of a log line about a job, or about one of its attempts."""
     return {"job": job_id, "attempt": attempt} if attempt else {"job": job_id}
 
 

@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory, disks and GPUs, as `windlass doctor` shows them."""
+"""The machine's resources: cores, memory, disks and GPUs, as `windlass doctor` shows them."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Room on a file system."""
+    """The space on a file system."""
 
     path: Path
     total_nbytes: int
@@ -29,16 +29,16 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
-    """A raw block device that jobs are to use whole."""
+    """A raw block device that jobs use as a whole."""
 
     path: Path
-    nbytes: int | None  # None: it is not there
+    nbytes: int | None  # None: the device does not exist
     may_be_used: bool  # this process may read and write it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a job can use here."""
+    """The resources that a job can use on this machine."""
 
     num_cores: int  # that this process may run on
     memory_nbytes: int
@@ -49,7 +49,7 @@ class Machine:
 
 
 def inspect_machine(paths: tuple[Path, ...], devices: tuple[Path, ...] = ()) -> Machine:
-    """Look at this machine, at the file systems that hold `paths` or will hold them, and at block devices."""
+    """Inspects this machine, the file systems that hold `paths` or will hold them, and block devices."""
     memory = psutil.virtual_memory()
     return Machine(
         num_cores=num_cores(),
@@ -62,12 +62,15 @@ def inspect_machine(paths: tuple[Path, ...], devices: tuple[Path, ...] = ()) -> 
 
 
 def num_cores() -> int:
-    """Cores that this process may run on; containers and taskset give fewer than the machine has."""
+    """Returns the number of cores that this process may run on.
+
+    Containers and taskset allow fewer than the machine has.
+    """
     return len(os.sched_getaffinity(0))
 
 
 def find_gpus() -> tuple[Gpu, ...]:
-    """NVIDIA GPUs that jobs may use; those that CUDA_VISIBLE_DEVICES hides do not count."""
+    """Lists the NVIDIA GPUs that jobs may use. CUDA_VISIBLE_DEVICES can hide others."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
@@ -80,7 +83,7 @@ def find_gpus() -> tuple[Gpu, ...]:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
-        # The tool is there and no driver answers: this machine has no GPU that could be used.
+        # The tool is installed but no driver answers, so the machine has no usable GPU.
         return ()
     return tuple(_parse_gpu(line) for line in result.stdout.splitlines() if line.strip())
 
@@ -100,6 +103,6 @@ def _drive(path: Path) -> Drive:
     if not path.is_block_device():
         return Drive(path=path, nbytes=None, may_be_used=False)
     number = path.stat().st_rdev
-    # Sysfs tells the size to everybody, always in sectors of 512 bytes.
+    # Sysfs shows the size to every user, always in sectors of 512 bytes.
     size = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/size").read_text()
     return Drive(path=path, nbytes=int(size) * 512, may_be_used=os.access(path, os.R_OK | os.W_OK))

@@ -1,4 +1,4 @@
-"""Processes that outlive who started them: named so that a reused pid is never mistaken for them."""
+"""Ids of processes that outlive their parents. A later process with the same pid is never mistaken for them."""
 
 import ctypes
 import os
@@ -14,29 +14,29 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ParentGoneError(RuntimeError):
-    """The process that this one was started for has ended already."""
+    """The parent of this process has already ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessId:
-    """A process of this machine, told apart from a later one with the same pid, also across reboots."""
+    """A process of this machine. The start time distinguishes it from others with the same pid, also across reboots."""
 
     pid: int
     start: str  # boot id and start time in clock ticks since boot
 
     @property
     def is_alive(self) -> bool:
-        """Whether this very process still runs; a zombie does not."""
+        """Returns whether this exact process still runs; a zombie does not."""
         return find_process(self.pid) == self
 
 
 def find_process(pid: int) -> ProcessId | None:
-    """The process that has this pid now; None if there is none, or only a zombie."""
+    """Returns the process that has this pid now, or None if there is none or only a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name, in parentheses, may hold anything; what follows it: state, ..., start time as the 20th field.
+    # The name, in parentheses, may contain anything. The fields after it: state, ..., start time as the 20th.
     fields = stat[stat.rindex(")") + 2 :].split()
     if fields[0] in "ZX":
         return None
@@ -44,12 +44,12 @@ def find_process(pid: int) -> ProcessId | None:
 
 
 def boot_id() -> str:
-    """This machine, since it was started last."""
+    """Returns the id of the machine's current boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def with_descendants(processes: Iterable[ProcessId]) -> list[ProcessId]:
-    """The living ones of these processes and all that they started, children after parents."""
+    """Returns those of these processes that live, with all their descendants, parents before children."""
     found: list[ProcessId] = []
     for process in processes:
         if not process.is_alive:
@@ -63,13 +63,13 @@ def with_descendants(processes: Iterable[ProcessId]) -> list[ProcessId]:
 
 
 def send_signal(process: ProcessId, signum: signal.Signals) -> None:
-    """Signal this very process; nothing happens if it is gone."""
+    """Signals this exact process; does nothing if it is gone."""
     try:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return
     try:
-        # The pidfd holds the process that had the pid when it was opened: compare, then signal that one.
+        # The pidfd refers to the process that had the pid when it was opened. Compare first, then signal that one.
         if process.is_alive:
             signal.pidfd_send_signal(pidfd, signum)
     except ProcessLookupError:
@@ -79,7 +79,10 @@ def send_signal(process: ProcessId, signum: signal.Signals) -> None:
 
 
 def end_processes(processes: Sequence[ProcessId], *, grace_s: float) -> None:
-    """Ask these processes to end, kill those that have not within `grace_s`, and wait until all are gone."""
+    """Sends SIGTERM, then SIGKILL to processes that live after `grace_s`, and waits until all are gone.
+
+    Raises TimeoutError.
+    """
     for signum, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
         for process in processes:
             send_signal(process, signum)
@@ -91,7 +94,7 @@ def end_processes(processes: Sequence[ProcessId], *, grace_s: float) -> None:
 
 
 def wait_until_gone(processes: Sequence[ProcessId], *, timeout_s: float) -> bool:
-    """Wait for processes to end; False if some still run after `timeout_s`."""
+    """Waits for processes to end. Returns False if some still run after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while any(process.is_alive for process in processes):
         if time.monotonic() > deadline:
@@ -101,7 +104,10 @@ def wait_until_gone(processes: Sequence[ProcessId], *, timeout_s: float) -> bool
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process as soon as the one that started it ends, however it ends."""
+    """Makes the kernel kill this process as soon as its parent ends.
+
+    Raises ParentGoneError if the parent is gone already.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

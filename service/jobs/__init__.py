@@ -1,4 +1,4 @@
-"""What the service derives from a job's row: its specification, its plan, its files."""
+"""Facts that the service derives from a job's row: its specification, its plan, its files."""
 
 from windlass.exports import lazy_exports
 

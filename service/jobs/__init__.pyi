@@ -1,4 +1,4 @@
-"""What the service derives from a job's row: its specification, its plan, its files."""
+"""Facts that the service derives from a job's row: its specification, its plan, its files."""
 
 from windlass.service.jobs.full_disk import why_it_waits_for_room as why_it_waits_for_room
 from windlass.service.jobs.plan_files import expected_pace as expected_pace

@@ -1,4 +1,7 @@
-"""Tells which jobs wait for room on the home's disk, also while that disk is too full for the database to say so."""
+"""Finds the jobs that wait for space on the home's disk.
+
+It works also while the full disk keeps the database from storing it.
+"""
 
 import time
 
@@ -8,15 +11,15 @@ from windlass.service.jobs.spec_builder import job_dir
 from windlass.storage.ids import Attempt
 from windlass.storage.sql import TERMINAL_STATUSES, Job, JobStatus
 
-# A runner gives a sign of life each second, and none while it waits for room.
+# A runner gives a sign of life each second, and none while it waits for disk space.
 _SILENT_S = 5.0
 _HAS_RUNNER = frozenset((JobStatus.RUNNING, JobStatus.PAUSING))
 
 
 def why_it_waits_for_room(settings: Settings, job: Job) -> str | None:
-    """Why a job of this home waits for room on the home's disk; None for a job that does not.
+    """Returns why a job of this home waits for space on the home's disk, or None if it does not wait.
 
-    An attempt that trains on a disk that is nearly full does not wait: its runner gives signs of life.
+    An attempt that trains on an almost full disk does not wait. Its runner gives signs of life.
     """
     if job.status in TERMINAL_STATUSES or job.status is JobStatus.PAUSED:
         return None
@@ -29,6 +32,6 @@ def why_it_waits_for_room(settings: Settings, job: Job) -> str | None:
 
 
 def _is_silent(settings: Settings, job: Job) -> bool:
-    """Whether its attempt has begun and has given no sign of life since; an attempt that begins is not silent."""
+    """Returns whether a begun attempt gives no signs of life. An attempt that has not begun is not silent."""
     sign_ns = last_sign_of_life(job_dir(settings, job.id), Attempt(job.attempt))
     return sign_ns is not None and time.time() - sign_ns / 1e9 > _SILENT_S

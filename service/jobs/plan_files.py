@@ -1,6 +1,6 @@
-"""The plans of a job, in files of its folder: the one it was queued with, and those that came while it ran.
+"""The plans of a job, in files of its folder: the first one, and those made while it waited or ran.
 
-The job's row says which one holds: an attempt runs by the plan that holds when it is launched.
+The job's row names the current one. An attempt runs by the plan that is current at its launch.
 """
 
 import functools
@@ -20,15 +20,15 @@ from windlass.storage.sql import Job, JobMetrics
 
 
 def load_plan(settings: Settings, job: Job) -> dict[str, Any] | None:
-    """The plan that holds (see `actors.plan_job`); None if nothing was planned.
+    """Returns the current plan (fields: `planner.planning`), or None if none was made.
 
-    One that came while the job ran also has `from_attempt`: the first that it is another one for.
+    A later plan also has `from_attempt`: the first attempt that runs by it, if it differs from the previous plan.
     """
     return _load(_path(settings, job, job.plan_number))
 
 
 def has_plan(settings: Settings, job: Job) -> bool:
-    """Whether something was planned; a list asks it of many jobs, so the file is read only when it has changed."""
+    """Returns whether the job has a plan. Lists ask it of many jobs, so the file is read only if it has changed."""
     path = _path(settings, job, job.plan_number)
     try:
         changed_ns = path.stat().st_mtime_ns
@@ -43,15 +43,15 @@ def _holds_plan(path: Path, _changed_ns: int) -> bool:
 
 
 def plans_of(settings: Settings, job: Job) -> Sequence[dict[str, Any]]:
-    """All that the job has had, the one that holds last."""
+    """Returns all plans of the job, the current one last."""
     found = (_load(_path(settings, job, number)) for number in range(job.plan_number + 1))
     return [plan for plan in found if plan is not None]
 
 
 def keep_plan(settings: Settings, job: Job, found: dict[str, Any]) -> int:
-    """Lay a plan down as the job's next one; returns its number, with which it holds once the row has that.
+    """Stores a plan as the job's next one and returns its number. It becomes current once the row has that number.
 
-    A file that the row does not name yet is written over.
+    An existing file with that number is overwritten, because the row does not name it.
     """
     number = job.plan_number + 1
     path = _path(settings, job, number)
@@ -62,7 +62,7 @@ def keep_plan(settings: Settings, job: Job, found: dict[str, Any]) -> int:
 
 
 def load_question(settings: Settings, job: Job) -> dict[str, Any] | None:
-    """What the planner was asked for the plan that holds; None if that is not known any more."""
+    """Returns the planner's question for the current plan, or None if it is no longer known."""
     found = load_plan(settings, job) or {}
     try:
         question: dict[str, Any] = json.loads((job_dir(settings, job.id) / "prepare" / QUESTION_FILE).read_text())
@@ -70,24 +70,24 @@ def load_question(settings: Settings, job: Job) -> dict[str, Any] | None:
         return None
     # The home may have been moved since.
     folder = model_dir(job.model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-    if question.get("dataset") is not None:  # a question of an earlier release has none
+    if question.get("dataset") is not None:  # a question of an older release has none
         here = {"dataset_dir": str(dataset_dir(job_dir(settings, job.id)))}
         question["dataset"] = question["dataset"] | here
-    # ... and jobs may run now.
+    # Other jobs may run now.
     return question | {"model_dir": str(folder), "is_alone": False} | made_for(found)
 
 
 def made_for(found: dict[str, Any]) -> dict[str, Any]:
-    """What a plan was made for that was made again, for the machine and the settings as they were later."""
+    """Returns the facts for which a renewed plan was made, such as a changed machine or settings."""
     names = ("hardware", "num_optimizers", "host_memory_nbytes", "device_memory_nbytes")
     return {name: found[name] for name in names if name in found}
 
 
 def expected_pace(found: dict[str, Any] | None, last_step: JobMetrics | None) -> Pace | None:
-    """The time of a step in a job's next attempt: as the last one told (`EventRepository.last_paced_step`), else as its
-    plan says; None where neither is known, and where the steps contradict the plan.
+    """Returns the expected time of a step in a job's next attempt.
 
-    What was measured before the plan that holds says nothing of how long steps take by it.
+    It is the time that the last step reported (`EventRepository.last_paced_step`), else the plan's. Returns None if
+    neither is known, or if the steps contradict the plan. Steps measured under an earlier plan do not count.
     """
     from_attempt = (found or {}).get("from_attempt") or 0
     if last_step is not None and last_step.attempt >= from_attempt:
@@ -97,7 +97,7 @@ def expected_pace(found: dict[str, Any] | None, last_step: JobMetrics | None) ->
 
 
 def seconds_left(pace: Pace | None, job: Job) -> float | None:
-    """What the rest of a job takes at this pace; None where that is not known."""
+    """Returns the seconds that the rest of a job takes at this pace, or None if unknown."""
     if pace is None or job.total_steps is None:
         return None
     return pace.step_s * (job.total_steps - (job.step or 0))

@@ -1,4 +1,4 @@
-"""A job's plan as people see it: what was predicted, what was measured since, and how far apart the two are."""
+"""A job's plan as users see it: predicted values, measured values, and their difference."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -14,8 +14,10 @@ _NAMES = {"gpu": "device memory", "host": "host buffers", "ssd": "SSD space"}
 
 
 def view_of(found: dict[str, Any] | None, measured: dict[str, Any] | None) -> dict[str, Any]:
-    """What the API answers. `found`: see `job_plans.load_plan`; without a plan its keys are null. `measured`: what the
-    runner told last (`actors.measured`)."""
+    """Makes the API's answer.
+
+    `found`: see `plan_files.load_plan`; without a plan, its fields are null. `measured`: the runner's last measurement.
+    """
     plan = dict.fromkeys(field.name for field in fields(PlanReport)) if found is None else found["plan"]
     predicted, told = predicted_of(found), measured_of(measured)
     return {
@@ -30,7 +32,7 @@ def view_of(found: dict[str, Any] | None, measured: dict[str, Any] | None) -> di
 
 
 def predicted_of(found: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What is promised, in the numbers that can be measured; None without a plan, and where nothing fits."""
+    """Returns the predicted values that can be measured, or None without a plan that fits."""
     if found is None or not found["plan"]["feasible"]:
         return None
     plan = found["plan"]
@@ -38,7 +40,7 @@ def predicted_of(found: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def measured_of(measured: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The same numbers as `predicted_of`; null is what nobody has told yet."""
+    """Returns the measured values with the names of `predicted_of`. A missing one is null."""
     if measured is None:
         return None
     gib = {name: nbytes / GIB for name, nbytes in measured["peak_bytes"].items()}
@@ -51,14 +53,14 @@ def measured_of(measured: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _is_estimate(predicted: dict[str, Any] | None, measured: dict[str, Any] | None) -> bool | None:
-    """Whether too few steps were measured to tell how good a promise is; None where nothing is promised."""
+    """Returns whether too few steps were measured to judge the prediction, or None without a prediction."""
     if predicted is None:
         return None
     return measured is None or measured["num_steps"] < MIN_MEASURED_STEPS
 
 
 def _error_of(predicted: dict[str, Any] | None, measured: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Measured over predicted, less one."""
+    """Returns the relative errors: measured over predicted, minus one."""
     if predicted is None or measured is None:
         return None
     peaks = {name: _error(predicted["peak_gib"][name], measured["peak_gib"][name]) for name in _TIERS}
@@ -70,7 +72,7 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 
 def in_words(view: dict[str, Any]) -> dict[str, str]:
-    """For people: each number that was predicted or measured, and how far apart the two are."""
+    """Describes each predicted or measured number, and the difference, for users."""
     predicted, measured, error = (view[name] or {} for name in ("predicted", "measured", "error"))
     promised, came, apart = (each.get("step_s") for each in (predicted, measured, error))
     found = {"step time": _line(promised, came, apart, "{:.3g} s".format)}
@@ -92,5 +94,5 @@ def _line(predicted: float | None, measured: float | None, error: float | None, 
         parts.append(f"measured {told(measured)}")
     if error is None:
         return ", ".join(parts)
-    # A percentage of several hundred says little.
+    # From twice as much on, a factor is clearer than a percentage.
     return ", ".join(parts) + (f" ({error:+.1%})" if error < 1 else f" ({1 + error:.3g} times as much)")

@@ -1,4 +1,4 @@
-"""From a job's row to what its preparation and its runner are told."""
+"""Builds the order of a job's preparation and the specification for its runner from the job's row."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -47,17 +47,18 @@ from windlass.storage.sql import Job
 
 ARENA_DIR = Path("/dev/shm")
 
-# With a GPU the worker's process copies, prepares batches and starts kernels; the optimizers have the other cores, but
-# for what the SSD servers need.
+# With a GPU, the worker's process copies data, prepares batches and launches kernels with this many threads. The
+# optimizers get the other cores, except those of the SSD servers.
 _GPU_WORKER_THREADS = 2
 _SSD_SERVER_THREADS = 1
-# How long a job's plan may be simulated, before it is queued.
+# Maximum seconds for the simulation of a job's plan, before the job is queued.
 _SIMULATION_S = 60.0
-# Without a GPU: one core updates about as fast as SSDs bring the states.
+# Without a GPU, one of this many cores updates parameters, because one core updates about as fast as the SSDs deliver
+# states.
 _CORES_TO_ONE_THAT_UPDATES = 8
 _DEADLINE_S = 120.0
-_KEPT_CHECKS, _KEPT_TIMES = "checked-models", "measured-models"  # in the home
-# Hyperparameters that JSON keeps as words.
+_KEPT_CHECKS, _KEPT_TIMES = "checked-models", "measured-models"  # folders in the home
+# Hyperparameters that are enums, stored as strings in JSON.
 _WORDS: dict[str, type[StrEnum]] = {
     "schedule": Schedule,
     "optimizer": Optimizer,
@@ -71,21 +72,21 @@ _WORDS: dict[str, type[StrEnum]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineResources:
-    """What jobs are run with here."""
+    """The cores and GPUs on which jobs run."""
 
     num_cores: int
     num_gpus: int
 
     @property
     def num_devices(self) -> int:
-        """Jobs that can run at once; without a GPU the CPU is the one device."""
+        """The number of jobs that can run at once. Without a GPU, the CPU is the one device."""
         return max(1, self.num_gpus)
 
     def threads(self, num_optimizers: int, compute: int | None = None, each: int | None = None) -> tuple[int, int]:
-        """Threads of a job's GPU worker and of each optimizer; `compute` and `each` as far as the settings say.
+        """Returns the threads of a job's GPU worker and of each optimizer. Settings may fix `compute` and `each`.
 
-        Together no more than the job's share of the cores, but at least one each; without a GPU and with less than
-        `CORES_TO_DIVIDE` cores the optimizers share those of the compute (see decision 8).
+        Together they take at most the job's share of the cores, but at least one each. Without a GPU and with less than
+        `CORES_TO_DIVIDE` cores, the optimizers share the cores of the compute (see decision 8).
         """
         cores = self.num_cores // self.num_devices
         if self.num_gpus:
@@ -100,32 +101,32 @@ class MachineResources:
 
     @classmethod
     def here(cls) -> "MachineResources":
-        """This machine's."""
+        """Returns the resources of this machine."""
         return cls(num_cores=num_cores(), num_gpus=len(find_gpus()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedJob:
-    """What is known of a job once its model and data have been looked at."""
+    """The facts of a job that are known once its model and data were checked."""
 
-    hyperparameters: dict[str, Any]  # plain numbers and words
+    hyperparameters: dict[str, Any]  # JSON values: numbers and strings
     total_steps: int
     summary: str
     warnings: tuple[str, ...]
 
 
 def job_dir(settings: Settings, job_id: str) -> Path:
-    """A job's folder."""
+    """Returns a job's folder."""
     return settings.jobs_dir / job_id
 
 
 def dataset_dir(folder: Path) -> Path:
-    """The prepared data of the job that has this folder."""
+    """Returns the folder of prepared data inside a job's folder."""
     return folder / "dataset"
 
 
 def journal_path(settings: Settings, job_id: str) -> Path:
-    """The journal of a job's runners."""
+    """Returns the path of the journal of a job's runners."""
     return job_dir(settings, job_id) / JOURNAL_FILE
 
 
@@ -138,10 +139,10 @@ def preparation_order(
     filenames: Mapping[str, str],
     is_alone: Callable[[], bool] = lambda: False,
 ) -> PreparationOrder:
-    """What is to be checked and prepared for a job, and planned, where the machine's profile is known.
+    """Makes the order for a job's preparation: checks, data, and a plan if the machine's profile is known.
 
-    `filenames`: their users' names for the job's files, by id. `is_alone`: whether no job trains here, asked when the
-    planner is: then what it measures is kept.
+    `filenames`: the users' names of the job's files, by id. `is_alone`: returns whether no job trains here. It is
+    called when the planner starts, and if true, the planner's measurements are cached.
     """
     folder, asked = job_dir(settings, job.id), _settings_of(job)
 
@@ -211,11 +212,11 @@ def plan_question(
     num_validation_examples: int = 0,
     has_gpus: bool = False,
 ) -> dict[str, Any]:
-    """What the planner is asked, as JSON has it (`actors.plan_job.PlanOrder`).
+    """Makes the planner's question as JSON (`planner.planning.PlanOrder`).
 
-    `machinery`: of this machine, which `hardware` is then; None: `hardware` is another one, where nothing can be
-    measured, and which the installation's settings are not about. `num_microbatches` None: as many as are fastest.
-    `has_gpus`: whoever plans has this machine's GPUs, if there are any, to itself.
+    `machinery`: of this machine, which `hardware` then describes. If it is None, `hardware` is another machine. Nothing
+    can be measured there, and this installation's settings do not apply. `num_microbatches`: None lets the planner
+    choose the fastest number. `has_gpus`: the planner has this machine's GPUs, if any, for itself.
     """
     return {
         "model_dir": str(model_dir),
@@ -238,12 +239,12 @@ def plan_question(
 
 
 def plan_bounds(settings: Settings, job: Job) -> dict[str, int | None]:
-    """What the planner is asked about a job that depends on the installation's settings."""
+    """Returns the parts of the planner's question that depend on the installation's settings."""
     return _bounds(settings, _settings_of(job).windlass)
 
 
 def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
-    """Turn what the request left open into numbers, by what its preparation found.
+    """Computes the settings that the request left open, from the results of the preparation.
 
     Raises:
         PreparationError: no plan fits the machine.
@@ -275,7 +276,7 @@ def build_job_spec(
     planned: dict[str, Any] | None = None,
     expected_pace: Pace | None = None,
 ) -> JobSpec:
-    """What a queued job's runner is told, for the attempt that its row names. `planned`: the plan that holds for it."""
+    """Builds the specification for the runner of the attempt in the job's row. `planned`: the job's current plan."""
     assert job.hyperparameters is not None, f"job {job.id} is {job.status} without hyperparameters"
     assert job.total_steps is not None, f"job {job.id} is {job.status} without a number of steps"
     prepared = json.loads((job_dir(settings, job.id) / "prepare" / f"{PREPARE_DATA}.json").read_text())
@@ -323,7 +324,7 @@ def _job_spec(
         compute_threads=compute_threads,
         optimizer_threads=optimizer_threads,
         kernel_dir=str(settings.home / "kernels"),
-        # What was planned has exactly the memory that was planned.
+        # A planned job gets exactly the planned memory.
         host_memory_nbytes=bounds["host_memory_nbytes"] if planned is None else planned["arena_nbytes"],
         device_memory_nbytes=bounds["device_memory_nbytes"],
         planned_device_nbytes=None if planned is None else _planned_device_nbytes(planned["plan"]),
@@ -337,14 +338,14 @@ def _has_budget(bounds: dict[str, int | None]) -> bool:
 
 
 def _budget_that_lacks(asked: WindlassSettings, missing_nbytes: dict[str, int]) -> str | None:
-    """The request's field whose value is too small, if it is one of its budgets."""
+    """Returns the request's budget field that is too small, or None if the request set no such budget."""
     budgets = {"gpu": "gpu_memory_gib", "host": "host_memory_gib"}
     lacking = (budgets[tier] for tier, nbytes in missing_nbytes.items() if nbytes and tier in budgets)
     return next((f"windlass.budgets.{name}" for name in lacking if getattr(asked.budgets, name) is not None), None)
 
 
 def _planned_device_nbytes(plan: dict[str, Any]) -> int | None:
-    """None for a plan of an older version, which does not tell."""
+    """Returns None for a plan of an older version, which lacks this field."""
     of_engine = plan.get("engine_gib")
     return None if of_engine is None else int(of_engine["gpu"] * GIB)
 
@@ -362,7 +363,7 @@ def _model_dir(settings: Settings, model: str) -> Path:
 
 
 def _hyperparameters(stored: dict[str, Any]) -> Hyperparameters:
-    """Read what `resolve_job` made; jobs of older versions keep less, and have the defaults for the rest."""
+    """Parses stored hyperparameters. Rows of older versions have fewer, and the rest get their defaults."""
     words: dict[str, Any] = {name: word(stored[name]) for name, word in _WORDS.items() if stored.get(name) is not None}
     if stored.get("model_kernels") is not None:
         words["model_kernels"] = tuple(map(ModelKernel, stored["model_kernels"]))
@@ -370,10 +371,10 @@ def _hyperparameters(stored: dict[str, Any]) -> Hyperparameters:
 
 
 def threads_of(settings: Settings, machinery: MachineResources) -> tuple[int, int]:
-    """Of a job's GPU worker and of each of its optimizers."""
+    """Returns the threads of a job's GPU worker and of each of its optimizers."""
     num_optimizers = settings.num_cpu_optimizers
     compute, each = machinery.threads(num_optimizers, settings.compute_threads, settings.optimizer_threads)
-    if settings.optimizer_threads is None:  # no more than the cores that the least of them has on its NUMA node
+    if settings.optimizer_threads is None:  # at most the cores of the smallest share of a NUMA node
         nodes = numa_nodes()
         each = min(each, *(len(cores_of(index, num_optimizers, nodes)) for index in range(num_optimizers)))
     return compute, each
@@ -388,7 +389,7 @@ def _bounds(settings: Settings, asked: WindlassSettings) -> dict[str, int | None
 
 
 def _bounds_elsewhere(asked: WindlassSettings) -> dict[str, int | None]:
-    """The same about a job on another machine, of which only its profile is known."""
+    """Returns the bounds of a job on another machine, of which only the profile is known."""
     return {
         "num_optimizers": 1,
         "host_memory_nbytes": _budget_nbytes(asked.budgets.host_memory_gib),
@@ -397,6 +398,6 @@ def _bounds_elsewhere(asked: WindlassSettings) -> dict[str, int | None]:
 
 
 def _budget_nbytes(*budgets_gib: float | None) -> int | None:
-    """The smallest of what the installation and the job allow; None where nobody says anything."""
+    """Returns the smallest of the installation's and the job's budgets in bytes, or None without any."""
     given = [budget for budget in budgets_gib if budget is not None]
     return int(min(given) * 1024**3) if given else None

@@ -1,4 +1,4 @@
-"""What jobs wear off SSDs: the bytes they write, beside the terabytes written (TBW) that an SSD is rated for."""
+"""SSD wear of jobs: the bytes they write, relative to an SSD's rated terabytes written (TBW)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,31 +12,31 @@ _COUNT_UNITS = ("", "k", "M", "G", "T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnduranceForecast:
-    """What a job means for the ratings of its SSDs."""
+    """The use of the SSDs' ratings by a job."""
 
-    steps: float | None  # until the first SSD, if new, has taken what it is rated for; None: nothing is written
-    days: float | None  # of training without a pause, for these steps
-    share_of_rating: float  # that the whole job uses up, on the SSD where that is most; 1.0 is all of it
+    steps: float | None  # until a new SSD, the first one, reaches its rating; None: nothing is written
+    days: float | None  # of training without a break, for these steps
+    share_of_rating: float  # used by the whole job, on the SSD with the largest share; 1.0 is all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdWear:
-    """A job's wear as clients see it; bytes are summed over its SSDs."""
+    """A job's SSD wear as clients see it. Bytes are sums over its SSDs."""
 
     bytes_per_step: int
-    bytes_written: int  # by all attempts so far: what the metrics call `ssd_bytes_written`
-    bytes_of_whole_job: int  # those of the steps to come included
-    forecast: EnduranceForecast | None  # None: the ratings are not known
-    summary: str  # for people, on one line
+    bytes_written: int  # by all attempts so far: `ssd_bytes_written` in the metrics
+    bytes_of_whole_job: int  # including the future steps
+    forecast: EnduranceForecast | None  # None: the ratings are unknown
+    summary: str  # one line for users
 
 
 def forecast_endurance(
     *, step_nbytes: Sequence[int], job_nbytes: Sequence[int], rated_nbytes: Sequence[float], step_s: float
 ) -> EnduranceForecast:
-    """Forecast from what each SSD takes in a step and in the whole job, and is rated for, all in the order of SSDs.
+    """Computes the forecast from each SSD's bytes per step, bytes of the whole job, and rated bytes, in the same order.
 
-    Ratings and figures are of bytes that the host writes; how much a drive writes inside for each is in its rating.
-    Source: JEDEC JESD218, which defines TBW.
+    Ratings and figures are of bytes that the host writes. A rating already includes the drive's internal write
+    amplification. Source: JEDEC JESD218, which defines TBW.
     """
     pairs = zip(step_nbytes, rated_nbytes, strict=True)
     steps = min((rated / nbytes for nbytes, rated in pairs if nbytes > 0), default=None)
@@ -50,10 +50,10 @@ def forecast_endurance(
 def ssd_wear(
     metrics: Mapping[str, Any], *, total_steps: int, is_over: bool, rated_nbytes: Sequence[float]
 ) -> SsdWear | None:
-    """The wear that a job's last metrics tell of; None where they tell of none.
+    """Returns the SSD wear by a job's last metrics, or None if they have no such data.
 
-    `is_over`: no step comes any more. `rated_nbytes` of each SSD, empty where unknown; a job that ran on another number
-    of SSDs gets no forecast, as nobody knows which these were.
+    `is_over`: no more steps follow. `rated_nbytes`: of each SSD, empty if unknown. A job that ran on another number of
+    SSDs gets no forecast, because the SSDs cannot be matched with their ratings.
     """
     step_nbytes = metrics.get("ssd_bytes_written_step_by_ssd")
     written_nbytes = metrics.get("ssd_bytes_written_by_ssd")
@@ -66,11 +66,11 @@ def ssd_wear(
         forecast = forecast_endurance(
             step_nbytes=step_nbytes, job_nbytes=job_nbytes, rated_nbytes=rated_nbytes, step_s=metrics["step_s"]
         )
-    # More than the sum of `written_nbytes` where the job has had another number of SSDs. Older versions counted the
-    # total of one attempt.
+    # More than the sum of `written_nbytes` if the job once had another number of SSDs. Older versions counted the total
+    # of one attempt.
     total_nbytes = max(metrics.get("ssd_bytes_written", 0), sum(written_nbytes))
     whole_nbytes = total_nbytes + steps_left * sum(step_nbytes)
-    # In the units of the page's other amounts, so that its reader can compare them.
+    # In the units of the dashboard's other amounts, so that users can compare them.
     of_job = f"{bytes_text(whole_nbytes)} by {'this' if is_over else 'the whole'} job"
     return SsdWear(
         bytes_per_step=sum(step_nbytes),

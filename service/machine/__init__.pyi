@@ -1,4 +1,4 @@
-"""The machine and the Ray that runs on it: `windlass doctor`, the cluster, the node."""
+"""The machine and its Ray: `windlass doctor`, the cluster, the node."""
 
 from windlass.service.machine.doctor import DoctorError as DoctorError
 from windlass.service.machine.doctor import check_limits as check_limits

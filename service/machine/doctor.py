@@ -1,4 +1,4 @@
-"""What this machine is worth to jobs: its hardware profile, measured, and what stands in a job's way."""
+"""The machine's measured hardware profile, and system limits that can keep jobs from running well."""
 
 import json
 import os
@@ -27,17 +27,17 @@ from windlass.storage.ssd import Calibration
 
 _DEADLINE_S = 600.0
 _ENOUGH_DESCRIPTORS = 4096
-# Of locked memory, for the rings of io_uring: some pages for each of a server's threads.
+# Bytes of locked memory for the rings of io_uring: some pages for each of a server's threads.
 _ENOUGH_LOCKED_NBYTES = 1 << 20
 
 
 class DoctorError(ReportedError):
-    """Something could not be measured; the text says what and why."""
+    """A measurement failed. The text says which and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that jobs depend on. `remedy`: what to do where it is not as it should be."""
+    """A system property that jobs depend on. `remedy`: what to do if it is insufficient."""
 
     what: str
     found: str
@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdMeasurement:
-    """One SSD directory or drive. `disk` is the same for those that lie on one disk."""
+    """The measurement of an SSD directory or drive. `disk` is equal for entries on the same disk."""
 
     path: Path
     disk: int
@@ -57,8 +57,9 @@ class SsdMeasurement:
 def measure_hardware(
     settings: Settings, tell: Callable[[str], None], *, precision: Precision = Precision.BF16
 ) -> Hardware:
-    """The machine's profile. `tell` is handed a line for people before anything that takes long. `precision`: that the
-    device computes in.
+    """Measures the machine's profile.
+
+    `tell` gets a line for the user before each slow step. `precision`: in which the device computes.
 
     Raises:
         DoctorError: the device or an SSD could not be measured.
@@ -89,12 +90,12 @@ def hardware_of(
     ssds: Sequence[SsdMeasurement],
     together_bytes_per_s: float | None = None,
 ) -> Hardware:
-    """A profile of what was measured. Directories on one disk share what it does; SSDs count as their slowest.
+    """Makes a profile from measurements. Directories on one disk share its rate, and all SSDs count as the slowest one.
 
-    `together_bytes_per_s`: what all disks moved while all were busy; None: there is one.
+    `together_bytes_per_s`: the rate of all disks while all were busy; None: there is one disk.
 
     Raises:
-        DoctorError: nothing is free of the memory, or of an SSD.
+        DoctorError: no memory is free, or no space on an SSD.
     """
     if memory_nbytes <= 0:
         raise DoctorError("no memory is free that jobs could take; close other programs, or raise the group's limit")
@@ -123,7 +124,8 @@ def hardware_of(
         pcie=Pcie(
             h2d_gb_per_s=_rounded(rates["h2d_bytes"] / GB),
             d2h_gb_per_s=_rounded(rates["d2h_bytes"] / GB),
-            # Where the device is the CPU, what copies take of each other is counted as cores' time.
+            # Where the device is the CPU, copies in both directions share cores, and their time counts as the cores'
+            # time.
             duplex_gb_per_s=_rounded(rates["duplex_bytes"] / GB) if rates["num_devices"] else None,
         ),
         ssds=Ssds(
@@ -138,7 +140,7 @@ def hardware_of(
 
 
 def measured_hardware(settings: Settings) -> Hardware | None:
-    """This machine's profile; None if it was not measured, or cannot be read any more."""
+    """Returns this machine's stored profile, or None if it is missing or unreadable."""
     try:
         return load(Hardware, settings.home / HARDWARE_FILE)
     except YamlFileError:
@@ -146,7 +148,7 @@ def measured_hardware(settings: Settings) -> Hardware | None:
 
 
 def check_limits(machine: Machine) -> list[Finding]:
-    """What the system allows, where it is known to stand in a job's way."""
+    """Returns the system's limits that can affect jobs."""
     limits = [_shared_memory(machine), _descriptors(), _locked_memory(), _memory_limit(machine)]
     return [*([_gpu_use()] if machine.gpus else []), *limits]
 
@@ -182,7 +184,7 @@ def _measure_ssd(path: Path, calibrations: dict[int, Calibration]) -> SsdMeasure
 
 
 def _gpu_use() -> Finding:
-    # Imported here: it brings PyTorch, which takes seconds.
+    # Imported here, because it imports PyTorch, which takes seconds.
     from windlass.engine.device import GpuUnusableError, compute_device
 
     try:
@@ -213,8 +215,9 @@ def _descriptors() -> Finding:
 
 
 def _locked_memory() -> Finding:
-    """Neither the arena, which the GPU's driver pins by itself, nor what is read and written directly counts against
-    this limit; rings of io_uring do before Linux 5.12.
+    """Checks the limit of locked memory, which only rings of io_uring before Linux 5.12 need.
+
+    The GPU's driver pins the arena itself, and direct reads and writes do not count against this limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     what = "locked memory"
@@ -248,5 +251,5 @@ def _memory_limit(machine: Machine) -> Finding:
 
 
 def _rounded(value: float) -> float:
-    """Four digits: more were not measured."""
+    """Rounds to four digits, because measurements are no more precise."""
     return float(f"{value:.4g}")

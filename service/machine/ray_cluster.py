@@ -1,7 +1,7 @@
-"""The Ray daemon of our own: started apart from every process of the service, so that jobs outlive them.
+"""The service's own Ray daemon. It is started apart from every process of the service, so that jobs outlive them.
 
-It listens on loopback only, asks for a token that only the owner can read, and is ended by the pids recorded when it
-was started; `ray stop` would end other people's clusters too.
+It listens on loopback only and requires a token that only its owner can read. It is ended by the pids recorded at its
+start, because `ray stop` would also end other users' clusters.
 """
 
 import fcntl
@@ -26,13 +26,13 @@ from windlass.service.installation import ProcessId, end_processes, find_process
 from windlass.service.validation import ReportedError
 
 NAMESPACE = "windlass"
-# One job at a time holds the machine's device(s); Ray knows it as this resource.
+# One job at a time holds a device of the machine. Ray counts devices as this resource.
 DEVICE_RESOURCE = "device"
 TOKEN_FILE = "ray-token"  # in the home
 
 _CORE_NAMES = ("gcs_server", "raylet")
 _START_TIMEOUT_S = 120.0
-# Ray's minimum is 75 MiB: bulk bytes never pass through its object store.
+# Ray's minimum is 75 MiB. Large data never passes through its object store.
 _OBJECT_STORE_NBYTES = 80 * 1024**2
 _NUM_REMOVALS = 10
 _REMOVAL_PAUSE_S = 0.2
@@ -44,12 +44,12 @@ class RayStartError(ReportedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    """What is known of the daemon; kept in the home, written before it starts and again when it has."""
+    """The record of the daemon in the home, written before it starts and again after its start."""
 
     address: str
     temp_dir: str
-    core: tuple[ProcessId, ...]  # GCS and raylet, without which nothing works; empty while they start
-    helpers: tuple[ProcessId, ...]  # what else Ray starts; jobs do without
+    core: tuple[ProcessId, ...]  # GCS and raylet, both essential; empty while they start
+    helpers: tuple[ProcessId, ...]  # Ray's other processes, which jobs do not need
 
     @property
     def is_running(self) -> bool:
@@ -67,13 +67,13 @@ class RayCluster:
 
     @property
     def is_running(self) -> bool:
-        """Whether the recorded GCS and raylet live."""
+        """Returns whether the recorded GCS and raylet live."""
         record = self._read_record()
         return record is not None and record.is_running
 
     @property
     def address(self) -> str:
-        """Host and port that a driver connects to; of the daemon that runs or ran last."""
+        """The host and port for drivers, of the daemon that runs or ran last."""
         record = self._read_record()
         if record is None:
             raise RayStartError("no Ray daemon has been started in this home; start one with `windlass up`")
@@ -81,7 +81,7 @@ class RayCluster:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The daemon's recorded processes that live."""
+        """The pids of the daemon's recorded processes that live."""
         record = self._read_record()
         if record is None:
             return ()
@@ -89,52 +89,52 @@ class RayCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the environment of the daemon and of its drivers must hold, before they import Ray."""
+        """Environment variables that the daemon and its drivers must have before they import Ray."""
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token_path),
-            # The monitor counts shared memory, where our arenas lie, and kills actors.
+            # The monitor counts shared memory, which holds our arenas, and would kill actors.
             "RAY_memory_monitor_refresh_ms": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
-            # Ray gives its workers nice 15: any other program on the box would starve a training job.
+            # Ray gives its workers nice 15, so any other program on the machine would starve a training job.
             "RAY_worker_niceness": "0",
-            # Off, Ray uses the loopback address and listens there only; else it turns 127.0.0.1 into the machine's
-            # outer address, listens on every interface, and fails when that address changes.
+            # If it is off, Ray uses the loopback address and listens only there. Otherwise Ray replaces 127.0.0.1 by
+            # the machine's outer address, listens on every interface, and fails when that address changes.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         }
 
     def ensure_running(self, *, num_cpus: int, num_gpus: int) -> bool:
-        """Start the daemon unless the recorded one lives, in which case it is adopted; True if it was started."""
+        """Starts the daemon, or adopts the recorded one if it lives. Returns True if it was started."""
         with self._locked():
             if self.is_running:
                 return False
-            # After a crash: what is left of an earlier daemon can't serve anybody.
+            # After a crash, the remaining processes of an earlier daemon are useless.
             self._end_recorded()
             self._start(num_cpus=num_cpus, num_gpus=num_gpus)
             return True
 
     def connect(self) -> None:
-        """Make this process a Ray driver in our namespace. The daemon must be running."""
+        """Makes this process a Ray driver in our namespace. The daemon must be running."""
         missing = {key for key, value in self.environment.items() if os.environ.get(key) != value}
         if "ray" in sys.modules and missing:
-            # It would look for the daemon on the machine's outer address, and wait there for ever.
+            # Ray would look for the daemon on the machine's outer address and wait forever.
             raise RayStartError(f"ray was imported before its environment was set: {', '.join(sorted(missing))}")
         os.environ.update(self.environment)
-        import ray  # which reads some of its environment when it is imported
+        import ray  # imported late, because Ray reads its environment at the import
 
         ray.init(address=self.address, namespace=NAMESPACE, log_to_driver=False, logging_level="WARNING")
 
     def stop(self) -> list[int]:
-        """End the recorded processes and all that they started, and nothing else; the pids that were ended."""
+        """Ends the recorded processes and all their descendants, and nothing else. Returns the pids."""
         if not self._lock_path.exists():
-            return []  # nothing was ever started here
+            return []  # no daemon was ever started here
         with self._locked():
             return self._end_recorded()
 
     def _start(self, *, num_cpus: int, num_gpus: int) -> None:
         self._write_token()
-        # Unix socket paths may have 107 characters and Ray adds some 70: a home may be too deep. Ray makes its own
-        # folder writable for all, so it lies in one that only the owner may enter.
+        # Unix socket paths have at most 107 characters and Ray adds about 70, so the home's path may be too long. Ray
+        # makes its own folder writable for all, so it lies in a folder that only the owner may enter.
         temp_dir = Path(tempfile.mkdtemp(prefix="windlass-ray-", dir="/tmp"))
         address = f"127.0.0.1:{_free_port()}"
         self._write_record(_Record(address=address, temp_dir=str(temp_dir), core=(), helpers=()))
@@ -168,11 +168,12 @@ class RayCluster:
         if record is None:
             return []
         ended = with_descendants((*record.core, *record.helpers))
-        # The last one started first: a raylet takes its leave of the GCS, and asked both at once they never end.
+        # In reverse order of their start: a raylet deregisters from the GCS, and both hang if they are ended at once.
         for process in reversed(record.core):
             end_processes([process], grace_s=3.0)
         end_processes(ended, grace_s=3.0)
-        # A start that was cut short recorded no pids and may still be at it, but its folder's name is like no other.
+        # A start that was interrupted recorded no pids and may still run. Its processes are found by their unique
+        # folder's name.
         while more := with_descendants(sum(_daemon_processes(Path(record.temp_dir)), ())):
             end_processes(more, grace_s=3.0)
             ended += more
@@ -195,7 +196,7 @@ class RayCluster:
             core, helpers = (tuple(ProcessId(**each) for each in fields[name]) for name in ("core", "helpers"))
             return _Record(address=fields["address"], temp_dir=fields["temp_dir"], core=core, helpers=helpers)
         except (FileNotFoundError, ValueError, TypeError, KeyError):
-            return None  # none was started, or a power loss took the record, and the daemon with it
+            return None  # none was started, or a power loss took the record and the daemon
 
     def _write_record(self, record: _Record) -> None:
         partial = self._record_path.with_suffix(".partial")
@@ -204,7 +205,7 @@ class RayCluster:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Only one process at a time starts or stops the daemon."""
+        """Lets only one process at a time start or stop the daemon."""
         with self._lock_path.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -216,7 +217,7 @@ def _start_command(address: str, temp_dir: Path, *, num_cpus: int, num_gpus: int
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head"),
         f"--node-ip-address={host}",
         f"--port={port}",
-        # 0: any free port, instead of a range that another cluster may be using.
+        # 0: any free port, because another cluster may use ports of the default range.
         *("--min-worker-port=0", "--max-worker-port=0"),
         f"--temp-dir={temp_dir}",
         f"--num-cpus={num_cpus}",
@@ -226,13 +227,13 @@ def _start_command(address: str, temp_dir: Path, *, num_cpus: int, num_gpus: int
         *("--include-dashboard=false", "--include-log-monitor=false", "--no-monitor", "--disable-usage-stats"),
     ]
     if importlib.util.find_spec("grpc") is not None:
-        # Where gRPC is installed Ray opens a client server too, on a fixed port unless told.
+        # If gRPC is installed, Ray also opens a client server, by default on a fixed port.
         command.append(f"--ray-client-server-port={_free_port()}")
     return command
 
 
 def _remove_folder(folder: Path) -> None:
-    """Tries more than once: workers whose raylet was killed write their last lines there while they end."""
+    """Removes a folder, with retries, because workers of a killed raylet still write there while they end."""
     for _ in range(_NUM_REMOVALS):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -248,7 +249,10 @@ def _free_port() -> int:
 
 
 def _daemon_processes(temp_dir: Path) -> tuple[tuple[ProcessId, ...], tuple[ProcessId, ...]]:
-    """Our own processes whose command line holds a path below `temp_dir`, as `ray start` does not tell their pids."""
+    """Finds our processes that have a path below `temp_dir` in their command line.
+
+    `ray start` does not report their pids.
+    """
     core: list[ProcessId] = []
     helpers: list[ProcessId] = []
     for process in psutil.process_iter(["name", "cmdline", "uids"]):

@@ -1,7 +1,7 @@
-"""This machine's node of a Ray cluster that others run: `ray_address`.
+"""This machine's node of an external Ray cluster, for the setting `ray_address`.
 
-A driver speaks to a cluster through the node of its own machine, and all processes of a job are on one machine. So jobs
-run on the node that the dispatcher stands on, whatever other nodes the cluster has.
+A driver connects to a cluster through the node of its own machine, and all processes of a job are on one machine. So
+jobs run on the dispatcher's node, whatever other nodes the cluster has.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from windlass.service.machine.ray_cluster import DEVICE_RESOURCE, NAMESPACE, Ray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayNode:
-    """The node that this process has joined, and what it gives to jobs."""
+    """The node that this process has joined, with its resources for jobs."""
 
     node_id: str
     machinery: MachineResources
 
     @classmethod
     def join(cls, address: str) -> "RayNode":
-        """Make this process a driver, in our namespace. Raises RayStartError."""
+        """Makes this process a driver, in our namespace. Raises RayStartError."""
         try:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="WARNING")
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -34,13 +34,13 @@ class RayNode:
 
     @classmethod
     def of_this_process(cls) -> "RayNode":
-        """The node of a process that is a driver already. Raises RayStartError."""
+        """Returns the node of a process that is already a driver. Raises RayStartError."""
         node_id = ray.get_runtime_context().get_node_id()
         return cls(node_id=node_id, machinery=_machinery(_find(node_id)))
 
     @property
     def is_running(self) -> bool:
-        """Whether the cluster knows the node as alive; a driver is not told when it ends."""
+        """Returns whether the cluster lists the node as alive. Ray does not notify a driver when its node ends."""
         return _find(self.node_id) is not None
 
 
@@ -52,7 +52,7 @@ def _machinery(node: dict[str, Any] | None) -> MachineResources:
     if node is None:
         raise RayStartError("the Ray node of this machine has just ended")
     resources = node["Resources"]
-    # `--num-cpus` may say less than the machine has: a container's share of it.
+    # `--num-cpus` may be less than the machine has, such as a container's share.
     cores = min(num_cores(), int(resources.get("CPU", 0)) or num_cores())
     machinery = MachineResources(num_cores=cores, num_gpus=int(resources.get("GPU", 0)))
     found = resources.get(DEVICE_RESOURCE, 0)

@@ -1,4 +1,4 @@
-"""What was found of a model when it was checked, kept for the next jobs that train it: a check takes seconds."""
+"""A cache of model checks, for the next jobs that train the same model, because a check takes seconds."""
 
 import contextlib
 import hashlib
@@ -14,16 +14,16 @@ _MOST_KEPT = 64
 
 @dataclass(slots=True, kw_only=True)
 class CheckCache:
-    """One model's, as one kind of job needs it. Whatever of the model's files has changed, it is checked again."""
+    """The cache entry of one model for one kind of check. Any change of the model's files invalidates it."""
 
-    folder: Path  # of all that are kept; made when there is one
+    folder: Path  # holds all cached checks; created with the first one
     model_dir: Path
-    layout_file: Path  # what the check writes beside its result
-    asked: tuple[str, ...]  # how it is checked
+    layout_file: Path  # written by the check beside its result
+    asked: tuple[str, ...]  # the options of the check
     _looked_for: str | None = field(default=None, init=False)
 
     def find(self) -> dict[str, Any] | None:
-        """The result, and the layout in its place; None if the model has to be checked."""
+        """Returns the cached result and restores the layout file, or returns None if the model must be checked."""
         self._looked_for = self._fingerprint()
         try:
             kept = json.loads(self._path(self._looked_for).read_text())
@@ -35,10 +35,10 @@ class CheckCache:
         return result
 
     def keep(self, result: dict[str, Any]) -> None:
-        """Keep what a check found; nothing happens if the model has changed since it was looked for."""
+        """Caches a check's result, unless the model has changed since `find`."""
         if self._looked_for is None or self._fingerprint() != self._looked_for:
             return
-        with contextlib.suppress(OSError):  # a full disk costs the next job a check, and this one nothing
+        with contextlib.suppress(OSError):  # on a full disk, the next job just checks the model again
             self._write(self._path(self._looked_for), result)
 
     def _write(self, path: Path, result: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Will the models that a job writes fit the disk of the home? Asked before it trains for days, and not after."""
+"""A check that the models of a job will fit on the home's disk, made before the job trains."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +14,9 @@ from windlass.storage.sql import Job
 
 
 def check_model_room(settings: Settings, job: Job, *, num_params: int, total_steps: int) -> str | None:
-    """A warning where the checkpoints that the job would keep do not fit as well; None where all of it fits.
+    """Returns a warning if the job's checkpoints may not fit on the disk, or None if all fits.
 
-    Room is what is free now; of other jobs' models that are yet to come nothing is known.
+    It compares with the space that is free now. Future models of other jobs are not counted.
 
     Raises:
         PreparationError: the job's model alone does not fit.
@@ -44,7 +44,10 @@ def check_model_room(settings: Settings, job: Job, *, num_params: int, total_ste
 
 
 def _num_checkpoints(asked: WindlassSettings, total_steps: int) -> int:
-    """That there are at once besides the model; of those by minutes, of which nobody knows how many, what is kept."""
+    """Returns the maximum number of checkpoints kept at once, besides the model.
+
+    Those saved by minutes count only if limited.
+    """
     by_steps = (total_steps - 1) // asked.checkpoint_every if asked.checkpoint_every else 0
     if asked.keep_checkpoints is not None:
         by_steps = asked.keep_checkpoints if asked.checkpoint_minutes else min(by_steps, asked.keep_checkpoints)
@@ -56,7 +59,7 @@ def _itemsize(asked: WindlassSettings) -> int:
 
 
 def _share_beside(folder: Path, ssd_dirs: Sequence[Path]) -> float:
-    """Of the states, what lies on the same disk."""
+    """Returns the share of the states that lies on the same disk as the folder."""
     disk = folder.stat().st_dev
     beside = [path for path in ssd_dirs if path.is_dir() and path.stat().st_dev == disk]
     return len(beside) / len(ssd_dirs) if ssd_dirs else 0.0

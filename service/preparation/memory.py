@@ -1,4 +1,4 @@
-"""Admits the processes of preparations by the memory that is free beside what runs, and limits each to its share."""
+"""Admits processes of preparations if enough memory is free, and limits each process to its share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from windlass.service.preparation.pipeline import DOWNLOAD_MODEL, LEAST_MEMORY_N
 from windlass.service.preparation.sandbox import LimitedProcess
 
 _GIB = 1024**3
-# What steps get at most that need not hold a model. Of data: see `engine.example_bounds` for what one example may take.
-# A download may go on for hours, and keeps what it is granted from other jobs.
+# Maximum bytes for steps that do not hold a model. For data, `engine.data` limits the size of one example. A download
+# may take hours, and other jobs cannot use its share meanwhile.
 _MOST_NBYTES = {PREPARE_DATA: 4 * _GIB, DOWNLOAD_MODEL: 4 * _GIB}
-# What is left free for jobs, which take memory as they go on.
+# Share of the machine's memory that stays free for jobs, because their use grows.
 _RESERVE = 0.05  # of the machine's memory
 
 
@@ -41,11 +41,11 @@ class PreparationMemory:
         *,
         is_box_free: bool,
     ) -> int | None:
-        """Grant a step's process what it may take, in bytes; None where it has to wait for memory.
+        """Grants memory to a step's process and returns the bytes, or returns None if it must wait.
 
-        An owner gets at most half of what is free and what the owner has already, so that something is left for all
-        others. `process`: the one that runs for the job. Where nothing else runs, the step begins with the least it
-        needs in any case: waiting would not help.
+        An owner gets at most half of the free memory and of the owner's present grants, so that other owners can get
+        some. `process` returns the job's running process. If nothing else runs, the step gets at least the minimum,
+        because waiting would not help.
         """
         self._granted.pop(job_id, None)
         own_nbytes = sum(each.nbytes for each in self._granted.values() if each.owner == owner)
@@ -61,17 +61,17 @@ class PreparationMemory:
         return nbytes
 
     def free_nbytes(self) -> int:
-        """What nobody has taken yet, and nobody was granted."""
+        """Returns the free memory minus unused grants and the reserve."""
         promised = sum(max(0, each.nbytes - _resident_nbytes(each.process())) for each in self._granted.values())
         return int(self._free_nbytes() - promised - _RESERVE * self._total_nbytes)
 
     def why_not(self) -> str:
-        """Tell why a step has to wait."""
+        """Explains why a step must wait."""
         free = bytes_text(max(0, self.free_nbytes()))
         return f"memory for its preparation: {bytes_text(2 * LEAST_MEMORY_NBYTES)} needed, {free} free beside what runs"
 
     def give_back(self, job_id: str) -> None:
-        """Forget what a job's process was granted: it has ended."""
+        """Releases the grant of a job whose process has ended."""
         self._granted.pop(job_id, None)
 
 

@@ -1,4 +1,7 @@
-"""Refuses, when a job is created, a model that can't be trained here: unknown, no safetensors, or code of its own."""
+"""A check, made when a job is created, that its model exists and can be trained here.
+
+It refuses models without safetensors and models with code of their own.
+"""
 
 import json
 import os
@@ -16,12 +19,12 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedModel:
-    """What is known of a model before its job starts."""
+    """The facts about a model that are known before its job starts."""
 
-    max_sequence_length: int | None  # what its position encoding allows; None where that is not known
+    max_sequence_length: int | None  # limit of its position encoding; None: unknown
 
 
-# Lists the files of a repository on the hub; raises LookupError with a reason where it can't.
+# Lists the files of a repository on the hub. Raises LookupError with a reason if it cannot.
 HubFiles = Callable[[str], list[str]]
 
 
@@ -34,10 +37,10 @@ def check_model(
     is_visible: bool = True,
     hint: Callable[[], str] = str,
 ) -> CheckedModel:
-    """Check that a job may start from `model`; ApiError with param "model" says what is wrong.
+    """Checks that a job may start from `model`. Raises ApiError with param "model" if not.
 
-    One that is not visible to who asks is as one that is not there. `hint` makes the suggestion in the message about a
-    model that is not there.
+    A model that the caller may not see counts as missing. `hint` makes the suggestion in the error about a missing
+    model.
     """
     folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
     if is_visible and folder.is_dir():
@@ -51,11 +54,14 @@ def check_model(
     except LookupError as error:
         raise _not_found(f"there is no model {model!r} here{hint()}, and {error}") from None
     _check_files(model, names, random_weights)
-    return CheckedModel(max_sequence_length=None)  # looked at once the job has downloaded the folder
+    return CheckedModel(max_sequence_length=None)  # checked once the job has downloaded the folder
 
 
 def fit_sequence_length(asked: int | None, checked: CheckedModel) -> int | None:
-    """What a job's sequence_length is on this model; None where nothing is asked for and nothing is known."""
+    """Returns a job's sequence length on this model, or None if neither a request nor a limit is known.
+
+    Raises ApiError if the requested length exceeds the model's limit.
+    """
     limit = checked.max_sequence_length
     if limit is None:
         return asked
@@ -69,10 +75,10 @@ def fit_sequence_length(asked: int | None, checked: CheckedModel) -> int | None:
 
 
 def list_hub_files(model: str) -> list[str]:
-    """The names of a hub repository's files; LookupError where the hub has no such model or can't be reached."""
+    """Lists the files of a hub repository. Raises LookupError if the hub has no such model or is unreachable."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "ON", "YES"):
         raise LookupError("HF_HUB_OFFLINE is set, so the hub is not asked")
-    # Here and not above: it takes long to import, and most services never need it.
+    # Imported here, because the import takes long and most services do not need it.
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 

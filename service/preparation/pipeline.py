@@ -1,6 +1,7 @@
 """Checks a job's model and prepares its data, each in a limited process of its own.
 
-Chat templates and data files come from strangers; what handles them has little memory, little time and no secrets.
+Chat templates and data files come from users, so the processes that read them have little memory, little time and no
+secrets.
 """
 
 import contextlib
@@ -41,9 +42,9 @@ CHECK_MODEL = "check_model"
 PREPARE_DATA = "prepare_data"
 PLAN_JOB = "plan_job"
 CHECK_BUDGETS = "check_budgets"
-QUESTION_FILE = "question.json"  # that the planner was asked
+QUESTION_FILE = "question.json"  # the planner's question
 
-# What messages call the steps.
+# Names of the steps in messages.
 _TITLES = {
     DOWNLOAD_MODEL: "the download of the model",
     CHECK_MODEL: "the check of the model",
@@ -54,7 +55,7 @@ _TITLES = {
 _MEMORY_ADVICE = "Wait until other jobs and programs have ended, or add memory, and submit the job again"
 _TIME_ADVICE = {PREPARE_DATA: "Try a smaller file", CHECK_MODEL: "Try a smaller model"}
 _OTHER_ADVICE = "Submit the job again; the administrator finds its output in prepare/prepare.log of the job's folder"
-_MOST_LOG_NBYTES = 4096  # of a step's output that are looked at for its last line
+_MOST_LOG_NBYTES = 4096  # bytes of a step's output that are searched for its last line
 _TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600, PLAN_JOB: 600, CHECK_BUDGETS: 600}
 _CHECKER, _PREPARER, _PLANNER = (
     "windlass.engine.checkpoint.check_model",
@@ -62,18 +63,19 @@ _CHECKER, _PREPARER, _PLANNER = (
     "windlass.planner.planning.worker",
 )
 _BUDGETS = "windlass.actors.job.check_budgets"
-# Transformers loads it with the first model that is built, to plan with or to check.
+# Transformers imports this module with the first model that is built. The checker and the planner build one.
 _MODELS = "transformers.modeling_utils"
-# What a step must get to begin: importing torch and transformers takes a third of it.
+# Minimum memory grant of a step in bytes. Importing torch and transformers takes a third of it.
 LEAST_MEMORY_NBYTES = 3 * 1024**3 // 2
-# Importing torch alone maps several GiB of addresses.
+# Minimum address space of a step in bytes. Importing torch alone maps several GiB.
 _LEAST_ADDRESS_SPACE_NBYTES = 16 * 1024**3
-# What the one step that talks to the hub gets besides. Without a folder of the model's no file of a stranger is read.
+# Further environment variables of the download, the only step that talks to the hub. It runs only if the model's folder
+# is missing, so it reads no user's file.
 _HUB_PASSED_ON = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE")
 
 
 class PreparationError(Exception):
-    """A job's model or data can't be trained with; code, message and param are the job's error."""
+    """A job's model or data cannot be trained with. Code, message and param become the job's error."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(code, message, param)
@@ -84,91 +86,94 @@ class PreparationError(Exception):
 
 
 class StepFailedError(PreparationError):
-    """A step's process failed by itself, so that nothing is known of the model or the data."""
+    """A step's process failed, so that nothing is known about the model or the data."""
 
     def __init__(self, code: str, cause: str, advice: str, log_path: Path) -> None:
-        """`cause`: how it failed, and why. `advice`: what to do. `log_path`: the output of the process."""
-        # Its readers may be on another machine, and are told no path of this one.
+        """`cause`: how and why the process failed.
+
+        `advice`: what the user can do. `log_path`: the output of the process.
+        """
+        # The error omits `log_path`, because its reader may be on another machine.
         super().__init__(code, f"{cause}. {advice}")
         self.cause, self.advice, self.log_path = cause, advice, log_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparationOrder:
-    """What is to be checked and prepared, and where to."""
+    """The inputs and outputs of a preparation."""
 
-    model: str  # the id that was asked for
+    model: str  # the requested id
     model_dir: Path
     training_file: Path
-    training_name: str  # what messages call it
+    training_name: str  # the file's name in messages
     validation_file: Path | None
     validation_name: str | None
     sequence_length: int
     precision: Precision
-    random_weights: bool  # the folder needs none
+    random_weights: bool  # the folder needs no weights
     layout_file: Path  # the model's blocks
-    dataset_dir: Path  # made anew
+    dataset_dir: Path  # created anew
     work_dir: Path  # results and log
-    day: date  # that chat templates print, the same however often the data is prepared
+    day: date  # the date that chat templates print; fixed, so that a repeated preparation gives the same data
     kept_checks_dir: Path | None = None  # of models that were checked before; None: each is checked anew
-    # What to ask the planner, once the results of the steps before are there; None: nothing.
+    # Makes the planner's question from the results of the earlier steps; None: no plan is made.
     plan_question: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None
-    # The job's spec as JSON, to check its budgets where no plan was made; None: it has none.
+    # Makes the job's spec as JSON, to check its budgets if no plan was made; None: it has no budgets.
     unplanned_spec: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparationStep:
-    """One process: what it runs, and the file that it leaves its result in."""
+    """A step of a preparation: the command of its process, and the file of its result."""
 
     name: str
     command: tuple[str, ...]
     result_path: Path
     timeout_s: int
     passed_on: tuple[str, ...] = PASSED_ON  # environment variables
-    kept: CheckCache | None = None  # where its result may be already
+    kept: CheckCache | None = None  # cache that may already hold its result
     maps: Path | None = None  # a model whose weights it maps, one file at a time
     sees_gpus: bool = False
-    num_threads: int = 1  # that compute at once
-    # What is run where this fails, as a step that measures may; None: the preparation has failed.
+    num_threads: int = 1  # threads that compute at once
+    # The step to run if this one fails, as a step that measures may; None: the preparation fails.
     instead: "PreparationStep | None" = None
     instead_in_words: str = ""  # how `instead` differs
 
     @property
     def title(self) -> str:
-        """What messages call the step."""
+        """The name of the step in messages."""
         return _TITLES.get(self.name, self.name)
 
     @property
     def progress_path(self) -> Path:
-        """Where the process may tell how far it is: a JSON object with `percent`, `line` and `file`."""
+        """The file in which the process may report its progress: a JSON object with `percent`, `line` and `file`."""
         return self.result_path.with_suffix(".progress")
 
     @property
     def cpu_s(self) -> int:
-        """What all its threads may compute together."""
+        """Limit of the CPU time of all its threads together, in seconds."""
         return self.timeout_s * self.num_threads
 
 
 Results = dict[str, dict[str, Any]]  # of steps, by name
-# What the process of a step may take as memory of its own, in bytes; None: it has to wait for memory.
+# Returns the memory in bytes that a step's process may take, or None if the step must wait.
 Admit = Callable[[PreparationStep], int | None]
 
 
 def half_of_the_machine(_step: PreparationStep) -> int:
-    """Admit any step, with half of the machine's memory."""
+    """Admits any step, with half of the machine's memory."""
     return max(LEAST_MEMORY_NBYTES, psutil.virtual_memory().total // 2)
 
 
-LaterStep = Callable[[Results], PreparationStep | None]  # None: there is nothing to do
+LaterStep = Callable[[Results], PreparationStep | None]  # None: the step is not needed
 
 
 class Preparation:
-    """Runs steps one after the other without blocking; ends with the result of each by name.
+    """Runs steps one after the other without blocking, and ends with the result of each by name.
 
-    A step may be made from the results of those before it, or left out by them. `warnings` tells of processes that died
-    and were replaced, for the job's owner; whoever has passed them on clears the list. `admit` is asked before a step
-    begins, until it does.
+    A step may be made from the results of the earlier steps, or be left out because of them. `warnings` are for the
+    job's owner, about processes that died and were replaced. The caller clears the list once it has passed them on.
+    `admit` is called before a step begins, until it admits the step.
     """
 
     def __init__(
@@ -183,46 +188,46 @@ class Preparation:
         self._start = start
         self._log_path = work_dir / "prepare.log"
         self._results: Results = {}
-        self._step: PreparationStep | None = None  # that runs
+        self._step: PreparationStep | None = None  # the current step
         self._process: LimitedProcess | None = None
         self._memory_nbytes = 0  # that the process may take
         self._began_s = 0.0
-        self._stood_still_s = 0.0  # of the time since then
+        self._stood_still_s = 0.0  # halted time since then
         self._halted_at: float | None = None
-        self._computed_s = 0.0  # by the processes before this one
-        self._log_offset = 0  # where the output of the process begins
+        self._computed_s = 0.0  # by earlier processes
+        self._log_offset = 0  # start of the current process's output
         self.admit: Admit = half_of_the_machine
         self.waits_for_memory = False
         self.warnings: list[str] = []
 
     @property
     def process(self) -> LimitedProcess | None:
-        """The process that runs, if any."""
+        """The running process, if any."""
         return self._process
 
     @property
     def is_halted(self) -> bool:
-        """Whether it stands still."""
+        """Returns whether the preparation is halted."""
         return self._halted_at is not None
 
     @property
     def uses_cores(self) -> bool:
-        """Whether its present step computes, rather than waits for a network."""
+        """Returns whether the current step computes, and does not wait for the network."""
         step = self._step if self._process is not None else next(iter(self._steps), None)
         return not (isinstance(step, PreparationStep) and step.name == DOWNLOAD_MODEL)
 
     @property
     def measures(self) -> bool:
-        """Whether its present step measures how long something takes, which would go wrong if it stood still."""
+        """Returns whether the current step measures times, which would be wrong if the step were halted."""
         return self._process is not None and self._step is not None and self._step.instead is not None
 
     @property
     def computed_s(self) -> float:
-        """For how long its processes have run without standing still; downloads do not count."""
+        """Seconds that its processes ran without being halted. Downloads do not count."""
         return self._computed_s + (self._ran_s if self._process is not None and self.uses_cores else 0.0)
 
     def progress(self) -> dict[str, Any] | None:
-        """Tell the present `step`, and where it tells that itself, `percent` and the `line` of a `file`."""
+        """Returns the current `step`, with `percent` and the `line` of a `file` if the step reports these."""
         if self._process is None or self._step is None:
             return None
         told: dict[str, Any] = {}
@@ -231,14 +236,14 @@ class Preparation:
         return {"step": self._step.name, **{name: told.get(name) for name in ("percent", "line", "file")}}
 
     def halt(self) -> None:
-        """Let it stand still until `proceed`: no step begins, and the process that runs is stopped."""
+        """Halts the preparation until `proceed`: no step begins, and the running process is stopped."""
         if self._halted_at is None:
             self._halted_at = time.monotonic()
             if self._process is not None:
                 self._process.halt()
 
     def proceed(self) -> None:
-        """Let it go on after `halt`."""
+        """Continues after `halt`."""
         if self._halted_at is not None:
             self._stood_still_s += time.monotonic() - self._halted_at
             self._halted_at = None
@@ -247,14 +252,14 @@ class Preparation:
 
     @property
     def _ran_s(self) -> float:
-        """For how long the process has run without standing still."""
+        """Seconds that the current process ran without being halted."""
         until_s = time.monotonic() if self._halted_at is None else self._halted_at
         return until_s - self._began_s - self._stood_still_s
 
     def poll(self) -> Results | None:
-        """Go on where possible: all results once every step is done, None before; PreparationError if one failed."""
+        """Advances the preparation. Returns all results once every step is done, else None. Raises PreparationError."""
         if not self._steps:
-            return self._results  # it was told before, to who could do nothing with it then
+            return self._results  # an earlier call returned the results, but its caller could not store them
         if self.is_halted:
             return None
         if self._process is None:
@@ -283,7 +288,7 @@ class Preparation:
         return self._go_on()
 
     def stop(self) -> None:
-        """Kill the process that runs, if any."""
+        """Kills the running process, if any."""
         if self._process is not None:
             self._process.kill()
             with contextlib.suppress(ServerEndedError):
@@ -311,7 +316,7 @@ class Preparation:
         return self.poll()
 
     def _is_known(self) -> bool:
-        """Whether the next step was done before, and need not be done again."""
+        """Returns whether the next step's result is in its cache."""
         step = self._steps[0]
         if not isinstance(step, PreparationStep) or step.kept is None or (found := step.kept.find()) is None:
             return False
@@ -319,7 +324,7 @@ class Preparation:
         return True
 
     def _next_step(self) -> PreparationStep | None:
-        """Make the next step from the results so far; None: there is nothing to do."""
+        """Makes the next step from the results so far. Returns None if the step is not needed."""
         step = self._steps[0]
         if not isinstance(step, PreparationStep):
             self._work_dir.mkdir(parents=True, exist_ok=True)
@@ -330,7 +335,7 @@ class Preparation:
         return step
 
     def _begin(self, step: PreparationStep) -> bool:
-        """Start a step; False: it has to wait for memory."""
+        """Starts a step. Returns False if it must wait for memory."""
         admitted_nbytes = self.admit(step)
         self.waits_for_memory = admitted_nbytes is None
         if admitted_nbytes is None:
@@ -358,7 +363,7 @@ class Preparation:
         self._began_s, self._stood_still_s = time.monotonic(), 0.0
 
     def _poll(self, step: PreparationStep) -> int | None:
-        """The exit code of the process that runs, if it has ended."""
+        """Returns the exit code of the process if it has ended. If its server has ended, starts the step anew."""
         assert self._process is not None
         try:
             return self._process.poll()
@@ -387,7 +392,7 @@ class Preparation:
         return StepFailedError(f"{step.name}_failed", cause, advice, self._log_path)
 
     def _describe(self, step: PreparationStep, exit_code: int) -> tuple[str, str]:
-        """How a process ended that has no result, and what to do."""
+        """Returns how a process without a result ended, and advice for the user."""
         if exit_code == -signal.SIGXCPU:
             advice = _TIME_ADVICE.get(step.name, _OTHER_ADVICE)
             return f"{step.title} used more than {step.cpu_s} s of CPU time{self._place()}, and was killed", advice
@@ -403,7 +408,7 @@ class Preparation:
         return f"{how}, and left no result{said}", advice
 
     def _place(self) -> str:
-        """Tell where in a file the step was last, if it tells that."""
+        """Describes the last position in a file that the step reported, if any."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             told = json.loads(self._step.progress_path.read_text()) if self._step is not None else {}
             return f", at line {told['line']} of {told['file']} or soon after it"
@@ -418,12 +423,18 @@ class Preparation:
 
 
 def step_server(log_path: Path) -> StepServer:
-    """Of the steps that import the same; the one that talks to the hub knows secrets, and is started anew always."""
+    """Makes a server for the steps that share their imports.
+
+    The download is excluded, because its process has secrets.
+    """
     return StepServer((_CHECKER, _PREPARER, _PLANNER, _BUDGETS), log_path, also=(_MODELS,))
 
 
 def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Preparation:
-    """The model's download if it is not here, its check, then the data's preparation into a new folder."""
+    """Makes the steps of a preparation: the model's download if it is missing, its check, the data, and the plan.
+
+    The dataset's folder is deleted first.
+    """
     shutil.rmtree(order.dataset_dir, ignore_errors=True)
     check = (
         *(_CHECKER, "--model-dir", order.model_dir, "--precision", order.precision),
@@ -463,10 +474,10 @@ def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Pre
 
 
 def plan_step(work_dir: Path, question: dict[str, Any]) -> PreparationStep:
-    """Asks the planner; files go to `work_dir`, which is there.
+    """Makes the step that runs the planner. Its files go to `work_dir`, which must exist.
 
-    What is measured may fail in more ways than can be foreseen, and take long: then nothing is. On a GPU nothing is
-    beside a job.
+    Measurements may fail in unforeseen ways or take long. The step is then repeated without them. On a GPU, nothing is
+    measured while a job runs.
     """
     path = work_dir / QUESTION_FILE
     path.write_text(json.dumps(question))
@@ -509,9 +520,10 @@ def _step(
 
 
 def _address_space_nbytes(step: PreparationStep) -> int:
-    """What a step may map: as much memory as it may take, and the largest file of weights, which takes addresses only.
+    """Returns the address space that a step may map, in bytes: its memory, and the largest file of weights.
 
-    Else no model could be checked that has a file of half the machine's memory.
+    Mapped weights take only addresses. Without them in the limit, a model with a file of half the machine's memory
+    could not be checked.
     """
     weights = () if step.maps is None else step.maps.glob("*.safetensors")
     mapped_nbytes = max((path.stat().st_size for path in weights), default=0)

@@ -1,19 +1,20 @@
-"""Decides which preparations compute now: fair among owners, and short ones before long ones.
+"""Decides which preparations compute now. It is fair among owners and prefers short preparations.
 
-A preparation that has to stand back keeps its process, which stands still. Cores are what preparations compete for: one
-that downloads uses none, nor does one that waits for memory, which those behind it may hold. Of both, only an owner's
-number is limited.
+A preparation that must wait keeps its process, which is halted. Preparations compete for cores only. One that downloads
+uses none. One that waits for memory uses none either, because the preparations behind it may hold that memory. An
+owner's number of both kinds is still limited.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-# Of one owner, preparations that have a process: each holds memory, also while it stands still.
+# Maximum number of an owner's preparations with a process. Each holds memory, also while it is halted.
 MOST_BEGUN = 3
-# From so many seconds of computing on, a preparation lets all others of its owner go first that have computed less.
+# Computing seconds that separate levels. A preparation on a higher level waits for its owner's preparations on lower
+# levels.
 _LEVELS_S = (5.0, 30.0, 300.0)
-# Owners take turns when one has computed so much longer than another: a switch costs little, but is not free.
+# Difference in computing seconds at which owners take turns. A switch is cheap but not free.
 _TURN_S = 5.0
 
 
@@ -28,16 +29,16 @@ class Candidate:
     computed_s: float = 0.0  # by its preparation so far
     has_process: bool = False
     uses_cores: bool = True
-    leaves_cores: bool = False  # to a job that starts: it does not go on now
+    leaves_cores: bool = False  # to a starting job, so it is not chosen now
 
 
 def who_computes(
     candidates: Sequence[Candidate], used_s: Mapping[str | None, float], *, num_side_by_side: int
 ) -> Sequence[str]:
-    """Choose the jobs whose preparations go on now, most urgent first; all others stand still or wait.
+    """Chooses the jobs whose preparations continue now, most urgent first. All others are halted or wait.
 
-    `used_s`: how long each owner's preparations computed of late. Owners take turns, the one that used least first. Of
-    an owner's own, one that has computed for long stands back, and of the others the smallest goes first.
+    `used_s`: recent computing seconds of each owner's preparations. Owners take turns, the one with the least time
+    first. Among an owner's own, one that has computed for long goes last, and the smallest of the others goes first.
     """
     by_owner: dict[str | None, list[Candidate]] = {}
     for each in sorted(candidates, key=_own_order):
@@ -62,7 +63,7 @@ def _own_order(each: Candidate) -> tuple[int, int, float, str]:
 
 
 def _may_have_process(owned: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Leave out those that would need one more process than their owner may have."""
+    """Leaves out the jobs that would exceed their owner's number of processes."""
     num_more = MOST_BEGUN - sum(each.has_process for each in owned)
     found = []
     for each in owned:

@@ -1,4 +1,4 @@
-"""What `windlass up --detach` does: it starts a supervisor that goes on by itself."""
+"""Start of a detached supervisor, as `windlass up --detach` does it."""
 
 import os
 import subprocess
@@ -13,11 +13,11 @@ _UP_TIMEOUT_S = 240.0
 
 
 class StartError(ReportedError):
-    """The service did not come up."""
+    """The service did not start."""
 
 
 def start_detached(settings: Settings) -> Serving:
-    """Start a supervisor that belongs to no terminal; returns once the API answers. Raises StartError."""
+    """Starts a supervisor without a terminal. Returns once the API answers. Raises StartError."""
     prepare_home(settings.home)
     log_path = settings.home / "logs" / "supervisor.log"
     with log_path.open("ab") as log:

@@ -1,6 +1,7 @@
-"""This machine's measured profile: when there is to be one, and whether it is still of this machine.
+"""This machine's measured profile: makes it, and checks that it still describes this machine.
 
-Without a profile jobs run unplanned, so `windlass up` measures by itself. What a person wrote or changed is left alone.
+Without a profile, jobs run unplanned, so `windlass up` measures the machine. A profile that a user wrote or changed
+stays as it is.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from windlass.service.processes.shutdown import is_box_free
 from windlass.storage.ids import Precision
 
 _FACTS_FILE = "measured.json"  # in the home, beside the profile
-# Kernels keep more or less for themselves: as much may differ.
+# Relative difference of memory that is ignored, because kernels reserve varying amounts.
 _SAME_MEMORY = 0.02
 
 Tell = Callable[[str], None]
@@ -28,17 +29,17 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """What a profile was measured on."""
+    """The facts about the machine on which a profile was measured."""
 
     cores: int
     memory_gib: float
     gpus: list[str]
     ssds: list[str]
     profile_sha256: str  # of the file as it was saved
-    precision: str = Precision.BF16  # that the device computed in
+    precision: str = Precision.BF16  # in which the device computed
 
     def changes_since(self, before: "_Facts") -> list[str]:
-        """In words."""
+        """Describes the changes in words."""
         found = []
         if self.cores != before.cores:
             found.append(f"{self.cores} cores, not {before.cores}")
@@ -51,7 +52,9 @@ class _Facts:
 
 
 def measure_and_save(settings: Settings, path: Path, tell: Tell, *, precision: Precision = Precision.BF16) -> Hardware:
-    """The machine's profile, saved; `tell` is handed lines for people. `precision`: that the device computes in.
+    """Measures and saves the machine's profile. `tell` gets lines for the user.
+
+    `precision`: in which the device computes.
 
     Raises:
         DoctorError: something could not be measured, or the file cannot be written.
@@ -70,9 +73,9 @@ def measure_and_save(settings: Settings, path: Path, tell: Tell, *, precision: P
 
 
 def ensure_measured(settings: Settings, tell: Tell) -> None:
-    """Measure this machine if it never was, or is another one by now. What fails is told: the service needs no profile.
+    """Measures this machine if it was never measured, or has changed. The home must exist.
 
-    The home is there.
+    It only reports failures through `tell`, because the service can run without a profile.
     """
     path = settings.home / HARDWARE_FILE
     reason = _why_to_measure(settings, path, tell)
@@ -105,7 +108,7 @@ def _why_to_measure(settings: Settings, path: Path, tell: Tell) -> str | None:
         tell(f"! {error}; jobs run without a plan until it is right, or deleted and measured again")
         return None
     before, now = _known_facts(settings), _facts(settings, path.read_bytes())
-    if before is None or before.profile_sha256 != now.profile_sha256:  # somebody's own
+    if before is None or before.profile_sha256 != now.profile_sha256:  # the user's own profile
         for what, in_profile, here in (
             ("gpus.count", profile.gpus.count, len(now.gpus)),
             ("ssds.count", profile.ssds.count, len(now.ssds)),
@@ -128,7 +131,7 @@ def _facts(settings: Settings, profile: bytes) -> _Facts:
 
 
 def _known_facts(settings: Settings) -> _Facts | None:
-    """None where nobody left any, or another version did."""
+    """Returns the facts of the last measurement, or None if they are missing or of another version."""
     try:
         facts = _Facts(**json.loads((settings.home / _FACTS_FILE).read_text()))
         Precision(facts.precision)

@@ -1,4 +1,4 @@
-"""What `windlass down` does to the processes and the jobs of a home."""
+"""Shutdown of a home's processes and jobs, as `windlass down` does it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ class JobsRunningError(ReportedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What `down` found and ended."""
+    """The processes and jobs that `down` ended."""
 
     supervisor: Serving | None
     num_ray_processes: int
@@ -30,14 +30,15 @@ class Ended:
 
 
 def shut_down(settings: Settings, *, force: bool) -> Ended:
-    """End the supervisor, its children and the Ray daemon.
+    """Ends the supervisor, its children and the Ray daemon.
 
-    Raises JobsRunningError unless `force`, and DatabaseUnavailableError; with `force` only once everything has ended.
+    Raises JobsRunningError if jobs run and `force` is not set. Raises DatabaseUnavailableError; with `force` only after
+    everything has ended.
     """
     serving = find_serving(settings.home)
     cluster = RayCluster(settings.home)
     if serving is None and not cluster.pids:
-        cluster.stop()  # what a daemon that was killed left on the disk
+        cluster.stop()  # removes the files of a daemon that was killed
         forget_killed(settings.home)
         return Ended(supervisor=None, num_ray_processes=0, failed_jobs=())
     if not force and (jobs := running_jobs(settings)):
@@ -54,18 +55,21 @@ def shut_down(settings: Settings, *, force: bool) -> Ended:
 
 
 def running_jobs(settings: Settings) -> tuple[str, ...]:
-    """Ids of the jobs that hold a runner."""
+    """Returns the ids of the jobs that have a runner."""
     with _database(settings) as database:
         return tuple(job.id for job in _jobs_here(database, settings))
 
 
 def is_box_free(settings: Settings) -> bool:
-    """Whether no job trains here."""
+    """Returns whether no job trains in this home."""
     return not (RayCluster(settings.home).pids and running_jobs(settings))
 
 
 def _fail_jobs_left(settings: Settings) -> tuple[str, ...]:
-    """End the jobs whose runners ended with Ray, unless they had an outcome just before."""
+    """Ends the jobs whose runners ended with Ray, unless they have an outcome in their journals.
+
+    Returns the failed jobs.
+    """
     lost = "`windlass down --force` ended the service while this job ran; submit it again"
 
     def end(session: Session, job: Job, _reason: str) -> None:
@@ -84,7 +88,7 @@ def _fail_jobs_left(settings: Settings) -> tuple[str, ...]:
         with database.read() as session:
             statuses = {job.id: JobRepository(session).get(job.id).status for job in left}
         for job in left:
-            # One that had ended its attempt for another one, or paused, goes on when the service is back.
+            # A job that paused or yielded to another one continues when the service is back.
             if statuses[job.id] in TERMINAL_STATUSES:
                 remove_states(settings, job)
         remove_arenas()
@@ -102,6 +106,6 @@ def _database(settings: Settings) -> Iterator[Database]:
 
 
 def _jobs_here(database: Database, settings: Settings) -> Sequence[Job]:
-    """Those that hold a runner of this home."""
+    """Returns the jobs of this home that have a runner."""
     with database.read() as session:
         return JobRepository(session).with_status(JobStatus.RUNNING, JobStatus.PAUSING, node=node_of(settings.home))

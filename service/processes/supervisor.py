@@ -1,6 +1,6 @@
-"""Keeps the service up: one supervisor a home, with the API and the dispatcher as its child processes.
+"""The supervisor: it keeps a home's API and dispatcher running as its child processes.
 
-The Ray daemon, and with it every job, is no child of it: jobs go on when the service ends.
+The Ray daemon and the jobs are not its children, so jobs continue when the service ends.
 """
 
 import errno
@@ -32,7 +32,7 @@ from windlass.service.validation import ReportedError
 
 _LOG = logging.getLogger(__name__)
 
-# Delays before a child that died is started again; one that ran for a minute starts over at the first.
+# Delays before a child that died is restarted. After a run of `_STEADY_S`, the delays begin with the first one again.
 _BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _STEADY_S = 60.0
 _GRACE_S = 8.0
@@ -40,11 +40,11 @@ _ROTATE_EVERY_S = 60.0
 
 
 class PortInUseError(ReportedError):
-    """Another program listens where the API should."""
+    """Another program listens on the API's port."""
 
 
 class Child:
-    """A process that is started again whenever it ends."""
+    """A process that is restarted whenever it ends."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._num_failures = 0
         self._started_at = 0.0
-        self._start_at = 0.0  # monotonic; when it may start next
+        self._start_at = 0.0  # monotonic time of its next start
 
     def tend(self, now: float) -> None:
-        """Start it if it does not run and its delay is over."""
+        """Starts the process if it does not run and its delay is over."""
         if self._process is None:
             if now >= self._start_at:
                 self._start(now)
@@ -80,12 +80,12 @@ class Child:
             _LOG.warning("%s ended with code %d; next start in %g s; see %s", self.name, code, delay_s, self._log_path)
 
     def signal_end(self) -> None:
-        """Ask it to end."""
+        """Requests the process to end."""
         if self._process is not None:
             self._process.terminate()
 
     def finish(self, deadline: float) -> None:
-        """Wait until it has ended; kill it at the deadline."""
+        """Waits until the process has ended; kills it at the deadline."""
         if self._process is None:
             return
         try:
@@ -99,12 +99,13 @@ class Child:
         self._started_at = now
         try:
             self._process = self._open()
-        except OSError as error:  # a full disk, or no memory for one more process: that may pass
+        except OSError as error:  # a full disk or too little memory, which may pass
             _LOG.warning("%s could not be started (%s); next try in %g s", self.name, error, self._put_off(now))
 
     def _open(self) -> "subprocess.Popen[bytes]":
         with self._log_path.open("ab") as log:
-            # A session of its own: Ctrl-C in a terminal reaches the supervisor, which ends its children in order.
+            # A session of its own, because Ctrl-C in a terminal must reach only the supervisor, which ends its children
+            # in order.
             return subprocess.Popen(
                 self._command,
                 env=self._environment,
@@ -117,7 +118,7 @@ class Child:
             )
 
     def _put_off(self, now: float) -> float:
-        """How long the next start waits: each time longer."""
+        """Delays the next start, each time longer. Returns the delay in seconds."""
         delay_s = _BACKOFF_S[min(self._num_failures, len(_BACKOFF_S) - 1)]
         self._num_failures += 1
         self._start_at = now + delay_s
@@ -132,10 +133,10 @@ class Supervisor:
         self._ending = False
 
     def run(self) -> None:
-        """Start everything, keep it running, and return after SIGTERM or SIGINT.
+        """Starts all processes, keeps them running, and returns after SIGTERM, SIGINT or SIGHUP.
 
-        Raises HomeError, AlreadyUpError, PortInUseError, UnprotectedError, DatabaseUnavailableError or
-        RayStartError, with no process left.
+        Raises HomeError, AlreadyUpError, PortInUseError, UnprotectedError, DatabaseUnavailableError or RayStartError,
+        with no process left.
         """
         settings = self._settings
         with telling_of_disk(settings.home):
@@ -211,20 +212,22 @@ def _warn_of_clear_text(settings: Settings) -> None:
 
 
 def start_ray(settings: Settings) -> None:
-    """Start the home's Ray daemon, or adopt the one that runs; RayStartError if neither works."""
+    """Starts the home's Ray daemon, or adopts the running one. Raises RayStartError if neither works."""
     started = RayCluster(settings.home).ensure_running(num_cpus=num_cores(), num_gpus=len(find_gpus()))
     _LOG.info("Ray was %s", "started" if started else "running and is adopted, with the jobs it runs")
 
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """The API's socket: held by the supervisor, so that no other program can take the port while the API restarts.
+    """Opens the API's socket.
+
+    The supervisor holds it, so that no other program can take the port while the API restarts.
 
     Raises PortInUseError.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
-        # Else the port can't be used for a minute after the last service's connections were closed.
+        # Otherwise the port is unusable for a minute after the last service's connections were closed.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))

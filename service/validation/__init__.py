@@ -1,4 +1,4 @@
-"""Errors, and checks of what users send: settings, names, texts, numbers."""
+"""Errors, and checks of users' input: settings, names, texts, numbers."""
 
 from windlass.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""Errors, and checks of what users send: settings, names, texts, numbers."""
+"""Errors, and checks of users' input: settings, names, texts, numbers."""
 
 from windlass.service.validation.database_errors import report_database_errors as report_database_errors
 from windlass.service.validation.hyperparameters import DEFAULT_CLIP_NORM as DEFAULT_CLIP_NORM

@@ -1,4 +1,4 @@
-"""A database that cannot be used, told in one line to who starts or ends the service."""
+"""A report of database errors in one line, for the user who starts or ends the service."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ from windlass.storage.sql import DamagedDatabase, why_unavailable
 
 
 class DatabaseUnavailableError(ReportedError):
-    """The database does not answer, is locked, or its disk is full; or its file is damaged."""
+    """The database does not answer, is locked, is damaged, or its disk is full."""
 
 
 @contextmanager
 def report_database_errors() -> Iterator[None]:
-    """Raises DatabaseUnavailableError where the block fails as the database cannot be used."""
+    """Raises DatabaseUnavailableError if the `with` block fails because the database is unavailable."""
     try:
         yield
     except DamagedDatabase as error:

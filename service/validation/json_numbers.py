@@ -1,4 +1,4 @@
-"""Whole numbers as JSON has them: 1.0 and 1 are the same number there, and both are an integer."""
+"""Integers in JSON: 1.0 and 1 are the same number, and both are an integer."""
 
 from typing import Any, get_args
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ValidationInfo, field_validator
 
 
 class JsonNumbers(BaseModel):
-    """A strict model that takes 1.0 where an integer is asked for, as JSON Schema says."""
+    """A strict model that accepts 1.0 for an integer, as JSON Schema specifies."""
 
     @field_validator("*", mode="before")
     @classmethod

@@ -1,8 +1,8 @@
-"""What a model may be called, and which folder a name means.
+"""Ids of models, and the folders that they name.
 
 A base model is a folder of the models directory, `name` or `organization/name`; the second form may also be a
-repository of the hub. A fine-tuned model is `ft:{base}:{suffix}:{job}`, a checkpoint of it `…-step-{n}`; its folder has
-the same name. No name from the network can leave these two directories.
+repository of the hub. A fine-tuned model is `ft:{base}:{suffix}:{job}`, and its checkpoints add `-step-{n}`. The folder
+has the same name. No id from a request can name a folder outside these two directories.
 """
 
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from windlass.service.validation.request_errors import ApiError, describe_value
 
-# The hub's own limit is 96 characters a component.
+# The hub's own limit is 96 characters per component.
 _COMPONENT = r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _BASE_ID = re.compile(rf"{_COMPONENT}(?:/{_COMPONENT})?")
 _FINE_TUNED_ID = re.compile(
@@ -23,17 +23,17 @@ _MAX_ID_CHARS = 200
 
 
 def is_fine_tuned_id(model: str) -> bool:
-    """Whether a well-formed id is that of a fine-tuned model or a checkpoint."""
+    """Returns whether a well-formed id names a fine-tuned model or a checkpoint."""
     return len(model) <= _MAX_ID_CHARS and _FINE_TUNED_ID.fullmatch(model) is not None
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a model that is not here may be a repository of the hub."""
+    """Returns whether a model that is not here may be a repository of the hub."""
     return "/" in model and _BASE_ID.fullmatch(model) is not None
 
 
 def check_model_id(model: str, param: str = "model") -> None:
-    """Raise ApiError unless the id is well-formed."""
+    """Raises ApiError unless the id is well-formed."""
     if len(model) > _MAX_ID_CHARS or not (is_fine_tuned_id(model) or _BASE_ID.fullmatch(model)):
         raise ApiError(
             f"{param}: a model is named by its folder in the models directory, 'name' or 'organization/name', by a hub "
@@ -44,27 +44,30 @@ def check_model_id(model: str, param: str = "model") -> None:
 
 
 def check_suffix(suffix: str) -> str:
-    """Return a suffix that can be part of a model's id; ValueError for any other."""
+    """Returns a suffix that can be part of a model's id. Raises ValueError for any other."""
     if not _SUFFIX.fullmatch(suffix):
         raise ValueError("must be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
     return suffix
 
 
 def fine_tuned_model_id(model: str, suffix: str | None, job_id: str) -> str:
-    """The id of the model that a job makes from `model`."""
+    """Returns the id of the model that a job makes from `model`."""
     fine_tuned = _FINE_TUNED_ID.fullmatch(model)
     base = fine_tuned["base"] if fine_tuned else model.rsplit("/", 1)[-1]
     return f"ft:{base}:{suffix or ''}:{job_id.removeprefix('ftjob-')[:12]}"
 
 
 def job_id_prefix(model: str) -> str | None:
-    """How the id of the job begins that made a fine-tuned model or a checkpoint; None for a base model."""
+    """Returns the first characters of the id of the job that made a fine-tuned model or a checkpoint.
+
+    None for a base model.
+    """
     fine_tuned = _FINE_TUNED_ID.fullmatch(model)
     return f"ftjob-{fine_tuned['job']}" if fine_tuned else None
 
 
 def models_in(folder: Path) -> Iterator[str]:
-    """The ids of the models that lie in a folder of models: `name`, or `organization/name`."""
+    """Yields the ids of the models in a folder: `name`, or `organization/name`."""
     for path in _subfolders(folder):
         if (path / "config.json").is_file():
             yield path.name
@@ -77,6 +80,6 @@ def _subfolders(path: Path) -> list[Path]:
 
 
 def model_dir(model: str, *, models_dir: Path, fine_tuned_dir: Path) -> Path:
-    """The folder that an id means, whether or not it is there; ApiError for an ill-formed id."""
+    """Returns the folder of a model's id, which need not exist. Raises ApiError for an ill-formed id."""
     check_model_id(model)
     return (fine_tuned_dir if is_fine_tuned_id(model) else models_dir) / model

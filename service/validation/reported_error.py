@@ -1,7 +1,7 @@
-"""What the command line and the service's processes tell people in one line, instead of a traceback."""
+"""The base class of errors that are reported in one line, without a traceback."""
 
 ERROR_PREFIX = "error: "
 
 
 class ReportedError(RuntimeError):
-    """Something that people can do something about; the message says what is wrong and what to do."""
+    """An error that the user can fix. The message says what is wrong and what to do."""

@@ -1,17 +1,18 @@
-"""What goes wrong with a request."""
+"""Errors of requests, and the values in their messages."""
 
 import reprlib
 from typing import Any
 
 _MAX_VALUE_CHARS = 80
-# Looks at the outside of a value only: what strangers send may be large, or nested deeper than Python can follow.
+# Represents only the outer levels of a value, because a user's value may be large, or nested deeper than Python's
+# recursion limit.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 4
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 2 * _MAX_VALUE_CHARS
 
 
 class ApiError(Exception):
-    """A request that cannot be done, in words for its sender."""
+    """An error answer to a request, in words for the client."""
 
     def __init__(
         self,
@@ -38,6 +39,6 @@ def _rebuild(message: str, status: int, param: str | None, code: str | None, kin
 
 
 def describe_value(value: object) -> str:
-    """A value as it goes into a message: cut where it is long."""
+    """Formats a value for a message, and truncates a long one."""
     text = _SHORT.repr(value)
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}…"

@@ -1,9 +1,9 @@
-"""Text from strangers that goes into the database, and words for people."""
+"""Checks of user-supplied text before it is stored, and wordings for users."""
 
 from collections.abc import Sequence
 from typing import Any
 
-# By the names of `service.preparation`.
+# The keys are the names in `service.preparation`.
 _STEPS = {
     "download_model": "Downloading the model",
     "check_model": "Checking the model",
@@ -14,9 +14,9 @@ _STEPS = {
 
 
 def check_storable(value: str) -> str:
-    """Return text that every database takes; ValueError for any other.
+    """Returns text that every database can store. Raises ValueError for any other.
 
-    PostgreSQL stores no null character, and what is no Unicode can be written nowhere.
+    PostgreSQL cannot store null characters, and lone surrogates cannot be encoded.
     """
     if "\0" in value:
         raise ValueError("must have no null characters")
@@ -26,17 +26,17 @@ def check_storable(value: str) -> str:
 
 
 def count_text(number: int, thing: str) -> str:
-    """A number of things: "1 step", "2 steps"."""
+    """Formats a number of things: "1 step", "2 steps"."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def told_jobs(ids: Sequence[str]) -> str:
-    """Ids of one or more jobs in words: "job A", "jobs A, B"."""
+    """Lists one or more jobs: "job A", "jobs A, B"."""
     return f"job{'s' if len(ids) > 1 else ''} {', '.join(ids)}"
 
 
 def told_jobs_beside(own: Sequence[str], num_jobs: int) -> str:
-    """So many jobs in the words for one owner, who is told the ids of the own ones and only the number of others."""
+    """Describes `num_jobs` jobs to an owner: the owner's jobs by their ids, the others by their number."""
     num_others = num_jobs - len(own)
     parts = [told_jobs(own)] if own else []
     if num_others:
@@ -45,7 +45,7 @@ def told_jobs_beside(own: Sequence[str], num_jobs: int) -> str:
 
 
 def told_preparation(preparation: dict[str, Any]) -> str:
-    """How far a job's preparation is: "Reading the files: 40 percent, line 7 of a.jsonl; 12 s so far"."""
+    """Describes a preparation's progress: "Reading the files: 40 percent, line 7 of a.jsonl; 12 s so far"."""
     told = _STEPS.get(preparation["step"], preparation["step"])
     if preparation.get("percent") is not None:
         told += f": {preparation['percent']} percent, line {preparation['line']} of {preparation['file']}"

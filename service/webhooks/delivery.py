@@ -1,7 +1,7 @@
-"""One webhook on its way: to an address that was checked, signed, without redirects.
+"""Delivery of one webhook: signed, without redirects, to an address that was checked.
 
-Signed as the Standard Webhooks specification has it (https://www.standardwebhooks.com), which the official `openai`
-client verifies.
+The signature follows the Standard Webhooks specification (https://www.standardwebhooks.com), which the official
+`openai` client verifies.
 """
 
 import base64
@@ -23,37 +23,37 @@ import httpx
 
 _SECRET_PREFIX = "whsec_"
 _SECRET_NBYTES = 32
-# For all of one delivery: to look the name up, to connect, to send, and until the answer's head is there.
+# Seconds for a whole delivery: the name's look-up, the connection, the request, and the head of the answer.
 TOTAL_TIMEOUT_S = 15.0
 _MAX_URL_CHARS = 2000
-# Prefixes of IPv6 behind which IPv4 addresses lie: NAT64, 6to4.
+# Prefixes of IPv6 that contain IPv4 addresses: NAT64, 6to4.
 _NAT64, _6TO4 = ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("2002::/16")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class UrlRefusedError(ValueError):
-    """Nothing is sent to this URL; the text says why."""
+    """This URL is not allowed. The text says why."""
 
 
 class DeliveryError(RuntimeError):
-    """It did not arrive, or was not answered with 2xx; the text says why."""
+    """The request did not arrive, or was not answered with 2xx. The text says why."""
 
 
 def new_signing_secret() -> str:
-    """As receivers get it."""
+    """Makes a signing secret in the format for receivers."""
     return _SECRET_PREFIX + base64.b64encode(secrets.token_bytes(_SECRET_NBYTES)).decode()
 
 
 def signature(secret: str, *, event_id: str, timestamp: int, body: str) -> str:
-    """One of the header's entries."""
+    """Returns one entry of the signature header."""
     key = base64.b64decode(secret.removeprefix(_SECRET_PREFIX))
     digest = hmac.new(key, f"{event_id}.{timestamp}.{body}".encode(), hashlib.sha256).digest()
     return f"v1,{base64.b64encode(digest).decode()}"
 
 
 def check_url(url: str, *, allows_private: bool) -> None:
-    """Raise UrlRefusedError where it is seen without asking anybody that nothing may go there."""
+    """Raises UrlRefusedError if the URL alone, without a look-up of its name, shows that it is not allowed."""
     if len(url) > _MAX_URL_CHARS or not url.isascii() or any(char <= " " for char in url):
         raise UrlRefusedError(f"a URL has at most {_MAX_URL_CHARS} characters, all of them of ASCII, and no spaces")
     try:
@@ -74,10 +74,10 @@ def check_url(url: str, *, allows_private: bool) -> None:
 
 
 def send(url: str, *, event_id: str, body: str, signing_secrets: Sequence[str], allows_private: bool) -> int:
-    """Deliver an event; the status code of the answer, whatever it is.
+    """Delivers an event. Returns the status code of the answer, whatever it is.
 
-    It takes TOTAL_TIMEOUT_S at most, however slowly the other side answers. Raises UrlRefusedError, or DeliveryError
-    where nothing answered.
+    It takes at most TOTAL_TIMEOUT_S, however slowly the receiver answers. Raises UrlRefusedError, or DeliveryError
+    without an answer.
     """
     until_s = time.monotonic() + TOTAL_TIMEOUT_S
     check_url(url, allows_private=allows_private)
@@ -86,7 +86,7 @@ def send(url: str, *, event_id: str, body: str, signing_secrets: Sequence[str], 
     assert host is not None, "it was checked"
     port = parts.port or (443 if parts.scheme == "https" else 80)
     address = _resolve(host, port, allows_private=allows_private, until_s=until_s)
-    # To the very address that was checked: a second look-up could give another one.
+    # The connection goes to the checked address, because a second look-up could return another one.
     target = httpx.URL(url).copy_with(host=str(address))
     timestamp = int(time.time())
     headers = {
@@ -100,7 +100,8 @@ def send(url: str, *, event_id: str, body: str, signing_secrets: Sequence[str], 
         ),
     }
     try:
-        # Below httpx, whose time-outs are for each part of a request. No proxy is asked, which would look names up.
+        # Not by httpx, whose timeouts are for each part of a request. No proxy is used, because it would look up the
+        # name itself.
         with (
             httpcore.ConnectionPool(network_backend=_Backend(until_s)) as pool,
             pool.stream(
@@ -111,7 +112,7 @@ def send(url: str, *, event_id: str, body: str, signing_secrets: Sequence[str], 
                 extensions={"sni_hostname": host},
             ) as response,
         ):
-            return response.status  # nobody reads the body, however long it is
+            return response.status  # the body is not read, because it may be long
     except httpcore.TimeoutException:
         raise DeliveryError(f"it was not answered within {TOTAL_TIMEOUT_S:g} s") from None
     except (httpcore.NetworkError, httpcore.ProtocolError) as error:
@@ -119,7 +120,7 @@ def send(url: str, *, event_id: str, body: str, signing_secrets: Sequence[str], 
 
 
 class _Backend(httpcore.SyncBackend):
-    """Connections all of whose operations end by one moment, on the monotonic clock."""
+    """Connections whose operations all end by one deadline on the monotonic clock."""
 
     def __init__(self, until_s: float) -> None:
         self._until_s = until_s
@@ -180,7 +181,7 @@ def _resolve(host: str, port: int, *, allows_private: bool, until_s: float) -> A
         except (OSError, UnicodeError) as error:
             found.set_exception(error)
 
-    # In a thread that nobody waits for any longer than that: there is no way to end a look-up.
+    # A daemon thread, because a look-up cannot be cancelled. The caller waits only until the deadline.
     threading.Thread(target=look_up, name="webhook-name", daemon=True).start()
     try:
         entries = found.result(max(0.0, until_s - time.monotonic()))
@@ -203,7 +204,7 @@ def _check_address(address: Address, *, allows_private: bool) -> None:
 
 
 def _behind(address: Address) -> list[Address]:
-    """It, and an IPv4 address that it stands for."""
+    """Returns the address, or the IPv4 address mapped into it; for NAT64 and 6to4 both."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     if address.ipv4_mapped is not None:

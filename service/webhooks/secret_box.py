@@ -1,4 +1,4 @@
-"""Secrets that must be had back, encrypted with a key that lies in a file of the home, outside the database."""
+"""Encryption of stored secrets. The key lies in a file of the home, outside the database."""
 
 import os
 import tempfile
@@ -13,26 +13,26 @@ _KEY_FILE = "secrets.key"
 
 
 class SealError(RuntimeError):
-    """The key file is gone, broken, or not the one with which a secret was stored."""
+    """The key file is missing or broken, or is not the one that encrypted a secret."""
 
 
 class SecretBox:
-    """Of one home. Where several share a database, each needs the same key file.
+    """Encrypts and decrypts the secrets of one home. Homes that share a database need the same key file.
 
-    The file is read each time: one that was put back counts at once.
+    The file is read at each use, so a restored file takes effect at once.
     """
 
     def __init__(self, home: Path) -> None:
         self._path = home / _KEY_FILE
 
     def close(self, secret: str) -> str:
-        """As it may be stored. Makes the key file if there is none, readable by its owner only. Raises SealError."""
+        """Encrypts a secret. Makes the key file if there is none, readable by its owner only. Raises SealError."""
         if not self._path.exists():
             self._make_key()
         return self._fernet().encrypt(secret.encode()).decode()
 
     def open(self, sealed: str) -> str:
-        """As it was. Raises SealError."""
+        """Decrypts a secret. Raises SealError."""
         try:
             return self._fernet().decrypt(sealed.encode()).decode()
         except InvalidToken:
@@ -48,10 +48,11 @@ class SecretBox:
 
     def _make_key(self) -> None:
         path = self._path
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-") as file:  # its owner's only
+        # readable by its owner only
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-") as file:
             file.write(Fernet.generate_key())
             file.flush()
             os.fsync(file.fileno())
-            with suppress(FileExistsError):  # another process has just made it: that one counts
+            with suppress(FileExistsError):  # another process has just made the file, which is then used
                 os.link(file.name, path)
-                sync_path(path.parent)  # else a power loss takes the key, and what was sealed with it
+                sync_path(path.parent)  # else a power loss could take the key, and with it all encrypted secrets

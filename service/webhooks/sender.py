@@ -1,4 +1,4 @@
-"""Delivers what webhook endpoints are to be told, again and again until it has arrived, for three days."""
+"""Delivers events to webhook endpoints, with retries for three days."""
 
 import logging
 import random
@@ -17,26 +17,26 @@ from windlass.storage.sql.repositories import Due, WebhookRepository
 _LOG = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
-# Deliveries under way, of which an endpoint has one. So an owner whose endpoints hang holds up nobody else. Where
-# several owners have taken all places, the next place goes to the owner with the fewest.
+# Limits of deliveries in flight. An endpoint has one, and an owner a few, so that an owner's slow endpoints delay no
+# other owner. If several owners have taken all places, the next place goes to the owner with the fewest.
 _NUM_AT_ONCE = 16  # in all
 _MOST_OF_OWNER = 4
-# Longer than a delivery may take: until then it is the sender's that has claimed it.
+# Seconds for which a delivery stays claimed by its sender. Longer than a delivery may take.
 _CLAIM_S = 4 * TOTAL_TIMEOUT_S
-_BACKOFF_S = (5.0, 30.0, 120.0, 600.0, 3600.0)  # the last one again and again
-_MOST_JITTER = 1.2  # not all at the same moment
+_BACKOFF_S = (5.0, 30.0, 120.0, 600.0, 3600.0)  # the last one repeats
+_MOST_JITTER = 1.2  # so that retries do not all come at the same moment
 _LONGEST_S = _BACKOFF_S[-1] * _MOST_JITTER
-_MOST_TRIES = 70  # three days of them; by no clock, which may be set
+_MOST_TRIES = 70  # about three days; a count, because a clock may be set
 _MAX_ERROR_CHARS = 500
 
 Send = Callable[..., int]
 
 
 class WebhookSender:
-    """Several may work on one database: each delivery is claimed first. It may arrive twice, never not at all.
+    """Delivers webhooks. Several senders may share a database, because each claims a delivery first.
 
-    Deliveries to endpoints whose signing secret does not open with this home's key are left to the homes that have the
-    right one, and wait for as long as none has.
+    A delivery may arrive twice but is never lost. If this home's key cannot decrypt an endpoint's signing secret,
+    another home with the right key delivers. Without such a home, the deliveries wait.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class WebhookSender:
         self._allows_private = settings.webhook_private_addresses
         self._send = send
         self._clock = clock
-        self._told_of: set[str] = set()  # sealed secrets that do not open
+        self._told_of: set[str] = set()  # encrypted secrets whose failure was logged
         self._under_way: dict[int, Due] = {}  # by ordinal
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="webhook")
@@ -56,12 +56,12 @@ class WebhookSender:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Deliver in a thread until `close`."""
+        """Delivers in a thread until `close`."""
         self._thread = threading.Thread(target=self._run, name="webhooks", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End after the requests that are out; what they delivered and could not note is delivered again."""
+        """Ends after the requests in flight. If one was delivered but not recorded, it is delivered again."""
         self._ending.set()
         self._has_room.set()
         if self._thread is not None:
@@ -69,7 +69,7 @@ class WebhookSender:
         self._pool.shutdown()
 
     def send_due(self) -> int:
-        """Try all deliveries whose turn has come, and wait for their ends; how many were tried."""
+        """Tries all due deliveries and waits for them. Returns the number of tries."""
         num_tried = 0
         while not self._ending.is_set():
             begun = self._begin_due()
@@ -83,7 +83,7 @@ class WebhookSender:
         return num_tried
 
     def _begin_due(self) -> Sequence[Due]:
-        """Begin with as many deliveries whose turn has come as there is room for."""
+        """Begins as many due deliveries as the limits allow."""
         begun = list[Due]()
         while not self._ending.is_set() and (due := self._claim()) is not None:
             with self._lock:
@@ -93,7 +93,7 @@ class WebhookSender:
         return begun
 
     def _claim(self) -> Due | None:
-        """The next delivery that may be under way beside the others, if there is one."""
+        """Claims the next due delivery that the limits allow. Returns None if there is none."""
         now_s = self._clock()
         with self._lock:
             under_way = list(self._under_way.values())
@@ -102,13 +102,14 @@ class WebhookSender:
         busy = frozenset(due.endpoint_id for due in under_way)
         owners = Counter(due.owner for due in under_way)
         full = frozenset(owner for owner, number in owners.items() if number >= _MOST_OF_OWNER)
-        with self._database.read() as session:  # who only looks holds up no writer
+        with self._database.read() as session:  # a read transaction first, because it blocks no writer
             if not self._open(WebhookRepository(session).due_secrets(now_s, _LONGEST_S, busy=busy, full=full)):
                 return None
         with self._database.write() as session:
             webhooks = WebhookRepository(session)
             return webhooks.claim(
-                self._open(webhooks.due_secrets(now_s, _LONGEST_S, busy=busy, full=full)),  # as they are now
+                # read again within the write transaction
+                self._open(webhooks.due_secrets(now_s, _LONGEST_S, busy=busy, full=full)),
                 now_s=now_s,
                 until_s=now_s + _CLAIM_S,
                 longest_s=_LONGEST_S,
@@ -116,7 +117,10 @@ class WebhookSender:
             )
 
     def _open(self, sealed: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        """Signing secrets by endpoint, of those whose newest one opens. An older one that does not is done without."""
+        """Decrypts signing secrets by endpoint.
+
+        Leaves out endpoints whose newest secret fails, and older secrets that fail.
+        """
         opened = {}
         for endpoint_id, (newest, *older) in sealed.items():
             if (secret := self._open_one(endpoint_id, newest)) is not None:
@@ -141,13 +145,13 @@ class WebhookSender:
             self._has_room.clear()
             try:
                 self._begin_due()
-            except Exception:  # noqa: BLE001  # the database may be gone for a while
+            except Exception:  # noqa: BLE001  # the database may be unavailable for a while
                 _LOG.exception("webhooks could not be delivered; they will be tried again")
 
     def _deliver(self, due: Due) -> None:
         try:
             self._note(due, self._try(due))
-        except Exception:  # noqa: BLE001  # the database may be gone for a while; it is delivered again then
+        except Exception:  # noqa: BLE001  # the database may be unavailable for a while; it is then delivered again
             _LOG.exception("a webhook's delivery could not be noted; it will be tried again")
         finally:
             with self._lock:
@@ -167,7 +171,7 @@ class WebhookSender:
                 WebhookRepository(session).failed(due.ordinal, error[:_MAX_ERROR_CHARS], next_try_at=next_try_at)
 
     def _try(self, due: Due) -> str | None:
-        """Why it did not arrive; None if it did."""
+        """Sends a delivery. Returns why it failed, or None if it arrived."""
         try:
             status = self._send(
                 due.url,

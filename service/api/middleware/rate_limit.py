@@ -66,11 +66,11 @@ class Turnstile:
         """
         with self._lock:
             if name in self._names:
-                raise BusyError("one of yours is not done yet; wait for its answer")
+                raise BusyError("one of your requests is not done yet; wait for its answer")
             self._names.add(name)
         try:
             if not self._free.acquire(timeout=self._wait_s):
-                raise BusyError("too many are being done for others; try again in a minute")
+                raise BusyError("too many are running for other users; try again in a minute")
             try:
                 yield
             finally:

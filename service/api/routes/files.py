@@ -12,7 +12,7 @@ from windlass.amounts import bytes_text
 from windlass.engine.data import HEAD_NBYTES
 from windlass.service.api import AuditDep, CallerDep, ContextDep, Deleted, PageOf, check_content, check_name
 from windlass.service.api.schemas import FileObject
-from windlass.service.auth import check_one_more_file
+from windlass.service.auth import check_one_more_file, check_room_to_store
 from windlass.service.data import deletion
 from windlass.service.installation import Settings, node_of
 from windlass.service.validation import ApiError, describe_value
@@ -49,7 +49,9 @@ def upload_file(
     check_name(filename, file.file.read(HEAD_NBYTES))
     file.file.seek(0)
     with context.database.read() as session:
-        check_one_more_file(session, context.settings, caller, nbytes=0)  # refuses early, before the upload is stored
+        # Refuses early, before the upload is stored.
+        check_one_more_file(session, context.settings, caller, nbytes=0)
+        check_room_to_store(session, context.settings, caller, param="file")
     file_id = new_file_id()
     path = context.settings.files_dir / file_id
     nbytes = _store(file.file, path, filename, context.settings)
@@ -58,6 +60,7 @@ def upload_file(
         sync_path(context.settings.files_dir)  # the folder is durable before a row refers to the file
         with context.database.write() as session:
             check_one_more_file(session, context.settings, caller, nbytes=nbytes)
+            check_room_to_store(session, context.settings, caller, nbytes=nbytes, param="file")
             row = FileRepository(session).add(
                 file_id=file_id,
                 filename=filename,

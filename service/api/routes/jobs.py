@@ -39,7 +39,7 @@ from windlass.service.api.schemas import (
     TraceObject,
     event_ordinal,
 )
-from windlass.service.auth import Caller, check_one_more_job, check_priority
+from windlass.service.auth import Caller, check_one_more_job, check_priority, check_room_to_store
 from windlass.service.data import deletion
 from windlass.service.installation import check_is_here, is_local, node_of
 from windlass.service.jobs import has_plan, job_dir, why_it_waits_for_room
@@ -76,6 +76,7 @@ def create_job(
                 _check_file(context, session, caller, param, file_id)
         _check_model_stays(context, session, caller, new.model)
         check_one_more_job(session, context.settings, caller)
+        check_room_to_store(session, context.settings, caller)
         job = JobRepository(session).create(new)
         audit(session, job.id)
         return JobObject.of(job)

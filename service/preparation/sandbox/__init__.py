@@ -1,4 +1,4 @@
-"""Runs the steps that read users' files in limited processes."""
+"""A sandbox: limited processes for the steps that read users' files."""
 
 from windlass.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""Runs the steps that read users' files in limited processes."""
+"""A sandbox: limited processes for the steps that read users' files."""
 
 from windlass.service.preparation.sandbox.process import PASSED_ON as PASSED_ON
 from windlass.service.preparation.sandbox.process import LimitedCommand as LimitedCommand

@@ -1,13 +1,13 @@
-"""Runs steps of preparations in processes that need not import anything.
+"""A fork server: runs steps of preparations in processes that need not import anything.
 
 `python -m windlass.service.preparation.sandbox.fork_server MODULES`: importing torch and transformers takes seconds.
-This process does it once, and forks for each step. It reads no file of a stranger's and holds no secret. What does
-read them is a forked process, with the limits of this one (see `limited_exec`) and those of its step.
+This process does it once, and forks for each step. It reads no users' files and holds no secrets. A forked process
+reads them, under the limits of this one (see `limited_exec`) and those of its step.
 
-Orders come over the socket that is its standard input: one JSON object each, with the step's log and an end of the
-step's link. Over the link the process's id and then its exit code are told; HALT and CONTINUE, sent over it, stop the
-process and let it go on. Once the other end is shut down or closed the step is killed. The forked process holds the
-link too, so that it ends without a code only when both are gone.
+Orders arrive over the socket at standard input: one JSON object each, with the step's log and one end of the step's
+link. The server sends the process's id and then its exit code over the link. HALT and CONTINUE, sent to the server,
+stop and continue the process. If the other end is shut down or closed, the server kills the process. The forked process
+holds the link too. So the link ends without a code only if both processes are gone.
 """
 
 import contextlib
@@ -27,55 +27,55 @@ from windlass.service.installation import die_with_parent
 from windlass.service.preparation.sandbox.limited_exec import limit
 
 _MOST_NBYTES = 1 << 16  # of an order
-HALT, CONTINUE = b"halt", b"continue"  # what is sent over a link
-PID = "pid "  # what the message begins with that tells it
+HALT, CONTINUE = b"halt", b"continue"  # messages to the server over a link
+PID = "pid "  # prefix of the message with the process's id
 
 
 class ThreadedServerError(RuntimeError):
-    """An import has started threads: a process that is forked now could wait for ever for what they hold."""
+    """An import has started threads. A process forked now could wait forever for locks that these hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOrder:
-    """What a forked process is to do."""
+    """The order for a forked process."""
 
-    module: str  # which the server has imported; its `main` is called
+    module: str  # imported by the server; its `main` is called
     arguments: Sequence[str]
-    home: str  # where it works
-    cpu_s: int  # what it may compute
-    address_space_nbytes: int  # and map
-    memory_nbytes: int | None  # and take as memory of its own
+    home: str  # its working directory
+    cpu_s: int  # limit of its CPU time
+    address_space_nbytes: int  # limit of its address space
+    memory_nbytes: int | None  # limit of its own memory
 
     def to_message(self) -> bytes:
-        """As it is sent."""
+        """Encodes the order for the socket."""
         return json.dumps(asdict(self)).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Forked:
     pid: int
-    pid_fd: int  # readable once it has ended
+    pid_fd: int  # readable once the process has ended
     link: socket.socket
 
 
 def main(modules: Sequence[str]) -> None:
-    """Serve until nobody can give orders any more; a forked process does its step instead."""
+    """Serves until all order sockets are closed. A forked process runs its step instead."""
     orders = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()  # else every forked process copies what its first collection only looks at
+    gc.freeze()  # else each forked process copies the pages that its first garbage collection touches
     order = serve(orders)
     if order is not None:
         sys.argv = [order.module, *order.arguments]
         sys.modules[order.module].main()
         sys.stdout.flush()
-        os._exit(0)  # with torch loaded Python's own end takes a second, and nothing is left to do
+        os._exit(0)  # with torch loaded, Python's own exit takes a second, and nothing is left to do
 
 
 def serve(orders: socket.socket) -> StepOrder | None:
-    """Returns in each forked process what that is to do, and None here, at the end."""
+    """Serves orders. Returns the order in each forked process, and None in the server at the end."""
     server_pid = os.getpid()
     all_forked: list[_Forked] = []
     while True:
@@ -85,7 +85,8 @@ def serve(orders: socket.socket) -> StepOrder | None:
                 all_forked.remove(each)
                 _tell_end(each)
             elif each.link.fileno() in ready:
-                os.kill(each.pid, _signal_for(each.link))  # its own: nobody has waited for it yet
+                # the pid is valid, because the process was not waited for yet
+                os.kill(each.pid, _signal_for(each.link))
         if orders.fileno() not in ready:
             continue
         message, fds, _, _ = socket.recv_fds(orders, _MOST_NBYTES, 2)
@@ -104,12 +105,12 @@ def serve(orders: socket.socket) -> StepOrder | None:
         os.close(log_fd)
         forked = _Forked(pid=pid, pid_fd=os.pidfd_open(pid), link=socket.socket(fileno=link_fd))
         all_forked.append(forked)
-        with contextlib.suppress(OSError):  # nobody wants to know any more
+        with contextlib.suppress(OSError):  # the caller has closed its end
             forked.link.send(f"{PID}{pid}".encode())
 
 
 def _wait_for(fds: Sequence[int]) -> set[int]:
-    """Those of them that can be read."""
+    """Waits until some of the descriptors are readable, and returns these."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -117,7 +118,7 @@ def _wait_for(fds: Sequence[int]) -> set[int]:
 
 
 def _signal_for(link: socket.socket) -> signal.Signals:
-    """Read what was sent over a link: how its process is to go on, if at all."""
+    """Reads a message of a link, and returns the signal for its process."""
     try:
         told = link.recv(16)
     except OSError:
@@ -127,7 +128,7 @@ def _signal_for(link: socket.socket) -> signal.Signals:
 
 def _tell_end(forked: _Forked) -> None:
     _, status = os.waitpid(forked.pid, 0)
-    with contextlib.suppress(OSError):  # nobody wants to know any more
+    with contextlib.suppress(OSError):  # the caller has closed its end
         forked.link.send(str(os.waitstatus_to_exitcode(status)).encode())
     _close(forked)
 
@@ -138,7 +139,7 @@ def _close(forked: _Forked) -> None:
 
 
 def _become(order: StepOrder, log_fd: int, server_pid: int) -> None:
-    """What a process that is started anew gets from its command line; the link stays open."""
+    """Sets up the forked process: its log, limits and folder. The link stays open."""
     for fd in (1, 2):
         os.dup2(log_fd, fd)
     os.close(log_fd)

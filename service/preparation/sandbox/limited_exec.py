@@ -1,7 +1,7 @@
 """Runs a command under limits: `python -m windlass.service.preparation.sandbox.limited_exec --cpu-s N … -- command`.
 
-A step of its own between us and the command, as limits can't safely be set between fork and exec of a process that has
-threads.
+It is a process of its own between the service and the command. Limits cannot be set safely between fork and exec in a
+process that has threads.
 """
 
 import argparse
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from windlass.service.installation import die_with_parent
 
-# What is prepared or checked yields the cores to the service's answers.
+# Preparations yield the cores to the API.
 _NICENESS = 10
 
 
 def main(arguments: list[str]) -> None:
-    """Become the command, limited, and dying with the process that started it."""
+    """Becomes the command, with limits. The kernel kills it when its parent ends."""
     parser = argparse.ArgumentParser(prog="limited_exec")
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--cpu-s", type=int, help="else as long as it likes")
@@ -34,19 +34,19 @@ def main(arguments: list[str]) -> None:
     )
     _limit(resource.RLIMIT_CORE, 0, 0)
     os.nice(_NICENESS)
-    # Where memory runs out, a stranger's program ends before the job that trains.
+    # If memory runs out, the kernel ends this process before a training job, because it may run a user's code.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     os.execv(options.command[0], options.command)
 
 
 def limit(*, cpu_s: int | None, address_space_nbytes: int | None, memory_nbytes: int | None) -> None:
-    """Limit what this process may compute, map, and take as memory of its own; None: it has no such limit.
+    """Limits this process's CPU time, address space and own memory; None: no such limit.
 
-    Memory of its own is what it may write and shares with nobody: files that are only read do not count.
+    Own memory is private and writable. Files that are only read do not count.
     """
     if cpu_s is not None:
-        # At the soft limit the kernel sends SIGXCPU, which tells what happened; at the hard one it kills.
+        # At the soft limit the kernel sends SIGXCPU, which identifies the cause. At the hard limit it kills.
         _limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 5)
     if address_space_nbytes is not None:
         _limit(resource.RLIMIT_AS, address_space_nbytes, address_space_nbytes)

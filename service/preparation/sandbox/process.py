@@ -1,4 +1,4 @@
-"""Processes under limits, without secrets, that end with the one that started them; started anew or forked."""
+"""Limited processes without secrets, started or forked. They end with the process that started them."""
 
 import contextlib
 import logging
@@ -20,63 +20,63 @@ from windlass.storage.files import describe_process_end
 
 _LOG = logging.getLogger(__name__)
 
-# What programs need to find their libraries and to speak a language; everything else might be a secret.
+# Environment variables that programs need for libraries and languages. All others might be secrets.
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
-# A process that is killed is gone at once, but a server that has just been started imports for so long.
+# Seconds to wait for a killed process. It ends at once, but a server that was just started may still import.
 _END_S = 60.0
 
 
 class ServerEndedError(RuntimeError):
-    """The server that a process was forked from has ended, and the process with it."""
+    """The server of a forked process has ended, and the process with it."""
 
 
 class LimitedProcess(Protocol):
-    """One that runs or ran."""
+    """A process under limits that runs or ran."""
 
     @property
     def pid(self) -> int | None:
-        """Its id; None while it is not known yet."""
+        """Its id; None while it is unknown."""
 
     def halt(self) -> None:
-        """Stop it where it is, until `proceed`; what has ended is left alone."""
+        """Stops it until `proceed`; does nothing if it has ended."""
 
     def proceed(self) -> None:
-        """Let it go on after `halt`."""
+        """Continues it after `halt`."""
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs. Raises ServerEndedError."""
+        """Returns its exit code, or None while it runs. Raises ServerEndedError."""
 
     def kill(self) -> None:
-        """Ask for its end."""
+        """Requests its end."""
 
     def wait(self) -> int:
-        """Its exit code, once it has ended. Raises ServerEndedError."""
+        """Waits for its end and returns its exit code. Raises ServerEndedError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitedCommand:
-    """What is to be run, and what it may take."""
+    """A command and its limits."""
 
     command: tuple[str, ...]
-    home: Path  # where it works
+    home: Path  # its working directory
     cpu_s: int
     address_space_nbytes: int
-    memory_nbytes: int | None = None  # of its own; None: as much as it may map
+    memory_nbytes: int | None = None  # its own memory; None: only the address space limits it
     passed_on: tuple[str, ...] = PASSED_ON  # environment variables
-    sees_gpus: bool = False  # then it may map what it likes, as CUDA maps more than any limit allows
+    sees_gpus: bool = False  # then its address space is unlimited, because CUDA maps more than any limit
 
 
-# CUDA maps more addresses than the limit allows, and hardly anything of this needs it.
+# CUDA maps more addresses than the limit allows, and most steps do not need it.
 _NO_GPUS: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": ""}
 
-# Tokenizers take all cores else; steps run side by side, and beside jobs.
+# Otherwise tokenizers take all cores, while several steps and jobs run at once.
 _TOKENIZER_THREADS: Mapping[str, str] = {"RAYON_NUM_THREADS": str(max(1, num_cores() // 4))}
 
-Start = Callable[[LimitedCommand, IO[bytes]], LimitedProcess]  # the second: where its output goes
+Start = Callable[[LimitedCommand, IO[bytes]], LimitedProcess]  # the second argument: its output
 
 
 def start_limited(limited: LimitedCommand, log: IO[bytes]) -> LimitedProcess:
-    """In a process that is started anew."""
+    """Starts a new process."""
     home = limited.home
     limits = [f"--cpu-s={limited.cpu_s}"]
     gpus = _NO_GPUS
@@ -123,7 +123,7 @@ def _start(
 
 
 class _Started:
-    """A process that was started anew."""
+    """A process that was started, not forked."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
@@ -149,7 +149,7 @@ class _Started:
 
 
 class _Forked:
-    """A process that a server has forked, or will when it is through with its imports."""
+    """A process that a server has forked, or will fork after its imports."""
 
     def __init__(self, link: socket.socket, server: "subprocess.Popen[bytes]") -> None:
         self._link = link
@@ -204,10 +204,10 @@ class _Forked:
 
 
 class StepServer:
-    """A process that has imported modules, and forks for each that is to run. Where it has ended it is started anew."""
+    """A process that has imported modules and forks for each step. If it has ended, it is started again."""
 
     def __init__(self, modules: Iterable[str], log_path: Path, *, also: Iterable[str] = ()) -> None:
-        """`also`: imported too, for what the modules import only when they need it."""
+        """`also`: further imports, of modules that the others import only on demand."""
         self._modules = frozenset(modules)
         self._imports = (*sorted(self._modules), *also)
         self._log_path = log_path
@@ -215,14 +215,14 @@ class StepServer:
         self._orders: socket.socket | None = None
 
     def begin(self) -> None:
-        """Have it running: it imports meanwhile. Raises OSError."""
+        """Starts the server if it does not run, and returns while it imports. Raises OSError."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders.setblocking(False)
         with theirs, self._log_path.open("ab") as log:
-            # It has no home, and works where no module of a stranger's can lie.
+            # It has no home, and its working directory can contain no user's modules.
             self._process = _start(
                 (sys.executable, "-m", "windlass.service.preparation.sandbox.fork_server", *self._imports),
                 PASSED_ON,
@@ -230,11 +230,11 @@ class StepServer:
                 cwd=Path("/"),
                 log=log,
                 stdin=theirs.fileno(),
-                more={"OPENBLAS_NUM_THREADS": "1"},  # NumPy's would start threads when it is imported
+                more={"OPENBLAS_NUM_THREADS": "1"},  # otherwise NumPy's import starts threads
             )
 
     def start(self, limited: LimitedCommand, log: IO[bytes]) -> LimitedProcess:
-        """Forked, where the command is one of the modules; else, and where there is no server, started anew."""
+        """Forks a process if the command is one of the modules. Otherwise, or without a server, starts a new one."""
         if self._can_run(limited):
             try:
                 return self._fork(limited, log)
@@ -243,7 +243,7 @@ class StepServer:
         return start_limited(limited, log)
 
     def close(self) -> None:
-        """End it, and with it all that it has forked."""
+        """Ends the server and all its forked processes."""
         if self._orders is not None:
             self._orders.close()
             self._orders = None

@@ -199,7 +199,7 @@ class Terminal(io.StringIO):
 
 
 def test_what_is_no_id_deletes_nothing(tmp_path: Path, asked: list[tuple[object, ...]]) -> None:
-    with pytest.raises(CommandError, match="'tiny' is no id of a job"):
+    with pytest.raises(CommandError, match="'tiny' is not the id of a job"):
         delete(["ftjob-1", "tiny"], home=tmp_path)
     assert asked == []
 

@@ -49,8 +49,8 @@ def test_command_job_id_misspelt_is_refused_with_the_nearest(tmp_path: Path, job
     [
         ("file-1", "'file-1' is the id of a file, not of a job (ftjob-…); `windlass jobs` lists jobs"),
         ("ft:tiny::1", "'ft:tiny::1' is the id of a model, not of a job (ftjob-…); `windlass jobs` lists jobs"),
-        ("", "'' is no id of a job (ftjob-…); `windlass jobs` lists jobs"),
-        ("../files", "'../files' is no id of a job (ftjob-…); `windlass jobs` lists jobs"),
+        ("", "'' is not the id of a job (ftjob-…); `windlass jobs` lists jobs"),
+        ("../files", "'../files' is not the id of a job (ftjob-…); `windlass jobs` lists jobs"),
     ],
 )
 def test_command_something_else_than_a_job_id_is_refused_before_a_request(

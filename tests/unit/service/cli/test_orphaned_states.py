@@ -48,7 +48,7 @@ def test_those_of_a_job_that_is_known_or_runs_stay(stage: Stage, home: Path, mon
     monkeypatch.setattr(unknown_states, "arenas_in", lambda _: {JobId(UNKNOWN): 4096})
     with pytest.raises(CommandError, match=f"job {UNKNOWN} runs on this machine"):
         delete([UNKNOWN], states=True, home=home)
-    with pytest.raises(CommandError, match="'file-1' is no id of a job"):
+    with pytest.raises(CommandError, match="'file-1' is not the id of a job"):
         delete(["file-1"], states=True, home=home)
     assert stage.jobs_on_ssds() == [{UNKNOWN, OTHER, job_id}] * 2
     assert stage.audit() == []

@@ -42,12 +42,12 @@ def make(home: Path, capsys: pytest.CaptureFixture[str], **options: list[str] | 
 
 
 def test_it_is_told_of_all_or_of_what_is_asked_for(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert listed(home, capsys) == [["nobody is told how jobs end; `windlass webhooks create` changes that"]]
+    assert listed(home, capsys) == [["no webhooks yet; make one with `windlass webhooks create`"]]
     first = make(home, capsys)
     second = make(home, capsys, event=["failed", "cancelled"], name="pager")
     rows = [[cell.strip() for cell in row if cell] for row in listed(home, capsys)]
     assert rows == [
-        ["webhook", "name", "url", "told of", "last delivery"],
+        ["webhook", "name", "url", "events", "last delivery"],
         [second, "pager", URL, "cancelled, failed", "none yet"],
         [first, URL, URL, "cancelled, failed, succeeded", "none yet"],
     ]

@@ -71,11 +71,11 @@ def test_no_thread_is_started() -> None:
 def test_one_of_each_name_is_let_in_and_so_many_in_all() -> None:
     stile = Turnstile(2, wait_s=0.05)
     with stile.entered("ann"):
-        with pytest.raises(BusyError, match="one of yours is not done yet"), stile.entered("ann"):
+        with pytest.raises(BusyError, match="one of your requests is not done yet"), stile.entered("ann"):
             pass
         with (
             stile.entered("bob"),
-            pytest.raises(BusyError, match="too many are being done for others"),
+            pytest.raises(BusyError, match="too many are running for other users"),
             stile.entered("cat"),
         ):
             pass

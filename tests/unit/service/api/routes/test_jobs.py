@@ -248,7 +248,7 @@ def test_no_json_and_no_model_are_said_so(client: TestClient) -> None:
     for content in (b'{"suffix": "\xff"}', b"[" * 200_000, b'{"seed": ' + b"9" * 5000 + b"}"):
         unreadable = client.post(JOBS, content=content, headers={"Content-Type": "application/json"})
         assert unreadable.status_code == 400
-        assert unreadable.json()["error"]["message"].startswith("the body cannot be read: it is no UTF-8, is nested")
+        assert unreadable.json()["error"]["message"].startswith("the body cannot be read: it is not UTF-8, is nested")
     missing = client.post(JOBS, json={"training_file": "file-1"})
     assert missing.json()["error"] == {
         "message": "missing parameter: model",
