@@ -1,4 +1,4 @@
-"""The service's processes where no supervisor has prepared anything for them, as in containers."""
+"""The service's processes without a supervisor, as in containers."""
 
 import os
 import socket
@@ -112,15 +112,15 @@ def test_tls_context_with_the_key_of_another_certificate_tells_both_files(tmp_pa
 
 @pytest.fixture
 def umask() -> Iterator[None]:
-    """That of most users, who let others read what they make."""
+    """The usual umask, which lets other users read new files."""
     before = os.umask(0o022)
     yield
     os.umask(before)
 
 
 @pytest.mark.usefixtures("umask")
-def test_what_the_command_line_makes_is_for_its_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever command it is: models that are exported, machines that were measured, plans that are saved."""
+def test_files_of_command_line_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds for every command: exported models, measured machines, saved plans."""
     monkeypatch.setattr(sys, "argv", ["windlass", "plan", "--help"])
     with pytest.raises(SystemExit):
         cli.main()
@@ -131,9 +131,7 @@ def test_what_the_command_line_makes_is_for_its_user_only(tmp_path: Path, monkey
 
 @pytest.mark.usefixtures("umask")
 @pytest.mark.parametrize("role", ["supervisor", "api", "dispatcher"])
-def test_what_the_services_processes_make_is_for_their_user_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
-) -> None:
+def test_files_of_service_processes_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
     monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
     for name in ("_supervise", "_serve_api", "_dispatch"):
         monkeypatch.setattr(service_main, name, lambda *_: (tmp_path / "file").touch())

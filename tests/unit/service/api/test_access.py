@@ -1,4 +1,4 @@
-"""Who is let in, and what each one sees: of every endpoint that the app has, so that none is forgotten."""
+"""Access rules and visible data for every endpoint that the app has, so that none is forgotten."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -30,8 +30,8 @@ OPEN = {
     ("GET", "/static/vendor/plotly.min.js"),
 }
 PAGES = {("GET", "/"), ("GET", "/docs"), ("POST", "/logout")}
-# Answers to who may ask: of what is there only once a job was planned or has trained, of what is not there yet, and of
-# a file that a job needs.
+# Status codes for an authorized request, if they are not 200: for data of planned or trained jobs, for data that does
+# not exist yet, and for a file that a job needs.
 OWN_CODES = {
     "timeline_not_held",
     "plan_not_found",
@@ -41,7 +41,7 @@ OWN_CODES = {
     "webhook_not_delivered",
 }
 ORIGIN = {"Origin": "http://127.0.0.1:8642"}
-# So far ahead that no stream has all before: it reads the events themselves.
+# So far ahead that no stream has all earlier events: it reads the events itself.
 NOT_YET = News(after=2**62, newest=2**62, events=(), keys=(0, 0))
 
 
@@ -52,7 +52,7 @@ def world(settings: Settings) -> Iterator[World]:
 
 
 def arguments_of(method: str, path: str, things: Things) -> dict[str, Any]:
-    """What a proper request to an endpoint carries, besides its path."""
+    """The arguments of a valid request to an endpoint, besides its path."""
     if method != "POST":
         return {}
     bodies: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ def arguments_of(method: str, path: str, things: Things) -> dict[str, Any]:
         f"{HOOKS}/{{endpoint_id}}/rotate_secret": {},
         f"{HOOKS}/{{endpoint_id}}/test": {"json": {"event_type": "fine_tuning.job.failed"}},
     }
-    return bodies[path]  # an endpoint that is new has to be put here
+    return bodies[path]  # a new endpoint must be added here
 
 
 def ask(world: World, who: str | None, method: str, path: str, things: Things, **more: Any) -> Any:
@@ -78,7 +78,7 @@ def ask(world: World, who: str | None, method: str, path: str, things: Things, *
 
 
 @pytest.mark.parametrize("who", [None, "wrong", "expired", "revoked"])
-def test_nobody_gets_in_without_a_key_that_is_valid(world: World, who: str | None) -> None:
+def test_request_without_valid_key_is_refused(world: World, who: str | None) -> None:
     got_in = {}
     for method, path in routes_of(world.client):
         response = ask(world, who, method, path, world.things["alice"])
@@ -109,8 +109,8 @@ def _short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_short_streams")
 @pytest.mark.parametrize("whose", [ADMIN, "alice", None])
-def test_what_is_others_does_not_exist(world: World, whose: str | None) -> None:
-    """Neither another user's things, nor an admin's, nor those from before there were keys."""
+def test_objects_of_other_users_are_not_found(world: World, whose: str | None) -> None:
+    """Neither another user's objects, nor an admin's, nor those without an owner."""
     things = world.things[whose]
     seen = {}
     for method, path in routes_of(world.client):
@@ -138,7 +138,7 @@ def test_what_is_others_does_not_exist(world: World, whose: str | None) -> None:
 
 @pytest.mark.usefixtures("_short_streams")
 @pytest.mark.parametrize(("who", "whose"), [("alice", "alice"), (ADMIN, "alice"), (ADMIN, ADMIN), (ADMIN, None)])
-def test_users_use_what_is_theirs_and_admins_what_is_anybodys(world: World, who: str, whose: str | None) -> None:
+def test_users_access_own_objects_and_admins_all(world: World, who: str, whose: str | None) -> None:
     things = world.things[whose]
     refused = {}
     for method, path in routes_of(world.client):
@@ -160,7 +160,7 @@ def test_users_use_what_is_theirs_and_admins_what_is_anybodys(world: World, who:
     expected = {
         ("alice", "alice"): {("GET", "/v1/audit"), ("GET", "/metrics")},
         (ADMIN, "alice"): {("POST", JOBS)},
-    }  # on another's file
+    }  # for another's file
     assert refused.keys() == expected.get((who, whose), set()), refused
 
 
@@ -168,7 +168,7 @@ def paths_of(things: Things) -> list[str]:
     return [f"files/{things.file_id}", f"fine_tuning/jobs/{things.job_id}", f"models/{things.model}"]
 
 
-def test_lists_go_on_from_what_is_ones_own_only(world: World) -> None:
+def test_list_cursor_must_be_an_own_object(world: World) -> None:
     for path, after in (("/v1/files", world.things["alice"].file_id), (JOBS, world.things["alice"].job_id)):
         assert world.ask("bob", "GET", path, params={"after": after}).status_code == 404
         assert world.ask("alice", "GET", path, params={"after": after}).status_code == 200
@@ -206,7 +206,7 @@ def test_a_model_of_no_known_job_is_for_admins(world: World, settings: Settings)
     assert world.ask(ADMIN, "GET", "/v1/models/ft:tiny:mine:abcdef").status_code == 200
 
 
-def test_an_idempotency_key_is_its_api_keys_own(world: World) -> None:
+def test_idempotency_key_belongs_to_its_api_key(world: World) -> None:
     database = context_of(world.client).database
     with database.write() as session:
         _, another = KeyRepository(session).create(name="cluster", user="alice", role=Role.USER)
@@ -217,13 +217,13 @@ def test_an_idempotency_key_is_its_api_keys_own(world: World) -> None:
         job_id = world.ask(who, "POST", JOBS, json=body, headers={"Idempotency-Key": "1"}).json()["id"]
         assert made.setdefault(who, job_id) == job_id
     assert len(set(made.values())) == 3
-    with database.write() as session:  # as jobs were stored before
+    with database.write() as session:  # as older versions stored jobs
         JobRepository(session).get(made["bob"]).idempotency_key = "1"
     body = {"model": "tiny", "training_file": world.things["bob"].file_id}
     assert world.ask("bob", "POST", JOBS, json=body, headers={"Idempotency-Key": "1"}).json()["id"] == made["bob"]
 
 
-def test_the_first_key_ends_what_nobody_needed_a_key_for(settings: Settings) -> None:
+def test_first_key_ends_access_without_key(settings: Settings) -> None:
     make_model(settings.models_dir / "tiny")
     with serve(settings) as client:
         file_id = upload(client)
@@ -239,7 +239,7 @@ def test_the_first_key_ends_what_nobody_needed_a_key_for(settings: Settings) -> 
             assert not anonymous.is_still_in(session)
         with database.write() as session:
             KeyRepository(session).get(key.id).expires_at = 1.0
-        assert client.get(f"/v1/files/{file_id}").status_code == 401  # that keys expire opens no door
+        assert client.get(f"/v1/files/{file_id}").status_code == 401  # expired keys do not reopen the service
         with database.write() as session:
             KeyRepository(session).revoke(key.id)
         assert client.get(f"/v1/files/{file_id}").status_code == 200
@@ -252,7 +252,7 @@ def test_the_key_is_read_as_the_standard_says(world: World, scheme: str) -> None
 
 
 @pytest.mark.parametrize("header", ["Basic {}", "{}", "Bearer", "Bearer {}x", "Bearer {} {}"])
-def test_nothing_else_is_a_key(world: World, header: str) -> None:
+def test_malformed_authorization_headers_are_refused(world: World, header: str) -> None:
     headers = {"Authorization": header.replace("{}", world.secrets["bob"])}
     assert world.ask(None, "GET", JOBS, headers=headers).status_code == 401
 
@@ -261,7 +261,7 @@ def test_nothing_else_is_a_key(world: World, header: str) -> None:
     "change",
     [{"host": "0.0.0.0"}, {"host": "::"}, {"host_names": ["box.example"]}, {"trusted_proxies": ["10.0.0.1"]}],
 )
-def test_others_are_not_served_without_a_key(settings: Settings, change: dict[str, Any]) -> None:
+def test_public_service_without_keys_does_not_start(settings: Settings, change: dict[str, Any]) -> None:
     opened = Settings(home=settings.home, **change)
     with pytest.raises(UnprotectedError, match=r"windlass keys create"), serve(opened):
         pass
@@ -271,7 +271,7 @@ def test_others_are_not_served_without_a_key(settings: Settings, change: dict[st
         assert client.get(JOBS, headers={"Authorization": f"Bearer {secret}"}).status_code == 200
         with context_of(client).database.write() as session:
             KeyRepository(session).revoke(key.id)
-        assert client.get(JOBS).status_code == 401  # also from this machine: it may be a proxy
+        assert client.get(JOBS).status_code == 401  # also from this machine: the client may be a proxy
     with pytest.raises(UnprotectedError), serve(opened):
         pass
     with serve(opened, starts_without_keys=True) as client:
@@ -417,7 +417,7 @@ def test_a_wrong_key_is_not_made_good_by_a_login(world: World) -> None:
     assert world.ask("wrong", "GET", JOBS).status_code == 401
 
 
-def test_who_needs_no_key_is_asked_for_none(settings: Settings) -> None:
+def test_login_page_without_keys_redirects_to_dashboard(settings: Settings) -> None:
     with serve(settings) as client:
         response = client.get("/login", follow_redirects=False)
         assert (response.status_code, response.headers["location"]) == (303, "/")
@@ -490,7 +490,7 @@ def upload_as(world: World, who: str, content: bytes = b'{"text": "a"}\n') -> An
 
 
 def test_a_change_that_fails_is_not_in_the_audit_as_done(world: World, settings: Settings) -> None:
-    """The event is of the change's own transaction."""
+    """The event is part of the change's own transaction."""
     with context_of(world.client).database.write() as session:
         JobRepository(session).create(new_job(world.things["alice"].file_id, "alice", world.things["alice"].model))
     response = world.ask("alice", "DELETE", f"/v1/models/{world.things['alice'].model}")
@@ -512,7 +512,7 @@ def test_a_key_may_ask_so_often_in_a_minute(settings: Settings) -> None:
         assert world.ask("bob", "GET", JOBS).status_code == 200
 
 
-def test_who_tries_keys_is_told_to_wait_and_holds_up_nobody_else(world: World) -> None:
+def test_client_with_many_wrong_keys_must_wait_and_others_are_served(world: World) -> None:
     statuses = [world.ask("wrong", "GET", JOBS).status_code for _ in range(61)]
     assert statuses == [401] * 60 + [429]
     assert log_in(world, "wrong").status_code == 429
@@ -521,21 +521,21 @@ def test_who_tries_keys_is_told_to_wait_and_holds_up_nobody_else(world: World) -
 
 
 def _of(nbytes: int) -> bytes:
-    """A training file of so many bytes."""
+    """A training file of `nbytes` bytes."""
     return b'{"text": "%s"}' % (b"x" * (nbytes - 12))
 
 
 def test_a_user_has_so_many_files_and_so_many_bytes(settings: Settings) -> None:
     few = settings.model_copy(update={"max_files_per_user": 3, "max_file_gib_per_user": 1000 / 1024**3})
     with keyed_world(few) as world:
-        assert upload_as(world, "alice", _of(987)) == "file_quota_exceeded"  # 14 bytes are there
+        assert upload_as(world, "alice", _of(987)) == "file_quota_exceeded"  # 14 bytes are stored already
         assert upload_as(world, "alice", _of(900)).startswith("file-")
         last = upload_as(world, "alice", _of(66))
         assert upload_as(world, "alice", _of(20)) == "file_quota_exceeded"
         assert upload_as(world, "bob", _of(986)).startswith("file-")
         assert world.ask("alice", "DELETE", f"/v1/files/{last}").status_code == 200
         assert upload_as(world, "alice", _of(20)).startswith("file-")
-        assert len(list(settings.files_dir.iterdir())) == 4 + 3  # what was refused has left nothing
+        assert len(list(settings.files_dir.iterdir())) == 4 + 3  # refused uploads have left nothing
 
 
 def test_a_misspelt_model_is_told_with_no_model_of_another_user(world: World) -> None:

@@ -1,7 +1,7 @@
-"""Two users: of every endpoint that the app has, what one of them gets to see of the other's data, which is nothing.
+"""Two users: for every endpoint that the app has, one user sees no data of the other.
 
-`WHOSE` says of each whose data it answers with; one that is new has to be put there, or a test fails. What a user has
-is marked, so that it is noticed in whatever answer it stands.
+`WHOSE` says whose data each endpoint returns; a new endpoint must be added there, or a test fails. All data of a user
+is marked, so that a leak is noticed in any answer.
 """
 
 from collections.abc import Iterator
@@ -101,7 +101,7 @@ def mark_of(who: str | None) -> str:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """Nothing that the tests ask for changes what is in it."""
+    """A service that no test of this file changes."""
     settings = Settings(home=tmp_path_factory.mktemp("home"), port=8642, max_file_mib=1)
     with pytest.MonkeyPatch.context() as patch, keyed_world(settings) as world:
         end_streams(patch)
@@ -112,7 +112,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def _mark(world: World, settings: Settings, who: str | None) -> None:
-    """Write into all that somebody has whose it is."""
+    """Writes the user's mark into all of the user's data."""
     things, mark = world.things[who], mark_of(who)
     (settings.files_dir / things.file_id).write_text(f'{{"text": "{mark}"}}\n')
     with context_of(world.client).database.write() as session:
@@ -129,14 +129,14 @@ def _mark(world: World, settings: Settings, who: str | None) -> None:
 
 
 def ask(world: World, who: str, method: str, path: str, **more: Any) -> Any:
-    """Somebody's request for what alice has, that carries what is right."""
+    """Makes a valid request of user `who` for objects of alice."""
     things = world.things[THEIRS]
     filled = path.replace("{model:path}", "{model}").format(**things.ids, path="style.css")
     return world.ask(who, method, filled, **(arguments_of(method, path, world.things[who]) | more))
 
 
 def told_of_others(world: World, who: str, text: str) -> list[str]:
-    """What an answer has of what is not somebody's."""
+    """The ids and marks of other users that an answer contains."""
     others = {each: things for each, things in world.things.items() if each != who}
     found = [value for things in others.values() for value in (*things.ids.values(), things.done_id) if value in text]
     return found + [mark_of(each) for each in others if mark_of(each) in text]
@@ -147,12 +147,12 @@ def state_of(world: World, who: str) -> list[Any]:
     return [ask(world, who, "GET", path).text for path in paths]
 
 
-def test_of_every_endpoint_it_is_said_whose_data_it_answers_with(world: World) -> None:
+def test_every_endpoint_is_in_whose(world: World) -> None:
     assert set(WHOSE) == set(routes_of(world.client)), "one that is new has to be put into WHOSE"
 
 
 @routes(*Whose)
-def test_a_path_with_an_id_is_of_what_it_names(method: str, path: str) -> None:
+def test_endpoint_with_id_in_path_is_marked_named(method: str, path: str) -> None:
     assert ("_id}" in path or "{model" in path) == (WHOSE[method, path] is Whose.NAMED)
 
 
@@ -167,7 +167,7 @@ def test_a_list_has_ones_own_and_nothing_of_others(world: World, method: str, pa
 
 
 @routes(Whose.NAMED)
-def test_what_is_anothers_is_not_there(world: World, method: str, path: str) -> None:
+def test_object_of_another_user_is_not_found(world: World, method: str, path: str) -> None:
     before = state_of(world, THEIRS)
     response = ask(world, OTHER, method, path)
     assert response.status_code == 404
@@ -186,7 +186,7 @@ def _filled(path: str) -> str:
 
 
 @routes(Whose.ADMINS)
-def test_what_is_of_all_is_for_admins(world: World, method: str, path: str) -> None:
+def test_data_of_all_users_is_for_admins(world: World, method: str, path: str) -> None:
     response = ask(world, OTHER, method, path)
     assert (response.status_code, response.json()["error"]["code"]) == (403, "permission_denied")
     assert told_of_others(world, OTHER, response.text) == []
@@ -194,7 +194,7 @@ def test_what_is_of_all_is_for_admins(world: World, method: str, path: str) -> N
 
 
 @routes(Whose.NOBODYS, Whose.MADE)
-def test_what_is_nobodys_or_new_has_nothing_of_others(world: World, method: str, path: str) -> None:
+def test_shared_or_new_data_has_nothing_of_other_users(world: World, method: str, path: str) -> None:
     response = ask(world, OTHER, method, path)
     assert response.status_code < 500
     assert told_of_others(world, OTHER, response.text) == []
@@ -209,7 +209,7 @@ def test_what_is_nobodys_or_new_has_nothing_of_others(world: World, method: str,
         ("POST", "/v1/fine_tuning/plans", "model"),
     ],
 )
-def test_nothing_is_made_of_what_is_anothers(world: World, method: str, path: str, field: str) -> None:
+def test_create_from_object_of_another_user_is_refused(world: World, method: str, path: str, field: str) -> None:
     own, others = world.things[OTHER], world.things[THEIRS]
     body: dict[str, Any] = {"model": own.model}
     body |= {"training_file": own.file_id} if path == JOBS else {"batch_size": 1}
@@ -224,7 +224,7 @@ def test_nothing_is_made_of_what_is_anothers(world: World, method: str, path: st
 
 
 @routes(Whose.MADE_OF)
-def test_no_misspelt_model_is_told_with_anothers(world: World, method: str, path: str) -> None:
+def test_misspelt_model_suggests_no_model_of_another_user(world: World, method: str, path: str) -> None:
     body = arguments_of(method, path, world.things[OTHER])["json"]
     misspelt = f"{world.things[THEIRS].model[:-1]}"
     told = {who: ask(world, who, method, path, json=body | {"model": misspelt}).text for who in (THEIRS, OTHER)}
@@ -232,8 +232,8 @@ def test_no_misspelt_model_is_told_with_anothers(world: World, method: str, path
     assert told_of_others(world, OTHER, told[OTHER]) == []
 
 
-def test_another_user_may_not_go_on_from_what_is_theirs(world: World) -> None:
-    """A page after something of another's would tell that it is there, and when it was made."""
+def test_page_after_object_of_another_user_is_refused(world: World) -> None:
+    """A page after another user's object would reveal that it exists, and when it was made."""
     things = world.things[THEIRS]
     for path, after in (("/v1/files", things.file_id), (JOBS, things.job_id), (HOOKS, things.endpoint_id)):
         assert world.ask(OTHER, "GET", path, params={"after": after}).status_code == 404

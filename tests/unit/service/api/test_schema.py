@@ -1,10 +1,12 @@
-"""Schemathesis makes requests from our own description, right ones and wrong ones: nothing fails, nothing answers with
-what the description does not have, and nobody gets in without a key.
+"""Schemathesis makes valid and invalid requests from our own API description.
 
-Each request is made of a service that asks for no key, and of one that does: without one, with a wrong one, and with
-those of a user and of an admin. Every second one names things that its sender has. The long form makes thousands, on
-both databases, and prints how many; `make test` makes a few of each operation. `python -m benchmarks.schema` makes a
-hundred thousand different ones, each of one sender.
+No request fails, no answer is missing in the description, and no request without a valid key is served.
+
+Each request is made to a service without keys, and to one with keys: without a key, with a wrong one, with a user's and
+with an admin's. Every second request names objects that its sender has.
+
+The long form makes thousands on both databases, and prints how many; `make test` makes a few for each operation.
+`python -m benchmarks.schema` makes a hundred thousand different ones, each by one sender.
 """
 
 import itertools
@@ -53,13 +55,13 @@ from windlass.storage.sql.repositories.webhooks import EVENT_TYPES, WebhookRepos
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 HOST = "127.0.0.1:8642"
 NUM_CASES, NUM_CASES_LONG = 3, 100
-# Of each operation, and into which file the numbers of answers go; `python -m benchmarks.schema` sets them.
+# Requests for each operation, and the file for the numbers of answers; `python -m benchmarks.schema` sets them.
 NUM_CASES_ONCE = int(os.environ.get("SCHEMA_CASES", "0"))
 TOLD_FILE = os.environ.get("SCHEMA_TOLD")
 STRANGERS, USER = (None, "wrong", "expired", "revoked"), USERS[0]
 NUMBERS = itertools.count()
 ALL_CHECKS = list(hypothesis.HealthCheck)
-# What the description has not: the pages, what they load, and Prometheus'.
+# Paths that the description does not contain: pages, their assets, and Prometheus metrics.
 PAGES = {
     "/",
     "/docs",
@@ -73,30 +75,33 @@ PAGES = {
 
 
 def describe() -> dict[str, Any]:
-    """The description; nothing is opened for it."""
+    """The API description. Nothing is opened for it."""
     with tempfile.TemporaryDirectory() as home:
         return create_app(Settings(home=Path(home))).openapi()
 
 
 def described(*, goes_through_all: bool) -> Any:
-    """`goes_through_all`: also every part of every schema, which makes hundreds of cases of each operation."""
+    """The schema to make requests from.
+
+    `goes_through_all`: also cover every part of every schema, which makes hundreds of cases for each operation.
+    """
     phases = {"coverage": {"enabled": goes_through_all}, "stateful": {"enabled": False}}
     config = schemathesis.Config.from_dict({"generation": {"with-security-parameters": False}, "phases": phases})
     schema = schemathesis.openapi.from_dict(describe(), config=config)
-    schema.app = lambda *_: None  # each request names its own
+    schema.app = lambda *_: None  # each request names its own app
     return schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """One that is asked from its own machine."""
+    """A service that gets local requests."""
 
     app: Any
     settings: Settings
     database: Database
-    secrets: dict[str, str]  # none: it asks for no key
-    kept: dict[str | None, Things] = field(default_factory=dict)  # to look at
-    told: Counter[tuple[str, int]] = field(default_factory=Counter)  # operations, and how they were answered
+    secrets: dict[str, str]  # empty if the service has no keys
+    kept: dict[str | None, Things] = field(default_factory=dict)  # only read by requests
+    told: Counter[tuple[str, int]] = field(default_factory=Counter)  # operations and the status of their answers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -104,7 +109,7 @@ class Service:
         await self.app(scope, receive, send)
 
     def ask(self, case: Case, who: str | None, **more: Any) -> int:
-        """Make a request and check its answer; the status."""
+        """Makes a request, checks its answer, and returns the status."""
         headers = {} if who is None or not self.secrets else {"Authorization": f"Bearer {self.secrets[who]}"}
         response = case.call_and_validate(
             base_url=f"http://{HOST}", app=self, headers=headers, checks=CHECKS, timeout=60, **more
@@ -113,12 +118,12 @@ class Service:
         return response.status_code
 
     def things_for(self, case: Case, who: str | None) -> Things:
-        """Things that nothing was done to."""
+        """Unchanged objects of the sender."""
         if case.method == "GET" and who in self.kept:
             return self.kept[who]
         number = next(NUMBERS)
         things = make_things(self.database, self.settings, who, number=number)
-        if number % 2:  # as another home stored it, which has another key
+        if number % 2:  # as stored by another home, which has another key
             with self.database.write() as session:
                 WebhookRepository(session).get(things.endpoint_id).secret = "gAAAAA"
         if case.method == "GET":
@@ -128,13 +133,13 @@ class Service:
 
 
 def _scope(fixture_name: str, config: pytest.Config) -> Literal["function", "module"]:
-    """One for all operations; or one of each, where so many cases would leave it with too much to list."""
+    """One service for all operations; or one for each, if so many cases would make its lists too long."""
     return "function" if NUM_CASES_ONCE else "module"
 
 
 @pytest.fixture(scope=_scope, params=["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
 def urls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Two databases."""
+    """The URLs of two databases."""
     if request.param == "sqlite":
         folder = tmp_path_factory.mktemp("databases")
         yield [f"sqlite:///{folder / name}.db" for name in ("open", "keyed")]
@@ -148,12 +153,12 @@ def urls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def services(
     urls: list[str], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[list[Service]]:
-    """One that asks for no key, and one that does."""
+    """A service without keys, and one with keys."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        # Whoever is sent 1000 wrong requests in a minute is not told why.
+        # Clients with 1000 wrong requests in a minute would otherwise get another error.
         patch.setattr("windlass.service.api.middleware.rate_limit._FAILURES_PER_MINUTE", 10**9)
-        # What goes out to others, and what starts processes, is tested elsewhere.
+        # Requests to other servers, and started processes, are tested elsewhere.
         patch.setattr("windlass.service.api.routes.webhooks.send", lambda *_, **__: 204)
         plan = asdict(PlanReport(feasible=False, reasons=("it has no weights",)))
         patch.setattr("windlass.service.api.routes.plans._run", lambda *_: (plan, []))
@@ -178,7 +183,7 @@ def services(
 
 
 def _print_numbers(config: pytest.Config, services: list[Service]) -> None:
-    """How many requests there were, for who runs this alone."""
+    """Prints how many requests there were, if this file runs alone."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     told = services[0].told + services[1].told
     if TOLD_FILE is not None:
@@ -198,7 +203,7 @@ def _print_numbers(config: pytest.Config, services: list[Service]) -> None:
 
 
 def name_what_is_there(service: Service, case: Case, who: str | None, luck: int) -> dict[str, Any]:
-    """Have a request be about things that there are; what else it is sent with."""
+    """Changes a request to name existing objects, and returns further arguments for it."""
     things = service.things_for(case, who)
     ids = dict(things.ids)
     if luck & 2 and "checkpoint_id" not in case.path_parameters:
@@ -217,7 +222,7 @@ def name_what_is_there(service: Service, case: Case, who: str | None, luck: int)
 
 
 def _right(case: Case, things: Things, *, with_options: bool) -> dict[str, Any]:
-    """What a request has of which the description says less than is asked for. Without options it is one that works."""
+    """The fields that the API requires beyond its description. Without options the request succeeds."""
     event_type = EVENT_TYPES[0]
     job = {"model": "tiny", "training_file": things.file_id}
     plain = {"validation_file": None, "suffix": "a", "integrations": [], "method": None, "hyperparameters": None}
@@ -233,7 +238,10 @@ def _right(case: Case, things: Things, *, with_options: bool) -> dict[str, Any]:
 
 
 def check(case: Case, services: list[Service]) -> None:
-    """Ask everybody's way; of very many cases each in one way, a stranger's one in eight times."""
+    """Makes the request with every kind of key.
+
+    With very many cases, each is made with one kind; one in eight without a valid key.
+    """
     keyless, keyed = services
     is_open = case.operation.definition.raw.get("security") == []
     luck = zlib.crc32(repr((case.path_parameters, case.query, case.body)).encode())

@@ -1,6 +1,7 @@
-"""What the API's description allows is accepted, but for rules between fields, which no description can have.
+"""Requests that the API's description allows are accepted.
 
-Bodies of jobs and plans are drawn from the description itself, with a model and files that are there.
+Rules between fields are the exception, because no description can express them. Bodies of jobs and plans are drawn from
+the description, with an existing model and files.
 """
 
 import json
@@ -24,7 +25,7 @@ from windlass.planner.planning.report import PlanReport
 from windlass.service.api.routes import plans
 from windlass.service.installation.settings import Settings
 
-# Rules between two fields, or between a field and the model: each refusal says which.
+# Rules between two fields, or between a field and the model: the error names the rule.
 _BETWEEN_FIELDS = re.compile(
     r"differ from method\.supervised|^seed: it is|goes by the loss on a validation file|say \d|"
     r"not both|a batch has only|do not go with precision|state.*precision|every gradient must be known|"
@@ -90,7 +91,7 @@ def test_thousands_of_jobs_that_the_description_allows_are_accepted(client: Test
 
 
 def test_a_plan_that_the_description_allows_is_accepted(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner itself is left out: it is the request that counts."""
+    """The planner itself is replaced: only the request counts."""
     plan = asdict(PlanReport(feasible=False, reasons=("it has no weights",)))
     monkeypatch.setattr(plans, "_run", lambda *_: (plan, []))
     machine = Hardware.model_validate(yaml.safe_load(example_machines()["rtx4090-server"].read_text()))

@@ -1,4 +1,4 @@
-"""What a key may ask for is the administrator's: priorities, numbers of jobs, files and webhook endpoints."""
+"""The limits of a key that administrators set: priorities, numbers of jobs, files and webhook endpoints."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def _limit(world: World, who: str, **limits: Any) -> None:
         KeyRepository(session).set_limits(world.key_ids[who], limits)
 
 
-def test_users_may_step_back_but_not_push_ahead(settings: Settings) -> None:
+def test_users_may_lower_priority_but_not_raise_it(settings: Settings) -> None:
     with keyed_world(settings) as world:
         refused = _submit(world, "alice", priority=-1)
         assert _refusal(refused) == (403, "priority_not_allowed", "windlass.priority")
@@ -48,7 +48,7 @@ def test_a_key_may_have_another_range_of_priorities(settings: Settings) -> None:
 
 
 def test_a_user_has_so_many_jobs_that_wait(settings: Settings) -> None:
-    few = settings.model_copy(update={"max_waiting_jobs_per_user": 2})  # one is there
+    few = settings.model_copy(update={"max_waiting_jobs_per_user": 2})  # the user has one already
     with keyed_world(few) as world:
         job = _submit(world, "alice").json()["id"]
         refused = _submit(world, "alice")
@@ -72,7 +72,7 @@ def test_a_request_that_is_sent_again_is_no_further_job(settings: Settings) -> N
 def test_a_user_has_so_many_webhook_endpoints(settings: Settings) -> None:
     body = {"name": "mine", "url": "https://192.0.2.2/x", "event_types": ["fine_tuning.job.failed"]}
     with keyed_world(settings.model_copy(update={"webhook_private_addresses": True})) as world:
-        _limit(world, "alice", max_webhook_endpoints=2)  # one is there
+        _limit(world, "alice", max_webhook_endpoints=2)  # the user has one already
         path = "/v1/webhook_endpoints"
         assert world.ask("alice", "POST", path, json=body).status_code == 200
         refused = world.ask("alice", "POST", path, json=body)
@@ -82,7 +82,7 @@ def test_a_user_has_so_many_webhook_endpoints(settings: Settings) -> None:
 
 def test_a_key_has_its_own_limits_of_files(settings: Settings) -> None:
     with keyed_world(settings) as world:
-        _limit(world, "root", max_files=1)  # that is there
+        _limit(world, "root", max_files=1)  # the user has one already
         upload = {"files": {"file": ("a.jsonl", b'{"text": "a"}\n')}, "data": {"purpose": "fine-tune"}}
         assert _refusal(world.ask("root", "POST", "/v1/files", **upload)) == (403, "file_quota_exceeded", "file")
         assert world.ask("alice", "POST", "/v1/files", **upload).status_code == 200
@@ -149,7 +149,7 @@ def test_the_most_that_one_of_a_users_keys_allows_counts(four_gpus: Stage) -> No
     assert sum(stage.status(job_id) is JobStatus.RUNNING for job_id in own) == 3, "an admin has no limit"
 
 
-def test_the_setting_counts_where_a_key_says_nothing(four_gpus: Stage) -> None:
+def test_key_without_limit_uses_the_setting(four_gpus: Stage) -> None:
     stage = four_gpus
     stage.settings = stage.settings.model_copy(update={"max_running_jobs_per_user": 1})
     stage.new_dispatcher()
@@ -163,7 +163,7 @@ def test_the_setting_counts_where_a_key_says_nothing(four_gpus: Stage) -> None:
 
 
 def _end_running(stage: Stage, names: dict[str, str]) -> str:
-    """End the one job that runs; the name of the next one."""
+    """Ends the only running job, and returns the name of the next one."""
     (running,) = [job_id for job_id in names if stage.status(job_id) is JobStatus.RUNNING]
     stage.request_cancel(running)
     journal = stage.journal(running, stage.job(running).attempt)

@@ -1,4 +1,4 @@
-"""Keys on the command line: made, listed, revoked; and that nothing but their digests is kept anywhere."""
+"""Keys on the command line: created, listed, revoked. Only their digests are stored."""
 
 import logging
 from pathlib import Path
@@ -27,7 +27,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_key(home: Path, capsys: pytest.CaptureFixture[str], name: str = "ann", **options: Any) -> str:
-    """A key's secret: all that goes to the standard output."""
+    """A key's secret, which is the only text on standard output."""
     capsys.readouterr()
     cli_keys.create(name=name, home=home, **options)
     out: str = capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_the_first_key_comes_with_one_for_this_machines_command_line(
     ]
 
 
-def test_a_local_key_that_opens_nothing_is_made_anew(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_local_key_is_recreated(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_key(home, capsys)
     old = kept_key(home)
     cli_keys.revoke(keys_of(home)[1].id, home)
@@ -93,7 +93,7 @@ def test_keys_expire(home: Path, capsys: pytest.CaptureFixture[str], expires: st
         ({"user": "x" * 65}, "--user takes 1 to 64 letters"),
     ],
 )
-def test_what_makes_no_key(home: Path, options: dict[str, str], message: str) -> None:
+def test_create_key_with_invalid_options_is_refused(home: Path, options: dict[str, str], message: str) -> None:
     with pytest.raises(CommandError, match=message):
         cli_keys.create(**({"name": "ann", "home": home} | options))  # type: ignore[arg-type]
     assert not (home / "cli.key").exists()
@@ -167,7 +167,7 @@ def test_up_for_others_says_how_to_make_a_key(home: Path, capsys: pytest.Capture
 def test_no_secret_is_kept_or_told(
     home: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither of keys that are good, wrong or revoked, nor of logins: in no file, no log, no answer."""
+    """Neither secrets of valid, wrong or revoked keys, nor of logins, are in any file, log or answer."""
     caplog.set_level(logging.DEBUG)
     good, revoked = make_key(home, capsys, "ann"), make_key(home, capsys, "ben", role="admin")
     wrong, kept = "wk-" + "w" * 43, kept_key(home)
@@ -187,7 +187,7 @@ def test_no_secret_is_kept_or_told(
         answers.append(client.get("/v1/audit", headers={"Authorization": f"Bearer {kept}"}).text)
         assert context_of(client).database is not None
         files = {path: path.read_bytes() for path in home.rglob("*") if path.is_file() and path.name != "cli.key"}
-    assert len(secrets) == 7  # three logins
+    assert len(secrets) == 7  # three of them are logins
     capsys.readouterr()
     cli_keys.list_(home)
     cli_keys.audit(limit=100, home=home)

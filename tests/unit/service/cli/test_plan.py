@@ -1,4 +1,4 @@
-"""`windlass plan`, as people type it."""
+"""`windlass plan`, as users run it."""
 
 import json
 from pathlib import Path
@@ -122,7 +122,7 @@ def test_other_systems_are_told_beside_the_plan(shape: Path, home: Path) -> None
     assert {"step_s", "gpu_share", "tokens_per_s", "bottleneck", "fits", "missing_gib"} <= set(systems["Ratel"])
 
 
-def test_what_does_not_fit_ends_with_2(shape: Path, home: Path, tmp_path: Path) -> None:
+def test_plan_that_does_not_fit_exits_with_2(shape: Path, home: Path, tmp_path: Path) -> None:
     tiny = tmp_path / "tiny.yaml"
     text = example_machines()["rtx4090-server"].read_text()
     tiny.write_text(text.replace("memory_gib: 768", "memory_gib: 1.6"))
@@ -206,7 +206,7 @@ def test_simulated_steps_leave_a_trace(shape: Path, home: Path, tmp_path: Path) 
     assert "/nowhere/trace.json cannot be written" in result.output
 
 
-def test_extreme_numbers_are_looked_for(shape: Path, home: Path) -> None:
+def test_plan_searches_for_extreme_numbers(shape: Path, home: Path) -> None:
     result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--find", "fewest-ssds")
     assert result.exit_code == 0, result.output
     assert result.output.startswith("fewest-ssds: ")

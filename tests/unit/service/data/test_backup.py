@@ -1,4 +1,4 @@
-"""A home is copied while it is in use, and read again elsewhere."""
+"""A home is copied while it is in use, and restored elsewhere."""
 
 import json
 import shutil
@@ -55,13 +55,13 @@ def stage(settings: Settings, client: TestClient) -> Iterator[Stage]:
 
 
 def copy_home(settings: Settings, tmp_path: Path) -> Settings:
-    """The settings of a home that was made of a backup of this one, which is gone."""
+    """The settings of a home that was restored from a backup of this one."""
     make_backup(settings, tmp_path / "backup")
     return load_settings(restore_backup(tmp_path / "backup", tmp_path / "new").home)
 
 
 def seen(client: TestClient) -> dict[str, Any]:
-    """All that the API tells."""
+    """All data that the API returns."""
     found = {path: client.get(path).json() for path in ("/v1/files", "/v1/models", "/v1/audit", JOBS)}
     found[JOBS].pop("windlass")
     for model in found["/v1/models"]["data"]:
@@ -108,7 +108,7 @@ def test_an_unfinished_job_is_taken_up_by_the_dispatcher_of_the_new_home(
 ) -> None:
     job_id = train(stage)
     journal = stage.journal(job_id, 1)
-    journal.append("metrics", "Step 3", step=3, total_steps=4, train_loss=0.1)  # nobody has imported it
+    journal.append("metrics", "Step 3", step=3, total_steps=4, train_loss=0.1)  # not imported yet
     journal.close()
     new = copy_home(settings, tmp_path)
     database = Database(new.database_url)
@@ -136,13 +136,11 @@ def test_what_the_planner_was_asked_is_asked_again_of_the_new_home(
     (folder / "question.json").write_text(json.dumps({"model_dir": str(settings.models_dir / "tiny"), "batch_size": 4}))
     new = copy_home(settings, tmp_path)
     question = load_question(new, stage.job(job_id))
-    # By then others may train beside it.
+    # By then other jobs may train at the same time.
     assert question == {"model_dir": str(new.models_dir / "tiny"), "batch_size": 4, "is_alone": False}
 
 
-def test_what_processes_hold_and_what_is_half_done_is_left_out(
-    stage: Stage, settings: Settings, tmp_path: Path
-) -> None:
+def test_backup_excludes_locks_and_partial_files(stage: Stage, settings: Settings, tmp_path: Path) -> None:
     stage.put_states("ftjob-1")
     job_id, _ = stage.run()
     for name in ("windlass.lock", "dispatcher.lock", "ray.json", "ray-token", "files/file-1.part"):
@@ -183,8 +181,9 @@ def test_base_models_can_be_left_out_and_those_elsewhere_are_told_of(
 def test_a_copy_is_of_one_moment_whoever_writes(
     stage: Stage, client: TestClient, settings: Settings, tmp_path: Path
 ) -> None:
-    """All that was there before is in it, and each job has as many events as its row says; jobs, events and files come
-    and go meanwhile.
+    """The copy has all earlier data, and each job has as many events as its row says.
+
+    Jobs, events and files are created and deleted meanwhile.
     """
     ending, num_written, made, made_before = threading.Event(), 0, list[str](), list[set[str]]()
 
@@ -230,10 +229,10 @@ def test_a_copy_is_of_one_moment_whoever_writes(
         database.close()
 
 
-def test_what_was_deleted_while_it_was_copied_is_forgotten(
+def test_objects_deleted_during_backup_are_left_out(
     stage: Stage, client: TestClient, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The database was copied before. A model that goes away under the copy leaves no half of one."""
+    """The database was copied first. A model that is deleted during the copy leaves no partial one."""
     job_id = succeed(stage)
     kept, gone = upload(client), upload(client)
     doomed = f"{model_of(stage, job_id)}-step-2"
@@ -280,7 +279,7 @@ def test_an_attempt_that_was_begun_while_the_home_was_copied_counts(
 
 
 def test_an_attempt_that_wrote_to_the_ssds_since_counts(stage: Stage, settings: Settings, tmp_path: Path) -> None:
-    """The backup is older than what lies on SSDs that have survived: there only a newer attempt may go on."""
+    """The backup is older than the states on surviving SSDs: there only a newer attempt may resume."""
     job_id = train(stage)
     ssds = [tmp_path / "ssd-a", tmp_path / "ssd-b"]
     listed = ", ".join(f'"{ssd}"' for ssd in ssds)
@@ -327,7 +326,7 @@ def test_nothing_is_written_over(stage: Stage, settings: Settings, tmp_path: Pat
     assert restore_backup(tmp_path / "backup", tmp_path / "new").home == tmp_path / "new"
 
 
-def test_what_is_no_backup_makes_no_home(stage: Stage, settings: Settings, tmp_path: Path) -> None:
+def test_restore_of_invalid_backup_creates_no_home(stage: Stage, settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(BackupError, match="is no backup"):
         restore_backup(tmp_path / "empty", tmp_path / "new")
@@ -391,7 +390,7 @@ def test_postgresql_is_left_to_its_own_tools(
         stage = Stage(home, database)
         job_id = train(stage)
         export(stage, job_id)
-        with database.write() as session:  # whose content another home has
+        with database.write() as session:  # another home has its content
             FileRepository(session).add(file_id="file-elsewhere", filename="a", purpose="fine-tune", nbytes=1)
         made = make_backup(settings, tmp_path / "backup")
         assert "take it with pg_dump just before" in made.remarks[0]

@@ -1,4 +1,4 @@
-"""Deleting over HTTP, and what the dispatcher removes: nothing that is needed, and in the end everything else."""
+"""Deletion over HTTP, and removal by the dispatcher: all that is deleted goes, and nothing that is needed."""
 
 import shutil
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def stage(settings: Settings, client: TestClient) -> Iterator[Stage]:
 
 
 def train(stage: Stage, *, checkpoints: tuple[int, ...] = (2,), **about: Any) -> str:
-    """A job that runs, has told of two steps, and has made checkpoints."""
+    """A running job that has reported two steps and has made checkpoints."""
     job_id, journal = stage.run()
     for step in (1, 2):
         journal.append("metrics", f"Step {step}", step=step, total_steps=4, train_loss=1.0 / step)
@@ -61,7 +61,7 @@ def export(stage: Stage, job_id: str, step: int | None = None) -> Path:
 
 
 def succeed(stage: Stage, **about: Any) -> str:
-    """A job with a model, a checkpoint and a result file, of which no process is left."""
+    """A job with a model, a checkpoint and a result file, without running processes."""
     job_id = train(stage, **about)
     export(stage, job_id)
     journal = stage.journal(job_id, 1)
@@ -98,7 +98,7 @@ def test_a_deleted_job_leaves_its_model_and_nothing_else(stage: Stage, client: T
     model = model_of(stage, job_id)
     answer = client.delete(f"{JOBS}/{job_id}")
     assert answer.json() == {"id": job_id, "object": "fine_tuning.job", "deleted": True}
-    # At once for all who ask, whatever is still on the disks.
+    # Deleted at once for all clients, even if files are still on the disks.
     for path in (
         f"{JOBS}/{job_id}",
         f"{JOBS}/{job_id}/events",
@@ -123,7 +123,7 @@ def test_a_deleted_job_leaves_its_model_and_nothing_else(stage: Stage, client: T
         assert list(DeletionRepository(session).to_remove(stage.node)) == []
 
 
-def test_its_model_goes_where_that_is_asked_for(stage: Stage, client: TestClient) -> None:
+def test_delete_job_with_delete_model_removes_model(stage: Stage, client: TestClient) -> None:
     job_id = succeed(stage)
     assert client.delete(f"{JOBS}/{job_id}", params={"delete_model": True}).status_code == 200
     assert client.get(f"/v1/models/{model_of(stage, job_id)}").status_code == 404
@@ -161,7 +161,7 @@ def test_a_job_that_is_not_finished_stays(client: TestClient, file_id: str, stat
 
 
 def test_a_job_that_went_on_since_it_was_looked_at_is_not_deleted(stage: Stage, settings: Settings) -> None:
-    """The condition is the statement's own."""
+    """The condition is part of the statement."""
     job_id = stage.submit()
     with pytest.raises(StatusConflict), stage.database.write() as session:
         DeletionRepository(session).delete_job(JobRepository(session).get(job_id), model="x", keeps_model=False)
@@ -169,7 +169,7 @@ def test_a_job_that_went_on_since_it_was_looked_at_is_not_deleted(stage: Stage, 
 
 
 @pytest.mark.parametrize("used", ["model", "checkpoint"])
-def test_what_another_job_starts_from_stays(stage: Stage, client: TestClient, used: str) -> None:
+def test_model_that_another_job_starts_from_is_kept(stage: Stage, client: TestClient, used: str) -> None:
     job_id = succeed(stage)
     model = model_of(stage, job_id) + ("-step-2" if used == "checkpoint" else "")
     user = client.post(JOBS, json={"model": model, "training_file": upload(client)}).json()["id"]
@@ -184,8 +184,8 @@ def test_what_another_job_starts_from_stays(stage: Stage, client: TestClient, us
         assert client.delete(url).status_code == 200, url
 
 
-def test_the_last_words_on_who_uses_it_name_nobody_elses_job(settings: Settings) -> None:
-    """Made by an admin, of what an admin may use; the owner is not told whose job it is."""
+def test_deletion_error_names_no_job_of_another_user(settings: Settings) -> None:
+    """An admin may use objects of other users. The error for the owner does not name the admin's job."""
     with keyed_world(settings) as world:
         theirs = world.things["alice"]
         with context_of(world.client).database.write() as session:
@@ -200,7 +200,7 @@ def test_the_last_words_on_who_uses_it_name_nobody_elses_job(settings: Settings)
         assert f"is in use by job {job.id}" in refusal(told["root"], "model_in_use")
 
 
-def test_whose_the_model_of_a_deleted_job_is_stays_known(settings: Settings) -> None:
+def test_model_of_deleted_job_keeps_its_owner(settings: Settings) -> None:
     with keyed_world(settings) as world:
         model = world.things["alice"].model
         (done,) = [job for job in jobs_of(world, "alice") if job["fine_tuned_model"] == model]
@@ -219,7 +219,7 @@ def jobs_of(world: World, who: str) -> list[dict[str, Any]]:
 
 
 def test_nothing_is_removed_while_a_process_of_the_job_lives(stage: Stage, client: TestClient) -> None:
-    """The job is over, and its runner takes its time to end."""
+    """The job is over, and its runner still needs some time to end."""
     job_id = train(stage)
     stage.put_states(job_id)
     with stage.worker(job_id, 1) as worker:
@@ -236,7 +236,7 @@ def test_nothing_is_removed_while_a_process_of_the_job_lives(stage: Stage, clien
         assert stage.jobs_on_ssds() == [{job_id}, {job_id}]
         worker.kill()
         worker.wait()
-    # Whether the dispatcher has seen that by now or not.
+    # Whether the dispatcher has noticed that or not.
     assert client.delete(f"{JOBS}/{job_id}").status_code == 200
     assert stage.jobs_on_ssds() == [{job_id}, {job_id}]
     stage.tick()
@@ -272,8 +272,8 @@ def test_states_on_an_ssd_that_was_away_are_freed_when_it_is_back(stage: Stage, 
     assert stage.jobs_on_ssds() == [set(), set()]
 
 
-def test_states_of_jobs_that_nobody_knows_are_left_alone(stage: Stage) -> None:
-    """They may be another installation's."""
+def test_states_of_unknown_jobs_are_left_alone(stage: Stage) -> None:
+    """They may belong to another installation."""
     stage.put_states("ftjob-unknown")
     stage.new_dispatcher()
     pass_a_second(stage)
@@ -281,7 +281,7 @@ def test_states_of_jobs_that_nobody_knows_are_left_alone(stage: Stage) -> None:
 
 
 class Killed(BaseException):
-    """Nothing catches it, as nothing does a SIGKILL."""
+    """No code catches it, like a SIGKILL."""
 
 
 def test_a_removal_that_is_cut_off_anywhere_is_finished_later_and_meanwhile_answers_nothing(
@@ -306,7 +306,7 @@ def test_a_removal_that_is_cut_off_anywhere_is_finished_later_and_meanwhile_answ
 
 
 def cut_off(stage: Stage, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether there was more to do than so many steps; half of a folder's files go in one."""
+    """Returns whether there were more than `num_steps` steps; half of a folder's files are removed in one."""
     left = num_steps
 
     def step() -> None:
@@ -348,7 +348,7 @@ def test_a_service_that_is_killed_after_it_said_that_it_deletes_leaves_the_rest_
         ),
     }[what]
     with monkeypatch.context() as patch:
-        patch.setattr(deletion, "carry_out", lambda *_: True)  # it never comes to that
+        patch.setattr(deletion, "carry_out", lambda *_: True)  # it is never executed
         client.delete(url)
     assert path.exists()
     assert client.get(url.replace(f"{JOBS}/{job_id}/checkpoints/", "/v1/models/")).status_code == 404
@@ -363,9 +363,7 @@ def test_a_service_that_is_killed_after_it_said_that_it_deletes_leaves_the_rest_
     assert not path.exists()
 
 
-def test_what_cannot_be_removed_is_tried_again(
-    stage: Stage, client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_removal_is_retried(stage: Stage, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id, rmtree = succeed(stage), shutil.rmtree
 
     def refuse(_folder: Path) -> None:
@@ -416,7 +414,7 @@ def test_checkpoints_of_a_job_that_trains_go_but_for_its_best(stage: Stage, clie
 
 
 def train_another(stage: Stage, job_id: str) -> str:
-    """After that one."""
+    """Trains another job after that one."""
     stage.request_cancel(job_id)
     journal = stage.journal(job_id, 1)
     journal.append_outcome("cancelled", "The job was cancelled")
@@ -427,8 +425,8 @@ def train_another(stage: Stage, job_id: str) -> str:
     return train(stage)
 
 
-def test_what_a_running_job_is_just_making_is_not_deleted(stage: Stage, client: TestClient) -> None:
-    """Its folder is there, and what tells of it is not imported yet."""
+def test_checkpoint_in_progress_is_not_deleted(stage: Stage, client: TestClient) -> None:
+    """Its folder exists, and its record is not imported yet."""
     job_id = train(stage)
     for step in (None, 3):
         made = export(stage, job_id, step)
@@ -502,7 +500,7 @@ def test_each_home_removes_what_is_its_own(tmp_path: Path, database: Database) -
 
 
 def test_events_that_others_follow_go_on(stage: Stage, client: TestClient) -> None:
-    """An ordinal is never used twice, also not one of a deleted job."""
+    """An ordinal is never used twice, not even one of a deleted job."""
     job_id = succeed(stage)
     with stage.database.read() as session:
         last = EventRepository(session).last_ordinal()

@@ -1,4 +1,4 @@
-"""What jobs leave on SSDs and beside exports: found and removed, whatever state the SSDs are in."""
+"""Remains of jobs on SSDs and beside exports: found and removed in any state of the SSDs."""
 
 import logging
 import shutil
@@ -59,7 +59,7 @@ def test_a_jobs_states_are_freed_on_every_ssd_and_no_other_jobs(settings: Settin
 
 @pytest.mark.parametrize("content", [None, b"", bytes(4 * UNIT_NBYTES)])
 def test_looking_makes_no_volume(settings: Settings, content: bytes | None) -> None:
-    """Of an empty directory, nor of a file that was never made one because its maker was killed."""
+    """Neither in an empty directory, nor from a partial file of a killed process."""
     file = settings.ssd_dirs[0] / VOLUME_FILE
     if content is not None:
         file.write_bytes(content)
@@ -86,7 +86,7 @@ def test_an_ssd_that_is_missing_is_logged_and_holds_up_no_other(
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 2 * RECORD_NBYTES), (UNIT_NBYTES, 2 * UNIT_NBYTES)])
 def test_an_ssd_that_is_damaged_holds_up_no_other(settings: Settings, offset: int, nbytes: int) -> None:
-    """Both of its superblocks are, or both of its allocation tables."""
+    """Both of its superblocks are damaged, or both of its allocation tables."""
     damaged, sound = settings.ssd_dirs
     for ssd_dir in settings.ssd_dirs:
         put_states(ssd_dir, ONE)

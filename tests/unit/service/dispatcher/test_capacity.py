@@ -1,4 +1,4 @@
-"""What a box has and what jobs take of it, on real volumes and files."""
+"""The capacity of a machine and its use by jobs, on real volumes and files."""
 
 import os
 from pathlib import Path
@@ -58,13 +58,13 @@ def test_a_look_finds_buffers_and_states_by_job_and_makes_nothing(settings: Sett
     assert found.buffers == {"ftjob-2": 2 * MIB}
     assert found.host_nbytes is None  # it was not measured
     assert [ssd.held for ssd in found.ssds] == [{"ftjob-1": held}, {}]
-    # Both directories lie on one disk.
+    # Both directories are on one disk.
     assert {ssd.disk for ssd in found.ssds} == {str(first)}
     stats = os.statvfs(first)
     assert found.ssds[0].free_nbytes == pytest.approx(stats.f_bavail * stats.f_frsize, rel=0.2)
 
 
-def test_of_ssds_that_cannot_be_looked_at_nothing_is_told(settings: Settings) -> None:
+def test_unreadable_ssds_have_unknown_capacity(settings: Settings) -> None:
     put(settings.ssd_dirs[0], "ftjob-1", 1)
     settings.ssd_dirs[1].rmdir()
     assert look_at_box(settings).ssds == ()
@@ -90,7 +90,7 @@ def test_states_are_shared_out_as_they_are_striped() -> None:
     ssds = [SsdSpace(disk=f"/{name}", free_nbytes=0, rate=rate) for name, rate in (("a", 4e9), ("b", 1e9))]
     needs = MachineCapacity(room_nbytes=0, ssds=ssds).needs("new", Demand(ssd_nbytes=100))
     assert (needs["/a"], needs["/b"]) == (80, 20)
-    ssds[1] = SsdSpace(disk="/b", free_nbytes=0)  # never measured: nobody knows
+    ssds[1] = SsdSpace(disk="/b", free_nbytes=0)  # never measured: unknown
     needs = MachineCapacity(room_nbytes=0, ssds=ssds).needs("new", Demand(ssd_nbytes=100))
     assert (needs["/a"], needs["/b"]) == (50, 50)
 
@@ -100,6 +100,6 @@ def test_a_plan_tells_what_a_job_takes() -> None:
     of_gpu = demand_of(plan, budget_nbytes=None, is_cpu=False)
     assert of_gpu == Demand(host_nbytes=int(6.5 * GIB), buffers_nbytes=5 * GIB, ssd_nbytes=20 * GIB)
     assert demand_of(plan, budget_nbytes=None, is_cpu=True).host_nbytes == int(10.5 * GIB)
-    assert demand_of({"plan": {}}, budget_nbytes=7, is_cpu=True) == Demand()  # of an older version
+    assert demand_of({"plan": {}}, budget_nbytes=7, is_cpu=True) == Demand()  # from an older version
     assert demand_of(None, budget_nbytes=None, is_cpu=True) == Demand()
     assert demand_of(None, budget_nbytes=7, is_cpu=True) == Demand(buffers_nbytes=7)

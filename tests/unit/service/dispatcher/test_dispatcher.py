@@ -1,4 +1,4 @@
-"""The dispatcher, with a real database and journals and stand-ins for Ray and for the preparation's processes."""
+"""The dispatcher, with a real database and journals, and stand-ins for Ray and for the preparation's processes."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def test_a_job_runs_with_the_words_it_asked_for(stage: Stage) -> None:
     hyper = stage.runners.started[0].hyperparameters
     assert (hyper.precision, hyper.accumulation_precision) == (Precision.FP16, Precision.FP16)
     assert (hyper.optimizer, hyper.update_order) == (Optimizer.ADAM, UpdateOrder.AFTER_BACKWARD)
-    # Words of JSON would be equal, but not the same.
+    # JSON strings would be equal, but not of the enum's type.
     assert isinstance(hyper.precision, Precision)
     assert isinstance(hyper.state_precision, StatePrecision)
     assert isinstance(hyper.update_order, UpdateOrder)
@@ -110,7 +110,7 @@ def test_an_optimizer_has_no_more_threads_than_its_numa_node_cores(
     assert (spec.num_cpu_optimizers, spec.optimizer_threads) == (2, 2)
 
 
-def test_what_preparation_refuses_fails_the_job_with_its_error(stage: Stage) -> None:
+def test_preparation_error_fails_the_job(stage: Stage) -> None:
     job_id = stage.submit()
     stage.tick()
     stage.preparations[0].ending = PreparationError("invalid_file", "line 3: no messages", "training_file")
@@ -153,7 +153,7 @@ def test_the_second_job_waits_for_the_device_and_says_why_once(stage: Stage) -> 
     journal.append_outcome("succeeded", "The model is ready")
     journal.close()
     stage.tick()
-    # Its memory and device are not free before its processes are gone.
+    # Its memory and device are free only once its processes have ended.
     assert stage.status(first) is JobStatus.SUCCEEDED
     assert stage.status(second) is JobStatus.QUEUED
     stage.end_runner(first)
@@ -197,7 +197,7 @@ def test_success_brings_the_model_the_tokens_and_the_result_file(stage: Stage) -
 
 
 def test_the_arena_of_a_killed_runner_is_removed(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Not where those of other jobs are: any of them that starts removes what nobody holds.
+    # In a folder of its own, because a start of any job removes arenas without an owner.
     monkeypatch.setattr(leftovers, "ARENA_DIR", tmp_path)
     job_id, journal = stage.run()
     journal.close()
@@ -312,7 +312,7 @@ def test_a_new_dispatcher_goes_on_where_the_old_one_stopped(stage: Stage) -> Non
     assert len(stage.runners.started) == 1
 
 
-def test_a_new_dispatcher_sees_off_the_runners_of_finished_jobs(stage: Stage) -> None:
+def test_new_dispatcher_ends_runners_of_finished_jobs(stage: Stage) -> None:
     job_id, journal = stage.run()
     stage.put_states(job_id)
     journal.append_outcome("cancelled", "The job was cancelled")

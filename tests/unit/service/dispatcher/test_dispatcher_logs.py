@@ -1,4 +1,4 @@
-"""What the dispatcher's log tells of a job: each line with the job, and with the attempt where it is about one."""
+"""The dispatcher's log lines about a job: each with the job, and with the attempt if it concerns one."""
 
 import logging
 
@@ -18,7 +18,7 @@ def level(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def told(caplog: pytest.LogCaptureFixture, job_id: str) -> list[tuple[int | None, str]]:
-    """Attempt and line, of all lines about a job."""
+    """Attempt and text of all lines about a job."""
     fields = [vars(record) for record in caplog.records]
     return [(each.get("attempt"), each["message"]) for each in fields if each.get("job") == job_id]
 

@@ -1,4 +1,4 @@
-"""Jobs that are paused and resumed, whatever they are doing and whatever happens meanwhile."""
+"""Jobs that are paused and resumed in any state, with any failure meanwhile."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from windlass.storage.sql.job_status import JobStatus
 
 
 def end_paused(stage: Stage, job_id: str, *steps: int) -> None:
-    """The runner does what it was asked to, and ends."""
+    """Reports steps, pauses as requested, and ends the runner."""
     attempt = stage.job(job_id).attempt
     journal = stage.journal(job_id, attempt)
     for step in steps:

@@ -1,4 +1,4 @@
-"""What the dispatcher has written of a job in files is there after a power loss, as its rows are."""
+"""Files that the dispatcher has written for a job survive a power loss, as its rows do."""
 
 import json
 from pathlib import Path

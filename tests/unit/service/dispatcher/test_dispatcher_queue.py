@@ -1,4 +1,4 @@
-"""Jobs that share a box, wait for each other, and make room: by what their plans say they take."""
+"""Jobs that share a machine, wait for each other and are preempted, by the needs in their plans."""
 
 import logging
 from dataclasses import replace
@@ -27,7 +27,7 @@ def started(stage: Stage) -> list[tuple[str, int]]:
 
 
 def train(stage: Stage, job_id: str, *steps: int) -> None:
-    """The job's runner tells of these steps."""
+    """Reports these steps as the job's runner does."""
     journal = stage.journal(job_id, stage.job(job_id).attempt)
     for step in steps:
         journal.append("metrics", f"Step {step}", step=step, total_steps=4, train_loss=1.0 / step)
@@ -95,7 +95,7 @@ def test_buffers_go_into_what_is_free_now(two_gpus: Stage) -> None:
     assert two_gpus.job(second).waiting_reason == (
         f"needs 4.5 GiB of memory for its buffers; 4.0 GiB are free beside job {first}"
     )
-    # Those of the first are there by now, and somebody else's memory came free.
+    # The first job's buffers are allocated by now, and other processes have freed memory.
     two_gpus.box = replace(two_gpus.box, room_nbytes=int(4.5 * GIB), buffers={first: 6 * GIB})
     two_gpus.now += 5
     two_gpus.tick()
@@ -171,7 +171,7 @@ def test_a_reason_of_which_only_the_numbers_change_is_no_new_event(two_gpus: Sta
     assert sum("of memory for its buffers" in message for message in two_gpus.messages(second)) == 1
 
 
-def test_settings_that_cannot_be_read_are_one_jobs_trouble(two_gpus: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_settings_affect_only_their_job(two_gpus: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     from windlass.service.dispatcher import queue as job_queue
 
     broken = two_gpus.queue()
@@ -243,7 +243,7 @@ def test_a_paused_job_goes_on_before_those_of_its_priority_that_came_later(stage
 def test_a_job_is_paused_once_its_attempt_has_a_step_and_not_before(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_queue, "_STARTING_S", 0.0)  # all attempts are beyond that
+    monkeypatch.setattr(job_queue, "_STARTING_S", 0.0)  # all attempts are older than that
     low = stage.queue(priority=1)
     stage.tick()
     high = stage.queue()
@@ -254,7 +254,7 @@ def test_a_job_is_paused_once_its_attempt_has_a_step_and_not_before(
     assert stage.runners.paused == [(low, 1)]
     end(stage, low, PAUSED)
     end(stage, high)
-    # The step was the last attempt's.
+    # The step was the previous attempt's.
     higher = stage.queue()
     stage.tick(3)
     assert stage.runners.paused == [(low, 1)]
@@ -281,7 +281,7 @@ def test_an_attempt_that_has_just_begun_ends_at_once_and_counts_as_no_loss(stage
 
 
 def test_attempts_are_not_cut_short_again_and_again(stage: Stage) -> None:
-    """However many urgent jobs come, the job moves on."""
+    """However many urgent jobs arrive, the job makes progress."""
     low = stage.queue(priority=1)
     stage.tick()
     for number in range(1, 4):
@@ -304,7 +304,7 @@ def test_attempts_are_not_cut_short_again_and_again(stage: Stage) -> None:
     assert stage.status(low) is JobStatus.QUEUED
 
 
-def test_no_job_is_paused_for_one_that_would_not_fit_even_then(two_gpus: Stage) -> None:
+def test_no_job_is_preempted_for_one_that_still_would_not_fit(two_gpus: Stage) -> None:
     first, low = two_gpus.queue(prepared=planned(6.0)), two_gpus.queue(priority=1, prepared=planned(2.0))
     two_gpus.tick()
     for job_id in (first, low):
@@ -378,7 +378,7 @@ def test_a_lost_job_leaves_its_place_to_one_of_higher_priority(stage: Stage) -> 
     assert stage.status(low) is JobStatus.QUEUED
 
 
-# --- what an owner learns -----------------------------------------------------------------------------------------
+# --- visible to an owner -------------------------------------------------------------------------------------------
 
 
 def test_other_users_jobs_are_counted_and_not_named(two_gpus: Stage, caplog: pytest.LogCaptureFixture) -> None:

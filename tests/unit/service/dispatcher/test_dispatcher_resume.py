@@ -1,4 +1,4 @@
-"""Jobs whose attempts are lost: they go on in another one, when nothing of the old one lives, and not for ever."""
+"""Jobs whose attempts are lost: another attempt follows once no process of the old one is left, up to a limit."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from windlass.storage.sql.models import Job
 
 
 def interrupt(stage: Stage, job_id: str) -> None:
-    """The runner tells that it lost a process; it is not gone yet."""
+    """The runner reports a lost process; it has not ended yet."""
     journal = stage.journal(job_id, stage.job(job_id).attempt)
     error = {"code": "process_lost", "message": "the process of ssd-1 died", "param": None}
     journal.append_outcome(INTERRUPTED, "the process of ssd-1 died", error)
@@ -76,7 +76,7 @@ def test_a_runner_that_stays_long_after_its_interruption_is_killed(stage: Stage)
 
 
 def test_a_runner_that_hangs_is_killed_and_followed_by_another(stage: Stage) -> None:
-    """To Ray it is alive. It tells that it is by the time of its attempt's file."""
+    """Ray considers it alive. The modification time of its attempt's file is its sign of life."""
     job_id, journal = stage.run()
     journal.close()
     file = stage.settings.jobs_dir / job_id / "attempt-1.lock"
@@ -213,7 +213,7 @@ def test_each_pause_is_longer_than_the_one_before_until_a_step_is_committed(stag
 
 
 def test_an_evaluation_told_again_is_no_progress(stage: Stage) -> None:
-    """It comes before the first new step of an attempt that goes on after a step with an evaluation."""
+    """It comes before the first new step of an attempt that resumes after a step with an evaluation."""
     job_id, journal = stage.run()
     journal.close()
     stage.lose(job_id, 1)
@@ -260,7 +260,7 @@ def test_a_job_cancelled_while_it_waits_for_a_device_leaves_nothing(tmp_path: Pa
         stage.put_states(job_id)
         interrupt(stage, job_id)
     stage.end_runner(jobs[0])
-    one_gpu = Stage(tmp_path / "home", database)  # its processes are gone, and it waits for those of the other job
+    one_gpu = Stage(tmp_path / "home", database)  # its processes have ended, and it waits for those of the other job
     one_gpu.runners = stage.runners
     one_gpu.new_dispatcher().tick()
     one_gpu.now += 2
@@ -287,7 +287,7 @@ def test_a_new_dispatcher_waits_for_the_old_attempt_too(stage: Stage) -> None:
 def test_a_dispatcher_killed_while_it_launched_a_job_leaves_it_to_the_next(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runner had been made and not been told to begin; it would wait for ever."""
+    """The runner was made and never told to begin; it would wait forever."""
     monkeypatch.setattr(
         stage.runners, "start", lambda spec: stage.runners.alive.add((spec.job, spec.attempt)), raising=True
     )

@@ -1,4 +1,4 @@
-"""What retention settings delete, and when: what is old, finished and in no use."""
+"""The deletions by retention settings: old, finished and unused objects."""
 
 import errno
 import logging
@@ -24,7 +24,7 @@ NOW_S = 1_700_000_000.0
 
 
 class Old:
-    """A home with things of any age, and its housekeeping."""
+    """A home with objects of any age, and its housekeeping."""
 
     def __init__(self, home: Path, database: Database, **settings: Any) -> None:
         self.stage = Stage(home, database, **settings)
@@ -41,7 +41,7 @@ class Old:
         )
 
     def job(self, *, days: float | None, node: str | None = None, **fields: Any) -> str:
-        """A job that ended so many days ago, or has not ended."""
+        """A job that ended `days` days ago, or has not ended."""
         job_id = self.stage.submit(node=node or self.stage.node)
         (self.settings.jobs_dir / job_id).mkdir()
         with self.database.write() as session:
@@ -118,17 +118,17 @@ def test_a_clock_that_is_set_ahead_deletes_nothing_for_a_day(tmp_path: Path, dat
     old.keep_house(3600.0)
     old.keep_house(DAY_S - 10)
     assert old.jobs() == kept
-    old.ahead_s = 0.0  # somebody noticed
+    old.ahead_s = 0.0  # the administrator noticed
     old.keep_house(2 * DAY_S)
     assert old.jobs() == kept
-    old.ahead_s = 40 * DAY_S  # or it is right
+    old.ahead_s = 40 * DAY_S  # or the clock is right
     old.keep_house(3600.0)
     assert old.jobs() == kept
     old.keep_house(DAY_S + 10)
     assert old.jobs() == set()
 
 
-def test_what_cannot_be_removed_is_tried_again_half_a_minute_later(
+def test_failed_removal_is_retried_after_half_a_minute(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = Old(tmp_path, database)
@@ -155,7 +155,7 @@ def test_what_cannot_be_removed_is_tried_again_half_a_minute_later(
     assert list(old.settings.jobs_dir.iterdir()) == []
 
 
-# Models are named so that no random id of a job begins as theirs do.
+# Model names whose beginning is no random id of a job.
 def test_checkpoints_go_and_models_stay(tmp_path: Path, database: Database) -> None:
     old = Old(tmp_path, database, keep_checkpoints_days=7)
     job, young = old.job(days=8, fine_tuned_model="ft:tiny::xa"), old.job(days=6)
@@ -171,7 +171,7 @@ def test_checkpoints_go_and_models_stay(tmp_path: Path, database: Database) -> N
     old.keep_house()
     left = {path.name for path in old.settings.fine_tuned_dir.iterdir()}
     assert left == {"ft:tiny::xa", *(f"ft:tiny::x{name}-step-1" for name in "bcde")}
-    # Those of the job that ended first go first.
+    # Checkpoints of the job that ended first are deleted first.
     gone = [("delete_checkpoint", f"ft:tiny::x{name}-step-1", None, "retention") for name in "fa"]
     assert old.audit() == gone
     assert len(old.jobs()) == 7
@@ -219,7 +219,7 @@ def test_a_file_of_another_home_is_left_to_that_one(tmp_path: Path, database: Da
         assert FileRepository(session).all_ids() == {"file-elsewhere"}
 
 
-def test_much_goes_in_several_passes_and_then_it_rests(tmp_path: Path, database: Database) -> None:
+def test_many_deletions_take_several_passes_and_then_none(tmp_path: Path, database: Database) -> None:
     old = Old(tmp_path, database, keep_jobs_days=1)
     for _ in range(50):
         old.job(days=2)
@@ -236,7 +236,7 @@ def test_much_goes_in_several_passes_and_then_it_rests(tmp_path: Path, database:
     assert old.jobs() == set()
 
 
-def test_what_stays_for_a_reason_holds_up_nothing_else(tmp_path: Path, database: Database) -> None:
+def test_object_that_must_stay_does_not_delay_others(tmp_path: Path, database: Database) -> None:
     old = Old(tmp_path, database, keep_jobs_days=1)
     blocked = [old.job(days=9) for _ in range(25)]
     for job_id in blocked:

@@ -1,4 +1,4 @@
-"""Processes of a preparation that really are killed leave events on their job, whatever becomes of it."""
+"""Killed processes of a preparation leave events on their job, whatever happens to the job."""
 
 import dataclasses
 import json
@@ -98,7 +98,7 @@ def test_a_job_whose_measuring_planner_is_killed_is_told_and_planned_without_mea
         rf"Planning {_BY_SIGNAL}.*, and left no result\. It begins anew without measuring the model's blocks$", killed
     )
     assert "no plan was made: shapes" in others
-    # It is told when it happens, and not with the plan: that may take as long again.
+    # It is reported when it happens, and not with the plan, which may take as long again.
     assert warnings[0].ordinal < min(event.ordinal for event in _events(stage, job_id) if "validated" in event.message)
 
 

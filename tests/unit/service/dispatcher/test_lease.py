@@ -1,4 +1,4 @@
-"""Dispatchers that take over from each other, by clocks that a test holds in its hand."""
+"""Dispatchers that take over from each other, with clocks that the test moves."""
 
 import threading
 from pathlib import Path
@@ -15,7 +15,7 @@ from windlass.storage.sql.job_status import JobStatus
 
 
 class Clock:
-    """Seconds, by hand."""
+    """Seconds, moved by the test."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -36,14 +36,14 @@ def lease(database: Database, clock: Clock, *, machine: str = "boot-1", is_alone
 
 
 def pass_time(database: Database, clock: Clock, seconds: float, *living: Lease) -> list[bool]:
-    """Whether one of them took over from another meanwhile."""
+    """Moves all clocks. Returns, for each renewal, whether the lease took over from another one."""
     changes = []
     until = clock.now + seconds
     while clock.now < until:
         step = min(until - clock.now, BEAT_S)
         clock.now += step
         with database.write() as session:
-            # The database's own clock goes on with the others: what a term has left is less.
+            # The database's own clock moves too, which shortens the rest of each term.
             session.execute(text(f"UPDATE dispatchers SET expires_at = expires_at - {step}"))
         changes += [each.renew() for each in living]
     return changes
@@ -74,11 +74,11 @@ def test_time_in_which_nobody_looked_does_not_count_without_a_clock_that_all_sha
     database.close()
 
 
-def test_who_is_alone_in_a_home_does_not_wait(database: Database, clock: Clock) -> None:
+def test_only_dispatcher_of_a_home_takes_over_at_once(database: Database, clock: Clock) -> None:
     dead, elsewhere = lease(database, clock), lease(database, clock, machine="boot-2")
     lease(database, clock, is_alone=True)
     clock.now += BEAT_S
-    assert dead.renew()  # its counter was not moved: it is not in the table any more
+    assert dead.renew()  # its counter did not move: it is no longer in the table
     assert not elsewhere.renew()
 
 
@@ -95,12 +95,12 @@ def test_a_long_pass_gives_signs_of_life_and_one_without_end_does_not(database: 
     assert any(changes)
 
 
-def test_who_ends_lets_others_go_on_at_once(database: Database, clock: Clock) -> None:
+def test_dispatcher_that_ends_releases_its_jobs_at_once(database: Database, clock: Clock) -> None:
     ending, other = lease(database, clock), lease(database, clock)
     ending.give_up()
     ending.give_up()
     clock.now += BEAT_S
-    assert not other.renew()  # nobody had to be taken for dead
+    assert not other.renew()  # no dispatcher had to be taken for dead
     assert ending.renew()
 
 
@@ -156,7 +156,7 @@ def test_two_dispatchers_prepare_and_run_a_job_once(stage: Stage) -> None:
         other.tick()
         stage.tick()
     assert [spec.job for spec in stage.runners.started] == [job_id]
-    # What the box has is counted, whoever holds the jobs.
+    # The use of the machine is counted, whichever dispatcher holds the jobs.
     stage.dispatcher.close()
     stage.submit()
     other.tick()
@@ -177,7 +177,7 @@ def test_another_dispatcher_goes_on_with_the_jobs_of_one_that_froze(stage: Stage
     stage.preparations[2].ending = PREPARED
     stage.tick(2)
     assert stage.status(waiting) is JobStatus.QUEUED
-    frozen.tick()  # what it remembers is of no use any more
+    frozen.tick()  # its memory is out of date
     assert stage.preparations[1].stopped
     journal.append("metrics", "Step 2", step=2, total_steps=4, train_loss=0.5)
     journal.close()
@@ -193,7 +193,7 @@ def test_another_dispatcher_goes_on_with_the_jobs_of_one_that_froze(stage: Stage
 def test_a_dispatcher_that_freezes_as_it_launches_a_job_launches_none_when_it_wakes(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Meanwhile another one has given that attempt up and made the next."""
+    """Meanwhile another dispatcher has given that attempt up and made the next one."""
     frozen, job_id = stage.make_dispatcher(is_alone=False), stage.queue_only()
     real_start = stage.runners.start
 

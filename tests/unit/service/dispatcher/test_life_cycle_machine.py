@@ -1,10 +1,11 @@
-"""Jobs under everything that can come at them, in any order, with two dispatchers of one home on two machines.
+"""Jobs under all events in any order, with two dispatchers of one home on two machines.
 
-People create, cancel, pause and resume over the API; its process and the dispatchers are killed at any of their writes,
-before or after it is committed; dispatchers freeze for so long that the other takes over; runners train, end, fail, are
-interrupted and die. Whatever came: every
-status followed from the one before, no event is lost or told twice, no job runs twice at once, and none is forgotten.
-Nobody gets memory or a device that another one has, and no job runs in the place of one of higher priority.
+Users create, cancel, pause and resume over the API. The API's process and the dispatchers are killed at any of their
+writes, before or after the commit. Dispatchers freeze until the other takes over. Runners train, end, fail, are
+interrupted and die.
+
+In every case each status follows from the previous one, and no event is lost or repeated. No job runs twice at once,
+and none is forgotten. No job gets memory or a device of another one, or runs in place of one of higher priority.
 """
 
 import json
@@ -51,22 +52,22 @@ MACHINES = ("boot-a", "boot-b")
 MAX_JOBS = 5
 NUM_GPUS = 2
 MEMORY_GIB = 10
-# Losing so many attempts is not what ends a job here.
+# Lost attempts must not end a job here.
 MAX_ATTEMPTS = 1000
 
 NewDatabase = Callable[[], AbstractContextManager[str]]
 
 
 class Killed(BaseException):
-    """The process is gone: nothing in it catches that."""
+    """The process is gone: no code in it catches this."""
 
 
 class ServiceKilled(Exception):
-    """The same of the API's process, in which a client of these tests lives on."""
+    """The same for the API's process; its client lives on."""
 
 
 class DatabaseOfAMortal(Database):
-    """Kills who writes, at the write that was set: before it is committed, or after."""
+    """Kills the writer at the chosen write: before it is committed, or after."""
 
     def __init__(self, url: str, killing: type[BaseException] = Killed) -> None:
         super().__init__(url)
@@ -88,7 +89,7 @@ class DatabaseOfAMortal(Database):
 
 
 class TrainingRunners(StandInRunners):
-    """Notes it if a job runs twice at once."""
+    """Records if a job runs twice at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class TrainingRunners(StandInRunners):
 
 
 def expected_answer(job: Job, action: str) -> JobStatus | None:
-    """What a job is after it was asked for something; None: it is refused."""
+    """The status of a job after a request; None if the request is refused."""
     if action == "resume":
         if job.status is JobStatus.PAUSING:
             return None if job.cancel_requested else JobStatus.RUNNING
@@ -119,11 +120,14 @@ def expected_answer(job: Job, action: str) -> JobStatus | None:
 
 
 class LifeCycle(RuleBasedStateMachine):
-    """`new_database`: of the kind that is tested, with all tables and no rows. `client`: of an app for all examples."""
+    """`new_database`: makes one of the tested kind, with all tables and no rows.
+
+    `client`: of an app for all examples.
+    """
 
     new_database: NewDatabase
     client: TestClient
-    num_made_room = 0  # times that a job was paused for one of higher priority, in all examples
+    num_made_room = 0  # how often a job was preempted, in all examples
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,9 +144,9 @@ class LifeCycle(RuleBasedStateMachine):
         self._databases = [self._opened(DatabaseOfAMortal(url)) for _ in MACHINES]
         self.dispatchers: list[Dispatcher] = [self._made(index) for index in range(len(MACHINES))]
         self.jobs: list[str] = []
-        self.gib: dict[str, int] = {}  # of memory, that each needs
-        self.steps: dict[str, int] = {}  # that are committed
-        self.fruitful: set[tuple[str, int]] = set()  # attempts that have committed one
+        self.gib: dict[str, int] = {}  # GiB of memory that each needs
+        self.steps: dict[str, int] = {}  # committed steps of each
+        self.fruitful: set[tuple[str, int]] = set()  # attempts that have committed a step
         self.may_fail: set[str] = set()
         self.may_be_cancelled: set[str] = set()
 
@@ -151,12 +155,12 @@ class LifeCycle(RuleBasedStateMachine):
         return database
 
     def _made(self, index: int) -> Dispatcher:
-        """A new process on a machine, whose former one is dead."""
+        """A new process on a machine whose former one is dead."""
         database = self._databases[index]
         database.kill_at = None
         return self.stage.make_dispatcher(is_alone=True, database=database, machine=MACHINES[index])
 
-    # --- people -----------------------------------------------------------------------------------------------------
+    # --- users ------------------------------------------------------------------------------------------------------
 
     @initialize(waiting=st.lists(st.tuples(st.integers(-1, 1), st.integers(1, MEMORY_GIB)), max_size=3))
     def two_dispatchers_begin(self, waiting: list[tuple[int, int]]) -> None:
@@ -175,7 +179,7 @@ class LifeCycle(RuleBasedStateMachine):
         dies=st.sampled_from([None, "before", "after"]),
     )
     def create(self, priority: int, gib: int, is_prepared: bool, dies: str | None = None) -> None:
-        """If the service dies as it writes, the request is sent again."""
+        """Creates a job. If the service dies at the write, the request is sent again."""
         if len(self.jobs) == MAX_JOBS:
             return
         settings = {"epochs": 2, "batch_size": 5, "sequence_length": 64, "priority": priority}
@@ -199,7 +203,10 @@ class LifeCycle(RuleBasedStateMachine):
         dies=st.sampled_from([None, "before", "after"]),
     )
     def ask(self, action: str, which: int, dies: str | None) -> None:
-        """The service may die as it writes; what it answers is what the job is then."""
+        """Makes a request about a job.
+
+        The service may die at the write; the answer must match the job's status afterwards.
+        """
         if not self.jobs:
             return
         job_id = self.jobs[which % len(self.jobs)]
@@ -228,7 +235,7 @@ class LifeCycle(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 1), kill_at=st.none() | st.integers(0, 6), is_committed=st.booleans())
     def dispatch(self, index: int, kill_at: int | None, is_committed: bool) -> None:
-        """A pass, at one of whose writes the process may be killed."""
+        """Runs a pass. The process may be killed at one of its writes."""
         self._databases[index].kill_at, self._databases[index].is_committed = kill_at, is_committed
         buffers = {job_id: self.gib[job_id] * GIB for job_id, _ in self.runners.alive}
         room_nbytes = MEMORY_GIB * GIB - sum(buffers.values())
@@ -244,7 +251,7 @@ class LifeCycle(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 1))
     def freeze(self, index: int) -> None:
-        """For so long that the other one takes over."""
+        """Freezes a dispatcher until the other one takes over."""
         for _ in range(int(LEASE_S / BEAT_S) + 3):
             self.pass_time(BEAT_S)
             self.dispatch(1 - index, None, False)
@@ -261,7 +268,7 @@ class LifeCycle(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, BEAT_S, 400.0]))
     def pass_time(self, seconds: float) -> None:
-        """By all clocks. Runners show that they live meanwhile."""
+        """Moves all clocks. Runners give signs of life meanwhile."""
         self.stage.now += seconds
         with self.people.write() as session:
             session.execute(update(DispatcherRow).values(expires_at=DispatcherRow.expires_at - seconds))
@@ -302,7 +309,7 @@ class LifeCycle(RuleBasedStateMachine):
         self.runners.alive.remove((job_id, attempt))
 
     def _train(self, job_id: str, attempt: int, journal: Journal) -> None:
-        """A step, or the end that was asked for."""
+        """Trains a step, or ends as requested."""
         if (job_id, attempt) in self.runners.cancelled:
             journal.append_outcome("cancelled", "The job was cancelled")
         elif self.steps[job_id] == NUM_STEPS:
@@ -328,7 +335,7 @@ class LifeCycle(RuleBasedStateMachine):
 
     @rule()
     def one_of_higher_priority_comes_that_needs_everything(self) -> None:
-        """Attempts that have begun come to a step first: only what is fruitful is paused for another job."""
+        """Attempts that have begun train a step first, because only an attempt with progress is preempted."""
         for job_id, attempt in sorted(self.runners.alive):
             if (job_id, attempt) not in self.fruitful:
                 with self._journal(job_id, attempt) as journal:
@@ -337,11 +344,14 @@ class LifeCycle(RuleBasedStateMachine):
         for index in range(len(MACHINES)):
             self.dispatch(index, None, False)
 
-    # --- whose turn it is -------------------------------------------------------------------------------------------
+    # --- order of jobs ----------------------------------------------------------------------------------------------
 
     @rule()
     def nobody_runs_in_the_place_of_a_job_of_higher_priority_once_things_settle(self) -> None:
-        """Nothing comes for a while but the first step of each attempt, and the end of those that were asked to end."""
+        """Checks the order of running jobs once nothing new arrives.
+
+        The only events are the first step of each attempt, and the end of those that were asked to end.
+        """
         for _ in range(6):
             for index in range(len(MACHINES)):
                 self.dispatch(index, None, False)
@@ -371,7 +381,7 @@ class LifeCycle(RuleBasedStateMachine):
         assert len(self.runners.alive) <= NUM_GPUS
         assert sum(self.gib[job_id] for job_id, _ in self.runners.alive) <= MEMORY_GIB
 
-    # --- what always holds ------------------------------------------------------------------------------------------
+    # --- invariants -------------------------------------------------------------------------------------------------
 
     @invariant()
     def the_api_shows_every_job_once_and_as_it_is(self) -> None:
@@ -420,7 +430,7 @@ class LifeCycle(RuleBasedStateMachine):
             self._open.close()
 
     def _finish(self) -> None:
-        """Nothing happens any more but what should: every job comes to its end."""
+        """From now on nothing goes wrong: every job comes to its end."""
         for _ in range(100):
             statuses = {job_id: self.stage.status(job_id) for job_id in self.jobs}
             if all(status in TERMINAL_STATUSES for status in statuses.values()) and not self.runners.alive:
@@ -431,7 +441,7 @@ class LifeCycle(RuleBasedStateMachine):
             self.end_preparation(0, True)
             for which in range(len(self.runners.alive)):
                 self.run(which, "train")
-            for _ in range(5):  # none of them is silent for so long that it is taken for dead again and again
+            for _ in range(5):  # otherwise the idle dispatcher would be taken for dead again and again
                 self.pass_time(LEASE_S * 2 / 3)
                 for index in range(len(MACHINES)):
                     self.dispatch(index, None, False)
@@ -487,7 +497,7 @@ def client(tmp_path: Path) -> Iterator[TestClient]:
 def _run(
     new_database: NewDatabase, client: TestClient, *, num_examples: int, num_steps: int, is_fixed: bool
 ) -> type[LifeCycle]:
-    """`is_fixed`: the same examples each time, and the first that fails is told as it is."""
+    """`is_fixed`: use the same examples each time, and report the first failing one without shrinking."""
     machine = type("LifeCycleOnADatabase", (LifeCycle,), {"new_database": staticmethod(new_database), "client": client})
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,

@@ -1,4 +1,4 @@
-"""What becomes of a job when its attempt ends, with a real database."""
+"""The status of a job after the end of its attempt, with a real database."""
 
 import functools
 from pathlib import Path
@@ -43,7 +43,7 @@ def running(database: Database) -> Job:
 
 
 class Losses:
-    """Stands in for what is to be done about a lost attempt."""
+    """Records lost attempts instead of handling them."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -66,12 +66,12 @@ def status(database: Database, job: Job) -> JobStatus:
         return JobRepository(session).get(job.id).status
 
 
-def test_nothing_new_is_no_end(database: Database, running: Job) -> None:
+def test_job_without_outcome_has_not_ended(database: Database, running: Job) -> None:
     assert take(database, running, lost=None) == (False, [])
     assert take(database, running, record("message"), lost=None) == (False, [])
 
 
-def test_a_runner_that_is_gone_is_a_loss_and_its_last_words_count(database: Database, running: Job) -> None:
+def test_ended_runner_is_a_loss_unless_it_left_an_outcome(database: Database, running: Job) -> None:
     assert take(database, running, lost="killed") == (True, ["killed"])
     assert take(database, running, record("message"), lost="killed") == (True, ["killed"])
     error = {"code": "training_failed", "message": "the disk is broken", "param": None}
@@ -87,7 +87,7 @@ def test_an_interruption_is_a_loss_with_a_reason_of_its_own(database: Database, 
     assert take(database, running, outcome, lost=lost) == (True, ["the process of ssd-0 died"])
 
 
-def test_what_cannot_be_done_takes_nothing_in(database: Database, running: Job) -> None:
+def test_failed_handling_imports_no_records(database: Database, running: Job) -> None:
     with database.write() as session:
         JobRepository(session).transition(running.id, JobStatus.RUNNING, JobStatus.QUEUED, message="")
     with pytest.raises(StatusConflict):
@@ -115,7 +115,7 @@ def test_a_lost_attempt_leaves_no_estimate(database: Database, running: Job) -> 
 
 
 def test_a_cancellation_that_came_meanwhile_counts(database: Database, running: Job) -> None:
-    """`running` is how the job was when the dispatcher looked."""
+    """`running` is the job's state when the dispatcher read it."""
     with database.write() as session:
         JobRepository(session).request_cancel(running.id)
     with database.write() as session:
@@ -131,7 +131,7 @@ def test_a_pausing_job_that_is_lost_is_paused_at_its_last_commit(database: Datab
     assert status(database, running) is JobStatus.PAUSED
 
 
-def test_what_is_told_of_a_job_that_another_dispatcher_holds_is_not_taken_in(database: Database, running: Job) -> None:
+def test_records_of_job_of_another_dispatcher_are_not_imported(database: Database, running: Job) -> None:
     with database.write() as session:
         row = JobRepository(session).get(running.id)
         row.lease_holder = "dispatcher-other"

@@ -1,4 +1,4 @@
-"""Jobs whose plans are made again by what their first steps measured, and go on with another one where that pays."""
+"""Jobs that are planned again from their first measured steps, and continue with a better plan."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ SAME = {**PLANNED, "changes": False, "told": "Measured: the machine does what it
 
 
 def planned_job(stage: Stage) -> tuple[str, Journal]:
-    """A job of 40 steps that runs as it was planned."""
+    """A planned, running job of 40 steps."""
     job_id = stage.submit(epochs=20)
     stage.tick()
     folder = job_dir(stage.settings, job_id) / "prepare"
@@ -54,7 +54,7 @@ def train(stage: Stage, journal: Journal, *steps: int, step_s: float = 10.0) -> 
 
 
 def asked(stage: Stage) -> tuple[str, Journal]:
-    """A job about which the planner was asked."""
+    """A job for which the planner has been asked."""
     job_id, journal = planned_job(stage)
     train(stage, journal, 1, 2, 3, 4, 5)
     assert len(stage.planners) == 1
@@ -69,7 +69,7 @@ def corrected(stage: Stage, answer: Any = BETTER) -> tuple[str, Journal]:
 
 
 def end_paused(stage: Stage, job_id: str, journal: Journal) -> None:
-    """The runner does what it was asked to, and ends."""
+    """Pauses as requested, and ends the runner."""
     journal.append_outcome(PAUSED, "The attempt ended after a commit")
     journal.close()
     stage.tick()
@@ -87,7 +87,7 @@ def test_the_planner_is_asked_again_once_the_first_steps_are_measured(stage: Sta
     train(stage, journal, 5)
     (planner,) = stage.planners
     question, running = planner.question, planner.question["running"]
-    # What was asked before, but that nothing is measured beside a job that computes.
+    # The same question, except that nothing is measured while a job computes.
     assert (question["batch_size"], question["compute_threads"], question["may_measure"]) == (5, 4, False)
     assert running["timeline_dir"] == str(job_dir(stage.settings, job_id) / "timeline")
     assert (running["first_step"], running["num_steps_left"]) == (3, 35)
@@ -139,7 +139,7 @@ def test_the_job_goes_on_with_another_plan_after_a_commit(stage: Stage) -> None:
     assert dataclasses.replace(second, **same) == first
 
 
-def test_it_does_so_once(stage: Stage) -> None:
+def test_plan_is_corrected_only_once(stage: Stage) -> None:
     job_id, journal = corrected(stage)
     end_paused(stage, job_id, journal)
     stage.tick()
@@ -294,7 +294,7 @@ def test_another_attempt_is_measured_anew(stage: Stage) -> None:
 
 
 def test_a_plan_that_does_not_start_makes_room_for_the_one_before(stage: Stage) -> None:
-    """Memory may have been taken meanwhile."""
+    """Other processes may have taken memory meanwhile."""
     job_id, journal = corrected(stage)
     end_paused(stage, job_id, journal)
     stage.tick()

@@ -1,4 +1,4 @@
-"""Jobs whose machine was measured again before they are launched."""
+"""Jobs whose machine was measured again before their launch."""
 
 import json
 from typing import Any
@@ -35,7 +35,7 @@ def machine(read_gb_per_s: float) -> Hardware:
 
 
 class Measured:
-    """What the machine is now, as `windlass doctor` left it."""
+    """The present measurement of the machine, as by `windlass doctor`."""
 
     def __init__(self) -> None:
         self.hardware: Hardware | None = machine(2.0)
@@ -52,7 +52,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
 
 
 def paused_job(stage: Stage) -> str:
-    """A job that ran by a plan for an SSD with 2 GB/s."""
+    """A paused job with a plan for an SSD of 2 GB/s."""
     job_id = stage.submit()
     stage.tick()
     folder = job_dir(stage.settings, job_id) / "prepare"
@@ -195,7 +195,7 @@ def test_a_job_whose_plan_does_not_fit_any_more_is_planned_anew(stage: Stage, me
 
 
 def test_a_job_that_needs_a_plan_and_waits_does_not_keep_others_from_theirs(stage: Stage, measured: Measured) -> None:
-    """The planner has answered, but a job of higher priority has the device by now."""
+    """The planner has answered, but now a job of higher priority has the device."""
     job_id = paused_job(stage)
     measured.hardware = machine(4.0)
     stage.request_resume(job_id)

@@ -1,4 +1,7 @@
-"""Several jobs are prepared side by side; no owner's holds up another's, and each tells why it waits."""
+"""Several jobs are prepared at the same time.
+
+No owner's job delays another's, and each gives the reason of its wait.
+"""
 
 import json
 import sys
@@ -33,7 +36,7 @@ def _put_file(stage: Stage, nbytes: int) -> None:
 
 @pytest.fixture(autouse=True)
 def model_folder(stage: Stage) -> None:
-    """So that nothing is downloaded."""
+    """Makes a model folder, so that nothing is downloaded."""
     (stage.settings.models_dir / "tiny").mkdir()
 
 
@@ -85,7 +88,7 @@ def test_a_job_that_is_paused_ends_its_preparation_and_another_gets_its_place(st
 def _real(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, code: str, memory: PreparationMemory | None = None
 ) -> dict[str, Preparation]:
-    """Preparations of one real process each, by job."""
+    """Makes preparations of one real process each, by job."""
     made: dict[str, Preparation] = {}
 
     def prepare(order: PreparationOrder) -> Preparation:
@@ -208,7 +211,7 @@ def test_one_that_waits_for_memory_does_not_hold_up_those_that_have_it(
     monkeypatch.setattr(stage.dispatcher._preparations, "_num_side_by_side", 1)
     first = stage.submit(owner="ann")
     _wait_for(stage, lambda: first in made and made[first].process is not None)
-    made[first]._computed_s = 40.0  # so that any other goes before it
+    made[first]._computed_s = 40.0  # so that any other goes first
     free_nbytes[0] = 0
     second = stage.submit(owner=owner)
     _wait_for(stage, lambda: second in made and made[second].waits_for_memory)

@@ -1,4 +1,4 @@
-"""Whose turn it is: sums over small boxes, drawn by hand and at random."""
+"""The order of jobs: decisions for small machines, by hand and at random."""
 
 from collections.abc import Mapping
 from itertools import combinations
@@ -55,7 +55,7 @@ def test_what_is_missing_is_told_by_resource() -> None:
     assert not found.never
 
 
-def test_of_what_the_box_does_not_tell_anything_may_be_taken() -> None:
+def test_unknown_resource_is_not_limited() -> None:
     assert begun([running("r", 100)], [waiting("a", 100)], {"devices": 2}) == ["a"]
 
 
@@ -65,7 +65,7 @@ def test_a_box_that_has_less_than_is_taken_lets_begin_what_needs_none_of_it() ->
 
 
 def test_a_job_behind_one_that_waits_begins_only_where_that_one_does_not_wait_longer() -> None:
-    # When "r" has ended there is room for both...
+    # When "r" has ended there is space for both...
     assert begun([running("r", 6)], [waiting("large", 5), waiting("small", 4)]) == ["small"]
     # ... and here for one.
     found = decided([running("r", 2)], [waiting("large", 9), waiting("small", 4)])
@@ -73,15 +73,15 @@ def test_a_job_behind_one_that_waits_begins_only_where_that_one_does_not_wait_lo
     assert not found["small"].begins
 
 
-def test_which_job_ends_first_is_not_known() -> None:
-    """It may be "r", and then "large" begins beside "s", and has to find its room."""
+def test_small_job_starts_only_if_it_delays_no_order_of_ends() -> None:
+    """It may be "r"; then "large" starts beside "s", and must find its space."""
     box = {"devices": 4, "memory": 10}
     holders = [running("r", 6), running("s", 2)]
     assert begun(holders, [waiting("large", 7), waiting("small", 1)], box) == ["small"]
     assert begun(holders, [waiting("large", 7), waiting("small", 2)], box) == []
 
 
-def test_what_never_fits_holds_up_nobody() -> None:
+def test_job_that_never_fits_delays_no_other() -> None:
     found = decided([], [waiting("huge", 11), waiting("a", 10)])
     assert found["huge"].never
     assert found["huge"].missing == {"memory": 1}
@@ -107,7 +107,7 @@ def test_no_job_makes_room_for_another_of_its_priority_or_a_lower_one() -> None:
 def test_the_fewest_are_paused_and_of_them_the_lowest() -> None:
     box = {"devices": 4, "memory": 10}
     holders = [running("low", 3, priority=3), running("middle", 4, priority=2), running("lowest", 2, priority=4)]
-    assert decided(holders, [waiting("a", 4)], box)["a"].pauses == ("low",)  # the lowest alone would not do
+    assert decided(holders, [waiting("a", 4)], box)["a"].pauses == ("low",)  # the lowest alone would not free enough
     assert decided(holders, [waiting("a", 5)], box)["a"].pauses == ("middle",)
     assert decided(holders, [waiting("a", 6)], box)["a"].pauses == ("lowest", "low")
 
@@ -119,16 +119,16 @@ def test_of_the_same_priority_the_one_that_came_last_is_paused() -> None:
     assert decided([first, second], [waiting("high", 5)], box)["high"].pauses == ("a",)
 
 
-def test_nobody_is_paused_where_it_would_not_help() -> None:
+def test_no_job_is_preempted_if_it_would_not_help() -> None:
     assert decided([running("r", 6), running("low", 2, priority=1)], [waiting("a", 5)])["a"].pauses == ()
     assert decided([running("low", 2, priority=1)], [waiting("huge", 11)])["huge"].pauses == ()
 
 
-def test_nobody_is_paused_for_a_job_that_is_not_ready() -> None:
+def test_no_job_is_preempted_for_one_that_is_not_ready() -> None:
     assert decided([running("low", 6, priority=1)], [waiting("a", 6, is_ready=False)])["a"].pauses == ()
 
 
-def test_nobody_is_paused_where_those_that_leave_make_enough_room() -> None:
+def test_no_job_is_preempted_if_ending_jobs_free_enough() -> None:
     leaving = Holder(job_id="gone", takes=takes(5), is_leaving=True)
     assert decided([leaving, running("low", 5, priority=1)], [waiting("a", 5)])["a"].pauses == ()
     assert decided([leaving, running("low", 5, priority=1)], [waiting("a", 6)])["a"].pauses == ("low",)
@@ -181,7 +181,7 @@ def situations(draw: st.DrawFn) -> tuple[Amounts, list[Holder], list[Queued]]:
 
 
 @given(situations())
-def test_whatever_comes_nobody_gets_what_is_not_there_and_priorities_hold(
+def test_random_queues_respect_capacity_and_priorities(
     situation: tuple[Amounts, list[Holder], list[Queued]],
 ) -> None:
     box, holders, queued = situation
@@ -200,7 +200,7 @@ def test_whatever_comes_nobody_gets_what_is_not_there_and_priorities_hold(
             assert each.is_ready
             assert all(h.priority > each.priority and h.may_leave_now and not h.is_leaving for h in chosen)
 
-    # Of those that could have a place, the first that has none waits for nobody below it, if it need not.
+    # Of the jobs that could have a place, the first without one waits for no lower one, unless it must.
     first = next((pair for pair in zip(queued, decisions, strict=True) if not (pair[1].begins or pair[1].never)), None)
     if first is None or not first[0].is_ready:
         return
@@ -218,7 +218,7 @@ def test_whatever_comes_nobody_gets_what_is_not_there_and_priorities_hold(
 
 
 @given(situations())
-def test_whatever_begins_lets_those_before_it_begin_as_soon_as_without_it(
+def test_started_job_delays_no_earlier_job(
     situation: tuple[Amounts, list[Holder], list[Queued]],
 ) -> None:
     box, holders, queued = situation
@@ -244,18 +244,18 @@ def _turn(name: str, owner: str, at: float, **more: Any) -> Turn:
     return Turn(job_id=name, owner=owner, priority=more.pop("priority", 0), created_at=at, **more)
 
 
-def test_first_jobs_come_before_second_ones_whoever_came_first() -> None:
+def test_first_job_of_each_owner_goes_before_second_jobs() -> None:
     queued = [_turn("a1", "ann", 1), _turn("a2", "ann", 2), _turn("a3", "ann", 3), _turn("b1", "bob", 4)]
     assert in_turn(queued, {}, {}) == ["a1", "b1", "a2", "a3"]
     assert in_turn(queued, {"ann": 1}, {}) == ["b1", "a1", "a2", "a3"], "those that run count"
 
 
-def test_whose_last_job_began_longest_ago_goes_first() -> None:
+def test_owner_whose_last_job_started_longest_ago_goes_first() -> None:
     queued = [_turn("a1", "ann", 1), _turn("b1", "bob", 2), _turn("c1", "cat", 3)]
     assert in_turn(queued, {}, {"ann": 9.0, "bob": 8.0}) == ["c1", "b1", "a1"]
 
 
-def test_priority_comes_before_fairness_and_who_keeps_its_place_before_who_waits() -> None:
+def test_priority_goes_before_fairness_and_kept_places_before_waiting_jobs() -> None:
     queued = [
         _turn("a1", "ann", 1, priority=5),
         _turn("b1", "bob", 2),

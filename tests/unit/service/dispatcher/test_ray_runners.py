@@ -1,4 +1,4 @@
-"""Which errors of a launch are the job's, and which are no fault of it."""
+"""Errors of a launch that fail the job, and errors that do not."""
 
 import pytest
 import ray
@@ -21,7 +21,9 @@ from windlass.service.dispatcher.runners import RunnerLostError
         (ValueError("no such folder"), ValueError),
     ],
 )
-def test_a_launch_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, expected: type[Exception]) -> None:
+def test_launch_error_becomes_job_error_or_retry(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, expected: type[Exception]
+) -> None:
     def start_runner(_spec: JobSpec) -> None:
         raise error
 

@@ -1,4 +1,4 @@
-"""A database that cannot be used for a while: locked by others, full, stopped and started again."""
+"""A database that is temporarily unusable: locked by other processes, full, stopped and started again."""
 
 import contextlib
 import sqlite3
@@ -28,7 +28,7 @@ from windlass.storage.sql.repositories.leases import LeaseRepository
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits long for a locked SQLite."""
+    """Makes the timeout for a locked SQLite database short."""
     monkeypatch.setattr(database_module, "_BUSY_TIMEOUT_MS", 50)
 
 
@@ -69,7 +69,7 @@ def error_in(database: Database, statement: str = "SELECT 1", *, writes: bool = 
     return raised.value
 
 
-# --- what an error says ----------------------------------------------------------------------------------------------
+# --- error messages --------------------------------------------------------------------------------------------------
 
 
 def test_a_locked_and_a_full_database_are_told_from_a_wrong_statement(sqlite_stage: Stage, url: str) -> None:
@@ -77,7 +77,7 @@ def test_a_locked_and_a_full_database_are_told_from_a_wrong_statement(sqlite_sta
     with locked(url):
         assert why_unavailable(error_in(database, writes=True)) == "another process has locked it"
     with database.write() as session:
-        session.execute(text("PRAGMA max_page_count = 1"))  # no more than there is
+        session.execute(text("PRAGMA max_page_count = 1"))  # no more pages than it has
     filling = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 5000) "
     filling += "INSERT INTO files SELECT 'file-' || i, 'x', 'x', 1, 1.0, NULL, NULL FROM n"
     assert why_unavailable(error_in(database, filling, writes=True)) == "its disk is full"
@@ -96,7 +96,7 @@ def test_a_server_that_was_started_again_is_used_as_before(
         other = Database(url)
         with stopped(postgresql):
             assert why_unavailable(error_in(other)) == "it does not answer, or not in time"
-        with database.read() as session:  # whose connection is of the server before
+        with database.read() as session:  # its connection belongs to the earlier server
             assert session.scalar(text("SELECT 7")) == 7
         other.close()
         database.close()
@@ -167,7 +167,7 @@ def test_another_failure_is_still_one_of_the_service(client: TestClient, monkeyp
 
 
 class Ray:
-    """Runs until it has been asked so often."""
+    """Runs until it has been polled `num_passes` times."""
 
     def __init__(self, num_passes: int) -> None:
         self.num_left = num_passes
@@ -203,8 +203,8 @@ def test_a_preparation_that_ended_while_nobody_could_be_told_is_not_lost(sqlite_
     assert len(sqlite_stage.preparations) == 1
 
 
-def test_what_a_pass_could_not_take_up_the_next_one_does(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runner that was made and not told to begin waits for ever: who claims its job ends it."""
+def test_next_pass_handles_what_a_failed_pass_left(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runner that was made and not told to begin waits forever: the next dispatcher of its job ends it."""
     job_id, journal = stage.run()
     journal.close()
     (stage.settings.jobs_dir / job_id / "attempt-1.lock").unlink()
@@ -248,10 +248,10 @@ def test_a_dispatcher_ends_though_it_can_give_nothing_up(sqlite_stage: Stage, ur
         sqlite_stage.dispatcher.close()
 
 
-# --- who starts and ends the service ---------------------------------------------------------------------------------
+# --- start and end of the service ------------------------------------------------------------------------------------
 
 
-def test_who_ends_the_service_reads_one_line(tmp_path: Path, url: str) -> None:
+def test_windlass_down_with_failing_database_prints_one_line(tmp_path: Path, url: str) -> None:
     (tmp_path / "home").mkdir(mode=0o700)
     settings = Settings(home=tmp_path / "home", database_url="postgresql://nobody@/none?host=/nonexistent")
     with pytest.raises(DatabaseUnavailableError, match="the database cannot be used: it does not answer") as raised:

@@ -1,4 +1,4 @@
-"""A SQLite file that does not hold what was written to it: told at the start, and to whoever asks meanwhile."""
+"""A damaged SQLite file: reported at the start, and in the answers of a running service."""
 
 import os
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def cut_off(path: Path) -> None:
 
 
 def overwrite(path: Path) -> None:
-    """All but its header."""
+    """Overwrites all but its header."""
     with path.open("r+b") as file:
         file.seek(4096)
         file.write(b"\xa5" * (path.stat().st_size - 4096))
@@ -49,7 +49,7 @@ DAMAGES = (cut_off, overwrite, write_text, empty)
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    """Of a home with a job."""
+    """The settings of a home with a job."""
     settings = Settings(home=tmp_path / "home")
     settings.home.mkdir(mode=0o700)
     settings.make_dirs()
@@ -84,7 +84,7 @@ def test_prepare_database_damaged_file_names_it_and_what_to_do(
 
 
 def test_check_whole_empty_file_of_a_new_home_is_no_damage(tmp_path: Path) -> None:
-    """A start that was killed leaves one."""
+    """A start that was killed leaves such a file."""
     for name in ("a.db", "b.db"):
         (tmp_path / name).touch()
     check_whole(f"sqlite:///{tmp_path}/a.db", has_rows=False)
@@ -101,7 +101,7 @@ def test_a_file_that_is_damaged_while_the_service_runs_is_told(client: TestClien
     with context.database.write() as session:
         for _ in range(200):
             JobRepository(session).create(new_job("file-x", None))
-    context.database.close()  # the log of what was written goes into the file
+    context.database.close()  # the write-ahead log is written into the file
     overwrite(context.settings.home / "windlass.db")
     response = client.get("/v1/fine_tuning/jobs")
     assert response.status_code == 503

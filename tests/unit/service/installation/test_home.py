@@ -39,7 +39,7 @@ def test_a_home_that_others_can_read_is_refused(tmp_path: Path) -> None:
         prepare_home(home)
 
 
-def test_the_second_supervisor_learns_who_the_first_is(tmp_path: Path) -> None:
+def test_second_supervisor_gets_identity_of_first(tmp_path: Path) -> None:
     first, second = HomeLock(tmp_path), HomeLock(tmp_path)
     first.acquire("http://127.0.0.1:1234")
     serving = find_serving(tmp_path)
@@ -60,7 +60,7 @@ def test_a_supervisor_that_died_holds_nothing(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_nobody_serves_an_empty_home(tmp_path: Path) -> None:
+def test_find_serving_in_empty_home_finds_none(tmp_path: Path) -> None:
     assert find_serving(tmp_path) is None
 
 
@@ -70,11 +70,11 @@ def test_node_of_power_loss_afterwards_leaves_the_name(tmp_path: Path, monkeypat
     assert cut.left()["node"] == f"{node}\n".encode()
 
 
-KILLED_URL = "http://127.0.0.1:1"  # a port at which nothing answers
+KILLED_URL = "http://127.0.0.1:1"  # a port on which no process answers
 
 
 def _kill_supervisor(home: Path) -> None:
-    """Leave the record of a supervisor that was killed."""
+    """Leaves the record of a supervisor that was killed."""
     code = "import os, sys; from pathlib import Path; from windlass.service.installation.home import HomeLock\n"
     code += f"HomeLock(Path(sys.argv[1])).acquire({KILLED_URL!r}); os._exit(9)"
     subprocess.run([sys.executable, "-c", code, str(home)], check=False)

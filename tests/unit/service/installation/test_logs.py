@@ -1,4 +1,4 @@
-"""Lines for people, and for programs."""
+"""Log lines as text and as JSON."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ LOG = logging.getLogger("windlass.test")
 
 @contextmanager
 def logs(format: LogFormat, role: str) -> Iterator[None]:
-    """As a process of its own sets them up; pytest's own handlers come back after it."""
+    """Sets logs up as in a process of its own, and restores pytest's handlers afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers.clear()
@@ -53,7 +53,7 @@ def test_an_error_keeps_its_trace_on_one_line(capsys: pytest.CaptureFixture[str]
     assert "RuntimeError: broken\nin two" in json.loads(line)["exc_info"]
 
 
-def test_people_get_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_format_text_writes_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with logs(LogFormat.TEXT, "api"):
         LOG.info("launched", extra=about("ftjob-1", 3))
         LOG.info("claimed", extra=about("ftjob-1"))

@@ -1,4 +1,4 @@
-"""The machine as jobs may use it."""
+"""The resources of the machine that jobs may use."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from windlass.service.jobs.spec_builder import MachineResources
 
 @pytest.fixture
 def gpu_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands in for the driver's tool: prints a line a GPU, and notes how it was called."""
+    """Stands for the driver's tool: prints a line for each GPU, and records its arguments."""
     tool = tmp_path / "nvidia-smi"
     lines = "NVIDIA RTX 4090, 24564, 570.1\nRTX 3090, 24576, 570.1\n"
     tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\nprintf "{lines}"\n')

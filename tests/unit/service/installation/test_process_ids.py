@@ -1,4 +1,4 @@
-"""Processes are told apart from later ones with the same pid, and are ended with nobody else."""
+"""Processes are distinguished from later ones with the same pid, and ending them ends no other process."""
 
 import signal
 import subprocess
@@ -38,7 +38,7 @@ def test_a_process_is_found_while_it_lives(sleeper: "subprocess.Popen[bytes]") -
     process = _id(sleeper.pid)
     assert process.is_alive
     sleeper.kill()
-    # A zombie, which it is until somebody waits for it, is no living process.
+    # A zombie, which exists until its parent waits for it, is no living process.
     assert wait_until_gone([process], timeout_s=60.0)
     assert find_process(sleeper.pid) is None
 
@@ -53,7 +53,7 @@ def test_another_process_with_the_same_pid_is_not_signalled(sleeper: "subprocess
     assert sleeper.poll() is None
 
 
-def test_what_ignores_the_request_is_killed(tmp_path: Path) -> None:
+def test_process_that_ignores_termination_is_killed(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     code = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(ready)!r}, 'w'); {_SLEEP}"
     with subprocess.Popen([sys.executable, "-c", code]) as process:

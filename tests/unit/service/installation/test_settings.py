@@ -1,4 +1,4 @@
-"""Settings come from the environment, the file and defaults, in this order; errors say where from."""
+"""Settings come from the environment, the file and defaults, in this order. Errors name the source."""
 
 import os
 import stat
@@ -124,7 +124,7 @@ def test_a_key_that_anybody_may_read_is_refused(tmp_path: Path) -> None:
         ("fd00::5", "http://[fd00::5]:8642"),
     ],
 )
-def test_programs_of_this_machine_reach_what_others_do(tmp_path: Path, host: str, url: str) -> None:
+def test_local_url_of_public_service_is_reachable(tmp_path: Path, host: str, url: str) -> None:
     settings = Settings(home=tmp_path, host=host)
     assert (settings.base_url, settings.is_for_others) == (url, True)
 
@@ -140,7 +140,9 @@ def test_programs_of_this_machine_reach_what_others_do(tmp_path: Path, host: str
         ({"trusted_proxies": "127.0.0.1"}, "trusted_proxies is 127.0.0.1"),
     ],
 )
-def test_what_opens_the_service_to_others(tmp_path: Path, change: dict[str, str], why: str | None) -> None:
+def test_settings_that_make_the_service_public_are_named(
+    tmp_path: Path, change: dict[str, str], why: str | None
+) -> None:
     assert Settings(home=tmp_path, **change).why_for_others == why  # type: ignore[arg-type]
 
 
@@ -225,7 +227,7 @@ def test_variable_misspelt_is_refused_with_the_setting_that_is_near(
         "WINDLASS_API_KEY",
         "WINDLASS_OF_ANOTHER_PROGRAM",
         "windlass_login_hours",
-        # Those that Kubernetes sets for a service named windlass.
+        # Variables that Kubernetes sets for a service named windlass.
         "WINDLASS_SERVICE_HOST",
         "WINDLASS_SERVICE_PORT",
         "WINDLASS_SERVICE_PORT_HTTP",
@@ -255,7 +257,7 @@ def test_a_file_is_no_place_for_states(tmp_path: Path, monkeypatch: pytest.Monke
         load_settings(tmp_path)
 
 
-def test_one_place_under_two_names_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_directory_under_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     monkeypatch.setenv("WINDLASS_SSD_DIRS", f"{tmp_path}/disk/a,{tmp_path}/link/a")
@@ -266,7 +268,7 @@ def test_one_place_under_two_names_is_found_out(tmp_path: Path, monkeypatch: pyt
 
 
 def test_no_directory_is_made_in_place_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither where the device is there nor where it is missing, whatever link leads to it."""
+    """Neither if the device exists nor if it is missing, with or without a link to it."""
     missing, link = Path("/dev/windlass-test-missing"), tmp_path / "drive"
     link.symlink_to(missing)
     monkeypatch.setenv("WINDLASS_SSD_DIRS", f"{tmp_path}/ssd,{link}")
@@ -276,14 +278,14 @@ def test_no_directory_is_made_in_place_of_a_device(tmp_path: Path, monkeypatch: 
     assert not os.path.lexists(missing)
     assert is_device_path(missing)
     assert is_device_path(Path("/dev/disk/by-id/nvme-none"))
-    assert not is_device_path(Path("/dev/shm/ssd"))  # memory, for trying things out
+    assert not is_device_path(Path("/dev/shm/ssd"))  # memory, for experiments
 
 
 def test_a_block_device_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = next((path for path in sorted(Path("/dev").iterdir()) if path.is_block_device()), None)
     if device is None:
         pytest.skip("this machine shows no block device in /dev")
-    node = tmp_path / "node"  # outside /dev, as containers may have them
+    node = tmp_path / "node"  # outside /dev, as in containers
     try:
         os.mknod(node, stat.S_IFBLK | 0o600, device.stat().st_rdev)
     except PermissionError:

@@ -1,4 +1,4 @@
-"""What the service does while a disk is full: it waits, or says so in one line."""
+"""The service while a disk is full: it waits, or reports it in one line."""
 
 import contextlib
 import errno
@@ -45,7 +45,7 @@ from windlass.storage.sql.repositories.jobs import JobRepository
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the home's disk is."""
+    """A list with one bool, which says that the home's disk is full."""
     is_full = [True]
     free = {True: 3 << 20, False: 1 << 30}
     monkeypatch.setattr(home_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free[is_full[0]]))
@@ -57,7 +57,7 @@ def _reason(stage: Stage) -> str:
 
 
 def _stop_pulse(stage: Stage, job_id: str) -> None:
-    """The runner gives no sign of life, as where it waits for room for its outcome, or is gone."""
+    """Stops the runner's signs of life, as if it waited for space for its outcome, or had ended."""
     os.utime(stage.settings.jobs_dir / job_id / f"attempt-{stage.job(job_id).attempt}.lock", (0, 0))
 
 
@@ -128,7 +128,7 @@ def test_an_attempt_that_ends_without_room_for_an_outcome_is_told_to_have_died_o
 def test_a_job_whose_database_was_on_the_full_disk_is_told_for_how_long_it_was_full(
     stage: Stage, full: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its attempt ends while nothing can be written; each pass breaks off."""
+    """Its attempt ends while nothing can be written; each pass fails."""
     full[0] = False
     job_id, _ = stage.run()
     full[0] = True
@@ -214,7 +214,7 @@ def _lose_attempt_for_room(stage: Stage, path: Path, nbytes: int) -> str:
     stage.end_runner(job_id)
     stage.tick(2)
     stage.now += 1000
-    stage.tick()  # what was left of the attempt has gone
+    stage.tick()  # the processes of the attempt have ended
     stage.sit_out_the_pause()
     return job_id
 
@@ -323,7 +323,7 @@ def test_a_child_whose_log_cannot_be_opened_is_started_later(tmp_path: Path) -> 
     log = tmp_path / "logs" / "api.log"
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     child = Child("api", command, environment=os.environ, log_path=log, cwd=tmp_path, fds=())
-    child.tend(100.0)  # the folder is not there
+    child.tend(100.0)  # the folder does not exist
     log.parent.mkdir()
     child.tend(100.4)
     assert not log.exists()
@@ -333,7 +333,7 @@ def test_a_child_whose_log_cannot_be_opened_is_started_later(tmp_path: Path) -> 
     child.finish(deadline=0.0)
 
 
-def test_lack_of_room_is_told_in_one_line_and_nothing_else_is(tmp_path: Path) -> None:
+def test_only_lack_of_disk_space_is_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(HomeError, match=f"that of the home {tmp_path}"), telling_of_disk(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(PermissionError), telling_of_disk(tmp_path):
@@ -363,7 +363,7 @@ def test_a_home_gets_its_name_whole_or_not_at_all(tmp_path: Path, no_room: None)
 
 
 @pytest.mark.parametrize("content", ["", "null", "{}", '{"process": {"pid": 1}}', '{"address": "x", "core": [1]}'])
-def test_what_a_full_disk_left_of_a_record_is_no_record(tmp_path: Path, content: str) -> None:
+def test_partial_record_from_full_disk_is_ignored(tmp_path: Path, content: str) -> None:
     (tmp_path / "windlass.lock").write_text(content)
     (tmp_path / "ray.json").write_text(content)
     assert find_serving(tmp_path) is None
@@ -374,11 +374,11 @@ def test_what_a_full_disk_left_of_a_record_is_no_record(tmp_path: Path, content:
     lock.release()
 
 
-def test_a_pid_that_is_another_process_by_now_serves_nobody(tmp_path: Path) -> None:
+def test_reused_pid_is_no_serving_process(tmp_path: Path) -> None:
     lock = HomeLock(tmp_path)
     lock.acquire("http://127.0.0.1:1")
     file = tmp_path / "windlass.lock"
-    assert find_serving(tmp_path) is not None  # it names this process, which lives
+    assert find_serving(tmp_path) is not None  # it names this process, which is alive
     start = file.read_text().split('"start": "')[1].split('"')[0]
     file.write_text(file.read_text().replace(start, f"{start}0"))
     assert find_serving(tmp_path) is None

@@ -51,7 +51,7 @@ RESULTS: dict[str, dict[str, Any]] = {
 }
 JOB = {"batch_size": 4, "num_microbatches": 2, "sequence_length": 64}
 
-# Settings of a job, each with a value that is not its default, and that changes what the planner is asked.
+# Settings of a job, each with a value other than its default, that change the planner's question.
 PLANNED: dict[str, Any] = {
     "batch_size": 6,
     "num_microbatches": 4,
@@ -63,13 +63,13 @@ PLANNED: dict[str, Any] = {
     "accumulation_precision": "bf16",
     "gradient_updates": "after_backward",
     "budgets": {"host_memory_gib": 3.0},
-    "epochs": 5,  # which batches there are, and so how wide their mean is
+    "epochs": 5,  # it selects the batches, and so their mean width
 }
 _MORE_STEPS = "how many steps there are does not change what one takes"
 _A_NUMBER = "a number that an update computes with: as many bytes and operations with any value"
 _EXPORT = "an export reads the committed states between two steps, in the buffers that the plan has"
 _EVALUATION_TIME = "an evaluation lies between two steps, and what a step takes is planned; its memory is the same"
-# The others, each with such a value and why the memory and the time of a step are the same with any value.
+# The other settings, each with such a value and the reason why memory and step time do not depend on it.
 NOT_PLANNED: dict[str, tuple[Any, str]] = {
     "learning_rate": (1e-3, _A_NUMBER),
     "warmup_steps": (3, _A_NUMBER),
@@ -98,9 +98,9 @@ NOT_PLANNED: dict[str, tuple[Any, str]] = {
     "gpus": (1, "there is no other value"),
     "lora": (None, "there is no other value"),
 }
-_TOLD_OTHERWISE = {"keep_checkpoints": {"checkpoint_every": 3}}  # what goes with it
+_TOLD_OTHERWISE = {"keep_checkpoints": {"checkpoint_every": 3}}  # needs this setting too
 
-# What the runner is told of the resolved settings, and where the planner is told the same.
+# The resolved settings that the runner gets, and the planner's fields with the same information.
 HYPERPARAMETERS = {
     "batch_size": "batch_size",
     "num_microbatches": "num_microbatches",
@@ -151,7 +151,7 @@ NOT_PLANNED_JOB_SPEC = {
     "deadline_s": "a limit of waits that no healthy job comes near",
     "ordering": "no setting of a job; the planner counts with its defaults",
 }
-# Fields of the order that are about how the planner works, not about the job.
+# Fields of the order that concern the planner's work, not the job.
 ABOUT_PLANNING = {
     "model_dir",
     "compute_threads",
@@ -193,14 +193,14 @@ def preparation_of_job(home: Path, asked: WindlassSettings, hardware: Hardware |
 
 
 def order_of(home: Path, asked: WindlassSettings) -> PlanOrder:
-    """The question to the planner when a job with these settings is prepared."""
+    """The planner's order when a job with these settings is prepared."""
     order = preparation_of_job(home, asked, MACHINE)
     assert order.plan_question is not None
     return PlanOrder.model_validate(order.plan_question(RESULTS))
 
 
 def hyperparameters_of(asked: WindlassSettings) -> Hyperparameters:
-    """What the runner of such a job is told."""
+    """The hyperparameters that the runner of such a job gets."""
     settings = JobSettings(supervised=SupervisedHyperparameters(), windlass=asked, seed=1)
     return resolve(settings, NUM_EXAMPLES)
 
@@ -239,7 +239,7 @@ def test_plan_question_of_a_job_spec_leaves_no_field_out() -> None:
 
 def test_plan_order_with_a_field_that_the_planner_does_not_know_is_a_defect() -> None:
     known = {field.name for field in fields(PlanQuestion)}
-    assert "lengths" in known  # of the order's data set
+    assert "lengths" in known  # from the order's dataset
     assert PlanOrder.model_fields.keys() - known == ABOUT_PLANNING | {"dataset"}
 
 
@@ -266,14 +266,14 @@ def test_resolve_job_whose_plan_does_not_fit_its_budget_names_the_budget(tmp_pat
 
 _LONG = pytest.mark.long
 _GIB = 2**30
-# With the lesser one, kept gradients go to the SSDs where they are fp32, and not in bf16.
+# With the smaller budget, kept gradients spill to the SSDs in fp32, but not in bf16.
 PLENTY_GIB, TIGHT_GIB = 1.0, 0.055
 
 
 @pytest.mark.parametrize(
     ("gradient_updates", "clip_norm", "accumulation_precision", "num_microbatches", "host_memory_gib"),
     [
-        # Each order that lays out the arena in another way once; all of them with `long`.
+        # Each order with another layout of the arena once; all of them with `long`.
         ("auto", None, "bf16", 4, PLENTY_GIB),
         ("kept", None, "bf16", 4, TIGHT_GIB),
         ("naive", None, "fp32", 1, PLENTY_GIB),

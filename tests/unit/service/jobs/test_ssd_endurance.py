@@ -1,4 +1,4 @@
-"""What a job's metrics mean for the rated endurance of its SSDs."""
+"""Forecasts of SSD endurance from a job's metrics."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def wear_of(**changes: Any) -> SsdWear:
 
 
 def test_the_ssd_that_reaches_its_rating_first_counts() -> None:
-    # The first takes twice as much, but is rated for four times as much.
+    # The first is written twice as much, but is rated for four times as much.
     forecast = forecast_endurance(
         step_nbytes=(2 * GB, 1 * GB), job_nbytes=(210 * GB, 105 * GB), rated_nbytes=(600.0 * TB, 150.0 * TB), step_s=2.7
     )
@@ -99,7 +99,7 @@ def test_metrics_without_bytes_tell_nothing() -> None:
         ),
     ],
 )
-def test_amounts_are_rounded_for_people(step_nbytes: int, rated_nbytes: float, expected: str) -> None:
+def test_amounts_are_rounded_for_display(step_nbytes: int, rated_nbytes: float, expected: str) -> None:
     metrics = METRICS | {"ssd_bytes_written_step_by_ssd": [step_nbytes], "ssd_bytes_written_by_ssd": [5 * GB]}
     wear = ssd_wear(metrics, total_steps=4, is_over=True, rated_nbytes=(rated_nbytes,))
     assert wear is not None

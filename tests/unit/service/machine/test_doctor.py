@@ -1,4 +1,4 @@
-"""The doctor: what was measured becomes a profile, what stands in the way gets a remedy."""
+"""The doctor: measurements become a profile, and problems get a remedy."""
 
 import resource
 import subprocess
@@ -81,7 +81,7 @@ def test_directories_on_one_disk_share_it() -> None:
 
 
 @pytest.mark.parametrize(("num_devices", "duplex"), [(0, None), (1, 15.0)])
-def test_of_a_gpu_both_ways_at_once_are_told(num_devices: int, duplex: float | None) -> None:
+def test_gpu_bandwidth_of_both_directions_at_once_is_reported(num_devices: int, duplex: float | None) -> None:
     rates = RATES | {"num_devices": num_devices}
     found = hardware_of(rates, memory_nbytes=8 * GIB, ssds=[measurement(1, read=6e9, free_gib=100)])
     assert found.pcie.duplex_gb_per_s == duplex
@@ -115,7 +115,7 @@ def test_several_disks_are_measured_at_once(tmp_path: Path, monkeypatch: pytest.
     assert found.ssds.combined_gb_per_s == 4.0
 
 
-def test_what_is_full_is_named_and_makes_no_profile() -> None:
+def test_full_disk_is_named_and_makes_no_profile() -> None:
     with pytest.raises(DoctorError, match="nothing is free on /ssd1; delete"):
         hardware_of(RATES, memory_nbytes=GIB, ssds=[measurement(1, read=6e9, free_gib=0)])
     with pytest.raises(DoctorError, match="no memory is free"):

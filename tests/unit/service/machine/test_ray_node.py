@@ -1,4 +1,4 @@
-"""This machine's node of a Ray cluster that others run."""
+"""This machine's node of a Ray cluster that is managed from outside."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     ("resources", "num_cores", "num_gpus"),
     [
         ({"CPU": 3.0, "device": 1.0}, 3, 0),
-        ({"CPU": 64.0, "GPU": 2.0, "device": 2.0}, 16, 2),  # not more than this process may run on
+        ({"CPU": 64.0, "GPU": 2.0, "device": 2.0}, 16, 2),  # not more than this process may use
         ({"GPU": 1.0, "device": 1.0}, 16, 1),
     ],
 )
@@ -63,7 +63,7 @@ def test_a_node_that_does_not_offer_all_its_devices_is_refused(cluster: Cluster,
 def test_a_node_runs_until_the_cluster_says_that_it_does_not(cluster: Cluster) -> None:
     node = RayNode.join("head:6379")
     assert node.is_running
-    # One that is started again on this machine is another node.
+    # A node that is started again on this machine is another node.
     cluster.nodes["again"] = Cluster.node("again", {"CPU": 3.0, "device": 1.0})
     cluster.nodes[HERE] = Cluster.node(HERE, {}, alive=False)
     assert not node.is_running

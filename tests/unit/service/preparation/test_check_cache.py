@@ -20,7 +20,7 @@ _FAILING = _CHECK.replace("'ok': True", "'ok': False, 'error': {'code': 'c', 'me
 
 
 class Model:
-    """A folder, and a check of it that tells which one it is."""
+    """A model folder, and a check whose result tells which check it was."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "model"
@@ -53,7 +53,7 @@ class Model:
         return results
 
     def number(self, *asked: str) -> int:
-        """Which check told what is known, by its result and by its layout."""
+        """The number of the check that gave the result, taken from the result and from the layout."""
         number: int = self.check(*asked)["check_model"]["num_params"]
         assert self.layout_file.read_text() == f"layout {number}"
         return number
@@ -91,7 +91,7 @@ def test_a_check_that_failed_is_made_again(model: Model) -> None:
     assert model.number() == 2
 
 
-def test_what_was_kept_and_is_damaged_is_of_no_use(model: Model, tmp_path: Path) -> None:
+def test_damaged_result_is_not_used(model: Model, tmp_path: Path) -> None:
     assert model.number() == 1
     (kept,) = (tmp_path / "kept").iterdir()
     for text in ("", "[]", "{}", '{"result": {}}', '{"result": {}, "layout": 1}'):
@@ -99,7 +99,7 @@ def test_what_was_kept_and_is_damaged_is_of_no_use(model: Model, tmp_path: Path)
         assert model.number() > 1
 
 
-def test_only_the_last_ones_are_kept(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_latest_results_are_kept(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.service.preparation.check_cache._MOST_KEPT", 2)
     for precision in ("a", "b", "c"):
         model.number(precision)

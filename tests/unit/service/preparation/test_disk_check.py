@@ -1,4 +1,4 @@
-"""What a job writes in the end fits the disk, or it is told before it trains."""
+"""A job's output fits on the disk, or the job is refused before it trains."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from windlass.service.preparation import disk_check as model_room
 from windlass.storage.sql.job_status import JobStatus
 
 GIB = 1024**3
-# 2 GiB as a model in bf16, and 28 as states.
+# 2 GiB as a model in bf16, and 28 GiB as states.
 SIZED = {**PREPARED, "check_model": {"ok": True, "num_params": GIB}}
 
 
@@ -23,7 +23,7 @@ def prepare(stage: Stage, **windlass: Any) -> str:
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """GiB on the home's disk."""
+    """GiB that are free on the home's disk."""
     found = [0.0]
     monkeypatch.setattr(model_room, "directory_free_nbytes", lambda _: int(found[0] * GIB))
     return found
@@ -31,7 +31,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def _ssds_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SSDs of which none is the home's disk."""
+    """Puts the SSDs on other disks than the home's."""
     monkeypatch.setattr(model_room, "_share_beside", lambda *_: 0.0)
 
 

@@ -1,4 +1,4 @@
-"""The memory that preparations get: bounded, shared among owners, and beside what runs."""
+"""The memory of preparations: bounded, shared among owners, and limited beside running jobs."""
 
 import os
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_a_step_waits_for_memory_beside_a_job_and_says_so() -> None:
     assert memory.why_not() == "memory for its preparation: 3.00 GiB needed, 1.50 GiB free beside what runs"
 
 
-def test_where_nothing_else_runs_a_step_begins_with_the_least() -> None:
+def test_step_on_idle_machine_begins_with_minimum_memory() -> None:
     memory = PreparationMemory(lambda: _GIB, 4 * _GIB)
     assert _grant(memory, "j1", "ann", free=True) == LEAST_MEMORY_NBYTES
     assert _grant(memory, "j2", "bob", free=True) == 0, "something else runs now"

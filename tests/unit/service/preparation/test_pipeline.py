@@ -1,4 +1,4 @@
-"""Preparation runs its steps in order, under limits, and turns every way to fail into a job's error."""
+"""Preparation runs its steps in order, under limits, and turns every failure into a job's error."""
 
 import dataclasses
 import json
@@ -169,7 +169,9 @@ def test_limits_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("visible", [None, "1"])
-def test_what_sees_gpus_has_the_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None) -> None:
+def test_steps_that_use_gpus_see_those_of_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None
+) -> None:
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
@@ -186,7 +188,7 @@ def test_what_sees_gpus_has_the_services(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("code", ["sys.exit(3)", "time.sleep(60)", "os.abort()"])
-def test_what_may_fail_is_done_in_another_way(tmp_path: Path, code: str) -> None:
+def test_failed_step_with_alternative_runs_the_alternative(tmp_path: Path, code: str) -> None:
     instead = _step(tmp_path, _OK)
     step = dataclasses.replace(_step(tmp_path, code, timeout_s=1), instead=instead)
     made = Preparation([step, _step(tmp_path, _OK, name="second")], work_dir=tmp_path)
@@ -196,7 +198,7 @@ def test_what_may_fail_is_done_in_another_way(tmp_path: Path, code: str) -> None
     assert warning.endswith(". It is done in another way")
 
 
-def test_what_a_step_found_is_not_asked_for_in_another_way(tmp_path: Path) -> None:
+def test_step_that_returns_an_error_does_not_run_its_alternative(tmp_path: Path) -> None:
     told = {"ok": False, "error": {"code": "no_plan", "message": "too large"}}
     step = dataclasses.replace(_step(tmp_path, f"json.dump({told}, open(result, 'w'))"), instead=_step(tmp_path, _OK))
     with pytest.raises(PreparationError, match="too large"):
@@ -239,7 +241,7 @@ def test_a_file_of_weights_that_is_larger_than_the_limit_can_be_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparation, "_LEAST_ADDRESS_SPACE_NBYTES", 1 << 30)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=0))  # a small machine's
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=0))  # the limit of a small machine
     (tmp_path / "model").mkdir()
     for name in ("model-00001-of-00002", "model-00002-of-00002"):
         with (tmp_path / "model" / f"{name}.safetensors").open("wb") as file:
@@ -266,7 +268,7 @@ def test_a_hostile_template_ends_its_job_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, is_forked: bool
 ) -> None:
     monkeypatch.setitem(preparation._TIMEOUTS_S, preparation.PREPARE_DATA, 30)
-    # A small machine's: a test is not to take this one's memory.
+    # The limit of a small machine, because a test must not use this one's memory.
     monkeypatch.setattr(preparation, "_LEAST_ADDRESS_SPACE_NBYTES", 6 * 1024**3)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=0))
     order = _order(tmp_path, random_weights=True)
@@ -285,7 +287,7 @@ def test_a_hostile_template_ends_its_job_only(
 
 @pytest.mark.long
 def test_the_modules_of_steps_may_be_forked_from(tmp_path: Path) -> None:
-    """Their imports start no threads; else this would end in a process of its own."""
+    """Their imports start no threads. Otherwise each would start in a process of its own."""
     order = _order(tmp_path, random_weights=True)
     server = step_server(tmp_path / "server.log")
     try:
@@ -374,8 +376,8 @@ def test_a_model_that_is_not_here_is_downloaded_first_by_the_one_step_that_may_t
     assert ["HF_TOKEN" in step.passed_on for step in preparation._steps] == [True, False, False]
 
 
-def test_what_was_found_can_be_asked_for_again(tmp_path: Path) -> None:
-    """Who asked may have been unable to write it down."""
+def test_results_of_ended_preparation_can_be_polled_again(tmp_path: Path) -> None:
+    """The caller may have failed to store the results."""
     preparation = Preparation([_step(tmp_path, _OK)], work_dir=tmp_path)
     results = _finish(preparation)
     assert preparation.poll() == results

@@ -1,4 +1,4 @@
-"""Whose preparation computes: fair among owners, short before long."""
+"""The preparation that computes next: fair among owners, short before long."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def test_the_owner_who_computed_least_of_late_goes_first() -> None:
     assert who_computes(jobs, {"ann": 400.0, "bob": 900.0}, num_side_by_side=1) == ["j1"]
 
 
-def test_owners_do_not_change_places_at_each_look() -> None:
+def test_owners_keep_their_turn_between_polls() -> None:
     jobs = [_begun("j1", "ann", 3.0), _waiting("j2", "bob")]
     assert who_computes(jobs, {"ann": 3.0}, num_side_by_side=1) == ["j1"]
     assert who_computes(jobs, {"ann": 6.0}, num_side_by_side=1) == ["j2"]
@@ -50,7 +50,7 @@ def test_an_owner_has_only_so_many_processes() -> None:
     assert "j9" in who_computes([*halted[1:], _waiting("j9", "ann", nbytes=1)], {}, num_side_by_side=9)
 
 
-def test_a_download_takes_nobodys_place_but_is_limited_too() -> None:
+def test_downloads_have_their_own_limit() -> None:
     downloads = [_waiting(f"j{number}", "ann", uses_cores=False) for number in range(MOST_BEGUN + 2)]
     jobs = [*downloads, _waiting("j8", "bob"), _waiting("j9", "cat")]
     chosen = who_computes(jobs, {}, num_side_by_side=1)

@@ -1,4 +1,4 @@
-"""When `windlass up` measures the machine, and when it leaves the profile alone."""
+"""Conditions under which `windlass up` measures the machine, or keeps the profile."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ PROFILE = load(Hardware, example_machines()["memascend-2"])
 
 
 class Bench:
-    """A home, and a stand-in for what measures."""
+    """A home, and a stand-in for the measurement."""
 
     def __init__(self, home: Path) -> None:
         home.mkdir(mode=0o700)
@@ -46,7 +46,7 @@ class Bench:
         return PROFILE
 
     def up(self) -> str:
-        """What is told."""
+        """The messages of a start."""
         self.told.clear()
         ensure_measured(self.settings, self.told.append)
         return "\n".join(self.told)
@@ -126,21 +126,21 @@ def test_a_machine_that_has_changed_is_measured_in_the_precision_that_was_asked_
     assert "in fp16" in bench.path.read_text()
 
 
-def test_what_doctor_measured_counts(bench: Bench) -> None:
+def test_profile_measured_by_doctor_is_used(bench: Bench) -> None:
     measure_and_save(bench.settings, bench.path, bench.told.append)
     assert bench.up() == ""
     assert bench.num_measured == 1
 
 
-def test_what_a_person_wrote_stays(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_written_by_user_is_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     own = PROFILE.model_dump(exclude_none=True)
     bench.path.write_text(yaml.safe_dump(own))
-    assert bench.up() == ""  # as many GPUs and SSDs as there are here
+    assert bench.up() == ""  # as many GPUs and SSDs as this machine has
     own["ssds"]["count"] = 5
     bench.path.write_text(yaml.safe_dump(own))
     assert f"{bench.path}: ssds.count: 5, but there are 2 here" in bench.up()
     assert yaml.safe_load(bench.path.read_text()) == own
-    # Measured, changed by hand, and the machine changes: still the person's.
+    # Measured, edited by the user, and then the machine changes: the edited profile stays.
     bench.path.unlink()
     bench.up()
     bench.path.write_text(bench.path.read_text() + "# mine\n")
@@ -157,7 +157,7 @@ def test_a_profile_that_cannot_be_read_is_told_and_stays(bench: Bench) -> None:
     assert bench.num_measured == 0
 
 
-def test_what_cannot_be_measured_is_told(bench: Bench) -> None:
+def test_failed_measurement_is_reported(bench: Bench) -> None:
     bench.failure = DoctorError("nothing is free on /ssd1; delete jobs or files there")
     told = bench.up()
     assert "! not measured: nothing is free on /ssd1" in told
@@ -184,7 +184,7 @@ def test_nothing_is_measured_beside_jobs(bench: Bench, monkeypatch: pytest.Monke
     assert "saved as" in bench.up()
 
 
-def test_facts_of_another_version_are_nobodys(bench: Bench) -> None:
+def test_facts_of_another_version_are_ignored(bench: Bench) -> None:
     bench.up()
     facts = bench.home / "measured.json"
     facts.write_text(json.dumps({**json.loads(facts.read_text()), "more": 1}))

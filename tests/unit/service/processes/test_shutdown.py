@@ -1,4 +1,4 @@
-"""What `windlass down --force` does to jobs, once their processes have ended with Ray."""
+"""The effect of `windlass down --force` on jobs, once their processes have ended with Ray."""
 
 import getpass
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 @pytest.mark.parametrize("was_interrupted", [False, True])
 def test_a_running_job_fails_and_leaves_nothing(stage: Stage, was_interrupted: bool) -> None:
-    """Also where its runner saw the other processes die first, and told so."""
+    """Also if its runner first saw the other processes die, and reported it."""
     job_id, journal = stage.run()
     stage.put_states(job_id)
     if was_interrupted:

@@ -1,4 +1,4 @@
-"""What "auto" means, in numbers."""
+"""The values of "auto" settings."""
 
 import math
 from dataclasses import asdict, replace
@@ -26,7 +26,7 @@ def settings(windlass: dict[str, Any] | None = None, **supervised: Any) -> JobSe
     )
 
 
-def test_silence_means_the_documented_defaults() -> None:
+def test_resolve_without_settings_gives_documented_defaults() -> None:
     resolved = resolve(settings(), num_examples=1000)
     assert (resolved.epochs, resolved.batch_size, resolved.num_microbatches) == (3, 8, 2)
     assert (resolved.learning_rate, resolved.schedule, resolved.warmup_steps) == (2e-5, Schedule.LINEAR, 12)  # of 375
@@ -35,13 +35,13 @@ def test_silence_means_the_documented_defaults() -> None:
     assert (resolved.precision, resolved.sequence_length, resolved.seed) == (Precision.BF16, 2048, 7)
     assert (resolved.optimizer, resolved.state_precision) == (Optimizer.ADAMW, StatePrecision.FP32)
     assert (resolved.accumulation_precision, resolved.max_bad_steps) == (Precision.FP32, 10)
-    assert resolved.update_order is UpdateOrder.KEPT  # as the gradient is clipped
-    assert resolved.model_kernels is None  # what the device can have
+    assert resolved.update_order is UpdateOrder.KEPT  # because the gradient is clipped
+    assert resolved.model_kernels is None  # those that the device supports
     assert settings().initialization is Initialization.WEIGHTS
 
 
 def test_our_defaults_are_those_of_older_jobs() -> None:
-    """What a stored job does not say, it has by default, whether it was prepared or not."""
+    """A stored job has the defaults for missing settings, whether it was prepared or not."""
     method = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2}}}
     stored = {"batch_size": None, "schedule": "cosine", "clip_norm": None, "precision": "fp32", "optimizer": "adamw"}
     again = JobSettings.from_row(method, stored | {"state_precision": "fp32", "initialization": "random"}, 7)
@@ -161,7 +161,7 @@ def test_numbers_are_finite(name: str, number: float) -> None:
         WindlassSettings(**{name: number})
 
 
-def test_what_a_row_keeps_resolves_to_the_same() -> None:
+def test_stored_settings_resolve_to_the_same() -> None:
     others = {"precision": "fp16", "accumulation_precision": "fp16", "optimizer": "adam", "gradient_updates": "kept"}
     asked = settings({"epochs": 2, "budgets": {"host_memory_gib": 4}, **others}, learning_rate_multiplier=3)
     again = JobSettings.from_row(
@@ -200,7 +200,7 @@ def test_a_small_batch_has_no_empty_microbatches() -> None:
     assert replace(resolved, num_microbatches=1) != resolved
 
 
-def test_of_no_checkpoints_none_are_kept() -> None:
+def test_keep_checkpoints_without_checkpoints_is_refused() -> None:
     for asked in ({"checkpoint_every": 5}, {"checkpoint_minutes": 0.5}):
         assert WindlassSettings(keep_checkpoints=1, **asked).keep_checkpoints == 1
     with pytest.raises(ValidationError, match="there are none to keep"):

@@ -1,4 +1,4 @@
-"""No name from the network leaves the models' directories."""
+"""No model name from a request leads out of the models' directories."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ MODELS, FINE_TUNED = Path("/h/models"), Path("/h/fine-tuned")
         "x" * 201,
     ],
 )
-def test_names_that_are_no_model_s(model: str) -> None:
+def test_invalid_model_names_are_refused(model: str) -> None:
     with pytest.raises(ApiError) as caught:
         model_dir(model, models_dir=MODELS, fine_tuned_dir=FINE_TUNED)
     assert caught.value.param == "model"

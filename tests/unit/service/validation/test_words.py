@@ -1,4 +1,4 @@
-"""Words for people."""
+"""Counts and lists in words."""
 
 from windlass.service.validation.text import count_text, told_jobs
 

@@ -1,4 +1,4 @@
-"""Where webhooks go and where they never do."""
+"""The targets that webhooks may and may not have."""
 
 import contextlib
 import socket
@@ -74,7 +74,7 @@ def test_private_addresses_are_taken_where_they_are_allowed() -> None:
 
 
 def resolving(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> list[str]:
-    """Every name has these addresses; the names that were looked up."""
+    """Gives every name these addresses. Returns the names that were looked up."""
     asked: list[str] = []
 
     def getaddrinfo(host: str, port: int, *_: object, **__: object) -> list[Any]:
@@ -107,7 +107,7 @@ def test_a_name_of_an_address_that_is_not_public_is_refused_wherever_it_stands(
             send("https://inside.example", **EVENT, allows_private=False)
 
 
-def test_it_goes_to_the_address_that_was_checked_whatever_the_name_says_later(
+def test_webhook_goes_to_the_checked_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with receiving() as receiver:
@@ -115,7 +115,7 @@ def test_it_goes_to_the_address_that_was_checked_whatever_the_name_says_later(
         asked = resolving(monkeypatch, "127.0.0.1")
         assert send(f"http://hook.example:{port}", **EVENT, allows_private=True) == 200
     assert asked[0] == "hook.example"
-    assert "hook.example" not in asked[1:]  # what connects asks for the address only
+    assert "hook.example" not in asked[1:]  # the connection asks only for the address
     assert receiver.received[0][0]["host"].startswith("hook.example:")
 
 
@@ -135,7 +135,7 @@ def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch
     assert (len(receiver.received), len(proxy.received)) == (1, 0)
 
 
-def test_who_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receiver_without_answer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with receiving() as receiver:
         url = receiver.url
     with pytest.raises(DeliveryError, match="ConnectError"):
@@ -149,10 +149,10 @@ def test_who_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_tls", [False, True])
-def test_who_trickles_an_answer_is_cut_off_in_time(
+def test_receiver_that_trickles_its_answer_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, authority: trustme.CA, *, is_tls: bool
 ) -> None:
-    """A byte now and then, which no time-out of a single read notices."""
+    """A byte now and then, which no timeout of a single read notices."""
     monkeypatch.setattr(webhook_requests, "TOTAL_TIMEOUT_S", 0.5)
     ending = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -160,7 +160,7 @@ def test_who_trickles_an_answer_is_cut_off_in_time(
         def trickle() -> None:
             connection, _ = server.accept()
             with connection:
-                if is_tls:  # a handshake that never comes to its end
+                if is_tls:  # a handshake that never ends
                     connection.sendall(b"\x16\x03\x03\x40\x00")
                 for byte in b"HTTP/1.1 200 OK\r\nX: " + b"x" * 1000:
                     if ending.wait(0.02):
@@ -182,7 +182,7 @@ def test_who_trickles_an_answer_is_cut_off_in_time(
     assert took_s < 10, "it would take 20 s to its end"
 
 
-def test_a_name_that_nobody_finds_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_lookup_timeout_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook_requests, "TOTAL_TIMEOUT_S", 0.05)
     ending = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ending.wait(60) and [])
@@ -222,7 +222,7 @@ def test_the_certificate_must_be_of_the_name_not_of_the_address(
         send(receiver.url, **EVENT, allows_private=True)
 
 
-def test_a_certificate_of_nobody_known_is_refused(authority: trustme.CA) -> None:
+def test_certificate_of_unknown_authority_is_refused(authority: trustme.CA) -> None:
     with (
         receiving(tls=served(authority, "localhost")) as receiver,
         pytest.raises(DeliveryError, match="CERTIFICATE_VERIFY_FAILED"),

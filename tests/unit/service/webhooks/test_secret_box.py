@@ -19,7 +19,7 @@ def test_seal_power_loss_after_the_first_secret_leaves_the_key(tmp_path: Path, m
 def test_seal_two_processes_that_make_the_key_at_once_have_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slower one looks before the faster one has made the file, and goes on after."""
+    """The slower one checks before the faster one has made the file, and continues afterwards."""
     faster, slower = SecretBox(tmp_path), SecretBox(tmp_path)
     sealed = faster.close("secret")
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""A service that is sent what nobody sends by mistake, and a look at what became of it."""
+"""A service for hostile requests, and a check of its state after them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +18,7 @@ SECRET = "outside of the home"
 
 @contextmanager
 def homes(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> Iterator[Callable[[], Settings]]:
-    """Makes homes beside what none of them may touch, each with a database of its own of the fixture's kind."""
+    """Makes homes beside files that no request may touch, each with its own database of the fixture's kind."""
     with ExitStack() as stack:
 
         def new() -> Settings:
@@ -37,14 +37,14 @@ def homes(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> It
 
 @contextmanager
 def served(settings: Settings) -> Iterator[TestClient]:
-    """With a model to train."""
+    """A client of a service with a model to train."""
     make_model(settings.models_dir / "tiny")
     with serve(settings) as client:
         yield client
 
 
 def check_unharmed(client: TestClient, settings: Settings) -> None:
-    """Whatever was sent: who comes next is served, and nothing outside was touched."""
+    """Checks that the next request is served, and that nothing outside of the home was changed."""
     for path in ("/v1/files", JOBS, "/v1/models", HOOKS, "/v1/audit", f"{JOBS}?metadata[a]=b&limit=1000"):
         assert client.get(path).status_code == 200, path
     secret = settings.home.parent / "secret"
@@ -52,7 +52,7 @@ def check_unharmed(client: TestClient, settings: Settings) -> None:
 
 
 def check_refused(response: Any, *statuses: int) -> None:
-    """The envelope, and nothing of the inside."""
+    """Checks that an answer has the error envelope, and reveals no internal text."""
     assert response.status_code in (statuses or (400, 404)), response.text
     assert response.json()["error"].keys() == {"message", "type", "param", "code"}
     assert SECRET not in response.text
@@ -60,7 +60,7 @@ def check_refused(response: Any, *statuses: int) -> None:
 
 
 def raw(client: TestClient, method: str, path: str, headers: dict[str, str] | None = None, body: bytes = b"") -> str:
-    """Status and body of a request that no client library has looked at."""
+    """The status and the body of the answer to a raw request, which no client library normalizes."""
     target, _, query = path.partition("?")
     lines = {"host": "127.0.0.1:8642", **(headers or {})}
     scope = {

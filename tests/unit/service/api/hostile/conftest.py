@@ -1,4 +1,4 @@
-"""One service for the tests of a file, and a look at it after each."""
+"""One service for the tests of a file, with a check of its state after each test."""
 
 from collections.abc import Callable, Iterator
 

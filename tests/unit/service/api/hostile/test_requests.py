@@ -1,8 +1,7 @@
-"""What nobody sends by mistake: no failure inside, nothing outside of the home read or changed, nothing left that makes
-the next request fail.
+"""Hostile requests: no internal error, no access outside of the home, and no effect on the next request.
 
-Others' things, and keys that open nothing, are in `test_access.py`, of every endpoint; strange text, which databases
-take differently, is in `test_text.py`.
+`test_access.py` tests other users' objects and invalid keys for every endpoint. `test_text.py` tests strange text,
+which databases treat differently.
 """
 
 import json
@@ -72,7 +71,7 @@ def test_no_path_leaves_the_home(client: TestClient, name: str) -> None:
         *(("DELETE", path) for path in removed),
         ("POST", f"{JOBS}/{{}}/cancel"),
     ):
-        # As it is written: a client of good manners would resolve the dots.
+        # The raw path: a normal client would resolve the dots.
         response = raw(client, method, path.format(name))
         assert SECRET not in response
         assert response.partition(" ")[0] in ("400", "404", "405", "307"), (method, path, response)
@@ -128,7 +127,7 @@ def nested(depth: int, kind: str = "[]") -> str:
 @pytest.mark.parametrize("kind", ["[]", "{}"])
 def test_no_depth_of_nesting_fails_inside(client: TestClient, kind: str) -> None:
     file_id = upload(client)
-    # Around what Python follows, and far beyond it.
+    # Around Python's limit of nesting, and far beyond it.
     for depth in (10, 300, 600, 800, 900, 950, 1000, 5_000, 100_000):
         bomb = nested(depth, kind)
         for body in (
@@ -173,7 +172,7 @@ def test_no_depth_of_nesting_fails_inside(client: TestClient, kind: str) -> None
 def test_no_body_fails_inside(client: TestClient, body: bytes) -> None:
     for path in (JOBS, PLANS, HOOKS):
         check_refused(client.post(path, content=body, headers=JSON), 400, 413)
-        check_refused(client.post(path, content=body), 400, 413)  # of no type at all
+        check_refused(client.post(path, content=body), 400, 413)  # without any content type
 
 
 HUGE = [
@@ -251,7 +250,7 @@ FOREIGN = [
     {"Origin": "null"},
     {"Origin": "http://127.0.0.1:9999"},
     {"Host": "evil.example"},
-    {"Host": "evil.example", "Origin": "http://evil.example"},  # a rebound name
+    {"Host": "evil.example", "Origin": "http://evil.example"},  # a DNS-rebinding name
     {"Host": "127.0.0.1.evil.example:8642"},
 ]
 
@@ -265,7 +264,7 @@ def world(new_settings: Callable[[], Settings]) -> Iterator[World]:
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
 @pytest.mark.parametrize("login", ["key", "cookie", "none"])
 def test_no_other_site_reaches_anything(world: World, headers: dict[str, str], login: str) -> None:
-    """Neither with a key that a browser was given, nor with its login, and with no kind of form."""
+    """Neither with a key that a browser has, nor with its login, and with no kind of form."""
     things, own = world.things["alice"], {"Origin": "http://127.0.0.1:8642"}
     world.client.cookies.clear()
     if login == "cookie":
@@ -295,7 +294,7 @@ def state_of(world: World) -> Any:
 
 
 def test_what_a_form_can_send_is_no_json(client: TestClient) -> None:
-    """A form of another site needs no permission of the browser's for these types; JSON it cannot send."""
+    """For these types a form of another site needs no permission from the browser; JSON it cannot send."""
     body = json.dumps({"model": "tiny", "training_file": upload(client)})
     before = client.get(JOBS).json()["data"][:1]
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):

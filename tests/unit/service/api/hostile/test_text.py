@@ -1,4 +1,4 @@
-"""Text that databases take differently, or not at all: it comes back as it was sent, or is refused."""
+"""Text that databases treat differently, or not at all: it is returned unchanged, or refused."""
 
 import json
 from urllib.parse import quote

@@ -1,4 +1,4 @@
-"""Clients that open connections and keep the service waiting are cut off, and hold up nobody else."""
+"""Clients that open connections and keep the service waiting are cut off, and do not delay other clients."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from windlass.service.installation.settings import Settings
 
 _HEAD = b"GET /quick HTTP/1.1\r\nHost: x\r\n"
 _GET = _HEAD + b"\r\n"
-# More than the kernel buffers between two sockets with small buffers, and less than uvicorn's high-water mark.
+# Bytes: more than the kernel buffers between two sockets with small buffers, and less than uvicorn's high-water mark.
 _LARGE_NBYTES = 60_000
 _BUFFER_NBYTES = 4096
 
@@ -80,7 +80,7 @@ async def _pause(duration_s: float = 0.1) -> None:
 
 class _Server(uvicorn.Server):
     def install_signal_handlers(self) -> None:
-        """None: it runs in a thread."""
+        """Installs none, because the server runs in a thread."""
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def _serving(
     keep_alive_s: int = 75,
     **bounds: float,
 ) -> Iterator[int]:
-    """Its port."""
+    """Serves the app in a thread; yields its port."""
     given = {"most": 100, "most_per_address": 100, **bounds}
     config = uvicorn.Config(
         _app(),
@@ -122,7 +122,7 @@ def _connected(port: int, *, source: str = "127.0.0.1", timeout_s: float = 30) -
 
 
 def _read_all(connection: socket.socket) -> bytes:
-    """Until the service closes."""
+    """Reads until the service closes the connection."""
     parts = []
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(65536):
@@ -131,7 +131,7 @@ def _read_all(connection: socket.socket) -> bytes:
 
 
 def _read_until(connection: socket.socket, end: bytes) -> bytes:
-    """Read an answer that comes in parts, as each record of TLS is one."""
+    """Reads an answer that arrives in parts, such as TLS records."""
     answer = b""
     while not answer.endswith(end):
         part = connection.recv(65536)
@@ -166,7 +166,7 @@ def test_a_head_that_does_not_come_ends_the_connection(sent: bytes) -> None:
         connection.sendall(sent)
         assert _is_answered(port), "others are served meanwhile"
         answer = _read_all(connection)
-        if sent.startswith(_GET):  # what follows an answered request is as an idle connection
+        if sent.startswith(_GET):  # after an answered request the connection counts as idle
             assert answer.startswith(b"HTTP/1.1 200 OK")
         else:
             assert _error(answer) == (408, "request_timeout")
@@ -268,7 +268,7 @@ def test_body_that_waits_for_the_service_to_ask_for_it_is_not_late() -> None:
 
 
 def test_request_for_a_websocket_is_answered_as_any_other_and_its_connection_is_forgotten() -> None:
-    """The service has no websockets; uvicorn would hand the connection to another protocol, which counts nothing."""
+    """The service has no websockets. uvicorn would pass the connection to another protocol, which counts nothing."""
     with _serving(most=1, ws=_Websocket) as port:
         with _connected(port) as connection:
             connection.sendall(_HEAD + b"Connection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n")
@@ -277,10 +277,10 @@ def test_request_for_a_websocket_is_answered_as_any_other_and_its_connection_is_
 
 
 class _Websocket(asyncio.Protocol):
-    """Stands in for the protocol that uvicorn finds where a package for websockets is installed."""
+    """Stands for the protocol that uvicorn uses if a websockets package is installed."""
 
     def __init__(self, **_: object) -> None:
-        """Take whatever uvicorn gives."""
+        """Accepts all arguments of uvicorn."""
 
 
 # --- TLS -----------------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_handshake_that_does_not_come_counts_as_a_connection_and_ends(
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK")
 
 
-# --- room for others -----------------------------------------------------------------------------------------------
+# --- space for other clients ---------------------------------------------------------------------------------------
 
 _OTHERS = [f"127.0.0.{number}" for number in range(2, 7)]
 _EACH = 8  # connections
@@ -360,7 +360,7 @@ _BODY_HEAD = b"POST /upload HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n"
 
 @contextmanager
 def _full(port: int, sent: bytes = b"", answer: bytes = b"") -> Iterator[list[socket.socket]]:
-    """All places are taken by five addresses, which have sent so much and read an answer that ends so."""
+    """Fills all places from five addresses, which have sent `sent` and read an answer that ends with `answer`."""
     with contextlib.ExitStack() as opened:
         held = []
         for source in _OTHERS * _EACH:
@@ -368,12 +368,12 @@ def _full(port: int, sent: bytes = b"", answer: bytes = b"") -> Iterator[list[so
             held[-1].sendall(sent)
             if answer:
                 _read_until(held[-1], answer)
-        time.sleep(0.3)  # until the service has seen all of it
+        time.sleep(0.3)  # until the service has read all of it
         yield held
 
 
 def _closed(connections: list[socket.socket]) -> list[int]:
-    """The numbers of those that the service closes, of connections that have nothing left to read."""
+    """The indexes of the connections that the service closes. They have nothing left to read."""
     found = []
     for number, each in enumerate(connections):
         each.settimeout(0.02)
@@ -394,7 +394,7 @@ def _ask(connection: socket.socket) -> bytes:
     [(b"", b""), (_HEAD, b""), (_GET, b'"done"'), (_GET + _HEAD, b'"done"'), (_BODY_HEAD + b"x" * 50, b"")],
     ids=["silent", "in the head", "idle", "in the next head", "in the body"],
 )
-def test_five_addresses_that_take_all_places_lock_nobody_out(loop: str, sent: bytes, answer: bytes) -> None:
+def test_new_client_gets_a_place_when_five_addresses_fill_all(loop: str, sent: bytes, answer: bytes) -> None:
     with (
         _serving(loop=loop, stall_s=0.1, **_FULL) as port,
         _full(port, sent, answer) as held,
@@ -417,7 +417,7 @@ def test_oldest_of_the_address_that_has_most_makes_room() -> None:
         assert _closed(held) == [2, 4]
 
 
-def test_address_with_as_many_connections_as_it_may_have_takes_nobodys_place() -> None:
+def test_address_at_its_limit_evicts_no_connection() -> None:
     with (
         _serving(most=2, most_per_address=1) as port,
         _connected(port, source="127.0.0.2") as other,
@@ -476,7 +476,7 @@ def test_client_that_reads_nothing_of_its_answer_makes_room_and_one_that_reads_d
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("has_shaken_hands", [False, True])
-def test_five_addresses_lock_nobody_out_of_tls(
+def test_new_tls_client_gets_a_place_when_five_addresses_fill_all(
     authority: trustme.CA, tls: ssl.SSLContext, loop: str, has_shaken_hands: bool
 ) -> None:
     with _serving(tls=tls, loop=loop, **_FULL) as port, contextlib.ExitStack() as opened:

@@ -1,4 +1,4 @@
-"""Users are told no folders of the server; admins are, as they need them."""
+"""Answers to users contain no folders of the server. Answers to admins do, because they need them."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _JOBS = "/v1/fine_tuning/jobs"
 
 @pytest.fixture
 def world(settings: Settings) -> Iterator[World]:
-    """A service of which alice's job failed with words that name folders."""
+    """A service with a failed job of alice, whose error names folders."""
     with keyed_world(settings) as world:
         job_id = world.things["alice"].job_id
         words = f"no room in {settings.home}/fine-tuned; the SSD at {settings.ssd_dirs[1]} is slow"

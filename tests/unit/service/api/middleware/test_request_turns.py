@@ -1,4 +1,4 @@
-"""A user whose requests take long waits for them alone: other users' requests are answered meanwhile."""
+"""A user with slow requests delays only their own: other users' requests are answered meanwhile."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ _START: Message = {"type": "http.response.start", "status": 200, "headers": []}
 
 
 class _Handler:
-    """An app that notes which requests it works on, and answers when it is told to."""
+    """An app that records the requests in progress, and answers when the test says so."""
 
     def __init__(self) -> None:
         self.at_work: list[str] = []
@@ -38,7 +38,8 @@ class _Handler:
             self.at_work.append(name)
             await self.may_answer.wait()
             await send(_START)
-            assert (await receive())["type"] == "http.request"  # as an answer in parts does, to see its client leave
+            # as a streaming answer does, to notice that its client has left
+            assert (await receive())["type"] == "http.request"
             await self.may_end.wait()
 
         return app
@@ -50,7 +51,7 @@ async def _settle() -> None:
 
 
 async def _send(_message: Message) -> None:
-    """Take what is sent."""
+    """Accepts the message."""
 
 
 async def _receive() -> Message:
@@ -97,7 +98,7 @@ def test_request_whose_body_is_on_its_way_takes_no_turn() -> None:
 
 
 def test_upload_beyond_the_users_number_waits_unread_until_one_is_over_and_other_users_do_not() -> None:
-    """What has come of an upload lies on the disk, also of one that never ends."""
+    """The received part of an upload is on disk, even of one that never ends."""
 
     async def check() -> None:
         handler, turns = _Handler(), RequestTurns(10, num_uploads=2)
@@ -160,7 +161,7 @@ def test_request_that_fails_gives_its_turn_back() -> None:
 
 
 def test_user_whose_requests_hang_in_all_their_turns_holds_up_nobody_else(settings: Settings) -> None:
-    """Each takes one of the 40 threads in which the API works."""
+    """Each uses one of the API's 40 threads."""
     may_end = threading.Event()
 
     def hang() -> str:

@@ -60,7 +60,7 @@ def test_other_hosts_are_refused(client: TestClient, host: str) -> None:
         ("0.0.0.0", "localhost:8642", True),
         ("0.0.0.0", "Box.Example:8642", True),
         ("0.0.0.0", "box.example", True),
-        ("0.0.0.0", "other.example:8642", False),  # a rebound name
+        ("0.0.0.0", "other.example:8642", False),  # a DNS-rebinding name
         ("0.0.0.0", "box.example.other.example", False),
         ("0.0.0.0", "192.168.1.5.other.example", False),
         ("0.0.0.0", "192.168.1.5@other.example", False),
@@ -86,7 +86,7 @@ def test_a_service_for_others_has_names_and_addresses(tmp_path: Path, bound: str
     ("peer", "expected"),
     [("10.0.0.7", ("8.8.8.8", True)), ("10.0.0.8", ("10.0.0.8", False)), ("127.0.0.1", ("127.0.0.1", False))],
 )
-def test_only_a_trusted_proxy_is_believed_who_asks_and_how(
+def test_forwarded_headers_count_only_from_trusted_proxies(
     tmp_path: Path, peer: str, expected: tuple[str, bool]
 ) -> None:
     behind = Settings(home=tmp_path, host_names="box.example", trusted_proxies="10.0.0.7, 10.1.0.0/16")
@@ -95,7 +95,7 @@ def test_only_a_trusted_proxy_is_believed_who_asks_and_how(
     headers = {
         "Host": "box.example",
         "Origin": "https://box.example",
-        "X-Forwarded-For": "127.0.0.1, 8.8.8.8, 10.1.2.3",  # the first one is the client's own invention
+        "X-Forwarded-For": "127.0.0.1, 8.8.8.8, 10.1.2.3",  # the first one is made up by the client
         "X-Forwarded-Proto": "https",
     }
     with serve(behind, peer=peer) as client:
@@ -106,7 +106,7 @@ def test_only_a_trusted_proxy_is_believed_who_asks_and_how(
         assert (event.peer, "Secure" in response.headers["set-cookie"]) == expected
 
 
-def test_the_word_of_a_client_makes_no_loopback(tmp_path: Path) -> None:
+def test_client_headers_cannot_claim_loopback(tmp_path: Path) -> None:
     with serve(Settings(home=tmp_path), peer="192.168.1.9") as client:
         assert client.get("/v1/files", headers={"X-Forwarded-For": "127.0.0.1"}).status_code == 401
 
@@ -122,7 +122,7 @@ def test_under_tls_a_page_without_it_is_of_another_origin(tmp_path: Path) -> Non
     ("origin", "status"),
     [
         ("http://127.0.0.1:8642", 200),
-        ("http://127.0.0.1:3000", 403),  # another web application of this machine
+        ("http://127.0.0.1:3000", 403),  # another web application on this machine
         ("http://localhost:8642", 403),
         ("https://evil.example", 403),
         ("null", 403),

@@ -1,4 +1,4 @@
-"""The list of checkpoints as the contract has it, and copies of any of them."""
+"""The list of checkpoints in the API's format, and exports of any of them."""
 
 import time
 from pathlib import Path
@@ -20,7 +20,7 @@ JOBS = "/v1/fine_tuning/jobs"
 
 
 def run_job(client: TestClient, file_id: str, steps: range, *, attempt: int = 1) -> str:
-    """A job that runs and has told of checkpoints of these steps."""
+    """A running job that has reported checkpoints at these steps."""
     job_id: str = client.post(JOBS, json={"model": "tiny", "training_file": file_id}).json()["id"]
     with context_of(client).database.write() as session:
         jobs = JobRepository(session)
@@ -71,7 +71,7 @@ def test_a_checkpoint_has_all_fields_of_the_contract(client: TestClient, file_id
 def test_the_list_is_latest_first_in_pages_that_name_their_ends(client: TestClient, file_id: str) -> None:
     job_id, other = run_job(client, file_id, range(1, 13)), run_job(client, file_id, range(1, 2))
     first = page(client, job_id)
-    assert [each["step_number"] for each in first["data"]] == list(range(12, 2, -1))  # ten, where nothing is said
+    assert [each["step_number"] for each in first["data"]] == list(range(12, 2, -1))  # ten by default
     assert (first["object"], first["has_more"]) == ("list", True)
     assert (first["first_id"], first["last_id"]) == (first["data"][0]["id"], first["data"][-1]["id"])
     rest = page(client, job_id, after=first["last_id"])
@@ -100,7 +100,7 @@ def test_a_checkpoint_that_a_later_attempt_makes_again_keeps_its_id(client: Test
 
 
 class StandInProgress:
-    """Keeps what it is told."""
+    """Records its calls."""
 
     seen: list[tuple[int, int]]
 

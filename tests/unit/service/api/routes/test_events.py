@@ -1,4 +1,4 @@
-"""Events in pages and as a stream that ends; live streams are tested against a real server."""
+"""Events in pages and as a stream that ends. Live streams are tested with a real server."""
 
 import json
 from typing import Any
@@ -71,7 +71,7 @@ def test_a_stream_goes_on_where_it_broke(client: TestClient, job_id: str) -> Non
     assert streamed(client, job_id, last=events[2]["sse_id"]) == events[3:]
     assert streamed(client, job_id, after=int(events[3]["sse_id"])) == events[4:]
     assert streamed(client, job_id, last=events[4]["sse_id"], after=0) == []
-    assert streamed(client, job_id, last="1000000") == events  # of a database that is no more
+    assert streamed(client, job_id, last="1000000") == events  # of a database that was replaced
 
 
 def test_a_stream_refuses_what_is_no_id(client: TestClient, job_id: str) -> None:

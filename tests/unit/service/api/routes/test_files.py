@@ -16,7 +16,7 @@ from windlass.service.installation.settings import Settings
 from windlass.storage.sql.database import Database
 
 
-def test_bytes_come_back_as_they_went_in(client: TestClient, settings: Settings) -> None:
+def test_file_content_equals_upload(client: TestClient, settings: Settings) -> None:
     content = b'{"text": "gr\xc3\xbc\xc3\x9f"}\r\n \r\n'
     file_id = upload(client, content, "da ta.jsonl")
     file = client.get(f"/v1/files/{file_id}").json()
@@ -56,7 +56,7 @@ def test_upload_power_loss_after_the_answer_leaves_the_bytes(
         ("a.jsonl", b"x", "assistants", "purpose", "must be \"fine-tune\", got 'assistants'"),
     ],
 )
-def test_what_is_no_training_file_is_refused(
+def test_invalid_training_file_is_refused(
     client: TestClient, settings: Settings, name: str, content: bytes, purpose: str, param: str, message: str
 ) -> None:
     response = client.post("/v1/files", files={"file": (name, content)}, data={"purpose": purpose})
@@ -67,10 +67,10 @@ def test_what_is_no_training_file_is_refused(
     assert list(settings.files_dir.iterdir()) == []
 
 
-def test_a_large_file_is_checked_as_far_as_time_goes(
+def test_large_file_is_checked_up_to_a_time_limit(
     client: TestClient, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not seen in time, or by a process that dies, is left to the preparation."""
+    """Lines that are not read in time, or by a process that dies, are left to the preparation."""
     content = b'{"text": "a"}\n' * 30_000 + b"{"
     assert check_data(DataFile(path=_file(settings, content), param="file"), limit_s=0.0) is False
     monkeypatch.setattr(uploaded_data, "_MEMORY_NBYTES", 1 << 20)
@@ -120,7 +120,7 @@ def test_a_file_that_a_job_needs_stays(client: TestClient, file_id: str) -> None
     assert client.delete(f"/v1/files/{file_id}").status_code == 200
 
 
-def test_what_a_killed_service_left_half_done_is_removed(settings: Settings) -> None:
+def test_partial_uploads_of_killed_service_are_removed(settings: Settings) -> None:
     settings.make_dirs()
     (settings.files_dir / "file-1.part").write_bytes(b"half")
     (settings.files_dir / "file-2").write_bytes(b"whole")

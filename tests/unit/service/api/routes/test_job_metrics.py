@@ -1,4 +1,4 @@
-"""What a page reads before it follows the stream: last metrics, curves, and the event that both are as new as."""
+"""The data that a page reads before it follows the stream: last metrics, curves, and the ordinal of the last event."""
 
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def test_jobs_carry_what_they_wear_off_ssds(
             job = JobRepository(session).get(job_id)
             node, job.node = job.node, "node-elsewhere"
         elsewhere = client.get(f"{JOBS}/{job_id}").json()["windlass"]["ssd_wear"]
-        assert (elsewhere["bytes_written"], elsewhere["forecast"]) == (12 * 10**9, None)  # whose ratings differ
+        assert (elsewhere["bytes_written"], elsewhere["forecast"]) == (12 * 10**9, None)  # its SSDs have other ratings
         with context_of(client).database.write() as session:
             JobRepository(session).get(job_id).node = node
             error = {"code": "x", "message": "x", "param": None}

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes, read back with its own parser."""
+"""The Prometheus metrics, read with Prometheus' own parser."""
 
 import shutil
 from contextlib import ExitStack
@@ -119,7 +119,7 @@ def test_requests_are_counted_by_their_route(client: TestClient, file_id: str) -
     assert found["windlass_http_request_seconds_count", labels] == 2
 
 
-def test_ready_is_who_has_a_database_and_room(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_with_database_and_disk_space_is_ready(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.get("/readyz").json() == {"status": "ok", "reasons": []}
     usage = shutil.disk_usage("/")._replace(free=3 * 1024**2)
     monkeypatch.setattr(health.shutil, "disk_usage", lambda _: usage)
@@ -128,7 +128,7 @@ def test_ready_is_who_has_a_database_and_room(client: TestClient, monkeypatch: p
     assert response.json()["reasons"] == ["only 3 MiB are free on the home's disk"]
 
 
-def test_who_has_no_database_is_not_ready_but_alive(client: TestClient, settings: Settings) -> None:
+def test_service_without_database_is_alive_but_not_ready(client: TestClient, settings: Settings) -> None:
     context_of(client).database.close()
     for path in settings.home.glob("windlass.db*"):
         path.unlink()

@@ -1,4 +1,4 @@
-"""Plans over HTTP, and what becomes of a job by its plan."""
+"""Plans over HTTP, and the effect of a plan on its job."""
 
 import contextlib
 import json
@@ -196,7 +196,7 @@ def keep_plan(settings: Settings, job_id: str, **more: Any) -> None:
 
 
 def tell_measured(client: TestClient, job_id: str, *steps: tuple[int, dict[str, Any]]) -> None:
-    """As the job's runner tells of its steps."""
+    """Reports steps as the job's runner does."""
     records = [
         JournalRecord(
             attempt=1, seq=seq, created_at=0.0, kind=METRICS, level="info", message="", data={"step": step, **data}
@@ -212,7 +212,7 @@ def measured_as(step_s: float | None, **nbytes: int) -> dict[str, Any]:
 
 
 def new_job(client: TestClient, file_id: str) -> tuple[str, str]:
-    """Its id, and where its plan is."""
+    """Creates a job. Returns its id and the path of its plan."""
     job_id = client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file_id}).json()["id"]
     return job_id, f"/v1/fine_tuning/jobs/{job_id}/plan"
 
@@ -315,7 +315,7 @@ def test_the_planner_is_asked_with_resolved_numbers(stage: Stage) -> None:
     assert question["device_memory_nbytes"] == 2 * 2**30
     assert question["hardware"]["host"]["memory_gib"] == 768
     assert question["simulation_s"] > 0
-    assert question["compute_threads"] is not None  # measured on its GPU, as nobody else is there
+    assert question["compute_threads"] is not None  # measured on its GPU, because no other job runs
     json.dumps(question)
 
 

@@ -1,4 +1,4 @@
-"""What things occupy: real bytes of disks, each counted once, and each seen by who may see it."""
+"""The storage of jobs, models and files: real disk usage, each counted once, visible to its owner only."""
 
 import os
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_what_a_job_occupies_is_told_by_part(client: TestClient, settings: Setti
     make_model(settings.fine_tuned_dir / model)
     write(settings.fine_tuned_dir / model / "model.safetensors", 5 * MIB)
     write(settings.fine_tuned_dir / f"{model}-step-1" / "model.safetensors", 4 * MIB)
-    # The best one became the job's model.
+    # The best checkpoint became the job's model.
     (settings.fine_tuned_dir / f"{model}-step-2").mkdir()
     best = settings.fine_tuned_dir / f"{model}-step-2" / "model.safetensors"
     best.hardlink_to(settings.fine_tuned_dir / model / "model.safetensors")
@@ -126,7 +126,7 @@ def test_users_are_told_of_what_is_theirs(settings: Settings) -> None:
     with keyed_world(settings) as world:
         for things in world.things.values():
             write(settings.jobs_dir / things.job_id / "journal.jsonl", MIB)
-        make_model(settings.fine_tuned_dir / "ft:tiny::ffffffffffff")  # of no job that is known
+        make_model(settings.fine_tuned_dir / "ft:tiny::ffffffffffff")  # of an unknown job
 
         def seen(who: str) -> set[tuple[str, str]]:
             rows: list[dict[str, Any]] = world.ask(who, "GET", "/v1/storage").json()["data"]

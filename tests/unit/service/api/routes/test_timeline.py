@@ -1,4 +1,4 @@
-"""A step's timeline over HTTP: a trace of a step that is held, and a clear answer for all others."""
+"""A step's timeline over HTTP: a trace for a stored step, and a clear error for all others."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ JOBS = "/v1/fine_tuning/jobs"
 
 
 def make_job(client: TestClient, file_id: str, *steps: int) -> str:
-    """A job whose runner has kept these steps."""
+    """A job whose runner has stored these steps."""
     job_id: str = client.post(JOBS, json={"model": "tiny", "training_file": file_id}).json()["id"]
     folder = job_dir(context_of(client).settings, job_id)
     folder.mkdir(parents=True, exist_ok=True)

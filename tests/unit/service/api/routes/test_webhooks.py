@@ -1,4 +1,4 @@
-"""Webhook endpoints by the official client, and deliveries to a receiver on this machine."""
+"""Webhook endpoints managed with the official client, and deliveries to a local receiver."""
 
 import importlib
 import json
@@ -57,7 +57,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 class Clock:
-    """Stands still until it is moved."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now_s = time.time()
@@ -99,7 +99,7 @@ def deliveries(client: TestClient) -> list[WebhookDelivery]:
 
 
 def official(client: TestClient) -> openai.OpenAI:
-    """Its requests are answered by the app in this process."""
+    """A client whose requests are answered by the app in this process."""
     http = importlib.import_module(openai.DefaultHttpxClient.__mro__[1].__module__.split(".")[0])
 
     def answer(request: Any) -> Any:
@@ -152,7 +152,9 @@ def test_the_official_client_manages_endpoints(client: TestClient, receiver: Rec
         ({"more": 1}, "more"),
     ],
 )
-def test_what_is_wrong_is_told(client: TestClient, receiver: Receiver, change: dict[str, Any], param: str) -> None:
+def test_invalid_endpoint_is_refused_with_reason(
+    client: TestClient, receiver: Receiver, change: dict[str, Any], param: str
+) -> None:
     body = {"name": "mine", "url": receiver.url, "event_types": [CANCELLED]} | change
     response = client.post(URL, json=body)
     assert response.status_code == 400, response.text
@@ -169,7 +171,7 @@ def test_a_sample_that_does_not_arrive_is_told(client: TestClient) -> None:
 def test_sample_while_another_of_the_same_user_is_in_flight_is_refused(
     client: TestClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each holds a thread of the API until the endpoint has answered: many that hang would hold up all requests."""
+    """Each test request holds a thread of the API until the endpoint has answered, so many could block all requests."""
     url = f"{URL}/{add(client, receiver)['id']}/test"
     begun, may_end = threading.Event(), threading.Event()
 
@@ -193,7 +195,7 @@ def test_sample_while_another_of_the_same_user_is_in_flight_is_refused(
 # --- deliveries ---------------------------------------------------------------------------------------------------
 
 
-def test_a_job_that_ends_is_told_once_to_each_who_wants_to_know(
+def test_ended_job_is_delivered_once_to_each_subscriber(
     client: TestClient, receiver: Receiver, sender: WebhookSender, clock: Clock
 ) -> None:
     made = add(client, receiver)
@@ -212,7 +214,7 @@ def test_a_job_that_ends_is_told_once_to_each_who_wants_to_know(
     assert told["delivered_at"] is not None
 
 
-def test_what_is_undone_is_not_told(client: TestClient, receiver: Receiver, sender: WebhookSender) -> None:
+def test_rolled_back_change_is_not_delivered(client: TestClient, receiver: Receiver, sender: WebhookSender) -> None:
     """The delivery is part of the change's transaction."""
     add(client, receiver)
     job_id = make_job(client, upload(client))
@@ -228,7 +230,7 @@ def test_what_is_undone_is_not_told(client: TestClient, receiver: Receiver, send
     assert deliveries(client) == []
 
 
-def test_it_is_tried_again_later_and_later_until_it_arrives(
+def test_failed_delivery_is_retried_with_growing_delays(
     client: TestClient, receiver: Receiver, sender: WebhookSender, clock: Clock
 ) -> None:
     made = add(client, receiver)
@@ -248,20 +250,20 @@ def test_it_is_tried_again_later_and_later_until_it_arrives(
     assert row.last_error == "it was answered with 404"
     assert sender.send_due() == 1
     assert len({headers["webhook-id"] for headers, _ in receiver.received}) == 1
-    for headers, body in receiver.received:  # each try is signed anew
+    for headers, body in receiver.received:  # each try has a new signature
         official(client).webhooks.unwrap(body, headers, secret=made["signing_secret"])
     (row,) = deliveries(client)
     assert (row.num_tries, row.next_try_at, row.last_error) == (4, None, None)
 
 
-def test_it_is_given_up_after_three_days_of_tries(client: TestClient, sender: WebhookSender, clock: Clock) -> None:
+def test_delivery_is_given_up_after_three_days(client: TestClient, sender: WebhookSender, clock: Clock) -> None:
     with receiving() as receiver:
         add(client, receiver)
     cancel_one(client)
     clock.now_s += 30
     assert sender.send_due() == 1
     began_s, jump_s = clock.now_s, 10 * DAY_S
-    clock.now_s += jump_s  # somebody set it ahead: that is no try
+    clock.now_s += jump_s  # the clock was set ahead: that is no try
     while (next_try_at := deliveries(client)[0].next_try_at) is not None:
         clock.now_s = max(clock.now_s, next_try_at)
         assert sender.send_due() == 1
@@ -272,7 +274,7 @@ def test_it_is_given_up_after_three_days_of_tries(client: TestClient, sender: We
     assert "ConnectError" in row.last_error
 
 
-def test_who_was_killed_while_sending_leaves_it_to_another(
+def test_delivery_of_killed_sender_is_sent_by_another(
     client: TestClient, receiver: Receiver, settings: Settings, clock: Clock
 ) -> None:
     add(client, receiver)
@@ -285,7 +287,7 @@ def test_who_was_killed_while_sending_leaves_it_to_another(
 
     assert WebhookSender(database, settings, send=killed, clock=clock).send_due() == 1
     other = WebhookSender(database, settings, clock=clock)
-    assert other.send_due() == 0  # it may be on its way yet
+    assert other.send_due() == 0  # it may still be in flight
     clock.now_s += webhook_sender._CLAIM_S
     assert other.send_due() == 1
     assert len(receiver.received) == 1
@@ -343,7 +345,7 @@ def test_an_owner_whose_endpoints_hang_holds_up_nobody_else(client: TestClient, 
 def test_sender_with_all_places_taken_gives_the_next_one_to_the_owner_with_the_fewest(
     client: TestClient, settings: Settings
 ) -> None:
-    """Owners whose endpoints hang have more that is due, and has been for longer."""
+    """Owners whose endpoints hang have more overdue deliveries, and older ones."""
     database = context_of(client).database
     sealed = SecretBox(settings.home).close(new_signing_secret())
     num_owners = webhook_sender._NUM_AT_ONCE // webhook_sender._MOST_OF_OWNER
@@ -389,7 +391,7 @@ def test_sender_with_all_places_taken_gives_the_next_one_to_the_owner_with_the_f
 
 
 def test_two_senders_do_not_send_the_same(tmp_path: Path, database_url: str, receiver: Receiver) -> None:
-    """Each with connections of its own, as those of two services."""
+    """Each has its own connections, as in two services."""
     settings = Settings(home=tmp_path, port=8642, webhook_private_addresses=True, database_url=database_url)
     make_model(settings.models_dir / "tiny")
     with (
@@ -473,7 +475,7 @@ KEYS = pytest.mark.parametrize("key", [None, b"", Fernet.generate_key()], ids=["
 
 
 def put_key(settings: Settings, key: bytes | None) -> bytes:
-    """In place of the home's own, which is returned."""
+    """Replaces the home's key, and returns the home's own one."""
     path = settings.home / "secrets.key"
     own = path.read_bytes()
     if key is None:
@@ -505,7 +507,7 @@ def test_an_endpoint_whose_secret_does_not_open_is_shown_and_can_be_mended(
 
     assert client.delete(f"{URL}/{ids[2]}").json()["deleted"]
     rotated = client.post(f"{URL}/{ids[0]}/rotate_secret", json={"keep_old_secret_active_for_24_hours": True})
-    if key == b"":  # nor does it close anything
+    if key == b"":  # it cannot seal either
         assert (rotated.status_code, rotated.json()["error"]["code"]) == (400, "secrets_key_unusable")
     else:
         secret = rotated.json()["signing_secret"]
@@ -525,7 +527,7 @@ def test_no_endpoint_is_made_with_a_broken_key(client: TestClient, receiver: Rec
 
 
 @KEYS
-def test_what_cannot_be_signed_waits_untried_and_holds_up_nothing_else(
+def test_delivery_that_cannot_be_signed_waits_and_delays_no_other(
     client: TestClient,
     receiver: Receiver,
     sender: WebhookSender,

@@ -1,4 +1,4 @@
-"""Steps in processes that a server has forked are as limited as those that are started anew, and end with it."""
+"""Steps in forked processes have the same limits as freshly started ones, and end with their server."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from windlass.service.preparation.sandbox.process import (
     start_limited,
 )
 
-# A step's module: runs what it is handed.
+# A step's module: runs the code that it gets.
 _MODULE = """
 import os, signal, sys, time
 imported_by = os.getpid()
@@ -43,7 +43,7 @@ LIMITS: dict[str, Any] = {"cpu_s": 60, "address_space_nbytes": 4 << 30, "memory_
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of modules that every process finds."""
+    """A folder of modules that every process can import."""
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "a_step.py").write_text(_MODULE)
@@ -61,7 +61,7 @@ def server(modules: Path, tmp_path: Path) -> Iterator[StepServer]:
 
 @pytest.fixture
 def run(server: StepServer, tmp_path: Path) -> Iterator[Run]:
-    """Has the server run code; its output goes to a file of the name `log`."""
+    """Lets the server run code; its output goes to a file named `log`."""
     started: list[LimitedProcess] = []
 
     def run_it(code: str, **limits: Any) -> LimitedProcess:
@@ -124,7 +124,7 @@ def test_a_forked_process_is_as_limited_as_one_of_its_own(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "a secret")
-    run("time.sleep(60)")  # whose link others are not to have
+    run("time.sleep(60)")  # other processes must not inherit its link
     facts = tmp_path / "facts.json"
     assert run(_FACTS, cpu_s=7).wait() == 0
     forked = json.loads(facts.read_text())
@@ -162,7 +162,7 @@ def test_modules_are_imported_once(run: Run, tmp_path: Path) -> None:
     assert told[0][0] == told[0][1], "the server itself has imported them"
 
 
-def test_it_may_compute_so_long(run: Run) -> None:
+def test_forked_process_is_ended_by_its_cpu_limit(run: Run) -> None:
     assert run("while True: pass", cpu_s=1).wait() == -signal.SIGXCPU
 
 
@@ -259,7 +259,7 @@ def test_what_the_server_has_not_imported_or_may_not_know_is_started_anew(
 
 @pytest.mark.usefixtures("modules")
 def test_a_preparation_does_without_its_server(tmp_path: Path) -> None:
-    """Here one that may not fork, as an import has started threads."""
+    """This server may not fork, because an import has started threads."""
     result = tmp_path / "first.json"
     code = f"open({str(result)!r}, 'w').write('{{\"ok\": true}}')"
     server = StepServer(["a_threaded_step"], tmp_path / "server.log")
