@@ -32,8 +32,7 @@ _MAX_NAMED = 3
 _DOOMED = ".deleted"
 
 
-# --- rows, in the caller's transaction; `only_of`: the only user whose jobs an error may name
-# --------------------------
+# --- rows, in the caller's transaction; `only_of`: the only user whose jobs an error may name -------------------------
 
 
 def delete_job(

@@ -190,8 +190,7 @@ class Dispatcher:
         self._housekeeping.close()
         self._lease.give_up()
 
-    # --- jobs of an earlier dispatcher, or of this one before its lease was lost
-    # ------------------------------------------
+    # --- jobs of an earlier dispatcher, or of this one before its lease was lost --------------------------------------
 
     def _forget(self) -> None:
         """Forgets all jobs, because other dispatchers may have held them meanwhile."""

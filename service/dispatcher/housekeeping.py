@@ -82,8 +82,7 @@ class Housekeeping:
         """Finishes the current removal and leaves the rest to the next dispatcher."""
         self._executor.shutdown(cancel_futures=True)
 
-    # --- removal of deleted data
-    # ---------------------------------------------------------------------------------------
+    # --- removal of deleted data --------------------------------------------------------------------------------------
 
     def _deleted(self) -> tuple[Sequence[DeletedJob], Sequence[Removal]]:
         with self._database.read() as session:
@@ -107,7 +106,7 @@ class Housekeeping:
     # --- what is stored -----------------------------------------------------------------------------------------------
 
     def _measure_sometimes(self, now: float) -> None:
-        """Measures what users' jobs leave, at intervals, if somebody's stored bytes are limited."""
+        """Measures the stored bytes of users' jobs at intervals, if any user's stored bytes are limited."""
         if self._measurement is not None and self._measurement.done():
             self._measure_at = now + max(_MEASURE_S, self._measurement.result() / _MEASURE_SHARE)
             self._measurement = None
@@ -128,8 +127,7 @@ class Housekeeping:
             _LOG.exception("what jobs have left on disks could not be measured; it will be tried again")
         return self._clock() - began_s
 
-    # --- what is deleted of old data
-    # ------------------------------------------------------------------------------------------
+    # --- deletion of old data -----------------------------------------------------------------------------------------
 
     def _believes_clock(self, now: float) -> bool:
         offset_s = self._wall_clock() - now

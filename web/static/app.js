@@ -10,7 +10,7 @@ const PAGE_SIZE = 50;
 const RETRY_MS = 1000;
 const RENDER_DELAY_MS = 80;
 const AWAY_AFTER_MS = 2500;
-const LOOK_MS = 5000; // for what no event tells of: jobs that were deleted, or wait for room on a full disk
+const LOOK_MS = 5000; // for changes without an event: deleted jobs, and jobs that wait for space on a full disk
 const ROUTE = /^#\/jobs\/([^/]+)$/;
 
 const jobs = new Jobs();
@@ -47,7 +47,7 @@ async function start() {
     }
   }
   hasStarted = true;
-  detail.show(null); // what it showed may be of another database
+  detail.show(null); // its data may be of another database
   selectSomething();
   detail.show(selectedId());
   render();
@@ -65,7 +65,7 @@ function onConnected() {
   if (detail.hasFailed) detail.show(detail.id);
 }
 
-/** Read a job, and once more if that was asked for meanwhile. Where the service is away, when it is back. */
+/** Reads a job, and again if that was requested meanwhile. If the service is unreachable, reads it when it is back. */
 async function readAgain(id) {
   stale.add(id);
   if (reading.has(id)) return;
@@ -84,7 +84,7 @@ async function readAgain(id) {
 
 function forget(id) {
   jobs.remove(id);
-  if (id === detail.id) detail.show(id); // and is told that it is gone
+  if (id === detail.id) detail.show(id); // reports that the job is gone
 }
 
 async function lookForChangesWithoutEvents() {
@@ -92,7 +92,7 @@ async function lookForChangesWithoutEvents() {
   const known = jobs.ids();
   const page = await api.listJobs(PAGE_SIZE).catch(() => null);
   for (const id of page ? missingFrom(page, known) : []) readAgain(id);
-  // A job on a full disk waits without an event, as there is no room to write one; progress of a preparation is none.
+  // A job on a full disk waits without an event, because no event can be stored. Progress of a preparation is no event.
   for (const job of page?.data ?? []) {
     const shown = jobs.get(job.id)?.job.windlass;
     if (shown && ["waiting_reason", "preparation"].some((name) => hasChanged(shown[name], job.windlass[name])))
@@ -104,7 +104,7 @@ const hasChanged = (before, now) => (before?.summary ?? before) !== (now?.summar
 
 function setConnection(state) {
   const element = byId("connection");
-  if (element.textContent === state) return; // each of the browser's attempts reports anew
+  if (element.textContent === state) return; // the browser reports each of its attempts to connect
   setText(element, state);
   element.dataset.state = state;
   clearTimeout(awayTimer);
@@ -119,7 +119,7 @@ function selectedId() {
   return match && decodeURIComponent(match[1]);
 }
 
-/** Where none is and the screen is wide, select a job that trains, else the newest. True if one was selected. */
+/** On a wide screen without a selection, selects a running job, else the newest. Returns whether it selected one. */
 function selectSomething() {
   if (!wide.matches || selectedId() !== null) return false;
   const entries = jobs.list();
@@ -214,7 +214,7 @@ function titleOf(entry) {
   return `${state.replaceAll("_", " ")} · ${nameOf(entry.job)} (${shortId(entry.job.id)}) · windlass`;
 }
 
-// --- what a person does ---
+// --- actions of the user ---
 
 async function showOlder() {
   const button = byId("older");
@@ -273,7 +273,7 @@ async function pauseOrResume() {
 }
 
 function skipToDetail(event) {
-  event.preventDefault(); // the address names the selected job
+  event.preventDefault(); // the address must keep naming the selected job
   byId("detail").focus();
 }
 
@@ -294,7 +294,7 @@ byId("cancel").addEventListener("click", askToCancel);
 byId("cancel-confirm").addEventListener("click", cancel);
 document.querySelector(".skip").addEventListener("click", skipToDetail);
 addEventListener("hashchange", onRoute);
-// The time that is left runs down between steps.
+// The remaining time decreases between steps.
 setInterval(() => jobs.list().some(({ job }) => !TERMINAL.has(job.status)) && renderSoon(), 1000);
 setInterval(lookForChangesWithoutEvents, LOOK_MS);
 setConnection("connecting");

@@ -1,4 +1,4 @@
-// What the address named before the login, such as a job, it names after it: a redirect keeps it.
+// The address keeps its fragment, such as a job, over the login, because a redirect keeps it.
 
 const form = document.getElementById("login");
 form.action = `/login${location.hash}`;

@@ -1,4 +1,4 @@
-// Draws a curve with Plotly, which is loaded when the first job is looked at.
+// Draws a curve with Plotly, which is loaded when the first job is shown.
 
 const REDRAW_INTERVAL_MS = 400;
 const MARKERS_UP_TO = 40;
@@ -31,7 +31,7 @@ export class Chart {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#drawn && this.draw(this.#drawn));
   }
 
-  /** Draw `{key, train, valid}`: a new key at once, else soon, and of several calls the last. A zoom is kept per key. */
+  /** Draws `{key, train, valid}`: a new key at once, else the last of several calls soon. A zoom is kept per key. */
   draw(curves) {
     this.#wanted = curves;
     if (curves.key !== this.#drawn?.key) this.#run();
@@ -87,7 +87,7 @@ export class Chart {
       paper_bgcolor: panel,
       plot_bgcolor: panel,
       font: { family: "system-ui, sans-serif", size: 13, color: ink },
-      showlegend: false, // the page has one beside the title
+      showlegend: false, // the page has a legend beside the title
       modebar: { bgcolor: "rgba(0,0,0,0)", color: muted, activecolor: ink },
       hovermode: "x unified",
       hoverlabel: { bgcolor: panel, bordercolor: grid, font: { color: ink } },
@@ -102,7 +102,7 @@ export class Chart {
     return {
       responsive: true,
       displaylogo: false,
-      // Nothing leaves this machine.
+      // No data may leave this machine.
       showSendToCloud: false,
       plotlyServerURL: "",
       modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],

@@ -4,7 +4,7 @@ export class Curve {
   #points = new Map(); // step: {attempt, train_loss, valid_loss}
   #ordinal; // of the last event that the points contain
 
-  /** From the service's metrics, which contain all events up to the ordinal they name. */
+  /** Makes a curve from the service's metrics, which contain all events up to their `last_event_ordinal`. */
   constructor(metrics) {
     const { step, attempt, train_loss, valid_loss } = metrics.data;
     step.forEach((number, index) => {
@@ -13,13 +13,13 @@ export class Curve {
     this.#ordinal = metrics.last_event_ordinal;
   }
 
-  /** Take in an event of the stream, once: one that the points contain already changes nothing. */
+  /** Adds an event of the stream. An event that the points already contain changes nothing. */
   apply(event, ordinal) {
     if (event.type !== "metrics" || ordinal <= this.#ordinal) return false;
     this.#ordinal = ordinal;
     const { step, train_loss, valid_loss } = event.data;
-    // An earlier attempt went further than its last commit; from here on, this attempt's numbers count. An evaluation
-    // alone is of a step that was trained before.
+    // An earlier attempt may have trained beyond its last commit. This attempt's numbers replace those steps. An event
+    // with only an evaluation belongs to a step that is already trained.
     const first = train_loss === undefined ? step + 1 : step;
     for (const [number, point] of this.#points) {
       if (number >= first && point.attempt < event.attempt) this.#points.delete(number);
@@ -33,7 +33,7 @@ export class Curve {
     return true;
   }
 
-  /** The training loss of each step; null, a gap, where it was not a number. */
+  /** The training loss of each step; null, shown as a gap, if it was not a number. */
   get train() {
     return this.#series("train_loss", () => true);
   }

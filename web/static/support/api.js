@@ -1,8 +1,8 @@
-// What the service is asked, and how it answers.
+// Requests to the service, and its answers.
 
 const JOBS = "/v1/fine_tuning/jobs";
 
-/** The service answered, and the answer is no. */
+/** The service answered with an error. */
 export class Refusal extends Error {
   constructor(status, message) {
     super(message);
@@ -10,10 +10,10 @@ export class Refusal extends Error {
   }
 }
 
-/** The answer's JSON. Throws Refusal for an error that the service sent, TypeError where none answers. */
+/** Returns the answer's JSON. Throws Refusal for an error of the service, TypeError if no service answers. */
 async function request(path, options = {}) {
   const response = await fetch(path, { cache: "no-store", ...options });
-  if (response.status === 401) location.assign(`/login${location.hash}`); // the login is over, or its key
+  if (response.status === 401) location.assign(`/login${location.hash}`); // the login or its key has expired
   const body = await response.json().catch(() => ({}));
   if (!response.ok) {
     throw new Refusal(response.status, body.error?.message ?? `the service answered ${response.status}`);
@@ -35,7 +35,7 @@ export const listCheckpoints = (id) => request(`${job(id)}/checkpoints?limit=100
 export const getStorage = (id) => request(`${job(id)}/storage`);
 export const getFile = (id) => request(`/v1/files/${encodeURIComponent(id)}`);
 export const getPlan = (id) => request(`${job(id)}/plan`);
-/** Where the last step's timeline is that the service holds, and that of a step as it was simulated. */
+/** The URLs of the last held step's timeline, and of the simulated step's. */
 export const timelineUrl = (id) => `${job(id)}/timeline`;
 export const plannedTimelineUrl = (id) => `${job(id)}/plan/timeline`;
 export const getTrace = (url) => request(url);
@@ -43,10 +43,10 @@ export const getTrace = (url) => request(url);
 export const fileContentUrl = (id) => `/v1/files/${encodeURIComponent(id)}/content`;
 
 /**
- * The events of all jobs, each once and in order, from the one after ordinal `after` on.
+ * Follows the events of all jobs after the ordinal `after`, each once and in order.
  *
- * The browser reconnects by itself and names the last event it saw; the service goes on from there. `onLost` is called
- * where that cannot work: the connection was refused for good, or ordinals went back, as after a change of database.
+ * The browser reconnects by itself and names the last event it received; the service continues from there. `onLost` is
+ * called if that fails: the connection was refused for good, or ordinals went back, as after a change of database.
  */
 export function followEvents({ after, onEvent, onConnected, onBroken, onLost }) {
   let last = after;

@@ -1,13 +1,13 @@
-// The page's elements. Data only ever becomes text: nothing here takes markup.
+// The page's elements. Data is only inserted as text, never as markup.
 
 export const byId = (id) => document.getElementById(id);
 
-/** Set an element's text; one that has it already keeps its selection. */
+/** Sets an element's text. An unchanged text keeps the user's selection. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Set an element's text, and hide it where there is none. */
+/** Sets an element's text, and hides the element if there is none. */
 export function setOptional(element, text) {
   setText(element, text ?? "");
   element.hidden = !text;
@@ -20,7 +20,7 @@ export function make(tag, text = "", className = "") {
   return element;
 }
 
-/** Fill a description list with [name, value] pairs; it is only built anew when its names change. */
+/** Fills a description list with [name, value] pairs. It is rebuilt only if its names change. */
 export function setPairs(list, pairs) {
   const names = JSON.stringify(pairs.map(([name]) => name));
   if (list.dataset.names !== names) {
@@ -41,7 +41,7 @@ export function setBadge(element, status) {
   element.dataset.status = status;
 }
 
-/** Let every button with `data-copy` copy the text of the element that it names. */
+/** Makes every button with `data-copy` copy the text of the element that it names. */
 export function installCopyButtons() {
   document.addEventListener("click", async (event) => {
     const button = event.target.closest("[data-copy]");
@@ -51,7 +51,7 @@ export function installCopyButtons() {
       await navigator.clipboard.writeText(source.textContent);
       button.textContent = "Copied";
     } catch {
-      // No permission, or no secure context: select it, so that the keyboard's copy works.
+      // No permission, or no secure context: selects the text, so that the user can copy it with the keyboard.
       getSelection().selectAllChildren(source);
       button.textContent = "Selected";
     }

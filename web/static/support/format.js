@@ -1,9 +1,9 @@
-// Numbers, times and names as people read them.
+// Formats of numbers, times and names for the user.
 
 const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 const MISSING = "–";
 
-/** A loss; a step that diverged has null where its number should be. */
+/** Formats a loss, which is null for a step that diverged. */
 export function loss(value) {
   if (value === undefined) return MISSING;
   return value === null ? "not a number" : value.toFixed(4);
@@ -29,7 +29,7 @@ export function bytes(value) {
   return `${power === 0 || scaled >= 100 ? scaled.toFixed(0) : scaled.toFixed(1)} ${units[power]}`;
 }
 
-/** A length of time by its two largest units, or by one where that is exact enough. */
+/** Formats a duration by its two largest units, or by one if that is exact enough. */
 export function duration(seconds) {
   const total = Math.max(0, Math.round(seconds));
   const parts = [
@@ -55,7 +55,7 @@ export function clock(seconds) {
   return new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
 }
 
-/** A hyperparameter's value. */
+/** Formats a hyperparameter's value. */
 export function setting(value) {
   if (value === null) return "none";
   if (typeof value === "number" && !Number.isInteger(value)) return small(value);

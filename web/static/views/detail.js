@@ -17,7 +17,7 @@ export class Detail {
   id = null;
   #jobs;
   #chart = new Chart(byId("chart"));
-  #pending = []; // [event, ordinal] pairs that came while the rest was being read
+  #pending = []; // [event, ordinal] pairs received while the rest was being read
   #curve = null; // null: not read yet
   #curveChanged = false;
   #log = new Map(); // event id: event
@@ -25,9 +25,9 @@ export class Detail {
   #logChanged = false;
   #checkpoints = [];
   #files = new Map(); // id: name
-  #storage = null; // what it occupied when it was selected
+  #storage = null; // the job's disk usage when it was selected
   #plan = null;
-  #planOf = null; // what it was read for: a job's state
+  #planOf = null; // the job's state for which the plan was read
   #problem = null;
 
   constructor(jobs) {
@@ -36,7 +36,7 @@ export class Detail {
     byId("lanes-again").addEventListener("click", () => this.#drawLanes());
   }
 
-  /** Select a job, or none, and read what the list does not know of it. A job that is selected already is read again. */
+  /** Selects a job, or none, and reads its data that the list lacks. A job that is already selected is read again. */
   async show(id) {
     if (id !== this.id) this.#forget();
     this.id = id;
@@ -57,7 +57,7 @@ export class Detail {
       this.#curve = new Curve(metrics);
       this.#curveChanged = true;
       this.#hasOlderLog = messages.has_more;
-      // The newest first; the log is in order.
+      // The service lists the newest first; the log is in order of time.
       for (const event of messages.data.reverse()) this.#addToLog(event);
       for (const [event, ordinal] of this.#pending.splice(0)) this.apply(event, ordinal);
       this.#problem = null;
@@ -70,12 +70,12 @@ export class Detail {
     await Promise.all([this.#readCheckpoints(id), this.#readFileNames(id), this.#readStorage(id)]);
   }
 
-  /** Whether reading failed, so that `show` should be called again once the service answers. */
+  /** True if reading failed, so that `show` should be called again once the service answers. */
   get hasFailed() {
     return this.#problem !== null;
   }
 
-  /** Take in an event of the selected job. */
+  /** Adds an event of the selected job. */
   apply(event, ordinal) {
     if (this.#curve === null) {
       this.#pending.push([event, ordinal]);
@@ -151,7 +151,7 @@ export class Detail {
     this.render();
   }
 
-  /** A plan is made before a job is queued, and may be another one when an attempt begins. */
+  /** Reads the plan again after a change of status or attempt, because either may bring a new plan. */
   async #readPlan({ job }) {
     const state = `${job.id} ${job.status} ${job.windlass.attempt}`;
     if (!job.windlass.has_plan || this.#planOf === state) return;
@@ -162,7 +162,7 @@ export class Detail {
       this.#plan = plan;
       this.render();
     } catch (error) {
-      // Where the service is away it is asked again when something is drawn next.
+      // If the service is unreachable, the next drawing reads the plan again.
       if (this.#planOf === state && !(error instanceof api.Refusal)) this.#planOf = null;
     }
   }
@@ -203,7 +203,7 @@ export class Detail {
     setOptional(byId("detail-reason"), reasonOf(entry));
     byId("detail-error").hidden = job.error === null;
     setText(byId("detail-error-code"), job.error ? format.words(job.error.code ?? "failed") : "");
-    // Where a plan tells what is missing, and what would fit, it is not all said twice.
+    // A plan that does not fit lists its shortages in a panel, so the error shows only its first reason.
     const refusal = this.#plan?.feasible === false ? this.#plan.reasons[0] : null;
     setText(byId("detail-error-message"), refusal ?? job.error?.message ?? "");
     const cancel = byId("cancel");
@@ -339,17 +339,17 @@ export class Detail {
   }
 }
 
-/** How long a job has run, and how long it will, as far as that is known. */
+/** Describes how long a job took, or how long it will still take, if known. */
 export function timesOf({ job, finish }) {
   const startedAt = job.windlass.started_at;
   if (job.finished_at !== null && startedAt !== null) return `took ${format.duration(job.finished_at - startedAt)}`;
   const leftS = finish.at === null ? 0 : finish.at - Date.now() / 1000;
-  if (job.status !== "running" || leftS <= 0) return ""; // a finish that has passed was wrong
+  if (job.status !== "running" || leftS <= 0) return ""; // a time in the past was a wrong estimate
   const left = `${format.duration(leftS)} left`;
   return finish.isEstimate ? `estimated: ${left}` : left;
 }
 
-/** Whether a request says something on a setting; a group may say nothing on all of its parts. */
+/** Returns whether a request gives a setting. A group may leave all of its parts open. */
 function isSaid(value) {
   return typeof value === "object" ? Object.values(value ?? {}).some(isSaid) : value !== undefined;
 }

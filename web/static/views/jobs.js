@@ -1,4 +1,4 @@
-// What the page knows of all jobs: read from the service once, then kept true by events.
+// The page's data of all jobs: read from the service once, then updated by events.
 
 export const TERMINAL = new Set(["succeeded", "failed", "cancelled"]);
 
@@ -7,14 +7,14 @@ export class Jobs {
   #jobs = new Map();
   hasOlder = false;
 
-  /** Start over from the list's first page. */
+  /** Replaces all jobs by the list's first page. */
   replace(page) {
     this.#order = [];
     this.#jobs.clear();
     this.append(page);
   }
 
-  /** Add an older page. */
+  /** Adds an older page. */
   append(page) {
     for (const job of page.data) {
       if (!this.#order.includes(job.id)) this.#order.push(job.id);
@@ -23,15 +23,15 @@ export class Jobs {
     this.hasOlder = page.has_more;
   }
 
-  /** Take in a job as the service has it now. */
+  /** Stores a job as the service sent it. */
   put(job) {
     const known = this.#jobs.get(job.id);
-    // The stream brings metrics in order; an answer may overtake it or fall behind.
+    // Only the stream updates known metrics, because answers may arrive out of order with it.
     const metrics = known ? known.metrics : job.windlass.last_metrics;
-    // Until an attempt's first step is told of, what is left is as the service has it.
+    // Until an attempt's first step is reported, the service's estimate of the finish is used.
     const told = known?.job.windlass.attempt === job.windlass.attempt ? known.finish : null;
     const finish = told ?? { at: job.estimated_finish, isEstimate: job.windlass.finish_is_estimate };
-    // What an evaluation alone does not tell of.
+    // Events with only an evaluation lack these.
     const timeline = known?.timeline ?? metrics?.timeline ?? null;
     const measured = known?.measured ?? metrics?.measured ?? null;
     this.#jobs.set(job.id, { job, metrics, timeline, measured, finish, message: known?.message ?? null });
@@ -46,17 +46,17 @@ export class Jobs {
     return this.#jobs.get(id);
   }
 
-  /** Of all that are known, newest first. */
+  /** The ids of all known jobs, newest first. */
   ids() {
     return [...this.#order];
   }
 
-  /** All that are known, newest first. */
+  /** All known jobs, newest first. */
   list() {
     return this.#order.map((id) => this.#jobs.get(id)).filter(Boolean);
   }
 
-  /** Take in an event. True if the job has to be read again, as more than its metrics changed or is to be settled. */
+  /** Applies an event. Returns true if the job must be read again, because other fields than its metrics changed. */
   apply(event) {
     const known = this.#jobs.get(event.job_id);
     if (!known) {
@@ -79,27 +79,27 @@ export class Jobs {
       known.finish = { at, isEstimate: data.remaining_is_estimate ?? true };
     }
     if (data.ssd_bytes_written_step_by_ssd == null) return false;
-    // The forecast of wear comes with the job. It settles: read at steps 1, 2, 4, 8, … it is never far off.
+    // The forecast of SSD wear comes with the job. It converges, so reading it at steps 1, 2, 4, 8, … is enough.
     return known.job.windlass.ssd_wear === null || Number.isInteger(Math.log2(data.step));
   }
 }
 
-/** Of jobs that were known before the list's first page was read, those that it should have and has not. */
+/** Returns the known jobs that the list's first page should contain but does not. */
 export function missingFrom(page, known) {
   const there = new Set(page.data.map((job) => job.id));
-  const end = page.has_more ? known.indexOf(page.data.at(-1).id) : -1; // what comes after is on other pages
+  const end = page.has_more ? known.indexOf(page.data.at(-1).id) : -1; // later ones are on other pages
   return known.slice(0, end === -1 ? known.length : end).filter((id) => !there.has(id));
 }
 
-/** What a job is called: its suffix, else its model without the organization. */
+/** A job's display name: its suffix, else its model without the organization. */
 export const nameOf = (job) => job.suffix || job.model.split("/").at(-1);
 
-/** Steps done and steps in all; the second is null until the files have been read. */
+/** The number of steps done and of all steps. The second is null until the files have been read. */
 export function progressOf({ job, metrics }) {
   return { step: metrics?.step ?? job.windlass.step, total: metrics?.total_steps ?? job.windlass.total_steps };
 }
 
-/** Why nothing seems to happen, in words; null for a job that trains or is finished. */
+/** Describes why a job does not train now; null for a job that trains or is finished. */
 export function reasonOf({ job, metrics, message }) {
   if (TERMINAL.has(job.status)) return null;
   if (job.windlass.cancel_requested) return "Cancelling: it ends after its step";

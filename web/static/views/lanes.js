@@ -1,4 +1,4 @@
-// Two steps as pictures, the planned above the measured, on one scale of time: a row for each resource.
+// Timelines of the planned and the measured step, on one time scale, with a row for each resource.
 
 import { byId, make, setOptional, setText } from "../support/dom.js";
 import * as format from "../support/format.js";
@@ -6,7 +6,7 @@ import { isOnCpu, titleOf } from "./timeline.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 1000;
-// What is done at a time, by the kinds of spans of docs/timeline.md.
+// Groups of activities, by the kinds of spans in docs/timeline.md.
 const GROUPS = {
   forward: ["forward", "evaluate", "evaluate_head"],
   backward: ["backward", "head"],
@@ -19,7 +19,7 @@ const GROUPS = {
 };
 const GROUP_OF = new Map(Object.entries(GROUPS).flatMap(([group, kinds]) => kinds.map((kind) => [kind, group])));
 
-/** Draw traces, `{planned, measured}`, each null where there is none, into the page. */
+/** Draws traces, `{planned, measured}`, into the page. A missing trace is null. */
 export function drawLanes({ planned, measured }) {
   const steps = [];
   if (planned) steps.push(["planned", planned]);
@@ -48,12 +48,12 @@ export function drawLanes({ planned, measured }) {
   setText(byId("lanes-scale"), `The rows are ${format.small(length)} s long.${step}`);
 }
 
-/** Say what goes on instead of a picture. */
+/** Shows a text instead of the timelines. */
 export function noteLanes(text) {
   setOptional(byId("lanes-note"), text);
 }
 
-/** Of a trace: for each resource and group, when it was at work, in seconds of the step's period. */
+/** Returns the busy intervals of a trace by resource and group, in seconds of the step's period. */
 function lanesOf(trace) {
   const names = new Map();
   const lanes = new Map();
@@ -94,7 +94,7 @@ function picture(label, groups, length, shown) {
   return svg;
 }
 
-/** Bars for stretches of time; those that are nearer than a part of a pixel are one. */
+/** Returns the outline of bars for time intervals. Bars less than a fraction of a pixel apart are merged. */
 function outline(stretches, scale) {
   const bars = [];
   for (const [start, end] of stretches.sort(([a], [b]) => a - b)) {

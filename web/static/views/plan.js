@@ -1,4 +1,4 @@
-// What was planned for a job: where things rest, what a step takes, and how near to it the measured numbers come.
+// A job's plan: the places of its states, the time and memory of a step, and the measured numbers beside them.
 
 import { byId, make, setOptional, setPairs, setText } from "../support/dom.js";
 import * as format from "../support/format.js";
@@ -15,9 +15,9 @@ const RESOURCES = {
 };
 const FATES = { kept: "kept on the device", swapped: "swapped", recomputed: "computed again" };
 
-let shown = null; // the plan whose details are there; it never changes, a new one is a new object
+let shown = null; // the plan whose details are shown; a new plan is a new object
 
-/** Show a job's plan, null for none, beside what its metrics tell that it takes, null for nothing yet. */
+/** Shows a job's plan beside its measured values. Either is null if there is none yet. */
 export function renderPlan(plan, measured) {
   const isRefused = plan?.feasible === false;
   byId("refusal-panel").hidden = !isRefused;
@@ -63,7 +63,7 @@ function renderNumbers(plan, measured) {
   setOptional(byId("plan-note"), notes.filter(Boolean).join(" ") || null);
 }
 
-/** Hide the columns of which no row has anything to tell. */
+/** Hides the columns that are empty in all rows. */
 function hideEmptyColumns(body, rows) {
   const heads = body.closest("table").tHead.rows[0];
   for (let column = 1; column < heads.cells.length; column++) {
@@ -140,7 +140,7 @@ const fatesOf = (run) =>
     .filter(([fate]) => run[`${fate}_mib`])
     .map(([fate, words]) => `${format.bytes(run[`${fate}_mib`] * 2 ** 20)} ${words}`);
 
-/** Runs such as {blocks: "0-3", …}, once for each of their numbers. */
+/** Repeats each run, such as {blocks: "0-3", …}, once for each of its numbers. */
 function spread(runs, key) {
   return (runs ?? []).flatMap((run) => {
     const [first, last = first] = run[key].split("-").map(Number);
@@ -150,7 +150,7 @@ function spread(runs, key) {
 
 const setItems = (list, texts) => fill(list, texts, (text) => make("li", text));
 
-/** Make an element's children, unless they are there already: then a selection in them stays. */
+/** Makes an element's children. Unchanged ones are kept, so that the user's selection stays. */
 function fill(parent, rows, makeRow) {
   const key = JSON.stringify(rows);
   if (parent.dataset.key === key) return;

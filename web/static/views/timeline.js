@@ -1,11 +1,10 @@
-// What the time of the last step went to, beside what was planned: how long each resource was busy, and why the device
-// waited.
+// The last step beside the planned one: how long each resource was busy, and why the device waited.
 
 import { byId, make, setOptional, setText } from "../support/dom.js";
 import * as format from "../support/format.js";
 
 const NAMES = { compute: "computes", h2d: "copies in", d2h: "copies out" };
-// In the words of docs/timeline.md.
+// The causes of docs/timeline.md.
 const CAUSES = {
   copy_params: "params being copied in",
   read_params: "params being read",
@@ -17,12 +16,12 @@ const CAUSES = {
   grad_buffer: "earlier gradients leaving",
   between: "between operations",
 };
-// Smaller shares of a step are not worth a word.
+// Smaller shares of a step are not shown.
 const LEAST_SHARE = 0.01;
 
 /**
- * Show a step's summary beside that of the simulated one, each null for none; `traces`: where their whole timelines
- * are, and the names of the files.
+ * Shows a step's summary beside the simulated step's. Either is null if there is none. `traces`: the URLs of their
+ * whole timelines, and the names of the files.
  */
 export function renderTimeline(summary, planned, traces) {
   byId("timeline-panel").hidden = !summary && !planned;
@@ -61,7 +60,7 @@ function renderBars(summary, planned) {
 }
 
 function tookOf({ period_s: period, dependency_bound_s: bound }) {
-  // The chain is measured over several steps, of which this one may be the shortest.
+  // The chain's parts may have run in several steps, so it may be longer than this step.
   const chain = bound < period ? `takes ${format.small(bound)} s` : "takes as long";
   const least = bound === null ? "" : `; its longest chain of work that must be serial ${chain}`;
   return `The step took ${format.small(period)} s${least}.`;
@@ -86,11 +85,11 @@ function setTrace(link, trace) {
 
 const percent = (share) => `${Math.round(100 * share)} %`;
 
-/** Whether steps, some of which may be null, were computed on the CPU: what copies nothing to the device has none. */
+/** Returns whether steps, some of which may be null, ran on the CPU: such steps copy nothing to a device. */
 export const isOnCpu = (steps) =>
   !steps.some((step) => Object.keys(step?.busy_s ?? {}).some((name) => name.endsWith("/h2d")));
 
-/** What a resource of a step is called. */
+/** The display name of a step's resource. */
 export function titleOf(name, isCpu) {
   const [worker, part] = name.split("/");
   return part ? `${isCpu ? "CPU" : worker} ${NAMES[part] ?? part}` : worker;
