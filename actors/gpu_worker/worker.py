@@ -248,7 +248,7 @@ class GpuWorker:
         try:
             require_device_room(self.context, self.partition, device=self.device.device.type)
         except DeviceNeedUnknownError as error:
-            self._announce(f"whether the budget of device memory suffices shows only when it is computed: {error}")
+            self._announce(f"the budget of device memory could not be checked: {error}")
 
     def _check_activations(self) -> None:
         """Checks that the plan's choices compute the model correctly, and that there are enough activation slots.
@@ -268,9 +268,10 @@ class GpuWorker:
         try:
             require_activation_room(self.context, self.runner, shapes[: plan.group_size])
             for block, names in unknown_operators(self.context, self.runner, shapes[0]).items():
-                self._announce(f"layers like block {block} do not call {', '.join(names)} here: it is computed again")
+                calls = ", ".join(names)
+                self._announce(f"layers like block {block} do not call {calls} on this device: results are recomputed")
         except ActivationNeedUnknownError as error:
-            self._announce(f"{error}. If they find too little room, the job ends in its first step")
+            self._announce(f"{error}. If there are too few activation slots, the job fails in its first step")
 
     def _owed_in_words(self) -> str:
         """Describes the pending requests to SSD servers, for the text of a timeout."""

@@ -29,7 +29,7 @@ def check_budgets(spec: JobSpec) -> list[str]:
     try:
         require_device_room(context, partition)
     except DeviceNeedUnknownError as error:
-        return [f"whether the budget of device memory suffices shows only when the job computes: {error}"]
+        return [f"the budget of device memory could not be checked: {error}"]
     return []
 
 

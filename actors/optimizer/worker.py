@@ -322,8 +322,8 @@ class CpuOptimizer:
                 raise InterruptedError("the job was stopped")
             if (loans := self._loans[key]) is None:
                 raise TimeoutError(
-                    f"{GPU_WORKER} did not say within {self.spec.deadline_s:g} s whether it lends slots for the params "
-                    f"of block {update.block} in step {update.step}"
+                    f"{GPU_WORKER} did not answer within {self.spec.deadline_s:g} s to the request for slots for the "
+                    f"params of block {update.block} in step {update.step}"
                 )
             return loans.get(chunk)
 

@@ -133,7 +133,7 @@ class Pipeline:
         """Processes one event and returns the next instructions. Raises UnexpectedEventError for unrequested events."""
         handler = self._handlers.get(type(event))
         if handler is None:
-            raise UnexpectedEventError(f"the scheduler does not know what to do with {event}")
+            raise UnexpectedEventError(f"the scheduler has no handler for {event}")
         instructions = handler(event)
         self.waits.heard_from(self._sender(event), now_s)
         return self.waits.issue([*instructions, *self._advance()], now_s)

@@ -320,7 +320,7 @@ class Progress:
             return
         if not self._has_loss:
             where = f"the {event.phase} of block {event.block} in step {event.step}"
-            raise UnexpectedEventError(f"{self._shape.gpu_worker} told of {where} without its loss")
+            raise UnexpectedEventError(f"{self._shape.gpu_worker} reported {where} without its loss")
         self._has_loss = False
         self._num_heads = 0
 
@@ -336,8 +336,8 @@ class Progress:
         groups = self._evaluations.setdefault(event.step, {})
         if event.group in groups:
             raise UnexpectedEventError(
-                f"{self._shape.gpu_worker} told the loss of group {event.group} in the evaluation of step {event.step} "
-                "a second time"
+                f"{self._shape.gpu_worker} reported the loss of group {event.group} in the evaluation of step "
+                f"{event.step} a second time"
             )
         groups[event.group] = event
         if len(groups) < self._shape.num_evaluation_groups:
@@ -428,7 +428,7 @@ class Progress:
                 keep_step(self._journal.path.parent / FOLDER, timeline)
             except OSError as error:  # no reason to fail the job
                 self._keeps_spans = False
-                self._journal.append("message", f"Timelines are not kept any more: {error}", level="warn")
+                self._journal.append("message", f"Timelines are no longer written: {error}", level="warn")
         return {"timeline": timeline.summary}
 
     def _step_message(self, data: dict[str, Any]) -> str:

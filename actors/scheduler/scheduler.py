@@ -72,7 +72,7 @@ GOES_ON = frozenset((INTERRUPTED, PAUSED))
 _END_IN_WORDS = {
     "succeeded": "The model is ready",
     "cancelled": "The job was cancelled",
-    PAUSED: "The attempt ended after a commit, as it was asked to",
+    PAUSED: "The attempt ended after a commit, as requested",
 }
 
 
@@ -315,7 +315,7 @@ class Scheduler:
             self.pipeline.final_copy_of = path
             self._remark(f"The model is that of step {step}, which had the lowest validation loss")
         else:
-            text = f"The checkpoint of step {step}, the best, is not there any more: the model is that of the last step"
+            text = f"The best checkpoint, of step {step}, no longer exists: the model is that of the last step"
             self._remark(text, level="warn")
 
     def _remark(self, text: str, level: str = "info") -> None:

@@ -160,7 +160,7 @@ class SsdServer:
         """
         if message.job != self._geometry.job or not isinstance(message, SsdRequest | CommitStore):
             text = (
-                f"{self.name} of job {self._geometry.job} has no use for {type(message).__name__} of job {message.job}"
+                f"{self.name} of job {self._geometry.job} does not accept {type(message).__name__} of job {message.job}"
             )
             self._send(SCHEDULER, self._failure(message, ValueError(text), in_words(message)))
             return

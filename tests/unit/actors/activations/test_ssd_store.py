@@ -432,7 +432,7 @@ class TestFailures:
         stage.next()
         stage.store.drop(swap)
         stage.put(2, 7 * SLOT_NBYTES)
-        with pytest.raises(ActivationTimeoutError, match=r"dropped activations did not release their SSD slots within 0\.05 s"):
+        with pytest.raises(ActivationTimeoutError, match=r"did not release their SSD slots within 0\.05 s"):
             stage.put(3)
 
 

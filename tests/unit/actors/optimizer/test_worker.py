@@ -447,7 +447,7 @@ def test_a_worker_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     bench.ssds.answer = lambda message: None
     bench.optimizer.post(bench.update())
     (failed,) = bench.ssds.receive(ActorFailed)
-    assert "gpu-0 did not say within 0.1 s whether it lends slots for the params of block 0 in step 3" in failed.error
+    assert "gpu-0 did not answer within 0.1 s to the request for slots for the params of block 0" in failed.error
     bench.optimizer.stop()
 
 

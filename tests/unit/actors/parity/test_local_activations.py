@@ -285,7 +285,9 @@ def test_a_need_that_only_computing_shows_is_told(tmp_path: Path, watched: Watch
     monkeypatch.setattr(gpu_worker, "require_activation_room", unknown)
     spec = job(tmp_path / "job", placement=placed(SWAP, 20480))
     outcome = run(spec)
-    assert "is not known. If they find too little room" in " ".join(record.message for record in journal_of(spec))
+    assert "is not known. If there are too few activation slots" in " ".join(
+        record.message for record in journal_of(spec)
+    )
     assert re.search(r"ActivationMemoryError: no room for .* raise host_activation_nbytes", outcome["error"]["message"])
     (pool,) = watched.pools
     assert pool.statistics.in_use_nbytes == 0
@@ -297,5 +299,5 @@ def test_operators_that_the_device_does_not_call_are_told(tmp_path: Path, watche
     )
     spec = job(tmp_path / "job", placement=placed((kept,) * NUM_LAYERS))
     assert run(spec)["status"] == "succeeded"
-    (told,) = (record.message for record in journal_of(spec) if "is computed again" in record.message)
-    assert "layers like block 1 do not call aten.of_another_device.default#0 here" in told
+    (told,) = (record.message for record in journal_of(spec) if "results are recomputed" in record.message)
+    assert "layers like block 1 do not call aten.of_another_device.default#0 on this device" in told

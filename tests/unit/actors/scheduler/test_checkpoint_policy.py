@@ -224,7 +224,7 @@ def test_job_without_its_best_checkpoint_exports_last_with_warning(tmp_path: Pat
     stage.before = remove
     outcome = stage.run()
     assert outcome["status"] == "succeeded"
-    assert "is not there any more: the model is that of the last step" in outcome["remarks"][0]
+    assert "no longer exists: the model is that of the last step" in outcome["remarks"][0]
     assert stage.sent(ExportModel)[-1].copy_of is None
     assert stage.told[-1] == (4, ["last"])
 

@@ -195,7 +195,7 @@ class TestFailures:
 
     def test_message_of_another_job_or_kind(self, bench: Bench) -> None:
         bench.server.post(LoadModel(job=JOB, step=Step(0)))
-        assert "no use for LoadModel" in failure_of(bench.next()).error
+        assert "does not accept LoadModel" in failure_of(bench.next()).error
         bench.server.post(commit_of(0, job=JobId("ftjob-2")))
         assert "of job ftjob-2" in failure_of(bench.next()).error
         assert bench.last_step() is None

@@ -194,7 +194,7 @@ def test_a_disk_that_takes_no_timeline_does_not_end_the_job(tmp_path: Path, monk
     monkeypatch.setattr("windlass.actors.scheduler.progress.keep_step", refuse)
     run = Run(tmp_path)
     assert list(run.summaries()) == list(range(1, NUM_STEPS + 1))
-    told = [record for record in journal_of(run.spec) if "Timelines are not kept" in record.message]
+    told = [record for record in journal_of(run.spec) if "Timelines are no longer written" in record.message]
     assert [record.level for record in told] == ["warn"]
     assert "No space left" in told[0].message
 
