@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS_STAMP := $(VENV)/.peers-installed
 CONSTRAINTS := .ci/constraints.txt
 # Errors only: warnings about the local set-up of pip help nobody here.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -49,8 +50,15 @@ check: install
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python .ci/check_words.py
 
-bench: install
+bench: $(PEERS_STAMP)
 	$(BIN)/python -m benchmarks
+
+# DeepSpeed's build looks at the torch that is there, so it has no environment of its own.
+$(PEERS_STAMP): $(STAMP)
+	@echo "Installing what the benchmarks compare with: DeepSpeed and fio"
+	@bash .ci/install_packages.sh fio g++ libaio-dev
+	@DS_BUILD_OPS=0 $(PIP) --no-build-isolation -c $(CONSTRAINTS) -e '.[bench]'
+	@touch $@
 
 # Runs in one process, without Ray or FastAPI, on whatever `python3` has torch; skips with a reason where there is no GPU.
 # In two calls: make gpu-check ARGS="--part parity", and ARGS="--part speed".
