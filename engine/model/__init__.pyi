@@ -1,4 +1,4 @@
-"""A model as blocks: cut, computed one by one, and checked against plain autograd."""
+"""Partitions a model into blocks, computes them one by one, and checks this against plain autograd."""
 
 from windlass.engine.model.block_runner import BlockRunner as BlockRunner
 from windlass.engine.model.block_runner import LossSums as LossSums

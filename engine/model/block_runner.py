@@ -1,8 +1,8 @@
 """Runs a partitioned model block by block: prologue, block loop, epilogue.
 
-Blocks are the outer loop and micro-batches the inner one, so a block's params are needed twice for each group of them,
-however many there are. Unless a block's policy says otherwise, only its input is kept; backward computes it again.
-Random state is keyed by (seed, step, micro-batch, block): the second computation draws what the first drew.
+Blocks are the outer loop and micro-batches the inner one. So each group of micro-batches needs a block's params only
+twice. By default only a block's input is kept, and the backward pass recomputes the block. Random state is seeded by
+(seed, step, micro-batch, block), so that the recomputation draws the same numbers.
 
 Shapes: B examples, T tokens, H hidden, V vocabulary, S tokens of a slice.
 """
@@ -47,45 +47,45 @@ from windlass.engine.model.streamed_params import StreamedParams
 from windlass.storage.ids import BlockIndex
 
 IGNORED_TARGET = -100
-# Logits of one slice in fp32 stay under this many elements, whatever the vocabulary.
+# Elements: limit of the fp32 logits of one slice. The number of tokens in a slice follows from the vocabulary.
 MAX_LOGITS_NUMEL = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What the model's own forward hands to a layer, less the hidden state."""
+    """The arguments with which the model's own forward calls a layer, without the hidden state."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     by_keyword: bool
 
     def without(self, value: object) -> "LayerCall":
-        """None in place of one argument."""
+        """Returns the call with None in place of one argument."""
         args = tuple(None if arg is value else arg for arg in self.args)
         return LayerCall(args, {k: None if v is value else v for k, v in self.kwargs.items()}, self.by_keyword)
 
 
 class _PrologueDone(Exception):
-    """Ends the model's forward at its last stand-in; what follows belongs to the head."""
+    """Ends the model's forward at the last layer. The code after it belongs to the head."""
 
 
 @dataclass(slots=True)
 class LossSums:
-    """Sums over target tokens: tensors of the device, for which nothing has waited, 0-dim."""
+    """Sums over target tokens, as 0-dim tensors on the device. Creating them does not wait for the device."""
 
-    num_targets: int  # of the whole step
+    num_targets: int  # target tokens of the whole step
     loss_sum: torch.Tensor  # fp64
     num_correct: torch.Tensor  # int64
 
     @classmethod
     def nothing(cls, num_targets: int, device: torch.device) -> "LossSums":
-        """Over no tokens yet."""
+        """Returns sums over no tokens."""
         zeros = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))
         return cls(num_targets, *zeros)
 
 
 def random_key(seed: int, step: int, microbatch: int, block: int) -> int:
-    """The seed of everything random in one block of one micro-batch."""
+    """Returns the random seed for one block and one micro-batch."""
     digest = hashlib.blake2b(f"{seed}/{step}/{microbatch}/{block}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -96,9 +96,9 @@ def _is_in_pieces(site: ParamSite, flats: Mapping[BlockIndex, torch.Tensor | Str
 
 
 class BlockRunner:
-    """Computes blocks whose params are installed; keeps the activations of one step between its calls.
+    """Computes blocks whose params are installed, and keeps the activations of one step between calls.
 
-    `install` lends flat device buffers to the module tree; they must stay as they are until `remove`.
+    `install` puts views of flat device buffers into the module tree. The buffers must not change until `remove`.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class BlockRunner:
         activations: Mapping[BlockIndex, BlockActivations] | None = None,
         store: ActivationStore | None = None,
     ) -> None:
-        """`activations`: for layers; a block that is not named keeps its input and computes the rest again.
+        """`activations`: policies of layers; by default a layer keeps its input and recomputes the rest.
 
         Raises:
-            ValueError: activations are given for a block that is no layer, or are to be swapped without a store.
+            ValueError: a policy is given for a block that is no layer, or swaps without a store.
         """
         self.partition = partition
-        self.activations = dict(activations or {})  # may be others in the next step
+        self.activations = dict(activations or {})  # the caller may change it between steps
         self._store = store
         self._check_activations()
         self.device = device
@@ -129,20 +129,20 @@ class BlockRunner:
                     module._buffers[name] = buffer.to(device)
         self._mode_on_call: Any = None
         self._params = LentParams()
-        self._streamed: StreamedLayer | None = None  # the layer installed now, where its params are streamed
+        self._streamed: StreamedLayer | None = None  # the installed layer, if its params are streamed
         self._sinks: Mapping[BlockIndex, GradBuffer] = {}
-        self._with_functions: set[BlockIndex] = set()  # layers found to have Python autograd functions
+        self._with_functions: set[BlockIndex] = set()  # layers that are known to have Python autograd functions
         self._units: dict[tuple[int, int], Unit] = {}  # by block and micro-batch
         for i, layer in enumerate(partition.layers):
             partition.layer_list[i] = StandIn(layer, i, self._on_call)
-        self.inputs: list[list[torch.Tensor]] = []  # inputs[b][m]: what block b + 1 reads, (B, T, H)
+        self.inputs: list[list[torch.Tensor]] = []  # inputs[b][m]: the input of block b + 1, (B, T, H)
         self.calls: list[list[LayerCall]] = []  # calls[m][layer]
-        self.grads: list[torch.Tensor] = []  # grads[m]: of the hidden state that flows backward
-        self.first_microbatch = 0  # of the batch that is computed, in its step
+        self.grads: list[torch.Tensor] = []  # grads[m]: gradient of the last hidden state of the backward pass
+        self.first_microbatch = 0  # index in the step of the current batch's first micro-batch
 
     @property
     def num_tokens_of_head_slice(self) -> int:
-        """Tokens whose logits exist at once."""
+        """The number of tokens whose logits exist at the same time."""
         return max(64, MAX_LOGITS_NUMEL // int(self.model.config.vocab_size))
 
     def _check_activations(self) -> None:
@@ -163,9 +163,9 @@ class BlockRunner:
         flats: Mapping[BlockIndex, torch.Tensor | StreamedParams],
         grads: Mapping[BlockIndex, GradBuffer],
     ) -> None:
-        """Puts views of flat params into the places that `block`'s operation reads; gradients go to `grads`.
+        """Puts views of flat params into the modules that `block`'s operation uses. Gradients go to `grads`.
 
-        Of a layer whose params are streamed, matrices are there only while the module that holds them runs.
+        The matrices of a streamed layer are installed only while their own module runs.
         """
         self._params.flats = {b: flat for b, flat in flats.items() if isinstance(flat, torch.Tensor)}
         self._sinks = grads
@@ -187,7 +187,7 @@ class BlockRunner:
             self._require_grads(block)
 
     def remove(self, block: BlockIndex) -> None:
-        """Takes the views out again: the buffers may be reused."""
+        """Removes the views from the modules, so that the buffers may be reused."""
         if self._streamed is not None:
             self._streamed.end()
         self._streamed = self._params.streamed = None
@@ -205,7 +205,7 @@ class BlockRunner:
 
     def _require_grad(self, site: ParamSite, param: nn.Parameter) -> None:
         param.requires_grad_(True)
-        # A held graph knows the param of the forward pass; its gradient goes where the backward pass wants it.
+        # A kept graph refers to the param of the forward pass. The hook sends its gradient to the current sinks.
         param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             functools.partial(self._take_grad, site)
         )
@@ -218,10 +218,10 @@ class BlockRunner:
     # --- operations -------------------------------------------------------------------------------------------------
 
     def forward(self, block: BlockIndex, step: int, batch: Sequence[torch.Tensor], *, keep: bool = True) -> None:
-        """Forward of the embedding or a layer for every micro-batch of `batch` (token ids, (B, T)).
+        """Runs the embedding or a layer forward for every micro-batch of `batch` (token ids, (B, T)).
 
-        A batch is a step's or a group of its micro-batches, `first_microbatch` and those that follow. With `keep`, for
-        training: what the backward pass needs is held as the block's policy says.
+        The batch is a whole step or a group of its micro-batches, beginning with `first_microbatch`. With `keep`, for
+        training, activations are held as the block's policy says.
         """
         if block == 0:
             self.forget()
@@ -255,11 +255,11 @@ class BlockRunner:
         loss_scale: float = 1.0,
         sums: LossSums | None = None,
     ) -> LossSums:
-        """Loss of every micro-batch, over slices of tokens; with `train` its gradients as well, times `loss_scale`.
+        """Adds the loss of every micro-batch, slice by slice; with `train`, also computes gradients times `loss_scale`.
 
-        Normalised by the target tokens of the whole step. Consumes the last layer's output. `sums`: what the step's
-        groups before this one came to, and the targets of all of them; None: the batch is the whole step, and its
-        targets are counted, for which the host waits.
+        The loss is normalised by the target tokens of the whole step. The call consumes the last layer's output.
+        `sums`: the sums of the step's earlier groups, with the number of targets of the whole step. None: the batch is
+        the whole step, and the host waits to count its targets.
         """
         self._prefetch(self.num_layers, 0)
         if sums is None:
@@ -275,7 +275,7 @@ class BlockRunner:
         return sums
 
     def backward(self, block: BlockIndex, step: int, batch: Sequence[torch.Tensor]) -> None:
-        """Goes backward through a block for every micro-batch, and first computes again what is not held of it."""
+        """Runs a block backward for every micro-batch, and first recomputes activations that are not held."""
         inputs = self.inputs.pop() if block > 0 else []
         for m, ids in enumerate(batch):
             self._begin_microbatch(step, m, block, is_last=m + 1 == len(batch))
@@ -292,24 +292,24 @@ class BlockRunner:
             self.forget()
 
     def forget(self) -> None:
-        """Lets go of all that is held of a step, wherever it is."""
+        """Releases everything that is held of a step, on the device and in the store."""
         for unit in self._units.values():
             unit.drop()
         self._units.clear()
         self.inputs, self.calls, self.grads = [], [], []
 
     def operators(self, block: BlockIndex, num_examples: int, num_tokens: int) -> LayerCost:
-        """What the operators of a layer put out and cost for one micro-batch; as `imagined`."""
+        """Returns the output sizes and FLOPs of a layer's operators for one micro-batch. Computes nothing."""
         with self.imagined(block, num_examples, num_tokens) as (layer, entering):
             return list_operators(layer, entering)
 
     @contextlib.contextmanager
     def imagined(self, block: BlockIndex, num_examples: int, num_tokens: int) -> Iterator[tuple[Layer, torch.Tensor]]:
-        """A layer, and what enters it for one micro-batch, in fake tensors: nothing is computed or allocated.
+        """Yields a layer and its input for one micro-batch as fake tensors. Nothing is computed or allocated.
 
-        No params may be installed. A Python function that hands tensors to a kernel of its own gets a RuntimeError.
+        No params may be installed. A Python function that passes tensors to its own kernel gets a RuntimeError.
         """
-        # Else it would get addresses at which there is nothing; on a GPU that ends the process.
+        # Without the patch, such a kernel would get invalid addresses, which on a GPU ends the process.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             fake = fake_tensors()
         with fake, torch.no_grad():
@@ -323,7 +323,7 @@ class BlockRunner:
             finally:
                 self.remove(block)
 
-    # --- inside -----------------------------------------------------------------------------------------------------
+    # --- private ----------------------------------------------------------------------------------------------------
 
     def _install_empty(self, block: BlockIndex) -> None:
         blocks = self.partition.layout.blocks
@@ -335,7 +335,7 @@ class BlockRunner:
         self.install(block, flats, {b: GradBuffer(flat) for b, flat in flats.items()})
 
     def _forward_unit(self, block: BlockIndex, microbatch: int, policy: BlockActivations) -> torch.Tensor:
-        """One layer and micro-batch; what backward needs is held, and the input with it or not at all."""
+        """Runs a layer forward for one micro-batch. A unit holds the activations, and the input if the policy says."""
         entering = self.inputs[-1][microbatch]
         self.inputs[-1][microbatch] = torch.empty(0)
         unit = Unit(policy, self._store, self._params, copies=block in self._with_functions)
@@ -345,7 +345,7 @@ class BlockRunner:
             self._with_functions.add(block)
         return output
 
-    # Functions of their own: nothing of one micro-batch is on the device while the next is computed.
+    # Separate functions, so that no local variable keeps one micro-batch's tensors while the next is computed.
 
     def _backward_of_prologue(self, microbatch: int, ids: torch.Tensor) -> None:
         hidden, _ = self._prologue(ids)
@@ -353,7 +353,7 @@ class BlockRunner:
         self.grads[microbatch] = torch.empty(0)
 
     def _backward_again(self, block: BlockIndex, microbatch: int, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """Computes a layer again from its input alone, which is let go of; returns the gradient of that."""
+        """Recomputes a layer from its input, frees the input, and returns the input's gradient."""
         entering = inputs[microbatch].detach().requires_grad_(True)
         inputs[microbatch] = torch.empty(0)
         with self._params.noted_by_place(entering):
@@ -363,7 +363,7 @@ class BlockRunner:
         return entering.grad
 
     def _prefetch(self, block: int, microbatch: int) -> None:
-        """Begins to bring back what one block's backward pass for one micro-batch needs."""
+        """Starts to copy back the swapped activations of one block and micro-batch."""
         unit = self._units.get((block, microbatch))
         if unit is not None:
             unit.prefetch()
@@ -378,7 +378,7 @@ class BlockRunner:
 
     def _seed(self, step: int, microbatch: int, block: int) -> None:
         key = random_key(self.seed, step, self.first_microbatch + microbatch, block)
-        # Not `torch.manual_seed`: for each kind of device that a machine does not have, it keeps a stack trace.
+        # Not `torch.manual_seed`, because it keeps a stack trace for each kind of device that the machine lacks.
         for generator in generators_of(self.device):
             generator.manual_seed(key)
 
@@ -390,13 +390,13 @@ class BlockRunner:
         return hidden if num is None else (hidden, *([None] * (num - 1)))
 
     def _prologue(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
-        """The model's own forward up to its first layer, and what it would call each layer with.
+        """Runs the model's own forward up to its layers. Returns the first hidden state and each layer's arguments.
 
-        No attention mask: with causal attention, padding on the right never reaches an earlier token, and its targets
-        are ignored.
+        There is no attention mask, because with causal attention padding on the right never affects earlier tokens, and
+        its targets are ignored.
 
-        The empty cache, which layers do not get, is there as in `run_on_meta`: without one, the masking code would wait
-        for the device to look at position values, and fake tensors have none.
+        Layers do not get the empty cache. It serves the masking code, as in `run_on_meta`: without a cache that code
+        would wait for the device to read position values, and fake tensors have none.
         """
         calls: list[LayerCall] = []
         cache = DynamicCache()
@@ -414,7 +414,7 @@ class BlockRunner:
         self._mode_on_call = record
         with contextlib.suppress(_PrologueDone):
             run_beside_cache(self.model, ids, cache)
-        self._mode_on_call = None  # it would hold what it has recorded
+        self._mode_on_call = None  # the closure would keep the recorded tensors
         assert all(hidden is entering[0] for hidden in entering)
         return entering[0], calls
 
@@ -429,9 +429,9 @@ class BlockRunner:
         return output
 
     def _epilogue(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's own forward after its last layer: (1, S, H) to logits (1, S, V).
+        """Runs the model's own forward after its last layer: (1, S, H) to logits (1, S, V).
 
-        What comes before runs on the meta device; the last stand-in hands over the real hidden state.
+        The code before it runs on the meta device. The last stand-in returns the real hidden state.
         """
 
         def resume(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -446,7 +446,7 @@ class BlockRunner:
             logits: torch.Tensor = run_on_meta(self.model, num_tokens=hidden.shape[1]).logits
         finally:
             restore_buffers(buffers)
-            self._mode_on_call = None  # it would hold the hidden state
+            self._mode_on_call = None  # the closure would keep the hidden state
         return logits
 
     def _head_of_microbatch(
@@ -468,7 +468,7 @@ class BlockRunner:
     def _head_of_slice(
         self, hidden: torch.Tensor, target: torch.Tensor, sums: LossSums, loss_scale: float | None
     ) -> torch.Tensor | None:
-        """A function of its own: the logits of one slice are gone before those of the next are computed."""
+        """Computes one slice of the head. It is a separate function so that a slice's logits are freed at its end."""
         train = loss_scale is not None
         entering = hidden.detach().requires_grad_(train)
         with torch.set_grad_enabled(train):

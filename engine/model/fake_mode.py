@@ -1,4 +1,4 @@
-"""Tensors of shapes alone, for going through a model's operators without computing."""
+"""Fake tensors, which have shapes but no contents, for running a model's operators without computing."""
 
 from contextlib import suppress
 from typing import Any
@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def fake_tensors() -> FakeTensorMode:
-    """A mode in which operators make tensors that have no contents; what is given may have some."""
+    """Returns a mode in which operators return tensors without contents. Their inputs may be real tensors."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -21,12 +21,12 @@ def _grouped_mm(
     _bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """The products of experts: torch computes them in every precision, but tells their shapes in bf16 alone."""
+    """Returns the output shape of experts' matrix products. PyTorch's own shape function accepts only bf16."""
     with fake:
         return _create_grouped_mm_output_tensor(left, right, offsets, out_dtype)  # type: ignore[no-untyped-call]
 
 
-# Not every version of torch has them; without, such models have no plan but in bf16.
+# Some versions of PyTorch lack these functions. Then models with experts can be planned only in bf16.
 with suppress(ImportError, AttributeError):
     from torch._meta_registrations import _create_grouped_mm_output_tensor
     from torch._subclasses.fake_impls import register_op_impl

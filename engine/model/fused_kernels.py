@@ -1,8 +1,9 @@
-"""Kernels of other packages that compute parts of a model on a GPU: FlashAttention 2, and Liger's norms and MLPs.
+"""Installs kernels of other packages into a model for a GPU: FlashAttention 2, and Liger's norms and MLPs.
 
-They go into one model, once it has been taken apart on the meta device, where they cannot run; what else is built in
-the process is as it was. Liger's rotary embedding stays out: it can only be replaced for the whole process, and writes
-into its inputs. So does its cross-entropy: ours goes over slices of the tokens.
+They are installed into one model after its partition on the meta device, where they cannot run. Other models of the
+process are not affected. Two of Liger's kernels are not used. Its rotary embedding can be replaced only for the whole
+process, and it writes into its inputs. Its cross-entropy is not needed, because windlass computes it by slices of
+tokens.
 Sources: liger_kernel.transformers.monkey_patch; transformers, `set_attn_implementation`.
 """
 
@@ -22,23 +23,23 @@ _INSTEAD_OF_LIGERS = ("rope", "cross_entropy", "fused_linear_cross_entropy")
 
 
 def kernels_here(model: Any, precision: Precision, device: torch.device) -> tuple[ModelKernel, ...]:
-    """What can compute a model of transformers on a device, as far as packages and the model's class tell."""
-    found = []
+    """Lists the kernels that a transformers model can use on a device, by installed packages and the model's class."""
+    kernels = []
     if device.type == "cuda":
         has_half = precision is not Precision.FP32
         if has_half and is_flash_attn_2_available() and getattr(model, "_supports_flash_attn", False):
-            found.append(ModelKernel.FLASH_ATTENTION_2)
+            kernels.append(ModelKernel.FLASH_ATTENTION_2)
         with contextlib.suppress(KernelUnavailable):
             _liger_function(model)
-            found.append(ModelKernel.LIGER)
-    return tuple(found)
+            kernels.append(ModelKernel.LIGER)
+    return tuple(kernels)
 
 
 def apply_kernels(model: Any, kernels: Collection[ModelKernel]) -> None:
-    """Puts kernels into the modules of a model, which must be whole: no stand-ins for its layers.
+    """Installs kernels into the modules of a model. Its layers must not be replaced by stand-ins.
 
     Raises:
-        KernelUnavailable: one cannot be had here.
+        KernelUnavailable: a kernel is not available here.
     """
     if ModelKernel.FLASH_ATTENTION_2 in kernels:
         _attend_with_flash_attention(model)
@@ -54,7 +55,9 @@ def _attend_with_flash_attention(model: Any) -> None:
     try:
         model.set_attn_implementation(name)
     except (ImportError, ValueError) as error:
-        raise KernelUnavailable(f"FlashAttention 2 cannot be had: {error}; install the package flash-attn") from error
+        raise KernelUnavailable(
+            f"FlashAttention 2 is not available: {error}; install the package flash-attn"
+        ) from error
     if model.config._attn_implementation != name:
         raise KernelUnavailable(f"{type(model).__name__} cannot be computed with FlashAttention 2")
 
@@ -63,7 +66,9 @@ def _liger_function(model: Any) -> Callable[..., None]:
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:
-        raise KernelUnavailable(f"Liger's kernels cannot be had: {error}; install the package liger-kernel") from error
+        raise KernelUnavailable(
+            f"Liger's kernels are not available: {error}; install the package liger-kernel"
+        ) from error
     model_type = model.config.model_type
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise KernelUnavailable(f"Liger has no kernels for models of type {model_type}")
@@ -73,7 +78,7 @@ def _liger_function(model: Any) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _unchanged(module: Any) -> Iterator[None]:
-    """What is put into a module of Python within is taken out again."""
+    """Restores the attributes of a Python module at the end of the context."""
     before = dict(vars(module))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where a block's gradient is summed."""
+"""The buffer in which a block's gradient is summed."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,7 +9,7 @@ class GradBuffer:
     """The gradient of one block on the device, flat, accumulated over micro-batches in the buffer's dtype."""
 
     def __init__(self, flat: torch.Tensor, touched: Iterable[str] = ()) -> None:
-        """`touched`: names of the tensors whose sums lie there already; all else of the buffer is undefined."""
+        """`touched`: names of the tensors whose sums are already in the buffer; the rest of it is undefined."""
         self.flat = flat
         self.touched = set(touched)
 
@@ -23,13 +23,13 @@ class GradBuffer:
             self.touched.add(name)
 
     def merge(self, other: "GradBuffer", params: Sequence[tuple[str, int, int]]) -> None:
-        """Adds what another buffer of the same block has summed. `params`: (name, offset, numel)."""
+        """Adds the sums of another buffer of the same block. `params`: (name, offset, numel)."""
         for name, offset, numel in params:
             if name in other.touched:
                 self.add(name, offset, other.flat[offset : offset + numel])
 
     def finish(self, params: Sequence[tuple[str, int, int]]) -> None:
-        """Zeroes what no micro-batch reached, such as an expert without tokens. `params`: (name, offset, numel)."""
+        """Zeroes tensors without a gradient, such as an expert without tokens. `params`: (name, offset, numel)."""
         for name, offset, numel in params:
             if name not in self.touched:
                 self.flat[offset : offset + numel].zero_()

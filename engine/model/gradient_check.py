@@ -1,4 +1,4 @@
-"""Checks an architecture before a job trains: a tiny model of the same class, block by block, beside plain autograd."""
+"""Checks an architecture before training: compares a tiny model's gradients, block by block, with plain autograd."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ from windlass.engine.optimizer import KernelUnavailable
 from windlass.storage.ids import BlockIndex, ModelKernel, Precision
 from windlass.storage.memory import ALIGNMENT_NBYTES, SlotPool
 
-# What the tiny model is cut down to; attributes that a config does not have are left alone.
+# The tiny model's sizes; attributes that a config lacks are ignored.
 _TINY_SIZES = {
     "num_hidden_layers": 3,
     "n_layer": 3,
@@ -46,27 +46,29 @@ _TINY_SIZES = {
     "rotary_dim": 16,
     "sliding_window": 8,
 }
-_NUM_MICROBATCHES = 2  # of layers with Python autograd functions nothing is held in the first
+_NUM_MICROBATCHES = 2  # because the first one holds nothing in layers with Python autograd functions
 _SHAPE = (2, 16)  # examples, tokens
-_STORE_NBYTES = 64 * 2**20  # far more than a tiny model swaps; memory that is not touched costs nothing
-_DEADLINE_S = 60.0
-# Of gradients with other kernels than torch's: relative to their norms; and the least norm, relative to the largest.
+_STORE_NBYTES = 64 * 2**20  # far more than a tiny model swaps; untouched memory costs nothing
+_DEADLINE_S = 60.0  # timeout of each wait for the store
+# Tolerances of gradients with other kernels than PyTorch's, relative to their norms.
 _KERNEL_TOLERANCES = {Precision.FP32: 1e-3, Precision.BF16: 0.1, Precision.FP16: 0.03}
+# Lower limit of a norm for that comparison, relative to the largest norm.
 _LEAST_NORM = 0.05
-# One thread, one order of summation: most architectures agree to the last bit; matrix products of other shapes may not.
+# Relative to a gradient's largest element. With one thread most architectures agree bit by bit, but matrix products of
+# other shapes may sum in another order.
 _TOLERANCE = 1e-5
 
 
 def tiny_config(config: Any) -> Any:
-    """A config of the same class with every size cut down."""
+    """Returns a config of the same class with every size reduced."""
     tiny = copy.deepcopy(config)
     for name, size in _TINY_SIZES.items():
         value = getattr(config, name, None)
         if isinstance(value, int) and not isinstance(value, bool):
-            with contextlib.suppress(AttributeError):  # derived from others, without a setter
+            with contextlib.suppress(AttributeError):  # a property derived from other sizes, without a setter
                 setattr(tiny, name, min(size, value))
     if isinstance(getattr(config, "layer_types", None), list):
-        # One of each type, in order of appearance, so that none goes unchecked.
+        # One layer of each type, in order of appearance, so that every type is checked.
         kinds = list(dict.fromkeys(config.layer_types))
         tiny.layer_types = kinds + [kinds[-1]] * max(0, 3 - len(kinds))
         tiny.num_hidden_layers = len(tiny.layer_types)
@@ -79,11 +81,11 @@ def tiny_config(config: Any) -> Any:
 def check_architecture(
     config: Any, choices: Collection[BlockActivations] = (RECOMPUTE_ALL,), is_streamed: bool = False
 ) -> None:
-    """Raises UnsupportedArchitectureError where block by block and plain autograd disagree.
+    """Raises UnsupportedArchitectureError if training block by block gives other gradients than plain autograd.
 
-    `choices`: each in turn holds for all layers. A Python autograd function that keeps a tensor by itself, not with
-    `save_for_backward`, may be right with one and wrong with another. `is_streamed`: the layers' params come in pieces,
-    and what is let go of is filled with NaN.
+    `choices`: the policies to check, each for all layers. Several are checked, because a Python autograd function that
+    keeps a tensor without `save_for_backward` may work with one policy and fail with another. `is_streamed`: the
+    layers' params come in pieces, and released buffers are filled with NaN.
     """
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     with_choice = ""
@@ -95,8 +97,8 @@ def check_architecture(
         model = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32, trust_remote_code=False).train()
         batch = [torch.randint(1, tiny.vocab_size, _SHAPE) for _ in range(_NUM_MICROBATCHES)]
         targets = [ids.roll(-1, 1) for ids in batch]
-        for each in targets:
-            each[:, -1] = IGNORED_TARGET
+        for target in targets:
+            target[:, -1] = IGNORED_TARGET
         expected = _plain_gradients(model, batch, targets)
         for choice in choices:
             ways = [] if choice == RECOMPUTE_ALL else [f"activations {in_words(choice)}"]
@@ -128,9 +130,10 @@ def check_kernels(
     device: torch.device,
     choices: Collection[BlockActivations] = (RECOMPUTE_ALL,),
 ) -> None:
-    """Raises KernelUnavailable where a tiny model has other gradients with these kernels than with torch's own.
+    """Raises KernelUnavailable if a tiny model's gradients with these kernels differ from those with PyTorch's own.
 
-    But for rounding; on the device that they are for, and with each of `choices` in turn for all layers.
+    Rounding differences are allowed. `device`: the device of the job. `choices`: the policies to check, each for all
+    layers.
     """
     names = " and ".join(kernels)
     try:
@@ -156,9 +159,9 @@ def check_kernels(
 def _first_far_off(
     expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float
 ) -> str | None:
-    """The name of a parameter whose gradients differ by more than that, relative to their norm, or are no numbers."""
+    """Returns the first parameter whose gradients differ by more than `tolerance` of their norm, or hold NaN."""
     norms = {name: float(grad.float().norm()) for name, grad in expected.items()}
-    least = _LEAST_NORM * max(norms.values())  # what is far smaller consists of rounding errors
+    least = _LEAST_NORM * max(norms.values())  # because much smaller gradients consist of rounding errors
     for name, grad in expected.items():
         if not float((found[name].float() - grad.float()).norm()) <= tolerance * max(norms[name], least):
             return name
@@ -166,7 +169,7 @@ def _first_far_off(
 
 
 def _first_differing(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str | None:
-    """The name of a parameter whose gradients differ by more than rounding."""
+    """Returns the first parameter whose gradients differ by more than rounding, None if there is none."""
     for param, grad in expected.items():
         scale = float(grad.abs().max()) or 1.0
         if not torch.allclose(found[param], grad, rtol=0.0, atol=_TOLERANCE * scale):
@@ -175,9 +178,9 @@ def _first_differing(expected: Mapping[str, torch.Tensor], found: Mapping[str, t
 
 
 def _plain_gradients(model: Any, batch: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Plain autograd with the same random keys."""
+    """Returns the gradients of plain autograd, with the same random seeds as the block runner."""
     _, layers = find_layers(model)
-    num_targets = sum(int((each != IGNORED_TARGET).sum()) for each in targets)
+    num_targets = sum(int((target != IGNORED_TARGET).sum()) for target in targets)
     for m, (ids, target) in enumerate(zip(batch, targets, strict=True)):
 
         def seed(block: int, m: int = m) -> Any:
@@ -205,7 +208,7 @@ def _gradients_with(
     *,
     is_streamed: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """With one choice for all layers, through a store as jobs have it."""
+    """Returns the block runner's gradients with one policy for all layers, and with a store like a job's."""
     memory = torch.empty(_STORE_NBYTES if choice.swaps else 0, dtype=torch.uint8)
     slots = SlotPool(0, ALIGNMENT_NBYTES, memory.nbytes // ALIGNMENT_NBYTES, name="activation slots")
     store = HostActivations(
@@ -238,7 +241,7 @@ def block_gradients(
     store: ActivationStore | None = None,
     streams: StreamedFlats | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Gradients of one step, computed block by block from whole parameters. For models that fit in memory."""
+    """Returns the gradients of one step, computed block by block. For models that fit in memory."""
     layout = partition.layout
     runner = BlockRunner(partition, batch[0].device, seed, activations=activations, store=store)
     grads = {
@@ -258,7 +261,7 @@ def block_gradients(
     def release(block: BlockIndex, flats: dict[BlockIndex, torch.Tensor]) -> None:
         runner.remove(block)
         for flat in flats.values():
-            flat.fill_(float("nan"))  # whatever still reads it shows
+            flat.fill_(float("nan"))  # so that a late read shows in the result
 
     blocks = [block.index for block in layout.blocks]
     for block in blocks[:-1]:

@@ -1,6 +1,6 @@
-"""Where each parameter of a model lies: blocks, their flat vectors, and the chunks those are cut into.
+"""The layout of a model's parameters: blocks, their flat vectors, and the chunks of these.
 
-No torch here: the scheduler and the planner's callers read layouts too.
+It imports no torch, because the scheduler and the planner's callers read layouts too.
 """
 
 import itertools
@@ -19,12 +19,12 @@ class ParamSlice:
     shape: tuple[int, ...]
     offset: int  # in elements
     numel: int
-    decay: bool  # False for norms and biases: no weight decay
+    decay: bool  # has weight decay; False for norms and biases
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """A block's flat vector: parameters with weight decay first, so that a chunk holds at most two runs."""
+    """A block's flat vector. Parameters with weight decay come first, so a chunk has at most one boundary of decay."""
 
     index: BlockIndex
     name: str  # "embedding", "model.layers.3", "head"
@@ -32,17 +32,17 @@ class BlockLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the flat vector."""
+        """The elements of the flat vector."""
         return sum(param.numel for param in self.params)
 
     @property
     def decay_numel(self) -> int:
-        """Elements with weight decay; they come first."""
+        """The elements with weight decay, which come first."""
         return sum(param.numel for param in self.params if param.decay)
 
     @property
     def decay_numels_by_module(self) -> list[list[int]]:
-        """Elements of each parameter with weight decay, in order, by the module that holds it."""
+        """The elements of each parameter with weight decay, in order, grouped by module."""
         decaying = (param for param in self.params if param.decay)
         modules = itertools.groupby(decaying, key=lambda param: param.name.rpartition(".")[0])
         return [[param.numel for param in params] for _, params in modules]
@@ -50,22 +50,22 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """All blocks of a model, in forward order, and the chunk size they are cut by."""
+    """All blocks of a model in forward order, and the size of their chunks."""
 
     blocks: tuple[BlockLayout, ...]
-    # Further names of a parameter: {"lm_head.weight": "model.embed_tokens.weight"}. Stored and exported once.
+    # Further names of tied parameters: {"lm_head.weight": "model.embed_tokens.weight"}. They are stored once.
     tied: dict[str, str]
     chunk_numel: int
     # Per block, the blocks whose params its computation reads: itself first, then those it shares tied tensors with.
     shared: tuple[tuple[BlockIndex, ...], ...] = ()
 
     def to_json(self) -> str:
-        """All of it, for `from_json`."""
+        """Serializes the layout for `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "ModelLayout":
-        """What `to_json` wrote."""
+        """Reads a layout that `to_json` wrote."""
         raw = json.loads(text)
         blocks = []
         for block in raw["blocks"]:
@@ -80,24 +80,24 @@ class ModelLayout:
 
     @property
     def numel(self) -> int:
-        """Parameters of the model, tied ones once."""
+        """The number of parameters of the model. Tied ones count once."""
         return sum(block.numel for block in self.blocks)
 
     def num_chunks(self, block: BlockIndex) -> int:
-        """Chunks of a block."""
+        """Returns the number of chunks of a block."""
         return max(1, -(-self.blocks[block].numel // self.chunk_numel))
 
     def chunk_keys(self, block: BlockIndex) -> list[ChunkKey]:
-        """A block's chunks in order."""
+        """Lists a block's chunks in order."""
         return [ChunkKey(block, ChunkIndex(i)) for i in range(self.num_chunks(block))]
 
     def chunk_range(self, key: ChunkKey) -> tuple[int, int]:
-        """First and past-last element of a chunk in its block's flat vector."""
+        """Returns the first and past-last element of a chunk in its block's flat vector."""
         start = key.chunk * self.chunk_numel
         return start, min(start + self.chunk_numel, self.blocks[key.block].numel)
 
     def params_in_chunk(self, key: ChunkKey) -> Iterator[tuple[ParamSlice, int, int, int]]:
-        """Parameters that a chunk holds a part of: (param, first element of it, number of elements, place in chunk)."""
+        """Yields the parts of parameters in a chunk: (param, its first element, number of elements, place in chunk)."""
         start, stop = self.chunk_range(key)
         for param in self.blocks[key.block].params:
             first = max(start, param.offset)

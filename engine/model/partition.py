@@ -1,8 +1,8 @@
-"""Takes a Hugging Face causal LM apart into blocks without holding its weights.
+"""Partitions a Hugging Face causal LM into blocks without loading its weights.
 
-The model is built with its parameters on the meta device. One traced run of its own `forward`, with stand-ins for the
-layers, tells what happens before the first layer (the embedding block), between layers (nothing may) and after the
-last one (the head block). What cannot be trained exactly this way is refused by name.
+The model is built with its parameters on the meta device. One run of its own `forward`, with stand-ins for the layers,
+is traced. It shows the modules before the first layer (the embedding block) and after the last one (the head block).
+Models that change the hidden state between layers, or that cannot be trained exactly in this way, are refused.
 """
 
 import contextlib
@@ -21,13 +21,14 @@ from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.model.layout import BlockLayout, ModelLayout, ParamSlice
 from windlass.storage.ids import BlockIndex, Precision
 
-MIN_CHUNK_NUMEL = 8 * 2**20
-# O_DIRECT wants 4096-byte regions: 2048 elements of the smallest state, bf16.
+MIN_CHUNK_NUMEL = 8 * 2**20  # elements of a chunk, except in smaller layers
+# Elements: chunk sizes are multiples of this, because O_DIRECT needs regions of 4096 bytes, and bf16 states are the
+# smallest.
 CHUNK_GRANULE = 2048
 
 
 class UnsupportedArchitectureError(Exception):
-    """The model cannot be trained exactly block by block; the text names it and says why."""
+    """The model cannot be trained exactly block by block. The message names the model and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,15 @@ class ParamSite:
     module: nn.Module
     attribute: str
     param: ParamSlice
-    block: BlockIndex  # whose flat vector holds it
-    placeholder: nn.Parameter  # on the meta device; stands there while the params are away
+    block: BlockIndex  # the block whose flat vector holds it
+    placeholder: nn.Parameter  # on the meta device; takes the place while the params are not installed
 
 
 def load_config(model_dir: str | Path) -> Any:
-    """The architecture of a model folder. Never runs code from the folder. Raises ValueError where it has none."""
+    """Loads the config of a model folder without running code from it. Raises ValueError if it has no valid config."""
     try:
         config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a config can be wrong in ways that the library meets with any exception
+    except Exception as error:  # the library raises various exceptions for invalid configs
         raise ValueError(f"the config of {Path(model_dir).name} cannot be used: {error}") from error
     return getattr(config, "get_text_config", lambda: config)() if _is_composite(config) else config
 
@@ -56,7 +57,7 @@ def _is_composite(config: Any) -> bool:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters go to the meta device as they are registered; buffers stay real, computed as their module wants."""
+    """Moves parameters to the meta device at their registration. Buffers stay real, with their modules' values."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -72,7 +73,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def build_meta_model(config: Any, precision: Precision) -> Any:
-    """The model of `config` in training mode: parameters on the meta device, buffers real, nothing initialised."""
+    """Builds the model of `config` in training mode: parameters on the meta device, real buffers, no initialisation."""
     with no_init_weights(), _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=TORCH_DTYPE[precision], trust_remote_code=False)
     if getattr(config, "generation_config", None) is None and getattr(model, "generation_config", None) is None:
@@ -84,12 +85,13 @@ def build_meta_model(config: Any, precision: Precision) -> Any:
 
 
 def choose_chunk_numel(block_numels: list[int]) -> int:
-    """A chunk size that cuts layers evenly, so that little of a slot or an extent stays empty.
+    """Returns a chunk size that divides layers evenly, so that little of a slot or an extent is unused.
 
-    Between 8 and 16 Mi elements where layers are that large: small chunks need less memory, large ones fewer messages.
+    It is between 8 and 16 Mi elements if layers are that large. Small chunks need less memory, large ones fewer
+    messages.
     """
     largest = max(block_numels)
-    # Layers are nearly all of a model: fit the most common size, which is theirs.
+    # Layers are nearly all of a model, so the most common size is theirs.
     common = max(set(block_numels), key=lambda numel: (block_numels.count(numel) * numel, numel))
     parts = max(1, common // MIN_CHUNK_NUMEL)
     chunk = -(-common // parts)
@@ -98,11 +100,11 @@ def choose_chunk_numel(block_numels: list[int]) -> int:
 
 
 class StandIn(nn.Module):
-    """Stands where a layer stood while the model's own forward runs, and hands what happens to `on_call`."""
+    """Replaces a layer while the model's own forward runs, and passes its calls to `on_call`."""
 
     def __init__(self, layer: nn.Module, index: int, on_call: Any) -> None:
         super().__init__()
-        # Not a submodule: the layer's parameters must not be found through its stand-in.
+        # Set without registration as a submodule, so that the layer's parameters are not found through the stand-in.
         object.__setattr__(self, "layer", layer)
         self.index = index
         object.__setattr__(self, "on_call", on_call)
@@ -114,7 +116,7 @@ class StandIn(nn.Module):
             return getattr(object.__getattribute__(self, "layer"), name)
 
     def train(self, mode: bool = True) -> "StandIn":
-        """Reaches the layer too: dropout is off in evaluation."""
+        """Sets the mode of the layer too, so that its dropout is off in evaluation."""
         self.layer.train(mode)
         return super().train(mode)
 
@@ -123,7 +125,7 @@ class StandIn(nn.Module):
 
 
 def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The one ModuleList that holds the layers: the one with most parameters, outermost first."""
+    """Returns the name of the ModuleList of layers, and the list: the outermost of those with the most parameters."""
     best: tuple[int, str, nn.ModuleList] | None = None
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 0:
@@ -136,7 +138,7 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def hidden_of(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, bool]:
-    """The hidden state among a layer's call arguments, and whether it was passed by keyword."""
+    """Returns the hidden state among a layer's call arguments, and whether it was passed by keyword."""
     if args and isinstance(args[0], torch.Tensor):
         return args[0], False
     hidden = kwargs.get("hidden_states")
@@ -146,9 +148,10 @@ def hidden_of(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 class _Trace:
-    """One meta run of the model's forward with stand-ins: which modules run before the layers and which after.
+    """Traces one run of the model's forward on the meta device, with stand-ins for the layers.
 
-    `num_returned` is what the stand-ins return: None for a bare hidden state, else a tuple of so many, hidden first.
+    It records the modules that run before the layers and those that run after them. `num_returned`: the length of the
+    tuple that stand-ins return, hidden state first; None: they return the hidden state itself.
     """
 
     def __init__(self, model: Any, layers: nn.ModuleList, num_returned: int | None) -> None:
@@ -202,7 +205,7 @@ class _Trace:
                 f"{[tuple(t.shape) for t in others]}); that is not supported yet"
             )
         self.num_called += 1
-        # A new tensor each time, so that "unchanged" and "the very object" mean the same.
+        # A new tensor each time, so that an identity check detects a changed hidden state.
         self.last_output = torch.empty_like(hidden)
         return (
             self.last_output if self.num_returned is None else (self.last_output, *([None] * (self.num_returned - 1)))
@@ -210,10 +213,10 @@ class _Trace:
 
 
 def run_on_meta(model: nn.Module, num_tokens: int) -> Any:
-    """Runs the model's own forward on meta token ids: shapes and control flow, no arithmetic.
+    """Runs the model's own forward on meta token ids: shapes and control flow without arithmetic.
 
-    The empty cache is there for one reason: without one, the masking code looks at position values to find packed
-    sequences, and meta tensors have none.
+    The empty cache is needed, because without one the masking code reads position values to find packed sequences, and
+    meta tensors have no values.
     """
     ids = torch.zeros((1, num_tokens), dtype=torch.long, device="meta")
     return run_beside_cache(model, ids, DynamicCache())
@@ -222,8 +225,8 @@ def run_on_meta(model: nn.Module, num_tokens: int) -> Any:
 def run_beside_cache(model: nn.Module, ids: torch.Tensor, cache: DynamicCache) -> Any:
     """Runs the model's own forward on `ids` (1, S) with a cache that it does not fill.
 
-    The argument for it is named `past_key_values` before transformers 5.24 and in models that bring their own code,
-    `cache` since.
+    The cache's argument is named `cache` since transformers 5.24. Earlier versions, and models with their own code,
+    name it `past_key_values`.
     """
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     return model(input_ids=ids, use_cache=False, **{name: cache})
@@ -235,7 +238,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def swap_buffers_to_meta(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Replaces all buffers by meta ones; returns what `restore_buffers` needs."""
+    """Replaces all buffers by meta tensors, and returns the originals for `restore_buffers`."""
     swapped = []
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -246,15 +249,15 @@ def swap_buffers_to_meta(model: nn.Module) -> list[tuple[nn.Module, str, torch.T
 
 
 def restore_buffers(swapped: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
-    """Puts back what `swap_buffers_to_meta` took out."""
+    """Restores the buffers that `swap_buffers_to_meta` replaced."""
     for module, name, buffer in swapped:
         module._buffers[name] = buffer
 
 
 class Partition:
-    """A meta model and its blocks: block 0 the embedding, then the layers, then the head.
+    """A meta model and its blocks: block 0 is the embedding, then come the layers, then the head.
 
-    `sites[b]` are the places that block b's operation fills: its own parameters, and those it shares with others.
+    `sites[b]` are the parameter places of block b's operation: its own parameters, and those shared with other blocks.
     """
 
     def __init__(self, model: Any, chunk_numel: int | None = None) -> None:
@@ -270,11 +273,11 @@ class Partition:
 
     @property
     def head(self) -> BlockIndex:
-        """The last block."""
+        """The index of the head, which is the last block."""
         return BlockIndex(self.num_blocks - 1)
 
     def _trace(self) -> _Trace:
-        """Newer layers return their hidden state, older ones a tuple: the first form that the model accepts."""
+        """Traces the model with the first return form that it accepts: a hidden state, or a tuple (older models)."""
         refusals: list[Exception] = []
         for num_returned in (None, 1, 2, 3):
             trace = _Trace(self.model, self.layer_list, num_returned)
@@ -282,7 +285,7 @@ class Partition:
                 trace.run()
             except UnsupportedArchitectureError as refusal:
                 refusals.append(refusal)
-            except Exception as error:  # noqa: BLE001 - whatever foreign model code raises is a refusal
+            except Exception as error:  # noqa: BLE001 - any exception of the model's code counts as a refusal
                 refusals.append(UnsupportedArchitectureError(f"{self.name} cannot be traced without weights: {error}"))
             else:
                 return trace
@@ -307,7 +310,7 @@ class Partition:
             raise UnsupportedArchitectureError(f"{self.name} mixes parameter types: {sorted(dtypes)}")
 
     def _assign(self, trace: _Trace, chunk_numel: int | None) -> None:
-        """Gives every parameter a block and every block a flat layout."""
+        """Assigns every parameter to a block, and gives every block a flat layout."""
         modules: list[list[tuple[str, nn.Module]]] = [[] for _ in range(self.num_blocks)]
         before = {id(m) for m in trace.before}
         after = {id(m) for m in trace.after}
@@ -358,13 +361,13 @@ class Partition:
 
     def _sites(self, modules: list[tuple[str, nn.Module]], owner: dict[int, tuple[BlockIndex, str]]) -> list[ParamSite]:
         slices = {param.name: param for block in self.layout.blocks for param in block.params}
-        found = []
+        sites = []
         for _, module in modules:
             for attribute, param in module._parameters.items():
                 if param is not None:
                     block, name = owner[id(param)]
-                    found.append(ParamSite(module, attribute, slices[name], block, param))
-        return found
+                    sites.append(ParamSite(module, attribute, slices[name], block, param))
+        return sites
 
     def _block_name(self, block: int) -> str:
         if block == 0:
@@ -373,7 +376,7 @@ class Partition:
 
 
 def _norm_and_bias_names(model: nn.Module) -> set[str]:
-    """Parameters without weight decay: biases, and everything of a normalisation module."""
+    """Returns the parameters without weight decay: biases, 1-D tensors, and all tensors of normalisation modules."""
     names = set()
     for module_name, module in model.named_modules():
         is_norm = "norm" in type(module).__name__.lower()

@@ -1,4 +1,4 @@
-"""Whole layers in memory that are lent in pieces: for the check of an architecture, and for tests."""
+"""Streams layers that are whole in memory in pieces, for the check of an architecture and for tests."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ from windlass.storage.ids import BlockIndex
 
 
 class _Whole:
-    """A PieceSource that lies in one tensor."""
+    """A PieceSource that reads from one tensor."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._flat = flat
@@ -26,7 +26,7 @@ class _Whole:
 
 
 class StreamedFlats:
-    """Cuts some layers of a model as a job would, with buffers for them."""
+    """Cuts layers of a model into pieces like a job, and has buffers for the pieces."""
 
     def __init__(self, partition: Partition, layers: Sequence[BlockIndex], device: Device) -> None:
         blocks = partition.layout.blocks
@@ -38,11 +38,11 @@ class StreamedFlats:
         self.buffers = PieceBuffers(device, numel, dtype, NUM_PIECE_BUFFERS)
 
     def of(self, flats: Mapping[BlockIndex, torch.Tensor]) -> dict[BlockIndex, torch.Tensor | StreamedParams]:
-        """What a runner is lent for one operation, from whole flat params."""
+        """Converts whole flat params to the arguments of `BlockRunner.install` for one operation."""
         return {block: self._streamed(block, flat) if block in self._bounds else flat for block, flat in flats.items()}
 
     def close(self) -> None:
-        """Ends the thread that copies."""
+        """Ends the copy thread."""
         self.buffers.close()
 
     def _streamed(self, block: BlockIndex, flat: torch.Tensor) -> StreamedParams:

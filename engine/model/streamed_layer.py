@@ -1,6 +1,6 @@
-"""A layer that is computed while its params come and go: each module has those that it holds itself while it runs.
+"""A layer whose params are streamed: each module has its own params only while it runs.
 
-What autograd saves of them is noted by its place (`activations_graph`) and held again while a node of the graph runs.
+Params that autograd saves are recorded by their place (`saved_graph`), and installed again while a graph node runs.
 """
 
 import functools
@@ -18,17 +18,17 @@ from windlass.storage.ids import BlockIndex
 
 
 class StreamedLayer:
-    """One operation's use of a streamed layer; `end` must follow."""
+    """The use of a streamed layer by one operation. The caller must call `end` afterwards."""
 
     def __init__(
         self, block: BlockIndex, params: StreamedParams, sites: Sequence[ParamSite], *, goes_backward: bool
     ) -> None:
-        """`sites`: of the params in pieces."""
+        """`sites`: the places of the params in pieces."""
         self.block = block
-        self.on_param: Callable[[ParamSite, nn.Parameter], None] | None = None  # called with each when it first comes
+        self.on_param: Callable[[ParamSite, nn.Parameter], None] | None = None  # called at each param's first install
         self._params = params
-        self._leaves: dict[str, nn.Parameter] = {}  # by name: one in all of the operation, so that gradients add up
-        self._nodes: dict[int, tuple[Any, list[int]]] = {}  # by backward pass: the node that runs, and what it holds
+        self._leaves: dict[str, nn.Parameter] = {}  # by name: one leaf in all of the operation, so gradients add up
+        self._nodes: dict[int, tuple[Any, list[int]]] = {}  # by backward pass: the running node and its pieces
         by_module: dict[nn.Module, list[ParamSite]] = defaultdict(list)
         for site in sites:
             by_module[site.module].append(site)
@@ -39,14 +39,14 @@ class StreamedLayer:
         self._params.buffers.begin(params, block, goes_backward=goes_backward)
 
     def end(self) -> None:
-        """The layer has no params any more."""
+        """Removes the layer's params and hooks."""
         for hook in self._hooks:
             hook.remove()
         self._nodes.clear()
         self._params.buffers.end()
 
     def place_of(self, tensor: torch.Tensor) -> int | None:
-        """Where a tensor that lies in params that are there now begins: bytes from the start of the flat vector."""
+        """Returns the byte offset in the flat vector of a tensor in the installed params, None for other tensors."""
         rest = self._params.rest
         if tensor.device != rest.device:
             return None
@@ -56,7 +56,7 @@ class StreamedLayer:
         return self._params.buffers.place_of(tensor)
 
     def flat_at(self, offset: int) -> tuple[torch.Tensor, int]:
-        """The params around a place, for the node of a graph that runs now, and where they begin; both in bytes."""
+        """Returns the params around a byte offset, for the graph node that runs now, and their first byte's offset."""
         bounds, itemsize = self._params.bounds, self._params.rest.itemsize
         if offset >= bounds[-1] * itemsize:
             return self._params.rest, bounds[-1] * itemsize
@@ -73,14 +73,14 @@ class StreamedLayer:
         return flat, bounds[piece] * itemsize
 
     def begin_microbatch(self, *, is_last: bool) -> None:
-        """Nothing of the one before goes on: no node of its graph runs. `is_last`: of the operation."""
+        """Releases the pieces of the previous micro-batch's graph. `is_last`: the operation's last one begins."""
         for _, held in self._nodes.values():
             self._let_go(held)
         self._nodes.clear()
         self._params.buffers.is_last = is_last
 
     def _enter(self, sites: list[ParamSite], *_: Any) -> None:
-        # Whoever records or replays the operators of a layer shall see no copies.
+        # Modes are disabled, because those that record or replay a layer's operators must not see the copies.
         with _disable_current_modes():
             for site in sites:
                 piece = self._piece_at(site.param.offset)

@@ -1,8 +1,8 @@
-"""A streamed layer's params on the device: pieces of its flat vector, in a few buffers that are filled again and again.
+"""A streamed layer's params on the device: pieces of its flat vector, in a few buffers that are reused.
 
-While an operation is computed, what needs a piece holds it, and lets it go; the buffer that was let go of longest ago
-takes the next piece. Streams wait for each other, no thread does: a copy comes after what used its buffer before, and
-what uses a piece after its copy. The piece that followed the last time in the same place is copied ahead.
+During an operation a module or graph node holds a piece and then releases it. The next piece goes into the least
+recently released buffer. Only streams wait, not threads: a copy waits for its buffer's last use, and the use of a piece
+waits for its copy. The piece that followed at the same point in the last step is prefetched.
 """
 
 import functools
@@ -16,72 +16,72 @@ from windlass.storage.ids import BlockIndex
 
 
 class PieceBuffersHeldError(RuntimeError):
-    """A layer needs more pieces of its params at once than there are buffers for."""
+    """A layer needs more pieces of its params at once than there are buffers."""
 
 
 class PieceSource(Protocol):
-    """A block's params in host memory, which stay there until the operation is computed."""
+    """A block's params in host memory, which stay there until the operation is over."""
 
     def load(self, target: torch.Tensor, start: int) -> None:
-        """Fills a flat tensor of the device with the elements from `start` on. Work for a stream."""
+        """Fills a flat device tensor with the elements from `start` on. For use as work of a stream."""
 
     def loaded(self, begun: Event, copied: Event, nbytes: int) -> None:
-        """A piece was copied between these events. Called by a thread of the stream's."""
+        """Records that a piece was copied between these events. The stream's thread calls it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamedParams:
-    """The params of a layer for one operation: pieces that come when they are needed, and the rest of them as it is."""
+    """The params of a layer for one operation: pieces that are copied on demand, and the rest on the device."""
 
     buffers: "PieceBuffers"
     source: PieceSource
     bounds: tuple[int, ...]  # the first element of each piece in the flat vector, and the end of the last
-    rest: torch.Tensor  # on the device: the elements that follow
+    rest: torch.Tensor  # on the device: the elements after the last piece
 
 
-# Where an operation is in its way through the pieces: its block, whether it goes backward through it; whether this is
-# its last micro-batch, and goes backward already; the piece that was held last, None before the first.
+# The point of an operation: its block, whether it is a backward operation, whether this is its last micro-batch,
+# whether the piece was held for a graph node, and the piece that was held last (None before the first).
 _Moment = tuple[BlockIndex, bool, bool, bool, int | None]
 
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
     flat: torch.Tensor
-    unused: Event  # after what used it last
-    piece: int | None = None  # what lies there, or is on its way
-    copied: Event | None = None  # what the compute stream has not waited for
+    unused: Event  # ends its last use
+    piece: int | None = None  # the piece in it, or in flight to it
+    copied: Event | None = None  # ends the copy; None once the compute stream has waited for it
     num_holders: int = 0
 
 
 class PieceBuffers:
-    """Buffers of one size for the pieces of all streamed layers, for one operation at a time.
+    """Buffers of equal size for the pieces of all streamed layers, for one operation at a time.
 
-    All but the constructor is work of the compute stream's.
+    All methods except the constructor run as work of the compute stream.
     """
 
     def __init__(self, device: Device, numel: int, dtype: torch.dtype, num_buffers: int) -> None:
         self._device = device
-        # Not the one that brings other params: copies for later operations wait there for operations before them.
+        # A stream of its own, because in h2d the copies for later operations wait for earlier operations.
         self._stream = device.open_stream()
         unused = device.compute.record()
-        # That which was let go of longest ago first.
+        # Ordered by the time of their release, the least recent first.
         self._buffers = [
             _Buffer(torch.empty(numel, dtype=dtype, device=device.device), unused) for _ in range(num_buffers)
         ]
         self._followers: dict[_Moment, int] = {}
         self._params: StreamedParams | None = None
         self._moment: _Moment | None = None
-        self.is_last = False  # micro-batch of the operation: what follows it is not copied ahead
+        self.is_last = False  # this is the operation's last micro-batch: nothing is prefetched after it
 
     def begin(self, params: StreamedParams, block: BlockIndex, *, goes_backward: bool) -> None:
-        """An operation begins; what is copied first follows from the last time."""
+        """Begins an operation, and prefetches the piece that was first in the block's last operation."""
         self.end()
         self._params = params
         self._moment = (block, goes_backward, False, False, None)
         self._copy_ahead()
 
     def end(self) -> None:
-        """What the compute stream is given from now on is after all copies, and has no pieces any more."""
+        """Ends an operation: the compute stream waits for all copies, and all pieces are released."""
         for buffer in self._buffers:
             if buffer.copied is not None:
                 self._device.compute.wait(buffer.copied)
@@ -97,12 +97,12 @@ class PieceBuffers:
         self._stream.close()
 
     def hold(self, piece: int, *, backward: bool) -> torch.Tensor:
-        """A piece, for what the compute stream is given until `let_go`. `backward`: for a gradient's sake.
+        """Acquires a piece for work of the compute stream until `let_go`. `backward`: for a node of the backward pass.
 
         Raises:
             PieceBuffersHeldError: all buffers are held.
         """
-        buffer = next((each for each in self._buffers if each.piece == piece), None) or self._fill(piece)
+        buffer = next((b for b in self._buffers if b.piece == piece), None) or self._fill(piece)
         buffer.num_holders += 1
         if buffer.copied is not None:
             self._device.compute.wait(buffer.copied)
@@ -117,8 +117,8 @@ class PieceBuffers:
         return buffer.flat[: stop - start]
 
     def let_go(self, piece: int) -> None:
-        """What follows does not use it, unless it is held again; once for each `hold`."""
-        (buffer,) = (each for each in self._buffers if each.piece == piece)
+        """Releases a piece. Call it once for each `hold`."""
+        (buffer,) = (b for b in self._buffers if b.piece == piece)
         buffer.num_holders -= 1
         if not buffer.num_holders:
             if self._device.poisons_released:
@@ -129,7 +129,7 @@ class PieceBuffers:
             self._buffers.append(buffer)
 
     def place_of(self, tensor: torch.Tensor) -> int | None:
-        """Where a tensor that lies in a piece begins: bytes from the start of its layer's flat vector."""
+        """Returns the byte offset in the flat vector of a tensor in a piece, None for other tensors."""
         address = tensor.data_ptr()
         for buffer in self._buffers:
             offset = address - buffer.flat.data_ptr()
@@ -138,16 +138,16 @@ class PieceBuffers:
         return None
 
     def _copy_ahead(self) -> None:
-        """Where the last operation that came here went on with a piece, that is on its way before it is asked for."""
+        """Prefetches the piece that followed at this point in the last operation."""
         assert self._moment is not None
         piece = self._followers.get(self._moment)
-        is_there = any(buffer.piece == piece for buffer in self._buffers)
-        if piece is not None and not is_there and not all(buffer.num_holders for buffer in self._buffers):
+        is_present = any(buffer.piece == piece for buffer in self._buffers)
+        if piece is not None and not is_present and not all(buffer.num_holders for buffer in self._buffers):
             self._fill(piece)
 
     def _fill(self, piece: int) -> _Buffer:
         assert self._params is not None
-        buffer = next((each for each in self._buffers if not each.num_holders), None)
+        buffer = next((b for b in self._buffers if not b.num_holders), None)
         if buffer is None:
             raise PieceBuffersHeldError(
                 f"a layer whose params come to the device in pieces needs more than {len(self._buffers)} pieces at "

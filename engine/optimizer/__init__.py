@@ -1,4 +1,4 @@
-"""Kernels and formulas of the optimizer: Adam's update, norms, learning rates, split states."""
+"""The optimizer's kernels and formulas: Adam's update, norms, learning rates, split states."""
 
 from windlass.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""Kernels and formulas of the optimizer: Adam's update, norms, learning rates, split states."""
+"""The optimizer's kernels and formulas: Adam's update, norms, learning rates, split states."""
 
 from windlass.engine.optimizer.adam_formulas import AdamSettings as AdamSettings
 from windlass.engine.optimizer.adam_kernel import ChunkStates as ChunkStates

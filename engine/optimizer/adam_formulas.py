@@ -1,11 +1,11 @@
-"""Adam and AdamW on one chunk as plain PyTorch, written to be compiled into one pass over memory.
+"""Adam and AdamW on one chunk in plain PyTorch, written to be compiled into one pass over memory.
 
-Where states take 16 bits, two neighbouring elements are one word: the compiler has no vector code for int16, and in
-words the cuts and shifts that split masters and random rounding need cost less than conversions between formats.
-A pair of bf16 or fp16 numbers is an int32 word, a pair of fp32 numbers an int64 word; the even element is the low half.
+If states have 16 bits, two neighbouring elements form one word, because the compiler has no vector code for int16.
+The shifts for split masters and random rounding also cost less in words than conversions between formats. A pair of
+bf16 or fp16 numbers is an int32 word, a pair of fp32 numbers an int64 word. The even element is the low half.
 
-Source: Kingma and Ba, Adam, algorithm 1; Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2; in
-the order of operations of torch.optim.
+Source: Kingma and Ba, Adam, algorithm 1; Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.
+The order of operations is that of torch.optim.
 """
 
 import json
@@ -39,7 +39,7 @@ _WORD_OF = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamSettings:
-    """What does not change during a job."""
+    """The settings of Adam that are constant during a job."""
 
     beta1: float
     beta2: float
@@ -49,11 +49,11 @@ class AdamSettings:
 
 
 class Scalar(IntEnum):
-    """Places in the fp32 vector of what is the same for all elements of a call."""
+    """Indices into the fp32 vector of values that are the same for all elements of a call."""
 
     GRAD_SCALE = 0
-    DECAY = 1  # AdamW: what the weight is multiplied by; Adam: the share of the weight that the gradient gains
-    ODD_DECAY = 2  # the same for the odd element of each pair, where elements are taken in pairs
+    DECAY = 1  # AdamW: factor of the weight; Adam: share of the weight that is added to the gradient
+    ODD_DECAY = 2  # the same for the odd element of each pair, if elements form pairs
     ONE_MINUS_BETA1 = 3
     BETA2 = 4
     ONE_MINUS_BETA2 = 5
@@ -64,7 +64,7 @@ class Scalar(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """What a compiled kernel is made for. Everything else is given with each call."""
+    """The properties for which a kernel is compiled. All other values are arguments of each call."""
 
     grad: torch.dtype
     param: torch.dtype | None  # None: the master is the param
@@ -73,11 +73,11 @@ class Format:
 
     @property
     def in_pairs(self) -> bool:
-        """Whether elements are taken two by two."""
+        """True if two elements form a word."""
         return self.states is not StatePrecision.FP32
 
     def operand_dtypes(self) -> list[torch.dtype]:
-        """Of a chunk's tensors, in the order in which the formula takes them."""
+        """Returns the dtypes of a chunk's tensors, in the order of the formula's arguments."""
         match self.states:
             case StatePrecision.FP32:
                 param = [] if self.param is None else [self.param]
@@ -88,23 +88,23 @@ class Format:
                 return [self.grad, torch.bfloat16, torch.bfloat16, torch.bfloat16]
 
     def argument_dtypes(self) -> list[torch.dtype]:
-        """The same as the formula sees them: words of two elements where it takes pairs."""
+        """Returns the dtypes of the formula's arguments: words of two elements if elements form pairs."""
         return [_WORD_OF[dtype] if self.in_pairs else dtype for dtype in self.operand_dtypes()]
 
     @property
     def num_integers(self) -> int:
-        """int32 numbers given with each call: the keys of the rounding and half the first element's position."""
+        """The number of int32 arguments of each call: the rounding's keys, and half the first element's position."""
         return NUM_KEYS + 1 if self.states is StatePrecision.BF16 else 0
 
 
 def encoded(kernel: Format) -> str:
-    """A format as an argument on the command line."""
+    """Encodes a format as an argument for the command line."""
     names = [None if dtype is None else str(dtype).removeprefix("torch.") for dtype in (kernel.grad, kernel.param)]
     return json.dumps([*names, kernel.states, kernel.decoupled])
 
 
 def decoded(text: str) -> Format:
-    """The format that `encoded` wrote."""
+    """Decodes a format from the text of `encoded`."""
     grad, param, states, decoupled = json.loads(text)
     return Format(
         grad=getattr(torch, grad),
@@ -115,7 +115,7 @@ def decoded(text: str) -> Format:
 
 
 def formula(kernel: Format) -> Callable[..., None]:
-    """The update of a range, in place: f(*tensors, scalars), and of bf16 states f(*tensors, scalars, integers)."""
+    """Returns the in-place update of a range: f(*tensors, scalars), for bf16 states f(*tensors, scalars, integers)."""
     match kernel.states:
         case StatePrecision.FP32:
             return partial(_update_fp32, kernel)
@@ -178,7 +178,7 @@ def _update_bf16(
 ) -> None:
     words = torch.arange(param.shape[0], dtype=torch.int32, device=param.device) + integers[NUM_KEYS]
     grads = _pair(grad, kernel.grad)
-    if kernel.grad is not torch.bfloat16:  # the low half of a bf16 NaN is empty anyway
+    if kernel.grad is not torch.bfloat16:  # a bf16 NaN already has an empty low half
         grads = (plain_nan(grads[0]), plain_nan(grads[1]))
     targets = (param, exp_avg, exp_avg_sq)
     pairs = [_pair(state, torch.bfloat16) for state in targets]
@@ -199,7 +199,7 @@ def _stepped(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(master, exp_avg, exp_avg_sq) one step on; all fp32."""
+    """Returns (master, exp_avg, exp_avg_sq) after one step, all fp32."""
     grad = grad * scalars[Scalar.GRAD_SCALE]
     if kernel.decoupled:
         master = master * scalars[decay]
@@ -212,7 +212,7 @@ def _stepped(
 
 
 def _pair(words: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The even and the odd elements of words that hold pairs of `dtype`, as fp32."""
+    """Returns the even and the odd elements of words with pairs of `dtype`, as fp32."""
     if dtype is torch.float32:
         return _fp32_pair(words)
     if dtype is torch.bfloat16:
@@ -230,18 +230,18 @@ def _fp32_word(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
 
 
 def _fp16_to_fp32(bits: torch.Tensor) -> torch.Tensor:
-    """The fp16 number in the high half of int32, exactly: its exponent's bias is 112 less than that of fp32."""
+    """Converts the fp16 number in the high half of int32, exactly. Its exponent bias is 112 less than that of fp32."""
     magnitude = ((bits >> 3) & 0x0FFFE000).view(torch.float32) * 2.0**112
-    # 65536 and above, which fp16 cannot hold, are its infinities and NaNs.
+    # fp16 cannot hold 65536 and more, so such values are infinities and NaNs.
     special = (magnitude >= 65536.0).to(torch.int32) * 0x7F800000
     return (magnitude.view(torch.int32) | special | (bits & -(1 << 31))).view(torch.float32)
 
 
 def scalars_of(values: dict[Scalar, float]) -> torch.Tensor:
-    """The fp32 vector that formulas take."""
+    """Returns the fp32 vector of scalars for the formulas."""
     return torch.tensor([values[scalar] for scalar in Scalar], dtype=torch.float32)
 
 
 def pair_words(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of an even number of elements as words of two."""
+    """Returns views of tensors as words of two elements. Their numbers of elements must be even."""
     return [tensor.view(_WORD_OF[tensor.dtype]) for tensor in tensors]

@@ -1,13 +1,16 @@
 """AdamW and Adam on a chunk, in place and in one pass over memory, on states of any precision.
 
-Two kernels do the same. COMPILED is plain PyTorch (`optimizer_formulas`) compiled ahead of time, see `kernel_cache`; it
-runs at the speed of memory and leaves Python's lock alone. FUSED is torch's own fused kernel, slice by slice, for
-machines without a C++ compiler. Their results differ in the last bit, so a job keeps to the one it began with.
+Two kernels do the same work. COMPILED is plain PyTorch (`adam_formulas`), compiled ahead of time (`kernel_cache`). It
+runs at memory bandwidth and does not hold the GIL. FUSED is PyTorch's own fused kernel, slice by slice, for machines
+without a C++ compiler. Their results differ in the last bit, so a job keeps the kernel that it began with.
 
-Measured on two cores, 32 Mi elements in an arena, gradients in bf16. COMPILED moves 1.1 to 1.3 times the bytes a second
-of memcpy on fp32 states, 1.2 to 1.5 on split ones, 1.0 to 1.5 on bf16 ones; a pass that only adds is 4 percent faster
-on fp32 states. FUSED, on one core and where the C library keeps memory from slice to slice, takes 1.3 times as long on
-fp32 states, 5 times on split ones, 10 times on bf16 ones; more threads help it little.
+Measured on two cores, 32 Mi elements in an arena, gradients in bf16:
+
+- COMPILED transfers 1.1 to 1.3 times the bytes per second of memcpy on fp32 states.
+- It transfers 1.2 to 1.5 times as many on split states, and 1.0 to 1.5 times as many on bf16 states.
+- A pass that only adds is 4 percent faster on fp32 states.
+- FUSED on one core takes 1.3 times as long on fp32 states, 5 times on split ones, 10 times on bf16 ones.
+- These times need a C library that keeps freed memory between slices; more threads help FUSED little.
 """
 
 import logging
@@ -28,42 +31,43 @@ __all__ = ["AdamSettings", "ChunkStates", "Kernel", "KernelUnavailable", "Optimi
 
 _logger = logging.getLogger(__name__)
 
-# A compiled kernel takes two words or more, so shorter ranges and odd ends go through a scratch of this many elements.
+# Elements of a scratch tensor for shorter ranges and odd ends, because a compiled kernel needs at least two words.
 _SCRATCH_NUMEL = 4
-_ALIGNMENT_NBYTES = 8
+_ALIGNMENT_NBYTES = 8  # each tensor of a chunk begins at a multiple of this
 
 
 @dataclass(slots=True, kw_only=True)
 class ChunkStates:
-    """Views of one chunk's states: contiguous, of one length, each beginning at a multiple of 8 bytes.
+    """Views of one chunk's states: contiguous, of equal length, each beginning at a multiple of 8 bytes.
 
-    States in fp32: master, and param where the model computes in 16 bits. Split: param and residual. bf16: param alone.
+    fp32 states: master, and param if the model computes in 16 bits. Split states: param and residual. bf16 states: only
+    param.
     """
 
     grad: torch.Tensor  # bf16, fp16 or fp32
-    exp_avg: torch.Tensor  # fp32, or bf16 where the states are
-    exp_avg_sq: torch.Tensor  # as exp_avg; of a split master its signs mark ties, see `split_master`
+    exp_avg: torch.Tensor  # fp32; bf16 with bf16 states
+    exp_avg_sq: torch.Tensor  # as exp_avg; with split states its signs mark ties, see `split_master`
     param: torch.Tensor | None = None  # bf16 or fp16
     master: torch.Tensor | None = None  # fp32
     residual: torch.Tensor | None = None  # int16
 
 
 class WrongStates(ValueError):
-    """The tensors of a chunk are not those that the kernel was made for."""
+    """The tensors of a chunk do not have the kernel's format."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Elements of a chunk that one call updates; even start where elements are taken in pairs."""
+    """The elements of a chunk that one call updates. `start` is even if elements form pairs."""
 
     start: int
     stop: int
     decay: float  # weight decay of the even elements, or of all
-    odd_decay: float
+    odd_decay: float  # weight decay of the odd elements
 
 
 class OptimizerKernel:
-    """Updates chunks of one format. One thread at a time; torch's threads as the calling thread has them set."""
+    """Updates chunks of one format, with the calling thread's number of torch threads. It is not thread-safe."""
 
     kernel: Kernel  # the one that runs
 
@@ -79,16 +83,22 @@ class OptimizerKernel:
         device: torch.device | str = "cpu",
         announce: Callable[[str], None] | None = None,
     ) -> None:
-        """Make or load the kernel: 6 ms from the cache, 10 to 20 s where it must be compiled.
+        """Loads or compiles the kernel: 6 ms from the cache, 10 to 20 s for a compilation.
 
-        `param_dtype`: None in fp32 training, where the master is the param. `kernel`: the one a job began with; None
-        takes the compiled one, and where it cannot be had the fused one, with the reason logged and announced.
-        `cache_dir`: where compiled kernels are kept, closed to other users; None keeps none. `announce` is handed a
-        line for people before anything takes that long.
+        Args:
+            settings: the constants of Adam.
+            grad_dtype: the dtype of gradients.
+            param_dtype: the dtype of params; None in fp32 training, where the master is the param.
+            state_precision: the format of the states.
+            kernel: the kernel that a job began with. None: the compiled one, or the fused one if compilation fails;
+                then the reason is logged and announced.
+            cache_dir: the directory of compiled kernels, closed to other users; None: kernels are not kept.
+            device: the device of the chunks.
+            announce: is called with a line for the user before a long compilation.
 
         Raises:
-            KernelUnavailable: `kernel` is COMPILED and cannot be had.
-            OSError: the disk is full. With the other kernel the job would never have this one's bits, nor its speed.
+            KernelUnavailable: `kernel` is COMPILED and is not available.
+            OSError: the disk is full. There is no fallback then, because the job would keep the slower kernel.
         """
         if state_precision is not StatePrecision.FP32 and param_dtype is not torch.bfloat16:
             raise ValueError(f"{state_precision} states need a model in bf16, not {param_dtype}")
@@ -122,13 +132,20 @@ class OptimizerKernel:
         seed: int = 0,
         position: int = 0,
     ) -> None:
-        """Update a chunk in place. `step` counts from 1; the gradient, which stays, counts times `grad_scale`.
+        """Updates a chunk in place. The gradient is not changed.
 
-        The first `decay_numel` elements have weight decay. `seed` and `position`, the chunk's first element's place in
-        the model, draw the random rounding of bf16 states; there the position must be even, and unique in the model.
+        Args:
+            states: the chunk's tensors.
+            learning_rate: the rate of this step.
+            step: the step, counted from 1.
+            grad_scale: factor of the gradient.
+            decay_numel: the number of first elements that have weight decay.
+            seed: for the random rounding of bf16 states.
+            position: the index in the model of the chunk's first element, for the random rounding. It must be even if
+                elements form pairs, and unique in the model.
 
         Raises:
-            WrongStates: the tensors are not of the format; nothing was updated.
+            WrongStates: the tensors do not have the format; nothing was updated.
         """
         tensors = self._checked(states)
         numel = tensors[0].numel()
@@ -155,8 +172,8 @@ class OptimizerKernel:
             if self.format.num_integers:
                 constants.append(_integers(seed, step, position + part.start))
             if self.device.type != "cpu":
-                # From pinned memory, which is kept until it has been copied: nobody waits for the device.
-                constants = [each.pin_memory().to(self.device, non_blocking=True) for each in constants]
+                # From pinned memory, so that the host does not wait; PyTorch keeps it until the copy is over.
+                constants = [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in constants]
             self._update_range(tensors, part, constants)
 
     def _update_range(self, tensors: list[torch.Tensor], part: _Range, constants: list[torch.Tensor]) -> None:
@@ -168,14 +185,14 @@ class OptimizerKernel:
         for padded, view in zip(scratch, views, strict=True):
             padded[: view.numel()] = view
         self._run(*self._as_arguments(scratch), *constants)
-        for padded, view in zip(scratch[1:], views[1:], strict=True):  # the gradient stays
+        for padded, view in zip(scratch[1:], views[1:], strict=True):  # without the gradient, which does not change
             view.copy_(padded[: view.numel()])
 
     def _as_arguments(self, views: list[torch.Tensor]) -> list[torch.Tensor]:
         return pair_words(views) if self.format.in_pairs else views
 
     def _ranges(self, numel: int, decay_numel: int, position: int) -> Iterator[_Range]:
-        """Ranges of one decay and one key, in order. A pair across the end of the decay is a range by itself."""
+        """Yields ranges of one decay and one rounding key, in order. A pair across the end of decay is a range."""
         decay = self.settings.weight_decay
         if decay_numel % 2 == 0 or not self.format.in_pairs:
             yield from self._cut(0, decay_numel, decay, position)
@@ -209,15 +226,15 @@ class OptimizerKernel:
     def _compiled(self, cache_dir: Path | None, announce: Callable[[str], None] | None) -> Callable[..., None]:
         if self.device.type == "cpu":
             return load_kernel(self.format, cache_dir, announce)
-        # Imported here: it imports the compiler, which a process without a GPU never needs.
+        # Imported here, because it imports the compiler, which a process without a GPU never needs.
         from windlass.engine.optimizer.device_kernel import compile_here
 
         if announce is not None:
-            announce(f"Compiling the update kernel for {self.device}: 10 to 20 s, less where it has been done before")
+            announce(f"Compiling the update kernel for {self.device}: 10 to 20 s, less if the compiler has cached it")
         return compile_here(self.format, self.device, cache_dir)
 
     def _checked(self, states: ChunkStates) -> list[torch.Tensor]:
-        """The tensors that the kernel takes, in its order. It would write through anything."""
+        """Checks the tensors and returns them in the kernel's order. The kernel itself checks nothing."""
         given = {field.name for field in fields(states) if getattr(states, field.name) is not None}
         if given != set(self._names):
             raise WrongStates(
@@ -242,7 +259,7 @@ class OptimizerKernel:
 
 
 def _names(kernel: Format) -> tuple[str, ...]:
-    """Fields of `ChunkStates` in the order in which formulas take them."""
+    """Returns the fields of `ChunkStates` in the order of the formulas' arguments."""
     match kernel.states:
         case StatePrecision.FP32:
             return ("grad", "master", "exp_avg", "exp_avg_sq", *(() if kernel.param is None else ("param",)))
@@ -253,7 +270,7 @@ def _names(kernel: Format) -> tuple[str, ...]:
 
 
 def _integers(seed: int, step: int, position: int) -> torch.Tensor:
-    """The keys, and half the position within what they serve; int32, wrapped around as hashing does."""
+    """Returns the rounding keys, and half the position within a key's range, as int32 with wrap-around."""
     word = position % NUMEL_PER_KEY // 2
     wrapped = word - (1 << 32) if word >= 1 << 31 else word
     return torch.tensor([*rounding_keys(seed, step, position), wrapped], dtype=torch.int32)

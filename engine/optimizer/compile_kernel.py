@@ -1,6 +1,6 @@
 """Compiles one formula into a shared library: `python -m windlass.engine.optimizer.compile_kernel FORMAT LIBRARY`.
 
-A process of its own, so that what the compiler takes (hundreds of MiB, and the time to import it) ends with it.
+It is a separate process, so that the compiler's memory, hundreds of MiB, is freed at its end.
 """
 
 import sys
@@ -13,20 +13,20 @@ import torch._inductor.config
 from windlass.engine.optimizer.adam_formulas import Format, Scalar, decoded, formula
 
 _EXAMPLE_NUMEL = 2**16
-# Shapes of one element are special to the compiler.
+# Elements: lower limit of a kernel's argument, because the compiler treats shapes of one element specially.
 MIN_NUMEL = 2
-# What results depend on is said here, not left to defaults.
+# Options on which the results depend; they do not rely on the compiler's defaults.
 OPTIONS: dict[str, Any] = {
-    "cpp.dynamic_threads": True,  # as many as the calling thread has been given
-    "cpp.enable_floating_point_contract_flag": "off",  # no fused multiply-add, in no format
+    "cpp.dynamic_threads": True,  # as many threads as the calling thread has set
+    "cpp.enable_floating_point_contract_flag": "off",  # no fused multiply-add, in any format
     "cpp.enable_unsafe_math_opt_flag": False,
 }
-# Not worth their making for one kernel: 300 MB, and 6 of 19 s. Not every version of torch knows the name.
+# Disabled, because for one kernel they cost 300 MB, and 6 of 19 s. Some versions of PyTorch lack the option.
 _PRECOMPILED_HEADERS = "aot_inductor.precompile_headers"
 
 
 def compile_library(kernel: Format, path: Path) -> None:
-    """Write the shared library to `path`. Raises what Inductor raises."""
+    """Writes the shared library to `path`. Inductor's errors propagate."""
     update = formula(kernel)
 
     class Update(torch.nn.Module):
@@ -48,7 +48,7 @@ def compile_library(kernel: Format, path: Path) -> None:
 
 
 def main() -> None:
-    """Write the library of a format to a path."""
+    """Writes the library of a format to a path, both from the command line."""
     text, path = sys.argv[1:]
     compile_library(decoded(text), Path(path))
 

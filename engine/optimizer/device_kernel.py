@@ -1,9 +1,9 @@
-"""The update compiled inside the process that runs it, for GPUs, where `kernel_cache` has nothing to keep.
+"""Compiles the update inside the process that runs it, for GPUs. `kernel_cache` serves only CPUs.
 
-What it does on a GPU is what a CPU does, bit for bit, as far as the compiler's options go. By default Triton fuses a
-multiplication with an addition, divides approximately (`div.full`), and takes denormal numbers for zeros in library
-functions; the options below forbid all three.
-Source of what they do: PyTorch, torch/_inductor/config.py and torch/_inductor/codegen/triton.py.
+As far as the compiler's options allow, the results on a GPU equal those on a CPU bit for bit. By default Triton fuses a
+multiplication with an addition, divides approximately (`div.full`), and flushes denormal numbers to zero in library
+functions. The options below forbid all three.
+Source: PyTorch, torch/_inductor/config.py and torch/_inductor/codegen/triton.py.
 """
 
 import errno
@@ -19,29 +19,29 @@ from windlass.engine.optimizer.adam_formulas import Format, Scalar, formula
 from windlass.engine.optimizer.kernel_cache import KernelUnavailable, make_private
 from windlass.storage.memory import is_for_want_of_room
 
-# Division has another name before torch 2.12 (so misspelt), and denormal numbers none.
+# Before PyTorch 2.12 the option for division has the misspelt name, and there is none for denormal numbers.
 _EXACT = (
     "emulate_precision_casts",  # no fused multiply-add either
     "eager_numerics.division_rounding",
     "emulate_divison_rounding",
     "eager_numerics.disable_ftz",
 )
-# The compiler chooses its block sizes by the first call; every larger number of elements would get the same.
+# Elements of the first call, by which the compiler chooses its block sizes. Larger numbers would give the same sizes.
 _EXAMPLE_NUMEL = 2**18
 
 
 def compile_here(kernel: Format, device: torch.device, cache_dir: Path | None) -> Callable[..., None]:
-    """Compile for all lengths, and run once on a small example, so that what fails does so now.
+    """Compiles the update for all lengths, and runs it once on a small example, so that errors occur here.
 
-    Takes seconds. The result takes what a `CompiledKernel` takes, on `device`, and starts work on the current stream.
-    `cache_dir`: as of `load_kernel`; the compiler of this process keeps its files there, unless the environment names
-    another place.
+    This takes seconds. The result has the arguments of a `CompiledKernel`, on `device`, and queues work on the current
+    stream. `cache_dir`: as for `load_kernel`; the compiler keeps its files there, unless the environment names another
+    directory.
 
     Raises:
-        KernelUnavailable: the compiler failed; the text says how.
-        OSError: the disk is full, so that it may be had later.
+        KernelUnavailable: the compiler failed; the message says how.
+        OSError: the disk is full; a later attempt may succeed.
     """
-    if cache_dir is not None:  # else it is the temporary directory, which all users share
+    if cache_dir is not None:  # otherwise the compiler uses the temporary directory, which all users share
         make_private(cache_dir)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir / "inductor"))
     known = torch._inductor.config.get_config_copy()
@@ -70,9 +70,9 @@ def _example(kernel: Format, device: torch.device) -> list[torch.Tensor]:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a storage of its own.
+    """Returns a tensor of the same memory with a storage of its own.
 
-    Views of one slot would all be tensors of one storage, which the compiler takes for aliases of each other: it would
-    compare their places at every call, and refuse to write to those that read their base as another type.
+    The compiler treats views of one storage, such as a slot, as aliases. It would compare their places at every call,
+    and refuse to write to those whose dtype differs from that of their base.
     """
     return torch.utils.dlpack.from_dlpack(tensor)

@@ -1,6 +1,6 @@
-"""The update through torch's fused Adam, slice by slice: what one operation leaves, the next finds in cache.
+"""Updates chunks by PyTorch's fused Adam, slice by slice, so that each operation finds its data in the caches.
 
-For machines without a C++ compiler. All arithmetic is torch's; around it, states are brought to fp32 and back.
+It serves machines without a C++ compiler. PyTorch does all arithmetic; states are converted to fp32 and back.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,17 +12,17 @@ from windlass.engine.optimizer.split_states import join_master, plain_exp_avg_sq
 from windlass.engine.optimizer.stochastic_rounding import NUMEL_PER_KEY, random_halves, rounded
 from windlass.storage.ids import StatePrecision
 
-# 1 MiB of fp32: five arrays of it fit the caches. Measured from 2**16 to whole chunks, it was the fastest.
+# Elements of a slice: 1 MiB of fp32, so that five arrays fit the caches. It was the fastest of all measured sizes.
 _SLICE_NUMEL = 2**18
 _LOW_HALF = 0xFFFF
 _TIE = 0x8000
 _SIGN = -(1 << 31)
-# Elements of torch's vectors, and a multiple of them.
+# Elements: a multiple of the length of PyTorch's SIMD vectors.
 _VECTOR_NUMEL = 64
 
 
 class FusedUpdate:
-    """Updates chunks of one format; takes what a compiled kernel takes."""
+    """Updates chunks of one format, with the tensors of a compiled kernel."""
 
     def __init__(self, settings: AdamSettings, kernel: Format) -> None:
         self.settings = settings
@@ -40,7 +40,7 @@ class FusedUpdate:
         seed: int,
         position: int,
     ) -> None:
-        """Update a chunk in place; `tensors` in the order of the format's operands."""
+        """Updates a chunk in place. `tensors` are in the order of the format's operands."""
         numel = tensors[0].numel()
         for start, stop, decay in ((0, decay_numel, self.settings.weight_decay), (decay_numel, numel, 0.0)):
             for first, last in _slices(start, stop, position):
@@ -89,13 +89,13 @@ class FusedUpdate:
     def _step(
         self, grad: torch.Tensor, states: Sequence[torch.Tensor], learning_rate: float, step: int, decay: float
     ) -> None:
-        """One step of fp32 states (master, exp_avg, exp_avg_sq), in place."""
+        """Updates fp32 states (master, exp_avg, exp_avg_sq) in place by one step."""
         whole = grad.numel() - grad.numel() % _VECTOR_NUMEL
         self._step_vectors(grad[:whole], [state[:whole] for state in states], learning_rate, step, decay)
         if whole == grad.numel():
             return
-        # torch's code for what is less than a vector rounds otherwise, and the end of a chunk is not the same element
-        # in chunks of another length.
+        # The last elements are padded to a vector, because PyTorch's code for partial vectors rounds differently. Else
+        # results would depend on the chunk's length.
         missing = (0, _VECTOR_NUMEL - grad.numel() % _VECTOR_NUMEL)
         padded = [torch.nn.functional.pad(state[whole:], missing) for state in states]
         self._step_vectors(torch.nn.functional.pad(grad[whole:], missing), padded, learning_rate, step, decay)
@@ -124,14 +124,14 @@ class FusedUpdate:
 
 
 def write_split(master: torch.Tensor, param: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-    """Write what `split_master` makes of a master, which stays, to the other three."""
+    """Writes the parts of a master by `split_master` to the other three tensors. The master does not change."""
     if _may_hold_nan(master):
         for target, value in zip((param, residual, exp_avg_sq), split_master(master, exp_avg_sq), strict=True):
             target.copy_(value)
         return
     bits, squares = master.view(torch.int32), exp_avg_sq.view(torch.int32)
     residual.copy_(bits)
-    # Only 0 less 1 is negative.
+    # Ties became 0, and only 0 - 1 is negative.
     ties = bits.bitwise_and(0x10000 | _LOW_HALF).bitwise_xor_(_TIE).sub_(1).bitwise_and_(_SIGN)
     squares.bitwise_and_(~_SIGN).bitwise_or_(ties)
     words = torch.bitwise_right_shift(bits, 16, out=ties)
@@ -139,7 +139,7 @@ def write_split(master: torch.Tensor, param: torch.Tensor, residual: torch.Tenso
 
 
 def write_rounded(values: torch.Tensor, target: torch.Tensor, random: torch.Tensor) -> None:
-    """Write what `rounded` makes of fp32 values to a bf16 target."""
+    """Rounds fp32 values like `rounded` and writes them to a bf16 target."""
     if _may_hold_nan(values):
         target.copy_(rounded(values, random))
         return
@@ -148,14 +148,15 @@ def write_rounded(values: torch.Tensor, target: torch.Tensor, random: torch.Tens
 
 
 def _may_hold_nan(values: torch.Tensor) -> bool:
-    """As every NaN makes the sum one. Comparing and choosing element by element, which only NaN needs, takes torch ten
-    times as long on a CPU as arithmetic does.
+    """Checks by the sum whether values may hold NaN, because NaN makes the sum NaN.
+
+    The check saves time: comparison and selection by element, which only NaN needs, take ten times as long on a CPU.
     """
     return bool(values.sum().isnan())
 
 
 def _slices(start: int, stop: int, position: int) -> Iterator[tuple[int, int]]:
-    """Slices of a range, each within one key of the random rounding."""
+    """Yields slices of a range. Each slice is within one key of the random rounding."""
     while start < stop:
         numel_of_key = NUMEL_PER_KEY - (position + start) % NUMEL_PER_KEY
         last = min(start + min(_SLICE_NUMEL, numel_of_key), stop)

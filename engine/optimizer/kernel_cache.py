@@ -1,10 +1,9 @@
-"""Compiled optimizer kernels: made once by a process of its own, kept on disk, called without Python's lock.
+"""A cache of compiled optimizer kernels: compiled once by a separate process, kept on disk, called without the GIL.
 
-Measured on two cores, torch 2.13, with a warm cache: `torch.compile` in the process itself costs 2.5 s and 137 MiB more
-than torch alone, `aoti_load_package` 5.5 s and 80 MiB, as both import the compiler; the library loaded here costs 6 ms
-and 2 MiB. Called through `torch.compile` or torch's own loader it holds Python's lock, and another thread waits 10 to
-20 ms for a chunk of 32 Mi elements; called through its C interface it does not, and the other thread waits as in an
-idle process. A call costs 10 us. Compiling takes 10 to 20 s.
+Measured on two cores with PyTorch 2.13 and a warm cache. The library loaded here costs 6 ms and 2 MiB.
+`torch.compile` in the process costs 2.5 s and 137 MiB, and `aoti_load_package` 5.5 s and 80 MiB, because both import
+the compiler. Both also hold the GIL during a call: another thread waits 10 to 20 ms for a chunk of 32 Mi elements.
+Calls through the C interface do not hold it. A call costs 10 us. Compiling takes 10 to 20 s.
 """
 
 import ctypes
@@ -32,9 +31,9 @@ from windlass.storage.files import describe_process_end
 
 _LOG = logging.getLogger(__name__)
 
-_COMPILE_DEADLINE_S = 600.0
+_COMPILE_DEADLINE_S = 600.0  # timeout of one compilation
 _ANNOUNCEMENT = (
-    "Compiling the update kernel for this job's number formats: 10 to 20 s, more where others compute; once a format"
+    "Compiling the update kernel for this job's number formats, once for each: 10 to 20 s, more on a busy machine"
 )
 _DIGEST_NBYTES = hashlib.sha256().digest_size
 _COMPILER = "compile_kernel"  # never imported here: it imports the compiler
@@ -42,7 +41,7 @@ _SOURCES = (_COMPILER, "adam_formulas", "split_states", "stochastic_rounding")
 
 
 class KernelUnavailable(RuntimeError):
-    """No compiled kernel can be had here; the text says why."""
+    """No compiled kernel is available here. The message says why."""
 
 
 class KernelFailed(RuntimeError):
@@ -50,11 +49,11 @@ class KernelFailed(RuntimeError):
 
 
 class CompiledKernel:
-    """A kernel in a shared library, by the C interface that AOTInductor gives it. Threads take turns."""
+    """A kernel in a shared library with AOTInductor's C interface. Only one thread may call it at a time."""
 
     def __init__(self, library: Path) -> None:
-        """OSError: the library cannot be loaded."""
-        self._library = ctypes.CDLL(str(library))  # CDLL, not PyDLL: calls let go of Python's lock
+        """Loads the library. Raises OSError if it cannot be loaded."""
+        self._library = ctypes.CDLL(str(library))  # CDLL, not PyDLL, because its calls release the GIL
         self._container = ctypes.c_void_p()
         create = self._library.AOTInductorModelContainerCreateWithDevice
         if create(ctypes.byref(self._container), ctypes.c_size_t(1), b"cpu", None) != 0:
@@ -64,9 +63,9 @@ class CompiledKernel:
         self._num_outputs = num_outputs.value
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        """Run on flat CPU tensors of the dtypes that it was compiled for, all of one length: it checks nothing."""
+        """Runs the kernel on flat CPU tensors of equal length and of the compiled dtypes. It checks nothing."""
         handles = _handles(tensors)
-        outputs = (ctypes.c_void_p * self._num_outputs)()  # stay empty, as formulas return nothing
+        outputs = (ctypes.c_void_p * self._num_outputs)()  # stay empty, because formulas return nothing
         failed = self._library.AOTInductorModelContainerRun(
             self._container,
             handles,
@@ -77,22 +76,22 @@ class CompiledKernel:
             None,
         )
         if failed:
-            raise KernelFailed(f"the compiled optimizer kernel failed with code {failed}; its own text went to stderr")
+            raise KernelFailed(f"the compiled optimizer kernel failed with code {failed}; see its message on stderr")
 
 
 def load_kernel(
     kernel: Format, cache_dir: Path | None, announce: Callable[[str], None] | None = None
 ) -> CompiledKernel:
-    """The kernel of a format from the cache, compiled first where it lacks it or its entry is damaged.
+    """Loads the kernel of a format from the cache. Compiles it first if it is missing or damaged.
 
-    Processes that need the same kernel at once wait for the one that compiles. Without `cache_dir` nothing is kept.
-    `announce` is handed a line for people before a compilation begins, by the process that compiles.
+    Processes that need the same kernel wait for the one that compiles it. Without `cache_dir` nothing is kept.
+    `announce`: is called with a line for the user before a compilation, in the process that compiles.
 
     Raises:
         KernelUnavailable: there is no compiler, or it failed.
-        OSError: the disk is full, so that it may be had later.
+        OSError: the disk is full; a later attempt may succeed.
     """
-    if not hasattr(torch._C._aoti, "unsafe_alloc_void_ptrs_from_tensors"):  # how tensors are handed over
+    if not hasattr(torch._C._aoti, "unsafe_alloc_void_ptrs_from_tensors"):  # it passes tensors to the C interface
         raise KernelUnavailable(f"torch {torch.__version__} cannot hand tensors to compiled kernels")
     if cache_dir is None:
         with tempfile.TemporaryDirectory() as directory:
@@ -114,7 +113,7 @@ def _load_from(kernel: Format, cache_dir: Path, announce: Callable[[str], None] 
 
 
 def _key(kernel: Format) -> str:
-    """What the bits of a library depend on, hashed."""
+    """Returns a hash of all that a library's code depends on."""
     facts = [
         torch.__version__,
         torch.version.git_version,
@@ -128,7 +127,7 @@ def _key(kernel: Format) -> str:
 
 
 def _cpu_flags() -> str:
-    """What the processor can do: code is compiled for this very one."""
+    """Returns the processor's feature flags, because code is compiled for exactly this processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -137,7 +136,7 @@ def _cpu_flags() -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the library is there and its last bytes are the digest of the others."""
+    """Checks whether the library exists and its last bytes are the digest of the others."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -155,20 +154,20 @@ def _compile(kernel: Format, path: Path, announce: Callable[[str], None] | None)
         library = Path(directory) / "kernel.so"
         _run_compiler(kernel, library)
         content = library.read_bytes()
-        library.write_bytes(content + hashlib.sha256(content).digest())  # loaders look at nothing past the end
+        library.write_bytes(content + hashlib.sha256(content).digest())  # loaders ignore bytes after the end
         library.replace(path)
 
 
 def _run_compiler(kernel: Format, library: Path) -> None:
     command = [sys.executable, "-m", f"{__package__}.{_COMPILER}", encoded(kernel), str(library)]
-    # The environment's own settings for the compiler would change the bits, or leave files elsewhere.
+    # Without the environment's settings for the compiler, which could change the code or write files elsewhere.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR_")}
     environment |= {
         "TORCHINDUCTOR_CACHE_DIR": str(library.parent / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes for one kernel
         "TMPDIR": str(library.parent),
         "PYTHONSAFEPATH": "1",
-        "LC_ALL": "C.UTF-8",  # what it complains of is looked at
+        "LC_ALL": "C.UTF-8",  # because the text of its errors is parsed below
     }
     process = subprocess.Popen(
         command,
@@ -197,16 +196,16 @@ def _run_compiler(kernel: Format, library: Path) -> None:
 
 
 def _first_error(text: str) -> str:
-    """The line of a compiler's output that tells what is wrong; the whole output is too long for an event."""
+    """Returns the line of a compiler's output with the error, because the whole output is too long for an event."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in lines if "error:" in line), lines[-1] if lines else "it said nothing")[:300]
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that its owner alone can enter: what lies in it is run as code.
+    """Makes a directory that only its owner can enter, because files in it are executed.
 
     Raises:
-        KernelUnavailable: it belongs to somebody else.
+        KernelUnavailable: it belongs to another user.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     facts = directory.stat()
@@ -218,7 +217,7 @@ def make_private(directory: Path) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a file's lock; whoever holds it compiles, and that ends."""
+    """Holds a file's lock. The wait has a timeout, because the holder's compilation has one too."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline_s = time.monotonic() + 2 * _COMPILE_DEADLINE_S
@@ -236,7 +235,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _handles(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    """Handles that the library's `Run` takes over and frees."""
+    """Returns handles of tensors. The library's `Run` takes ownership of them and frees them."""
     capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
     return (ctypes.c_void_p * len(capsules))(*(_pointer_of(capsule, None) for capsule in capsules))
 

@@ -1,12 +1,12 @@
-"""Learning rate of a step: linear warm-up, then linear or cosine decay to zero, or none."""
+"""Learning rate schedules: linear warm-up, then linear or cosine decay to zero, or a constant rate."""
 
 import math
 
 
 def learning_rate(step: int, *, peak: float, warmup_steps: int, total_steps: int, schedule: str) -> float:
-    """Rate of `step`, counted from 1. `schedule`: "linear", "cosine" or "constant".
+    """Returns the learning rate of `step`, counted from 1. `schedule`: "linear", "cosine" or "constant".
 
-    As in transformers' get_*_schedule_with_warmup, whose step counts from 0.
+    Source: transformers, get_*_schedule_with_warmup, where steps count from 0.
     """
     done = step - 1
     if done < warmup_steps:

@@ -1,12 +1,12 @@
-"""Rounding fp32 to bf16 at random: up as often as the value lies near the upper neighbour, so the mean is exact.
+"""Rounds fp32 to bf16 at random: the probability of a neighbour grows with its nearness, so the mean is exact.
 
-Small updates of a bf16 weight then count on average, where rounding to nearest would drop every one of them. The
-random bits are a hash of the seed, the step, the element's position and the state, so they depend neither on chunk
-sizes nor on threads, and a run repeats. Everything is integer arithmetic on tensors, to be compiled or run as it is.
+Small updates of a bf16 weight then count on average, while rounding to nearest would drop all of them. The random bits
+are a hash of the seed, the step, the element's position and the state. So they do not depend on chunk sizes or threads,
+and runs are reproducible. All code is integer arithmetic on tensors, which can be compiled or run eagerly.
 
-Source of the rounding: Zamirai et al., Revisiting BFloat16 Training, section 4.1. Source of the hash's two rounds and
-constants: Wellons, hash-prospector (lowbias32); of the third and fourth multiplier: Appleby, MurmurHash3, and Knuth's
-golden ratio in 32 bits.
+Source of the rounding: Zamirai et al., Revisiting BFloat16 Training, section 4.1.
+Source of the hash's two rounds and constants: Wellons, hash-prospector (lowbias32).
+Source of the third and fourth multiplier: Appleby, MurmurHash3, and Knuth's golden ratio in 32 bits.
 """
 
 import hashlib
@@ -14,33 +14,33 @@ import hashlib
 import torch
 
 NUM_KEYS = 4
-# A hash serves two neighbouring elements, 16 bits each; more words than int32 counts need other keys.
+# Elements with the same keys: a hash serves two neighbouring elements, and int32 counts 2**32 words.
 NUMEL_PER_KEY = 2**33
 
-# A block has fewer elements than this power of two.
+# A block has fewer than 2**40 elements.
 _BLOCK_SHIFT = 40
 
 _FIRST_MULTIPLIER = 0x7FEB352D
-_MULTIPLIERS = (0x846CA68B, 0x9E3779B1, 0x85EBCA6B)  # of each state
+_MULTIPLIERS = (0x846CA68B, 0x9E3779B1, 0x85EBCA6B)  # one for each state
 _LOW_HALF = 0xFFFF
 _HIGH_HALF = -0x10000
 _NAN = 0x7FC00000
 
 
 def element_position(block: int, element: int) -> int:
-    """The place of a block's element among all of the model's."""
+    """Returns a unique index of a block's element among all elements of the model."""
     return (block << _BLOCK_SHIFT) + element
 
 
 def rounding_keys(seed: int, step: int, position: int) -> list[int]:
-    """What the hash mixes in beside the low bits of the position: `NUM_KEYS` int32 numbers."""
+    """Returns the hash's keys, `NUM_KEYS` int32 numbers, which it combines with the low bits of the position."""
     text = f"{seed} {step} {position // NUMEL_PER_KEY}".encode()
     digest = hashlib.blake2b(text, digest_size=4 * NUM_KEYS).digest()
     return [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in range(0, len(digest), 4)]
 
 
 def random_words(words: torch.Tensor, keys: torch.Tensor) -> list[torch.Tensor]:
-    """32 random bits for each of three states: the low half for the even element of a pair, the high half for the odd.
+    """Returns 32 random bits for each of three states: the low half for a pair's even element, the rest for the odd.
 
     `words`: int32, half the elements' positions. `keys`: `NUM_KEYS` int32 numbers.
     """
@@ -55,9 +55,9 @@ def random_words(words: torch.Tensor, keys: torch.Tensor) -> list[torch.Tensor]:
 
 
 def rounded_pairs(even: torch.Tensor, odd: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """Pairs of fp32 numbers as pairs of bf16 numbers, each pair an int32 word, the even element in its low half.
+    """Rounds pairs of fp32 numbers to pairs of bf16 numbers. A pair is an int32 word with the even element low.
 
-    Infinities stay. NaN stays NaN unless its mantissa is nearly all ones: see `plain_nan`.
+    Infinities do not change. NaN stays NaN unless its mantissa is nearly all ones: see `plain_nan`.
     """
     low = even.view(torch.int32) + (random & _LOW_HALF)
     high = odd.view(torch.int32) + shifted_right(random, 16)
@@ -65,27 +65,27 @@ def rounded_pairs(even: torch.Tensor, odd: torch.Tensor, random: torch.Tensor) -
 
 
 def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """The same for single elements: fp32 to bf16. `random`: 16 bits each, int16."""
+    """Rounds single fp32 numbers to bf16. `random`: int16, 16 bits for each."""
     bits = plain_nan(values).view(torch.int32) + (random.to(torch.int32) & _LOW_HALF)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def random_halves(position: int, numel: int, seed: int, step: int, device: torch.device) -> list[torch.Tensor]:
-    """16 random bits for every element of a range that lies within one key, for each of three states: int16."""
+    """Returns 16 random bits, int16, for every element of a range within one key, for each of three states."""
     first = position % NUMEL_PER_KEY
     words = torch.arange(first // 2, (first + numel + 1) // 2, device=device).to(torch.int32)
     keys = torch.tensor(rounding_keys(seed, step, position), dtype=torch.int32, device=device)
-    # The low half of a word lies first in memory, and is the even element's.
+    # The low half of a word comes first in memory and belongs to the even element.
     return [word.view(torch.int16)[first % 2 :][:numel] for word in random_words(words, keys)]
 
 
 def plain_nan(values: torch.Tensor) -> torch.Tensor:
-    """Every NaN as the one whose bits leave room for what rounding adds; all else as it is. fp32."""
+    """Replaces every NaN of an fp32 tensor by the one that stays NaN when rounding adds bits to it."""
     return torch.where(values == values, values.view(torch.int32), _NAN).view(torch.float32)
 
 
 def shifted_right(values: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """A shift of int32 that brings in zeros; torch's own repeats the sign."""
+    """Shifts int32 to the right and fills with zeros; PyTorch's own shift repeats the sign."""
     return (values >> num_bits) & ((1 << (32 - num_bits)) - 1)
 
 
