@@ -13,7 +13,7 @@ _FASTAPIS_OWN = ("HTTPValidationError", "ValidationError")
 _KEY = {
     "type": "http",
     "scheme": "bearer",
-    "description": "An API key, `wk-…`. Requests of the service's own machine need none until somebody has made one.",
+    "description": "An API key, `wk-…`. Requests of the service's own machine need none until the first key is made.",
 }
 
 
@@ -54,7 +54,7 @@ def _with_errors(schema: dict[str, Any]) -> dict[str, Any]:
     schemas |= envelope.pop("$defs")
     schemas["ErrorEnvelope"] = envelope
     failure = {
-        "description": "What went wrong",
+        "description": "The error",
         "content": {"application/json": {"schema": {"$ref": f"{_REF}ErrorEnvelope"}}},
     }
     schema["components"]["securitySchemes"] = {"key": _KEY}

@@ -123,7 +123,7 @@ class Housekeeping:
         began_s = self._clock()
         try:
             measure_stored(self._database, self._settings)
-        except Exception:  # the database or a disk may be unavailable for a while
+        except Exception:  # noqa: BLE001  # the database or a disk may be unavailable for a while
             _LOG.exception("what jobs have left on disks could not be measured; it will be tried again")
         return self._clock() - began_s
 
