@@ -1,8 +1,8 @@
 """Offloads activations to the SSDs and reads them back, through staging buffers in host memory.
 
-A tensor is cut into parts of a few slots. A part needs one buffer for its way out and one for its way back. It acquires
-the buffer only when nothing else is missing for that way, and releases it at the end. Therefore parts never deadlock,
-however few buffers there are. One thread copies in each direction; the SSD servers do the rest.
+A tensor is cut into parts of a few slots. A part needs one buffer for its write and one for its read. It acquires the
+buffer only when nothing else is missing for that transfer, and releases it at the end. Therefore parts never deadlock,
+however few buffers there are. One thread copies in each direction; the SSD servers read and write the SSDs.
 """
 
 import itertools

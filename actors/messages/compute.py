@@ -79,7 +79,7 @@ class GradChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradOffloaded(Message):
-    """Reports that the gradient of `block` is in the place where it stays until the update."""
+    """Reports that the gradient of `block` is in host memory or on the SSDs, where it stays until the update."""
 
     block: BlockIndex
     chunks: tuple[GradChunk, ...]

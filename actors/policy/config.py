@@ -33,7 +33,8 @@ class SchedulerConfig:
     # Blocks whose states are resident in host memory or on the device. The states of all others are on the SSDs.
     host_blocks: frozenset[int] = frozenset()
     device_blocks: frozenset[int] = frozenset()
-    spilled_blocks: frozenset[int] = frozenset()  # blocks whose kept gradients go to the SSDs, in place of new states
+    # Blocks whose kept gradients are spilled to the SSDs, into the space that the next states will overwrite.
+    spilled_blocks: frozenset[int] = frozenset()
     commit_every: int = 1  # steps
     # An evaluation's result can request a checkpoint or end the job. Evaluated steps are then committed, and no
     # operation of the next step begins before the evaluation is over.

@@ -104,8 +104,8 @@ class ActorShell:
         # One heap for all threads. By default the C library has several, and memory freed in one is not reused by
         # another.
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-        # The imports take seconds, during which the SSD servers open their files. They start before the niceness is
-        # raised, because no job computes on this device yet.
+        # The imports take seconds, during which the SSD servers open their files. Their thread starts before `os.nice`
+        # and so does not yield cores, because no actor of the job computes yet.
         self._importing = threading.Thread(target=import_for, args=(name, context), daemon=True)
         self._importing.start()
         os.nice(niceness)
