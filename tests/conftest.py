@@ -1,6 +1,6 @@
-"""`make test` runs the tests in several processes (pytest-xdist): what that takes.
+"""Set-up of pytest-xdist, with which `make test` runs the tests in several processes.
 
-And what all tests of a run share: kernels, compiled once, and a PostgreSQL server.
+Also the fixtures that all tests of a run share: compiled kernels and a PostgreSQL server.
 """
 
 import gc
@@ -21,15 +21,15 @@ from windlass.engine.optimizer.adam_formulas import Format
 from windlass.engine.optimizer.kernel_cache import load_kernel
 from windlass.storage.ids import StatePrecision
 
-# How long an example takes says more of the machine's other load than of the code.
+# No limit, because an example's time depends more on the machine's other load than on the code.
 hypothesis.settings.register_profile("windlass", deadline=None)
 hypothesis.settings.load_profile("windlass")
 
 _TESTS = Path(__file__).parent
-# What tests of these folders start (Ray, the service, a browser) takes more than one core, and they look at what the
-# machine as a whole has: processes, loop devices, mounts. One process runs them all, one after the other.
+# Tests in these folders start Ray, the service or a browser, which use more than one core. They also check processes,
+# loop devices and mounts of the whole machine. One process runs them all in sequence.
 _ONE_AFTER_THE_OTHER = ("e2e", "integration")
-# Each holds torch and transformers, and more of them than this would only wait for the tests of those folders.
+# Each process holds torch and transformers. More processes would only wait for the tests of those folders.
 _MOST_PROCESSES = 4
 
 
@@ -38,31 +38,31 @@ def _num_cores() -> int:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` means: one more than there are cores, as those tests wait for other processes most of the time."""
+    """The number for `-n auto`: one more than there are cores, as those tests mostly wait for other processes."""
     return min(_num_cores() + 1, _MOST_PROCESSES)
 
 
 def pytest_configure() -> None:
-    # One of several processes: each would take all cores for itself.
+    # As one of several processes: otherwise each would use all cores.
     if num_processes := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
         torch.set_num_threads(max(1, _num_cores() // int(num_processes)))
 
 
 def pytest_collection_finish() -> None:
-    # All tests and modules, which stay: tests that look for what is left behind need not go through them each time.
+    # Freezes all tests and modules, so that tests that look for leftovers need not traverse them each time.
     gc.collect()
     gc.freeze()
 
 
 class _FolderScheduling(LoadScopeScheduling):
-    """Each test is taken by whichever process is free, but for those that one process has to run."""
+    """Gives each test to any free process, except those that one process must run."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "machine" if Path(nodeid).parts[1] in _ONE_AFTER_THE_OTHER else nodeid
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """What shares the tests out. Not `--dist=loadgroup`: pytest 9.2 ignores the names by which xdist 3.8 groups."""
+    """The scheduler of tests. Not `--dist=loadgroup`: pytest 9.2 ignores xdist 3.8's group names."""
     return _FolderScheduling(config, log)
 
 
@@ -88,7 +88,7 @@ def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
 
 @pytest.fixture(scope="session")
 def kernel_dir(compiled_kernels: Path | None) -> Path:
-    """The same, for tests of the kernels themselves."""
+    """The same cache, for tests of the kernels themselves; skips them without a compiler."""
     if compiled_kernels is None:
         pytest.skip(f"there is no C++ compiler: {os.environ.get('CXX', 'g++')}")
     return compiled_kernels
@@ -96,7 +96,7 @@ def kernel_dir(compiled_kernels: Path | None) -> Path:
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[PostgresServer]:
-    """A server of this process's own."""
+    """A PostgreSQL server of this process."""
     programs = find_programs()
     if programs is None:
         pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
@@ -106,7 +106,7 @@ def postgresql() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Several would wait for each other where tests run beside others."""
+    """Uses one thread, because several would wait for each other while other tests run."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

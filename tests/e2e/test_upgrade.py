@@ -1,4 +1,4 @@
-"""An installation of the release before is upgraded: its paused job and the job that was training go on."""
+"""An installation of the previous release is upgraded: its paused job and its training job continue."""
 
 import shutil
 import tarfile
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.installation import Installation, free_port
 
-# Made by `tests/support/old_installation/make.py`, with the release before.
+# Made by `tests/support/old_installation/make.py`, with the previous release.
 ARCHIVE = Path(__file__).parents[1] / "support" / "old_installation" / "installation.tar.xz"
 
 

@@ -1,5 +1,6 @@
-"""The official `openai` client, both of its kinds, against a real server. No Ray and no dispatcher: the repositories
-move the jobs.
+"""The official `openai` client, synchronous and asynchronous, against a real server.
+
+There is no Ray and no dispatcher: the repositories move the jobs.
 """
 
 import asyncio
@@ -172,7 +173,7 @@ def test_a_job_from_creation_to_its_model(client: Any, database: Database, file_
 
     newest = client.fine_tuning.jobs.list_events(job.id, limit=2)
     assert newest.has_more
-    messages = [event.message for event in newest]  # pages on by itself
+    messages = [event.message for event in newest]  # the client requests further pages by itself
     assert messages == [
         *("Succeeded", "Step 2", "Saved", "Step 1", "Started", "Files validated"),
         f"Created fine-tuning job: {job.id}",
@@ -310,8 +311,8 @@ def test_idempotency_key(client: Any, file_id: str) -> None:
         create(seed=4)
 
 
-def test_of_a_request_that_is_sent_again_one_job_is_made(client: Any, database: Database, file_id: str) -> None:
-    """The service has made the job when the connection is cut, and the client tries again by itself."""
+def test_request_that_is_retried_makes_one_job(client: Any, database: Database, file_id: str) -> None:
+    """The service has made the job when the connection is cut, and the client retries by itself."""
 
     def num_jobs() -> int:
         with database.read() as session:
@@ -326,7 +327,7 @@ def test_of_a_request_that_is_sent_again_one_job_is_made(client: Any, database: 
     made = create(extra_headers={"Idempotency-Key": "once"})
     assert num_jobs() == 1
     assert [job.id for job in client.fine_tuning.jobs.list()] == [made]
-    create()  # without a key nobody can know
+    create()  # without a key the service cannot recognize the retry
     assert num_jobs() == 3
 
 
@@ -339,7 +340,7 @@ def test_a_list_of_more_than_a_thousand_jobs_is_read_to_its_end(client: Any, dat
     listed = []
     for job in client.fine_tuning.jobs.list(limit=100):
         listed.append((job.created_at, job.id))
-        if len(listed) == 250:  # what comes meanwhile moves nothing
+        if len(listed) == 250:  # jobs created meanwhile shift nothing
             client.fine_tuning.jobs.create(model="tiny", training_file=file_id)
     assert listed == sorted(listed, reverse=True)
     assert {job_id for _, job_id in listed} == set(ids)
@@ -355,13 +356,13 @@ def test_errors_of_access_are_typed(client: Any, database: Database, file_id: st
     assert (caught.value.status_code, caught.value.code) == (401, "invalid_api_key")
     ann = client.with_options(api_key=secret)
     with pytest.raises(openai.NotFoundError):
-        ann.files.retrieve(file_id)  # from before there were keys
+        ann.files.retrieve(file_id)  # a file without an owner, from before there were keys
     for _ in range(2):
         ann.files.create(file=("data.jsonl", b'{"text": "a"}\n'), purpose="fine-tune")
     with pytest.raises(openai.PermissionDeniedError) as refused:
         ann.files.create(file=("data.jsonl", b'{"text": "a"}\n'), purpose="fine-tune")
     assert refused.value.code == "file_quota_exceeded"
-    for _ in range(59):  # with the one above that is what a minute allows
+    for _ in range(59):  # with the request above, that is the limit for a minute
         with pytest.raises(openai.AuthenticationError):
             client.models.list()
     with pytest.raises(openai.RateLimitError) as limited:
@@ -371,8 +372,8 @@ def test_errors_of_access_are_typed(client: Any, database: Database, file_id: st
     assert {model.id for model in ann.models.list()} == {"tiny", "org/big"}
 
 
-def test_there_is_no_other_call_of_files_jobs_and_models() -> None:
-    """A call that is new in the client is to be served, and to be tested here."""
+def test_client_has_no_calls_without_a_test() -> None:
+    """A new call of the client must be served, and tested here."""
     client = OpenAI(api_key="none")
     calls = {
         name: {each for each in dir(resource) if not each.startswith("_") and callable(getattr(resource, each))}
@@ -395,7 +396,7 @@ def test_there_is_no_other_call_of_files_jobs_and_models() -> None:
     }
 
 
-def test_what_only_openai_has_is_not_found(client: Any) -> None:
+def test_calls_that_only_openai_serves_are_not_found(client: Any) -> None:
     """Permissions share checkpoints among an organization's projects; graders are for reinforcement."""
     permissions, graders = client.fine_tuning.checkpoints.permissions, client.fine_tuning.alpha.graders
     grader = {"type": "string_check", "name": "a", "input": "a", "reference": "a", "operation": "eq"}
@@ -447,6 +448,6 @@ def test_a_live_stream_brings_new_events_and_replays_after_a_break(
     # The stream is open when the job moves on.
     seen = read(3, None, act=lambda: start(database, job_id))
     assert [message for _, message in seen] == [f"Created fine-tuning job: {job_id}", "Files validated", "Started"]
-    client.fine_tuning.jobs.cancel(job_id)  # while nobody listens
+    client.fine_tuning.jobs.cancel(job_id)  # while no client reads the stream
     missed = read(2, seen[1][0])
     assert [message for _, message in missed] == ["Started", "Cancelling: the runner is asked to stop"]

@@ -1,8 +1,8 @@
-"""GPUs that are not there, for tests of the real product: what is given to jobs is real, only the computing is not.
+"""Simulated GPUs for tests of the real product: jobs get GPUs as usual, and only the computation runs on the CPU.
 
-The service finds them as it finds real ones, because an `nvidia-smi` of ours lists them. Ray is told of them and does
-not check. In the processes of jobs, `sitecustomize.py` of this folder makes a worker that was given a GPU compute on
-the CPU, and notes which GPUs each process of a job sees.
+The service finds them through our `nvidia-smi`, which lists them. Ray gets their number and does not check it. In the
+processes of jobs, `sitecustomize.py` of this folder makes a worker with a GPU compute on the CPU. It also records the
+GPUs that each process of a job sees.
 """
 
 import os
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-# Set for the processes of the product; the name of the folder's environment variable is in its two programs too.
+# Set for the processes of the product; the folder's two programs also contain the name of this variable.
 _COUNT = "TEST_PRETEND_GPUS"
 _VISIBLE_PREFIX = "visible-gpus-"
 
 
 def pretend_gpus(count: int) -> dict[str, str]:
-    """Returns what a process's environment must hold, besides its own, to see that many GPUs."""
+    """Returns the environment variables, added to its own, with which a process sees that many GPUs."""
     paths = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     joined = {name: os.pathsep.join(filter(None, (str(_FOLDER), path))) for name, path in paths.items()}
     return {**joined, _COUNT: str(count)}

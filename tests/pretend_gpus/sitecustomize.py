@@ -1,6 +1,6 @@
-"""Workers that were given a pretended GPU compute on the CPU; each process of a job notes the GPUs that it sees.
+"""Makes workers with a simulated GPU compute on the CPU, and records the GPUs that each process of a job sees.
 
-Python imports a module of this name when it starts. The product's modules are changed as they are imported.
+Python imports a module of this name when it starts. It patches modules of the product when they are imported.
 """
 
 import os
@@ -21,7 +21,7 @@ def _note_visible_gpus(deploy: ModuleType) -> None:
     build = deploy.build_actor
 
     def build_and_note(name: str, context: Any, send: Any, *, uses_gpu: bool) -> Any:
-        # Whole or not at all: the test reads it meanwhile.
+        # Written atomically, because the test may read it at any time.
         file = Path(context.spec.job_dir, f"visible-gpus-{name}")
         partial = file.with_name(f"partial-{name}")
         partial.write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))

@@ -72,12 +72,12 @@ class Stage:
             self.spec = behaving_as(self.spec, system, len(LAYOUT.blocks))
         self.context = make_context(self.spec, LAYOUT, str(directory / "arena"))
         self.received: list[tuple[ActorName, Message]] = []
-        self.silent: set[type[Message]] = set()  # what no actor answers
+        self.silent: set[type[Message]] = set()  # message types that no actor answers
         self.loss = 3.0
-        self.losses: dict[int, float] = {}  # of steps in which it is another
-        self.bad_outputs: set[tuple[int, Phase, int]] = set()  # step, phase and block that put out what is not finite
+        self.losses: dict[int, float] = {}  # by step, where the loss is another one
+        self.bad_outputs: set[tuple[int, Phase, int]] = set()  # step, phase and block whose output is not finite
         self.bad_grads: set[tuple[int, int]] = set()  # step and block whose gradient is not finite
-        self.loss_scale = 1.0  # of the step at hand
+        self.loss_scale = 1.0  # of the current step
         self.bytes_written: Counter[str] = Counter()
         self.before: Callable[[Message], None] = lambda message: None
         self.check_actors: Callable[[], None] = lambda: None
@@ -91,7 +91,7 @@ class Stage:
         )
 
     def commit(self, step: int) -> CommitRecord:
-        """What the stores keep of a step that was committed."""
+        """The commit record that the stores keep of a committed step."""
         (state,) = {
             each.trainer_state for _, each in self.received if isinstance(each, CommitStore) and each.step == step
         }
@@ -158,14 +158,14 @@ class Stage:
         return [*events, BlockComputed(**facts, **work, is_finite=is_finite)]
 
     def break_step(self, step: int, block: int) -> None:
-        """The forward pass of a block overflows, and with it all that follows, as the GPU worker tells it."""
+        """Makes the forward pass of a block overflow, and everything after it, as the GPU worker reports it."""
         head = len(LAYOUT.blocks) - 1
         self.bad_outputs |= {(step, Phase.FORWARD, each) for each in range(block, head)} | {(step, Phase.HEAD, head)}
         self.bad_grads |= {(step, each) for each in range(head + 1)}
         self.losses[step] = math.nan
 
     def sent(self, kind: type[AnyMessage]) -> list[AnyMessage]:
-        """What was sent of one kind, in order."""
+        """The messages of one type that were sent, in order."""
         return [message for _, message in self.received if isinstance(message, kind)]
 
     def run(self) -> dict[str, Any]:

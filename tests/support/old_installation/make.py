@@ -1,4 +1,4 @@
-"""Makes the installation that `tests/e2e/test_upgrade.py` upgrades: run it with the release that users come from.
+"""Makes the installation that `tests/e2e/test_upgrade.py` upgrades; run it with the release from which users upgrade.
 
 `python -m tests.support.old_installation.make FILE.tar.xz` runs in a checkout of that release. It writes a home with a
 paused job and a job that was training when all processes were killed. Renew the archive before a stored format changes.
@@ -19,7 +19,7 @@ from tests.e2e.installation import Installation, free_port, make_tiny_model, wri
 
 PAUSED_AT, KILLED_AT = 20, 30  # steps
 SETTINGS = ("--batch-size", "4", "--sequence-length", "32", "--precision", "bf16")
-# Neither is needed after an upgrade, nor are they small.
+# Large files that an upgrade does not need.
 LEFT_OUT = frozenset({"logs", "ray", "ray-token", "ray.json", "serving.json"})
 
 

@@ -1,4 +1,4 @@
-"""Processes of jobs that share an SSD directory; `test_store_processes.py` starts and kills them."""
+"""Processes of jobs that share an SSD directory; `test_processes.py` starts and kills them."""
 
 import os
 import random
@@ -29,19 +29,19 @@ from windlass.storage.ssd.volume_format import HEADER_UNITS, UNIT_NBYTES, Alloca
 
 
 def check_disjoint(volume: Volume) -> None:
-    """No unit belongs to two jobs or to the header."""
+    """Checks that no unit belongs to two jobs or to the header."""
     table = AllocationTable(allocations=volume.allocations())
     taken = [
         unit for each in table.allocations.values() for part in each.taken for unit in range(part.start, part.stop)
     ]
     assert len(taken) == len(set(taken))
     assert min(taken, default=HEADER_UNITS) >= HEADER_UNITS
-    # What lies between belongs to nobody.
+    # The units in the gaps belong to no job.
     assert sum(gap.count for gap in table.gaps(table.stop)) + len(taken) + HEADER_UNITS == table.stop
 
 
 def inherit(volume: Volume, prefix: str, attempt: int) -> None:
-    """What a killed process of the same name left is whole or nothing; it goes."""
+    """Checks that the stores of a killed process with this prefix are complete or missing, and deletes them."""
     for job in [each for each in volume.allocations() if each.startswith(prefix)]:
         try:
             store = DirectStore.open(volume, job, Attempt(attempt))
@@ -56,7 +56,7 @@ def inherit(volume: Volume, prefix: str, attempt: int) -> None:
 
 
 def churn(directory: Path, prefix: str, attempt: int, num_rounds: int) -> None:
-    """Make, train, check and delete jobs at random, and leave none behind."""
+    """Makes, trains, checks and deletes jobs at random, and leaves none behind."""
     chance = random.Random(f"{prefix} {attempt}")
     volume, stores = open_volume(directory), dict[JobId, DirectStore]()
     inherit(volume, prefix, attempt)
@@ -85,7 +85,7 @@ def churn(directory: Path, prefix: str, attempt: int, num_rounds: int) -> None:
 
 
 class MortalDevice(QuickDevice):
-    """Its process is killed before the operation of a given number."""
+    """A device whose process is killed before the operation of a given number."""
 
     operations_left = 0
 
@@ -119,7 +119,7 @@ class MortalDevice(QuickDevice):
 
 
 def live_and_die(directory: Path) -> None:
-    """One job after another in a process of its own, each killed one operation later, beside a job that lives on."""
+    """Runs one job after another in a forked process, each killed one operation later, beside a job that lives on."""
     volume = open_volume(directory)
     other = new_store(volume, make_geometry(OTHER))
     commit(other, 0)
@@ -136,8 +136,8 @@ def live_and_die(directory: Path) -> None:
         volume.free_nbytes()
         taken = [part.count for each in volume.allocations().values() for part in each.taken]
         assert used_nbytes(volume_file(directory)) >= (HEADER_UNITS + sum(taken)) * UNIT_NBYTES  # backed by the disk
-        # What the file system notes of the file's pieces counts as used by it, too.
-        if JOB not in volume.allocations():  # it died before or after its time: nothing of it is left
+        # The file system's index of the file's extents counts as used by it too.
+        if JOB not in volume.allocations():  # it died before it was made or after it was deleted: nothing is left
             assert volume_file(directory).stat().st_size == before.st_size
             assert used_nbytes(volume_file(directory)) <= before.st_blocks * 512 + FILE_INDEX_NBYTES
         inherit(volume, JOB, attempt=2)
@@ -151,7 +151,7 @@ def live_and_die(directory: Path) -> None:
 
 
 def live(directory: Path, num_operations: int) -> None:
-    """A whole job: made, trained, with scratch, opened anew with more scratch, deleted."""
+    """The whole life of a job: made, trained, with scratch, reopened with more scratch, deleted."""
 
     def make_device(*arguments: Any, **named: Any) -> MortalDevice:
         device = MortalDevice(*arguments, **named)

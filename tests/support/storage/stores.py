@@ -1,4 +1,4 @@
-"""What the tests of the tensor store share: small jobs, their bytes, and SSDs that need not wait for a disk."""
+"""Helpers for tests of the tensor store: small jobs, their bytes, and SSDs that do not wait for a disk."""
 
 import mmap
 import os
@@ -29,19 +29,19 @@ from windlass.storage.store.format import CommitRecord, StoreGeometry
 FP32 = Formats(Precision.FP32, StatePrecision.FP32)
 BF16 = Formats(Precision.BF16, StatePrecision.FP32)
 JOB, OTHER = JobId("ftjob-1"), JobId("ftjob-2")
-# What a file system may add to a file that has come to lie in many pieces, to find them.
+# Bytes that a file system may add to a fragmented file for its index of extents.
 FILE_INDEX_NBYTES = 4096
 
 
 class QuickDevice(SsdDevice):
-    """Never waits for the disk: these tests lose no power."""
+    """A device that never waits for the disk, because these tests lose no power."""
 
     def sync(self) -> None:
         pass
 
 
 def make_geometry(job: JobId = JOB, **changes: Any) -> StoreGeometry:
-    """Three chunks of 28 KiB on one SSD, unless changed."""
+    """A geometry of three chunks of 28 KiB on one SSD, unless changed."""
     facts: dict[str, Any] = {
         "job": job,
         "rank": Rank(0),
@@ -55,7 +55,7 @@ def make_geometry(job: JobId = JOB, **changes: Any) -> StoreGeometry:
     return StoreGeometry(**{**facts, **changes})
 
 
-# Extents of 448 KiB: what is left of the last unit holds none or two of them, never a whole step's three.
+# Extents of 448 KiB: the rest of the last unit holds none or two of them, never the three of a whole step.
 LARGE = make_geometry(chunk_numel=32768)
 
 
@@ -65,21 +65,21 @@ def open_volume(path: Path, *, direct: bool = False, make_device: Callable[..., 
 
 
 def new_store(volume: Volume, geometry: StoreGeometry | None = None) -> DirectStore:
-    """A job's store, ready for its first step."""
+    """A new store of a job, ready for its first step."""
     store = DirectStore.create(volume, make_geometry() if geometry is None else geometry)
     store.resume_from(None)
     return store
 
 
 def resume(volume: Volume, attempt: int, job: JobId = JOB) -> DirectStore:
-    """The store as a new attempt finds it, on a job of one SSD."""
+    """The store of a job of one SSD as a new attempt finds it."""
     store = DirectStore.open(volume, job, Attempt(attempt))
     store.resume_from(store.commits()[-1] if store.commits() else None)
     return store
 
 
 def states(geometry: StoreGeometry) -> Iterator[tuple[ChunkKey, StateKind]]:
-    """All that a geometry's SSD holds."""
+    """Every chunk and state kind on a geometry's SSD."""
     for block, num in enumerate(geometry.chunks_per_block):
         for chunk in range(num):
             key = ChunkKey(BlockIndex(block), ChunkIndex(chunk))
@@ -88,27 +88,27 @@ def states(geometry: StoreGeometry) -> Iterator[tuple[ChunkKey, StateKind]]:
 
 
 def content(geometry: StoreGeometry, key: ChunkKey, kind: StateKind, step: int, attempt: int = 1) -> bytes:
-    """Bytes that tell whose they are."""
+    """Bytes that depend on job, chunk, kind, step and attempt."""
     seed = f"{geometry.job} {key} {kind} {step} {attempt}"
     return random.Random(seed).randbytes(geometry.region_nbytes(kind))
 
 
 def page_aligned(raw: bytes) -> memoryview:
-    """A copy as O_DIRECT wants it."""
+    """A page-aligned copy, as O_DIRECT needs it."""
     buffer = memoryview(mmap.mmap(-1, len(raw)))
     buffer[:] = raw
     return buffer
 
 
 def fill(store: DirectStore, step: int) -> None:
-    """Write all states of a step."""
+    """Writes all states of a step."""
     for key, kind in states(store.geometry):
         raw = content(store.geometry, key, kind, step, store.attempt)
         store.write(key, kind, StepId(step), page_aligned(raw))
 
 
 def commit(store: DirectStore, step: int, states_step: int | None = None) -> CommitRecord:
-    """Write a step and commit it; or only commit it, with the states that `states_step` wrote."""
+    """Writes a step and commits it; with `states_step`, only commits it, with the states of that step."""
     if states_step is None:
         fill(store, step)
     of = None if states_step is None else StepId(states_step)
@@ -119,12 +119,12 @@ def commit(store: DirectStore, step: int, states_step: int | None = None) -> Com
 
 
 def gradient(geometry: StoreGeometry, key: ChunkKey, step: int, nbytes: int | None = None) -> bytes:
-    """Bytes that tell whose gradient they are; of fp32, unless said how many."""
+    """Bytes that depend on job, chunk and step. By default as many as an fp32 gradient has."""
     return random.Random(f"{geometry.job} {key} gradient {step}").randbytes(nbytes or 4 * geometry.chunk_numel)
 
 
 def check_gradient(store: DirectStore, key: ChunkKey, step: int, nbytes: int | None = None) -> None:
-    """A chunk's gradient is the one that `gradient` made."""
+    """Checks that a chunk's gradient is the one that `gradient` made."""
     expected = gradient(store.geometry, key, step, nbytes)
     found = page_aligned(bytes(len(expected)))
     store.read(key, StateKind.GRAD, StepId(step), found)
@@ -137,7 +137,7 @@ def keys(geometry: StoreGeometry) -> list[ChunkKey]:
 
 
 def check(store: DirectStore, step: int, attempt: int = 1, written_as: int | None = None) -> None:
-    """All states of `step` are those that `attempt` wrote, as that step or another."""
+    """Checks that all states of `step` are those that `attempt` wrote, as that step or as `written_as`."""
     for key, kind in states(store.geometry):
         expected = content(store.geometry, key, kind, step if written_as is None else written_as, attempt)
         found = page_aligned(bytes(len(expected)))
@@ -146,7 +146,7 @@ def check(store: DirectStore, step: int, attempt: int = 1, written_as: int | Non
 
 
 def flip(file: Path, offset: int, bit: int = 0) -> None:
-    """Change one bit."""
+    """Flips one bit of a file."""
     fd = os.open(file, os.O_RDWR)
     try:
         os.pwrite(fd, bytes([os.pread(fd, 1, offset)[0] ^ 1 << bit]), offset)
@@ -155,10 +155,10 @@ def flip(file: Path, offset: int, bit: int = 0) -> None:
 
 
 def volume_file(directory: Path) -> Path:
-    """Where an SSD directory's bytes lie."""
+    """The file that holds an SSD directory's bytes."""
     return directory / VOLUME_FILE
 
 
 def used_nbytes(file: Path) -> int:
-    """Bytes that a file takes of its file system."""
+    """Bytes that a file occupies on its file system."""
     return file.stat().st_blocks * 512

@@ -1,4 +1,4 @@
-"""Which processor time counts as control."""
+"""The CPU time that counts as control."""
 
 import os
 import subprocess
@@ -21,22 +21,22 @@ def seconds(user_s: float, system_s: float, name: str = "ray::ActorShell") -> Th
     return ThreadSeconds(user_s, system_s, name)
 
 
-def test_each_role_is_counted_its_way() -> None:
+def test_control_share_counts_each_role_by_its_rule() -> None:
     roles = {1: Role.COMPUTE, 2: Role.SSD, 3: Role.CONTROL}
     before = {(1, 10): seconds(1.0, 0.0), (2, 20): seconds(0.0, 1.0)}
     after = {
-        # The two hottest threads of a worker that computes are kernels; of the others one copies.
+        # The two hottest threads of a computing worker are kernels; of the others one copies.
         (1, 10): seconds(9.0, 1.0),
         (1, 11): seconds(7.0, 0.0),
         (1, 12): seconds(0.25, 0.25),
         (1, 13): seconds(2.0, 1.0, "ParamFeed_arriv"),
-        # The device's states are updated by kernels too, in threads of their own.
+        # Kernels update the device's states too, in threads of their own.
         (1, 14): seconds(8.0, 1.0, "DeviceStates.ru"),
-        # Of an SSD server the time inside the system is I/O.
+        # For an SSD server, system time is I/O.
         (2, 20): seconds(0.5, 6.0),
         (2, 21): seconds(4.0, 3.0, "SsdServer_trans"),
         (3, 30): seconds(0.125, 0.125, "GradOffload"),
-        # A process that nobody classified.
+        # A process without a role.
         (4, 40): seconds(1.0, 0.0),
     }
     assert overhead(before, after, roles, num_threads=2) == Overhead(0.5 + 0.5 + 0.25 + 1.0, 3.0 + 4.0)
@@ -48,7 +48,7 @@ def test_threads_that_move_bytes_or_update_have_these_names() -> None:
     assert (shown_name(DeviceStates.run),) == _UPDATERS
 
 
-def test_what_was_used_before_does_not_count() -> None:
+def test_cpu_time_before_the_measurement_does_not_count() -> None:
     spent = {(3, 30): seconds(5.0, 5.0)}
     assert overhead(spent, spent, {}, num_threads=1) == Overhead(0.0, 0.0)
 
@@ -63,7 +63,7 @@ def test_workers_are_told_apart_by_the_store_that_they_hold(tmp_path: Path, name
     code = "import sys, time; file = open(sys.argv[1]) if sys.argv[1:] else None; print(); time.sleep(600)"
     (tmp_path / "store").touch()
     for arguments, role in (([str(tmp_path / "store")], Role.SSD), ([], Role.COMPUTE)):
-        # Ray names a worker after its class, in place of the program.
+        # Ray names a worker after its class instead of its program.
         process = subprocess.Popen(
             [f"ray::{name}", "-c", code, *arguments], executable=sys.executable, stdout=subprocess.PIPE
         )

@@ -1,4 +1,4 @@
-"""Activations in host memory and on real SSD servers: every byte comes back, and nothing stays behind."""
+"""Activations in host memory and on real SSD servers: every byte returns, and nothing is left behind."""
 
 import tempfile
 import threading
@@ -30,7 +30,7 @@ def make_bench(root: Path, monkeypatch: pytest.MonkeyPatch, **facts: object) -> 
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SwapBench]:
-    """Two slots in host memory, 32 on one SSD."""
+    """A store with two slots in host memory and 32 on one SSD."""
     bench = make_bench(tmp_path, monkeypatch)
     yield bench
     bench.close()
@@ -48,7 +48,7 @@ class TestBytes:
     def test_fill_host_memory_first_then_the_ssds(self, bench: SwapBench) -> None:
         tensors = [some_bytes(nbytes, nbytes) for nbytes in (SLOT_NBYTES, 5 * SLOT_NBYTES - 9, 100)]
         handles = [bench.store.put(tensor) for tensor in tensors]
-        assert bench.store._host.counts.held_nbytes == 2 * SLOT_NBYTES  # the second tensor lies in both
+        assert bench.store._host.counts.held_nbytes == 2 * SLOT_NBYTES  # the second tensor is in both
         assert bench.store.ssd_counts.held_nbytes == 4 * SLOT_NBYTES - 9 + 100
         for handle, tensor in zip(reversed(handles), reversed(tensors), strict=True):
             back = bench.store.get(handle)
@@ -84,7 +84,9 @@ class TestBytes:
         assert torch.equal(bench.store.get(second), some_bytes(14 * SLOT_NBYTES))
         bench.wait_until_free()
 
-    def test_are_told_to_the_timeline(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_tiered_activations_are_reported_to_the_timeline(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         bench = make_bench(tmp_path, monkeypatch, num_host=0, num_staged=4)
         bench.store.begin(Step(3), 7, BlockIndex(2))
         handle = bench.store.put(some_bytes(2 * SLOT_NBYTES))
@@ -110,7 +112,7 @@ def num_slots(nbytes: int) -> int:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_order_of_calls(data: st.DataObject) -> None:
-    """Beside a plain dictionary; every put fits that should, no other does, and nothing ever waits for itself."""
+    """Compared with a dictionary: every put that should fit does, no other does, and no call deadlocks."""
     num_host, num_staged = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 9))
     num_ssd, weights = (
         data.draw(st.integers(num_staged, 30)),
@@ -134,7 +136,7 @@ def test_any_order_of_calls(data: st.DataObject) -> None:
                 elif sum(num_slots(handle.nbytes) for handle in held.keys() - coming) > room:
                     with pytest.raises(ActivationMemoryError):
                         bench.store.put(tensor)
-                # Else it depends on how far those are that come back.
+                # Otherwise it depends on the progress of tensors that are read back.
             elif held:
                 handle = data.draw(st.sampled_from(list(held)))
                 if act == "prefetch":
@@ -155,7 +157,7 @@ def test_any_order_of_calls(data: st.DataObject) -> None:
 
 
 def test_two_jobs_on_one_ssd_keep_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each puts, prefetches and gets in a thread of its own."""
+    """Each puts, prefetches and gets in its own thread."""
     benches = [make_bench(tmp_path, monkeypatch, job=f"ftjob-{i}", num_host=1, num_staged=2) for i in range(2)]
     wrong: list[object] = []
 

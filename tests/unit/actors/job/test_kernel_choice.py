@@ -1,4 +1,4 @@
-"""Which kernel an attempt is told to use, by what the commit it goes on from knows."""
+"""The kernel that an attempt must use, by the commit from which it resumes."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ def make_job(kernel: Kernel | None) -> JobContext:
 
 
 def commit_of(*kernels: Kernel, **more: list[str]) -> CommitRecord:
-    """As a scheduler writes it."""
+    """A commit record as a scheduler writes it."""
     return CommitRecord(
         sequence=3,
         step=Step(2),
@@ -33,7 +33,7 @@ def commit_of(*kernels: Kernel, **more: list[str]) -> CommitRecord:
     ("asked", "recorded", "expected"),
     [
         (None, [Kernel.FUSED], Kernel.FUSED),
-        (None, [Kernel.COMPILED], None),  # the compiled one where it can be had, else the fused one and a warning
+        (None, [Kernel.COMPILED], None),  # the compiled one if available, otherwise the fused one with a warning
         (None, [Kernel.COMPILED, Kernel.FUSED], None),
         (None, [], None),
         (Kernel.COMPILED, [Kernel.FUSED], Kernel.COMPILED),
@@ -48,7 +48,7 @@ def test_a_resumed_job_keeps_its_kernel(asked: Kernel | None, recorded: list[Ker
 
 
 @pytest.mark.parametrize("asked", [None, Kernel.FUSED])
-def test_a_job_that_begins_has_what_its_settings_say(asked: Kernel | None) -> None:
+def test_new_job_uses_kernel_of_its_settings(asked: Kernel | None) -> None:
     assert keeping_kernel(make_job(asked), None) == make_job(asked)
 
 

@@ -1,4 +1,4 @@
-"""All actors in one process: activations kept, swapped or computed again, and nothing of them left afterwards."""
+"""All actors in one process: activations kept, swapped or recomputed, and none left afterwards."""
 
 import dataclasses
 import re
@@ -69,7 +69,7 @@ class Watched:
 
     @property
     def counts(self) -> SwapCounts:
-        """Of the one store that was opened; all of its slots are free."""
+        """The counts of the only store that was opened. Checks that all of its slots are free."""
         (store,) = self.stores
         assert [pool.statistics.in_use_nbytes for pool in self.pools] == [0] * len(self.pools)
         assert store.counts.held_nbytes == 0
@@ -100,7 +100,7 @@ def run(spec: JobSpec, **options: Any) -> dict[str, Any]:
 def test_layers_choose_for_themselves_and_nothing_else_changes(tmp_path: Path, watched: Watched) -> None:
     recomputed = job(tmp_path / "recomputed", dropout=0.1)
     assert run(recomputed)["status"] == "succeeded"
-    assert watched.stores == []  # no room is asked for, and none is taken
+    assert watched.stores == []  # no slots are requested, and none are used
     swapped = job(tmp_path / "swapped", dropout=0.1, placement=placed(MIXED))
     assert run(swapped)["status"] == "succeeded"
     assert watched.counts.out_nbytes >= watched.counts.in_nbytes > 0
@@ -123,7 +123,7 @@ def test_layers_choose_for_themselves_and_nothing_else_changes(tmp_path: Path, w
     ],
 )
 def test_deeper_and_shallower_buffers_change_no_result(tmp_path: Path, watched: Watched, depths: QueueDepths) -> None:
-    """Down to one of each: what passes through waits."""
+    """Down to one of each: transfers wait for a buffer."""
     recomputed = job(tmp_path / "recomputed")
     run(recomputed)
     placement = Placement(activations=SWAP, ssd_activation_nbytes=128 << 20, depths=depths)
@@ -133,7 +133,7 @@ def test_deeper_and_shallower_buffers_change_no_result(tmp_path: Path, watched: 
     assert losses_of(swapped) == losses_of(recomputed)
 
 
-def test_what_host_memory_has_no_room_for_goes_to_the_ssds(tmp_path: Path, watched: Watched) -> None:
+def test_swapped_activations_beyond_host_memory_go_to_ssds(tmp_path: Path, watched: Watched) -> None:
     recomputed = job(tmp_path / "recomputed", dropout=0.1)
     run(recomputed)
     placement = Placement(activations=SWAP, host_activation_nbytes=1 << 20, ssd_activation_nbytes=128 << 20)
@@ -202,7 +202,7 @@ def test_a_stop_in_the_middle_of_a_step_leaves_nothing(tmp_path: Path, watched: 
 
 
 class FailingStream(ThreadStream):
-    """Its link goes down after a while."""
+    """A stream whose link fails after a while."""
 
     num_copies = 0
 
@@ -231,7 +231,7 @@ def test_a_copy_that_fails_ends_the_attempt_and_leaves_nothing(
     spec = job(tmp_path / "job", placement=placed(SWAP))
     outcome = run(spec)
     assert opened == ["out", "in"]
-    assert outcome["status"] == "interrupted"  # another attempt may have a better one
+    assert outcome["status"] == "interrupted"  # another attempt may have a working one
     assert "gpu-0: RuntimeError: the link is down" in outcome["error"]["message"]
     assert watched.counts.out_nbytes > 0
     monkeypatch.setattr(CpuStreams, "open", open_stream)
@@ -239,7 +239,7 @@ def test_a_copy_that_fails_ends_the_attempt_and_leaves_nothing(
     assert leftovers_of(spec) == []
 
 
-def test_what_stays_on_the_device_needs_no_room(tmp_path: Path, watched: Watched) -> None:
+def test_kept_activations_need_no_slots(tmp_path: Path, watched: Watched) -> None:
     spec = job(tmp_path / "job", placement=placed(ActivationChoice.KEEP.of_layers(NUM_LAYERS), 0))
     assert run(spec)["status"] == "succeeded"
     assert watched.stores == []
@@ -278,7 +278,7 @@ def test_a_choice_that_is_wrong_for_the_model_is_refused_before_the_first_step(
     assert run(plain)["status"] == "succeeded"  # was checked when the job was prepared
 
 
-def test_a_need_that_only_computing_shows_is_told(tmp_path: Path, watched: Watched, monkeypatch: Any) -> None:
+def test_unpredictable_activation_memory_is_reported(tmp_path: Path, watched: Watched, monkeypatch: Any) -> None:
     def unknown(*_: Any) -> None:
         raise ActivationNeedUnknownError("how much room they need is not known")
 

@@ -1,4 +1,4 @@
-"""All actors in one process: the same losses and params to the bit, whatever the size of the micro-batches' groups."""
+"""All actors in one process: the same losses and params to the bit, for any size of accumulation groups."""
 
 import dataclasses
 import re
@@ -38,7 +38,7 @@ from windlass.storage.ids import ActorName, Attempt, Precision, StatePrecision
 
 NUM_MICROBATCHES = 4
 GROUP_SIZES = (1, 2, 3, 4)
-# The fifth is the last of an epoch: it has two micro-batches, and some of its groups none.
+# The fifth is the last of an epoch: it has two micro-batches, so some of its groups are empty.
 NUM_STEPS = 6
 # The model has five blocks.
 PLACES = {
@@ -53,7 +53,7 @@ PLACES = {
 
 @dataclass
 class Run:
-    """What a job came to."""
+    """The results of a job."""
 
     losses: list[float]
     validation_losses: dict[int, float]
@@ -62,7 +62,7 @@ class Run:
 
     @classmethod
     def of(cls, spec: JobSpec) -> "Run":
-        """Of a job that is over."""
+        """The results of an ended job."""
         return cls(
             losses_of(spec),
             metrics_of(spec, "valid_loss"),
@@ -99,7 +99,7 @@ def run(root: Path, group_size: int | None, **changes: Any) -> Run:
     return Run.of(spec)
 
 
-# Every value occurs; `make test-long` runs all that there are, with every size.
+# Every value occurs; `make test-long` runs all combinations, with every size.
 QUICK = [
     (Precision.FP32, None, False, "SSDs", 1),
     (Precision.FP32, 0.5, True, "host memory", 3),
@@ -148,13 +148,13 @@ def test_the_size_of_the_groups_changes_no_bit(
 
 @pytest.mark.parametrize("precision", [Precision.BF16, pytest.param(Precision.FP16, marks=pytest.mark.long)])
 def test_sums_in_half_precision_go_on_where_they_were(tmp_path: Path, precision: Precision) -> None:
-    """Those of tied tensors are fp32 all the same."""
+    """The sums of tied tensors are fp32 nevertheless."""
     changes = {"precision": precision, "accumulation_precision": precision, "tied": True}
     run(tmp_path / "groups", 1, **changes).assert_equals(run(tmp_path / "whole", None, **changes))
 
 
 def test_steps_that_are_skipped_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where only the first group had an infinity, and the last ones are finite."""
+    """Also if only the first group had an infinity, and the last ones are finite."""
     broken = set[int]()
     cross_entropy = F.cross_entropy
 
@@ -199,12 +199,12 @@ def test_an_attempt_goes_on_with_groups_of_another_size(tmp_path: Path) -> None:
     Run.of(spec).assert_equals(whole)
 
 
-# --- what moves ------------------------------------------------------------------------------------------------------
+# --- bytes moved ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Moved:
-    """Bytes by kind and step, as the actors noted them."""
+    """Bytes by kind and step, as the actors recorded them."""
 
     nbytes: Counter[tuple[SpanKind, int]] = field(default_factory=Counter)
 

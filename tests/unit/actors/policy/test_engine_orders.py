@@ -1,4 +1,4 @@
-"""The orders in the real engine, block by block and chunk by chunk: all lead to the same numbers."""
+"""Update orders in the real engine, by block and by chunk: all give the same numbers."""
 
 from dataclasses import replace
 from itertools import groupby
@@ -39,7 +39,7 @@ ORDERINGS = {
 
 
 def small_job(root: Path, **changes: Any) -> JobSpec:
-    """Five blocks, the layers of five chunks each."""
+    """A job of five blocks whose layers have five chunks each."""
     options: dict[str, Any] = {"total_steps": NUM_STEPS, "evaluate_every": None, "num_validation_examples": 0}
     return make_spec(root, precision=Precision.BF16, **(options | changes))
 
@@ -60,7 +60,7 @@ def train(spec: JobSpec) -> list[tuple[ActorName, Message]]:
 
 
 def updates_in_order(messages: list[tuple[ActorName, Message]]) -> list[tuple[int, int]]:
-    """(step, block) of the updates that were asked for."""
+    """(step, block) of the requested updates."""
     return [(m.step, m.block) for _, m in messages if isinstance(m, UpdateBlock)]
 
 
@@ -75,7 +75,7 @@ def assert_steps_do_not_overlap(messages: list[tuple[ActorName, Message]], num_b
 
 @pytest.fixture(scope="module")
 def expected_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[float | None, list[float]]:
-    """By clipping."""
+    """The losses, by clipping norm."""
     found = {}
     for clip_norm in (None, 0.5):
         spec = small_job(tmp_path_factory.mktemp("plain") / "job", clip_norm=clip_norm)
@@ -104,7 +104,7 @@ def test_orders_change_no_number(
 
 @pytest.mark.parametrize("queues", list(QueueOrder))
 def test_chunks_are_read_in_the_order_of_their_blocks(tmp_path: Path, queues: QueueOrder) -> None:
-    """What an optimizer was given it updates in turn: nothing overtakes inside."""
+    """An optimizer updates in the order of its requests: none overtakes another inside it."""
     spec = small_job(tmp_path / "job", ordering=Ordering(queues=queues, max_updating=1))
     messages = train(spec)
     reads = [m for _, m in messages if isinstance(m, ReadChunks) and m.reply_to == optimizer_name(0)]
@@ -130,7 +130,7 @@ def test_another_systems_order_gives_the_same_numbers(
 
 
 def test_updates_after_the_backward_pass_are_those_of_separate_steps(tmp_path: Path) -> None:
-    """The job's update order says it, whatever its ordering does."""
+    """The job's update order decides, whatever its queue ordering is."""
     spec = small_job(tmp_path / "job", update_order=UpdateOrder.AFTER_BACKWARD)
     assert spec.ordering.overlaps_steps
     assert spec.effective_ordering == replace(spec.ordering, overlaps_steps=False)

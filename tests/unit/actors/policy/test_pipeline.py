@@ -1,4 +1,4 @@
-"""What the policy does in cases that are told one by one."""
+"""Single cases of the policy's behaviour."""
 
 import math
 import pickle
@@ -39,7 +39,7 @@ from windlass.storage.ids import ActorName, BlockIndex, Step
 STEP, BLOCK = Step(1), BlockIndex(2)
 
 
-# --- what the orders are good for -----------------------------------------------------------------------------------
+# --- benefits of the update orders ---------------------------------------------------------------------------------
 
 
 def test_updates_begin_while_the_backward_pass_goes_on() -> None:
@@ -54,7 +54,7 @@ def test_updates_begin_while_the_backward_pass_goes_on() -> None:
 def test_the_next_forward_pass_begins_while_later_blocks_are_updated() -> None:
     world = World(make_shape(clip_norm=1.0))
     world.start()
-    deliver_all_but(world, "gradient 1 0")  # by then all other gradients lie on the host
+    deliver_all_but(world, "gradient 1 0")  # by then all other gradients are in host memory
     deliver_all_but(world, "update 1 2", "update 1 3")
     assert world.computed[-2:] == [(2, Phase.FORWARD, 0, 0), (2, Phase.FORWARD, 1, 0)]
     assert world.committed == 0
@@ -98,7 +98,7 @@ def test_the_next_step_reads_what_is_not_yet_committed_and_overwrites_nothing() 
 
 
 def turns(world: World, kind: type[OffloadGrad] | type[UpdateBlock], *kept: str) -> list[int]:
-    """Blocks of step 1 in the order in which the policy asks for `kind`, where all else is faster."""
+    """Blocks of step 1 in the order of the policy's `kind` commands, if everything else is faster."""
     found: list[int] = []
     world.start()
     while choices := world.choices():
@@ -114,7 +114,7 @@ def turns(world: World, kind: type[OffloadGrad] | type[UpdateBlock], *kept: str)
     [
         ({}, [5, 0, 1, 2, 3, 4]),
         ({"queues": QueueOrder.FIFO}, [5, 4, 3, 2, 1, 0]),
-        # What has been given away cannot be overtaken.
+        # Commands that were sent cannot be overtaken.
         ({"max_updating": 3, "max_offloading": 3}, [5, 4, 3, 0, 1, 2]),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_late_urgent_block_overtakes_what_waits(
     ("queues", "expected"), [(QueueOrder.PRIORITY, [1, 0, 2, 3, 4, 5]), (QueueOrder.FIFO, [5, 4, 3, 2, 1, 0])]
 )
 def test_kept_gradients_are_updated_in_forward_order_or_as_they_came(queues: QueueOrder, expected: list[int]) -> None:
-    """The last gradient to be known is still on its way when the updates begin."""
+    """The last gradient is still in flight when the updates begin."""
     world = World(make_shape(chunks_per_block=(1,) * 6, keeps_grads=True, queues=queues, max_updating=1))
     assert turns(world, UpdateBlock, "update 1", "gradient 1 0") == expected
 
@@ -190,7 +190,7 @@ def test_the_clipping_factor_is_torchs(size: float, scales_loss: bool) -> None:
 def test_pipeline_with_squared_norms_in_any_order_gives_the_bits_of_one_worker(
     order: list[int], sq_sums: list[float]
 ) -> None:
-    """One worker tells them last to first, and each is added as it comes."""
+    """One worker reports them last to first, and the policy adds each on arrival."""
     shape = make_shape(chunks_per_block=(1,) * 6, clip_norm=0.75, total_steps=1, max_prefetched=20)
     pipeline = Pipeline(shape, TrainerState(scales_loss=False), Step(0))
     pipeline.start(0.0)
@@ -334,7 +334,7 @@ def test_any_gradient_that_is_not_finite_makes_the_step_bad(sizes: tuple[float, 
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-# --- stop, resume ---------------------------------------------------------------------------------------------------
+# --- stop and resume -----------------------------------------------------------------------------------------------
 
 
 def test_a_stop_while_the_model_loads_trains_nothing() -> None:
@@ -383,7 +383,7 @@ def test_a_job_lost_after_its_last_commit_resumes_with_evaluation_and_export() -
     assert world.exports == [(2, "/models/out")]
 
 
-# --- events that nothing asked for ----------------------------------------------------------------------------------
+# --- unexpected events ---------------------------------------------------------------------------------------------
 
 UNASKED = [
     ModelLoaded(job=JOB, step=Step(0)),
@@ -400,7 +400,7 @@ UNASKED = [
 
 
 @pytest.mark.parametrize("event", UNASKED, ids=lambda event: type(event).__name__)
-def test_an_event_that_nothing_asked_for_is_refused(event: Message) -> None:
+def test_unexpected_event_is_refused(event: Message) -> None:
     pipeline = Pipeline(make_shape(), TrainerState(scales_loss=False), Step(0))
     pipeline.start(0.0)
     with pytest.raises(UnexpectedEventError) as caught:
@@ -408,8 +408,8 @@ def test_an_event_that_nothing_asked_for_is_refused(event: Message) -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_an_operation_that_is_passed_over_is_missed_at_once() -> None:
-    """Were its step committed meanwhile, nobody would make it up: an evaluation would be missing for good."""
+def test_pipeline_with_skipped_operation_raises_at_once() -> None:
+    """If its step were committed in between, no attempt would repeat the operation: an evaluation would be missing."""
     pipeline = Pipeline(make_shape(), TrainerState(scales_loss=False), Step(0))
     asked = [i.message for i in pipeline.start(0.0) if isinstance(i.message, ComputeBlock)]
     done: dict[str, Any] = {"job": JOB, "step": STEP, "phase": Phase.FORWARD, "compute_s": 0.0, "is_finite": True}
@@ -418,7 +418,8 @@ def test_an_operation_that_is_passed_over_is_missed_at_once() -> None:
 
 
 def test_an_answer_of_the_wrong_actor_is_refused() -> None:
-    world = World(make_shape(chunks_per_block=(1, 1, 1), num_optimizers=2))  # one chunk: all of it is optimizer-0's
+    # there is one chunk, which is optimizer-0's
+    world = World(make_shape(chunks_per_block=(1, 1, 1), num_optimizers=2))
     world.start()
     deliver_all_but(world, "update")
     stranger = BlockUpdated(job=JOB, step=STEP, block=BLOCK, actor=ActorName("optimizer-1"))
@@ -426,7 +427,7 @@ def test_an_answer_of_the_wrong_actor_is_refused() -> None:
         world.pipeline.handle(stranger, 0.0)
 
 
-# --- deadlines ------------------------------------------------------------------------------------------------------
+# --- timeouts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -450,13 +451,13 @@ def test_a_missed_deadline_names_step_block_and_actor(kept: str, actor: str, wha
     with pytest.raises(DeadlineMissedError) as caught:
         world.pipeline.waits.check(130.1)
     assert what in {wait.what for wait in world.pipeline.waits.outstanding.values() if wait.actor == actor}
-    if not kept.startswith("gradient"):  # its operation was asked for at the same time, and is named first
+    if not kept.startswith("gradient"):  # its operation was requested at the same time, and is named first
         assert str(caught.value).startswith(f"{actor} did not finish {what} within 30 s")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_all_who_missed_a_deadline_are_named() -> None:
-    """Which of two SSD servers was asked first does not tell which of them hangs."""
+def test_all_overdue_actors_are_named() -> None:
+    """The order of requests to two SSD servers does not show which of them hangs."""
     world = World(make_shape(num_ssds=2, deadline_s=30.0))
     world.start(now_s=100.0)
     while choices := [c for c in world.choices() if not c.answers.startswith("commit 0")]:

@@ -1,4 +1,4 @@
-"""The shell around the policy: actors that answer at once, or not at all, and what the journal tells of them."""
+"""The scheduler around the policy: actors that answer at once or not at all, and the journal's records."""
 
 import errno
 import itertools
@@ -39,7 +39,7 @@ from windlass.storage.memory.capacity import DiskFull, require_disk_room
 
 
 class Clock:
-    """That goes on by hand."""
+    """A clock that the test moves."""
 
     now = 0.0
 
@@ -78,7 +78,7 @@ def test_a_job_from_its_first_message_to_its_outcome(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [ComputeBlock, UpdateBlock, CommitStore, ExportModel])
 def test_scheduler_where_handling_raises_queue_empty_ends_with_it(kind: type[Message], tmp_path: Path) -> None:
-    """Only the wait for an event may end with an empty queue; the same error from anywhere else is a defect's."""
+    """Only the wait for an event may end with an empty queue. The same error from other code is a defect."""
     stage = Stage(tmp_path, deadline_s=0.2)
 
     def fail(message: Message) -> None:
@@ -90,7 +90,7 @@ def test_scheduler_where_handling_raises_queue_empty_ends_with_it(kind: type[Mes
         stage.scheduler.run()
 
 
-def test_nobody_waits_for_what_people_are_told(stage: Stage) -> None:
+def test_scheduler_sends_export_before_it_reports_the_step(stage: Stage) -> None:
     told_before: list[dict[int, float]] = []
 
     def look(message: Message) -> None:
@@ -99,15 +99,15 @@ def test_nobody_waits_for_what_people_are_told(stage: Stage) -> None:
 
     stage.before = look
     stage.run()
-    # The export is asked for by the event that makes the last step safe, and that is told of.
+    # The event that commits the last step both sends the export and reports the step; sending comes first.
     assert [list(told) for told in told_before] == [[1, 2, 3]]
     assert list(metrics_of(stage.spec, "train_loss")) == [1, 2, 3, 4]
 
 
-def test_a_step_is_told_before_the_next_one_can_be_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who goes on from a commit can tell of its step alone, where the disk was full or the runner was killed.
+def test_step_is_reported_before_the_next_commit_can_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt that resumes from a commit can report only that step, for example after a full disk.
 
-    A step that is skipped is over while the one before is still being committed.
+    So earlier steps must be reported first. A skipped step is over while the previous one is still being committed.
     """
     stage = Stage(tmp_path, hyperparameters=FP16)
     stage.bad_grads = {(2, 1), (3, 1)}
@@ -121,7 +121,7 @@ def test_a_step_is_told_before_the_next_one_can_be_committed(tmp_path: Path, mon
             told_before[message.step] = list(metrics_of(stage.spec, "train_loss"))
 
     def answer_late() -> None:
-        """When all that can be done meanwhile is: the next step is over, and waits to be committed."""
+        """Answers once everything else is done: the next step is over, and waits for its commit."""
         while pending and stage.scheduler._events.empty():
             for event in [event for each in pending for event in stage._answers(*each)]:
                 stage.scheduler.post(event)
@@ -141,7 +141,7 @@ def test_a_reason_is_told_though_its_details_have_no_room(stage: Stage, monkeypa
     assert outcome["error"]["message"] == "ssd-1: the disk is broken"
 
 
-def test_each_actor_is_told_what_is_its_own(stage: Stage) -> None:
+def test_each_actor_receives_only_its_messages(stage: Stage) -> None:
     stage.run()
     receivers: dict[type[Message], set[str]] = {}
     for to, message in stage.received:
@@ -182,7 +182,7 @@ def test_the_policy_has_the_jobs_ordering(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("system", "host_blocks"), [(System.ZERO_OFFLOAD, (0, 1, 2)), (System.ZERO_INFINITY, ())])
 def test_a_job_in_another_systems_order(tmp_path: Path, system: System, host_blocks: tuple[int, ...]) -> None:
-    """The same updates in other places: nothing of a step is asked for while updates of the one before are out."""
+    """The same updates at other times: no message of a step is sent while updates of the previous one are in flight."""
     plain = Stage(tmp_path / "plain", total_steps=2)
     room = Placement(host_activation_nbytes=1 << 20)
     stage = Stage(tmp_path / "other", total_steps=2, system=system, placement=room)
@@ -198,7 +198,7 @@ def test_a_job_in_another_systems_order(tmp_path: Path, system: System, host_blo
 
 
 def updates_of(stage: Stage) -> set[tuple[object, ...]]:
-    """What was updated with what, in whatever order."""
+    """The facts of all updates, in any order."""
     return {(m.step, m.block, m.optimizer_step, m.learning_rate, m.grad_scale) for m in stage.sent(UpdateBlock)}
 
 
@@ -269,7 +269,7 @@ def test_a_wait_that_is_too_long_names_step_block_and_actor(
 
 
 def stalled_by(stage: Stage, *failures: ActorFailed) -> dict[str, Any]:
-    """The outcome where these are told while the first update is out."""
+    """The outcome if these failures are reported during the first update."""
 
     def fail(message: Message) -> None:
         if isinstance(message, UpdateBlock) and not any(isinstance(m, UpdateBlock) for _, m in stage.received[:-1]):
@@ -281,10 +281,8 @@ def stalled_by(stage: Stage, *failures: ActorFailed) -> dict[str, Any]:
     return stage.run()
 
 
-def test_all_who_wait_in_vain_are_named_with_who_owes_the_scheduler(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one who knows most need not tell first."""
+def test_stalled_actors_are_named_with_overdue_replies(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most informative report need not come first."""
     monkeypatch.setattr(scheduler, "_TICK_S", 0.05)
     first = failure("gpu-0", "no grad slot came free", FailureKind.STALLED)
     second = failure("optimizer-1", "ssd-1 owes a read", FailureKind.STALLED)
@@ -305,7 +303,7 @@ def test_all_who_wait_in_vain_are_named_with_who_owes_the_scheduler(
         (FailureKind.UNFORESEEN, INTERRUPTED, "process_lost"),
     ],
 )
-def test_what_is_broken_explains_who_waits(stage: Stage, kind: FailureKind, status: str, code: str) -> None:
+def test_broken_actor_is_named_instead_of_waiting_ones(stage: Stage, kind: FailureKind, status: str, code: str) -> None:
     broken = failure("ssd-1", "the disk is broken", kind)
     outcome = stalled_by(stage, failure("gpu-0", "no params came", FailureKind.STALLED), broken)
     assert outcome["status"] == status
@@ -413,7 +411,7 @@ def test_paused_and_cancelled_it_is_cancelled(tmp_path: Path) -> None:
 
 
 def run_first_attempt(directory: Path) -> Stage:
-    """A whole job, whose commits a later attempt can be given."""
+    """A whole job, whose commits can be given to a later attempt."""
     first = Stage(directory)
     first.run()
     Path(first.spec.output_dir).rmdir()
@@ -432,7 +430,7 @@ def test_it_goes_on_after_a_committed_step(tmp_path: Path) -> None:
     assert not any(isinstance(message, LoadModel) for _, message in stage.received)
 
 
-def test_a_committed_step_that_nobody_told_of_is_told_by_the_next_attempt(tmp_path: Path) -> None:
+def test_unreported_committed_step_is_reported_by_next_attempt(tmp_path: Path) -> None:
     first = run_first_attempt(tmp_path / "lost")
     stage = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3))
     stage.run()
@@ -463,7 +461,10 @@ def test_a_lost_process_interrupts_the_attempt(stage: Stage) -> None:
 
 
 def test_bytes_written_are_those_of_the_step_and_of_the_job_by_ssd(tmp_path: Path) -> None:
-    """Those of loading count for the job and for no step; a resumed attempt goes on from what is written by then."""
+    """Bytes of loading count for the job and for no step.
+
+    A resumed attempt continues from the bytes written by then.
+    """
     first = run_first_attempt(tmp_path)
     stage = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3))
     stage.run()
@@ -471,7 +472,7 @@ def test_bytes_written_are_those_of_the_step_and_of_the_job_by_ssd(tmp_path: Pat
     assert [data["step"] for data in told] == [1, 2, 3, 4, 3, 4]
     assert {data["ssd_bytes_written_step"] for data in told} == {80}
     assert all(data["ssd_bytes_written_step_by_ssd"] == [50, 30] for data in told)
-    # Loading is written as a step is; steps 3 and 4 were written twice.
+    # Loading writes as much as a step; steps 3 and 4 were written twice.
     assert [data["ssd_bytes_written_by_ssd"] for data in told] == [[50 * n, 30 * n] for n in (2, 3, 4, 5, 6, 7)]
     assert [data["ssd_bytes_written"] for data in told] == [80 * n for n in (2, 3, 4, 5, 6, 7)]
 
@@ -495,7 +496,7 @@ def test_bytes_read_and_written_after_a_resume_go_on_from_those_of_earlier_attem
 
 
 def test_bytes_read_of_a_step_that_the_next_attempt_tells_of_are_those_of_earlier_attempts(tmp_path: Path) -> None:
-    """Attempt 3 died after its commit of step 3, before it could tell of it."""
+    """Attempt 3 died after its commit of step 3, before it could report the step."""
     first = run_first_attempt(tmp_path)
     journal = Path(first.spec.job_dir) / "journal.jsonl"
     lines = journal.read_text().splitlines(keepends=True)
@@ -553,7 +554,7 @@ def test_a_later_attempt_appends_to_the_journal(tmp_path: Path) -> None:
 
 
 def kernel_chosen(stage: Stage, *kernels: Kernel) -> None:
-    """Each optimizer says what it runs, as it does when it is set up."""
+    """Each optimizer reports its kernel, as in its set-up."""
     for name, kernel in zip(stage.scheduler.pipeline.shape.optimizers, kernels, strict=True):
         stage.scheduler.post(KernelChosen(job=stage.spec.job, step=Step(0), actor=name, kernel=kernel))
 
@@ -574,7 +575,7 @@ def test_another_kernel_than_before_is_told(tmp_path: Path) -> None:
 
 
 def test_time_left_is_that_of_the_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading takes 1000 s, the first two steps 50 s each, those that follow 10 s."""
+    """Loading takes 1000 s, the first two steps 50 s each, later ones 10 s."""
     clock = Clock()
     monkeypatch.setattr(progress, "time", clock)
     stage = Stage(tmp_path, total_steps=6)
@@ -590,6 +591,6 @@ def test_time_left_is_that_of_the_last_steps(tmp_path: Path, monkeypatch: pytest
     left = metrics_of(stage.spec, "remaining_s")
     is_estimate = metrics_of(stage.spec, "remaining_is_estimate")
     assert [step for step, estimate in is_estimate.items() if estimate] == [1, 2, 3, 4]
-    assert left[1] <= 5 * 100.0  # a step may be told of when the next has begun
+    assert left[1] <= 5 * 100.0  # a step may be reported when the next has begun
     assert left[6] == 0.0
     assert left[5] == pytest.approx(10.0, rel=0.01)

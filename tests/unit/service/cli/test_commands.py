@@ -1,4 +1,4 @@
-"""The command line's own parts: what it makes of arguments and shows of events."""
+"""The command line's own parts: parsing of arguments and display of events."""
 
 import contextlib
 import io
@@ -166,7 +166,7 @@ def test_a_drive_is_described_by_its_size_and_by_what_one_may() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """What the command line asks of the service, which answers nothing."""
+    """Records the command line's requests to the service, which get no answer."""
     calls: list[tuple[object, ...]] = []
 
     def call(_client: ServiceClient, method: str, path: str, **more: Any) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     return calls
 
 
-def test_what_is_deleted_goes_by_the_kind_of_its_id(
+def test_delete_chooses_the_object_by_its_id(
     tmp_path: Path, asked: list[tuple[object, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     delete(["ftjob-1", "file-1", "ft:tiny::1-step-2"], home=tmp_path)
@@ -192,13 +192,13 @@ def test_what_is_deleted_goes_by_the_kind_of_its_id(
 
 
 class Terminal(io.StringIO):
-    """Somebody types this."""
+    """A terminal as standard input."""
 
     def isatty(self) -> bool:
         return True
 
 
-def test_what_is_no_id_deletes_nothing(tmp_path: Path, asked: list[tuple[object, ...]]) -> None:
+def test_delete_with_an_invalid_id_deletes_nothing(tmp_path: Path, asked: list[tuple[object, ...]]) -> None:
     with pytest.raises(CommandError, match="'tiny' is not the id of a job"):
         delete(["ftjob-1", "tiny"], home=tmp_path)
     assert asked == []
@@ -255,7 +255,7 @@ def test_the_client_deletes_and_tells_what_is_occupied(client: TestClient, file_
 
 
 class _Watched:
-    """A client whose job gets on with each look."""
+    """A client whose job advances with each request."""
 
     def __init__(self, *looks: dict[str, Any]) -> None:
         self.looks = list(looks)
@@ -288,7 +288,7 @@ def test_submit_fails_with_what_the_checks_found(monkeypatch: pytest.MonkeyPatch
         _await_checks(client, "ftjob-1")  # type: ignore[arg-type]
 
 
-def test_whoever_stops_waiting_is_told_that_the_job_goes_on(
+def test_interrupted_submit_says_that_the_job_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:

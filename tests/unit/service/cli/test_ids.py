@@ -20,7 +20,7 @@ COMMANDS = [cli_jobs.show, cli_jobs.logs, cli_jobs.cancel, cli_jobs.pause, cli_j
 
 @pytest.fixture
 def service(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> ServiceClient:
-    """The client that all commands get."""
+    """The client that all commands use."""
     service = ServiceClient(str(client.base_url))
     service._http = client
     for module in (cli_ids, cli_jobs, cli_data):

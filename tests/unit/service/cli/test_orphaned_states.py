@@ -1,4 +1,4 @@
-"""States that no database knows are freed by hand, and what somebody knows is not."""
+"""States that no database knows are freed by a command, and states of known jobs are not."""
 
 import getpass
 import os
@@ -22,14 +22,14 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stage(stage: Stage, database_url: str, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    """Whose database the command finds."""
+    """A stage whose database the command finds."""
     monkeypatch.setenv("WINDLASS_DATABASE_URL", database_url)
     stage.put_states(UNKNOWN)
     stage.put_states(OTHER)
     return stage
 
 
-def test_they_are_freed_on_every_ssd_and_others_stay(
+def test_orphaned_states_are_freed_on_every_ssd_and_others_stay(
     stage: Stage, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     delete([UNKNOWN], states=True, home=home)
@@ -40,7 +40,7 @@ def test_they_are_freed_on_every_ssd_and_others_stay(
     assert stage.audit() == [("free_unknown_states", UNKNOWN, getpass.getuser(), "command line")]
 
 
-def test_those_of_a_job_that_is_known_or_runs_stay(stage: Stage, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_known_or_running_job_stay(stage: Stage, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = stage.submit()
     stage.put_states(job_id)
     with pytest.raises(CommandError, match=f"job {job_id} is known here"):
@@ -54,7 +54,7 @@ def test_those_of_a_job_that_is_known_or_runs_stay(stage: Stage, home: Path, mon
     assert stage.audit() == []
 
 
-def test_it_is_audited_also_where_the_user_has_no_name(
+def test_freeing_orphaned_states_is_audited_without_a_user_name(
     stage: Stage, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nobody() -> str:

@@ -1,4 +1,4 @@
-"""Webhooks on the command line: made, listed with what became of them, tried, deleted."""
+"""Webhooks on the command line: created, listed with their deliveries, tested, deleted."""
 
 import contextlib
 import time
@@ -17,7 +17,7 @@ URL = "https://hook.example/a"
 
 @pytest.fixture
 def home(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Whose service answers the commands."""
+    """A home whose service answers the commands."""
     service = ServiceClient(str(client.base_url))
     service._http = client
     monkeypatch.setattr(cli_webhooks, "open_client", lambda _: contextlib.nullcontext(service))
@@ -31,7 +31,7 @@ def listed(home: Path, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
 
 
 def make(home: Path, capsys: pytest.CaptureFixture[str], **options: list[str] | str) -> str:
-    """Its id."""
+    """Creates an endpoint and returns its id."""
     cli_webhooks.create(URL, home=home, **options)  # type: ignore[arg-type]
     printed = capsys.readouterr()
     assert printed.out.startswith("whsec_")
@@ -41,7 +41,7 @@ def make(home: Path, capsys: pytest.CaptureFixture[str], **options: list[str] | 
     return webhook
 
 
-def test_it_is_told_of_all_or_of_what_is_asked_for(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_webhook_gets_all_or_the_selected_events(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert listed(home, capsys) == [["no webhooks yet; make one with `windlass webhooks create`"]]
     first = make(home, capsys)
     second = make(home, capsys, event=["failed", "cancelled"], name="pager")
@@ -55,7 +55,7 @@ def test_it_is_told_of_all_or_of_what_is_asked_for(home: Path, capsys: pytest.Ca
         make(home, capsys, event=["started"])
 
 
-def test_what_became_of_the_last_delivery(
+def test_webhooks_list_shows_the_last_delivery(
     client: TestClient, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     webhook, now_s = make(home, capsys), time.time()

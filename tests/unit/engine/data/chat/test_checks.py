@@ -25,7 +25,7 @@ def learned(template: str, given: ChatExample) -> list[str]:
 
 
 def calling(how: str) -> str:
-    """ChatML that prints each tool call of a message in one way."""
+    """A ChatML template that prints each tool call of a message with `how`."""
     calls = "{% for c in m.tool_calls or [] %}" + how + "{% endfor %}<|im_end|>"
     return PLAIN_TEMPLATE.replace("{{ m.content }}<|im_end|>", "{{ m.content or '' }}" + calls)
 
@@ -54,9 +54,9 @@ def test_half_a_tool_call_is_refused(how: str, field: str, complaint: str) -> No
     [
         ("{{ c.function | tojson }}", ['{"name": "f", "arguments": {"x": 1, "y": "é"}}']),
         ("{{ c.function.name + (c.function.arguments | tojson) }}", ['f{"x": 1, "y": "é"}']),
-        # A template that puts texts together takes the arguments as their author wrote them.
+        # A template that concatenates text gets the arguments as their author wrote them.
         ("{{ c.function.name + c.function.arguments }}", ['f{"x":1, "y":"é"}', 'f{"x": 1, "y": "é"}']),
-        # Printed, an object would come out in Python's spelling.
+        # If printed, an object would have Python's spelling.
         ("{{ c.function.name }}{{ c.function.arguments }}", ['f{"x":1, "y":"é"}', 'f{"x": 1, "y": "é"}']),
         (
             "{{ c.function.name }}{% for k, v in c.function.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}",

@@ -1,4 +1,4 @@
-"""How many requests a minute are let through, and when the next one is."""
+"""The number of requests a minute that are accepted, and the time until the next one."""
 
 import threading
 
@@ -17,7 +17,7 @@ class Clock:
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 10, 60, 1200])
 @pytest.mark.parametrize("begin_s", [0.0, 0.5, 30.0, 59.9])
-def test_no_minute_has_more_than_the_limit_by_much_and_who_waits_as_told_is_let_in(limit: int, begin_s: float) -> None:
+def test_request_after_given_wait_is_accepted_and_limit_holds(limit: int, begin_s: float) -> None:
     clock = Clock()
     clock.now_s += begin_s
     counts, let_in = SlidingCounts(limit, clock), []
@@ -27,12 +27,12 @@ def test_no_minute_has_more_than_the_limit_by_much_and_who_waits_as_told_is_let_
             clock.now_s += wait_s
             assert counts.hit("a") is None
         let_in.append(clock.now_s)
-    # A counter that slides is exact where the minute before was even, and else off by less than its count.
+    # A sliding counter is exact if the previous minute was even, and otherwise wrong by less than its count.
     for index, since_s in enumerate(let_in):
         assert sum(since_s <= at_s < since_s + 60 for at_s in let_in[index:]) <= 2 * limit
 
 
-def test_who_waits_too_short_is_not_let_in_and_loses_nothing_by_trying() -> None:
+def test_request_before_given_wait_is_refused_without_penalty() -> None:
     clock = Clock()
     counts = SlidingCounts(10, clock)
     assert [counts.hit("a") for _ in range(10)] == [None] * 10
@@ -50,7 +50,7 @@ def test_names_have_counts_of_their_own() -> None:
     assert counts.hit("b") is None
 
 
-def test_nothing_is_kept_of_who_has_not_asked_for_two_minutes() -> None:
+def test_counts_of_idle_names_are_deleted() -> None:
     clock = Clock()
     counts = SlidingCounts(5, clock)
     for number in range(1000):
@@ -68,7 +68,7 @@ def test_no_thread_is_started() -> None:
     assert threading.active_count() == before
 
 
-def test_one_of_each_name_is_let_in_and_so_many_in_all() -> None:
+def test_turns_allow_one_of_each_name_and_a_total() -> None:
     stile = Turnstile(2, wait_s=0.05)
     with stile.entered("ann"):
         with pytest.raises(BusyError, match="one of your requests is not done yet"), stile.entered("ann"):
@@ -85,7 +85,7 @@ def test_one_of_each_name_is_let_in_and_so_many_in_all() -> None:
         pass
 
 
-def test_who_waits_is_let_in_when_another_leaves() -> None:
+def test_waiting_request_is_accepted_when_another_ends() -> None:
     stile = Turnstile(1, wait_s=60.0)
     entered = threading.Event()
 

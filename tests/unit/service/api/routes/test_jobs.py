@@ -1,4 +1,4 @@
-"""Jobs over HTTP: what is accepted, what is refused, and in which words."""
+"""Jobs over HTTP: accepted and refused requests, and the error messages."""
 
 import time
 from typing import Any
@@ -147,7 +147,7 @@ def test_an_estimated_finish_that_has_passed_is_not_shown(client: TestClient, fi
             "with precision fp16 every gradient must be known before the first update, as one overflow skips the step; "
             "choose auto or kept, or precision bf16, got 'active'",
         ),
-        # What is wrong itself is told first.
+        # An invalid value is reported before a conflict.
         ({"windlass": {"precision": "fp8", "state_precision": "split"}}, "windlass.precision", "got 'fp8'"),
         ({"windlass": {"precision": "fp8", "accumulation_precision": "bf16"}}, "windlass.precision", "got 'fp8'"),
         ({"windlass": {"clip_norm": -1, "gradient_updates": "active"}}, "windlass.clip_norm", "got -1"),
@@ -207,7 +207,7 @@ def test_bad_requests_name_the_parameter_and_the_value(
 @pytest.mark.parametrize(
     "name", ["learning_rate", "weight_decay", "clip_norm", "beta1", "beta2", "epsilon", "budgets.host_memory_gib"]
 )
-def test_json_s_way_to_say_what_is_no_number(client: TestClient, file_id: str, name: str, literal: str) -> None:
+def test_json_nan_and_infinity_are_refused(client: TestClient, file_id: str, name: str, literal: str) -> None:
     setting = f'"{name}": {literal}' if "." not in name else f'"budgets": {{"host_memory_gib": {literal}}}'
     body = f'{{"model": "tiny", "training_file": "{file_id}", "windlass": {{{setting}}}}}'
     response = client.post(JOBS, content=body, headers={"Content-Type": "application/json"})
@@ -343,7 +343,7 @@ def test_pages_and_metadata_filters(client: TestClient, file_id: str) -> None:
 
 
 def act(client: TestClient, job_id: str, action: str) -> str:
-    """The job's status then, or the message of a refusal."""
+    """The job's status after the action, or the message of a refusal."""
     response = client.post(f"{JOBS}/{job_id}/{action}")
     if response.status_code == 200:
         return str(response.json()["status"])
@@ -402,7 +402,7 @@ def test_a_job_that_is_to_be_cancelled_does_not_pause(client: TestClient, file_i
 
 
 def test_a_file_whose_content_lies_elsewhere_is_refused(client: TestClient, settings: Settings, file_id: str) -> None:
-    """Services that share a database have homes of their own."""
+    """Services that share a database have separate homes."""
     (settings.files_dir / file_id).unlink()
     error = refusal(client, file_id)
     assert (error["code"], error["param"]) == ("file_elsewhere", "training_file")
@@ -430,7 +430,7 @@ def test_unknown_jobs_are_404(client: TestClient, path: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("keep_best", True), ("early_stopping", {"patience": 2}), ("final_model", "best")]
 )
-def test_what_goes_by_the_validation_loss_needs_a_validation_file(
+def test_settings_based_on_validation_loss_need_a_validation_file(
     client: TestClient, file_id: str, name: str, value: object
 ) -> None:
     body = {"model": "tiny", "training_file": file_id, "windlass": {name: value}}

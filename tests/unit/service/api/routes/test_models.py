@@ -41,7 +41,7 @@ def test_retrieves(client: TestClient, path: str) -> None:
     ("path", "status"),
     [("none", 404), ("no-config", 404), ("..%2F..%2Fetc", 400), ("%2Fetc", 400), ("a/b/too-deep", 400)],
 )
-def test_what_is_no_model_is_not_touched(client: TestClient, path: str, status: int) -> None:
+def test_folder_that_is_no_model_is_not_deleted(client: TestClient, path: str, status: int) -> None:
     for response in (client.get(f"/v1/models/{path}"), client.delete(f"/v1/models/{path}")):
         assert response.status_code == status
         assert response.json()["error"]["param"] == "model"
