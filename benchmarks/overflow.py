@@ -57,9 +57,9 @@ def measure(numel: int, dtype: torch.dtype, num_rounds: int) -> dict[str, list[f
     for index in range(num_rounds + 1):  # the first round warms up
         for name in CHECKS if index % 2 == 0 else reversed(CHECKS):
             start_s = time.perf_counter()
-            found = CHECKS[name](grad)
+            is_overflow = CHECKS[name](grad)
             elapsed_s = time.perf_counter() - start_s
-            if found:
+            if is_overflow:
                 raise RuntimeError(f"{name} found something in a gradient that is all finite")
             if index:
                 times[name].append(elapsed_s)

@@ -31,15 +31,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.schema", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="50 drawn requests of each operation")
     parser.add_argument("--cases", type=int, default=3300, help="drawn requests of each operation (default: 3300)")
-    parser.add_argument("--processes", type=int, default=2, help="that ask side by side (default: 2)")
+    parser.add_argument("--processes", type=int, default=2, help="processes that send requests (default: 2)")
     options = parser.parse_args()
     cases = 50 if options.quick else options.cases
     report = Report(
         title="Requests made from the API's description",
         directory=Path(tempfile.gettempdir()),
         configuration={
-            "requests": f"{cases} drawn of each operation that can be asked so differently, and all that its schemas "
-            "have parts for",
+            "requests": f"{cases} drawn for each operation with so many different requests, and one for each part of "
+            "its schemas",
             "service": "the app itself, in process, on SQLite; an operation's database is its own",
             "schemathesis, hypothesis": f"{version('schemathesis')}, {version('hypothesis')}",
         },
@@ -58,33 +58,33 @@ def main() -> int:
 
 def _read(file: Path) -> Counter[tuple[str, int]]:
     """Returns the number of answers by operation and status."""
-    told: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
     for line in file.read_text().splitlines() if file.exists() else ():
         for operation, status, number in json.loads(line):
-            told[operation, status] += number
-    return told
+            counts[operation, status] += number
+    return counts
 
 
 def _tell(
-    report: Report, told: Counter[tuple[str, int]], ended: subprocess.CompletedProcess[str], took_s: float
+    report: Report, counts: Counter[tuple[str, int]], ended: subprocess.CompletedProcess[str], took_s: float
 ) -> None:
-    statuses = sorted({status for _, status in told})
+    statuses = sorted({status for _, status in counts})
     rows = []
-    for operation in sorted({operation for operation, _ in told}):
-        numbers = [told[operation, status] for status in statuses]
+    for operation in sorted({operation for operation, _ in counts}):
+        numbers = [counts[operation, status] for status in statuses]
         rows.append([operation, f"{sum(numbers):,}", *(f"{number:,}" if number else "" for number in numbers)])
-    sums = [sum(told[operation, status] for operation, _ in {(o, 0) for o, _ in told}) for status in statuses]
-    rows.append(["all", f"{told.total():,}", *(f"{number:,}" for number in sums)])
+    sums = [sum(counts[operation, status] for operation, _ in {(o, 0) for o, _ in counts}) for status in statuses]
+    rows.append(["all", f"{counts.total():,}", *(f"{number:,}" for number in sums)])
     report.add_table(("operation", "requests", *map(str, statuses)), rows)
     failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if ended.returncode == pytest.ExitCode.INTERRUPTED and not failed:
-        report.add("It was ended before all was asked. Every answer until then was one that the description has.")
+        report.add("The run was interrupted. Every answer until then was as the description says.")
     elif ended.returncode == 0:
-        report.add("Every answer was one that the description has; none was a failure of the service.")
+        report.add("Every answer was as the description says; none was an internal error.")
     else:
         report.add("Not as described:", "", *(f"    {line}" for line in failed or ended.stdout.splitlines()[-20:]))
     report.add("")
-    report.finish({"requests": told.total(), "operations": len(rows) - 1, "failed": len(failed), "took_s": took_s})
+    report.finish({"requests": counts.total(), "operations": len(rows) - 1, "failed": len(failed), "took_s": took_s})
 
 
 if __name__ == "__main__":

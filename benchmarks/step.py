@@ -151,8 +151,8 @@ def ratios_of(results: SizeResults, name: str) -> dict[str, float | None]:
     cores_s = step_s * num_cores() if step_s is not None else None
 
     def share(name_of_seconds: str) -> float | None:
-        found = [getattr(run, name_of_seconds) for run in results.runs[name]]
-        return ratio(statistics.median(found), cores_s) if found and None not in found else None
+        seconds = [getattr(run, name_of_seconds) for run in results.runs[name]]
+        return ratio(statistics.median(seconds), cores_s) if seconds and None not in seconds else None
 
     nvme_peaks = results.peaks("deepspeed_nvme")
     nvme_peak = float(statistics.median(nvme_peaks)) if nvme_peaks else None

@@ -169,9 +169,9 @@ def add_limits(
     def measure_size(size: int, way: Way) -> ActivationResult:
         return measure(budget.room(replace(base, **{field: size}), way))
 
-    found, rows = {}, []
+    sizes_by_way, rows = {}, []
     for way in WAYS:
-        found[way.name], tried = largest(sizes(), budget, way, measure_size)
+        sizes_by_way[way.name], tried = largest(sizes(), budget, way, measure_size)
         rows += tried
     report.add(
         "",
@@ -180,7 +180,7 @@ def add_limits(
     )
     columns = ("inputs", what, "device memory, MiB", "swapped, MiB a step", "of them to the SSD", "step, s", "")
     report.add_table(columns, rows)
-    return found
+    return sizes_by_way
 
 
 def main() -> None:

@@ -74,12 +74,12 @@ class ActivationResult:
 def run_in_process(run: ActivationRun, directory: Path) -> ActivationResult:
     """Trains in its own process, with its files below `directory`."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.activations.run", json.dumps(asdict(run))]
-    found = subprocess.run(
+    process = subprocess.run(
         command, cwd=Path.cwd(), env=os.environ | MALLOC | {"TMPDIR": str(directory)}, capture_output=True, text=True
     )
-    if found.returncode != 0:
-        raise RuntimeError(f"{run} failed:\n{found.stderr[-4000:]}")
-    return ActivationResult(**json.loads(found.stdout.splitlines()[-1]))
+    if process.returncode != 0:
+        raise RuntimeError(f"{run} failed:\n{process.stderr[-4000:]}")
+    return ActivationResult(**json.loads(process.stdout.splitlines()[-1]))
 
 
 class PrivateMemory:

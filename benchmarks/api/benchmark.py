@@ -37,9 +37,9 @@ _WARM_RUNS = 3  # jobs measured after a warm-up job
 def main() -> None:
     """Fills the database, measures without and with a training job, and prints the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.api", description=__doc__)
-    parser.add_argument("--jobs", type=int, default=100_000, help="that are stored")
-    parser.add_argument("--events", type=int, default=10_000_000, help="of all of them together")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of load at a time")
+    parser.add_argument("--jobs", type=int, default=100_000, help="number of stored jobs")
+    parser.add_argument("--events", type=int, default=10_000_000, help="number of stored events")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of each load")
     parser.add_argument("--databases", nargs="+", default=["sqlite", "postgresql"], choices=("sqlite", "postgresql"))
     parser.add_argument("--quick", action="store_true", help="few jobs and events, and short loads")
     parser.add_argument("--no-training", action="store_true", help="the API alone")
@@ -106,9 +106,9 @@ def _nbytes(url: str) -> int:
         return Path(url.removeprefix("sqlite:///")).stat().st_size
     database = Database(url)
     with database.read() as session:
-        found = session.connection().exec_driver_sql("SELECT pg_database_size(current_database())").scalar_one()
+        nbytes = session.connection().exec_driver_sql("SELECT pg_database_size(current_database())").scalar_one()
     database.close()
-    return int(found)
+    return int(nbytes)
 
 
 def _most(report: Report, service: Running, filled: Filled, seconds: float) -> None:

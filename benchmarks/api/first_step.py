@@ -100,15 +100,15 @@ def _phases(running: Running, job_id: str, actors: Sequence[psutil.Process]) -> 
             ]
     finally:
         database.close()
-    told = next(at_s for at_s, _, kind in events if kind == "metrics")
-    found = [
+    trained_s = next(at_s for at_s, _, kind in events if kind == "metrics")
+    moments = [
         (at_s, message.split(": ")[0])
         for at_s, message, kind in events
         if kind == "message" and not _PROGRESS.match(message)
     ]
     folder = job_dir(running.settings, job_id) / "prepare"
-    found += [(path.stat().st_mtime, what) for name, what in _PREPARED.items() if (path := folder / name).exists()]
+    moments += [(path.stat().st_mtime, what) for name, what in _PREPARED.items() if (path := folder / name).exists()]
     if actors:
-        found.append((max(each.create_time() for each in actors), "the last of the job's processes was there"))
-    found.append((told, "the first step was trained and committed"))
-    return [Phase(what=what, at_s=at_s - created_s) for at_s, what in sorted(found) if created_s <= at_s <= told]
+        moments.append((max(each.create_time() for each in actors), "the last of the job's processes was there"))
+    moments.append((trained_s, "the first step was trained and committed"))
+    return [Phase(what=what, at_s=at_s - created_s) for at_s, what in sorted(moments) if created_s <= at_s <= trained_s]

@@ -54,8 +54,8 @@ class Running:
 
     def job(self, job_id: str) -> dict[str, Any]:
         """Returns a job as the API shows it."""
-        found: dict[str, Any] = self.client.get(f"{_JOBS}/{job_id}").raise_for_status().json()
-        return found
+        job: dict[str, Any] = self.client.get(f"{_JOBS}/{job_id}").raise_for_status().json()
+        return job
 
     def wait_for_step(self, job_id: str, step: int = 1) -> None:
         """Waits until a job has reached a step. Raises RuntimeError if it ends earlier."""
@@ -164,5 +164,5 @@ def run_load(order: Mapping[str, Any]) -> dict[str, Any]:
     done = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"the load generator failed: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    measured: dict[str, Any] = json.loads(done.stdout)
+    return measured

@@ -55,11 +55,11 @@ def run_undisturbed(stage: Stage) -> Undisturbed:
     observer.start()
     took_s = observer.wait()
     record = stage.record(job_id)
-    found = [*complaints(record, record), *stage.wait_until_tidy(job_id), *observer.faults]
+    problems = [*complaints(record, record), *stage.wait_until_tidy(job_id), *observer.faults]
     if record.num_attempts != 1 or len(record.train_losses) != NUM_STEPS:
-        found.append(f"{len(record.train_losses)} of {NUM_STEPS} steps in {record.num_attempts} attempts")
-    if found:
-        raise NotRightError(f"the undisturbed job: {'; '.join(found)}")
+        problems.append(f"{len(record.train_losses)} of {NUM_STEPS} steps in {record.num_attempts} attempts")
+    if problems:
+        raise NotRightError(f"the undisturbed job: {'; '.join(problems)}")
     return Undisturbed(record=record, took_s=took_s)
 
 
@@ -68,7 +68,7 @@ def do_run(stage: Stage, run: Run, undisturbed: Undisturbed) -> Result:
     job_id = stage.submit()
     observer = Observer(stage.installation.url, job_id)
     observer.start()
-    done, found, took_s, num_attempts = list[Done](), list[str](), None, None
+    done, problems, took_s, num_attempts = list[Done](), list[str](), None, None
     try:
         for injury in run.injuries:
             observer.wait_for_moment(injury, undisturbed.took_s)
@@ -78,13 +78,13 @@ def do_run(stage: Stage, run: Run, undisturbed: Undisturbed) -> Result:
         took_s = observer.wait()
         record = stage.record(job_id)
         num_attempts = record.num_attempts
-        found += complaints(record, undisturbed.record)
-        found += [f"{left} is left" for left in stage.wait_until_tidy(job_id)]
+        problems += complaints(record, undisturbed.record)
+        problems += [f"{left} is left" for left in stage.wait_until_tidy(job_id)]
     except NotRightError as error:
-        found.append(str(error))
+        problems.append(str(error))
     except Exception as error:  # noqa: BLE001  # the other runs continue
         traceback.print_exc()
-        found.append(f"{type(error).__name__}: {error}")
+        problems.append(f"{type(error).__name__}: {error}")
     return Result(
         run=run,
         done=tuple(done),
@@ -92,7 +92,7 @@ def do_run(stage: Stage, run: Run, undisturbed: Undisturbed) -> Result:
         lost_s=None if took_s is None else took_s - undisturbed.took_s,
         num_attempts=num_attempts,
         load=os.getloadavg()[0],
-        complaints=(*found, *observer.faults),
+        complaints=(*problems, *observer.faults),
     )
 
 
@@ -132,16 +132,16 @@ class Stages:
 
     def end(self) -> list[str]:
         """Ends all installations with `windlass down`. Returns what was left over, or was ended by mistake."""
-        found = []
+        problems = []
         for database in list(self._open):
             stage, resources = self._open.pop(database)
             others = {each: each.installation.service_processes() for each, _ in self._open.values()}
-            found += stage.end()
+            problems += stage.end()
             for other, before in others.items():
                 if not before or before[0] not in other.installation.service_processes():
-                    found.append("`windlass down` ended another installation's service")
+                    problems.append("`windlass down` ended another installation's service")
             resources.close()
-        return found
+        return problems
 
     def close(self) -> None:
         """Releases all resources, in any state."""
@@ -200,7 +200,7 @@ def run_all(options: argparse.Namespace, scratch: Path) -> int:
     runs = plan_runs(options.runs, options.seed, databases, num_steps=NUM_STEPS, disk_can_be_filled=reason is None)
     mine = [run for run in runs if options.database in (None, run.database)]
     todo = [run for run in mine if run.number not in results.right]
-    found = []
+    problems = []
     if todo:
         with contextlib.ExitStack() as resources:
             needed = sorted({run.database for run in todo})
@@ -224,10 +224,10 @@ def run_all(options: argparse.Namespace, scratch: Path) -> int:
                 report.add(results.said[-1])
                 if not result.is_right:
                     report.add(f"Its home is kept in {stages.keep(run.database, run.number)}.")
-            found = stages.end()
-    report.add(*found)
+            problems = stages.end()
+    report.add(*problems)
     report_results(report, results.all)
-    return 0 if not found and {run.number for run in mine} <= results.right else 1
+    return 0 if not problems and {run.number for run in mine} <= results.right else 1
 
 
 def main() -> int:

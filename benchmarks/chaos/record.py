@@ -63,11 +63,11 @@ def read_record(database: Database, settings: Settings, job_id: str) -> Record:
         job=job,
         faults=(),
     )
-    known = {row.id for row in files}
-    stray = sorted(path.name for path in settings.files_dir.iterdir() if path.name not in known)
+    file_ids = {row.id for row in files}
+    stray = sorted(path.name for path in settings.files_dir.iterdir() if path.name not in file_ids)
     faults = [
         *_faults_of_events(events, settings.jobs_dir / job_id),
-        *(f"the file {name} is nobody's" for name in stray),
+        *(f"the file {name} has no owner in the database" for name in stray),
     ]
     return replace(record, faults=tuple(faults))
 
@@ -76,16 +76,18 @@ def complaints(record: Record, undisturbed: Record) -> list[str]:
     """Returns the differences from the undisturbed job and all errors; empty if the job ended right."""
     if record.job.status is not JobStatus.SUCCEEDED:
         return [f"the job is {record.job.status}: {json.dumps(record.job.error)}", *record.faults]
-    found = list(record.faults)
+    problems = list(record.faults)
     times = Counter(step for step, _ in record.train_losses)
-    found += [f"step {step} was told {num} times" for step, num in times.items() if num != 1]
+    problems += [f"step {step} was reported {num} times" for step, num in times.items() if num != 1]
     steps = [step for step, _ in record.train_losses]
     if steps != sorted(steps):
-        found.append(f"the steps were not told in their order: {steps}")
+        problems.append(f"the steps were not reported in their order: {steps}")
     for name in _SAME:
         if getattr(record, name) != getattr(undisturbed, name):
-            found.append(f"{name} are not those of the undisturbed job{_first_difference(record, undisturbed, name)}")
-    return found
+            problems.append(
+                f"{name} are not those of the undisturbed job{_first_difference(record, undisturbed, name)}"
+            )
+    return problems
 
 
 def _first_difference(record: Record, undisturbed: Record, name: str) -> str:
@@ -100,16 +102,18 @@ def _first_difference(record: Record, undisturbed: Record, name: str) -> str:
 
 def _faults_of_events(events: Sequence[JobEvent], job_dir: Path) -> list[str]:
     """Checks that each record of the journal is one event, exactly once, in the same order."""
-    found = []
+    problems = []
     ordinals = [event.ordinal for event in events]
     if ordinals != sorted(set(ordinals)):
-        found.append("events have the same ids, or are not in the order of their ids")
-    told = [(each.attempt, each.seq) for each in read_journal(job_dir / "journal.jsonl") if each.kind != OUTCOME]
+        problems.append("events have the same ids, or are not in the order of their ids")
+    reported = [(each.attempt, each.seq) for each in read_journal(job_dir / "journal.jsonl") if each.kind != OUTCOME]
     kept = [(event.attempt, event.seq) for event in events if event.seq is not None]
-    if told != kept:
-        missing, doubled = sorted(set(told) - set(kept)), [each for each, num in Counter(kept).items() if num > 1]
-        found.append(f"of the journal's records {missing} are no events, {doubled} are several, or their order differs")
-    return found
+    if reported != kept:
+        missing, doubled = sorted(set(reported) - set(kept)), [each for each, num in Counter(kept).items() if num > 1]
+        problems.append(
+            f"of the journal's records {missing} are no events, {doubled} are several, or their order differs"
+        )
+    return problems
 
 
 def _digests(folders: Sequence[Path], job_id: str) -> list[tuple[str, str]]:

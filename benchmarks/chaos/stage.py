@@ -99,14 +99,14 @@ class Stage:
 
     def leftovers(self, job_id: str) -> list[str]:
         """Returns the files of an ended job that should be gone. Its model and record may stay."""
-        found = [str(path) for path in _ARENAS.iterdir() if job_id in path.name]
-        found += [str(path) for path in self.settings.fine_tuned_dir.glob(".*")]
-        found += [str(path) for path in self._job_dir(job_id).glob("attempt-*")]
+        remaining = [str(path) for path in _ARENAS.iterdir() if job_id in path.name]
+        remaining += [str(path) for path in self.settings.fine_tuned_dir.glob(".*")]
+        remaining += [str(path) for path in self._job_dir(job_id).glob("attempt-*")]
         for ssd_dir in self.settings.ssd_dirs:
             volume = Volume.open(ssd_dir, direct=False)
-            found += [f"states of {job} on {ssd_dir}" for job in volume.allocations() if job_id in str(job)]
+            remaining += [f"states of {job} on {ssd_dir}" for job in volume.allocations() if job_id in str(job)]
             volume.close()
-        return found
+        return remaining
 
     def wait_until_tidy(self, job_id: str, timeout_s: float = 120.0) -> list[str]:
         """Waits until a job's temporary files are gone. Returns those that remain at the timeout."""
@@ -119,10 +119,10 @@ class Stage:
         """Runs `windlass down`. Returns the processes that outlive it."""
         before = [*self.installation.service_processes(), *self.installation.ray_processes()]
         done = self.installation.run("down", timeout_s=_UP_DEADLINE_S)
-        found = [] if done.returncode == 0 else [f"`windlass down` failed: {done.stdout}{done.stderr}"]
+        problems = [] if done.returncode == 0 else [f"`windlass down` failed: {done.stdout}{done.stderr}"]
         if not wait_until_gone(before, timeout_s=10.0):
-            found += [f"process {each.pid} outlived `windlass down`" for each in before if each.is_alive]
-        return found + [f"process {pid} outlived `windlass down`" for pid in self._processes_of_home()]
+            problems += [f"process {each.pid} outlived `windlass down`" for each in before if each.is_alive]
+        return problems + [f"process {pid} outlived `windlass down`" for pid in self._processes_of_home()]
 
     def stop_all(self) -> None:
         """Kills all processes, in any state, and leaves the files."""
@@ -204,13 +204,13 @@ class Stage:
         """
         had_to_wait = False
         while not self.is_over(job_id):
-            found = self._processes_of_job(job_id)
-            if name in found and had_to_wait:
+            processes = self._processes_of_job(job_id)
+            if name in processes and had_to_wait:
                 had_to_wait = False
                 time.sleep(later_s)
-            elif name in found:
+            elif name in processes:
                 with contextlib.suppress(psutil.Error):
-                    found[name].kill()
+                    processes[name].kill()
                     return True
             else:
                 had_to_wait = True

@@ -115,7 +115,7 @@ def _measure(report: Report, users: _Users, url: str, num_runs: int) -> dict[str
             beside[title] = [_small_job(users) for _ in range(num_runs)]
             answers[title] = _answers(users)
         _end_all(users.greedy)
-    return _tell(report, _median(alone), {title: _median(found) for title, found in beside.items()}, answers)
+    return _tell(report, _median(alone), {title: _median(runs) for title, runs in beside.items()}, answers)
 
 
 def _tell(
@@ -196,10 +196,10 @@ def _make_files(service: Running, url: str) -> None:
 # --- the modest user ---
 
 
-def _median(found: Sequence[_Times]) -> _Times:
+def _median(runs: Sequence[_Times]) -> _Times:
     return _Times(
-        validated_s=statistics.median(each.validated_s for each in found),
-        first_step_s=statistics.median(each.first_step_s for each in found),
+        validated_s=statistics.median(run.validated_s for run in runs),
+        first_step_s=statistics.median(run.first_step_s for run in runs),
     )
 
 
@@ -271,8 +271,8 @@ def _preparing(users: _Users) -> Iterator[None]:
 @contextmanager
 def _planning(users: _Users) -> Iterator[None]:
     ending = threading.Event()
-    asked = {"batch_size": 4096, "num_microbatches": 4096, "sequence_length": 1024}
-    body = {"model": MODEL, "batch_size": 4096, "windlass": asked}
+    settings = {"batch_size": 4096, "num_microbatches": 4096, "sequence_length": 1024}
+    body = {"model": MODEL, "batch_size": 4096, "windlass": settings}
 
     def ask() -> None:
         while not ending.is_set():

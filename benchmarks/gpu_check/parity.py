@@ -109,7 +109,7 @@ def cases(*, compiles: bool) -> list[ParityCase]:
     Then follow the same choices with streamed layers. Last, with `compiles`, follow kernels compiled for the device,
     which takes a while.
     """
-    found = []
+    uncompiled = []
     for i, (precision, (activations, swaps_to_ssd)) in enumerate(product(LIMITS, ACTIVATIONS)):
         # Each choice for activations meets every place, and both values of every other setting.
         case = ParityCase(
@@ -122,15 +122,17 @@ def cases(*, compiles: bool) -> list[ParityCase]:
             kernel=Kernel.FUSED,
             num_ahead=(2, 5)[i // len(ACTIVATIONS) % 2],
         )
-        found.append(case)
-    streamed = [dataclasses.replace(case, is_streamed=True) for case in found if case.place == "SSD"]
+        uncompiled.append(case)
+    streamed = [dataclasses.replace(case, is_streamed=True) for case in uncompiled if case.place == "SSD"]
     compiled = []
     if compiles:
         changes: dict[str, Any] = {"place": "device", "kernel": None, "num_microbatches": 1}
         compiled = [
-            dataclasses.replace(case, **changes) for case in found if case.activations is ActivationChoice.RECOMPUTE
+            dataclasses.replace(case, **changes)
+            for case in uncompiled
+            if case.activations is ActivationChoice.RECOMPUTE
         ]
-    return [*found, *streamed, *compiled]
+    return [*uncompiled, *streamed, *compiled]
 
 
 def measure(
@@ -256,8 +258,8 @@ def tables(runs: Sequence[ParityRun]) -> list[str]:
 
 def keys(runs: Sequence[ParityRun]) -> dict[str, Any]:
     """Returns the largest difference for each precision; null if no case of it has run."""
-    found: dict[str, float | None] = {}
+    largest: dict[str, float | None] = {}
     for precision in LIMITS:
         differences = [run.difference for run in runs if run.case.precision is precision and run.difference is not None]
-        found[str(precision)] = max(differences, default=None)
-    return {"loss_difference_max": found, "num_wrong": sum(run.is_wrong for run in runs)}
+        largest[str(precision)] = max(differences, default=None)
+    return {"loss_difference_max": largest, "num_wrong": sum(run.is_wrong for run in runs)}

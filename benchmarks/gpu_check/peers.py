@@ -129,7 +129,7 @@ def tables(runs: Sequence[PeerRun]) -> list[str]:
 
 def keys(runs: Sequence[PeerRun], speeds: Sequence[SpeedRun], cases: Sequence[SpeedCase]) -> dict[str, Any]:
     """Returns windlass's speed over each peer's, and over that of its own imitation; null if one is missing."""
-    found: dict[str, Any] = {}
+    ratios: dict[str, Any] = {}
     tokens_per_s = {run.case.name: run.tokens_per_s for run in speeds}
     for peer in PEERS:
         ours, imitation = (
@@ -144,6 +144,6 @@ def keys(runs: Sequence[PeerRun], speeds: Sequence[SpeedRun], cases: Sequence[Sp
             for system in (None, peer.system)
         )
         theirs = next((each.tokens_per_s for each in runs if each.peer is peer), None)
-        found[f"over_deepspeed_{peer.key}"] = ratio(ours, theirs)
-        found[f"over_{peer.key}_schedule"] = ratio(ours, imitation)
-    return found
+        ratios[f"over_deepspeed_{peer.key}"] = ratio(ours, theirs)
+        ratios[f"over_{peer.key}_schedule"] = ratio(ours, imitation)
+    return ratios

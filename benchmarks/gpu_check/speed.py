@@ -136,21 +136,21 @@ def measure(
         yield run
 
 
-def _kernel(case: SpeedCase, folder: Path, known: dict[tuple[StatePrecision, bool], Kernel]) -> Kernel:
+def _kernel(case: SpeedCase, folder: Path, kernels: dict[tuple[StatePrecision, bool], Kernel]) -> Kernel:
     key = (case.state_precision, case.num_microbatches > 1)
-    if key not in known:
-        known[key] = prepared_kernel(folder, case.state_precision, sums_grads=case.num_microbatches > 1)
-    return known[key]
+    if key not in kernels:
+        kernels[key] = prepared_kernel(folder, case.state_precision, sums_grads=case.num_microbatches > 1)
+    return kernels[key]
 
 
 def _peak_s(
-    case: SpeedCase, choice: ActivationChoice, device: torch.device, known: dict[tuple[Any, ...], float | None]
+    case: SpeedCase, choice: ActivationChoice, device: torch.device, peaks: dict[tuple[Any, ...], float | None]
 ) -> float | None:
     """Returns the compute-only time, without memory limits, or None if activations do not fit."""
     key = (case.model, case.batch_size, case.sequence_length, case.num_microbatches, choice)
-    if key not in known:
+    if key not in peaks:
         try:
-            known[key] = peak_step_s(
+            peaks[key] = peak_step_s(
                 case.shape,
                 batch_size=case.batch_size,
                 sequence_length=case.sequence_length,
@@ -159,9 +159,9 @@ def _peak_s(
                 device=device,
             )
         except torch.OutOfMemoryError:
-            known[key] = None
+            peaks[key] = None
         _release_gpu()
-    return known[key]
+    return peaks[key]
 
 
 def _train(run: SpeedRun, folder: Path, kernel_dir: Path, *, device: str, caps: Caps, until_s: float) -> None:
@@ -290,8 +290,8 @@ def keys(runs: Sequence[SpeedRun], cases: Sequence[SpeedCase]) -> dict[str, Any]
     by_name = {run.case.name: run for run in runs}
 
     def of(value: Callable[[SpeedRun], float | None]) -> dict[str, float | None]:
-        found = {case.name: by_name.get(case.name) for case in cases}
-        return {name: None if run is None else value(run) for name, run in found.items()}
+        runs_by_name = {case.name: by_name.get(case.name) for case in cases}
+        return {name: None if run is None else value(run) for name, run in runs_by_name.items()}
 
     shares: dict[str, list[float]] = {case.states: [] for case in cases}
     for run in runs:

@@ -73,17 +73,17 @@ def measure(contenders: Sequence[Contender], plan: Plan) -> dict[str, list[float
 def contenders_of(memory: Memory, grad: str, cache_dir: Path) -> tuple[list[Contender], str | None]:
     """Returns all contenders that run on this machine, and why DeepSpeed does not, if so."""
     dtype = _GRAD_DTYPES[grad]
-    found = []
+    contenders = []
     for states in StatePrecision:
         ours = windlass(memory, states, dtype, cache_dir)
-        found.append(Contender(name=name_of(states), nbytes=ours.nbytes, prepare=ours.prepare, run=ours.run))
-    found.append(torch_fused(memory, dtype))
+        contenders.append(Contender(name=name_of(states), nbytes=ours.nbytes, prepare=ours.prepare, run=ours.run))
+    contenders.append(torch_fused(memory, dtype))
     missing = None
     try:
-        found.append(deepspeed(memory, dtype))
+        contenders.append(deepspeed(memory, dtype))
     except ContenderMissing as error:
         missing = str(error)
-    return [*found, *copies(memory)], missing
+    return [*contenders, *copies(memory)], missing
 
 
 def name_of(states: StatePrecision) -> str:

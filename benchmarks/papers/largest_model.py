@@ -169,8 +169,8 @@ def fits(
 def most_resident_layers(model: BareModel, device_nbytes: int) -> int | None:
     """Returns how many of the first layers can have their states on the device; None if it is too small even for 0."""
     for number in range(len(model.numels) - 2, -1, -1):
-        found = device_memory(model, streams_layers=False, resident=range(1, number + 1))
-        if found.total <= device_nbytes:
+        need = device_memory(model, streams_layers=False, resident=range(1, number + 1))
+        if need.total <= device_nbytes:
             return number
     return None
 

@@ -78,12 +78,12 @@ def add_largest(page: Page) -> dict[str, float]:
     rows = []
     for published in PUBLISHED_LARGEST:
         for is_tied in (False, True):
-            found = largest(host_gb=published.host_gb, device_gib=published.device_gib, is_tied=is_tied)
+            billions = largest(host_gb=published.host_gb, device_gib=published.device_gib, is_tied=is_tied)
             rows.append(
                 (
                     f"{published.host_gb} GB of RAM, {published.device_gib} GiB GPU",
                     "tied" if is_tied else "two matrices",
-                    *compared(published.billions, found, 0),
+                    *compared(published.billions, billions, 0),
                 )
             )
     page.add_table(("machine", "embedding and head", "Ratel, published, B", "windlass, computed, B", "ratio"), rows)
@@ -137,8 +137,8 @@ def add_resident(page: Page) -> None:
         for batch_size in _BATCH_SIZES:
             model = bare_model(shape, is_tied=True, num_examples=batch_size)
             for name, resident in (("AutoHete", autohete_resident_layers), ("windlass", most_resident_layers)):
-                found = [resident(model, gib * GIB) for gib in _DEVICE_GIB]
-                cells = ["does not fit" if number is None else str(number) for number in found]
+                numbers = [resident(model, gib * GIB) for gib in _DEVICE_GIB]
+                cells = ["does not fit" if number is None else str(number) for number in numbers]
                 rows.append((f"{size}B, batch {batch_size}", name, *cells))
     page.add_table(("model", "by", *(f"{gib} GiB" for gib in _DEVICE_GIB)), rows)
     page.add(

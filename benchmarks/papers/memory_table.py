@@ -25,9 +25,9 @@ def add_peaks(page: Page) -> float:
     rows, arenas, errors = [], [], []
     for peak in PUBLISHED_PEAKS:
         theirs, ours = zero_infinity_memory(peak.shape), memascend_memory(peak.shape)
-        found = ((peak.zero_infinity_gib, theirs.total / GIB), (peak.memascend_gib, ours.total / GIB))
-        errors += [abs(computed / published - 1) for published, computed in found]
-        rows.append((peak.model, *(cell for pair in found for cell in compared(*pair))))
+        pairs = ((peak.zero_infinity_gib, theirs.total / GIB), (peak.memascend_gib, ours.total / GIB))
+        errors += [abs(computed / published - 1) for published, computed in pairs]
+        rows.append((peak.model, *(cell for pair in pairs for cell in compared(*pair))))
         arenas.append((peak.model, *_arenas(peak.shape)))
     page.add(
         "## Host memory",
@@ -59,9 +59,9 @@ def add_growths(page: Page) -> None:
         what = f"{growth.model}, from {start} to {stop} tokens a GPU"
         rows.append((f"{what}: ZeRO-Infinity, GiB", *compared(round(growth.zero_infinity_gib, 2), theirs / GIB)))
         rows.append((f"{what}: MemAscend, GiB", *compared(round(growth.memascend_gib, 2), ours / GIB)))
-    found = savings()
+    shares = savings()
     rows += [
-        (f"saved of ZeRO-Infinity's {name}, percent", *compared(100 * share, 100 * found[name]))
+        (f"saved of ZeRO-Infinity's {name}, percent", *compared(100 * share, 100 * shares[name]))
         for name, share in PUBLISHED_SAVINGS.items()
     ]
     page.add(

@@ -129,13 +129,13 @@ def add_amounts(page: Page) -> None:
     at_published = computed_stages("Ratel", swapped_nbytes=RATEL_SWAPPED_NBYTES).iteration_s
     rows = []
     for batch_size in FIGURE_9B_BATCHES:
-        found = [
+        amounts = [
             best_amount(policy, with_host_memory(with_ssd_rate(ratel_server(), gb_per_s), 1), ratel_profile(batch_size))
             for gb_per_s in (26, 32)
         ]
         published = "rises" if batch_size == FIGURE_9B_BATCHES[0] else "falls, then rises"
         rows.append(
-            (str(batch_size), published, *(f"{_IN_WORDS[each.case]}: {each.nbytes / GIB:.0f}" for each in found))
+            (str(batch_size), published, *(f"{_IN_WORDS[each.case]}: {each.nbytes / GIB:.0f}" for each in amounts))
         )
     page.add(
         "With 32 GB/s it swaps more than was published: into host memory until PCIe is as busy as the forward pass, "
@@ -221,14 +221,14 @@ def _shipped_adam() -> float:
 def _simulated_steps() -> list[tuple[str, ...]]:
     rows = []
     for published in PUBLISHED_STAGES:
-        found = simulate_policy(
+        step = simulate_policy(
             POLICIES[published.system],
             ratel_server(),
             ratel_profile(),
             one_by_one_gb_per_s=one_by_one_gb_per_s(),
             swapped_nbytes=published.swapped_nbytes,
         )
-        rows.append((published.system, *compared(sum(published.seconds), found.step_s, 1)))
+        rows.append((published.system, *compared(sum(published.seconds), step.step_s, 1)))
     return rows
 
 

@@ -17,11 +17,11 @@ class System(StrEnum):
 
 
 def behaving_as(spec: JobSpec, system: System, num_blocks: int) -> JobSpec:
-    """Returns the job with another system's schedule. It has the same results, and steps overlap only with updates.
+    """Returns the job with another system's schedule, which gives the same results.
 
-    Params are fetched from the tier of the states. ZeRO-Infinity's are fetched for each micro-batch. Real ZeRO-Offload
-    keeps its params on the device throughout. Both recompute activations. ZeRO-Infinity swaps the inputs of layers, so
-    the job's placement must have space for them.
+    No part of a step runs during the updates of the previous step. Params are fetched from the tier of the states,
+    ZeRO-Infinity's for each micro-batch. Real ZeRO-Offload keeps its params on the device throughout. Both recompute
+    activations. ZeRO-Infinity swaps the inputs of layers, so the job's placement must have space for them.
 
     Sources: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857.
     """

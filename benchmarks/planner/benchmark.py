@@ -85,7 +85,7 @@ def solve_times(*, quick: bool) -> dict[str, tuple[float, float]]:
     machine = load(Hardware, example_machines()["rtx4090-server"])
     speeds, limits = speeds_of(machine), limits_of(machine)
     sizes = sorted(RATEL_SHAPES)[: 1 if quick else None]
-    found = {}
+    seconds = {}
     for size in sizes:
         config = config_of_shape(RATEL_SHAPES[size], num_tokens=_NUM_TOKENS)
         for clips in (False, True):
@@ -95,8 +95,8 @@ def solve_times(*, quick: bool) -> dict[str, tuple[float, float]]:
             job = Profiles(question).job(question, 1)
             timed = (_with_times(job, speeds, shares) for shares in _AGAIN_SHARES)
             taken = (_solve_s(job, speeds, limits), max(_solve_s(each, speeds, limits) for each in timed))
-            found[f"{size}B{', clipping' if clips else ''}"] = taken
-    return found
+            seconds[f"{size}B{', clipping' if clips else ''}"] = taken
+    return seconds
 
 
 def _solve_s(job: PlannedJob, speeds: Speeds, limits: Limits) -> float:
@@ -239,18 +239,18 @@ def main() -> None:
         directory = Path(name).resolve()
         torch.set_num_threads(num_cores())
         retain_freed_memory()  # as in jobs
-        found, machines = [], []
+        results, machines = [], []
         for i, case in enumerate(cases):
             folder = directory / str(i)
             case.workload(num_timed_steps=num_timed_steps).write(folder)
             machines.append(_measured(folder))
             question = question_of(case, machines[-1])
             predicted = predict(case, question, Profiles(question), folder, directory / "kernels")
-            found.append((case, predicted, run_planned(folder)))
+            results.append((case, predicted, run_planned(folder)))
         swaps = sweep(QUICK_SWAPS if options.quick else SWAPS, _measured(directory), directory)
     _add_machines(report, cases, machines)
-    add_choices(report, [(case, predicted) for case, predicted, _ in found])
-    ratios = add_promises(report, found)
+    add_choices(report, [(case, predicted) for case, predicted, _ in results])
+    ratios = add_promises(report, results)
     report.add(
         "Predicted / measured. What is predicted of a step is the larger of its bound, by the cost model, and of the",
         "simulated step. Each prediction was on disk before its job ran. Arena and SSD: what the kernel has given them",

@@ -94,7 +94,7 @@ def predict(case: Case, question: PlanQuestion, profiles: Profiles, folder: Path
     """
     job, solution, step_s = fastest_plan(question, profiles)
     assert step_s is not None, "there is a model"
-    found = Predicted(
+    predicted = Predicted(
         step_s=step_s,
         bound_s=solution.step_s,
         simulated_s=simulated_step_s(solution, profiles.layout, question.formats, num_cores=num_cores()),
@@ -110,7 +110,7 @@ def predict(case: Case, question: PlanQuestion, profiles: Profiles, folder: Path
         "placement": placement_json.to_json(solution.placement),
         "arena_nbytes": solution.plan.arena_nbytes,
         "kernel_dir": str(kernel_dir),
-        "predicted": asdict(found),
+        "predicted": asdict(predicted),
     }
     (folder / JOB_FILE).write_text(json.dumps(planned))
-    return found
+    return predicted

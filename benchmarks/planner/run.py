@@ -57,12 +57,12 @@ def run_timed(folder: Path) -> Measured:
 
 def _run(what: str, folder: Path, environment: dict[str, str]) -> Measured:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.planner.run", what, str(folder)]
-    found = subprocess.run(command, cwd=Path.cwd(), env=os.environ | environment, capture_output=True, text=True)
+    process = subprocess.run(command, cwd=Path.cwd(), env=os.environ | environment, capture_output=True, text=True)
     for name in (_HOME, _SSD):
         shutil.rmtree(folder / name, ignore_errors=True)
-    if found.returncode != 0:
-        raise RuntimeError(f"{folder.name} failed:\n{found.stderr[-4000:]}")
-    return Measured(**json.loads(found.stdout.splitlines()[-1]))
+    if process.returncode != 0:
+        raise RuntimeError(f"{folder.name} failed:\n{process.stderr[-4000:]}")
+    return Measured(**json.loads(process.stdout.splitlines()[-1]))
 
 
 def planned_spec(folder: Path, num_steps: int | None = None) -> "JobSpec":

@@ -52,7 +52,7 @@ class Swap:
 
 def sweep(cases: Iterable[Case], machine: Hardware, directory: Path) -> list[Swap]:
     """Runs the jobs of each case that fit, the planner's choice first."""
-    found = []
+    swaps = []
     for case in cases:
         planned: list[tuple[str, Path, Predicted]] = []
         question = question_of(case, machine)
@@ -67,8 +67,8 @@ def sweep(cases: Iterable[Case], machine: Hardware, directory: Path) -> list[Swa
             planned.append((title, folder, predicted))
         turns = [[run_timed(folder).step_s for _, folder, _ in planned] for _ in range(_NUM_TURNS)]
         for (title, _, predicted), taken in zip(planned, zip(*turns, strict=True), strict=True):
-            found.append(Swap(case=case, title=title, predicted=predicted, step_s=statistics.median(taken)))
-    return found
+            swaps.append(Swap(case=case, title=title, predicted=predicted, step_s=statistics.median(taken)))
+    return swaps
 
 
 def only(number: int | None) -> Ways:

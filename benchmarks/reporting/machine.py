@@ -35,11 +35,11 @@ def file_system(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> st
     resolved = directory.resolve()
     best, kind = -1, "unknown"
     for line in mounts.read_text().splitlines():
-        _, mount, found, *_ = line.split(" ")
+        _, mount, file_system_type, *_ = line.split(" ")
         # Mount points have spaces in octal.
         path = Path(mount.replace("\\040", " "))
         if resolved.is_relative_to(path) and len(path.parts) >= best:
-            best, kind = len(path.parts), found
+            best, kind = len(path.parts), file_system_type
     return kind
 
 

@@ -35,14 +35,14 @@ def process_tree(roots: Iterable[int]) -> set[int]:
     for pid, fields in _stats():
         living.add(pid)
         children.setdefault(int(fields[1]), []).append(pid)
-    found: set[int] = set()
+    tree: set[int] = set()
     pending = [pid for pid in roots if pid in living]
     while pending:
         pid = pending.pop()
-        if pid not in found:
-            found.add(pid)
+        if pid not in tree:
+            tree.add(pid)
             pending += children.get(pid, [])
-    return found
+    return tree
 
 
 def memory_of(pids: Iterable[int], shm_files: Iterable[Path] = ()) -> Memory:

@@ -115,7 +115,7 @@ def simulator_errors(results: Mapping[Case, Result], simulated: Mapping[Case, fl
 
 def ratios_of(results: Mapping[Case, Result], reference: Reference, simulated: Mapping[Case, float]) -> dict[str, Any]:
     """Returns the ratios by clipping and bottleneck, and the best and worst of all."""
-    found: dict[str, Any] = {"unclipped": {}, "clipped": {}}
+    by_clipping: dict[str, Any] = {"unclipped": {}, "clipped": {}}
     gains: dict[bool, list[float]] = {True: [], False: []}  # by `overlaps_steps`
     efficiencies, over_bounds = [], []
     for case, result in results.items():
@@ -130,14 +130,14 @@ def ratios_of(results: Mapping[Case, Result], reference: Reference, simulated: M
             efficiencies.append(result.efficiency)
         else:
             over_bounds.append(result.mean_step_s / bound)
-        found["clipped" if case.clips else "unclipped"][case.bottleneck.name] = {
+        by_clipping["clipped" if case.clips else "unclipped"][case.bottleneck.name] = {
             "priority_over_fifo": gain,
             "overlapped_over_alone": results[replace(case, overlaps_steps=False)].mean_step_s / result.mean_step_s,
             "overlap_efficiency": result.efficiency,
             "step_over_bound": result.mean_step_s / bound,
         }
     return {
-        **found,
+        **by_clipping,
         "priority_over_fifo_best": max(gains[True]),
         "priority_over_fifo_min": min(gains[True]),
         "priority_over_fifo_alone_min": min(gains[False]),

@@ -24,24 +24,26 @@ def add_table(report: Report, comparisons: Mapping[str, Comparison]) -> None:
     rows = [
         (
             name,
-            f"{found.real.step_s:.3f}",
-            f"{found.simulated.step_s:.3f}",
-            f"{100 * (found.simulated_over_real - 1):+.1f}",
-            "the same" if found.simulated.nbytes == found.real.nbytes else "others",
+            f"{comparison.real.step_s:.3f}",
+            f"{comparison.simulated.step_s:.3f}",
+            f"{100 * (comparison.simulated_over_real - 1):+.1f}",
+            "the same" if comparison.simulated.nbytes == comparison.real.nbytes else "others",
         )
-        for name, found in comparisons.items()
+        for name, comparison in comparisons.items()
     ]
     report.add_table(("job", "step, s", "simulated, s", "error, percent", "bytes by kind, block and step"), rows)
 
 
 def ratios_of(comparisons: Mapping[str, Comparison]) -> dict[str, Any]:
     """Returns the relative errors, and the number of cases whose real and simulated bytes differ."""
-    errors = [abs(found.simulated_over_real - 1) for found in comparisons.values()]
+    errors = [abs(comparison.simulated_over_real - 1) for comparison in comparisons.values()]
     return {
-        "simulated_over_real": {name: found.simulated_over_real for name, found in comparisons.items()},
+        "simulated_over_real": {name: comparison.simulated_over_real for name, comparison in comparisons.items()},
         "simulator_error_max": max(errors),
         "simulator_error_mean": statistics.fmean(errors),
-        "num_other_bytes": sum(found.simulated.nbytes != found.real.nbytes for found in comparisons.values()),
+        "num_other_bytes": sum(
+            comparison.simulated.nbytes != comparison.real.nbytes for comparison in comparisons.values()
+        ),
     }
 
 

@@ -280,7 +280,7 @@ def _rates(case: Case) -> Rates:
 
 def _compute_s(context: JobContext, product_s: float) -> dict[tuple[Phase, int], float]:
     """Returns the compute seconds of operations. `product_s`: of one param with all tokens of a micro-batch."""
-    layers, found = context.plan.layer_activations, {}
+    layers, seconds = context.plan.layer_activations, {}
     for block in context.layout.blocks:
         # A tied head uses the embedding's matrix.
         shared = context.layout.shared[block.index]
@@ -288,15 +288,15 @@ def _compute_s(context: JobContext, product_s: float) -> dict[tuple[Phase, int],
         forward_s = matrices * product_s * context.plan.group_size
         is_layer = 1 <= block.index <= len(layers)
         again_s = forward_s if not is_layer or layers[block.index - 1].recompute else 0.0
-        found[(Phase.FORWARD, int(block.index))] = forward_s
-        found[(Phase.HEAD, int(block.index))] = 3 * forward_s
-        found[(Phase.BACKWARD, int(block.index))] = again_s + 2 * forward_s
-    return found
+        seconds[(Phase.FORWARD, int(block.index))] = forward_s
+        seconds[(Phase.HEAD, int(block.index))] = 3 * forward_s
+        seconds[(Phase.BACKWARD, int(block.index))] = again_s + 2 * forward_s
+    return seconds
 
 
 def _decided(spans: Iterable[WorkSpan]) -> DecidedNbytes:
-    found: dict[tuple[SpanKind, int, int], int] = defaultdict(int)
+    nbytes: dict[tuple[SpanKind, int, int], int] = defaultdict(int)
     for span in spans:
         if span.kind in _DECIDED and 1 < span.step < NUM_STEPS:
-            found[(span.kind, span.block, span.step)] += span.nbytes
-    return dict(found)
+            nbytes[(span.kind, span.block, span.step)] += span.nbytes
+    return dict(nbytes)

@@ -332,9 +332,9 @@ def main() -> None:
         many_servers(report, folder, io, num_rounds=num_rounds, seconds=seconds)
     ratios: dict[str, float | None] = {}
     for traffic in Traffic:
-        found = [each.over_best_peer(traffic) for each in comparisons]
-        known = [each for each in found if each is not None]
-        ratios[f"{traffic}_over_best_peer_min"] = min(known) if len(known) == len(found) else None
+        over_peers = [each.over_best_peer(traffic) for each in comparisons]
+        present = [each for each in over_peers if each is not None]
+        ratios[f"{traffic}_over_best_peer_min"] = min(present) if len(present) == len(over_peers) else None
     report.finish({**ratios, "checksum_cost": cost})
 
 

@@ -15,9 +15,10 @@ _MEMORY_BYTES_PER_FLOP = 1 / 180
 # Factor of an SSD server's CPU time per byte over that of the transfer and checksum alone, because of its queues and of
 # other memory traffic. In three jobs a GB took 0.12 to 0.13 core-seconds, where 0.07 were measured alone.
 _SERVER_OVER_ALONE = 1.75
-# Factor by which copies and updates slow down compute if the device is the CPU, over their own time. Caches and memory
-# are shared, and all cores wait for the one that does other work. Measured in a job (of `benchmarks.planner`, with
-# little device memory): 0.36 s of a step instead of 0.17 s. The cores' own time was 0.22 s of it.
+# If the device is the CPU: compute time lost to copies and updates, divided by the time that they take alone. Caches
+# and memory are shared, and all cores wait for the one that does other work. Measured in a job (of
+# `benchmarks.planner`, with little device memory): 0.36 s of a step instead of 0.17 s. Of the 0.36 s, 0.22 s were the
+# cores' own time.
 _BESIDE_COMPUTE = 2.1
 # Bytes that an update on the device reads and writes per parameter: master and moments in and out, gradient in.
 _UPDATE_NBYTES = 26

@@ -33,7 +33,7 @@ class RunningJob:
     compute_s: float  # planned compute time of a step
     peak_gib: Mapping[str, float]
     num_steps_left: int
-    restart_s: float  # seconds of work that another attempt repeats or waits
+    restart_s: float  # seconds that another attempt costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +57,16 @@ def correct(
     costs = _costs(question, profiles, running)
     old = solution_of(costs, running.placement, running.arena_nbytes)
     measured = "; ".join(correction.in_words) or "the machine does what its profile says"
-    message = f"Measured: {measured}. By that a step takes {old.step_s:.3g} s, planned were {running.step_s:.3g} s"
+    message = f"Measured: {measured}. So a step takes {old.step_s:.3g} s; the plan said {running.step_s:.3g} s"
     job, new = _best(question, profiles, costs.job, old)
     share = 1 - new.step_s / old.step_s
     saved_s = share * median(step.period_s for step in steps) * running.num_steps_left
     if share >= WORTH and saved_s > running.restart_s:
-        message += f"; with another plan it takes {new.step_s:.3g} s, and the job goes on with that one"
+        message += f"; the job continues with another plan, with which a step takes {new.step_s:.3g} s"
         return CorrectedPlan(planned=_planned(question, job, new, profiles), changes=True, in_words=message)
     if share >= WORTH:
         message += (
-            f"; another plan would take {new.step_s:.3g} s, but in the steps that are left it saves {saved_s:.0f} s, "
+            f"; another plan would take {new.step_s:.3g} s, but in the remaining steps it would save {saved_s:.0f} s, "
             f"and a restart costs {running.restart_s:.0f} s"
         )
     else:

@@ -299,7 +299,8 @@ class StepCosts:
     def _most_leaving_nbytes(self) -> float:
         """Returns the maximum bytes of swapped activations that have not left the device yet.
 
-        A single tensor is always admitted, so it is at least the largest tensor of the best option.
+        A single tensor is always admitted. So the result is at least the largest tensor of the option whose tensors are
+        smallest.
         """
         ways = (way for layer in self.job.model.blocks_of_layers for way in self.job.ways(layer))
         largest = min((max(way.out_nbytes) for way in ways if way.out_nbytes), default=0)

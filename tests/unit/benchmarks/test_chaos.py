@@ -84,7 +84,7 @@ def test_results_are_kept_and_what_did_not_end_right_is_to_be_made_again(tmp_pat
     path, first, wrong, again = (
         tmp_path / "results.jsonl",
         _result(1),
-        _result(2, "step 3 was told 2 times"),
+        _result(2, "step 3 was reported 2 times"),
         _result(2),
     )
     results = Results(path)
@@ -100,7 +100,9 @@ def test_results_are_kept_and_what_did_not_end_right_is_to_be_made_again(tmp_pat
     assert Results(path).right == {1, 2}
     told = Results(path).said
     assert told[0] == told[3] == "Undisturbed: 25.1 s on sqlite."
-    assert told[2] == ("Run 2, postgresql: full disk for 2 s at 0.3 s: NOT RIGHT: step 3 was told 2 times (load 1.5).")
+    assert told[2] == (
+        "Run 2, postgresql: full disk for 2 s at 0.3 s: NOT RIGHT: step 3 was reported 2 times (load 1.5)."
+    )
     assert told[4] == "Run 2, postgresql: full disk for 2 s at 0.3 s: right after 20.5 s, 2 attempts (load 1.5)."
     with pytest.raises(ValueError, match="has the results of other runs"):
         Results(path).begin({"seed": 2}, {})
@@ -158,8 +160,8 @@ def test_job_that_ended_right_has_no_faults(record: Record, job_id: str) -> None
     ("change", "complaint"),
     [
         ({"train_losses": ((1, 1.0),)}, "train_losses are not those of the undisturbed job: 1 instead of 2"),
-        ({"train_losses": ((1, 1.0), (2, 0.5), (2, 0.5))}, "step 2 was told 2 times"),
-        ({"train_losses": ((2, 0.5), (1, 1.0))}, "the steps were not told in their order"),
+        ({"train_losses": ((1, 1.0), (2, 0.5), (2, 0.5))}, "step 2 was reported 2 times"),
+        ({"train_losses": ((2, 0.5), (1, 1.0))}, "the steps were not reported in their order"),
         ({"train_losses": ((1, 1.0), (2, 0.5000001))}, "train_losses are not those of the undisturbed job: (2, 0.5"),
         ({"result_file": "step\n"}, "result_file are not those"),
         ({"models": (("ft:tiny::JOB/model.safetensors", "0"),)}, "models are not those"),
@@ -189,7 +191,7 @@ def test_record_without_event_and_file_without_owner_are_faults(stage: Stage, jo
     (stage.settings.files_dir / "file-stray").write_text("")
     faults = read_record(database, stage.settings, job_id).faults
     assert faults[0].startswith("of the journal's records [(1, 4)] are no events, [] are several")
-    assert faults[1] == "the file file-stray is nobody's"
+    assert faults[1] == "the file file-stray has no owner in the database"
     with database.write() as session:
         EventRepository(session).add(job_id, attempt=1, message="of the service's own")
     assert len(read_record(database, stage.settings, job_id).faults) == 2
