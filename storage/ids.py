@@ -1,7 +1,7 @@
-"""Names of the things every part of windlass talks about.
+"""Identifiers and number formats that all parts of windlass share.
 
-Ids are types, not bare strings and integers, so that a block index never lands where a step was meant.
-Standard library only: the scheduler's policy and the messages import this file and nothing else of windlass.
+Ids are types, not plain strings and integers, so that the type checker finds a block index in place of a step. This
+file uses only the standard library, because the scheduler's policy and the messages import it.
 """
 
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from enum import StrEnum
 from typing import NewType
 
 JobId = NewType("JobId", str)
-# One launch of a job, from 1. Every record and every write carries it; the highest wins.
+# One launch of a job, counted from 1. Every record and every write carries it; the highest attempt wins.
 Attempt = NewType("Attempt", int)
 Rank = NewType("Rank", int)
-# The number of optimizer steps done. Model states of step 0 are the initial weights; step t turns t-1's into t's.
+# The number of completed optimizer steps. The states of step 0 are the initial weights; step t updates those of t-1.
 Step = NewType("Step", int)
 BlockIndex = NewType("BlockIndex", int)
 ChunkIndex = NewType("ChunkIndex", int)
 SsdIndex = NewType("SsdIndex", int)
-# Ties an answer to its request; unique within the actor that made it.
+# Matches a reply with its request; unique within the actor that created it.
 CorrelationId = NewType("CorrelationId", int)
 # An actor's name within its job: "scheduler", "gpu-0", "optimizer-0", "ssd-1".
 ActorName = NewType("ActorName", str)
@@ -26,12 +26,12 @@ ActorName = NewType("ActorName", str)
 class StateKind(StrEnum):
     """One of the model states of a chunk, or its gradient."""
 
-    PARAM = "param"  # what the forward pass reads, in bf16 or fp16. In fp32 training that is the master itself
+    PARAM = "param"  # the weights for the forward pass, bf16 or fp16; in fp32 training the master serves as the param
     MASTER = "master"  # fp32
-    RESIDUAL = "residual"  # what rounding the master to the param cut off: its low 16 bits
+    RESIDUAL = "residual"  # the master's low 16 bits, which rounding to the param cuts off
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
-    GRAD = "grad"  # kept from the backward pass to the update; never a part of a commit
+    GRAD = "grad"  # kept from the backward pass to the update; never part of a commit
 
 
 class Precision(StrEnum):
@@ -43,15 +43,15 @@ class Precision(StrEnum):
 
 
 class StatePrecision(StrEnum):
-    """How the optimizer's states rest."""
+    """The format in which the optimizer's states are stored."""
 
     FP32 = "fp32"  # master and moments in fp32
-    SPLIT = "split"  # the same bits in less space: a bf16 param and what its rounding cut off are the master
-    BF16 = "bf16"  # master and moments in bf16, stochastically rounded; the master is the param itself
+    SPLIT = "split"  # the same bits in less space: the master is stored as a bf16 param and a 16-bit residual
+    BF16 = "bf16"  # master and moments in bf16, stochastically rounded; the param serves as the master
 
 
-# Bytes an element of each state takes at rest, in the order in which they lie there. In fp32 the master serves as the
-# param, and with bf16 states the param as the master: it is stored once.
+# Bytes of an element of each stored state, in storage order. In fp32 training the master serves as the param, and with
+# bf16 states the param serves as the master; it is stored once.
 _FP32_MOMENTS = {StateKind.EXP_AVG: 4, StateKind.EXP_AVG_SQ: 4}
 _ITEMSIZES: dict[tuple[Precision, StatePrecision], dict[StateKind, int]] = {
     (Precision.FP32, StatePrecision.FP32): {StateKind.MASTER: 4, **_FP32_MOMENTS},
@@ -63,22 +63,22 @@ _ITEMSIZES: dict[tuple[Precision, StatePrecision], dict[StateKind, int]] = {
 
 
 class Kernel(StrEnum):
-    """How updates are computed. The two differ in the last bit, so a job keeps to the one that it began with."""
+    """The kernels that compute updates. Results differ in the last bit, so a job keeps the kernel it began with."""
 
     COMPILED = "compiled"  # plain PyTorch compiled into one pass over memory; needs a C++ compiler
     FUSED = "fused"  # torch's own fused optimizer, slice by slice
 
 
 class ModelKernel(StrEnum):
-    """Kernels that compute parts of a model in place of torch's; their results differ in the last bits from torch's."""
+    """Kernels that replace PyTorch's for parts of a model. Their results differ from PyTorch's in the last bits."""
 
-    FLASH_ATTENTION_2 = "flash_attention_2"  # as transformers names it
+    FLASH_ATTENTION_2 = "flash_attention_2"  # the name in transformers
     LIGER = "liger"
 
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """The number formats of a job. Raises ValueError for a pair that does not exist."""
+    """The number formats of a job. Raises ValueError for an unsupported pair."""
 
     precision: Precision
     states: StatePrecision
@@ -89,30 +89,30 @@ class Formats:
 
     @property
     def itemsizes(self) -> dict[StateKind, int]:
-        """Bytes an element of each state takes at rest, in the order in which they lie there."""
+        """The bytes of an element of each stored state, in storage order."""
         return _ITEMSIZES[(self.precision, self.states)]
 
     @property
     def kinds_to_update(self) -> tuple[StateKind, ...]:
-        """What an update reads: all states, but for a param that follows from its master.
+        """The states that an update reads: all except a param that follows from its master.
 
-        Of a block whose states rest on the device it is all that lies there (AutoHete, footnote 2).
+        A block whose states are resident on the device has only these there. Source: AutoHete, footnote 2.
         """
         kinds = tuple(self.itemsizes)
         return tuple(kind for kind in kinds if kind is not StateKind.PARAM or StateKind.MASTER not in kinds)
 
     @property
     def update_itemsize(self) -> int:
-        """Bytes of what an update reads of one parameter's states."""
+        """The bytes that an update reads for one parameter."""
         return sum(self.itemsizes[kind] for kind in self.kinds_to_update)
 
     @property
     def derives_param(self) -> bool:
-        """Whether the param follows from its master: by rounding."""
+        """True if the param follows from its master by rounding."""
         return self.param_kind not in self.kinds_to_update
 
     def lent(self, resident: tuple[int, ...]) -> tuple[int, ...]:
-        """Of blocks whose states rest on the device, those whose params lie there as they are used."""
+        """Returns the blocks with states on the device (`resident`) whose stored params the forward pass can use."""
         return () if self.derives_param else resident
 
     @property

@@ -1,4 +1,4 @@
-"""Files that survive a power loss, their real sizes, and how child processes ended."""
+"""Writes files that survive a power loss, measures their real sizes, and describes how child processes ended."""
 
 from windlass.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""Files that survive a power loss, their real sizes, and how child processes ended."""
+"""Writes files that survive a power loss, measures their real sizes, and describes how child processes ended."""
 
 from windlass.storage.files.allocated_size import backed_nbytes as backed_nbytes
 from windlass.storage.files.durable import sync_path as sync_path

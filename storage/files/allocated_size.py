@@ -1,4 +1,4 @@
-"""How much of a disk the parts of a file take, as its file system tells.
+"""Asks the file system how much disk space a part of a file has.
 
 Source: Linux, Documentation/filesystems/fiemap.rst.
 """
@@ -9,13 +9,13 @@ import struct
 
 _FS_IOC_FIEMAP = 0xC020660B
 _HEAD = struct.Struct("=QQIIII")  # start, length, flags, extents found, room for extents, reserved
-_EXTENT = struct.Struct("=QQQQQIIII")  # where in the file, where on the disk, length, reserved, flags, reserved
-_MAX_EXTENTS = 256  # asked for at a time
+_EXTENT = struct.Struct("=QQQQQIIII")  # offset in the file, offset on the disk, length, reserved, flags, reserved
+_MAX_EXTENTS = 256  # extents in one request
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL)
 
 
 def backed_nbytes(fd: int, start: int, nbytes: int) -> int | None:
-    """Bytes of a range of a file that have disk space, written or not; None where the file system does not tell."""
+    """Returns the bytes of a file's range that have disk space, written or not; None if the file system can't say."""
     at, stop, found = start, start + nbytes, 0
     while at < stop:
         request = bytearray(_HEAD.size + _MAX_EXTENTS * _EXTENT.size)

@@ -1,6 +1,6 @@
-"""Files and folders that a power loss leaves as they are, once a call returns.
+"""Makes files and folders durable: once a call returns, they survive a power loss.
 
-A file is safe when its content was synced, and each folder that leads to it since the name was put there.
+A file is durable when its content was synced, and each folder on its path was synced after its entry was made.
 """
 
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sync_path(path: Path) -> None:
-    """Sync a file's content, or a folder's list of names. Raises OSError."""
+    """Syncs a file's content, or a folder's list of names. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -17,7 +17,7 @@ def sync_path(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync a folder and all files and folders below it; its own name in its parent is the caller's. Raises OSError.
+    """Syncs a folder and all files and folders below it, but not its name in its parent. Raises OSError.
 
     Symbolic links are not followed.
     """
@@ -28,7 +28,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file whole or not at all, in the place of an earlier one, and sync it. Raises OSError."""
+    """Replaces a file atomically, and syncs it. Raises OSError."""
     partial = path.with_suffix(".partial")
     partial.write_text(text)
     sync_path(partial)

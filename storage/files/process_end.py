@@ -11,14 +11,14 @@ _CRASHES = frozenset(
 )
 # The last line that a process prints when an allocation fails: Python's exceptions, C++'s, and the C library's error.
 _OUT_OF_MEMORY = re.compile(r"^[\w.]*MemoryError\b|std::bad_alloc|[Cc]an(not|'t) allocate memory")
-_MOST_CHARS = 300  # of a process's last line
+_MOST_CHARS = 300  # characters of a process's last line
 
 
 def describe_process_end(exit_code: int, *, after_s: float | None = None, limit_nbytes: int | None = None) -> str:
-    """How a process ended, as the rest of a sentence whose subject is the process.
+    """Describes how a process ended, as the predicate of a sentence whose subject is the process.
 
-    `exit_code`: as `subprocess` has it, so that signals are negative. `after_s`: how long the process ran.
-    `limit_nbytes`: the memory that it could address.
+    `exit_code`: as in `subprocess`, where signals are negative. `after_s`: the process's run time. `limit_nbytes`: the
+    limit of its memory.
     """
     after = "" if after_s is None else f" after {after_s:.0f} s"
     if exit_code >= 0:
@@ -35,7 +35,7 @@ def describe_process_end(exit_code: int, *, after_s: float | None = None, limit_
 
 
 def explain_process_end(exit_code: int, output: str) -> str:
-    """Why a process ended that printed its error last: that line, or how it ended where a signal did it."""
+    """Explains why a process ended: by its last line of output if it exited with an error, else by its signal."""
     line = last_line(output)
     if exit_code > 0 and line:
         return line
@@ -43,14 +43,14 @@ def explain_process_end(exit_code: int, output: str) -> str:
 
 
 def last_line(output: str) -> str:
-    """The last line that a process printed, shortened; "" where it printed none."""
+    """Returns the last line that a process printed, shortened; "" if it printed nothing."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     printable = "".join(char if char.isprintable() else " " for char in lines[-1]) if lines else ""
     return printable if len(printable) <= _MOST_CHARS else f"{printable[:_MOST_CHARS]}…"
 
 
 def tells_of_no_memory(line: str) -> bool:
-    """Whether a process's last line says that an allocation failed."""
+    """Checks whether a process's last line says that an allocation failed."""
     return _OUT_OF_MEMORY.search(line) is not None
 
 

@@ -1,20 +1,19 @@
-"""Checksums of what lies on the SSDs: one for every granule, so that a small read checks no more than it must."""
+"""Checksums of the data on the SSDs: one for every granule, so that a small read verifies only its own granules."""
 
 import xxhash
 
-GRANULE_NBYTES = 1 << 20
+GRANULE_NBYTES = 1 << 20  # bytes with one checksum
 
-# xxhash lets go of the GIL around every call on more than this. Taking it back costs up to 5 ms when another thread
-# runs Python (a job in one process), a hundred times the hash itself (measured beside such a thread: 0.2 GB/s with
-# calls on whole granules, 12 GB/s so). Between these calls the interpreter still hands the GIL to whoever has waited
-# 5 ms.
+# Bytes of one call of xxhash. For larger inputs it releases the GIL, and waits up to 5 ms for it if another thread runs
+# Python. Measured beside such a thread: 0.2 GB/s with calls on whole granules, 12 GB/s with these. The interpreter
+# still passes the GIL to a thread that has waited 5 ms.
 _UPDATE_NBYTES = 64 << 10
 
 
 def granule_digests(buffer: memoryview) -> list[int]:
-    """XXH3 (64 bits, no seed) of every granule that begins in `buffer`, as unsigned integers; the last may be short.
+    """Returns XXH3 (64 bits, no seed) of every granule of `buffer`, as unsigned integers. The last may be short.
 
-    Only a multiple of GRANULE_NBYTES from the start of a region do the digests of two buffers line up.
+    Digests are comparable only if both buffers begin at a multiple of GRANULE_NBYTES from the start of a region.
     """
     return [_digest(buffer[start : start + GRANULE_NBYTES]) for start in range(0, buffer.nbytes, GRANULE_NBYTES)]
 

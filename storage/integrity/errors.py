@@ -1,12 +1,12 @@
-"""What can go wrong with a tensor store. Every text names the SSD, and the job and the extent where there is one."""
+"""The errors of tensor stores. Every message names the SSD, and if known the job and the extent."""
 
 
 class StoreError(RuntimeError):
-    """A tensor store cannot do what was asked; the text says which store and why."""
+    """A tensor store cannot carry out a request. The message names the store and the reason."""
 
 
 class StoreCorrupt(StoreError):
-    """What lies on the SSD is not what was written there."""
+    """The data on the SSD is not the data that was written."""
 
 
 class StoreMissing(StoreError):
@@ -18,11 +18,11 @@ class StoreExists(StoreError):
 
 
 class StaleAttempt(StoreError):
-    """A newer attempt of the job has taken the store, or the job was deleted; this one may not change it."""
+    """A newer attempt of the job owns the store, or the job was deleted. This attempt may not change the store."""
 
 
 class StepNotAllowed(StoreError):
-    """Reading, writing or committing that step would give, or destroy, states of another one."""
+    """A read, write or commit of that step would return or destroy states of another step."""
 
 
 class DirectIoRefused(StoreError):

@@ -5,14 +5,14 @@ import zlib
 
 from windlass.storage.memory import ALIGNMENT_NBYTES
 
-# A page: what a torn write of an SSD can at most leave half done together.
+# Bytes of a record: one page, the largest unit that a torn write can leave partly written.
 RECORD_NBYTES = ALIGNMENT_NBYTES
 
 _CRC = struct.Struct("<I")
 
 
 def seal(payload: bytes, nbytes: int = RECORD_NBYTES) -> bytes:
-    """`payload`, padded with zeros to `nbytes` and closed with its checksum."""
+    """Returns `payload`, padded with zeros and followed by its checksum, `nbytes` in all."""
     if len(payload) > nbytes - _CRC.size:
         raise ValueError(f"a record of {len(payload)} bytes does not fit into {nbytes - _CRC.size}")
     body = payload.ljust(nbytes - _CRC.size, b"\0")
@@ -20,5 +20,5 @@ def seal(payload: bytes, nbytes: int = RECORD_NBYTES) -> bytes:
 
 
 def is_intact(raw: bytes, magic: bytes) -> bool:
-    """Whether a record begins as it should and its checksum is right: not torn, not damaged, not something else's."""
+    """Checks a record's first bytes and its checksum. A torn, damaged or foreign record fails."""
     return raw.startswith(magic) and _CRC.pack(zlib.crc32(raw[: -_CRC.size])) == raw[-_CRC.size :]

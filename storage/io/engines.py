@@ -1,7 +1,7 @@
-"""Ways to move bytes between an SSD and memory: blocking calls in threads, or io_uring. One engine per thread.
+"""Engines that move bytes between an SSD and memory: blocking calls in threads, or io_uring. One engine per thread.
 
-Both were measured to reach the SSD's bandwidth from Python, as pieces are megabytes; which is faster differs by machine
-(see `calibration.py`). io_uring needs fewer threads; threads work everywhere.
+Both reach the SSD's bandwidth from Python, because pieces are megabytes. The faster one depends on the machine (see
+`calibration.py`). io_uring needs fewer threads; threads work everywhere.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from windlass.storage.integrity import GRANULE_NBYTES
 
 
 class Backend(StrEnum):
-    """How a thread of an SSD server moves bytes."""
+    """The I/O interface that a thread of an SSD server uses."""
 
     THREADS = "threads"  # preadv and pwritev, one at a time in each thread
     URING = "uring"  # io_uring, several at a time in each thread
@@ -27,12 +27,12 @@ class Backend(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoSettings:
-    """How an SSD server moves bytes."""
+    """The I/O settings of an SSD server."""
 
     backend: Backend
     num_threads: int
     depth: int  # transfers in flight in each thread; 1 for THREADS
-    piece_nbytes: int  # what a transfer moves at most; a multiple of GRANULE_NBYTES
+    piece_nbytes: int  # largest size of a transfer; a multiple of GRANULE_NBYTES
 
     def __post_init__(self) -> None:
         if self.num_threads < 1 or self.depth < 1:
@@ -47,17 +47,17 @@ DEFAULT_IO = IoSettings(backend=Backend.THREADS, num_threads=4, depth=1, piece_n
 
 
 class BlockDevice(Protocol):
-    """A file or raw device that holds the bytes; offsets and lengths are multiples of 4096, buffers aligned to it."""
+    """A file or raw device that holds the bytes. Offsets, lengths and buffer addresses are multiples of 4096."""
 
     @property
     def data_fd(self) -> int:
-        """Open for both directions, with O_DIRECT where there is any."""
+        """The descriptor for reading and writing, with O_DIRECT if the file system supports it."""
 
     def read(self, offset: int, buffer: memoryview) -> int:
-        """Read into `buffer` with one system call, and say how many bytes came; 0 at the end."""
+        """Reads into `buffer` with one system call. Returns the number of bytes read, 0 at the end."""
 
     def write(self, offset: int, buffer: memoryview) -> int:
-        """Write from `buffer` with one system call, and say how many bytes were taken."""
+        """Writes from `buffer` with one system call. Returns the number of bytes written."""
 
 
 class ShortTransfer(Exception):
@@ -79,53 +79,53 @@ class ShortTransfer(Exception):
 
 
 class UringRefused(RuntimeError):
-    """io_uring cannot be used here; the text says why and what to do."""
+    """io_uring cannot be used here. The message says why and what to do."""
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A writable buffer's bytes on their way; they belong to the engine from `submit` until `wait` returns it."""
+    """A read or write of a writable buffer. The engine owns the buffer from `submit` until `wait` returns it."""
 
     is_read: bool
     offset: int
     buffer: memoryview
-    tag: object  # the caller's
-    error: OSError | ShortTransfer | None = None  # set when it comes back from `wait`
+    tag: object  # for the caller's use
+    error: OSError | ShortTransfer | None = None  # set before `wait` returns it
 
 
 class TransferEngine(Protocol):
-    """Moves transfers for one thread: whoever opens it, one thread makes all other calls and closes it before it ends.
+    """Runs transfers for one thread. Any thread may open it; one thread makes all other calls and closes it at its end.
 
-    A thread that is blocked in `wait` takes no new transfers, even where `depth` has room for them. A server lives with
-    that: either another of its threads is idle and takes them, or a transfer completes soon, as the SSD is busy.
+    A thread that is blocked in `wait` accepts no new transfers, even if `depth` allows more. This is acceptable for a
+    server: another of its threads is idle and accepts them, or the SSD is busy and a transfer completes soon.
     """
 
     @property
     def depth(self) -> int:
-        """Transfers that may be in flight."""
+        """The limit of transfers in flight."""
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers submitted and not yet returned by `wait`."""
+        """The number of transfers that were submitted and that `wait` has not returned yet."""
 
     def submit(self, transfer: Transfer) -> None:
-        """Begin a transfer. ValueError if `depth` are in flight."""
+        """Starts a transfer. Raises ValueError if `depth` transfers are in flight."""
 
     def wait(self, timeout_s: float | None) -> list[Transfer]:
-        """Return what has completed, at least one; none if that takes longer than `timeout_s` seconds.
+        """Waits for at least one completed transfer and returns all completed ones; none after `timeout_s` seconds.
 
-        A failure is in the transfer's `error`, never raised. ValueError if nothing is in flight.
+        A failure is in the transfer's `error` and is never raised. Raises ValueError if nothing is in flight.
         """
 
     def close(self) -> None:
-        """Wait until nothing is in flight, so that nothing lands in memory that has a new owner, and let go.
+        """Waits until nothing is in flight, because transfers must not write to memory with a new owner, and closes.
 
-        What `wait` has not returned by then may have happened or not.
+        A transfer that `wait` has not returned may or may not have been carried out.
         """
 
 
 def open_engine(device: BlockDevice, settings: IoSettings) -> TransferEngine:
-    """An engine for one thread, which is to close it; the device stays the caller's, open until then.
+    """Opens an engine for one thread, which must close it. The caller keeps the device open until then.
 
     Raises:
         UringRefused: the settings ask for io_uring, which cannot be used here.
@@ -136,7 +136,7 @@ def open_engine(device: BlockDevice, settings: IoSettings) -> TransferEngine:
 
 
 def uring_refusal() -> str | None:
-    """Why io_uring cannot be used here; None if it can: a ring was set up and moved a block through memory."""
+    """Returns the reason why io_uring cannot be used here, None if it can. It tests a ring by reading one block."""
     content = os.urandom(mmap.PAGESIZE)
     fd = os.memfd_create("windlass-uring-probe", os.MFD_CLOEXEC)
     try:
@@ -145,7 +145,7 @@ def uring_refusal() -> str | None:
         probe = Transfer(is_read=True, offset=0, buffer=memoryview(bytearray(len(content))), tag=None)
         engine.submit(probe)
         if not engine.wait(_PROBE_DEADLINE_S):
-            return f"io_uring did not read a block within {_PROBE_DEADLINE_S} s"  # not closed: that would wait on
+            return f"io_uring did not read a block within {_PROBE_DEADLINE_S} s"  # not closed: `close` would wait too
         engine.close()
     except UringRefused as refused:
         return str(refused)
@@ -156,15 +156,15 @@ def uring_refusal() -> str | None:
     return None
 
 
-# --- inside ----------------------------------------------------------------------------------------------------------
+# --- private ----------------------------------------------------------------------------------------------------------
 
-_PROBE_DEADLINE_S = 10.0
-_RETRY_S = 0.001  # until the kernel is asked again to take what it had no memory for
+_PROBE_DEADLINE_S = 10.0  # timeout of the test of io_uring
+_RETRY_S = 0.001  # interval between attempts to submit entries for which the kernel had no memory
 _TRY_AGAIN = (errno.EAGAIN, errno.EBUSY, errno.EINTR)
 
 
 class _ThreadsEngine:
-    """The bytes move inside `wait`, in the calling thread; a system call under way cannot be timed out."""
+    """An engine that transfers bytes inside `wait`, in the calling thread. A running system call has no timeout."""
 
     depth = 1
 
@@ -207,12 +207,12 @@ class _ThreadsEngine:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    transfer: Transfer  # holds the buffer until the kernel is done with it
+    transfer: Transfer  # keeps the buffer alive until the kernel has finished
     moved_nbytes: int = 0
 
 
 class _UringEngine:
-    """The ring is polled for completions: the binding's own waiting calls hold the GIL while they block (measured)."""
+    """An engine that polls an io_uring for completions, because the binding's own waiting calls hold the GIL."""
 
     def __init__(self, data_fd: int, depth: int) -> None:
         self._uring = _import_liburing()
@@ -264,23 +264,23 @@ class _UringEngine:
         self._uring.io_uring_queue_exit(self._ring)
 
     def _issue(self, number: int, flight: _Flight) -> None:
-        """Ask for what is left of a transfer."""
+        """Submits the rest of a transfer."""
         transfer, done = flight.transfer, flight.moved_nbytes
         iovec = self._iovec(transfer.buffer[done:])
         entry = self._uring.io_uring_get_sqe(self._ring)
-        assert entry is not None  # each flight has one entry at most, and the ring has `depth`
+        assert entry is not None  # each flight has at most one entry, and the ring has `depth` entries
         prepare = self._uring.io_uring_prep_readv if transfer.is_read else self._uring.io_uring_prep_writev
         prepare(entry, self._data_fd, iovec, transfer.offset + done)
-        # Pinning the pages of 4 MiB takes 0.1 ms, in which the binding would hold the GIL: a kernel thread does it.
+        # A kernel thread pins the pages: it takes 0.1 ms for 4 MiB, during which the binding would hold the GIL.
         entry.flags = self._uring.IOSQE_ASYNC
         entry.user_data = number
         self._push()
 
     def _iovec(self, buffer: memoryview) -> object:
-        """A buffer's address and size as the kernel wants them.
+        """Returns a buffer's address and size in the kernel's form.
 
-        The binding never lets go of a buffer of which it has made one (found in 2026.3.30): an arena would stay mapped
-        for good. So it gets the bare address, and each once: pieces lie in the same slots over and over.
+        The binding keeps a buffer forever (seen in version 2026.3.30), so an arena would stay mapped. Therefore it gets
+        the bare address. Each address is cached, because pieces use the same slots again and again.
         """
         place = (ctypes.addressof(ctypes.c_char.from_buffer(buffer)), buffer.nbytes)
         if place not in self._iovecs:
@@ -294,11 +294,11 @@ class _UringEngine:
         except OSError as error:
             if error.errno not in _TRY_AGAIN:
                 raise
-            # The entries stay in the ring; `wait` pushes again.
+            # The entries stay in the ring, and `wait` submits them again.
 
     def _reap(self) -> list[Transfer]:
         finished = []
-        for _ in range(self._uring.io_uring_cq_ready(self._ring)):  # not those of transfers issued again in here
+        for _ in range(self._uring.io_uring_cq_ready(self._ring)):  # without transfers that are submitted again here
             self._uring.io_uring_peek_cqe(self._ring, self._completion)
             entry = self._completion[0]
             number, moved, error = entry.user_data, 0, None
@@ -342,7 +342,7 @@ def _nothing_in_flight() -> ValueError:
 def _import_liburing() -> Any:
     try:
         import liburing
-    except (ImportError, OSError, ValueError) as error:  # it reads the kernel's version as it is imported
+    except (ImportError, OSError, ValueError) as error:  # its import reads the kernel's version
         raise UringRefused(
             f"the Python package liburing cannot be imported ({error}); install windlass with its extra `uring`"
         ) from error

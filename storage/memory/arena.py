@@ -1,4 +1,4 @@
-"""Shared memory of exact size, mapped by every actor of a job on a node, and the slots it is cut into."""
+"""Shared memory of exact size, mapped by every actor of a job on a node, and its division into slots."""
 
 import errno
 import fcntl
@@ -18,62 +18,61 @@ from windlass.storage.ids import Attempt, JobId, Span
 from windlass.storage.memory.capacity import InsufficientSpaceError, directory_free_nbytes, require_arena_room
 from windlass.storage.memory.huge_pages import use_huge_pages
 
-# Page size, and the strictest alignment that O_DIRECT asks for: every span and every transfer is a multiple of it.
+# Bytes: the page size and O_DIRECT's strictest alignment. Every span and every transfer is a multiple of it.
 ALIGNMENT_NBYTES = 4096
 
-# Making room for huge pages takes 1 to 2 s a GiB on a machine with fragmented memory; then a job waits no longer.
+# Seconds that a job's start may spend on huge pages. They take 1 to 2 s per GiB if memory is fragmented.
 _HUGE_PAGES_BUDGET_S = 20.0
 
 _ARENA_NAME = re.compile(r"windlass-(.+)-\d+-\d+\.arena")
-_MADV_POPULATE_READ = 22  # of Linux's mman-common.h; Python has no name for it
-_POPULATE_STEP_NBYTES = 256 << 20
+_MADV_POPULATE_READ = 22  # from Linux's mman-common.h; Python has no name for it
+_POPULATE_STEP_NBYTES = 256 << 20  # bytes of one system call that fills page tables
 
 
 def arena_path(directory: Path, job: JobId, attempt: Attempt) -> Path:
-    """Where this process puts the arena of a job: the name tells people whose it is, and leftovers are known by it."""
+    """Returns the path of a job's arena in this process. Its name shows the owner and identifies leftovers."""
     return directory / f"windlass-{job}-{attempt}-{os.getpid()}.arena"
 
 
 def remove_leftovers(directory: Path) -> list[Path]:
-    """Remove this user's arenas whose creator is gone, and say which they were. Those of the living stay.
+    """Removes this user's arenas whose creator has ended, and returns their paths. Arenas in use stay.
 
-    The creator holds a lock on its arena, and the kernel lets go of it however the creator ends. So pids need not be
-    compared: those of another container mean nothing here, and they are used again.
+    The creator holds a lock on its arena, and the kernel releases it however the creator ends. Pids are not compared,
+    because the kernel reuses them, and those of other containers have no meaning here.
     """
     return [path for path in sorted(directory.glob("windlass-*.arena")) if _remove_if_unlocked(path)]
 
 
 def arenas_in(directory: Path) -> dict[JobId, int]:
-    """Bytes of memory that the arenas of each job hold there."""
-    found: dict[JobId, int] = {}
+    """Returns the bytes of memory that the arenas of each job use in a directory."""
+    nbytes: dict[JobId, int] = {}
     for path in directory.glob("windlass-*.arena"):
         name = _ARENA_NAME.fullmatch(path.name)
         with suppress(FileNotFoundError):  # its job has just ended
             if name is not None:
                 job = JobId(name[1])
-                found[job] = found.get(job, 0) + path.stat().st_blocks * 512
-    return found
+                nbytes[job] = nbytes.get(job, 0) + path.stat().st_blocks * 512
+    return nbytes
 
 
 class Arena:
     """One shared-memory file. `create` in one process, `open` in the others; both map the same bytes."""
 
     def __init__(self, path: Path, mapping: mmap.mmap) -> None:
-        """Not for callers: use `create` or `open`."""
+        """Internal: use `create` or `open`."""
         self.path = path
         self.nbytes = len(mapping)
         self._mapping: mmap.mmap | None = mapping
 
     @classmethod
     def create(cls, path: Path | str, nbytes: int, *, huge_pages: bool = True) -> "Arena":
-        """Make the file, all of it backed by memory now, so that nothing fails for lack of room later.
+        """Creates the file and allocates all of its memory, so that no later access fails for lack of memory.
 
-        In huge pages as far as the kernel can; `huge_pages=False` leaves it small ones, to measure the difference.
-
-        The creator hardly touches the bytes, so its page tables stay empty.
+        It uses huge pages if the kernel can; `huge_pages=False` keeps small pages, for measurements. The creator's page
+        tables stay empty, because it hardly touches the bytes.
 
         Raises:
-            InsufficientSpaceError: the directory or the memory cannot hold it; nothing is left behind.
+            InsufficientSpaceError: the directory or the memory cannot hold it; the file is removed.
         """
         path = Path(path)
         if nbytes <= 0 or nbytes % ALIGNMENT_NBYTES:
@@ -100,7 +99,7 @@ class Arena:
 
     @classmethod
     def open(cls, path: Path | str) -> "Arena":
-        """Map an arena that another process created, page tables filled: no transfer and no kernel stops at a page."""
+        """Maps an arena that another process created. Fills the page tables, so that transfers have no page faults."""
         path = Path(path)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -112,11 +111,11 @@ class Arena:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of memory that the kernel has set aside for the file, whoever maps it. OSError once it is unlinked."""
+        """The bytes of memory that the kernel has allocated for the file. Raises OSError once it is unlinked."""
         return self.path.stat().st_blocks * 512
 
     def buffer(self, span: Span) -> memoryview:
-        """The bytes of `span`: writable, no copy, seen by every process that maps the arena."""
+        """Returns the bytes of `span`, writable and without a copy. Every process that maps the arena sees them."""
         if self._mapping is None:
             raise ValueError(f"the arena {self.path} is closed")
         stop = span.offset + span.nbytes
@@ -125,42 +124,42 @@ class Arena:
         return memoryview(self._mapping)[span.offset : stop]
 
     def close(self) -> None:
-        """Unmap. Buffers that are still held stay valid, and the memory stays mapped until the last of them goes."""
+        """Unmaps the arena. Existing buffers stay valid, and the memory stays mapped until the last one is freed."""
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             with suppress(BufferError):
                 mapping.close()
 
     def unlink(self) -> None:
-        """Remove the file; processes that map it keep their bytes. Its memory is free once all have closed."""
+        """Removes the file. Its memory is freed once all processes that map it have closed it."""
         self.path.unlink(missing_ok=True)
 
 
 class SlotTimeout(TimeoutError):
-    """The slots asked for did not come free in time."""
+    """The requested slots were not released in time."""
 
 
 class SlotPoolClosed(RuntimeError):
-    """Slots were asked for, or waited for, when their owner was ending."""
+    """Slots were requested from a closed pool, or the pool was closed during the wait."""
 
 
 class SlotMisuse(ValueError):
-    """A span was returned that is not a slot of the pool, or is not in use."""
+    """A released span is not a slot of the pool, or is not in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotStatistics:
-    """What a pool holds at one moment, in bytes."""
+    """The use of a pool at one moment, in bytes."""
 
     held_nbytes: int  # all slots
     in_use_nbytes: int
-    high_water_nbytes: int  # the most ever in use at once
+    high_water_nbytes: int  # the largest number ever in use at once
 
 
 class SlotPool:
-    """Slots of one exact size in a range of an arena: bookkeeping only, and safe for threads.
+    """Slots of equal size in a range of an arena. It only does the bookkeeping, and is thread-safe.
 
-    Whoever asks first is served first, so that a large request is not starved by small ones.
+    Requests are served in order of arrival, so that small requests do not starve a large one.
     """
 
     def __init__(self, offset: int, slot_nbytes: int, num_slots: int, *, name: str = "slots") -> None:
@@ -174,7 +173,7 @@ class SlotPool:
         self.name = name
         self.slot_nbytes = slot_nbytes
         self.num_slots = num_slots
-        # Lowest offset on top; later the slot returned last, whose lines are likeliest still in the cache.
+        # A stack: first the lowest offset, later the slot that was released last and is most likely in the CPU's cache.
         self._free = [Span(offset + i * slot_nbytes, slot_nbytes) for i in reversed(range(num_slots))]
         self._in_use: set[Span] = set()
         self._high_water = 0
@@ -183,11 +182,11 @@ class SlotPool:
         self._changed = threading.Condition()
 
     def acquire(self, n: int, deadline_s: float) -> list[Span]:
-        """Take `n` slots at once, waiting at most `deadline_s` seconds for them; they are the caller's until released.
+        """Acquires `n` slots together, waiting at most `deadline_s` seconds. The caller owns them until their release.
 
         Raises:
-            SlotTimeout: fewer than `n` came free in time; none is taken.
-            SlotPoolClosed: the pool was closed, before or meanwhile; none is taken.
+            SlotTimeout: fewer than `n` slots became free in time; none is acquired.
+            SlotPoolClosed: the pool is closed, or was closed during the wait; none is acquired.
         """
         if not 0 <= n <= self.num_slots:
             raise ValueError(f"pool {self.name} has {self.num_slots} slots; {n} were asked for at once")
@@ -212,21 +211,21 @@ class SlotPool:
                 self._changed.notify_all()
 
     def try_acquire(self, n: int) -> list[Span]:
-        """Take `n` slots if they are free and nobody waits for some, else none; never waits."""
+        """Acquires `n` slots if they are free and no other request waits; else returns none. Never waits."""
         with self._changed:
             if self._closed or self._waiting or len(self._free) < n:
                 return []
             return self._hand_out(n)
 
     def drain(self, deadline_s: float) -> None:
-        """Wait until no slot is in use; raises as `acquire`."""
+        """Waits until no slot is in use. Raises the errors of `acquire`."""
         self.release(self.acquire(self.num_slots, deadline_s))
 
     def release(self, spans: Sequence[Span]) -> None:
-        """Give slots back; all of them or, on an error, none.
+        """Releases slots: all of them or, on an error, none.
 
         Raises:
-            SlotMisuse: one of them is not a slot of this pool in use, or is named twice.
+            SlotMisuse: a span is not a slot in use of this pool, or is named twice.
         """
         with self._changed:
             for i, span in enumerate(spans):
@@ -243,14 +242,14 @@ class SlotPool:
         return taken
 
     def close(self) -> None:
-        """Hand out no more slots: who waits for one now is told at once. Slots may still be returned."""
+        """Closes the pool: waiting requests fail at once. Slots may still be released."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     @property
     def statistics(self) -> SlotStatistics:
-        """Bytes held, in use now, and the most ever in use."""
+        """The bytes of all slots, those in use now, and the largest number ever in use."""
         with self._changed:
             return SlotStatistics(
                 held_nbytes=self.num_slots * self.slot_nbytes,
@@ -260,13 +259,13 @@ class SlotPool:
 
 
 def _create_locked(path: Path) -> int:
-    """A new, empty file that only its owner may open; returns a descriptor that holds the creator's lock."""
+    """Creates an empty file that only its owner may open. Returns a descriptor that holds the creator's lock."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)  # waits only while `remove_leftovers` looks at the file
+        fcntl.flock(fd, fcntl.LOCK_EX)  # waits only while `remove_leftovers` checks the file
         if os.fstat(fd).st_nlink:
             return fd
-        os.close(fd)  # it was taken for a leftover before it was locked
+        os.close(fd)  # `remove_leftovers` removed it before it was locked
 
 
 def _remove_if_unlocked(path: Path) -> bool:
@@ -275,13 +274,13 @@ def _remove_if_unlocked(path: Path) -> bool:
         if not _ARENA_NAME.fullmatch(path.name) or not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
             return False
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:  # another process clears up too
+    except FileNotFoundError:  # another process removes leftovers too
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.fstat(fd).st_nlink:  # removed meanwhile, and the name may be another's by now
+        if not os.fstat(fd).st_nlink:  # removed meanwhile; the name may now belong to another arena
             return False
-        path.unlink()  # under the lock, so that no creator takes it at this moment
+        path.unlink()  # under the lock: else a creator could lock the file just before its removal
     except BlockingIOError:
         return False
     finally:
@@ -290,11 +289,11 @@ def _remove_if_unlocked(path: Path) -> bool:
 
 
 def _populate(mapping: mmap.mmap) -> None:
-    """Fill the page tables, in steps: Python holds its lock during each."""
+    """Fills the page tables. It works in steps, because Python holds the GIL during each system call."""
     for start in range(0, len(mapping), _POPULATE_STEP_NBYTES):
         try:
             mapping.madvise(_MADV_POPULATE_READ, start, min(_POPULATE_STEP_NBYTES, len(mapping) - start))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return  # Linux before 5.14: the pages come in as they are touched
+            return  # Linux before 5.14 lacks this; then pages are mapped at their first access

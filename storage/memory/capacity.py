@@ -1,4 +1,4 @@
-"""Is there enough room? Asked before memory or disk is taken, so that a job is refused and nothing is half done."""
+"""Checks for enough free memory or disk space before an allocation, so that a job is refused before it begins."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ _FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
 class InsufficientSpaceError(RuntimeError):
-    """What was wanted does not fit; nothing has been taken."""
+    """A request does not fit into memory or onto a disk; nothing was allocated."""
 
     errno = errno.ENOSPC
 
@@ -33,55 +33,55 @@ class InsufficientSpaceError(RuntimeError):
 
 
 class DiskFull(InsufficientSpaceError):
-    """The file system of `path` has less than `needed_nbytes` free; once it has, the same may be tried again."""
+    """The file system of `path` has less than `needed_nbytes` free. The caller may retry when space becomes free."""
 
     @property
     def directory(self) -> str:
-        """The directory whose free bytes were counted."""
+        """The directory whose free space was checked."""
         return self.path
 
 
 def is_for_want_of_room(error: BaseException | None) -> bool:
-    """Whether a full disk or a quota is what made this fail, or what it was raised from: it may pass."""
+    """Checks whether a full disk or a quota caused the error, directly or through its causes. A retry may succeed."""
     while error is not None:
         if getattr(error, "errno", None) in _FULL:
             return True
-        # Ray wraps what an actor raised.
+        # Ray wraps an actor's exception.
         error = getattr(error, "cause", None) or error.__cause__
     return False
 
 
 def may_find_room_later(error: BaseException, attempt: int) -> bool:
-    """Whether a job's next attempt may find the room that this one did not.
+    """Checks whether a job should wait for space and retry after this error.
 
-    A job that asks for more than there is shall know at once; one that has trained waits.
+    A first attempt that needs more than the machine has fails at once. A job that has already trained waits.
     """
     return is_for_want_of_room(error) and (attempt > 1 or not isinstance(error, InsufficientSpaceError))
 
 
 def directory_free_nbytes(directory: Path) -> int:
-    """Bytes an ordinary user can still write in the file system that holds `directory`."""
+    """Returns the bytes that an ordinary user can still write in the file system of `directory`."""
     facts = os.statvfs(directory)
     return facts.f_bavail * facts.f_frsize
 
 
 def directory_nbytes(directory: Path) -> int:
-    """Bytes of the file system that holds `directory`, used ones included."""
+    """Returns the size in bytes of the file system of `directory`."""
     facts = os.statvfs(directory)
     return facts.f_blocks * facts.f_frsize
 
 
 def memory_available_nbytes() -> int:
-    """Bytes of memory this process may still take: what the machine has, or its control groups allow, if less."""
+    """Returns the memory that this process may still allocate: the machine's or its control groups', if less."""
     machine = int(psutil.virtual_memory().available)
     group = cgroup_available_nbytes(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     return machine if group is None else min(machine, group)
 
 
 def cgroup_available_nbytes(membership: Path, root: Path) -> int | None:
-    """Bytes the memory control groups (version 1 or 2) still allow; None where no group sets a limit.
+    """Returns the bytes that the memory control groups (version 1 or 2) still allow; None without a limit.
 
-    `membership` is the process's cgroup file, `root` the place where control groups are mounted.
+    `membership` is the process's cgroup file, `root` the mount point of the control groups.
     """
     if not membership.is_file():
         return None
@@ -98,7 +98,7 @@ def cgroup_available_nbytes(membership: Path, root: Path) -> int | None:
 
 
 def require_disk_room(what: str, directory: Path, nbytes: int) -> None:
-    """Refuse what does not fit on the disk of `directory`.
+    """Checks that `nbytes` fit on the disk of `directory`.
 
     Raises:
         DiskFull: with the bytes needed and free.
@@ -110,12 +110,12 @@ def require_disk_room(what: str, directory: Path, nbytes: int) -> None:
 
 
 def arena_room_nbytes(directory: Path) -> int:
-    """Bytes that an arena in the shared-memory directory may have."""
+    """Returns the largest size in bytes of an arena in the shared-memory directory."""
     return min(directory_free_nbytes(directory), memory_available_nbytes())
 
 
 def require_arena_room(directory: Path, nbytes: int) -> None:
-    """Refuse an arena that the shared-memory directory or the machine's memory cannot hold.
+    """Checks that an arena fits into the shared-memory directory and the machine's memory.
 
     Raises:
         InsufficientSpaceError: with the bytes needed and free.
@@ -135,7 +135,7 @@ def require_arena_room(directory: Path, nbytes: int) -> None:
 
 
 def _levels_available(mount: Path, group: str, names: tuple[str, str, str]) -> list[int]:
-    """Room at a group and at every group above it. Inside a container only the upper ones can be seen."""
+    """Lists the free bytes of a group and of the groups above it. Inside a container not all of them are visible."""
     limit_name, usage_name, cache_name = names
     level = mount / group.lstrip("/")
     available = []
@@ -144,7 +144,7 @@ def _levels_available(mount: Path, group: str, names: tuple[str, str, str]) -> l
         if limit_file.is_file() and usage_file.is_file():
             limit = limit_file.read_text().strip()
             if limit != "max":
-                # Clean file cache counts as used but is given up on demand.
+                # Clean file cache counts as used, but the kernel frees it on demand.
                 used = int(usage_file.read_text()) - _stat_value(folder / "memory.stat", cache_name)
                 available.append(max(0, int(limit) - used))
         if folder == mount:

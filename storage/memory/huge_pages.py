@@ -1,4 +1,4 @@
-"""Puts a shared-memory file into huge pages, without privileges and whatever the system's defaults are."""
+"""Puts a shared-memory file into huge pages, without privileges and regardless of the system's defaults."""
 
 import ctypes
 import mmap
@@ -9,16 +9,18 @@ HUGE_PAGE_NBYTES = 2 << 20
 
 _MADV_COLLAPSE = 25  # Linux 6.1
 _MAP_FIXED = 0x10
-# As much is asked for at once: so often the time is looked at.
+# Bytes of one request to the kernel; the time budget is checked between requests.
 _STRIDE_NBYTES = 64 << 20
 
 
 def use_huge_pages(fd: int, nbytes: int, budget_s: float) -> int:
-    """Collapse the pages of a tmpfs file, which must be there already, for at most about `budget_s` seconds.
+    """Collapses the allocated pages of a tmpfs file into huge pages, for at most about `budget_s` seconds.
 
-    What the SSDs and the GPU move lies then in runs of 2 MiB of physical memory: fewer entries for a device to walk,
-    fewer pages to pin for every transfer. (Measured on a virtual disk: reads at 3.4 instead of 1.5 GB/s.) Best effort:
-    returns the bytes that were collapsed, 0 where the kernel can't. The file's size and its memory stay what they are.
+    Transfers of the SSDs and the GPU then use 2 MiB runs of physical memory. So a device walks fewer entries, and fewer
+    pages are pinned for each transfer. Measured on a virtual disk: reads at 3.4 instead of 1.5 GB/s.
+
+    Returns:
+        The bytes that were collapsed, 0 if the kernel cannot. The file's size and memory do not change.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -28,7 +30,7 @@ def use_huge_pages(fd: int, nbytes: int, budget_s: float) -> int:
     whole_nbytes = nbytes // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
     if whole_nbytes == 0:
         return 0
-    # A huge page must be aligned in the address space as it is in the file, so addresses are reserved and cut to size.
+    # A huge page needs the same alignment in the address space as in the file, so a larger range is reserved first.
     reserved_nbytes = whole_nbytes + HUGE_PAGE_NBYTES
     reserved = libc.mmap(None, reserved_nbytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if reserved in (None, ctypes.c_void_p(-1).value):

@@ -1,4 +1,4 @@
-"""The database: its tables, its sessions, its errors."""
+"""The database with its tables, sessions and errors."""
 
 from windlass.exports import lazy_exports
 

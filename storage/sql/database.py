@@ -1,7 +1,7 @@
 """Opens a database: connections, transactions, schema.
 
-One writer at a time, in SQLite by nature and in PostgreSQL by a lock. A writer may therefore read, decide and write,
-and events become visible in the order of their ordinals, so that whoever follows them by ordinal misses none.
+There is one writer at a time: in SQLite by design, in PostgreSQL by a lock. So a writer may read, decide and write
+without a race. Events become visible in the order of their ordinals, so a reader that follows the ordinals misses none.
 """
 
 import functools
@@ -23,23 +23,23 @@ from windlass.storage.sql.errors import DamagedDatabase, NewerDatabase
 
 SUPPORTED_DATABASES = ("sqlite", "postgresql")
 
-# Of a process. SQLite: one for each thread that answers requests. PostgreSQL shares its own limit (100) out to all.
+# Connections of a process. SQLite: one for each thread that answers requests. PostgreSQL has a limit of 100 for all
+# processes.
 _MOST_CONNECTIONS = {"sqlite": 40, "postgresql": 15}
-# Of a process. The drivers let go of the interpreter's lock, SQLite's for each row, so that threads that read at the
-# same time spend more on waking each other than on what they read: of lists of 20 jobs, 16 at once, one process
-# answered 109 a second on SQLite without this limit, 155 with 4, 180 with 2, and 198 with 1. More than one, so that a
-# long look through a table does not hold up everything.
+# Threads of a process that read at the same time. The drivers release the GIL, SQLite's for each row, so that more
+# threads mainly wake each other. Lists of 20 jobs per second by one process on SQLite with 16 requests at once: 109
+# without a limit, 155 with 4, 180 with 2, 198 with 1. Not 1, so that a long query does not block all others.
 _MOST_READERS = 2
-_BUSY_TIMEOUT_MS = 15_000
+_BUSY_TIMEOUT_MS = 15_000  # timeout of a wait for another writer
 _WRITES = "windlass_writes"
 _USED_S = "windlass_used_s"
-# A connection to PostgreSQL that was used a moment ago is used again without being asked whether it lives: that takes
-# as long as most of what is asked of it.
+# Seconds after its last use during which a PostgreSQL connection is reused without a ping, because a ping takes as long
+# as most queries.
 _SURELY_LIVES_S = 1.0
-# Any number will do that no other user of the same PostgreSQL database locks.
+# The advisory lock of writers: any number that no other user of the same PostgreSQL database locks.
 _WRITER_LOCK = 0x77696E646C617373
-# Of connections to PostgreSQL, where the URL says nothing else: a server that is gone without a word is noticed within
-# a minute, not after the hours that the system's own settings take.
+# Defaults for connections to PostgreSQL that the URL may override. A server that disappears without closing connections
+# is noticed within a minute; with the system's settings it would take hours.
 _NOTICES_LOSS = {
     "connect_timeout": "10",
     "keepalives_idle": "15",
@@ -60,13 +60,13 @@ _SQLITE_TROUBLE = {
 
 
 def why_unavailable(error: BaseException) -> str | None:
-    """Why the database cannot be used for now, in words, where that is what an error says. None: it says another thing.
+    """Returns the reason why the database is unavailable, as text; None if the error has another cause.
 
-    What was asked of the database may be asked again later.
+    If the database is unavailable, the caller may retry later.
     """
     original = getattr(error, "orig", None)
     if isinstance(original, sqlite3.Error) and (code := getattr(original, "sqlite_errorcode", None)) is not None:
-        return _SQLITE_TROUBLE.get(code & 0xFF)  # the rest of the code tells more than is needed
+        return _SQLITE_TROUBLE.get(code & 0xFF)  # the primary code; higher bits hold details
     if isinstance(error, TimeoutError):
         return "all connections to it are in use"
     if isinstance(error, OperationalError | InterfaceError) and not isinstance(original, sqlite3.Error):
@@ -75,7 +75,7 @@ def why_unavailable(error: BaseException) -> str | None:
 
 
 class _Turns:
-    """At most so many threads are within it at a time; one that is may enter again, so that none waits for itself."""
+    """Limits the number of threads inside a context. It is reentrant, so that a thread never waits for itself."""
 
     def __init__(self, most: int) -> None:
         self._free = threading.Semaphore(most)
@@ -94,45 +94,45 @@ class _Turns:
 
 
 class Database:
-    """Sessions on one database: whoever opens one owns it. Two threads of a process read at a time."""
+    """Sessions on one database. Two threads of a process may read at the same time."""
 
     def __init__(self, url: str) -> None:
         self._engine = _open_engine(url)
         self._turns = _Turns(_MOST_READERS)
         self._reading_engine = self._engine
         if self._engine.dialect.name == "postgresql":
-            # Each statement has a snapshot of its own anyway, and a transaction takes two more ways there and back.
+            # Each statement has its own snapshot anyway, and a transaction would cost two more round trips.
             self._reading_engine = self._engine.execution_options(isolation_level="AUTOCOMMIT")
-        # The option reaches the functions below that begin a transaction; all engines share one pool.
+        # The functions below that begin a transaction read this option. All engines share one pool.
         self._writing_engine = self._engine.execution_options(**{_WRITES: True})
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """To read in; nothing is kept of what the block may change. On SQLite all of it is of one moment."""
+        """Opens a session for reading; changes are discarded. On SQLite all queries see the same snapshot."""
         with self._turns, Session(self._reading_engine, expire_on_commit=False, autoflush=False) as session:
             yield session
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """One transaction: committed when the block ends, undone when it raises."""
+        """Opens a session with one transaction. It is committed at the block's end and rolled back on an error."""
         with Session(self._writing_engine, expire_on_commit=False) as session, session.begin():
             yield session
 
     def close(self) -> None:
-        """Close all connections."""
+        """Closes all connections."""
         self._engine.dispose()
 
 
 def check_whole(url: str, *, has_rows: bool) -> None:
-    """Look through a SQLite file for damage, if it is there; other databases look after themselves.
+    """Checks an existing SQLite file for damage. Other databases need no check.
 
-    `has_rows`: something was kept in it, so it may not be empty. Raises DamagedDatabase.
+    `has_rows`: the database held rows, so the file must not be empty. Raises DamagedDatabase.
     """
     path = make_url(url).database
     if make_url(url).get_backend_name() != "sqlite" or path is None or not Path(path).exists():
         return
     if has_rows and Path(path).stat().st_size == 0:
-        raise DamagedDatabase(path, "it is empty, and there are jobs")  # else it would become a new one
+        raise DamagedDatabase(path, "it is empty, and there are jobs")  # SQLite would treat it as a new database
     engine = _open_engine(url)
     try:
         with engine.connect() as connection:
@@ -149,13 +149,14 @@ def check_whole(url: str, *, has_rows: bool) -> None:
 
 
 def migrate(url: str, *, revision: str = "head") -> None:
-    """Bring the schema to the newest version; two processes may try at once. All of it is done, or nothing.
+    """Migrates the schema to the newest version, completely or not at all. Two processes may call it at once.
 
-    `revision`: to that one, and not further. Raises NewerDatabase.
+    `revision`: the version to stop at. Raises NewerDatabase.
     """
-    # Some changes make a SQLite table anew; dropping the old one would delete the rows that refer to it.
+    # Foreign keys are off, because some migrations recreate a SQLite table, and dropping the old one would delete the
+    # rows that refer to it.
     engine = _open_engine(url, foreign_keys=False)
-    # Here, as only the process that starts a service needs it.
+    # Imported here, because only the process that starts a service needs it.
     from alembic import command
     from alembic.config import Config
     from alembic.migration import MigrationContext
@@ -180,12 +181,12 @@ def _open_engine(url: str, *, foreign_keys: bool = True) -> Engine:
     backend = parsed.get_backend_name()
     if backend not in SUPPORTED_DATABASES:
         raise ValueError(f"the database must be one of {', '.join(SUPPORTED_DATABASES)}, got {backend!r}")
-    if parsed.drivername == "postgresql":  # SQLAlchemy would take the driver before this one
+    if parsed.drivername == "postgresql":  # SQLAlchemy's default would be psycopg2
         parsed = parsed.set(drivername="postgresql+psycopg")
     engine = create_engine(
         _noticing_loss(parsed),
         json_serializer=_to_json,
-        # Kept open once they were needed: to open one takes longer than most requests.
+        # Connections stay open, because opening one takes longer than most requests.
         pool_size=_MOST_CONNECTIONS[backend],
         max_overflow=0,
         pool_use_lifo=True,
@@ -210,7 +211,10 @@ def _noticing_loss(url: URL) -> URL:
 
 
 def _to_json(value: Any) -> str:
-    """Without escapes: SQLite finds a key only as it is written. Those of what is no Unicode have to stay."""
+    """Converts to JSON without escapes, because SQLite finds a key only in its exact spelling.
+
+    Lone surrogates, which UTF-8 cannot encode, keep their escapes.
+    """
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -220,7 +224,7 @@ def _to_json(value: Any) -> str:
 
 
 def _set_up_sqlite(dbapi_connection: Any, _record: Any) -> None:
-    # The driver would begin transactions by itself, late, and commit them before DDL.
+    # Otherwise the driver begins transactions itself, too late, and commits them before DDL.
     dbapi_connection.isolation_level = None
     cursor = dbapi_connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
@@ -233,7 +237,7 @@ def _hold_foreign_keys(dbapi_connection: Any, _record: Any) -> None:
 
 
 def _use_write_ahead_log(cursor: sqlite3.Cursor) -> None:
-    """Waits as everything else does: while another connection writes to a new file, SQLite itself fails at once."""
+    """Switches to WAL mode. Retries until the timeout, because SQLite fails at once if another connection writes."""
     until_s = time.monotonic() + _BUSY_TIMEOUT_MS / 1000
     while True:
         try:
@@ -246,15 +250,15 @@ def _use_write_ahead_log(cursor: sqlite3.Cursor) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A transaction that reads first and writes later fails at once if another wrote in between, whatever the timeout.
-    # Writers therefore take the write lock at the start.
+    # Writers acquire the write lock at the start. A transaction that reads first and writes later would fail at once if
+    # another wrote in between, regardless of the timeout.
     connection.exec_driver_sql("BEGIN IMMEDIATE" if _writes(connection) else "BEGIN")
 
 
 def _begin_postgresql(connection: Connection) -> None:
     if _writes(connection):
         lock = f"SELECT pg_advisory_xact_lock({_WRITER_LOCK})"
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {_BUSY_TIMEOUT_MS}; {lock}")  # one way there and back
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {_BUSY_TIMEOUT_MS}; {lock}")  # in one round trip
 
 
 def _note_use(_dbapi_connection: Any, record: ConnectionPoolEntry) -> None:
@@ -262,7 +266,7 @@ def _note_use(_dbapi_connection: Any, record: ConnectionPoolEntry) -> None:
 
 
 def _check_unused(dialect: Dialect, dbapi_connection: Any, record: ConnectionPoolEntry, _proxy: Any) -> None:
-    """Ask PostgreSQL whether a connection lives that nobody used for a while: it may have been started again since."""
+    """Pings PostgreSQL on a connection that was unused for a while, because the server may have been restarted."""
     if time.monotonic() - record.info[_USED_S] < _SURELY_LIVES_S:
         return
     try:
@@ -270,7 +274,7 @@ def _check_unused(dialect: Dialect, dbapi_connection: Any, record: ConnectionPoo
     except dialect.loaded_dbapi.Error as error:
         if not dialect.is_disconnect(error, dbapi_connection, None):
             raise
-        raise InvalidatePoolError from error  # all of them are opened anew
+        raise InvalidatePoolError from error  # SQLAlchemy then reopens all connections
 
 
 def _writes(connection: Connection) -> bool:

@@ -1,8 +1,8 @@
-"""What can go wrong between a caller and the tables. All of these pickle."""
+"""The errors of the database's tables. All of them can be pickled."""
 
 
 class NotFound(Exception):
-    """No row of this kind has this id."""
+    """There is no row of this kind with this id."""
 
     def __init__(self, kind: str, row_id: str) -> None:
         super().__init__(kind, row_id)
@@ -13,7 +13,7 @@ class NotFound(Exception):
 
 
 class NewerDatabase(Exception):
-    """The database was migrated by a newer version of the program."""
+    """A newer version of windlass has migrated the database."""
 
     def __init__(self, revision: str) -> None:
         super().__init__(revision)
@@ -27,7 +27,7 @@ class NewerDatabase(Exception):
 
 
 class DamagedDatabase(Exception):
-    """The database's file does not hold what was written to it."""
+    """The database's file is damaged."""
 
     def __init__(self, path: str, found: str) -> None:
         super().__init__(path, found)
@@ -38,7 +38,7 @@ class DamagedDatabase(Exception):
 
 
 class StatusConflict(Exception):
-    """The job is not, or no longer, in the status and attempt that a change was meant for; nothing was written."""
+    """The job's status or attempt is not the one that a change expects; nothing was written."""
 
     def __init__(self, job_id: str, expected: str, actual: str) -> None:
         super().__init__(job_id, expected, actual)
@@ -49,7 +49,7 @@ class StatusConflict(Exception):
 
 
 class JournalError(Exception):
-    """A journal's records cannot be what its runner wrote; nothing of the batch was imported."""
+    """A journal's records are inconsistent; none of the batch was imported."""
 
     def __init__(self, job_id: str, reason: str) -> None:
         super().__init__(job_id, reason)

@@ -1,4 +1,4 @@
-"""Lists in pages: what a caller gets and how it goes on."""
+"""Pages of lists."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[Row]):
-    """A stretch of a list; the last row's id, as `after`, asks for what follows."""
+    """A part of a list. The last row's id, as `after`, requests the next page."""
 
     rows: tuple[Row, ...]
     has_more: bool
 
 
 def page_of(rows: Sequence[Row], limit: int) -> Page[Row]:
-    """Make a page of what a query for `limit + 1` rows returned."""
+    """Makes a page from the rows of a query for `limit + 1` rows."""
     return Page(tuple(rows[:limit]), len(rows) > limit)

@@ -1,4 +1,4 @@
-"""One SSD: a file or a raw device, its calibration, and its division into extents."""
+"""An SSD as a file or a raw device, its calibration, and its division into extents."""
 
 from windlass.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""One SSD: a file or a raw device, its calibration, and its division into extents."""
+"""An SSD as a file or a raw device, its calibration, and its division into extents."""
 
 from windlass.storage.ssd.calibration import Calibration as Calibration
 from windlass.storage.ssd.calibration import calibrate as calibrate

@@ -1,4 +1,4 @@
-"""How to talk to an SSD, found by trying, and how fast it then is. Also how many chunks each of several SSDs gets."""
+"""Finds the fastest I/O settings of an SSD by trials, and the share of chunks for each of several SSDs."""
 
 import itertools
 import math
@@ -30,14 +30,14 @@ from windlass.storage.io import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The fastest settings found for an SSD and what it reached with them, checksums included."""
+    """The fastest settings found for an SSD, and its rates with them, checksums included."""
 
     io: IoSettings
     read_bytes_per_s: float  # reading only
     write_bytes_per_s: float  # writing only
-    mixed_bytes_per_s: float  # both together, while 12 bytes are read for 14 written
-    cpu_s_per_byte: float  # that cores spend on it meanwhile: in the kernel, and on checksums
-    measured_at: str  # the day, as in 2026-01-31; UTC
+    mixed_bytes_per_s: float  # reads and writes together, 12 bytes read for 14 written
+    cpu_s_per_byte: float  # CPU seconds of all cores, in the kernel and on checksums
+    measured_at: str  # the day in UTC, such as 2026-01-31
 
     def __post_init__(self) -> None:
         rates = (self.read_bytes_per_s, self.write_bytes_per_s, self.mixed_bytes_per_s)
@@ -47,12 +47,12 @@ class Calibration:
             raise ValueError(f"moving a byte takes some of a core's time, not {self.cpu_s_per_byte} s")
 
     def to_json(self) -> dict[str, Any]:
-        """A dict that `json.dumps` takes and `from_json` reads."""
+        """Converts to a dict for `json.dumps` and `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "Calibration":
-        """What `to_json` gave. ValueError if it is anything else."""
+        """Reads a dict of `to_json`. Raises ValueError for anything else."""
         try:
             io = IoSettings(**(raw["io"] | {"backend": Backend(raw["io"]["backend"])}))
             return cls(**(raw | {"io": io}))
@@ -61,11 +61,11 @@ class Calibration:
 
 
 def calibrate(device: BlockDevice, offset: int, nbytes: int, *, seconds: float = 1.5) -> Calibration:
-    """Find the fastest settings for an SSD. Bytes [offset, offset + nbytes) of it are overwritten.
+    """Finds the fastest settings for an SSD. Overwrites bytes [offset, offset + nbytes) of it.
 
-    At least 16 MiB are needed, in whole MiB; 64 MiB and more are better. Takes about `seconds` after the region has
-    been written once: the first write to preallocated space of a file system is slower than later ones. A burst of this
-    length shows an SSD at its best: caches in front of its flash are not exhausted.
+    The region needs at least 16 MiB, in whole MiB; 64 MiB and more are better. The call first writes the region once,
+    because the first write to preallocated space is slower than later ones. Then it takes about `seconds`. Such a short
+    burst does not exhaust the caches in front of an SSD's flash, so the rates are upper bounds.
 
     Raises:
         OSError, ShortTransfer: the SSD failed.
@@ -92,8 +92,10 @@ def calibrate(device: BlockDevice, offset: int, nbytes: int, *, seconds: float =
 def mixed_bytes_per_s(
     device: BlockDevice, offset: int, nbytes: int, io: IoSettings, begin: Callable[[], object], *, seconds: float
 ) -> float:
-    """What an SSD moves with these settings, reads and writes mixed as in `calibrate`. `begin` returns when the time
-    begins, once the region has been written. Bytes [offset, offset + nbytes) are overwritten.
+    """Measures an SSD's rate with these settings, reads and writes mixed as in `calibrate`.
+
+    Overwrites bytes [offset, offset + nbytes). `begin` is called once the region has been written; the measurement
+    starts when it returns.
 
     Raises:
         OSError, ShortTransfer: the SSD failed.
@@ -105,11 +107,11 @@ def mixed_bytes_per_s(
 
 
 def stripe_weights(mixed_bytes_per_s: Sequence[float]) -> tuple[int, ...]:
-    """Chunks that each SSD gets in a round of striping: proportional to its bandwidth, 1 to 8, in lowest terms.
+    """Returns the number of chunks for each SSD in a round of striping: proportional to bandwidth, 1 to 8, reduced.
 
     A step ends when the slowest SSD has moved its share, so shares follow bandwidth. Small numbers keep a round short,
-    which evens out a job of few chunks too. An SSD within 10 percent of the fastest of its group counts as equal to it:
-    two of the same model measure that far apart, and a plain round robin is worth more than the last few percent.
+    so that a job of few chunks is balanced too. SSDs within 10 percent of the fastest of their group count as equal.
+    The reason: two SSDs of the same model can differ that much in measurements.
     """
     if not all(math.isfinite(rate) and rate > 0 for rate in mixed_bytes_per_s):
         raise ValueError(f"an SSD's bandwidth must be positive, not {tuple(mixed_bytes_per_s)} bytes/s")
@@ -130,24 +132,24 @@ def stripe_weights(mixed_bytes_per_s: Sequence[float]) -> tuple[int, ...]:
     return tuple(weight // divisor for weight in weights)
 
 
-# --- inside ----------------------------------------------------------------------------------------------------------
+# --- private ----------------------------------------------------------------------------------------------------------
 
 _MIB = 1 << 20
-# Not smaller: a server takes its lock and the GIL some times for every piece. With 1 MiB it moved 8 percent less.
+# Sizes of a piece to try. Smaller ones are slower (1 MiB: 8 percent), because each piece costs locks and the GIL.
 _PIECES_NBYTES = (2 * _MIB, 4 * _MIB, 8 * _MIB)
-_THREADS = (2, 4, 8)  # of the THREADS backend
-_RINGS = ((1, 4), (1, 8), (1, 16), (2, 8))  # threads and depth of the URING backend
-_MAX_IN_FLIGHT_NBYTES = 64 * _MIB  # more only lets urgent pieces wait longer
-_NUM_TRIALS = 35  # of equal length, in about which `search` and the three that follow it take their time
+_THREADS = (2, 4, 8)  # numbers of threads to try for the THREADS backend
+_RINGS = ((1, 4), (1, 8), (1, 16), (2, 8))  # threads and depth to try for the URING backend
+_MAX_IN_FLIGHT_NBYTES = 64 * _MIB  # limit of bytes in flight: with more, urgent pieces only wait longer
+_NUM_TRIALS = 35  # `search` and the three measurements after it take about as long as this many trials
 _NUM_FINAL_ROUNDS = 3
-_AS_GOOD = 0.97  # of the fastest: then what works everywhere, and keeps less in flight, is preferred
-_NEARLY_AS_GOOD = 0.93  # of the fastest: not told apart by one short trial
+_AS_GOOD = 0.97  # share of the fastest rate: above it the preferred settings win (see `_preference`)
+_NEARLY_AS_GOOD = 0.93  # share of the fastest rate: one short trial cannot distinguish rates above it
 
 _MAX_WEIGHT = 8
 _EQUAL_SHARE = 0.9
 
-# Which of successive transfers are reads. The optimizer reads 12 bytes a parameter (fp32 master and two moments) and
-# writes 14 (also the bf16 param): 6 reads to 7 writes.
+# Patterns of successive transfers, True for a read. The optimizer reads 12 bytes per parameter (fp32 master and two
+# moments) and writes 14 (also the bf16 param), which is 6 reads to 7 writes.
 _READS = (True,)
 _WRITES = (False,)
 _MIX = tuple(i % 2 == 1 for i in range(13))
@@ -158,12 +160,12 @@ def _in_flight_nbytes(io: IoSettings) -> int:
 
 
 def _preference(io: IoSettings) -> tuple[bool, int, int]:
-    """Smaller is better among equally fast settings."""
+    """Returns a sort key: of equally fast settings, the smallest key is preferred."""
     return io.backend is Backend.URING, _in_flight_nbytes(io), io.num_threads
 
 
 class _Trials:
-    """A greedy search by short trials: first how many in flight, then the size of a piece, for each backend."""
+    """A greedy search by short trials: first the number in flight, then the size of a piece, for each backend."""
 
     def __init__(self, bench: "_Bench", seconds: float) -> None:
         self._bench = bench
@@ -172,7 +174,7 @@ class _Trials:
         self.trial_s = seconds / _NUM_TRIALS
 
     def search(self) -> IoSettings:
-        self._try(DEFAULT_IO)  # in any case, however slow the SSD
+        self._try(DEFAULT_IO)  # always, even if a slow SSD exceeds the time
         self._climb(Backend.THREADS, [(num_threads, 1) for num_threads in _THREADS])
         if uring_refusal() is None:
             self._climb(Backend.URING, _RINGS)
@@ -185,15 +187,15 @@ class _Trials:
         return statistics.median(self._rates[io])
 
     def _finalists(self) -> list[IoSettings]:
-        """The two fastest of each backend, as the very fastest may have been lucky, and the best to have if as fast."""
-        found = self._near(self._rates, _NEARLY_AS_GOOD)[:1]
+        """Lists the preferred of the fast settings, and the two fastest of each backend, because rates are noisy."""
+        finalists = self._near(self._rates, _NEARLY_AS_GOOD)[:1]
         for backend in Backend:
             tried = (io for io in self._rates if io.backend is backend)
-            found += sorted(tried, key=self.rate, reverse=True)[:2]
-        return list(dict.fromkeys(found))
+            finalists += sorted(tried, key=self.rate, reverse=True)[:2]
+        return list(dict.fromkeys(finalists))
 
     def _near(self, candidates: Collection[IoSettings], share: float) -> list[IoSettings]:
-        """Those that reach this share of the fastest one's rate, preferred ones first."""
+        """Lists the candidates that reach this share of the fastest one's rate, preferred ones first."""
         least = share * max(map(self.rate, candidates))
         return sorted((io for io in candidates if self.rate(io) >= least), key=_preference)
 
@@ -222,7 +224,7 @@ def _settings(backend: Backend, shape: tuple[int, int], piece_nbytes: int) -> Io
 
 
 class _Bench:
-    """A region of an SSD and memory to fill it from, moved by threads as an SSD server moves its pieces."""
+    """A benchmark on a region of an SSD, with threads that move pieces like those of an SSD server."""
 
     def __init__(self, device: BlockDevice, offset: int, nbytes: int) -> None:
         self._device = device
@@ -231,10 +233,10 @@ class _Bench:
         self.max_in_flight_nbytes = min(nbytes, _MAX_IN_FLIGHT_NBYTES)
         self._memory = mmap.mmap(-1, self.max_in_flight_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without huge pages
-            # A virtual disk handles every stretch of physically contiguous memory by itself: by what small pages its
-            # buffers got, one moved 1.2 to 3.6 GB/s. So two SSDs of a kind could measure threefold apart.
+            # A virtual disk handles each run of physically contiguous memory separately. With small pages its rate was
+            # 1.2 to 3.6 GB/s by chance, so two equal SSDs could differ threefold.
             self._memory.madvise(mmap.MADV_HUGEPAGE)
-        noise = os.urandom(_MIB)  # some SSDs compress
+        noise = os.urandom(_MIB)  # random, because some SSDs compress data
         for start in range(0, self.max_in_flight_nbytes, _MIB):
             self._memory[start : start + _MIB] = noise
 
@@ -246,19 +248,19 @@ class _Bench:
             _collect(engine)
 
     def bytes_per_s(self, io: IoSettings, pattern: Sequence[bool], seconds: float) -> float:
-        """Bytes moved per second, to the end of the last transfer; none begins after `seconds`, but one per buffer."""
+        """Returns the bytes moved per second until the last transfer ends. After `seconds` no more transfers begin."""
         start_s = time.monotonic()
         moved = self._run(io, pattern, seconds)
         return moved / (time.monotonic() - start_s)
 
     def cpu_s_per_byte(self, io: IoSettings, pattern: Sequence[bool], seconds: float) -> float:
-        """What all cores together spend on it. Of this process: nothing else of it should be busy."""
+        """Returns the CPU seconds of all cores per byte moved. Other threads of this process should be idle."""
         start_s = time.process_time()
         moved = self._run(io, pattern, seconds)
         return (time.process_time() - start_s) / moved
 
     def _run(self, io: IoSettings, pattern: Sequence[bool], seconds: float) -> int:
-        """The bytes moved."""
+        """Runs the transfers in threads and returns the bytes moved."""
         transfers = self._transfers(io, pattern)
         until_s = time.monotonic() + seconds
         moved: list[int] = []
@@ -280,9 +282,9 @@ class _Bench:
         return sum(moved)
 
     def _transfers(self, io: IoSettings, pattern: Sequence[bool]) -> Iterator[Transfer]:
-        """One transfer after the other, without end; `map` and what it takes are safe to share between threads.
+        """Returns an endless iterator of transfers. `map` and the iterators in it are thread-safe.
 
-        They go all over the region and the memory, whatever the settings, so that none has the better part of either.
+        Transfers cover the whole region and memory with all settings, so that the comparison is fair.
         """
         places = list(range(self._offset, self._offset + self._nbytes - io.piece_nbytes + 1, io.piece_nbytes))
         random.Random(0).shuffle(places)
@@ -298,7 +300,7 @@ class _Bench:
         )
 
     def _move(self, io: IoSettings, transfers: Iterator[Transfer], until_s: float) -> int:
-        """One thread of an SSD server: keep `depth` in flight, take a checksum of each. The bytes moved."""
+        """Works like a thread of an SSD server: keeps `depth` in flight, checksums each. Returns the bytes moved."""
         moved = 0
         engine = open_engine(self._device, io)
         try:

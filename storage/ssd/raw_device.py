@@ -1,6 +1,6 @@
-"""Raw block devices: what a device is, who uses it, and what lies on it that must not be overwritten.
+"""Checks raw block devices: their type, their current use, and contents that must not be overwritten.
 
-What lies on it is asked of libblkid, by way of util-linux's `wipefs`: it knows every kind that mount and udev know.
+Contents are recognized by libblkid through util-linux's `wipefs`. It knows every format that mount and udev know.
 """
 
 import errno
@@ -18,9 +18,10 @@ from windlass.storage.integrity import StoreError
 
 _SYSFS = Path("/sys/dev/block")
 MAX_LOGICAL_BLOCK_NBYTES = 4096  # transfers are multiples of 4096 bytes
-# libblkid takes what it cannot read for blank. Nearly all it knows lies in the first or the last MiB.
+# Bytes at each end of a device that must be readable, because libblkid treats unreadable bytes as blank. Nearly all
+# signatures are in the first or the last MiB.
 _ENDS_NBYTES = 4 << 20
-_PROBE_DEADLINE_S = 60.0
+_PROBE_DEADLINE_S = 60.0  # timeout of wipefs
 
 _KNOWN = {
     "gpt": "a GPT partition table",
@@ -38,25 +39,25 @@ _USAGES = {
 
 
 class DeviceRefused(StoreError):
-    """A device is not windlass's to use; the text names it, what was found and what to do."""
+    """Windlass may not use a device. The message names the device, the obstacle and what to do."""
 
 
 def is_block_device(path: Path) -> bool:
-    """Whether `path`, or what it links to, is a block device."""
+    """Checks whether `path`, or the target of its links, is a block device."""
     return path.is_block_device()
 
 
 def is_device_path(path: Path) -> bool:
-    """Whether a path stands for a block device, one that is not plugged in included.
+    """Checks whether a path denotes a block device, even one that is not plugged in.
 
-    A folder made in place of a missing device's node would lie in memory, and keep the node from coming back.
+    A folder in place of a missing device's node would be in memory, and would prevent the node's return.
     """
     real = Path(os.path.realpath(path))
     return real.is_block_device() or (real.is_relative_to("/dev") and not real.is_relative_to("/dev/shm"))
 
 
 def device_nbytes(path: Path) -> int:
-    """Size of a device. Raises OSError where it cannot be opened."""
+    """Returns the size of a device in bytes. Raises OSError if it cannot be opened."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.lseek(fd, 0, os.SEEK_END)
@@ -65,7 +66,7 @@ def device_nbytes(path: Path) -> int:
 
 
 def logical_block_nbytes(path: Path) -> int:
-    """The unit in which a device is read and written.
+    """Returns the logical block size of a device in bytes.
 
     Raises:
         DeviceRefused: not a block device, or a unit larger than 4096 bytes.
@@ -79,11 +80,11 @@ def logical_block_nbytes(path: Path) -> int:
 
 
 def require_not_in_use(path: Path) -> None:
-    """Refuse a device that anything but windlass uses now. The caller keeps other windlass processes from asking too.
+    """Refuses a device that is in use by anything but windlass. The caller must exclude other windlass processes.
 
     Raises:
-        DeviceRefused: it is no block device, or it, or a partition of it, is mounted, swap, part of another device or
-            open for somebody alone; or it has partitions, cannot be written, or moves larger blocks than 4096 bytes.
+        DeviceRefused: it is no block device, has partitions, is not writable, or has logical blocks above 4096 bytes.
+            Or the device or a partition of it is mounted, swap space, part of another device, or opened exclusively.
     """
     folder = _sysfs_folder(path)
     logical_block_nbytes(path)
@@ -95,7 +96,7 @@ def require_not_in_use(path: Path) -> None:
     if (folder / "ro").read_text().strip() != "0":
         raise _refused(path, "it is read-only", f"allow writing (`blockdev --setrw {path}`)")
     try:
-        # The kernel opens what it mounts, swaps to or builds upon in this way, also for other containers.
+        # The kernel opens devices exclusively for mounts, swap and RAID, also for other containers.
         os.close(os.open(path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC))
     except OSError as error:
         if error.errno == errno.EBUSY:
@@ -106,11 +107,11 @@ def require_not_in_use(path: Path) -> None:
 
 
 def require_usable(path: Path) -> None:
-    """Refuse a device that does not hold a windlass volume but something else, or that is in use.
+    """Refuses a device that is in use, or that holds anything but a windlass volume.
 
     Raises:
-        DeviceRefused: as `require_not_in_use` does; or it carries a signature of a file system, a partition table, a
-            RAID or the like, or that cannot be found out.
+        DeviceRefused: as in `require_not_in_use`. Or the device has a signature of a file system, a partition table, a
+            RAID or the like, or its signatures cannot be read.
     """
     require_not_in_use(path)
     _require_readable_ends(path)
@@ -121,12 +122,12 @@ def require_usable(path: Path) -> None:
 
 
 def signatures(path: Path) -> list[str]:
-    """What libblkid finds on a device or in an image of one, each kind once: ["a file system (ext4)"].
+    """Lists the signatures that libblkid finds on a device or in an image, each kind once: ["a file system (ext4)"].
 
     Raises:
-        DeviceRefused: it cannot be found out.
+        DeviceRefused: wipefs is missing, fails or takes too long.
     """
-    # An ordinary user's PATH often lacks the directories of system programs.
+    # An ordinary user's PATH often lacks the directories of system programs, so they are added.
     tool = shutil.which("wipefs", path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
     if tool is None:
         raise _unknown(path, "the program wipefs is missing", "install util-linux")
@@ -148,9 +149,9 @@ def signatures(path: Path) -> list[str]:
 
 
 def use_of(folder: Path, mountinfo: str, swaps: str) -> tuple[str, str] | None:
-    """Who uses a device, and what to do; None for nobody.
+    """Returns the current use of a device and the advice for ending it; None if the device is unused.
 
-    `folder` is its place in sysfs, `mountinfo` and `swaps` the texts of /proc/self/mountinfo and /proc/swaps.
+    `folder` is the device's folder in sysfs, `mountinfo` and `swaps` the texts of /proc/self/mountinfo and /proc/swaps.
     """
     partitions = sorted(child for child in folder.iterdir() if (child / "partition").exists())
     members = {(member / "dev").read_text().strip(): member for member in (folder, *partitions)}
@@ -179,19 +180,19 @@ def _description(kind: str, usage: str) -> str:
 
 
 def _mounts(mountinfo: str) -> Iterator[tuple[str, str]]:
-    """Device number and mount point of every mount. Format: proc_pid_mountinfo(5)."""
+    """Yields the device number and mount point of every mount. Format: proc_pid_mountinfo(5)."""
     for line in mountinfo.splitlines():
         fields = line.split(" ")
         mount_point = _unescaped(fields[4])
         yield fields[2], mount_point
-        # btrfs and others give themselves a number of their own; their source still names a device.
+        # btrfs and others use a device number of their own, but their source names the device.
         source = _number_of(fields[fields.index("-", 6) + 2])
         if source is not None:
             yield source, mount_point
 
 
 def _number_of(name: str) -> str | None:
-    """The "major:minor" of a block device named as the kernel does in its tables; None for anything else."""
+    """Returns the "major:minor" of a block device by its name in the kernel's tables; None for anything else."""
     if not name.startswith("/dev/"):
         return None
     try:

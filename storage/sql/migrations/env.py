@@ -1,4 +1,4 @@
-"""What Alembic runs: the caller opened the connection and owns its transaction."""
+"""Alembic's entry point. The caller opened the connection and owns its transaction."""
 
 from alembic import context
 

@@ -1,4 +1,4 @@
-"""All SQL, one module for each kind of row."""
+"""The repositories, which hold all SQL: one module for each kind of row."""
 
 from windlass.exports import lazy_exports
 

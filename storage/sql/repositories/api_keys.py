@@ -1,4 +1,4 @@
-"""API keys and the logins made with them. Only digests are kept: nothing here can be used to get in."""
+"""API keys, and browser logins with them. Only digests are stored, so the database's rows cannot be used to log in."""
 
 import secrets
 import time
@@ -14,23 +14,23 @@ from windlass.storage.sql import ApiKey, LoginSession, NotFound
 
 KEY_PREFIX = "wk-"
 _SECRET_NBYTES = 32
-_USE_INTERVAL_S = 60.0
+_USE_INTERVAL_S = 60.0  # minimum time between two updates of a key's last use
 
 
 class Role(StrEnum):
-    """What a key's holder may do."""
+    """The rights of a key."""
 
-    ADMIN = "admin"  # sees and changes what is anybody's
-    USER = "user"  # sees and changes what is their own
+    ADMIN = "admin"  # reads and changes all users' jobs and files
+    USER = "user"  # reads and changes only the key's user's jobs and files
 
 
 def digest_of(secret: str) -> str:
-    """What is kept of a secret of 256 random bits; it needs no salt and no slow hash, as nobody can guess it."""
+    """Returns the stored digest of a secret. It needs no salt or slow hash, because the secret has 256 random bits."""
     return sha256(secret.encode(errors="surrogateescape")).hexdigest()
 
 
 def is_active(key: ApiKey, now_s: float) -> bool:
-    """Whether a key opens anything."""
+    """Checks that a key is neither revoked nor expired."""
     return key.revoked_at is None and (key.expires_at is None or now_s < key.expires_at)
 
 
@@ -49,7 +49,7 @@ class KeyRepository:
         expires_at: float | None = None,
         limits: dict[str, Any] | None = None,
     ) -> tuple[ApiKey, str]:
-        """A new key, and its secret, which nobody can look up later."""
+        """Creates a key. Returns it with its secret, which is not stored and cannot be read later."""
         secret = KEY_PREFIX + secrets.token_urlsafe(_SECRET_NBYTES)
         key = ApiKey(
             id=f"key-{secrets.token_hex(8)}",
@@ -66,30 +66,30 @@ class KeyRepository:
         return key, secret
 
     def get(self, key_id: str) -> ApiKey:
-        """The key with this id; NotFound if there is none."""
+        """Returns the key with this id. Raises NotFound if there is none."""
         key = self._session.get(ApiKey, key_id)
         if key is None:
             raise NotFound("API key", key_id)
         return key
 
     def all(self) -> Sequence[ApiKey]:
-        """Every key that was ever made, oldest first."""
+        """Lists all keys, also revoked and expired ones, oldest first."""
         return self._session.scalars(select(ApiKey).order_by(ApiKey.created_at, ApiKey.id)).all()
 
     def active_of(self, user: str) -> Sequence[ApiKey]:
-        """The keys of a user that open."""
+        """Lists the active keys of a user."""
         keys = self._session.scalars(select(ApiKey).where(ApiKey.user == user, ApiKey.revoked_at.is_(None))).all()
         return [key for key in keys if is_active(key, time.time())]
 
     def set_limits(self, key_id: str, limits: dict[str, Any]) -> ApiKey:
-        """Replace a key's own limits; NotFound if there is no such key."""
+        """Replaces a key's own limits. Raises NotFound if there is no such key."""
         key = self.get(key_id)
         key.limits = limits or None
         self._session.flush()
         return key
 
     def revoke(self, key_id: str) -> ApiKey:
-        """End a key and its logins, at once and for good; NotFound if there is none. Again changes nothing."""
+        """Revokes a key and ends its logins. Idempotent. Raises NotFound if there is no such key."""
         key = self.get(key_id)
         key.revoked_at = key.revoked_at or time.time()
         self._session.execute(delete(LoginSession).where(LoginSession.key_id == key_id))
@@ -97,36 +97,36 @@ class KeyRepository:
         return key
 
     def find(self, secret: str) -> ApiKey | None:
-        """The active key with this secret.
+        """Returns the active key with this secret, None if there is none.
 
-        It is looked up by its digest: how long that takes tells nothing of the secrets that are there.
+        The look-up is by digest, so its duration reveals nothing about existing secrets.
         """
         key = self._session.scalar(select(ApiKey).where(ApiKey.digest == digest_of(secret)))
         return key if key is not None and is_active(key, time.time()) else None
 
     def has_active(self) -> bool:
-        """Whether somebody has a key that opens."""
+        """Checks whether there is an active key."""
         unexpired = or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > time.time())
         return bool(self._session.scalar(select(exists().where(and_(ApiKey.revoked_at.is_(None), unexpired)))))
 
     def is_needed(self) -> bool:
-        """Whether requests need a key: one was made and not revoked. That it expires opens no door."""
+        """Checks whether requests need a key: there is one that is not revoked. Expired keys count too."""
         return bool(self._session.scalar(select(exists().where(ApiKey.revoked_at.is_(None)))))
 
     def revision(self) -> tuple[int, int]:
-        """Another one once a key or a login was made or ended; that one expires changes nothing."""
+        """Returns a value that changes when a key or a login is made or ended. Expiry does not change it."""
         num_keys = select(func.count()).where(ApiKey.revoked_at.is_(None)).scalar_subquery()
         num_logins = select(func.count()).select_from(LoginSession).scalar_subquery()
-        found = self._session.execute(select(num_keys, num_logins)).one()
-        return found[0], found[1]
+        counts = self._session.execute(select(num_keys, num_logins)).one()
+        return counts[0], counts[1]
 
     def note_use(self, key_id: str, now_s: float) -> None:
-        """Keep when a key was used last, unless that was within the last minute."""
+        """Records the time of a key's use, unless the last record is less than a minute old."""
         before = or_(ApiKey.last_used_at.is_(None), ApiKey.last_used_at <= now_s - _USE_INTERVAL_S)
         self._session.execute(update(ApiKey).where(ApiKey.id == key_id, before).values(last_used_at=now_s))
 
     def log_in(self, key_id: str, *, lasts_s: float) -> str:
-        """A new login's token, for its browser's cookie. Logins that are over are forgotten."""
+        """Creates a login and returns its token for the browser's cookie. Deletes expired logins."""
         now_s = time.time()
         self._session.execute(delete(LoginSession).where(LoginSession.expires_at <= now_s))
         token = secrets.token_urlsafe(_SECRET_NBYTES)
@@ -137,7 +137,7 @@ class KeyRepository:
         return token
 
     def find_login(self, token: str) -> ApiKey | None:
-        """The active key that a login was made with; None once either is over."""
+        """Returns the active key of a login, None if the key or the login has ended."""
         now_s = time.time()
         query = select(ApiKey).join(LoginSession, LoginSession.key_id == ApiKey.id)
         key = self._session.scalar(
@@ -146,7 +146,7 @@ class KeyRepository:
         return key if key is not None and is_active(key, now_s) else None
 
     def is_open(self, key_id: str, login: str | None) -> bool:
-        """Whether a key is still active, and so is the login with this digest, if one is given."""
+        """Checks whether a key is active, and also the login with this digest if one is given."""
         key = self._session.get(ApiKey, key_id)
         now_s = time.time()
         if key is None or not is_active(key, now_s):
@@ -157,10 +157,10 @@ class KeyRepository:
         return row is not None and row.expires_at > now_s
 
     def log_out(self, token: str) -> None:
-        """End a login, if there is one."""
+        """Ends a login if it exists."""
         self._session.execute(delete(LoginSession).where(LoginSession.digest == digest_of(token)))
 
 
 def needs_note(key: ApiKey, now_s: float) -> bool:
-    """Whether `note_use` would write: only then is it worth a transaction that writes."""
+    """Checks whether `note_use` would write, so that the caller opens a writing transaction only then."""
     return key.last_used_at is None or key.last_used_at <= now_s - _USE_INTERVAL_S

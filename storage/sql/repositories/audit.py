@@ -1,4 +1,4 @@
-"""The audit: who changed what. A change and its event are of one transaction."""
+"""The audit log: the user, action and target of each change. A change and its event are in one transaction."""
 
 import time
 from enum import StrEnum
@@ -13,14 +13,14 @@ _MAX_PEER_CHARS = 64
 
 
 class AuditResult(StrEnum):
-    """How it ended."""
+    """The result of an audited action."""
 
     DONE = "done"
     REFUSED = "refused"  # nothing was changed
 
 
 def audit_id(ordinal: int) -> str:
-    """An audit event's public id."""
+    """Returns an audit event's public id."""
     return f"audit-{ordinal}"
 
 
@@ -40,7 +40,7 @@ class AuditRepository:
         peer: str | None,
         result: AuditResult = AuditResult.DONE,
     ) -> None:
-        """Write an event. Names and ids only; nothing that is secret."""
+        """Writes an event. It may hold names and ids, but no secrets."""
         event = AuditEvent(
             created_at=time.time(),
             key_id=key_id,
@@ -54,7 +54,7 @@ class AuditRepository:
         self._session.flush()
 
     def page(self, *, limit: int, after: int | None = None) -> Page[AuditEvent]:
-        """Events, newest first; those older than `after`, which must be one of them."""
+        """Lists events, newest first, older than `after` if given. Raises NotFound if `after` is no event."""
         query = select(AuditEvent).order_by(AuditEvent.ordinal.desc()).limit(limit + 1)
         if after is not None:
             if self._session.get(AuditEvent, after) is None:

@@ -10,13 +10,13 @@ from sqlalchemy.orm import Session, aliased
 
 from windlass.storage.sql import Checkpoint, Job, JobEvent, JobMetrics, NotFound, Page, page_of
 
-_NUM_TO_SEARCH = 10
+_NUM_TO_SEARCH = 10  # last steps in which a value is searched
 
 
 @functools.cache
 def _last_metrics() -> Select[tuple[str, dict[str, Any]]]:
-    """Made once: to put it together takes longer than to execute it."""
-    # The last step of each job is looked up in the index: a job may have hundreds of thousands.
+    """Returns the query for the metrics of jobs' last steps. Cached, because building it is slower than running it."""
+    # A subquery finds each job's last step by the index, because a job may have hundreds of thousands of steps.
     other = aliased(JobMetrics)
     last = select(func.max(other.step)).where(other.job_id == Job.id).correlate(Job).scalar_subquery()
     query = select(JobMetrics.job_id, JobMetrics.data)
@@ -25,7 +25,7 @@ def _last_metrics() -> Select[tuple[str, dict[str, Any]]]:
 
 
 class EventRepository:
-    """What happened to jobs, within the caller's transaction."""
+    """Events, metrics and checkpoints of jobs, within the caller's transaction."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -39,7 +39,7 @@ class EventRepository:
         level: str = "info",
         data: dict[str, Any] | None = None,
     ) -> JobEvent:
-        """Write an event of the service's own."""
+        """Writes an event of the service, as opposed to one from a runner's journal."""
         event = JobEvent(
             job_id=job_id,
             attempt=attempt,
@@ -55,7 +55,10 @@ class EventRepository:
         return event
 
     def page(self, job_id: str, *, limit: int, after: int | None, type: str | None = None) -> Page[JobEvent]:
-        """A job's events, of one type or both, newest first; those older than `after`, which must be one of them."""
+        """Lists a job's events, newest first, of one type or both, older than `after` if given.
+
+        Raises NotFound if `after` is not one of them.
+        """
         query = select(JobEvent).where(JobEvent.job_id == job_id).order_by(JobEvent.ordinal.desc()).limit(limit + 1)
         if type is not None:
             query = query.where(JobEvent.type == type)
@@ -67,7 +70,7 @@ class EventRepository:
         return page_of(self._session.scalars(query).all(), limit)
 
     def first(self, job_id: str, attempt: int) -> JobEvent | None:
-        """The first event of an attempt: that it was started."""
+        """Returns the first event of an attempt, which records its start; None if there is none."""
         where = (JobEvent.job_id == job_id, JobEvent.attempt == attempt)
         return self._session.scalar(select(JobEvent).where(*where).order_by(JobEvent.ordinal).limit(1))
 
@@ -80,9 +83,9 @@ class EventRepository:
         job_id: str | None = None,
         only_of: str | None = None,
     ) -> Sequence[JobEvent]:
-        """Events after an ordinal, oldest first, of one job, of one user's or of all: what a live stream sends.
+        """Lists events after an ordinal, oldest first, for a live stream: of one job, of one user's jobs, or of all.
 
-        `until`: the last ordinal that is looked at.
+        `until`: the last ordinal that is included.
         """
         query = select(JobEvent).where(JobEvent.ordinal > ordinal).order_by(JobEvent.ordinal).limit(limit)
         if until is not None:
@@ -94,33 +97,33 @@ class EventRepository:
         return self._session.scalars(query).all()
 
     def with_owners(self, ordinal: int, *, limit: int) -> Sequence[tuple[JobEvent, str | None]]:
-        """Events after an ordinal, oldest first, each with the user whose job it is of."""
+        """Lists events after an ordinal, oldest first, each with the owner of its job."""
         query = select(JobEvent, Job.owner).join(Job, Job.id == JobEvent.job_id).where(JobEvent.ordinal > ordinal)
-        found = self._session.execute(query.order_by(JobEvent.ordinal).limit(limit))
-        return [(event, owner) for event, owner in found]
+        rows = self._session.execute(query.order_by(JobEvent.ordinal).limit(limit))
+        return [(event, owner) for event, owner in rows]
 
     def last_ordinal(self) -> int:
-        """The newest event's ordinal; 0 if there is none."""
+        """Returns the newest event's ordinal, 0 if there is none."""
         return self._session.scalar(select(func.max(JobEvent.ordinal))) or 0
 
     def metrics(self, job_id: str) -> Sequence[JobMetrics]:
-        """The metrics of each step that counts, in order of steps."""
+        """Lists a job's metrics in order of steps."""
         query = select(JobMetrics).where(JobMetrics.job_id == job_id).order_by(JobMetrics.step)
         return self._session.scalars(query).all()
 
     def first_metrics(self, job_id: str, attempt: int, *, limit: int) -> Sequence[JobMetrics]:
-        """The first steps whose metrics are an attempt's, in order of steps."""
+        """Lists the metrics of an attempt's first steps, in order of steps."""
         where = (JobMetrics.job_id == job_id, JobMetrics.attempt == attempt)
         return self._session.scalars(select(JobMetrics).where(*where).order_by(JobMetrics.step).limit(limit)).all()
 
     def last_metrics(self, job_ids: Collection[str]) -> dict[str, dict[str, Any]]:
-        """The metrics of the last step of each of these jobs that has any."""
+        """Returns the metrics of each job's last step, by job id. Jobs without metrics are left out."""
         return {row.job_id: row.data for row in self._session.execute(_last_metrics(), {"job_ids": list(job_ids)})}
 
     def last_paced_step(self, job_id: str) -> JobMetrics | None:
-        """The last step of a job that told the time left, if only that none is known; None where none did.
+        """Returns the last step with an entry for the remaining time, which may be null; None if there is none.
 
-        Those that were only evaluated so far do not, nor those that a later attempt told of.
+        Steps that so far were only evaluated have no such entry.
         """
         query = select(JobMetrics).where(JobMetrics.job_id == job_id).order_by(JobMetrics.step.desc())
         return next(
@@ -128,29 +131,29 @@ class EventRepository:
         )
 
     def last_measured(self, job_id: str) -> dict[str, Any] | None:
-        """What a job's runner told last of what the job takes; None if it never did."""
+        """Returns the last resource usage that a job's runner reported, None if it never did."""
         query = select(JobMetrics).where(JobMetrics.job_id == job_id).order_by(JobMetrics.step.desc())
-        # The last steps may have been evaluated only, so far.
+        # Several steps are searched, because the last ones may have been only evaluated so far.
         rows = self._session.scalars(query.limit(_NUM_TO_SEARCH))
         return next((row.data["measured"] for row in rows if "measured" in row.data), None)
 
     def checkpoint_of(self, model: str) -> Checkpoint | None:
-        """The checkpoint whose model this is."""
+        """Returns the checkpoint with this model name, None if there is none."""
         return self._session.scalar(select(Checkpoint).where(Checkpoint.model == model))
 
     def checkpoint(self, job_id: str, checkpoint_id: str) -> Checkpoint:
-        """One of a job's checkpoints; NotFound if it has none of this id."""
-        found = self._session.get(Checkpoint, checkpoint_id)
-        if found is None or found.job_id != job_id:
+        """Returns one of a job's checkpoints. Raises NotFound if it has none with this id."""
+        checkpoint = self._session.get(Checkpoint, checkpoint_id)
+        if checkpoint is None or checkpoint.job_id != job_id:
             raise NotFound("checkpoint", checkpoint_id)
-        return found
+        return checkpoint
 
     def remove_checkpoint(self, model: str) -> None:
-        """The checkpoint whose model this is leaves the list; nothing happens if there is none."""
+        """Deletes the row of the checkpoint with this model name, if there is one."""
         self._session.execute(delete(Checkpoint).where(Checkpoint.model == model))
 
     def checkpoints(self, job_id: str, *, limit: int, after: str | None) -> Page[Checkpoint]:
-        """A job's checkpoints, latest step first; NotFound if `after` is not one of them."""
+        """Lists a job's checkpoints, latest step first. Raises NotFound if `after` is not one of them."""
         query = select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step_number.desc())
         if after is not None:
             query = query.where(Checkpoint.step_number < self.checkpoint(job_id, after).step_number)

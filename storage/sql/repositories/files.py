@@ -1,4 +1,4 @@
-"""The files table."""
+"""The table of files."""
 
 import secrets
 import time
@@ -11,14 +11,14 @@ from windlass.storage.sql import File, NotFound, Page, page_of
 
 
 def new_file_id() -> str:
-    """An id nobody can guess."""
+    """Returns a new id that cannot be guessed."""
     return f"file-{secrets.token_hex(12)}"
 
 
 class FileRepository:
     """Files, within the caller's transaction.
 
-    With `only_of` the files of all other users are not there, and those of nobody neither.
+    With `only_of`, only that user's files are visible; files without an owner are not.
     """
 
     def __init__(self, session: Session, only_of: str | None = None) -> None:
@@ -35,7 +35,7 @@ class FileRepository:
         owner: str | None = None,
         node: str | None = None,
     ) -> File:
-        """Record a file whose bytes are in place. `node`: of the home that they lie in."""
+        """Adds the row of a file whose bytes are already stored. `node`: the home that has them."""
         file = File(
             id=file_id,
             filename=filename,
@@ -50,16 +50,16 @@ class FileRepository:
         return file
 
     def get(self, file_id: str) -> File:
-        """The file; NotFound if there is none."""
+        """Returns the file. Raises NotFound if there is none."""
         file = self._session.get(File, file_id)
         if file is None or self._only_of not in (None, file.owner):
             raise NotFound("file", file_id)
         return file
 
     def delete(self, file_id: str) -> str | None:
-        """Forget the file; NotFound if there is none. Its bytes are the caller's to remove, after the commit.
+        """Deletes the file's row. The caller must remove the bytes after the commit.
 
-        Returns the node of the home that has them, if that is known.
+        Returns the home that has the bytes, None if it is not known. Raises NotFound if there is no such file.
         """
         file = self.get(file_id)
         self._session.delete(file)
@@ -67,25 +67,26 @@ class FileRepository:
         return file.node
 
     def usage(self, owner: str) -> tuple[int, int]:
-        """How many files a user has, and their bytes together."""
+        """Returns the number of a user's files, and the sum of their bytes."""
         totals = select(func.count(), func.coalesce(func.sum(File.nbytes), 0)).where(File.owner == owner)
         num_files, nbytes = self._session.execute(totals).one()
         return int(num_files), int(nbytes)
 
     def filenames(self, file_ids: Iterable[str | None]) -> dict[str, str]:
-        """The uploaders' names for those of the files that there are, by id."""
-        query = select(File.id, File.filename).where(File.id.in_([each for each in file_ids if each is not None]))
+        """Returns the uploaders' names of the files that exist, by id."""
+        ids = [file_id for file_id in file_ids if file_id is not None]
+        query = select(File.id, File.filename).where(File.id.in_(ids))
         return {row.id: row.filename for row in self._session.execute(query)}
 
     def all_ids(self) -> frozenset[str]:
-        """Of all files."""
+        """Returns the ids of all files."""
         query = select(File.id)
         return frozenset(
             self._session.scalars(query if self._only_of is None else query.where(File.owner == self._only_of))
         )
 
     def page(self, *, limit: int, after: str | None, newest_first: bool, purpose: str | None) -> Page[File]:
-        """Files by time of upload; NotFound if `after` is not a file's id."""
+        """Lists files by time of upload. Raises NotFound if `after` is not a file's id."""
         position = tuple_(File.created_at, File.id)
         query = select(File).limit(limit + 1)
         if newest_first:

@@ -1,4 +1,4 @@
-"""The jobs table: creation, lists, and the only place where a status changes."""
+"""The table of jobs: creation, lists, and all changes of status."""
 
 import secrets
 import time
@@ -28,13 +28,13 @@ from windlass.storage.sql.repositories.webhooks import WebhookRepository
 
 
 def new_job_id() -> str:
-    """An id nobody can guess."""
+    """Returns a new id that cannot be guessed."""
     return f"ftjob-{secrets.token_hex(12)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewJob:
-    """A job as it was asked for; everything has been checked."""
+    """A requested job, after all checks."""
 
     model: str
     training_file: str
@@ -47,12 +47,12 @@ class NewJob:
     priority: int
     idempotency_key: str | None
     request_digest: str | None
-    node: str | None = None  # whose home has its files; None: that of whoever claims it
+    node: str | None = None  # the home that has its files; None: the home of the dispatcher that will claim it
     owner: str | None = None  # a user; None: no key was needed
 
 
 class JobFields(TypedDict, total=False):
-    """What a change of status, or of nothing but these, may write beside it."""
+    """The fields that a change of status may also write, and that `set_fields` may write alone."""
 
     attempt: int
     hyperparameters: dict[str, Any]
@@ -72,7 +72,7 @@ class JobFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class _Fence:
-    """For whom a change is meant."""
+    """The attempt and the dispatcher for which a change is valid."""
 
     attempt: int
     lease_holder: str | None
@@ -82,14 +82,14 @@ class _Fence:
 
 
 def _fence(seen: Job | None) -> _Fence | None:
-    # Taken before the job is read again, which would change a row of the same session.
+    # Call this before the job is read again, because a read refreshes the row in the same session.
     return None if seen is None else _Fence(seen.attempt, seen.lease_holder)
 
 
 class JobRepository:
     """Jobs, within the caller's transaction.
 
-    With `only_of`, `get` and all that begins with it, and `page`, know that user's jobs and no others.
+    With `only_of`, the methods that look up a job by `get`, and `page`, see only that user's jobs.
     """
 
     def __init__(self, session: Session, only_of: str | None = None) -> None:
@@ -97,7 +97,7 @@ class JobRepository:
         self._only_of = only_of
 
     def create(self, new: NewJob) -> Job:
-        """Add a job, to be validated first, and its first event."""
+        """Adds a job, which will be validated first, and its first event."""
         job = Job(
             id=new_job_id(),
             status=JobStatus.VALIDATING_FILES,
@@ -123,40 +123,41 @@ class JobRepository:
         return job
 
     def get(self, job_id: str) -> Job:
-        """The job as it is now; NotFound if there is none."""
+        """Returns the job's current row. Raises NotFound if there is none."""
         job = self.find(job_id)
         if job is None or self._only_of not in (None, job.owner):
             raise NotFound("fine-tuning job", job_id)
         return job
 
     def find(self, job_id: str) -> Job | None:
-        """The job as it is now, if there is one, whosever it is."""
+        """Returns the job's current row regardless of its owner, None if there is none."""
         return self._session.get(Job, job_id, populate_existing=True)
 
     def by_idempotency_key(self, owner: str | None, keys: Collection[str]) -> Job | None:
-        """The job that a request of this user with one of these keys made."""
+        """Returns the job that a request of this user with one of these keys created, None if there is none."""
         return self._session.scalar(select(Job).where(Job.owner == owner, Job.idempotency_key.in_(keys)).limit(1))
 
     def owners_by_prefix(self, prefix: str) -> tuple[str | None, ...]:
-        """The owners of the jobs whose ids begin so, deleted or not: of one, as a rule; none where none is known."""
-        there = select(Job.owner).where(*begins_with(Job.id, prefix))
+        """Returns the owners of existing and deleted jobs whose ids begin with a prefix, usually of one job."""
+        existing = select(Job.owner).where(*begins_with(Job.id, prefix))
         deleted = select(DeletedJob.owner).where(*begins_with(DeletedJob.id, prefix))
-        return tuple(self._session.scalars(there.union_all(deleted)))
+        return tuple(self._session.scalars(existing.union_all(deleted)))
 
     def all_ids(self) -> frozenset[str]:
-        """Of all jobs, and of those that were deleted."""
-        there, deleted = select(Job.id), select(DeletedJob.id)
+        """Returns the ids of all existing and deleted jobs."""
+        existing, deleted = select(Job.id), select(DeletedJob.id)
         if self._only_of is not None:
-            there, deleted = there.where(Job.owner == self._only_of), deleted.where(DeletedJob.owner == self._only_of)
-        return frozenset(self._session.scalars(there.union_all(deleted)))
+            existing = existing.where(Job.owner == self._only_of)
+            deleted = deleted.where(DeletedJob.owner == self._only_of)
+        return frozenset(self._session.scalars(existing.union_all(deleted)))
 
     def by_prefix(self, prefix: str) -> Job | None:
-        """The job whose id begins so, whosever it is; None if there is none, or several."""
-        found = self._session.scalars(select(Job).where(*begins_with(Job.id, prefix)).limit(2)).all()
-        return found[0] if len(found) == 1 else None
+        """Returns the job whose id begins with a prefix, regardless of its owner; None if there is none, or several."""
+        jobs = self._session.scalars(select(Job).where(*begins_with(Job.id, prefix)).limit(2)).all()
+        return jobs[0] if len(jobs) == 1 else None
 
     def page(self, *, limit: int, after: str | None, metadata: Mapping[str, str]) -> Page[Job]:
-        """Jobs, newest first, that carry all these metadata pairs; NotFound if `after` is not a job's id."""
+        """Lists jobs with all these metadata pairs, newest first. Raises NotFound if `after` is not a job's id."""
         query = select(Job).order_by(Job.created_at.desc(), Job.id.desc()).limit(limit + 1)
         if self._only_of is not None:
             query = query.where(Job.owner == self._only_of)
@@ -170,9 +171,9 @@ class JobRepository:
     def with_status(
         self, *statuses: JobStatus, node: str | None = None, lease_holder: str | None = None
     ) -> Sequence[Job]:
-        """Jobs in any of these statuses, in the order in which they get their turn: (priority, created_at, id).
+        """Lists jobs in any of these statuses, in the order of the queue: (priority, created_at, id).
 
-        Of one node or of none yet, or held by one dispatcher, where such is given.
+        `node`: only jobs of this home or of none yet. `lease_holder`: only jobs that this dispatcher holds.
         """
         query = select(Job).where(Job.status.in_(statuses)).order_by(Job.priority, Job.created_at, Job.id)
         if node is not None:
@@ -182,45 +183,45 @@ class JobRepository:
         return self._session.scalars(query).all()
 
     def count_by_status(self) -> dict[JobStatus, int]:
-        """Of all jobs; statuses that none is in are left out."""
+        """Returns the number of jobs in each status. Statuses without jobs are left out."""
         query = select(Job.status, func.count().label("number")).group_by(Job.status)
         return {row.status: row.number for row in self._session.execute(query)}
 
     def count_waiting(self, owner: str | None) -> int:
-        """How many unfinished jobs a user has that do not run, paused ones included."""
+        """Returns the number of a user's unfinished jobs that do not run, including paused ones."""
         waiting = ACTIVE_STATUSES - {JobStatus.RUNNING, JobStatus.PAUSING}
         query = select(func.count()).select_from(Job).where(Job.owner == owner, Job.status.in_(waiting))
         return self._session.scalar(query) or 0
 
     def last_began(self, owners: Collection[str | None]) -> dict[str | None, float]:
-        """When each of these owners' jobs began to run last; owners of whom none has begun are left out."""
+        """Returns the time of the last launch of a job for each owner. Owners without a launched job are left out."""
         is_known = or_(Job.owner.in_([owner for owner in owners if owner is not None]), Job.owner.is_(None))
         query = select(Job.owner, func.max(Job.launched_at).label("at")).where(is_known).group_by(Job.owner)
         return {row.owner: row.at for row in self._session.execute(query) if row.at is not None}
 
     def oldest_queued_at(self) -> float | None:
-        """When the oldest job that is queued was created."""
-        # As a sum, so that SQLite looks through the jobs of this status and not through all, from the oldest on.
+        """Returns the creation time of the oldest queued job, None if no job is queued."""
+        # The sum makes SQLite use the index of statuses. Otherwise it would scan all jobs by creation time.
         return self._session.scalar(select(func.min(Job.created_at + 0)).where(Job.status == JobStatus.QUEUED))
 
     def active_using_file(self, file_id: str) -> Sequence[Job]:
-        """Unfinished jobs that train or validate on a file."""
+        """Lists unfinished jobs that train or validate on a file."""
         uses = or_(Job.training_file == file_id, Job.validation_file == file_id)
         return self._session.scalars(select(Job).where(uses, Job.status.in_(ACTIVE_STATUSES))).all()
 
     def active_using_models(self, models: Collection[str]) -> Sequence[Job]:
-        """Unfinished jobs that start from one of these models."""
+        """Lists unfinished jobs that start from one of these models."""
         return self._session.scalars(select(Job).where(Job.model.in_(models), Job.status.in_(ACTIVE_STATUSES))).all()
 
     def active_using_checkpoints_of(self, model: str) -> Sequence[Job]:
-        """Unfinished jobs that start from a checkpoint on the way to this model."""
+        """Lists unfinished jobs that start from a checkpoint of this model."""
         is_checkpoint = Job.model.startswith(f"{model}-step-", autoescape=True)
         return self._session.scalars(select(Job).where(is_checkpoint, Job.status.in_(ACTIVE_STATUSES))).all()
 
     def request_cancel(self, job_id: str) -> Job:
-        """Cancel a job that no runner holds; ask the dispatcher to stop one that a runner does.
+        """Cancels a job without a runner at once. For a job with a runner, requests its stop from the dispatcher.
 
-        Raises IllegalTransition if the job is finished. Asking again changes nothing.
+        Idempotent. Raises IllegalTransition if the job is finished.
         """
         job = self.get(job_id)
         check_transition(job_id, job.status, JobStatus.CANCELLED)
@@ -232,9 +233,10 @@ class JobRepository:
         return self.get(job_id)
 
     def request_pause(self, job_id: str) -> Job:
-        """Pause a job that no runner holds; one that a runner does pauses after its step. Asking again changes nothing.
+        """Pauses a job without a runner at once. A job with a runner pauses after its step.
 
-        Raises IllegalTransition if the job is finished or paused, and StatusConflict if it is to be cancelled.
+        Idempotent while the job is pausing. Raises IllegalTransition if the job is finished or paused, and
+        StatusConflict if its cancellation was requested.
         """
         job = self.get(job_id)
         if job.status is JobStatus.PAUSING:
@@ -247,9 +249,10 @@ class JobRepository:
         return self.transition(job_id, job.status, JobStatus.PAUSING, message=message)
 
     def request_resume(self, job_id: str) -> Job:
-        """Let a paused job go on, or be prepared if it was not; one that is about to pause does not rest.
+        """Resumes a paused job, which is prepared first if it was not. For a pausing job, withdraws the pause.
 
-        Raises IllegalTransition if it has ended, and StatusConflict if it is neither, or is to be cancelled.
+        Raises IllegalTransition if the job is finished, and StatusConflict if it is neither paused nor pausing, or its
+        cancellation was requested.
         """
         job = self.get(job_id)
         if job.status in TERMINAL_STATUSES:
@@ -274,11 +277,13 @@ class JobRepository:
         seen: Job | None = None,
         **fields: Unpack[JobFields],
     ) -> Job:
-        """Change a status, and write its event; for a final one, also what is to be told elsewhere.
+        """Changes a job's status and writes an event. For a final status, also queues webhook deliveries.
 
-        `seen`: the job as the caller has read it, who acts for that attempt, and for whoever held the job then. Raises
-        IllegalTransition where the table does not list the pair, and StatusConflict where the job is not in `source`,
-        or is another attempt's or another holder's by now; then nothing is written.
+        `seen`: the job as the caller has read it; the change is valid only for its attempt and its dispatcher.
+
+        Raises:
+            IllegalTransition: the table does not list the pair; nothing was written.
+            StatusConflict: the job is not in `source`, or has another attempt or dispatcher; nothing was written.
         """
         check_transition(job_id, source, target)
         fence = _fence(seen)
@@ -309,14 +314,14 @@ class JobRepository:
         return job
 
     def set_fields(self, job_id: str, *, seen: Job | None = None, **fields: Unpack[JobFields]) -> Job:
-        """Write fields of an unfinished job; StatusConflict if it is finished, or as in `transition`."""
+        """Writes fields of an unfinished job. Raises StatusConflict if it is finished, or as in `transition`."""
         fence = _fence(seen)
         job = self.get(job_id)
         self._update(job, ACTIVE_STATUSES, fence, dict(fields))
         return self.get(job_id)
 
     def check_held(self, seen: Job) -> None:
-        """StatusConflict if the job is another attempt's, or another holder's, than it was when the caller read it."""
+        """Raises StatusConflict if the job's attempt or dispatcher has changed since the caller read it."""
         fence = _fence(seen)
         job = self._session.get(Job, seen.id, populate_existing=True, with_for_update=True)
         if job is None:
@@ -326,7 +331,7 @@ class JobRepository:
             raise StatusConflict(job.id, f"in {fence}", f"in {_fence(job)}")
 
     def set_waiting_reason(self, job_id: str, reason: str, *, seen: Job | None = None) -> None:
-        """Say why a job does not run, with an event if the reason is new; StatusConflict as `set_fields`."""
+        """Sets the reason why a job waits, with an event if it is new. Raises StatusConflict as `set_fields` does."""
         fence = _fence(seen)
         job = self.get(job_id)
         if job.waiting_reason != reason:
@@ -334,7 +339,7 @@ class JobRepository:
             self._event(job, f"Waiting: {reason}", "info", {"waiting_reason": reason})
 
     def clear_waiting_reason(self, job_id: str, message: str, *, seen: Job) -> None:
-        """Note, with an event, that a job waits no more; StatusConflict as `set_fields`."""
+        """Clears the reason why a job waits, with an event. Raises StatusConflict as `set_fields` does."""
         fence = _fence(seen)
         job = self.get(job_id)
         if job.waiting_reason is not None:
@@ -342,8 +347,9 @@ class JobRepository:
             self._event(job, message, "info", {})
 
     def ask_to_yield(self, job_id: str, to: str, *, message: str, seen: Job) -> None:
-        """Note that a running job's attempt is to end for another job; StatusConflict if it does not run, or as
-        `transition`.
+        """Requests that a running job's attempt ends in favour of the job `to`.
+
+        Raises StatusConflict if the job does not run, or as in `transition`.
         """
         fence = _fence(seen)
         job = self.get(job_id)

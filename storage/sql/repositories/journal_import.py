@@ -1,4 +1,4 @@
-"""Takes a runner's journal into the tables, each record exactly once."""
+"""Imports a runner's journal into the tables, each record exactly once."""
 
 import secrets
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ _OUTCOME = "outcome"
 
 
 class Record(Protocol):
-    """What a record must offer; the journal's own class does."""
+    """The interface of a journal record. The journal's own class implements it."""
 
     @property
     def attempt(self) -> int: ...
@@ -37,7 +37,7 @@ class Record(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How an attempt says it ended."""
+    """The end of an attempt, as its runner recorded it."""
 
     attempt: int
     message: str
@@ -46,17 +46,20 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What an import did."""
+    """The result of an import."""
 
-    num_records: int  # new ones
-    outcome: Outcome | None  # to be applied in the same transaction: it is handed out once
+    num_records: int  # new records
+    outcome: Outcome | None  # the caller must apply it in the same transaction, because it is returned only once
 
 
 def import_journal(session: Session, job_id: str, attempt: int, records: Iterable[Record]) -> Imported:
-    """Import the records after the job's cursor and move the cursor, in the caller's transaction.
+    """Imports the records after the job's cursor and advances the cursor, in the caller's transaction.
 
-    Records at or before the cursor are passed over, so a batch may be given again. Raises JournalError, before anything
-    is written, for a record of an attempt newer than `attempt` or for a gap within an attempt, and NotFound.
+    Records at or before the cursor are skipped, so a batch may be imported again.
+
+    Raises:
+        JournalError: a record is of an attempt newer than `attempt`, or an attempt has a gap; nothing was written.
+        NotFound: there is no such job.
     """
     job = session.scalar(
         select(Job).where(Job.id == job_id).with_for_update().execution_options(populate_existing=True)
@@ -117,8 +120,8 @@ def _add_event(session: Session, job_id: str, record: Record) -> None:
 
 def _put_metrics(session: Session, job: Job, record: Record) -> None:
     step = record.data["step"]
-    # An earlier attempt went further than its last commit; from here on, this attempt's numbers count. An evaluation
-    # alone is of a step that was trained before.
+    # An earlier attempt may have trained beyond its last commit; this attempt's metrics replace those. A record with
+    # only an evaluation belongs to a step that an earlier attempt trained, so that step's metrics stay.
     first = step if "train_loss" in record.data else step + 1
     stale = (JobMetrics.job_id == job.id, JobMetrics.step >= first, JobMetrics.attempt < record.attempt)
     session.execute(delete(JobMetrics).where(*stale))
@@ -130,16 +133,16 @@ def _put_metrics(session: Session, job: Job, record: Record) -> None:
     job.step = step
     job.total_steps = record.data.get("total_steps", job.total_steps)
     job.trained_tokens = record.data.get("trained_tokens", job.trained_tokens)
-    if "remaining_s" in record.data:  # null: nothing is known that can be relied on
+    if "remaining_s" in record.data:  # null: the runner has no reliable estimate
         remaining_s = record.data["remaining_s"]
         job.estimated_finish = None if remaining_s is None else record.created_at + remaining_s
-        # Of a runner of an earlier release it is not known.
+        # Runners of earlier releases do not report this field.
         job.finish_is_measured = not record.data.get("remaining_is_estimate", True)
     session.flush()
 
 
 def _keep_checkpoints(session: Session, job_id: str, kept: dict[int, list[str]]) -> None:
-    """Of those that there are, only these are left, and for these reasons."""
+    """Deletes the rows of all checkpoints except the `kept` steps, and updates the reasons of these."""
     for row in session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id)).all():
         if row.step_number in kept:
             row.reasons = kept[row.step_number]
@@ -162,7 +165,7 @@ def _put_checkpoint(session: Session, job_id: str, record: Record) -> None:
     if (kept := record.data.get("kept")) is not None:
         _keep_checkpoints(session, job_id, dict(kept))
     where = (Checkpoint.job_id == job_id, Checkpoint.step_number == step)
-    # A resumed attempt may pass a checkpoint again; its id stays, as others may have noted it.
+    # A resumed attempt may write a checkpoint again. Its id does not change, because clients may have stored it.
     checkpoint_id = session.scalar(select(Checkpoint.id).where(*where))
     if checkpoint_id is None:
         session.add(Checkpoint(id=f"ftckpt-{secrets.token_hex(12)}", job_id=job_id, step_number=step, **values))

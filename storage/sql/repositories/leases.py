@@ -1,8 +1,8 @@
-"""Which dispatcher works on which job: a job is claimed by one that lives, and by none that is taken for dead.
+"""Leases: the dispatcher that works on each job.
 
-A dispatcher shows that it lives by a counter in a row of its own; whoever is without one has lost its jobs. What it
-writes of a job is fenced by its id in the job's row, so that a dispatcher that was taken for dead and is not can do no
-harm.
+A dispatcher shows that it is alive by a heartbeat counter in its own row. If another dispatcher deletes that row, the
+jobs can be claimed. All writes to a job are fenced by the dispatcher's id in the job's row. So a dispatcher that was
+declared dead by mistake does no harm.
 """
 
 import secrets
@@ -17,14 +17,14 @@ from windlass.storage.sql import ACTIVE_STATUSES, Dispatcher, Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A dispatcher, as another one sees it."""
+    """The row of a dispatcher, as other dispatchers read it."""
 
     id: str
     node: str
     machine: str
     heartbeat: int
-    has_term: bool  # by the database's clock: not on SQLite, which has none
-    has_expired: bool  # its term, if it has one
+    has_term: bool  # its lease expires by the database's clock; False on SQLite, which has no clock
+    has_expired: bool  # its lease has expired
 
 
 class LeaseRepository:
@@ -34,7 +34,7 @@ class LeaseRepository:
         self._session = session
 
     def register(self, *, node: str, machine: str, lasts_s: float) -> str:
-        """A new dispatcher's id. It lives until it is ended; on PostgreSQL, `lasts_s` after its last sign of life."""
+        """Registers a dispatcher and returns its id. On PostgreSQL its lease expires `lasts_s` after a heartbeat."""
         holder_id = f"dispatcher-{secrets.token_hex(12)}"
         values = {"id": holder_id, "node": node, "machine": machine, "heartbeat": 0}
         self._session.add(Dispatcher(**values))
@@ -43,13 +43,13 @@ class LeaseRepository:
         return holder_id
 
     def beat(self, holder_id: str, lasts_s: float) -> bool:
-        """A dispatcher's sign of life. False if it was taken for dead: its jobs are others' by now, or will be."""
+        """Records a heartbeat. Returns False if the dispatcher was declared dead and has lost its jobs."""
         values = {"heartbeat": Dispatcher.heartbeat + 1, "expires_at": self._now() + lasts_s}
         statement = update(Dispatcher).where(Dispatcher.id == holder_id).values(values)
         return self._changes(statement.execution_options(synchronize_session=False)) == 1
 
     def holders(self) -> Sequence[Holder]:
-        """All that are not taken for dead."""
+        """Lists all dispatchers that were not declared dead."""
         has_expired = func.coalesce(Dispatcher.expires_at < self._now(), literal(False))
         rows = self._session.execute(select(Dispatcher, has_expired).order_by(Dispatcher.id)).all()
         return [
@@ -65,21 +65,24 @@ class LeaseRepository:
         ]
 
     def end(self, holder_id: str, heartbeat: int | None = None) -> bool:
-        """Take a dispatcher for dead: its jobs can be claimed. False if it has given a sign since `heartbeat`."""
+        """Declares a dispatcher dead, so that its jobs can be claimed.
+
+        Returns False if its counter has changed since `heartbeat`, or if it was already declared dead.
+        """
         statement = delete(Dispatcher).where(Dispatcher.id == holder_id)
         if heartbeat is not None:
             statement = statement.where(Dispatcher.heartbeat == heartbeat)
         return self._changes(statement) == 1
 
     def claimable(self, node: str) -> Sequence[str]:
-        """Ids of unfinished jobs that a dispatcher of this node may claim."""
+        """Lists the ids of unfinished jobs that a dispatcher of this node may claim."""
         return self._session.scalars(select(Job.id).where(*_claimable(node))).all()
 
     def claim(self, holder_id: str, node: str) -> Sequence[Job]:
-        """Take all jobs that may be claimed, and return them; none if the holder is taken for dead itself."""
+        """Claims all claimable jobs and returns them; none if the dispatcher itself was declared dead."""
         if self._session.get(Dispatcher, holder_id, populate_existing=True, with_for_update=True) is None:
             return []
-        # PostgreSQL: what another transaction has locked, it is claiming or changing. SQLite has one writer at a time.
+        # PostgreSQL: rows locked by another transaction are being claimed or changed there. SQLite has one writer.
         free = select(Job.id).where(*_claimable(node)).with_for_update(skip_locked=True)
         ids = self._session.scalars(free).all()
         statement = update(Job).where(Job.id.in_(ids), *_claimable(node)).values(lease_holder=holder_id, node=node)
@@ -88,7 +91,7 @@ class LeaseRepository:
         return self._session.scalars(claimed.execution_options(populate_existing=True)).all()
 
     def _now(self) -> ColumnElement[float]:
-        """Seconds by the database's clock. SQLite has none but this machine's, which may jump."""
+        """Returns the seconds of the database's clock, NULL on SQLite, which has only this machine's clock."""
         if self._session.get_bind().dialect.name == "sqlite":
             return cast(null(), Double)
         return cast(func.extract("epoch", func.clock_timestamp()), Double)

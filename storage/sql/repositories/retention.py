@@ -1,4 +1,4 @@
-"""What is so old that an installation need not keep it any more. Nothing that an unfinished job needs is."""
+"""Finds rows that are older than the retention time. Rows that an unfinished job needs are never included."""
 
 from collections.abc import Sequence
 
@@ -15,12 +15,12 @@ class RetentionRepository:
         self._session = session
 
     def jobs(self, *, before_s: float, node: str) -> Sequence[str]:
-        """Jobs of this home that were finished before."""
+        """Lists jobs of this home that finished before `before_s`."""
         query = select(Job.id).where(*_finished(before_s, node))
         return self._session.scalars(query.order_by(Job.finished_at, Job.id)).all()
 
     def checkpoints(self, *, before_s: float, node: str) -> Sequence[str]:
-        """The models of all checkpoints of such jobs, but for those that are the jobs' models."""
+        """Lists the models of all checkpoints of such jobs, except those that are the jobs' own models."""
         is_more = Checkpoint.model.is_distinct_from(Job.fine_tuned_model)
         query = (
             select(Checkpoint.model).join(Job, Job.id == Checkpoint.job_id).where(*_finished(before_s, node), is_more)
@@ -28,7 +28,7 @@ class RetentionRepository:
         return self._session.scalars(query.order_by(Job.finished_at, Checkpoint.id)).all()
 
     def files(self, *, before_s: float) -> Sequence[str]:
-        """Files that were made before, and that no job has used since."""
+        """Lists files that were created before `before_s` and that no job has used since."""
         uses = or_(Job.training_file == File.id, Job.validation_file == File.id)
         in_use = exists().where(uses, or_(Job.finished_at.is_(None), Job.finished_at >= before_s))
         query = select(File.id).where(File.created_at < before_s, ~in_use)

@@ -1,4 +1,4 @@
-"""Who is told how jobs end, and what is still to be told. Deliveries are written with the change that they tell of."""
+"""Webhook endpoints and deliveries. A delivery is written in the transaction of the change that it reports."""
 
 import json
 import secrets
@@ -25,25 +25,25 @@ EVENT_TYPES = tuple(sorted(f"fine_tuning.job.{status.value}" for status in TERMI
 
 
 def event_body(event_id: str, event_type: str, job_id: str, created_at: float) -> str:
-    """An event as it is sent."""
+    """Returns the body of an event in the form in which it is sent."""
     return json.dumps(
         {"id": event_id, "object": "event", "type": event_type, "created_at": int(created_at), "data": {"id": job_id}}
     )
 
 
 def new_event_id() -> str:
-    """An id that no other event has."""
+    """Returns a new unique event id."""
     return f"evt_{secrets.token_hex(12)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """A delivery that is its holder's to try, until its turn comes again."""
+    """A claimed delivery. The caller may try it until it is due again."""
 
     ordinal: int
     event_id: str
     body: str
-    num_tries: int  # this one included
+    num_tries: int  # including this one
     url: str
     endpoint_id: str
     owner: str | None
@@ -51,7 +51,7 @@ class Due:
 
 
 class WebhookRepository:
-    """Endpoints and deliveries, within the caller's transaction. With `only_of`, that user's endpoints alone."""
+    """Endpoints and deliveries, within the caller's transaction. With `only_of`, only that user's endpoints."""
 
     def __init__(self, session: Session, only_of: str | None = None) -> None:
         self._session = session
@@ -62,7 +62,7 @@ class WebhookRepository:
     def add(
         self, *, name: str, url: str, event_types: Sequence[str], secret: str, owner: str | None = None
     ) -> WebhookEndpoint:
-        """A new endpoint; `secret` is sealed."""
+        """Creates an endpoint. `secret` is encrypted."""
         now_s = time.time()
         endpoint = WebhookEndpoint(
             id=f"we_{secrets.token_hex(12)}",
@@ -79,26 +79,26 @@ class WebhookRepository:
         return endpoint
 
     def get(self, endpoint_id: str) -> WebhookEndpoint:
-        """The endpoint; NotFound if there is none. What is changed in it is written with the transaction."""
+        """Returns the endpoint; changes to it are written with the transaction. Raises NotFound if there is none."""
         endpoint = self._session.get(WebhookEndpoint, endpoint_id)
         if endpoint is None or self._only_of not in (None, endpoint.owner):
             raise NotFound("webhook endpoint", endpoint_id)
         return endpoint
 
     def delete(self, endpoint_id: str) -> None:
-        """Forget it, and what was to be delivered to it."""
+        """Deletes an endpoint and its deliveries."""
         self._session.delete(self.get(endpoint_id))
         self._session.flush()
 
     def count(self) -> int:
-        """How many endpoints there are."""
+        """Returns the number of endpoints."""
         query = select(func.count()).select_from(WebhookEndpoint)
         if self._only_of is not None:
             query = query.where(WebhookEndpoint.owner == self._only_of)
         return self._session.scalar(query) or 0
 
     def page(self, *, limit: int, after: str | None) -> Page[WebhookEndpoint]:
-        """Endpoints, newest first; NotFound if `after` is not one's id."""
+        """Lists endpoints, newest first. Raises NotFound if `after` is not an endpoint's id."""
         query = select(WebhookEndpoint).order_by(WebhookEndpoint.created_at.desc(), WebhookEndpoint.id.desc())
         if self._only_of is not None:
             query = query.where(WebhookEndpoint.owner == self._only_of)
@@ -109,14 +109,14 @@ class WebhookRepository:
         return page_of(self._session.scalars(query.limit(limit + 1)).all(), limit)
 
     def deliveries(self, endpoint_id: str, *, limit: int) -> Sequence[WebhookDelivery]:
-        """The last ones, newest first."""
+        """Lists the last deliveries to an endpoint, newest first."""
         query = select(WebhookDelivery).where(WebhookDelivery.endpoint_id == endpoint_id)
         return self._session.scalars(query.order_by(WebhookDelivery.ordinal.desc()).limit(limit)).all()
 
     # --- deliveries -------------------------------------------------------------------------------------------------
 
     def tell(self, job: Job, status: JobStatus) -> None:
-        """A job has ended: whoever of its owner's endpoints wants to know is to be told."""
+        """Queues a delivery about a job's end for each of its owner's endpoints that subscribes to this event."""
         event_type, now_s = f"fine_tuning.job.{status.value}", time.time()
         event_id = new_event_id()
         for endpoint in self._session.scalars(
@@ -137,10 +137,10 @@ class WebhookRepository:
         busy: Collection[str] = (),
         full: Collection[str | None] = (),
     ) -> dict[str, tuple[str, ...]]:
-        """Sealed secrets that sign now, the newest first, of each endpoint to which a delivery's turn has come.
+        """Returns the encrypted signing secrets, newest first, of each endpoint with a due delivery, by endpoint id.
 
-        Left out are the endpoints `busy`, and those of the owners `full`. No delivery is put off by more than
-        `longest_s`, unless the clock was set.
+        The endpoints `busy` and those of the owners `full` are left out. `longest_s`: the longest delay of a retry; a
+        delivery further in the future is due, because the clock must have been set back.
         """
         due = select(WebhookDelivery.endpoint_id).where(_is_due(now_s, longest_s))
         query = select(WebhookEndpoint).where(WebhookEndpoint.id.in_(due), WebhookEndpoint.id.not_in(busy))
@@ -148,12 +148,12 @@ class WebhookRepository:
         query = query.where(or_(WebhookEndpoint.owner.is_(None), WebhookEndpoint.owner.not_in(named)))
         if None in full:
             query = query.where(WebhookEndpoint.owner.is_not(None))
-        found = {}
+        signing_secrets = {}
         for endpoint in self._session.scalars(query):
             is_signing = endpoint.secret_before_until is not None and now_s < endpoint.secret_before_until
             before = (endpoint.secret_before,) if is_signing and endpoint.secret_before is not None else ()
-            found[endpoint.id] = (endpoint.secret, *before)
-        return found
+            signing_secrets[endpoint.id] = (endpoint.secret, *before)
+        return signing_secrets
 
     def claim(
         self,
@@ -195,11 +195,11 @@ class WebhookRepository:
         )
 
     def delivered(self, ordinal: int) -> None:
-        """It has arrived."""
+        """Records that a delivery has succeeded."""
         self._end(ordinal, delivered_at=time.time(), next_try_at=None, last_error=None)
 
     def failed(self, ordinal: int, error: str, *, next_try_at: float | None) -> None:
-        """It has not; `next_try_at` None: it is given up."""
+        """Records that a delivery has failed. `next_try_at`: the time of the retry; None: there is none."""
         self._end(ordinal, next_try_at=next_try_at, last_error=error)
 
     def _end(self, ordinal: int, **values: object) -> None:
@@ -208,5 +208,8 @@ class WebhookRepository:
 
 
 def _is_due(now_s: float, longest_s: float) -> ColumnElement[bool]:
-    """By a clock that may have been set back since: what is further off than anything ever is, is due."""
+    """Returns the condition that a delivery is due.
+
+    A delivery further in the future than the longest delay is due too, because the clock must have been set back.
+    """
     return or_(WebhookDelivery.next_try_at <= now_s, WebhookDelivery.next_try_at > now_s + longest_s)

@@ -1,4 +1,4 @@
-"""Files, jobs, events, metrics, checkpoints."""
+"""Creates the tables of files, jobs, events, metrics and checkpoints."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Create the tables."""
+    """Creates the tables."""
     _create_files()
     _create_jobs()
     _create_events()
@@ -19,7 +19,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop them."""
+    """Drops the tables."""
     for table in ("checkpoints", "job_metrics", "job_events", "jobs", "files"):
         op.drop_table(table)
 

@@ -1,4 +1,4 @@
-"""Which of its plans a job goes on by."""
+"""Adds the number of the plan that a job's next attempt uses."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,10 +10,10 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the number; jobs that are there have the plan that they were queued with."""
+    """Adds the column. Existing jobs keep the plan with which they were queued."""
     op.add_column("jobs", sa.Column("plan_number", sa.Integer, nullable=False, server_default="0"))
 
 
 def downgrade() -> None:
-    """Drop it."""
+    """Drops the column."""
     op.drop_column("jobs", "plan_number")

@@ -1,4 +1,4 @@
-"""Webhook endpoints, and what is to be delivered to them."""
+"""Creates the tables of webhook endpoints and of their deliveries."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Create the tables."""
+    """Creates the tables."""
     op.create_table(
         "webhook_endpoints",
         sa.Column("id", sa.String(64), primary_key=True),
@@ -48,6 +48,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop them."""
+    """Drops the tables."""
     op.drop_table("webhook_deliveries")
     op.drop_table("webhook_endpoints")

@@ -1,4 +1,4 @@
-"""Who works on a job, on which box, and how often it was lost."""
+"""Adds dispatchers, and each job's dispatcher, home and number of lost attempts."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Jobs that are there belong to nobody yet: the dispatcher that claims them has their folders."""
+    """Adds the table and the columns. Existing jobs have no dispatcher; the one that claims them has their folders."""
     op.create_table(
         "dispatchers",
         sa.Column("id", sa.String(64), primary_key=True),
@@ -25,7 +25,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop them."""
+    """Drops the columns and the table."""
     for column in ("num_lost", "lease_holder", "node"):
         op.drop_column("jobs", column)
     op.drop_table("dispatchers")

@@ -1,4 +1,4 @@
-"""API keys, logins, who owns what, and who changed it."""
+"""Adds API keys, logins, owners of jobs and files, and audit events."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,13 +8,13 @@ down_revision = "0004"
 branch_labels = None
 depends_on = None
 
-# SQLite knows the constraint of the first revision by no name; PostgreSQL made one up.
+# In SQLite the constraint of the first revision has no name; in PostgreSQL it has a generated one.
 _NAMES = {"uq": "%(table_name)s_%(column_0_name)s_key"}
 _OLD_UNIQUE = "jobs_idempotency_key_key"
 
 
 def upgrade() -> None:
-    """Make the tables; what is there belongs to nobody, and idempotency keys become unique for each owner."""
+    """Creates the tables. Existing rows have no owner. Idempotency keys become unique for each owner."""
     op.add_column("files", sa.Column("owner", sa.String(64)))
     op.create_index("ix_files_owner", "files", ["owner"])
     with op.batch_alter_table("jobs", naming_convention=_NAMES) as jobs:
@@ -36,7 +36,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop them; of two jobs with the same idempotency key the later one loses it."""
+    """Drops the tables. Of two jobs with the same idempotency key the later one loses it."""
     for table in ("audit_events", "login_sessions", "api_keys"):
         op.drop_table(table)
     for index in ("uq_jobs_idempotency_key_unowned", "uq_jobs_idempotency_key", "ix_jobs_owner"):

@@ -1,4 +1,4 @@
-"""Why there is a checkpoint, and what it occupies."""
+"""Adds the reasons for each checkpoint, and its size."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,12 +10,12 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add both; of checkpoints that are there neither is known."""
+    """Adds both columns. For existing checkpoints neither value is known."""
     op.add_column("checkpoints", sa.Column("reasons", sa.JSON, nullable=False, server_default="[]"))
     op.add_column("checkpoints", sa.Column("nbytes", sa.BigInteger))
 
 
 def downgrade() -> None:
-    """Drop them."""
+    """Drops both columns."""
     op.drop_column("checkpoints", "nbytes")
     op.drop_column("checkpoints", "reasons")

@@ -1,4 +1,4 @@
-"""For which job of higher priority a running one makes room."""
+"""Adds the job of higher priority for which a running job is preempted."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,10 +10,10 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add it; no job does yet."""
+    """Adds the column. No existing job is being preempted."""
     op.add_column("jobs", sa.Column("yields_to", sa.String(64)))
 
 
 def downgrade() -> None:
-    """Drop it."""
+    """Drops the column."""
     op.drop_column("jobs", "yields_to")

@@ -1,4 +1,4 @@
-"""What was deleted, and what of it is still to be removed from disks."""
+"""Creates the tables of deleted jobs and of pending removals from disks."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Create the tables."""
+    """Creates the tables."""
     op.create_table(
         "deleted_jobs",
         sa.Column("id", sa.String(64), primary_key=True),
@@ -36,6 +36,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop them; what is still to be removed stays on the disks."""
+    """Drops the tables. Pending removals stay on the disks."""
     op.drop_table("removals")
     op.drop_table("deleted_jobs")

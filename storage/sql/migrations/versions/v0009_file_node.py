@@ -1,4 +1,4 @@
-"""Which home has a file's bytes."""
+"""Adds the home that has a file's bytes."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,10 +10,10 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add it; of files that are there it is not known."""
+    """Adds the column. For existing files the home is not known."""
     op.add_column("files", sa.Column("node", sa.String(64)))
 
 
 def downgrade() -> None:
-    """Drop it."""
+    """Drops the column."""
     op.drop_column("files", "node")

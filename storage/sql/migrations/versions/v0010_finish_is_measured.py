@@ -1,4 +1,4 @@
-"""Whether a job's estimated finish follows from steps that were measured."""
+"""Adds a flag that a job's estimated finish follows from measured steps."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,10 +10,10 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add it; of times that are there it is not known, so they count as estimates."""
+    """Adds the column. For existing times it is not known, so they count as estimates."""
     op.add_column("jobs", sa.Column("finish_is_measured", sa.Boolean, nullable=False, server_default=sa.false()))
 
 
 def downgrade() -> None:
-    """Drop it."""
+    """Drops the column."""
     op.drop_column("jobs", "finish_is_measured")

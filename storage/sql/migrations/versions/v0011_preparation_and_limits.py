@@ -1,4 +1,4 @@
-"""How far a job's preparation is, when it was launched last, whether it keeps its place, and the limits of API keys."""
+"""Adds a job's preparation progress, its last launch and its place in the queue, and the limits of API keys."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add them; keys that are there have the limits that settings say, and who ran before keeps its place."""
+    """Adds the columns. Existing keys have the limits of the settings. Queued jobs that have run keep their place."""
     op.add_column("jobs", sa.Column("preparation", sa.JSON, nullable=True))
     op.add_column("jobs", sa.Column("launched_at", sa.Double, nullable=True))
     op.add_column("jobs", sa.Column("keeps_place", sa.Boolean, nullable=False, server_default=sa.false()))
@@ -20,7 +20,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop them."""
+    """Drops the columns."""
     op.drop_column("api_keys", "limits")
     op.drop_column("jobs", "keeps_place")
     op.drop_column("jobs", "launched_at")

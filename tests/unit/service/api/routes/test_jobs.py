@@ -377,7 +377,7 @@ def test_a_queued_job_pauses_at_once_and_goes_back_to_the_queue(client: TestClie
     assert act(client, job_id, "pause") == "paused"
     assert act(client, job_id, "cancel") == "cancelled"
     for action in ("pause", "resume", "cancel"):
-        assert act(client, job_id, action).endswith("any more: it has ended")
+        assert act(client, job_id, action).endswith(": it has ended")
 
 
 def test_a_running_job_pauses_when_its_runner_has_stopped(client: TestClient, file_id: str) -> None:
