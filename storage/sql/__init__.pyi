@@ -1,4 +1,4 @@
-"""The database: its tables, its sessions, its errors."""
+"""The database with its tables, sessions and errors."""
 
 from windlass.storage.sql.database import SUPPORTED_DATABASES as SUPPORTED_DATABASES
 from windlass.storage.sql.database import Database as Database

@@ -1,4 +1,4 @@
-"""The tables. Times are seconds since the epoch; ids are the ones users see."""
+"""The database's tables. Times are seconds since the epoch. Ids are those that users see."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from sqlalchemy.types import TypeDecorator
 
 from windlass.storage.sql.job_status import JobStatus
 
-# SQLite numbers rows by itself only where the type is exactly INTEGER.
+# SQLite numbers rows automatically only if the type is exactly INTEGER.
 _Ordinal = BigInteger().with_variant(Integer(), "sqlite")
 
 
 class _StatusType(TypeDecorator[JobStatus]):
-    """A status as its plain word, so that a new one needs no change of type in the database."""
+    """Stores a status as text, so that a new status needs no change of a database type."""
 
     impl = String(20)
     cache_ok = True
@@ -26,9 +26,9 @@ class _StatusType(TypeDecorator[JobStatus]):
 
 
 class _Words(TypeDecorator[str]):
-    """Text for people, some of which strangers have written: a chat template, a data file, a web server.
+    """Stores text that may come from outside: from a chat template, a data file or a web server.
 
-    What no database stores is replaced, so that no word of theirs keeps an event from being written.
+    Characters that a database cannot store are replaced, so that such a text never prevents the writing of an event.
     """
 
     impl = Text
@@ -39,13 +39,13 @@ class _Words(TypeDecorator[str]):
 
 
 class Base(DeclarativeBase):
-    """Holds the metadata that the migrations are checked against."""
+    """The base class of all tables. Tests compare its metadata with the migrations."""
 
     type_annotation_map = {float: Double}  # noqa: RUF012 - SQLAlchemy's own declaration
 
 
 class File(Base):
-    """An uploaded or a result file; its bytes lie in the files directory under its id."""
+    """An uploaded file or a result file. Its bytes are in the files directory under its id."""
 
     __tablename__ = "files"
 
@@ -54,19 +54,19 @@ class File(Base):
     purpose: Mapped[str] = mapped_column(String(32))
     nbytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[float]
-    owner: Mapped[str | None] = mapped_column(String(64), index=True)  # a user; NULL: made while no key was needed
-    node: Mapped[str | None] = mapped_column(String(64))  # the home that has the bytes; NULL: made before that was kept
+    owner: Mapped[str | None] = mapped_column(String(64), index=True)  # a user; NULL: no key was needed
+    node: Mapped[str | None] = mapped_column(String(64))  # the home that has the bytes; NULL: not recorded
 
 
 class Job(Base):
-    """A fine-tuning job, and the one authority on its state."""
+    """A fine-tuning job. Its row is the only authority on its state."""
 
     __tablename__ = "jobs"
     __table_args__ = (
         Index("ix_jobs_status_order", "status", "priority", "created_at"),
         Index("ix_jobs_owner", "owner", "created_at"),
         Index("uq_jobs_idempotency_key", "owner", "idempotency_key", unique=True),
-        # For those without an owner: NULLs differ from each other.
+        # A second index for jobs without an owner, because NULLs count as different in a unique index.
         Index(
             "uq_jobs_idempotency_key_unowned",
             "idempotency_key",
@@ -81,16 +81,16 @@ class Job(Base):
     attempt: Mapped[int] = mapped_column(default=0)  # 0: never launched
     created_at: Mapped[float] = mapped_column(index=True)
     started_at: Mapped[float | None]  # of the first attempt
-    launched_at: Mapped[float | None]  # when the last attempt began
+    launched_at: Mapped[float | None]  # start of the last attempt
     finished_at: Mapped[float | None]
     estimated_finish: Mapped[float | None]
-    # It follows from steps that were measured; else from a plan, or from too few steps.
+    # The estimate follows from measured steps; False: from a plan, or from too few steps.
     finish_is_measured: Mapped[bool] = mapped_column(default=False, server_default=false())
 
-    # What was asked for, and by which user; NULL: while no key was needed.
-    owner: Mapped[str | None] = mapped_column(String(64))
+    # --- the request
+    owner: Mapped[str | None] = mapped_column(String(64))  # a user; NULL: no key was needed
     model: Mapped[str] = mapped_column(String(255))
-    # Not foreign keys: a finished job outlives the files it was made from.
+    # Not foreign keys, because a finished job outlives its files.
     training_file: Mapped[str] = mapped_column(String(64), index=True)
     validation_file: Mapped[str | None] = mapped_column(String(64), index=True)
     suffix: Mapped[str | None] = mapped_column(String(64))
@@ -102,57 +102,57 @@ class Job(Base):
     idempotency_key: Mapped[str | None] = mapped_column(String(255))  # one job for each of an owner's; see service.jobs
     request_digest: Mapped[str | None] = mapped_column(String(64))
 
-    # How it goes.
+    # --- the progress
     hyperparameters: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # resolved; plain numbers
     cancel_requested: Mapped[bool] = mapped_column(default=False)
-    waiting_reason: Mapped[str | None] = mapped_column(_Words())  # why it does not run, in words
-    # How far its preparation is: `step`, `elapsed_s`, `percent`, `line` and `file`; NULL: it is not being prepared.
+    waiting_reason: Mapped[str | None] = mapped_column(_Words())  # the reason why it does not run, as text
+    # Progress of its preparation: `step`, `elapsed_s`, `percent`, `line` and `file`; NULL: it is not being prepared.
     preparation: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     step: Mapped[int] = mapped_column(default=0)
     total_steps: Mapped[int | None]
     trained_tokens: Mapped[int | None] = mapped_column(BigInteger)
-    # Of its plans, the one that its next attempt runs by; 0: as it was planned before it was queued, if it was.
+    # The number of the plan for its next attempt; 0: the plan from before it was queued, if there is one.
     plan_number: Mapped[int] = mapped_column(default=0)
-    # Attempts that were lost since the last that brought a step, or ended as it was asked to.
+    # Consecutive lost attempts: since the last one that completed a step or ended as requested.
     num_lost: Mapped[int] = mapped_column(default=0)
-    # The job of higher priority that its attempt ends for; NULL: it need not. It goes on by itself afterwards.
+    # The job of higher priority that preempts its attempt; NULL: none. It continues automatically afterwards.
     yields_to: Mapped[str | None] = mapped_column(String(64))
-    # Whether it ran until it was queued, and was not paused by its owner: then it goes on before jobs that wait.
+    # It was queued while running, and not paused by its owner: it continues before other waiting jobs.
     keeps_place: Mapped[bool] = mapped_column(default=False, server_default=false())
-    # The home that has its folder and its files; NULL: that of the dispatcher that will claim it.
+    # The home that has its folder and its files; NULL: the home of the dispatcher that will claim it.
     node: Mapped[str | None] = mapped_column(String(64))
-    # The dispatcher that works on it; NULL, or one that is not in the table: it may be claimed.
+    # The dispatcher that works on it. If it is NULL or not in the table, the job may be claimed.
     lease_holder: Mapped[str | None] = mapped_column(String(64))
-    # The last journal record that was imported.
+    # The last imported journal record.
     journal_attempt: Mapped[int] = mapped_column(default=0)
     journal_seq: Mapped[int] = mapped_column(BigInteger, default=0)
 
-    # How it ended.
+    # --- the end
     error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # code, message, param
     fine_tuned_model: Mapped[str | None] = mapped_column(String(255), unique=True)
     result_files: Mapped[list[str]] = mapped_column(JSON)
 
 
 class Dispatcher(Base):
-    """A dispatcher that lives, as far as anybody knows."""
+    """A dispatcher that was not declared dead."""
 
     __tablename__ = "dispatchers"
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     node: Mapped[str] = mapped_column(String(64))  # its home
-    machine: Mapped[str] = mapped_column(String(64))  # and this boot of it
-    heartbeat: Mapped[int] = mapped_column(BigInteger)  # it goes up for as long as it lives
-    expires_at: Mapped[float | None]  # by the database's clock; NULL on SQLite, which has none
+    machine: Mapped[str] = mapped_column(String(64))  # its machine and the machine's boot
+    heartbeat: Mapped[int] = mapped_column(BigInteger)  # a counter that grows while it is alive
+    expires_at: Mapped[float | None]  # by the database's clock; NULL on SQLite, which has no clock
 
 
 class JobEvent(Base):
-    """Something that happened to a job, in the order in which the service learnt of it."""
+    """An event of a job. Ordinals follow the order in which the service learned of events."""
 
     __tablename__ = "job_events"
     __table_args__ = (
         UniqueConstraint("job_id", "attempt", "seq"),
         Index("ix_job_events_job", "job_id", "ordinal"),
-        {"sqlite_autoincrement": True},  # an ordinal is never used twice: it is the event stream's id
+        {"sqlite_autoincrement": True},  # an ordinal is never reused, because it is the id in the event stream
     )
 
     ordinal: Mapped[int] = mapped_column(_Ordinal, primary_key=True, autoincrement=True)
@@ -167,7 +167,7 @@ class JobEvent(Base):
 
 
 class JobMetrics(Base):
-    """The metrics of one step. A resumed attempt replaces those past the commit it went on from."""
+    """The metrics of one step. A resumed attempt replaces those after the commit from which it resumed."""
 
     __tablename__ = "job_metrics"
 
@@ -179,7 +179,7 @@ class JobMetrics(Base):
 
 
 class Checkpoint(Base):
-    """A model saved on the way."""
+    """A model that was saved during training."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (UniqueConstraint("job_id", "step_number"),)
@@ -193,26 +193,26 @@ class Checkpoint(Base):
     path: Mapped[str] = mapped_column(Text)
     metrics: Mapped[dict[str, Any]] = mapped_column(JSON)
     reasons: Mapped[list[str]] = mapped_column(JSON)  # "interval", "minutes", "best", "last"
-    nbytes: Mapped[int | None] = mapped_column(BigInteger)  # of its folder; NULL: nobody told
+    nbytes: Mapped[int | None] = mapped_column(BigInteger)  # of its folder; NULL: not known
 
 
 class DeletedJob(Base):
-    """A job that was deleted: whose its model is that stays, and what of it is still to be removed from disks."""
+    """A deleted job: the owner of its remaining model, and whether its files are still to be removed."""
 
     __tablename__ = "deleted_jobs"
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     owner: Mapped[str | None] = mapped_column(String(64))
-    node: Mapped[str | None] = mapped_column(String(64))  # the home that has its folder; NULL: any, of an old version
-    attempt: Mapped[int]  # its last
-    model: Mapped[str] = mapped_column(String(255))  # what it made, or would have; checkpoints are called after it
+    node: Mapped[str | None] = mapped_column(String(64))  # the home that has its folder; NULL: not known
+    attempt: Mapped[int]  # its last attempt
+    model: Mapped[str] = mapped_column(String(255))  # name of its model, which need not exist; prefix of checkpoints
     keeps_model: Mapped[bool]
     deleted_at: Mapped[float]
-    removed_at: Mapped[float | None] = mapped_column(index=True)  # NULL: its folder and its states may still be there
+    removed_at: Mapped[float | None] = mapped_column(index=True)  # NULL: its folder and states may still exist
 
 
 class Removal(Base):
-    """A file or a model's folder that has been deleted, until it is removed from the disk."""
+    """A pending removal: a deleted file or model folder that is still to be removed from the disk."""
 
     __tablename__ = "removals"
 
@@ -224,7 +224,7 @@ class Removal(Base):
 
 
 class WebhookEndpoint(Base):
-    """Who is told how jobs end. Signing secrets are sealed: the key lies outside the database."""
+    """A URL that receives events about jobs' ends. Signing secrets are encrypted by a key outside the database."""
 
     __tablename__ = "webhook_endpoints"
 
@@ -233,15 +233,15 @@ class WebhookEndpoint(Base):
     url: Mapped[str] = mapped_column(Text)
     event_types: Mapped[list[str]] = mapped_column(JSON)
     secret: Mapped[str] = mapped_column(Text)
-    secret_before: Mapped[str | None] = mapped_column(Text)  # signs as well, until then
+    secret_before: Mapped[str | None] = mapped_column(Text)  # the previous secret, which signs too until the time below
     secret_before_until: Mapped[float | None]
     created_at: Mapped[float]
     updated_at: Mapped[float]
-    owner: Mapped[str | None] = mapped_column(String(64))  # a user, who is told of their own jobs
+    owner: Mapped[str | None] = mapped_column(String(64))  # a user, about whose jobs it receives events
 
 
 class WebhookDelivery(Base):
-    """One event for one endpoint, written with the change that it tells of."""
+    """One event for one endpoint, written in the transaction of the change that it reports."""
 
     __tablename__ = "webhook_deliveries"
     __table_args__ = (Index("ix_webhook_deliveries_endpoint", "endpoint_id", "ordinal"),)
@@ -252,31 +252,31 @@ class WebhookDelivery(Base):
     body: Mapped[str] = mapped_column(Text)  # as it is sent and signed
     created_at: Mapped[float]
     num_tries: Mapped[int] = mapped_column(default=0)
-    next_try_at: Mapped[float | None] = mapped_column(index=True)  # None: it was delivered, or given up
+    next_try_at: Mapped[float | None] = mapped_column(index=True)  # NULL: it was delivered, or all retries failed
     delivered_at: Mapped[float | None]
     last_error: Mapped[str | None] = mapped_column(_Words())
 
 
 class ApiKey(Base):
-    """Who may use the service. The key itself is known to its holder only."""
+    """An API key. Only its digest is stored, so only its holder knows the key itself."""
 
     __tablename__ = "api_keys"
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     name: Mapped[str] = mapped_column(String(64))
-    user: Mapped[str] = mapped_column("user_name", String(64))  # whose jobs and files are made with it
+    user: Mapped[str] = mapped_column("user_name", String(64))  # the owner of jobs and files that are made with it
     role: Mapped[str] = mapped_column(String(8))
     digest: Mapped[str] = mapped_column(String(64), unique=True)  # SHA-256 of the key, in hex
     created_at: Mapped[float]
     expires_at: Mapped[float | None]
     revoked_at: Mapped[float | None]
     last_used_at: Mapped[float | None]  # to the minute
-    # What its holder may ask for, where it differs from what settings say: see service.entitlements.
+    # Its holder's limits that differ from those of the settings: see service.entitlements.
     limits: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
 class LoginSession(Base):
-    """A browser that its person has logged in with a key; it ends with that key."""
+    """A browser's login with a key. It ends with that key."""
 
     __tablename__ = "login_sessions"
 
@@ -287,16 +287,16 @@ class LoginSession(Base):
 
 
 class AuditEvent(Base):
-    """Who changed what, or tried to. Rows outlive what they speak of."""
+    """A change, or the attempt of one, with its user. Rows outlive the objects that they name."""
 
     __tablename__ = "audit_events"
     __table_args__ = ({"sqlite_autoincrement": True},)
 
     ordinal: Mapped[int] = mapped_column(_Ordinal, primary_key=True, autoincrement=True)
     created_at: Mapped[float]
-    key_id: Mapped[str | None] = mapped_column(String(64))  # NULL: no key was needed, or known
+    key_id: Mapped[str | None] = mapped_column(String(64))  # NULL: no key was needed, or the key was unknown
     user: Mapped[str | None] = mapped_column("user_name", String(64))
     action: Mapped[str] = mapped_column(String(64))
-    target: Mapped[str | None] = mapped_column(String(255))  # the id of what was changed
-    peer: Mapped[str | None] = mapped_column(String(64))  # the address that asked
+    target: Mapped[str | None] = mapped_column(String(255))  # the id of the changed object
+    peer: Mapped[str | None] = mapped_column(String(64))  # the client's address
     result: Mapped[str] = mapped_column(String(8))

@@ -1,4 +1,4 @@
-"""All SQL, one module for each kind of row."""
+"""The repositories, which hold all SQL: one module for each kind of row."""
 
 from windlass.storage.sql.repositories.api_keys import KeyRepository as KeyRepository
 from windlass.storage.sql.repositories.api_keys import Role as Role

@@ -1,7 +1,7 @@
-"""What is deleted: rows at once, and what lies on disks once the row that says so is there.
+"""Deletions: a row is deleted at once, and its files are removed after the commit of a row that records the removal.
 
-The row comes first. So nothing that answers has lost its files, whenever a process is killed, and whoever starts next
-finds what is left to be removed.
+This order is safe if the process is killed at any time: no visible row has lost its files, and the next process finds
+the pending removals.
 """
 
 import time
@@ -15,7 +15,7 @@ from windlass.storage.sql import TERMINAL_STATUSES, Checkpoint, DeletedJob, Job,
 
 
 class RemovalKind(StrEnum):
-    """What lies on the disk."""
+    """The kind of a removal from the disk."""
 
     FILE = "file"
     MODEL = "model"  # a folder
@@ -30,10 +30,10 @@ class DeletionRepository:
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     def delete_job(self, job: Job, *, model: str, keeps_model: bool) -> None:
-        """Take a finished job out of the tables, with its events, metrics and checkpoints.
+        """Deletes a finished job with its events, metrics and checkpoints.
 
-        `model`: what its model is called, there or not. Raises StatusConflict, and nothing is written, unless the job
-        is finished.
+        `model`: the name of the job's model, which need not exist. Raises StatusConflict, without writing, if the job
+        is not finished.
         """
         statement = delete(Job).where(Job.id == job.id, Job.status.in_(TERMINAL_STATUSES))
         result = self._session.execute(statement.execution_options(synchronize_session=False))
@@ -53,21 +53,21 @@ class DeletionRepository:
         self._session.flush()
 
     def deleted_job(self, job_id: str) -> DeletedJob | None:
-        """A job that was deleted, whatever is left of it."""
+        """Returns the record of a deleted job, None if there is none."""
         return self._session.get(DeletedJob, job_id)
 
     def jobs_to_remove(self, node: str) -> Sequence[DeletedJob]:
-        """Deleted jobs of which something may be left in this home, or on its SSDs; the first one first."""
+        """Lists deleted jobs that may have files in this home or on its SSDs, in order of deletion."""
         here = or_(DeletedJob.node == node, DeletedJob.node.is_(None))
         query = select(DeletedJob).where(DeletedJob.removed_at.is_(None), here)
         return self._session.scalars(query.order_by(DeletedJob.deleted_at, DeletedJob.id)).all()
 
     def job_removed(self, job_id: str) -> None:
-        """Nothing is left of it."""
+        """Records that all files of a deleted job are removed."""
         self._session.execute(update(DeletedJob).where(DeletedJob.id == job_id).values(removed_at=time.time()))
 
     def forget_checkpoints(self, is_there: Callable[[str], bool]) -> None:
-        """Take those out of the table whose models are not there."""
+        """Deletes the rows of checkpoints whose models do not exist."""
         for row in self._session.scalars(select(Checkpoint)).all():
             if not is_there(row.model):
                 self._session.delete(row)
@@ -76,22 +76,22 @@ class DeletionRepository:
     # --- files and models ---------------------------------------------------------------------------------------------
 
     def doom(self, kind: RemovalKind, name: str, node: str) -> Removal:
-        """From the commit on it is deleted; `removed` must follow when it is gone from the disk."""
+        """Records a pending removal. The caller must call `removed` after the removal from the disk."""
         removal = Removal(kind=kind.value, name=name, node=node, created_at=time.time())
         self._session.add(removal)
         self._session.flush()
         return removal
 
     def to_remove(self, node: str) -> Sequence[Removal]:
-        """What is still to be removed in this home, the first one first."""
+        """Lists the pending removals in this home, the oldest first."""
         return self._session.scalars(select(Removal).where(Removal.node == node).order_by(Removal.ordinal)).all()
 
     def removed(self, ordinal: int) -> None:
-        """It is gone."""
+        """Deletes the record of a pending removal, because the removal is complete."""
         self._session.execute(delete(Removal).where(Removal.ordinal == ordinal))
 
     def is_doomed(self, model: str, job_prefix: str) -> bool:
-        """Whether a model that may still be on the disk is deleted, by itself or with the job that made it."""
+        """Checks whether a model on the disk counts as deleted, by itself or with the job that made it."""
         removal = select(Removal.ordinal).where(Removal.kind == RemovalKind.MODEL.value, Removal.name == model)
         if self._session.scalar(removal.limit(1)) is not None:
             return True
@@ -102,8 +102,8 @@ class DeletionRepository:
 def begins_with(
     column: ColumnElement[str] | InstrumentedAttribute[str], prefix: str
 ) -> tuple[ColumnElement[bool], ...]:
-    """Conditions for jobs whose ids begin so: as a rule one."""
-    # Ids go on in hexadecimal digits, which come before g. Thus the primary key's index serves.
+    """Returns conditions for jobs whose ids begin with a prefix, which is usually one job."""
+    # Ids continue with hexadecimal digits, which sort before "g". A range lets the query use the primary key's index.
     return column >= prefix, column < f"{prefix}g"
 
 
