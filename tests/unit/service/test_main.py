@@ -82,7 +82,7 @@ def test_a_home_that_others_may_enter_is_refused(
     assert "others may enter the home" in capsys.readouterr().err
 
 
-def test_a_dispatcher_finds_its_folders_and_its_database_whoever_starts_first(
+def test_dispatcher_finds_folders_and_database_in_any_start_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "home"

@@ -173,7 +173,7 @@ def test_params_that_do_not_arrive_are_an_error(tmp_path: Path) -> None:
     bench.worker.stop()
 
 
-def test_params_that_nobody_asked_for_are_an_error(tmp_path: Path) -> None:
+def test_unrequested_params_are_an_error(tmp_path: Path) -> None:
     bench = Bench(tmp_path, deadline_s=0.2)
     bench.worker.setup()
     bench.compute(Phase.FORWARD, 0, op=1)

@@ -122,7 +122,7 @@ def test_another_users_messages_are_not_even_unpickled(
     assert receiver.wait_for(1) == [2]
 
 
-def test_a_sender_that_dies_within_a_message_harms_nobody(receiver: Receiver, mailbox: MessageServer) -> None:
+def test_sender_that_dies_within_a_message_affects_no_other(receiver: Receiver, mailbox: MessageServer) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dying:
         dying.connect(mailbox.address)
         raw = pickle.dumps([message(1)])

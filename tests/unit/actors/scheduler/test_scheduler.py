@@ -331,7 +331,7 @@ def test_a_scheduler_that_waits_for_nothing_ends(stage: Stage, monkeypatch: pyte
     assert "no request is pending" in outcome["error"]["message"]
 
 
-def test_an_answer_that_nobody_asked_for_ends_the_attempt(stage: Stage) -> None:
+def test_unexpected_answer_ends_the_attempt(stage: Stage) -> None:
     def stray(message: Message) -> None:
         if isinstance(message, LoadModel):
             stage.scheduler.post(ModelExported(job=message.job, step=Step(3), path="/elsewhere"))

@@ -178,7 +178,7 @@ def test_base_models_can_be_left_out_and_those_elsewhere_are_told_of(
     assert f"they lie in {tmp_path / 'models'}, outside of the home" in remark
 
 
-def test_a_copy_is_of_one_moment_whoever_writes(
+def test_backup_is_consistent_during_writes(
     stage: Stage, client: TestClient, settings: Settings, tmp_path: Path
 ) -> None:
     """The copy has all earlier data, and each job has as many events as its row says.

@@ -120,7 +120,7 @@ def test_states_need_space_on_each_ssd_but_those_that_lie_there_need_no_more(two
     assert two_gpus.status(job_id) is JobStatus.RUNNING
 
 
-def test_a_job_that_would_not_fit_alone_says_so_and_holds_up_nobody(two_gpus: Stage) -> None:
+def test_job_that_would_not_fit_alone_says_so_and_delays_no_other(two_gpus: Stage) -> None:
     huge, other = two_gpus.queue(prepared=planned(10.5)), two_gpus.queue(prepared=planned(6.0))
     two_gpus.tick()
     assert two_gpus.job(huge).waiting_reason == (

@@ -59,9 +59,7 @@ def test_a_dispatcher_that_gives_no_sign_is_taken_for_dead(database: Database, c
     assert not any(pass_time(database, clock, LEASE_S * 2, silent, other))
 
 
-def test_time_in_which_nobody_looked_does_not_count_without_a_clock_that_all_share(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_time_without_renewals_counts_only_with_a_shared_clock(tmp_path: Path, clock: Clock) -> None:
     """Both may have been frozen, or their machine asleep."""
     url = f"sqlite:///{tmp_path}/windlass.db"
     migrate(url)

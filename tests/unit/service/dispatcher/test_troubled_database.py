@@ -192,7 +192,7 @@ def test_passes_fail_and_go_on(sqlite_stage: Stage, url: str, monkeypatch: pytes
     assert sqlite_stage.status(job_id) is JobStatus.VALIDATING_FILES
 
 
-def test_a_preparation_that_ended_while_nobody_could_be_told_is_not_lost(sqlite_stage: Stage, url: str) -> None:
+def test_preparation_that_ends_while_database_is_away_is_not_lost(sqlite_stage: Stage, url: str) -> None:
     job_id = sqlite_stage.submit()
     sqlite_stage.tick()
     sqlite_stage.preparations[0].ending = PREPARED

@@ -13,7 +13,7 @@ def _begun(job_id: str, owner: str, computed_s: float, nbytes: int = 10) -> Cand
     return _waiting(job_id, owner, nbytes, computed_s=computed_s, has_process=True)
 
 
-def test_owners_take_turns_whoever_submitted_more() -> None:
+def test_owners_take_turns_regardless_of_number_of_jobs() -> None:
     jobs = [_waiting("j1", "ann"), _waiting("j2", "ann"), _waiting("j3", "ann"), _waiting("j4", "bob")]
     assert who_computes(jobs, {}, num_side_by_side=2) == ["j1", "j4"]
     assert who_computes(jobs, {}, num_side_by_side=3) == ["j1", "j4", "j2"]

@@ -272,7 +272,7 @@ class TestLeftovers:
         assert Arena.open(path).nbytes == arena.nbytes == 4096
         assert remove_leftovers(tmp_path) == []
 
-    def test_two_who_clear_up_at_once_never_take_a_new_arena(
+    def test_two_concurrent_cleanups_never_remove_a_new_arena(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         path = arena_path(tmp_path, JOB, Attempt(1))

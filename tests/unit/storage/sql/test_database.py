@@ -145,7 +145,7 @@ def _end_all_connections(database: Database, others: str) -> None:
     assert all(ended)
 
 
-def test_postgresql_that_was_started_again_is_not_noticed_where_nobody_used_it_meanwhile(
+def test_postgresql_restart_between_uses_causes_no_error(
     postgresql: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with postgresql.new_database(migrated=True) as url, closing(Database(url)) as database:

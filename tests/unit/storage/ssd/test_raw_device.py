@@ -225,7 +225,7 @@ class TestUse:
         assert use is not None
         assert use[0] == "sdb1 is held by dm-0"
 
-    def test_partitions_that_nobody_uses(self, tmp_path: Path) -> None:
+    def test_unused_partitions_are_no_use(self, tmp_path: Path) -> None:
         disk = _member(tmp_path / "sda", "8:0")
         for number in (1, 2):
             _member(disk / f"sda{number}", f"8:{number}", is_partition=True)

@@ -160,7 +160,7 @@ def test_request_that_fails_gives_its_turn_back() -> None:
     asyncio.run(check())
 
 
-def test_user_whose_requests_hang_in_all_their_turns_holds_up_nobody_else(settings: Settings) -> None:
+def test_user_whose_requests_all_hang_delays_no_other_user(settings: Settings) -> None:
     """Each uses one of the API's 40 threads."""
     may_end = threading.Event()
 

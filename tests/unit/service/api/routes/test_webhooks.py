@@ -293,7 +293,7 @@ def test_delivery_of_killed_sender_is_sent_by_another(
     assert len(receiver.received) == 1
 
 
-def test_an_owner_whose_endpoints_hang_holds_up_nobody_else(client: TestClient, settings: Settings) -> None:
+def test_owner_whose_endpoints_hang_delays_no_other_owner(client: TestClient, settings: Settings) -> None:
     database = context_of(client).database
     sealed = SecretBox(settings.home).close(new_signing_secret())
     num_slow = webhook_sender._MOST_OF_OWNER + 3
