@@ -3,6 +3,7 @@
 Admins, and whoever works on this machine while no key is needed, have no limits here.
 """
 
+import time
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,7 +13,15 @@ from windlass.amounts import GIB, bytes_text
 from windlass.service.auth.caller import Caller
 from windlass.service.installation import Settings
 from windlass.service.validation import ApiError, count_text
-from windlass.storage.sql.repositories import FileRepository, JobRepository, KeyRepository, Role, WebhookRepository
+from windlass.storage.sql.repositories import (
+    FileRepository,
+    JobRepository,
+    KeyRepository,
+    Role,
+    StoredRepository,
+    WebhookRepository,
+    is_active,
+)
 
 MOST_URGENT, LEAST_URGENT = -1000, 1000  # priorities; the smaller begins first
 _Number = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -29,6 +38,7 @@ class KeyLimits(BaseModel):
     max_waiting_jobs: _Number | None = None
     max_files: _Number | None = None
     max_file_gib: Annotated[float, Field(ge=0, le=2**31)] | None = None
+    max_stored_gib: Annotated[float, Field(ge=0, le=2**31)] | None = None
     max_webhook_endpoints: _Number | None = None
 
     def over(self, settings: Settings) -> "UserLimits":
@@ -47,6 +57,7 @@ class UserLimits(BaseModel):
     max_waiting_jobs: int
     max_files: int
     max_file_gib: float
+    max_stored_gib: float | None  # files, and what jobs leave; None: no limit
     max_webhook_endpoints: int
 
 
@@ -57,6 +68,7 @@ def _of_settings(settings: Settings) -> dict[str, int | float | None]:
         "max_waiting_jobs": settings.max_waiting_jobs_per_user,
         "max_files": settings.max_files_per_user,
         "max_file_gib": settings.max_file_gib_per_user,
+        "max_stored_gib": settings.max_stored_gib_per_user,
         "max_webhook_endpoints": settings.max_webhook_endpoints_per_user,
     }
 
@@ -103,6 +115,44 @@ def check_one_more_file(session: Session, settings: Settings, caller: Caller, *,
     else:
         return
     raise ApiError(f"file: {problem}; delete some first", status=403, param="file", code="file_quota_exceeded")
+
+
+def check_room_to_store(
+    session: Session, settings: Settings, caller: Caller, *, nbytes: int = 0, param: str | None = None
+) -> None:
+    """Refuses a job, or an upload of so many bytes, where the caller's user has or would have too much stored.
+
+    What jobs have left is what the dispatcher measured last. No folder is looked at.
+    """
+    limits = _limits_of(session, settings, caller)
+    if limits is None or limits.max_stored_gib is None or caller.user is None:
+        return
+    _, file_nbytes = FileRepository(session).usage(caller.user)
+    left_nbytes = StoredRepository(session).nbytes_of(caller.user)
+    most_nbytes = int(limits.max_stored_gib * GIB)
+    stored_nbytes = file_nbytes + left_nbytes
+    if stored_nbytes < most_nbytes and stored_nbytes + nbytes <= most_nbytes:
+        return
+    prefix = "" if param is None else f"{param}: "
+    beyond = f", this one has {bytes_text(nbytes)}" if nbytes else ""
+    raise ApiError(
+        f"{prefix}you have {bytes_text(stored_nbytes)} stored ({bytes_text(file_nbytes)} of files, "
+        f"{bytes_text(left_nbytes)} left by your jobs){beyond}, and at most {bytes_text(most_nbytes)} are kept for you."
+        " `windlass storage` (GET /v1/storage) lists what takes them; `windlass delete` frees those of jobs, models, "
+        f"checkpoints and files, and cancelling a paused job frees its states; {_HOW_TO_GET_MORE}",
+        status=403,
+        param=param,
+        code="storage_quota_exceeded",
+    )
+
+
+def are_stored_bytes_limited(session: Session, settings: Settings) -> bool:
+    """Whether somebody's are, so that what jobs leave must be measured."""
+    if settings.max_stored_gib_per_user is not None:
+        return True
+    now_s = time.time()
+    keys = KeyRepository(session).all()
+    return any(_parsed(key.limits).max_stored_gib is not None for key in keys if is_active(key, now_s))
 
 
 def check_one_more_endpoint(session: Session, settings: Settings, caller: Caller) -> None:

@@ -33,6 +33,9 @@ MaxRunningJobs = Annotated[int | None, typer.Option(help="How many of the user's
 MaxWaitingJobs = Annotated[int | None, typer.Option(help="How many of the user's jobs may wait or be paused.")]
 MaxFiles = Annotated[int | None, typer.Option(help="How many files are kept for the user.")]
 MaxFileGib = Annotated[float | None, typer.Option(help="What they may take together, in GiB.")]
+MaxStoredGib = Annotated[
+    float | None, typer.Option(help="What the user's files and what their jobs leave may take together, in GiB.")
+]
 MaxWebhookEndpoints = Annotated[int | None, typer.Option(help="How many webhook endpoints the user may have.")]
 
 
@@ -48,6 +51,7 @@ def create(
     max_waiting_jobs: MaxWaitingJobs = None,
     max_files: MaxFiles = None,
     max_file_gib: MaxFileGib = None,
+    max_stored_gib: MaxStoredGib = None,
     max_webhook_endpoints: MaxWebhookEndpoints = None,
     home: Home = None,
 ) -> None:
@@ -65,6 +69,7 @@ def create(
         max_waiting_jobs=max_waiting_jobs,
         max_files=max_files,
         max_file_gib=max_file_gib,
+        max_stored_gib=max_stored_gib,
         max_webhook_endpoints=max_webhook_endpoints,
     )
     settings = load_settings(home)
@@ -107,6 +112,7 @@ def limit(
     max_waiting_jobs: MaxWaitingJobs = None,
     max_files: MaxFiles = None,
     max_file_gib: MaxFileGib = None,
+    max_stored_gib: MaxStoredGib = None,
     max_webhook_endpoints: MaxWebhookEndpoints = None,
     reset: Annotated[bool, typer.Option("--reset", help="First forget all limits of the key's own.")] = False,
     home: Home = None,
@@ -118,6 +124,7 @@ def limit(
         max_waiting_jobs=max_waiting_jobs,
         max_files=max_files,
         max_file_gib=max_file_gib,
+        max_stored_gib=max_stored_gib,
         max_webhook_endpoints=max_webhook_endpoints,
     )
     with _database(load_settings(home)) as database, _known(key), database.write() as session:

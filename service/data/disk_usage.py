@@ -10,11 +10,12 @@ from pathlib import Path
 
 from windlass.actors.job import JOURNAL_FILE
 from windlass.actors.timeline import FOLDER as TIMELINE_FOLDER
-from windlass.service.data.job_remains import output_dir
-from windlass.service.installation import Settings
+from windlass.service.data.job_remains import output_dir, states_nbytes
+from windlass.service.installation import Settings, node_of
 from windlass.service.jobs import job_dir
 from windlass.service.validation import ApiError, is_fine_tuned_id, job_id_prefix
-from windlass.storage.sql import Job
+from windlass.storage.sql import Database, Job
+from windlass.storage.sql.repositories import Stored, StoredRepository
 
 _BLOCK_NBYTES = 512  # what st_blocks counts, whatever the file system's own are
 _STEP = "-step-"
@@ -116,6 +117,24 @@ def all_that_occupies(
     return sorted(found, key=lambda each: (-each.nbytes, each.kind, each.id))
 
 
+def measure_stored(database: Database, settings: Settings) -> None:
+    """Writes what users' jobs occupy in this home into the database, where requests read it."""
+    with database.read() as session:
+        owners = StoredRepository(session).owners()
+    by_prefix = {_prefix_of(job): job for job in owners}
+    found = []
+    for each in all_that_occupies(settings, states_nbytes(settings), jobs=frozenset(owners), files=frozenset()):
+        job = each.id if each.kind in (Kind.JOB, Kind.STATES) else by_prefix[job_id_prefix(each.id) or ""]
+        found.append(Stored(kind=each.kind, name=each.id, job_id=job, owner=owners[job], nbytes=each.nbytes))
+    with database.write() as session:
+        StoredRepository(session).replace(node_of(settings.home), found)
+
+
+def _prefix_of(job: str) -> str:
+    """Returns what the names of a job's models tell of its id."""
+    return job[: len("ftjob-") + 12]
+
+
 def _is_in(each: str, ids: frozenset[str] | None) -> bool:
     return ids is None or each in ids
 
@@ -131,7 +150,7 @@ def _of_folder(tally: Tally, kind: Kind, folder: Path, ids: frozenset[str] | Non
 
 
 def _of_models(tally: Tally, folder: Path, jobs: frozenset[str] | None) -> Iterator[DiskUsage]:
-    prefixes = None if jobs is None else frozenset(job[: len("ftjob-") + 12] for job in jobs)
+    prefixes = None if jobs is None else frozenset(map(_prefix_of, jobs))
     # Models before checkpoints, which may have become them.
     for path in sorted(_entries(folder), key=lambda path: (_STEP in path.name, path.name)):
         prefix = job_id_prefix(path.name) if is_fine_tuned_id(path.name) else None

@@ -75,7 +75,6 @@ class Housekeeping:
             jobs = [job for job in jobs if job.id not in busy]
             if jobs or removals:
                 self._removal = self._executor.submit(self._remove, jobs, removals)
-
         self._measure_sometimes(now)
 
     def close(self) -> None:

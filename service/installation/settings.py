@@ -76,6 +76,8 @@ class Settings(BaseSettings):
     max_file_mib: int = Field(default=512, ge=1)
     max_files_per_user: int = Field(default=1000, ge=1)
     max_file_gib_per_user: float = Field(default=100, gt=0, allow_inf_nan=False)
+    # Files, and what a user's jobs leave; None: no limit, as models and disks are of any size. Admins have none.
+    max_stored_gib_per_user: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     # What users, who are no admins, may ask for; a key may have other limits (see service.user_limits).
     most_urgent_priority: int = Field(default=0, ge=-1000, le=1000)
     max_running_jobs_per_user: int | None = Field(default=None, ge=1)  # at once; None: as many as there is room for

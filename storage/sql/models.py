@@ -223,6 +223,19 @@ class Removal(Base):
     created_at: Mapped[float]
 
 
+class StoredThing(Base):
+    """The size of something that a user's job has left, as the dispatcher of its home measured it."""
+
+    __tablename__ = "stored_things"
+
+    kind: Mapped[str] = mapped_column(String(16), primary_key=True)  # "job", "states", "checkpoint", "model"
+    name: Mapped[str] = mapped_column(String(255), primary_key=True)  # the id of the job or model
+    job_id: Mapped[str] = mapped_column(String(64), index=True)
+    owner: Mapped[str] = mapped_column(String(64), index=True)  # the job's user
+    node: Mapped[str] = mapped_column(String(64))  # the home that has it
+    nbytes: Mapped[int] = mapped_column(BigInteger)
+
+
 class WebhookEndpoint(Base):
     """A URL that receives events about jobs' ends. Signing secrets are encrypted by a key outside the database."""
 

@@ -21,6 +21,8 @@ from windlass.storage.sql.repositories.journal_import import import_journal as i
 from windlass.storage.sql.repositories.leases import Holder as Holder
 from windlass.storage.sql.repositories.leases import LeaseRepository as LeaseRepository
 from windlass.storage.sql.repositories.retention import RetentionRepository as RetentionRepository
+from windlass.storage.sql.repositories.stored import Stored as Stored
+from windlass.storage.sql.repositories.stored import StoredRepository as StoredRepository
 from windlass.storage.sql.repositories.webhooks import EVENT_TYPES as EVENT_TYPES
 from windlass.storage.sql.repositories.webhooks import Due as Due
 from windlass.storage.sql.repositories.webhooks import WebhookRepository as WebhookRepository

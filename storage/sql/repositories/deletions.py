@@ -12,6 +12,7 @@ from sqlalchemy import ColumnElement, CursorResult, delete, or_, select, update
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from windlass.storage.sql import TERMINAL_STATUSES, Checkpoint, DeletedJob, Job, Removal, StatusConflict
+from windlass.storage.sql.repositories.stored import StoredRepository
 
 
 class RemovalKind(StrEnum):
@@ -51,6 +52,7 @@ class DeletionRepository:
         )
         self._session.add(deleted)
         self._session.flush()
+        StoredRepository(self._session).forget_job(job.id, but=model if keeps_model else None)
 
     def deleted_job(self, job_id: str) -> DeletedJob | None:
         """Returns the record of a deleted job, None if there is none."""
@@ -80,6 +82,8 @@ class DeletionRepository:
         removal = Removal(kind=kind.value, name=name, node=node, created_at=time.time())
         self._session.add(removal)
         self._session.flush()
+        if kind is RemovalKind.MODEL:
+            StoredRepository(self._session).forget_model(name)
         return removal
 
     def to_remove(self, node: str) -> Sequence[Removal]:

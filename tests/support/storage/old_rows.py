@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011", "0012")
 
 DONE, RUNNING = "ftjob-0123456789abcdef01234567", "ftjob-fedcba987654321001234567"
 MODEL = "ft:tiny:mine:0123456789ab"
@@ -118,6 +118,11 @@ _TABLES: Mapping[str, Mapping[str, tuple[Mapping[str, Any], ...]]] = {
             | {"model": "ft:tiny::aaaaaaaaaaaa", "keeps_model": True, "deleted_at": 140.0},
         ),
         "removals": ({"kind": "file", "name": "file-gone", "node": "node-1", "created_at": 141.0},),
+    },
+    "0012": {
+        "stored_things": (
+            {"kind": "model", "name": MODEL, "job_id": DONE, "owner": "ann", "node": "node-1", "nbytes": 2**40},
+        ),
     },
 }
 _COLUMNS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {

@@ -1,16 +1,23 @@
 """The limits of a key that administrators set: priorities, numbers of jobs, files and webhook endpoints."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.service.api_client import context_of
-from tests.support.service.dispatcher_stage import Stage
+from tests.support.service.api_client import context_of, make_model
+from tests.support.service.dispatcher_stage import AtOnce, Stage
 from tests.support.service.keyed import World, keyed_world
+from windlass.service.data import disk_usage
+from windlass.service.dispatcher.housekeeping import Housekeeping
+from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
+from windlass.storage.ids import JobId
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.repositories.api_keys import KeyRepository, Role
+from windlass.storage.ssd.volume import Volume
+from windlass.storage.ssd.volume_format import UNIT_NBYTES, Demand
 
 _JOBS = "/v1/fine_tuning/jobs"
 
@@ -197,3 +204,130 @@ def test_a_job_that_its_owner_paused_and_resumed_keeps_no_place(stage: Stage) ->
     stage.tick()
     assert stage.status(other) is JobStatus.RUNNING
     assert stage.status(paused) is JobStatus.QUEUED
+
+
+# --- bytes stored ---
+
+
+def _housekeeping(world: World, settings: Settings) -> Housekeeping:
+    return Housekeeping(
+        context_of(world.client).database, settings, node=node_of(settings.home), executor=AtOnce(), clock=lambda: 0.0
+    )
+
+
+def _write(path: Path, nbytes: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"x" * nbytes)
+
+
+def _upload(world: World, who: str, nbytes: int) -> Any:
+    line = b'{"text": "' + b"a" * (nbytes - 13) + b'"}\n'
+    files = {"file": ("a.jsonl", line)}
+    return world.ask(who, "POST", "/v1/files", files=files, data={"purpose": "fine-tune"})
+
+
+_MIB = 1024**2
+_QUOTA = (403, "storage_quota_exceeded", None)
+
+
+def test_what_a_users_jobs_leave_counts_as_stored(settings: Settings) -> None:
+    """Models, checkpoints, prepared data and states, until they are deleted."""
+    few = settings.model_copy(update={"max_stored_gib_per_user": 20 / 1024})
+    with keyed_world(few) as world:
+        mine = world.things["alice"]
+        assert _submit(world, "alice").status_code == 200
+        _write(few.fine_tuned_dir / mine.model / "model.safetensors", 12 * _MIB)
+        make_model(few.fine_tuned_dir / f"{mine.model}-step-1")
+        _write(few.fine_tuned_dir / f"{mine.model}-step-1" / "model.safetensors", 4 * _MIB)
+        _write(few.jobs_dir / mine.done_id / "dataset" / "train.bin", 2 * _MIB)
+        few.make_dirs()
+        volume = Volume.open(few.ssd_dirs[0], direct=False)
+        volume.reserve(JobId(mine.job_id), Demand(head_nbytes=UNIT_NBYTES, extent_nbytes=UNIT_NBYTES, num_extents=3))
+        volume.close()
+        assert _submit(world, "alice").status_code == 200, "it has not been measured yet"
+        _housekeeping(world, few).tick()
+        refused = _submit(world, "alice")
+        assert _refusal(refused) == _QUOTA
+        message = refused.json()["error"]["message"]
+        for part in ("MiB stored (14 bytes of files, ", "at most 20.00 MiB", "`windlass storage`", "`windlass delete`"):
+            assert part in message
+        assert _refusal(_upload(world, "alice", 100)) == (403, "storage_quota_exceeded", "file")
+        assert _submit(world, "bob").status_code == 200
+        assert _submit(world, "root").status_code == 200
+        assert world.ask("alice", "DELETE", f"/v1/models/{mine.model}-step-1").status_code == 200
+        assert _submit(world, "alice").status_code == 200, "it is freed at once"
+
+
+def test_deleted_job_counts_no_more_and_the_model_that_it_leaves_does(settings: Settings) -> None:
+    few = settings.model_copy(update={"max_stored_gib_per_user": 4 / 1024})
+    with keyed_world(few) as world:
+        mine = world.things["alice"]
+        _write(few.jobs_dir / mine.done_id / "dataset" / "train.bin", 5 * _MIB)
+        _housekeeping(world, few).tick()
+        assert _refusal(_submit(world, "alice")) == _QUOTA
+        assert world.ask("alice", "DELETE", f"{_JOBS}/{mine.done_id}").status_code == 200
+        assert _submit(world, "alice").status_code == 200
+        _write(few.fine_tuned_dir / mine.model / "model.safetensors", 5 * _MIB)
+        _housekeeping(world, few).tick()
+        assert _refusal(_submit(world, "alice")) == _QUOTA
+
+
+def test_files_count_as_stored_and_one_that_fits_no_more_leaves_nothing(settings: Settings) -> None:
+    few = settings.model_copy(update={"max_stored_gib_per_user": 1 / 1024})
+    with keyed_world(few) as world:
+        assert _upload(world, "alice", _MIB // 2).status_code == 200
+        before = sorted(few.files_dir.iterdir())
+        refused = _upload(world, "alice", _MIB // 2)
+        assert _refusal(refused) == (403, "storage_quota_exceeded", "file")
+        assert "this one has 0.50 MiB, and at most 1.00 MiB are kept for you" in refused.text
+        assert sorted(few.files_dir.iterdir()) == before
+        assert _upload(world, "alice", 1000).status_code == 200
+
+
+def test_a_key_has_its_own_limit_of_bytes_stored(settings: Settings) -> None:
+    with keyed_world(settings) as world:
+        _limit(world, "alice", max_stored_gib=1 / 1024)
+        _limit(world, "root", max_stored_gib=0)
+        for who in ("alice", "bob", "root"):
+            _write(settings.fine_tuned_dir / world.things[who].model / "model.safetensors", 2 * _MIB)
+        _housekeeping(world, settings).tick()
+        assert _refusal(_submit(world, "alice")) == _QUOTA
+        assert _submit(world, "bob").status_code == 200
+        assert _submit(world, "root").status_code == 200, "admins have the limits of files only"
+
+
+def test_nothing_is_measured_where_nobody_is_limited_and_no_request_looks_at_folders(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with keyed_world(settings) as world, monkeypatch.context() as patch:
+        patch.setattr(disk_usage.Tally, "nbytes", lambda *_: pytest.fail("a walk"))
+        _housekeeping(world, settings).tick()
+        _limit(world, "alice", max_stored_gib=1)
+        assert _submit(world, "alice").status_code == 200
+        assert _upload(world, "alice", 100).status_code == 200
+
+
+def test_measuring_takes_a_small_share_of_the_time_and_is_tried_again(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s, measured_at = 0.0, []
+
+    def measure(*_: object) -> None:
+        nonlocal now_s
+        measured_at.append(now_s)
+        now_s += 10.0
+        if len(measured_at) == 1:
+            raise OSError("the disk is gone")
+
+    monkeypatch.setattr("windlass.service.dispatcher.housekeeping.measure_stored", measure)
+    with keyed_world(settings) as world:
+        _limit(world, "alice", max_stored_gib=1)
+        database = context_of(world.client).database
+        housekeeping = Housekeeping(
+            database, settings, node=node_of(settings.home), executor=AtOnce(), clock=lambda: now_s
+        )
+        while now_s < 1200:
+            housekeeping.tick()
+            now_s += 10.0
+    assert measured_at == [0.0, 520.0, 1040.0]
+    assert "could not be measured" in caplog.text
