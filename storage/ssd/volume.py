@@ -1,4 +1,4 @@
-"""One SSD as jobs share it: an allocator that reserves per job, atomically, locked across processes."""
+"""Allocates the space of one SSD to jobs, atomically and with a lock across processes."""
 
 import errno
 import os
@@ -34,10 +34,10 @@ VOLUME_FILE = "windlass.volume"
 
 
 class Volume:
-    """The jobs of one SSD. Safe from many threads and processes at once."""
+    """The space of one SSD and the jobs that use it. Safe for concurrent threads and processes."""
 
     def __init__(self, path: Path, device: SsdDevice) -> None:
-        """Not for callers: use `open`."""
+        """Internal: use `open`."""
         self.path = path  # the directory or the raw device
         self.device = device
 
@@ -45,13 +45,13 @@ class Volume:
     def open(
         cls, path: Path | str, *, direct: bool = True, make_device: Callable[..., SsdDevice] = SsdDevice
     ) -> "Volume":
-        """Open an SSD directory's volume or a raw device's, and make it if there is none.
+        """Opens the volume of an SSD directory or of a raw device, and creates it if there is none.
 
         Raises:
-            DeviceRefused: a raw device that carries something else, or is in use.
-            DirectIoRefused: a file system without O_DIRECT.
+            DeviceRefused: a raw device holds other data, or is in use.
+            DirectIoRefused: the file system has no O_DIRECT.
             StoreCorrupt: the volume is damaged, or of another version.
-            StoreIoError: the SSD fails to read or write; so does every other method.
+            StoreIoError: the SSD failed to read or write. All other methods may raise it too.
         """
         path = Path(path)
         is_raw = is_block_device(path)
@@ -69,7 +69,7 @@ class Volume:
                 if is_raw:
                     require_not_in_use(path)
                     if not volume._has_first_superblock():
-                        # A partition table or swap space may have been put on what once was a volume.
+                        # The device may have become a partition table or swap space since it was a volume.
                         require_usable(path)
                 if volume._is_new():
                     volume._format()
@@ -80,26 +80,26 @@ class Volume:
         return volume
 
     def close(self) -> None:
-        """Close the device."""
+        """Closes the device."""
         self.device.close()
 
     # --- allocations --------------------------------------------------------------------------------------------------
 
     def allocations(self) -> dict[JobId, Allocation]:
-        """What every job has here."""
+        """Returns the allocations of all jobs."""
         with self._locked_table("read the allocation table") as table:
             return dict(table.allocations)
 
     def allocation(self, job: JobId) -> Allocation:
-        """What a job has here. Raises StoreMissing if that is nothing."""
+        """Returns a job's allocation. Raises StoreMissing if it has none."""
         with self._locked_table("read the allocation table") as table:
             return self._of(table, job)
 
     def held_nbytes(self, job: JobId) -> int:
-        """Bytes of the SSD that a job's space takes: as a file's system tells, if it does; else by the table.
+        """Returns the bytes that a job's space uses on the SSD, by the file system if it can say, else by the table.
 
         Raises:
-            StoreMissing: the job has none.
+            StoreMissing: the job has no space here.
         """
         taken = self.allocation(job).taken
         with self._naming(f"look how much space job {job} takes"):
@@ -108,11 +108,11 @@ class Volume:
         return sum(known) if len(known) == len(taken) else sum(part.count for part in taken) * UNIT_NBYTES
 
     def reserve(self, job: JobId, demand: Demand) -> Allocation:
-        """Give a job its space, backed by the disk. It is not ready until `set_up`.
+        """Reserves a job's space and allocates it on the disk. It is not ready until `set_up`.
 
         Raises:
-            StoreExists: the job has one already.
-            InsufficientSpaceError: it does not fit; nothing has been taken.
+            StoreExists: the job already has space here.
+            InsufficientSpaceError: the space does not fit; nothing was reserved.
         """
         with self._locked_table(f"reserve space for job {job}") as table:
             if job in table.allocations:
@@ -123,11 +123,11 @@ class Volume:
             return allocation
 
     def reserve_scratch(self, job: JobId, demand: Demand, *, nonce: str) -> Allocation:
-        """Give the job's area of that nonce so much scratch, in the place of what it has; that stays if it is as large.
+        """Replaces the scratch of the job's space with that nonce. Keeps the old scratch if its size is the same.
 
         Raises:
-            StoreMissing: the job has no such area.
-            InsufficientSpaceError: it does not fit; the job has no scratch then.
+            StoreMissing: the job has no space with that nonce.
+            InsufficientSpaceError: the scratch does not fit; the job has none afterwards.
         """
         with self._locked_table(f"reserve scratch for job {job}") as table:
             allocation = self._of(table, job)
@@ -138,7 +138,7 @@ class Volume:
             if num_units == demand.nbytes // UNIT_NBYTES and num_extents >= demand.num_extents:
                 return allocation
             if allocation.scratch:
-                # First none, as the disk space of what is nobody's is given back on the way to the new.
+                # Removed first, so that `_take` can return its disk space and use it for the new scratch.
                 allocation = replace(allocation, scratch=())
                 table = table.with_allocation(allocation)
                 self._write_table(table)
@@ -151,10 +151,10 @@ class Volume:
             return allocation
 
     def set_up(self, allocation: Allocation, records: Sequence[tuple[int, bytes]]) -> Allocation:
-        """Write a job's own records, each with its offset in the head, and sync them; then the space is ready.
+        """Writes and syncs a job's own records, each at its offset in the head, and marks the space as ready.
 
         Raises:
-            StoreMissing: it was freed meanwhile; nothing has been written.
+            StoreMissing: the space was freed meanwhile; nothing was written.
         """
         with self._locked_table(f"set up job {allocation.job}") as table:
             if self._of(table, allocation.job) != allocation:
@@ -165,10 +165,10 @@ class Volume:
             return allocation
 
     def free(self, job: JobId, *, nonce: str | None = None, records: Sequence[tuple[int, bytes]] = ()) -> None:
-        """Take a job's area back; nothing happens if it has none. Its disk space is free again.
+        """Frees a job's space and its disk space. Does nothing if the job has none.
 
-        `nonce`: only the area of that nonce, not one that the job was given since. `records` are written to its head
-        and synced before anyone else can be given it; where the process dies in here, the area is not ready any more.
+        `nonce`: frees only the space with that nonce, not a newer one of the job. `records`: are written to its head
+        and synced before the space can be reserved again. If the process dies meanwhile, the space is not ready.
         """
         with self._locked_table(f"free the space of job {job}") as table:
             allocation = table.allocations.get(job)
@@ -182,7 +182,7 @@ class Volume:
             self._give_back(table)
 
     def require_room(self, what: str, nbytes: int) -> None:
-        """Refuse what cannot be reserved now.
+        """Checks that `nbytes` can be reserved now.
 
         Raises:
             InsufficientSpaceError: with the bytes needed and free.
@@ -192,7 +192,7 @@ class Volume:
             raise self._no_room(what, nbytes, free)
 
     def free_nbytes(self) -> int:
-        """Bytes that can still be reserved, other writers to the same file system aside."""
+        """Returns the bytes that can still be reserved. Other writers to the same file system may reduce them."""
         with self._locked_table("look for free space") as table:
             if self.device.is_raw:
                 return sum(gap.count for gap in table.gaps(self._capacity())) * UNIT_NBYTES
@@ -202,18 +202,18 @@ class Volume:
     # --- calibration --------------------------------------------------------------------------------------------------
 
     def calibration(self) -> dict[str, object] | None:
-        """What was measured of this SSD; None if nothing was, or the record is damaged: then measure again."""
+        """Returns this SSD's stored calibration, None if it is missing or damaged and must be measured again."""
         with self._naming("read what was measured"):
             raw = self.device.read_records(layout.CALIBRATION_OFFSET, RECORD_NBYTES)
         return layout.unpack_json(raw) if is_intact(raw, layout.CALIBRATION_MAGIC) else None
 
     def keep_calibration(self, facts: dict[str, object]) -> None:
-        """Keep what was measured."""
+        """Stores a calibration."""
         with self._naming("keep what was measured"):
             self.device.write_records(layout.CALIBRATION_OFFSET, layout.pack_json(layout.CALIBRATION_MAGIC, facts))
             self.device.sync()
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _naming(self, verb: str) -> Iterator[None]:
@@ -224,7 +224,7 @@ class Volume:
 
     @contextmanager
     def _locked_table(self, verb: str) -> Iterator[AllocationTable]:
-        """The table, which nobody else reads or changes meanwhile."""
+        """Yields the table under the volume's lock, which excludes all other threads and processes."""
         with self._naming(verb), self.device.lock():
             yield self._read_table()
 
@@ -234,7 +234,7 @@ class Volume:
         self.device.sync()
 
     def _take(self, table: AllocationTable, what: str, demand: Demand) -> list[UnitRange]:
-        """Free ranges, backed by disk space; the table does not have them yet."""
+        """Returns free ranges with allocated disk space. The caller must add them to the table."""
         capacity = self._capacity() if self.device.is_raw else None
         ranges = table.find_free(demand, capacity)
         if ranges is None:
@@ -263,7 +263,7 @@ class Volume:
         return InsufficientSpaceError(what, str(self.path), nbytes, free_nbytes, advice)
 
     def _give_back(self, table: AllocationTable) -> None:
-        """Return to the file system what no job has, leftovers of a killed process included."""
+        """Returns space that no job has to the file system, including leftovers of killed processes."""
         for gap in table.gaps(table.stop):
             self.device.discard(gap.start * UNIT_NBYTES, gap.count * UNIT_NBYTES)
         self.device.truncate(table.stop * UNIT_NBYTES)
@@ -278,7 +278,7 @@ class Volume:
         return allocation
 
     def _read_tables(self) -> dict[int, AllocationTable]:
-        """The copies that are intact, by their offset."""
+        """Returns the intact copies of the table by their offset."""
         raws = {offset: self.device.read_records(offset, layout.TABLE_NBYTES) for offset in layout.TABLE_OFFSETS}
         return {offset: layout.unpack_table(raw) for offset, raw in raws.items() if is_intact(raw, layout.TABLE_MAGIC)}
 
@@ -297,7 +297,7 @@ class Volume:
         except ValueError as error:
             raise StoreError(f"{self.path} has too many jobs to note another: delete some ({error})") from error
         sequences = {offset: copy.sequence for offset, copy in self._read_tables().items()}
-        # The damaged or older copy first: a torn write must not take the only good one.
+        # The damaged or older copy first, because a torn write must not destroy the only intact one.
         for offset in sorted(layout.TABLE_OFFSETS, key=lambda offset: sequences.get(offset, -1)):
             self.device.write_records(offset, raw)
             self.device.sync()
@@ -313,9 +313,9 @@ class Volume:
         return is_intact(raw, layout.SUPERBLOCK_MAGIC)
 
     def _is_new(self) -> bool:
-        """Whether there never was a whole volume: the first superblock is written last, and no table has had a job.
+        """Checks whether there never was a complete volume: no first superblock, which is written last, and no jobs.
 
-        A raw device that shows a trace of one counts as used: better an error for people to look at than a new start.
+        A raw device with any trace of a volume is not new. An error for the administrator is better than lost data.
         """
         raws = [self.device.read_records(offset, RECORD_NBYTES) for offset in layout.SUPERBLOCK_OFFSETS]
         if any(table.sequence > 0 for table in self._read_tables().values()):

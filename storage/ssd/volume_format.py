@@ -1,6 +1,6 @@
-"""How an SSD is shared by jobs: superblock, allocation table, units. Arithmetic and bytes; no files here.
+"""The format of a volume, which jobs share: superblock, allocation table, units.
 
-docs/store-format.md describes the same for people.
+This module handles arithmetic and bytes, and no files. docs/store-format.md describes the format.
 """
 
 import json
@@ -12,11 +12,11 @@ from windlass.storage.ids import JobId
 from windlass.storage.integrity import RECORD_NBYTES, seal
 
 VERSION = 4
-# What is handed out at once.
-UNIT_NBYTES = 1 << 20
-HEADER_UNITS = 3
+UNIT_NBYTES = 1 << 20  # bytes of a unit, the granularity of allocations
+HEADER_UNITS = 3  # units at the start that no job gets
 
-# Everything is there twice, one written after the other with a sync between: a flipped bit or torn page loses nothing.
+# Superblock and table have two copies, written one after the other with a sync between, so that a flipped bit or a torn
+# page loses nothing.
 SUPERBLOCK_OFFSETS = (0, RECORD_NBYTES)
 CALIBRATION_OFFSET = 16 * RECORD_NBYTES
 TABLE_NBYTES = UNIT_NBYTES
@@ -44,7 +44,7 @@ class UnitRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a job asks for: a head in one piece, and extents, each in one piece."""
+    """A request for space: a contiguous head, and contiguous extents."""
 
     head_nbytes: int
     extent_nbytes: int
@@ -52,43 +52,43 @@ class Demand:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all, whole units."""
+        """The total bytes, rounded up to whole units."""
         return units_of(self.head_nbytes + self.num_extents * self.extent_nbytes) * UNIT_NBYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """What one job has of one SSD."""
+    """The space of one job on one SSD."""
 
     job: JobId
-    # Random: records that an earlier owner of these units left behind do not carry it.
+    # Random, so that records of earlier owners of these units are recognized.
     nonce: str
     ranges: tuple[UnitRange, ...]
-    is_ready: bool  # the job's own records are in place
-    scratch: tuple[UnitRange, ...] = ()  # apart from `ranges`: for what a restart does not need
+    is_ready: bool  # the job's own records are written
+    scratch: tuple[UnitRange, ...] = ()  # not in `ranges`: for data that a restart does not need
 
     @property
     def head_offset(self) -> int:
-        """Where on the SSD the job's head begins."""
+        """The offset of the job's head on the SSD."""
         return self.ranges[0].start * UNIT_NBYTES
 
     @property
     def taken(self) -> tuple[UnitRange, ...]:
-        """All that nobody else may have."""
+        """All units of the job, scratch included."""
         return (*self.ranges, *self.scratch)
 
     def extent_offsets(self, demand: Demand) -> list[int]:
-        """Where on the SSD each extent begins, in the order of the ranges; at least as many as were asked for."""
+        """Returns the offset of each extent on the SSD, in the order of the ranges; at least as many as requested."""
         return _extent_offsets(self.ranges, demand)
 
     def scratch_offsets(self, demand: Demand) -> list[int]:
-        """Where on the SSD each extent of the scratch begins; as many as fit, if it was made for another demand."""
+        """Returns the offset of each scratch extent on the SSD. With another demand's size, as many as fit."""
         return _extent_offsets(self.scratch, demand)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationTable:
-    """Who has which units of a volume. Changing it gives a new one, a sequence number later."""
+    """The units of each job in a volume. A change returns a new table with the next sequence number."""
 
     sequence: int = 0
     allocations: dict[JobId, Allocation] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class AllocationTable:
         return max((part.stop for each in self.allocations.values() for part in each.taken), default=HEADER_UNITS)
 
     def gaps(self, stop: int) -> list[UnitRange]:
-        """What is free below unit `stop`, in order."""
+        """Lists the free ranges below unit `stop`, in order."""
         gaps, at = [], HEADER_UNITS
         for taken in sorted(
             (part for each in self.allocations.values() for part in each.taken), key=lambda part: part.start
@@ -112,9 +112,9 @@ class AllocationTable:
         return gaps
 
     def find_free(self, demand: Demand, capacity: int | None) -> list[UnitRange] | None:
-        """Free ranges for a demand: the smallest that holds it all, else several; None if there is too little.
+        """Finds free ranges for a demand: the smallest that holds all of it, else several; None if space is too small.
 
-        `capacity`: units of the volume; None where it can grow.
+        `capacity`: units of the volume; None if the volume can grow.
         """
         count = demand.nbytes // UNIT_NBYTES
         gaps = self.gaps(self.stop if capacity is None else capacity)
@@ -130,12 +130,12 @@ class AllocationTable:
         return None
 
     def with_allocation(self, allocation: Allocation) -> "AllocationTable":
-        """The table with a job's allocation put in, or put in the place of its earlier one."""
+        """Returns the table with a job's allocation added or replaced."""
         allocations = {**self.allocations, allocation.job: allocation}
         return replace(self, sequence=self.sequence + 1, allocations=allocations)
 
     def without(self, job: JobId) -> "AllocationTable":
-        """The table without a job."""
+        """Returns the table without a job."""
         allocations = {name: each for name, each in self.allocations.items() if name != job}
         return replace(self, sequence=self.sequence + 1, allocations=allocations)
 
@@ -150,7 +150,7 @@ def _extent_offsets(ranges: Sequence[UnitRange], demand: Demand) -> list[int]:
 
 
 def _lay_out(demand: Demand, gaps: Sequence[UnitRange]) -> list[UnitRange] | None:
-    """A demand's head at the start of the first gap, its extents in that and the next; None if they don't fit."""
+    """Places a demand's head at the start of the first gap, and its extents in all gaps; None if they don't fit."""
     found, head, num_missing = [], demand.head_nbytes, demand.num_extents
     for gap in gaps:
         room = gap.count * UNIT_NBYTES - head
@@ -166,25 +166,25 @@ def _lay_out(demand: Demand, gaps: Sequence[UnitRange]) -> list[UnitRange] | Non
 
 
 def units_of(nbytes: int) -> int:
-    """Units that hold `nbytes`."""
+    """Returns the number of units for `nbytes`."""
     return -(-nbytes // UNIT_NBYTES)
 
 
 def pack_json(magic: bytes, facts: object, nbytes: int = RECORD_NBYTES) -> bytes:
-    """A record that holds JSON."""
+    """Returns the bytes of a record that holds JSON."""
     text = json.dumps(facts, separators=(",", ":")).encode()
     return seal(_HEAD.pack(magic, len(text)) + text, nbytes)
 
 
 def unpack_json(raw: bytes) -> dict[str, object]:
-    """The JSON of an intact record."""
+    """Reads the JSON of an intact record."""
     _, nbytes = _HEAD.unpack_from(raw)
     facts: dict[str, object] = json.loads(raw[_HEAD.size : _HEAD.size + nbytes])
     return facts
 
 
 def pack_table(table: AllocationTable) -> bytes:
-    """The table's bytes. Raises ValueError when it has outgrown its place."""
+    """Returns the table's bytes. Raises ValueError if they exceed the table's place."""
     jobs = {
         job: {
             "nonce": each.nonce,
@@ -198,7 +198,7 @@ def pack_table(table: AllocationTable) -> bytes:
 
 
 def unpack_table(raw: bytes) -> AllocationTable:
-    """The table of an intact record."""
+    """Reads the table of an intact record."""
     facts = unpack_json(raw)
     jobs: dict[str, dict[str, object]] = facts["jobs"]  # type: ignore[assignment]
     allocations = {JobId(job): _allocation(JobId(job), each) for job, each in jobs.items()}

@@ -1,6 +1,6 @@
-"""How a job's share of a volume is laid out: superblock, fence, commit journal, manifests; then the extents.
+"""The layout of a job's space in a volume: superblock, fence, commit journal, manifests, then the extents.
 
-Arithmetic and bytes; no files here. docs/store-format.md describes the same for people.
+This module handles arithmetic and bytes, and no files. docs/store-format.md describes the format.
 """
 
 import json
@@ -26,27 +26,27 @@ from windlass.storage.integrity import GRANULE_NBYTES, RECORD_NBYTES, StoreCorru
 from windlass.storage.memory import ALIGNMENT_NBYTES
 from windlass.storage.ssd import Demand
 
-# A step is written while the one before is kept.
+# Extents of each chunk: the next step is written while the last committed one is kept.
 NUM_GENERATIONS = 2
-# Smallest unit of chunk_numel that makes every region, of 2 or 4 bytes an element, a multiple of the alignment.
+# Elements: chunk_numel is a multiple of this, so that regions of 2 or 4 bytes an element are aligned.
 CHUNK_NUMEL_UNIT = ALIGNMENT_NBYTES // 2
 
 SUPERBLOCK_OFFSET = 0
 SUPERBLOCK_NBYTES = 65536
-# Each record is written twice, so that one damaged copy of what was acknowledged loses nothing.
+# Each record is written twice, so that one damaged copy loses no acknowledged data.
 FENCE_OFFSETS = (SUPERBLOCK_NBYTES, SUPERBLOCK_NBYTES + RECORD_NBYTES)
 NUM_COMMIT_RECORDS = 64
 _JOURNAL_NBYTES = NUM_COMMIT_RECORDS * RECORD_NBYTES
 JOURNAL_OFFSETS = (FENCE_OFFSETS[1] + RECORD_NBYTES, FENCE_OFFSETS[1] + RECORD_NBYTES + _JOURNAL_NBYTES)
 MANIFESTS_OFFSET = 1 << 20
-# The format has room for seven. Three are used: the last commit's, the one before it, and the next one's.
+# Places for manifests. Three are in use: those of the last commit, of the commit before it, and of the next one.
 NUM_MANIFESTS = 7
 TRAINER_STATE_MAX_NBYTES = 3072
 
-# The fence of a store that is being deleted: no attempt is as new.
+# The fence of a store that is being deleted. It is newer than every attempt.
 CLOSED = Attempt((1 << 64) - 1)
 
-# Little-endian everywhere. The nonce tells a job's records from those that an earlier owner of its space left.
+# All numbers are little-endian. The nonce distinguishes a job's records from those of earlier owners of its space.
 _SUPERBLOCK_HEAD = struct.Struct("<8s8sI")  # magic, nonce, nbytes of the JSON that follows
 _FENCE_HEAD = struct.Struct("<8s8sQ")  # magic, nonce, attempt
 _COMMIT_HEAD = struct.Struct("<8s8sQQQIIQII")
@@ -59,13 +59,13 @@ _FILE_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreGeometry:
-    """What fixes the layout of one SSD's share of a job. Chunks are dealt out to the SSDs by their weights."""
+    """The parameters that fix the layout of a job's share of one SSD. The SSDs' weights distribute the chunks."""
 
     job: JobId
     rank: Rank
-    attempt: Attempt  # that created the store
+    attempt: Attempt  # the attempt that created the store
     ssd: SsdIndex
-    ssd_weights: tuple[int, ...]  # of every SSD of the job: a faster one gets more chunks
+    ssd_weights: tuple[int, ...]  # one for each SSD of the job: a faster one gets more chunks
     formats: Formats
     chunk_numel: int
     chunks_per_block: tuple[int, ...]
@@ -93,44 +93,44 @@ class StoreGeometry:
 
     @property
     def num_ssds(self) -> int:
-        """SSDs of the job on this node."""
+        """The number of SSDs of the job on this node."""
         return len(self.ssd_weights)
 
     @property
     def kinds(self) -> tuple[StateKind, ...]:
-        """The states of a chunk, in the order in which they lie in an extent."""
+        """The states of a chunk, in their order in an extent."""
         return tuple(self.formats.itemsizes)
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the whole model."""
+        """The number of chunks of the whole model."""
         return self._first_ordinals[-1]
 
     @property
     def num_local_chunks(self) -> int:
-        """Chunks that rest on this SSD."""
+        """The number of chunks on this SSD."""
         return sum(ssd == self.ssd for ssd, _ in self._places)
 
     @property
     def extent_nbytes(self) -> int:
-        """Bytes of all states of a chunk."""
+        """The bytes of all states of a chunk."""
         return self.chunk_numel * sum(self.formats.itemsizes.values())
 
     @property
     def granules_per_extent(self) -> int:
-        """Checksums of an extent; none covers two states."""
+        """The number of checksums of an extent. No checksum covers two states."""
         return sum(-(-self.region_nbytes(kind) // GRANULE_NBYTES) for kind in self.kinds)
 
     @property
     def manifest_nbytes(self) -> int:
-        """Bytes of what a commit notes of every extent: a record, then numbers of 8 bytes."""
+        """The bytes of a manifest: a record, then numbers of 8 bytes for every extent."""
         numbers_per_chunk = 1 + len(self.kinds) + self.granules_per_extent
         nbytes = RECORD_NBYTES + 8 * numbers_per_chunk * self.num_local_chunks
         return -(-nbytes // RECORD_NBYTES) * RECORD_NBYTES
 
     @property
     def demand(self) -> Demand:
-        """What this SSD must have room for, without checkpoints."""
+        """The space that the job needs on this SSD."""
         return Demand(
             head_nbytes=MANIFESTS_OFFSET + NUM_MANIFESTS * self.manifest_nbytes,
             extent_nbytes=self.extent_nbytes,
@@ -138,76 +138,74 @@ class StoreGeometry:
         )
 
     def ordinal(self, key: ChunkKey) -> int:
-        """A chunk's place among all chunks of the model."""
+        """Returns a chunk's index among all chunks of the model."""
         if not 0 <= key.block < len(self.chunks_per_block) or not 0 <= key.chunk < self.chunks_per_block[key.block]:
             raise ValueError(f"{key} is not a chunk of job {self.job}")
         return self._first_ordinals[key.block] + key.chunk
 
     def ssd_of(self, key: ChunkKey) -> SsdIndex:
-        """The SSD that a chunk rests on."""
+        """Returns the SSD of a chunk."""
         return self._places[self.ordinal(key)][0]
 
     def local_index(self, key: ChunkKey) -> int:
-        """A chunk's place among those of this SSD."""
+        """Returns a chunk's index among the chunks of this SSD."""
         ssd, index = self._places[self.ordinal(key)]
         if ssd != self.ssd:
             raise ValueError(f"{key} rests on SSD {ssd} of job {self.job}, not on SSD {self.ssd}")
         return index
 
     def region_nbytes(self, kind: StateKind) -> int:
-        """Bytes of one state of a chunk."""
+        """Returns the bytes of one state of a chunk."""
         sizes = self.formats.itemsizes
         if kind not in sizes:
             raise ValueError(f"the store holds no {kind}, only {', '.join(sizes)}")
         return self.chunk_numel * sizes[kind]
 
     def region_offset(self, kind: StateKind) -> int:
-        """Where in an extent a state begins."""
+        """Returns the offset of a state in an extent."""
         offset = self._region_offsets.get(kind)
         if offset is None:
             raise ValueError(f"the store holds no {kind}, only {', '.join(self.kinds)}")
         return offset
 
     def manifest_offset(self, manifest: int) -> int:
-        """Where in the head a manifest lies."""
+        """Returns the offset of a manifest in the job's head."""
         return MANIFESTS_OFFSET + manifest * self.manifest_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord:
-    """One entry of the journal: the states of `step` are safe on this SSD."""
+    """One entry of the journal: the states of `step` are durable on this SSD."""
 
-    sequence: int  # counts the entries; entry n lies in place n % NUM_COMMIT_RECORDS
+    sequence: int  # number of the entry; entry n is in place n % NUM_COMMIT_RECORDS
     step: Step
     attempt: Attempt
     rank: Rank
-    manifest: int  # which of NUM_MANIFESTS tells where the states lie
+    manifest: int  # index of the manifest with the states' places, below NUM_MANIFESTS
     manifest_digest: int
     trainer_state: str  # JSON
 
     @property
     def identity(self) -> tuple[Attempt, Step, str]:
-        """What must be the same on every SSD of the job for the step to count; the highest is the newest."""
+        """The values that must be equal on all SSDs of a job for a common commit. The highest is the newest."""
         return (self.attempt, self.step, self.trainer_state)
 
 
 def last_common_commit(records: Sequence[Sequence[CommitRecord]]) -> CommitRecord | None:
-    """The newest commit that every SSD of a job has; None if there never was any. `records`: the journal of each SSD.
+    """Returns the newest commit that all SSDs of a job have, None if there never was one.
 
-    A job without SSDs never has any.
-
-    Records of different attempts never pair: what an older one wrote beside a newer one's step may be of another
-    history.
+    `records`: the journal of each SSD; without SSDs there is never a commit. Records of different attempts never match,
+    because their states may have different histories.
 
     Raises:
-        StoreCorrupt: there was one, as an SSD is past the first step; but now there is none.
+        StoreCorrupt: there must have been a common commit, because an SSD is past the first step, but it is missing.
     """
     if not records:
         return None
     common = set.intersection(*({record.identity for record in journal} for journal in records))
     if not common:
         last_steps = [max((record.step for record in journal), default=None) for journal in records]
-        if any(last_steps):  # nobody writes step 1 before step 0 is committed on every SSD
+        if any(last_steps):  # step 1 is written only after step 0 is committed on every SSD
             raise StoreCorrupt(
                 f"the last commits of the job's SSDs, in their order, are those of the steps {last_steps}, and none is "
                 "the same on all: an SSD has lost its journal, or is not the one that the job used; put the right one "
@@ -219,7 +217,7 @@ def last_common_commit(records: Sequence[Sequence[CommitRecord]]) -> CommitRecor
 
 
 def pack_superblock(geometry: StoreGeometry, nonce: str) -> bytes:
-    """The superblock's bytes."""
+    """Returns the superblock's bytes."""
     facts = asdict(geometry)
     del facts["_first_ordinals"], facts["_places"], facts["_region_offsets"]
     text = json.dumps(facts, separators=(",", ":")).encode()
@@ -229,10 +227,10 @@ def pack_superblock(geometry: StoreGeometry, nonce: str) -> bytes:
 
 
 def unpack_superblock(raw: bytes, nonce: str, where: str) -> StoreGeometry:
-    """The geometry that a superblock tells; `where` is for the error.
+    """Reads the geometry from a superblock. `where`: the place for the error message.
 
     Raises:
-        StoreCorrupt: damaged, or another job's.
+        StoreCorrupt: the superblock is damaged, or belongs to another job.
     """
     if not is_intact(raw, _SUPERBLOCK_MAGIC + bytes.fromhex(nonce)):
         raise StoreCorrupt(f"{where}: the superblock is damaged (its checksum is wrong); its states cannot be used")
@@ -245,19 +243,19 @@ def unpack_superblock(raw: bytes, nonce: str, where: str) -> StoreGeometry:
 
 
 def pack_fence(attempt: Attempt, nonce: str) -> bytes:
-    """A fence record: attempts older than this one may not write."""
+    """Returns the bytes of a fence record: attempts older than this one may not write."""
     return seal(_FENCE_HEAD.pack(_FENCE_MAGIC, bytes.fromhex(nonce), attempt))
 
 
 def unpack_fence(raw: bytes, nonce: str) -> Attempt | None:
-    """The attempt of a fence record; None where it was torn, damaged or is another job's."""
+    """Reads the attempt of a fence record; None if it is torn, damaged or of another job."""
     if not is_intact(raw, _FENCE_MAGIC + bytes.fromhex(nonce)):
         return None
     return Attempt(_FENCE_HEAD.unpack_from(raw)[2])
 
 
 def pack_commit(record: CommitRecord, nonce: str) -> bytes:
-    """A journal entry's bytes."""
+    """Returns a journal entry's bytes."""
     state = record.trainer_state.encode()
     if len(state) > TRAINER_STATE_MAX_NBYTES:
         raise ValueError(f"the trainer's state takes {len(state)} bytes; a commit holds {TRAINER_STATE_MAX_NBYTES}")
@@ -277,7 +275,7 @@ def pack_commit(record: CommitRecord, nonce: str) -> bytes:
 
 
 def unpack_commit(raw: bytes, nonce: str) -> CommitRecord | None:
-    """A journal entry; None where it was torn, damaged, never written or is another job's."""
+    """Reads a journal entry; None if it is torn, damaged, of another job, or was never written."""
     if not is_intact(raw, _COMMIT_MAGIC + bytes.fromhex(nonce)):
         return None
     _, _, sequence, step, attempt, rank, manifest, digest, reserved, state_nbytes = _COMMIT_HEAD.unpack_from(raw)
@@ -296,10 +294,10 @@ def unpack_commit(raw: bytes, nonce: str) -> CommitRecord | None:
 
 
 def unpack_journals(copies: Sequence[bytes], nonce: str, where: str) -> list[CommitRecord]:
-    """The entries of which a copy is intact, oldest first; `where` is for the error.
+    """Reads the entries with at least one intact copy, oldest first. `where`: the place for the error message.
 
     Raises:
-        StoreCorrupt: both copies of one are damaged that is not the next, which a crash may have torn.
+        StoreCorrupt: both copies of an entry are damaged. The next entry is exempt, because a crash may have torn it.
     """
     records, damaged = {}, set()
     for place in range(NUM_COMMIT_RECORDS):
@@ -319,10 +317,11 @@ def unpack_journals(copies: Sequence[bytes], nonce: str, where: str) -> list[Com
 
 
 def _deal(num_chunks: int, weights: Sequence[int]) -> tuple[tuple[SsdIndex, int], ...]:
-    """The SSD of every chunk, and its place there: smooth weighted round robin, so that any stretch is dealt evenly.
+    """Returns the SSD of every chunk, and its index there, by smooth weighted round robin.
 
-    Source: the scheme of nginx's upstream balancing: each turn everybody gains its weight, the richest is served and
-    pays the sum.
+    So any run of consecutive chunks is distributed evenly. In each turn every SSD gains its weight as credit. The one
+    with the most credit gets the chunk and pays the sum of the weights.
+    Source: nginx, upstream balancing.
     """
     credit, counts, total = [0] * len(weights), [0] * len(weights), sum(weights)
     places = []

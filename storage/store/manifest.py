@@ -1,4 +1,4 @@
-"""Where the states of one step lie on one SSD, and their checksums: what a commit's manifest holds."""
+"""The manifest of a commit: the places of one step's states on one SSD, and their checksums."""
 
 import sys
 from array import array
@@ -15,7 +15,7 @@ assert sys.byteorder == "little", "the store's format is little-endian, and so m
 
 
 class Manifest:
-    """For every chunk of the SSD its extent, the bytes written of each state, and a checksum per started granule."""
+    """The extent of every chunk on an SSD, the bytes written of each state, and a checksum for each started granule."""
 
     def __init__(self, geometry: StoreGeometry) -> None:
         self._geometry = geometry
@@ -23,7 +23,7 @@ class Manifest:
         granules = [-(-geometry.region_nbytes(kind) // GRANULE_NBYTES) for kind in kinds]
         self._kind_index = {kind: i for i, kind in enumerate(kinds)}
         self._num_kinds = len(kinds)
-        # Asked for with every piece that moves. A gradient lies where the states will: so do its checksums.
+        # Cached, because every transfer needs it. A gradient and its checksums use the places of the states.
         self._first_granule = {kind: sum(granules[:i]) for i, kind in enumerate(kinds)} | {StateKind.GRAD: 0}
         self._granules_per_extent = sum(granules)
         self._extents = array("Q", [_NO_EXTENT]) * num_chunks
@@ -31,46 +31,46 @@ class Manifest:
         self._digests = array("Q", [0]) * (num_chunks * self._granules_per_extent)
 
     def extent(self, chunk: int) -> int | None:
-        """The extent of a chunk; None if none of its states has been given a place."""
+        """Returns the extent of a chunk, None if it has none."""
         extent = self._extents[chunk]
         return None if extent == _NO_EXTENT else extent
 
     def extents(self) -> set[int]:
-        """All extents in use."""
+        """Returns all extents in use."""
         return set(self._extents) - {_NO_EXTENT}
 
     def place(self, chunk: int, extent: int) -> None:
-        """Give a chunk its extent."""
+        """Sets the extent of a chunk."""
         self._extents[chunk] = extent
 
     def clear(self, chunk: int) -> None:
-        """Forget what has been written of a chunk, but not its extent."""
+        """Clears the bytes and checksums of a chunk, but keeps its extent."""
         first, num_kinds = chunk * self._num_kinds, self._num_kinds
         self._nbytes[first : first + num_kinds] = array("Q", [0]) * num_kinds
         self.note(chunk, StateKind.GRAD, 0, [0] * self._granules_per_extent)
 
     def nbytes(self, chunk: int, kind: StateKind) -> int:
-        """Bytes of a state that have been asked to be written; none of what is no state."""
+        """Returns the bytes of a state whose writing was announced by `expect`; 0 for kinds that are not stored."""
         index = self._kind_index.get(kind)
         return 0 if index is None else self._nbytes[chunk * self._num_kinds + index]
 
     def expect(self, chunk: int, kind: StateKind, nbytes: int) -> None:
-        """A state's bytes are about to be written: no checksum that it had counts any more."""
+        """Announces the writing of a state's bytes, and clears its checksums."""
         self._nbytes[chunk * self._num_kinds + self._kind_index[kind]] = nbytes
         self.note(chunk, kind, 0, [0] * -(-nbytes // GRANULE_NBYTES))
 
     def note(self, chunk: int, kind: StateKind, granule: int, digests: list[int]) -> None:
-        """Checksums of granules that have been written, from the `granule`th on."""
+        """Stores the checksums of written granules, from the `granule`th on."""
         first = self._digest_index(chunk, kind, granule)
         self._digests[first : first + len(digests)] = array("Q", digests)
 
     def digests(self, chunk: int, kind: StateKind, granule: int, count: int) -> list[int]:
-        """Checksums of granules; 0 for what has not been written."""
+        """Returns the checksums of granules from the `granule`th on; 0 for unwritten ones."""
         first = self._digest_index(chunk, kind, granule)
         return self._digests[first : first + count].tolist()
 
     def missing(self) -> tuple[int, StateKind] | None:
-        """The first state of a chunk that has not been written whole; None if all have."""
+        """Returns the first chunk and state that is not completely written, None if all are."""
         for chunk in range(len(self._extents)):
             for kind in self._geometry.kinds:
                 nbytes = self.nbytes(chunk, kind)
@@ -79,14 +79,14 @@ class Manifest:
         return None
 
     def pack(self, record: CommitRecord, nonce: str) -> tuple[bytes, int]:
-        """The manifest's bytes, and their digest. `record` tells whose manifest it is."""
+        """Returns the manifest's bytes and their digest. `record`: the commit of the manifest."""
         body = self._extents.tobytes() + self._nbytes.tobytes() + self._digests.tobytes()
         raw = (pack_commit(record, nonce) + body).ljust(self._geometry.manifest_nbytes, b"\0")
         return raw, xxhash.xxh3_64_intdigest(raw)
 
     @classmethod
     def unpack(cls, raw: bytes, geometry: StoreGeometry) -> "Manifest":
-        """The map of a manifest whose digest is right."""
+        """Reads a manifest. The caller has checked its digest."""
         step_map = cls(geometry)
         at = RECORD_NBYTES
         for numbers in (step_map._extents, step_map._nbytes, step_map._digests):

@@ -1,4 +1,4 @@
-"""Bytes on an SSD that move in one go, in pieces that begin at whole granules: where they lie, and their checksums."""
+"""Regions of an SSD: the places of transfers, and their checksums. Pieces of a region begin at whole granules."""
 
 import errno
 from abc import ABC, abstractmethod
@@ -12,34 +12,34 @@ from windlass.storage.store.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Region(ABC):
-    """A place that was checked once, so that its pieces need no further check."""
+    """A place for a transfer. It is checked once, so its pieces need no further check."""
 
-    store: str  # the SSD and the job, for people
+    store: str  # the SSD and the job, for messages
     offset: int  # on the SSD
-    nbytes: int  # that are to move
+    nbytes: int  # to transfer
 
     @abstractmethod
     def __str__(self) -> str:
-        """SSD, job, place and what lies there, for people."""
+        """Describes the SSD, the job, the place and its contents, for messages."""
 
     @abstractmethod
     def keep_digests(self, granule: int, digests: list[int]) -> None:
-        """Note checksums from the `granule`th on."""
+        """Stores checksums from the `granule`th on."""
 
     @abstractmethod
     def kept_digests(self, granule: int, count: int) -> list[int]:
-        """The checksums noted from the `granule`th on; 0 for what has not been written."""
+        """Returns the stored checksums from the `granule`th on; 0 for unwritten granules."""
 
     def note_written(self, start: int, buffer: memoryview) -> None:
-        """Keep the checksums of what is being, or has been, written from `buffer` at byte `start`, a granule's."""
+        """Stores the checksums of `buffer`, which is written at byte `start`, the start of a granule."""
         self.keep_digests(start // GRANULE_NBYTES, granule_digests(buffer))
 
     def verify(self, start: int, buffer: memoryview) -> None:
-        """Compare what was read from byte `start`, a granule's, with what was written.
+        """Verifies bytes that were read from byte `start`, the start of a granule, by their checksums.
 
         Raises:
-            StoreCorrupt: it is not the same.
-            StepNotAllowed: it has never been written whole.
+            StoreCorrupt: they are not the bytes that were written.
+            StepNotAllowed: they were never completely written.
         """
         found = granule_digests(buffer)
         expected = self.kept_digests(start // GRANULE_NBYTES, len(found))
@@ -54,7 +54,7 @@ class Region(ABC):
             )
 
     def io_error(self, verb: str, error: Exception) -> StoreIoError:
-        """The error of a transfer that failed, with what to do."""
+        """Returns the error for a failed transfer, with advice."""
         advice = "check the disk"
         if isinstance(error, OSError) and error.errno == errno.EINVAL:
             advice = f"O_DIRECT needs buffers aligned to {ALIGNMENT_NBYTES} bytes"
@@ -65,14 +65,14 @@ class Region(ABC):
 
 @dataclass(frozen=True, slots=True)
 class StateRegion(Region):
-    """Of a state of a chunk, or of its gradient. A last, partly filled chunk moves less than it could."""
+    """The region of a chunk's state or gradient. For a block's last chunk it may be smaller than the chunk size."""
 
     key: ChunkKey
     kind: StateKind
     step: Step
     extent: int
-    chunk: int  # its place among those of this SSD
-    step_map: Manifest  # that has its checksums
+    chunk: int  # its index among the chunks of this SSD
+    step_map: Manifest  # holds its checksums
 
     def __str__(self) -> str:
         return (

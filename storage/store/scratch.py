@@ -1,7 +1,7 @@
-"""A job's scratch on one SSD: slots of one size for bytes that are read again by the attempt that wrote them, or never.
+"""A job's scratch space on one SSD: slots of equal size for bytes that only the attempt that wrote them may read.
 
-Nothing of it is in a commit. Which units are a job's scratch stands in the volume's allocation table; checksums are in
-memory only, so what an earlier attempt has left cannot be read.
+Scratch is never part of a commit. The volume's allocation table lists its units. Checksums are only in memory, so data
+of earlier attempts cannot be read.
 """
 
 from array import array
@@ -15,7 +15,7 @@ from windlass.storage.store.regions import Region
 
 
 def scratch_demand(slot_nbytes: int, num_slots: int) -> Demand:
-    """What an SSD must have room for."""
+    """Returns the space that the slots need on an SSD."""
     return Demand(head_nbytes=0, extent_nbytes=slot_nbytes, num_extents=num_slots)
 
 
@@ -24,8 +24,8 @@ class ScratchRegion(Region):
     """The first bytes of a slot."""
 
     slot: int
-    digests: "array[int]"  # of the whole scratch
-    first_digest: int  # of this slot
+    digests: "array[int]"  # checksums of the whole scratch
+    first_digest: int  # index of this slot's first checksum
 
     def __str__(self) -> str:
         return f"{self.store}, scratch slot {self.slot} (swapped activations)"
@@ -40,12 +40,15 @@ class ScratchRegion(Region):
 
 
 class Scratch:
-    """Who may use which slot is its caller's to know. Safe from many threads, as long as they use different slots."""
+    """The scratch slots of a job. The caller assigns the slots. Threads may use different slots at the same time."""
 
     def __init__(
         self, store: str, slot_nbytes: int, offsets: Sequence[int], *, check_writable: Callable[[], object]
     ) -> None:
-        """`store`: the SSD and the job, for people; `offsets` of the slots, on the SSD; `check_writable` raises."""
+        """`store`: the SSD and the job, for messages. `offsets`: of the slots on the SSD.
+
+        `check_writable`: raises an error if this attempt may not write.
+        """
         if slot_nbytes <= 0 or slot_nbytes % ALIGNMENT_NBYTES:
             raise ValueError(f"a slot must be a positive multiple of {ALIGNMENT_NBYTES} bytes, not {slot_nbytes}")
         self.slot_nbytes = slot_nbytes
@@ -57,7 +60,9 @@ class Scratch:
         self._written = array("Q", [0]) * len(offsets)  # bytes of each slot
 
     def regions_to_write(self, slots: Sequence[int], nbytes: int) -> Sequence[Region]:
-        """Where to write `nbytes`, which fill `slots` in their order, but for the last. What was there is gone.
+        """Returns the regions for writing `nbytes` to `slots` in order; the last may be partly filled.
+
+        The previous contents of the slots are lost.
 
         Raises:
             StaleAttempt: a newer attempt has opened the store.
@@ -70,10 +75,10 @@ class Scratch:
         return regions
 
     def regions_to_read(self, slots: Sequence[int], nbytes: int) -> Sequence[Region]:
-        """Where to read what was written there, the same number of bytes.
+        """Returns the regions for reading the bytes that were written to `slots`, with the same number of bytes.
 
         Raises:
-            StepNotAllowed: this attempt has written something else there, or nothing.
+            StepNotAllowed: this attempt has written another number of bytes there, or nothing.
         """
         regions = self._regions(slots, nbytes)
         for region in regions:

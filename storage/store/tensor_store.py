@@ -1,7 +1,7 @@
-"""The model states of a job on one SSD, read and written past the page cache, committed step by step.
+"""Stores the model states of a job on one SSD without the page cache, with a commit for each step.
 
-Copy on write: a step's states go to extents that hold neither the last committed step nor a checkpoint. Until the next
-commit later steps write over them in place.
+It copies on write: a step's states go to extents that the last commit does not use. Until the next commit later steps
+overwrite them in place.
 """
 
 import heapq
@@ -33,13 +33,13 @@ from windlass.storage.store.uncommitted import UncommittedMap
 
 
 def stored_geometry(volume: Volume, job: JobId) -> StoreGeometry | None:
-    """How a job's states were laid out on an SSD; None if it has none there. Raises StoreCorrupt."""
-    found = _find(volume, job)
-    return None if found is None else found[1]
+    """Returns the layout of a job's states on an SSD, None if it has none there. Raises StoreCorrupt."""
+    stored = _find(volume, job)
+    return None if stored is None else stored[1]
 
 
 def last_attempt(volume: Volume, job: JobId) -> Attempt | None:
-    """The newest attempt that has opened a job's store; None if the job has none there. Raises StoreCorrupt."""
+    """Returns the newest attempt that has opened a job's store, None without a store. Raises StoreCorrupt."""
     found = _find(volume, job)
     if found is None:
         return None
@@ -58,10 +58,10 @@ def _find(volume: Volume, job: JobId) -> tuple[Allocation, StoreGeometry] | None
 
 
 class TensorStore:
-    """One job's states on one SSD, open for one attempt. Reads and writes are safe from many threads at once."""
+    """One job's states on one SSD, open for one attempt. Reads and writes are thread-safe."""
 
     def __init__(self, volume: Volume, allocation: Allocation, geometry: StoreGeometry, attempt: Attempt) -> None:
-        """Not for callers: use `create` or `open`."""
+        """Internal: use `create` or `open`."""
         self.volume = volume
         self.geometry = geometry
         self.attempt = attempt
@@ -71,30 +71,30 @@ class TensorStore:
         self._records = self._read_journal()  # oldest first
         self._committed: tuple[CommitRecord, Manifest] | None = None
         self._begun = False
-        self._working = UncommittedMap(geometry)  # what has been written since
+        self._working = UncommittedMap(geometry)  # writes since the last commit
         self._free: list[int] = []  # heap of extents
         self._failed_sync: str | None = None
         self._lock = threading.Lock()
 
     @property
     def name(self) -> str:
-        """The SSD and the job, for people."""
+        """The SSD and the job, for messages."""
         return f"SSD {self.volume.path}, job {self.geometry.job}"
 
-    # --- life ---------------------------------------------------------------------------------------------------------
+    # --- life cycle ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def create(cls, volume: Volume, geometry: StoreGeometry) -> Self:
-        """Reserve a job's space and open it for the attempt of `geometry`. `resume_from` must follow.
+        """Reserves a job's space and opens it for the attempt of `geometry`. The caller must call `resume_from` next.
 
         Raises:
-            InsufficientSpaceError: the SSD is too full; nothing has been taken.
-            StoreExists: there is one already.
+            InsufficientSpaceError: the SSD is too full; nothing was reserved.
+            StoreExists: the job already has a store.
         """
         job = geometry.job
         found = volume.allocations().get(job)
         if found is not None and not found.is_ready:
-            volume.free(job, nonce=found.nonce)  # somebody died in here
+            volume.free(job, nonce=found.nonce)  # left by a process that was killed during `create`
         allocation = volume.reserve(job, geometry.demand)
         try:
             superblock = layout.pack_superblock(geometry, allocation.nonce)
@@ -108,14 +108,14 @@ class TensorStore:
 
     @classmethod
     def open(cls, volume: Volume, job: JobId, attempt: Attempt) -> Self:
-        """Open a job's store for `attempt`, and note it there: from then on older attempts are refused.
+        """Opens a job's store for `attempt` and writes the fence, so that older attempts are refused from then on.
 
-        `resume_from` must follow before anything is read or written. A write of an older attempt that is in the kernel
-        at this moment still lands: start only when their processes are gone.
+        The caller must call `resume_from` before any read or write. A write of an older attempt that is already in the
+        kernel still completes. So open a store only when the processes of older attempts have ended.
 
         Raises:
             StoreMissing: the SSD holds no states of this job.
-            StoreCorrupt: what lies there is damaged.
+            StoreCorrupt: the store is damaged.
             StaleAttempt: a newer attempt has opened it.
         """
         found = _find(volume, job)
@@ -126,14 +126,14 @@ class TensorStore:
         with volume.device.lock():
             if store._check_attempt() != [attempt, attempt]:
                 store._write_fences(attempt)
-            store._records = store._read_journal()  # again, now that no older attempt adds to it
+            store._records = store._read_journal()  # again: an older attempt may have appended before the fence
         return store
 
     @classmethod
     def delete(cls, volume: Volume, job: JobId) -> None:
-        """Give a job's space back; nothing happens if it has none.
+        """Frees a job's space. Does nothing if it has none.
 
-        The fence is closed first: an attempt that still lives can't write to what will be another job's.
+        The fence is closed first. Otherwise a running attempt could write to space that later belongs to another job.
         """
         allocation = volume.allocations().get(job)
         if allocation is None:
@@ -142,10 +142,10 @@ class TensorStore:
         volume.free(job, nonce=allocation.nonce, records=[(offset, fence) for offset in layout.FENCE_OFFSETS])
 
     def reserve_scratch(self, slot_nbytes: int, num_slots: int) -> Scratch:
-        """Space of this attempt's own, in the place of what an earlier one had; 0 slots give that back.
+        """Reserves scratch space for this attempt and frees that of earlier ones. With 0 slots it only frees.
 
         Raises:
-            InsufficientSpaceError: it does not fit.
+            InsufficientSpaceError: the space does not fit.
             StaleAttempt: a newer attempt has opened the store.
         """
         with self._lock:
@@ -158,18 +158,18 @@ class TensorStore:
     # --- commits ------------------------------------------------------------------------------------------------------
 
     def commits(self) -> list[CommitRecord]:
-        """What the journal tells, oldest first; the newest that all SSDs of the job have is where to resume."""
+        """Lists the journal's records, oldest first. A job resumes from the newest one that all its SSDs have."""
         return list(self._records)
 
     def last_commit(self) -> CommitRecord | None:
-        """The commit that this attempt stands on; None before the first."""
+        """Returns the last commit in this attempt's history, None before the first."""
         return None if self._committed is None else self._committed[0]
 
     def resume_from(self, commit: CommitRecord | None) -> None:
-        """Make a commit of any SSD of the job the one that this attempt goes on from; None: from the beginning.
+        """Sets the commit from which this attempt continues, as any SSD of the job has it; None: from the beginning.
 
-        What was written after it is forgotten. Adds a record of this attempt, so that none of an older one pairs with
-        what follows.
+        Later writes are discarded. The call appends a record of this attempt, so that later commits never match a
+        record of an older attempt.
 
         Raises:
             StoreCorrupt: this SSD lacks that commit, or its manifest is damaged.
@@ -195,15 +195,21 @@ class TensorStore:
             self._begun = True
 
     def commit(self, step: Step, attempt: Attempt, trainer_state: str, *, states_step: Step | None = None) -> None:
-        """Make `step` the state that a restart finds: sync its data and manifest, append a record, sync that.
+        """Commits `step` as the state for a restart: syncs its data and manifest, appends a record, syncs the record.
 
-        `states_step` is the last step that changed the states, None: `step` itself. Where that is the last commit, no
-        bytes are copied. From then on they are the states of `step`. Every write must have returned; gradients are
-        forgotten. `trainer_state` is JSON of at most 3072 bytes.
+        All writes must have returned before. Gradients are discarded.
+
+        Args:
+            step: the step to commit.
+            attempt: the attempt of the caller.
+            trainer_state: JSON of at most 3072 bytes.
+            states_step: the last step that changed the states; None: `step`. If it is the last commit, no bytes are
+                copied, and its states become those of `step`.
 
         Raises:
-            StaleAttempt, StepNotAllowed: also where a chunk's states are not, or not all, those of `states_step`.
-            StoreIoError: the sync failed. Nothing can be committed until the store is opened anew.
+            StaleAttempt: a newer attempt has opened the store.
+            StepNotAllowed: `step` is not later than the last commit, or not all states are those of `states_step`.
+            StoreIoError: the sync failed. Nothing can be committed until the store is opened again.
         """
         if attempt != self.attempt:
             raise StaleAttempt(f"{self.name}: open for attempt {self.attempt}; attempt {attempt} cannot commit")
@@ -226,7 +232,7 @@ class TensorStore:
             self._write_synced(raw, (self.geometry.manifest_offset(record.manifest),), f"the manifest of step {step}")
             record = replace(record, manifest_digest=digest)
             self._append(record)
-            # In this order: what is read meanwhile, without the lock, is found in one of the two.
+            # In this order, because readers without the lock must find a step's states in one of the two maps.
             self._committed = (record, step_map)
             self._working = UncommittedMap(self.geometry)
             self._collect_free()
@@ -234,10 +240,10 @@ class TensorStore:
     # --- transfers ----------------------------------------------------------------------------------------------------
 
     def regions_to_read(self, key: ChunkKey, step: Step, sizes: Sequence[tuple[StateKind, int]]) -> list[StateRegion]:
-        """Where to read so many bytes of each state, or of the gradient, once it is sure that `step`'s lie there.
+        """Returns the regions for reading bytes of each state, or of the gradient, after a check of their step.
 
         Raises:
-            StepNotAllowed: they have never been written, or may have been written over.
+            StepNotAllowed: they were never written, or may have been overwritten.
         """
         chunk = self.geometry.local_index(key)
         step_map = self._map_to_read(chunk, step)
@@ -260,14 +266,15 @@ class TensorStore:
         return regions
 
     def regions_to_write(self, key: ChunkKey, step: Step, sizes: Sequence[tuple[StateKind, int]]) -> list[StateRegion]:
-        """Where to write so many bytes of each state, once it is sure that this destroys nothing that is needed.
+        """Returns the regions for writing bytes of each state, after a check that no needed data is overwritten.
 
-        From then on a chunk's states, or gradient, of an earlier step that is not committed are gone, in whole. A
-        gradient is asked for alone, up to the size of the extent; it lies where the states of its step will.
+        The chunk's uncommitted states or gradient of an earlier step are lost. A gradient must be requested alone, up
+        to the size of the extent, because it uses the place of its step's states.
 
         Raises:
             StaleAttempt: a newer attempt has opened the store.
-            StepNotAllowed: `step` is committed; or it would write over a later step, or a gradient over states.
+            StepNotAllowed: `step` is committed. Or it would overwrite a later step, or a gradient would overwrite
+                states.
         """
         is_gradient = any(kind is StateKind.GRAD for kind, _ in sizes)
         if is_gradient and len(sizes) > 1:
@@ -279,16 +286,16 @@ class TensorStore:
             self._check_follows_writes(key, chunk, step, is_gradient)
             extent = self._working.extent(chunk)
             if extent is None:
-                extent = heapq.heappop(self._free)  # the last commit and the next each have one for every chunk
+                extent = heapq.heappop(self._free)  # never empty: each chunk has two extents, and one is committed
                 self._working.place(chunk, extent)
             regions = [self._region(key, kind, step, nbytes, chunk, extent, self._working) for kind, nbytes in sizes]
             self._working.begin(chunk, step, sizes)
         return regions
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------------
 
     def _map_to_read(self, chunk: int, step: Step) -> Manifest | None:
-        # A commit may meanwhile take a step out of the one, and leave it in the other.
+        # In this order, because a concurrent commit moves a step from the first map to the second.
         if (working := self._working).label(chunk) == step:
             return working
         if (committed := self._committed) is not None and committed[0].step == step:
@@ -296,7 +303,7 @@ class TensorStore:
         return None
 
     def _map_to_commit(self, step: Step, states_step: Step) -> Manifest:
-        """Where all states of `states_step` lie; raises StepNotAllowed if they don't, or if a later step has begun."""
+        """Returns the map with all states of `states_step`. Raises StepNotAllowed if it is incomplete or outdated."""
         committed, working, reason = self._committed, self._working, None
         is_unchanged = committed is not None and committed[0].step == states_step
         stray = working.unlike(None if is_unchanged else states_step)
@@ -348,10 +355,10 @@ class TensorStore:
         self._free = sorted(set(range(len(self._offsets))).difference(*used))  # sorted is a heap
 
     def _check_attempt(self) -> list[Attempt]:
-        """The fences; raises StaleAttempt if they, or the journal, know a newer attempt."""
+        """Returns the attempts of the fences. Raises StaleAttempt if they or the journal have a newer attempt."""
         nbytes = len(layout.FENCE_OFFSETS) * RECORD_NBYTES
         raw = _read(self.volume, self._allocation, layout.FENCE_OFFSETS[0], nbytes)
-        if raw == self._own_fences:  # before every write: not worth a checksum
+        if raw == self._own_fences:  # a fast path without a checksum, because this runs before every write
             fences = [self.attempt, self.attempt]
         else:
             nonce, parts = self._allocation.nonce, (raw[:RECORD_NBYTES], raw[RECORD_NBYTES:])
@@ -374,7 +381,7 @@ class TensorStore:
             offset: layout.unpack_fence(_read(self.volume, self._allocation, offset, RECORD_NBYTES), nonce)
             for offset in layout.FENCE_OFFSETS
         }
-        # One after the other, the damaged or older one first: a torn write leaves a good one.
+        # One after the other, the damaged or older one first, so that a torn write leaves an intact one.
         for offset in sorted(known, key=lambda offset: known[offset] or 0):
             self._write_synced(raw, (offset,), "the fence")
 
@@ -396,7 +403,7 @@ class TensorStore:
         return self._records[-1].sequence + 1 if self._records else 0
 
     def _free_manifest(self) -> int:
-        # That of the record before stays, too: another SSD may lack the last one.
+        # The manifest of the previous record stays too, because another SSD may lack the last commit.
         used = {record.manifest for record in self._records[-2:]}
         if self._committed is not None:
             used.add(self._committed[0].manifest)
@@ -417,13 +424,13 @@ class TensorStore:
                 self.volume.device.write_records(self._allocation.head_offset + offset, raw)
             self.volume.device.sync()
         except OSError as error:
-            # The kernel reports a lost write once and calls the next sync a success: never try again.
+            # Never retry: the kernel reports a lost write only once, and the next sync would succeed.
             self._failed_sync = str(error)
             raise StoreIoError(f"{self.name}: could not sync {what}: {error}; check the disk") from error
 
 
 def _read(volume: Volume, allocation: Allocation, offset: int, nbytes: int) -> bytes:
-    """Bytes of a job's head."""
+    """Reads bytes of a job's head."""
     try:
         return volume.device.read_records(allocation.head_offset + offset, nbytes)
     except OSError as error:
