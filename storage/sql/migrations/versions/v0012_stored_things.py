@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Adds an empty table. The dispatcher fills it where somebody's stored bytes are limited."""
+    """Adds an empty table. The dispatcher fills it if a user's stored bytes are limited."""
     op.create_table(
         "stored_things",
         sa.Column("kind", sa.String(16), primary_key=True),
