@@ -201,9 +201,9 @@ def test_no_secret_is_kept_or_told(
 def test_a_keys_limits_are_made_changed_listed_and_reset(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_key(home, capsys, "ann", max_running_jobs=2)
     key_id = keys_of(home)[0].id
-    cli_keys.limit(key_id, most_urgent_priority=-5, max_file_gib=0.5, home=home)
-    assert keys_of(home)[0].limits == {"max_running_jobs": 2, "most_urgent_priority": -5, "max_file_gib": 0.5}
-    told = "max running jobs 2, most urgent priority -5, max file gib 0.5"
+    cli_keys.limit(key_id, most_urgent_priority=-5, max_stored_gib=0.5, home=home)
+    assert keys_of(home)[0].limits == {"max_running_jobs": 2, "most_urgent_priority": -5, "max_stored_gib": 0.5}
+    told = "max running jobs 2, most urgent priority -5, max stored gib 0.5"
     assert capsys.readouterr().out == f"{key_id}: {told}\n"
     cli_keys.list_(home)
     listed = capsys.readouterr().out.splitlines()
