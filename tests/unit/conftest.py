@@ -1,4 +1,4 @@
-"""Databases of both kinds."""
+"""Databases of both kinds, and small slots for activations."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.postgresql import PostgresServer
+from windlass.engine.memory_plan import plan
 from windlass.storage.sql.database import Database, migrate
 
 
@@ -28,3 +29,10 @@ def database(database_url: str) -> Iterator[Database]:
     database = Database(database_url)
     yield database
     database.close()
+
+
+@pytest.fixture
+def small_activation_slots(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Makes activation slots as small as the models of tests. Returns the bytes of a slot."""
+    monkeypatch.setattr(plan, "ACTIVATION_SLOT_NBYTES", 4096)
+    return 4096

@@ -6,14 +6,6 @@ import pytest
 
 from tests.support.actors.ssd_bench import WAIT_S, Hang
 from windlass.actors.gpu_worker import worker as gpu_worker
-from windlass.engine.memory_plan import plan
-
-
-@pytest.fixture
-def small_activation_slots(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Makes activation slots as small as the models of tests. Returns the bytes of a slot."""
-    monkeypatch.setattr(plan, "ACTIVATION_SLOT_NBYTES", 4096)
-    return 4096
 
 
 @pytest.fixture
