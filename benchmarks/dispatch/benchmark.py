@@ -1,7 +1,7 @@
 """The cost of steering: `python -m benchmarks.dispatch [--quick]`
 
 Windlass trains a Qwen2-shaped model of many small layers as a job on Ray. The kernels of such a layer take next to no
-time, so a step takes as long as Python, messages and processes take to arrange it. All model states rest in one place:
+time. So a step takes as long as Python, messages and processes need to arrange it. All model states rest in one place:
 on the device, in host memory, or on the SSDs. States in memory are committed with every tenth step, states on the SSDs
 with every step.
 
@@ -86,7 +86,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """Where the runs of one mode leave their files, each run in place of the last."""
+    """The files of one mode's runs. Each run replaces those of the one before."""
 
     mode: str
     folder: Path

@@ -1,6 +1,6 @@
-"""What the holder of an API key may ask for: the administrator's settings, and what a key has of its own.
+"""Limits on what the holder of an API key may ask for: those of the settings, and those of the key itself.
 
-Admins, and whoever works on this machine while no key is needed, have no limits here.
+Admins have no limits here. Nor have programs of this machine while no key is needed.
 """
 
 import time
@@ -29,7 +29,7 @@ _HOW_TO_GET_MORE = "the administrator sets it with `windlass keys limit`"
 
 
 class KeyLimits(BaseModel):
-    """What a key has of its own; None: what settings say."""
+    """The limits that a key has of its own; None: the settings' limit holds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -42,13 +42,13 @@ class KeyLimits(BaseModel):
     max_webhook_endpoints: _Number | None = None
 
     def over(self, settings: Settings) -> "UserLimits":
-        """These, and for all others what settings say."""
+        """Returns these limits, completed by those of the settings."""
         own = self.model_dump(exclude_none=True)
         return UserLimits(**{**_of_settings(settings), **own})
 
 
 class UserLimits(BaseModel):
-    """What somebody may ask for."""
+    """The limits that hold for a user."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -147,7 +147,7 @@ def check_room_to_store(
 
 
 def are_stored_bytes_limited(session: Session, settings: Settings) -> bool:
-    """Whether somebody's are, so that what jobs leave must be measured."""
+    """Tells whether a limit of stored bytes is set for any user. Only then are job remains measured."""
     if settings.max_stored_gib_per_user is not None:
         return True
     now_s = time.time()
@@ -171,7 +171,10 @@ def check_one_more_endpoint(session: Session, settings: Settings, caller: Caller
 
 
 def most_running_jobs(session: Session, settings: Settings, owner: str | None) -> int | None:
-    """How many jobs of a user may run at once: the most that one of the user's keys allows; None: any number."""
+    """Returns the number of a user's jobs that may run at once; None: any number.
+
+    If the user has several keys, the largest of their limits holds.
+    """
     if owner is None:
         return None
     keys = KeyRepository(session).active_of(owner)

@@ -1,4 +1,4 @@
-"""What things occupy on disks, as their file systems count it: allocated blocks, in bytes."""
+"""Sizes of stored things on disks, as file systems count them: allocated blocks, in bytes."""
 
 import os
 import stat
@@ -27,7 +27,7 @@ _OF_THE_HOME = {"database": "windlass.db*", "logs": "logs", "kernels": "kernels"
 
 
 class Kind(StrEnum):
-    """What occupies disks."""
+    """The kinds of things that occupy disks."""
 
     JOB = "job"  # its folder: prepared data, journal, timeline
     STATES = "states"  # a job's model states, on SSDs
@@ -54,7 +54,7 @@ class Tally:
         self._seen: set[tuple[int, int]] = set()  # of those with several names: device and inode
 
     def nbytes(self, path: Path) -> int:
-        """Of a file, or of a folder with all below it, in bytes; 0 where there is nothing. Links are not followed."""
+        """Returns the bytes of a file, or of a folder with all below it; 0 if there is none. Links are not followed."""
         try:
             found = path.lstat()
         except FileNotFoundError:
@@ -80,7 +80,7 @@ class Tally:
 
 
 def parts_of_job(settings: Settings, job: Job, states: Mapping[str, int]) -> dict[str, int]:
-    """What a job occupies, in bytes, by part. `states`: of all jobs, on SSDs.
+    """Returns the bytes that a job occupies, by part. `states`: bytes on SSDs by job.
 
     A checkpoint that became the job's model counts as the model.
     """

@@ -1,4 +1,4 @@
-"""What a person sets about their installation: the environment, then `windlass.toml` in the home, then defaults."""
+"""Settings of an installation: from the environment, then `windlass.toml` in the home, then defaults."""
 
 import ipaddress
 import os
@@ -232,7 +232,7 @@ class Settings(BaseSettings):
 
     @property
     def is_for_others(self) -> bool:
-        """Whether others than this machine's users reach the service: then it answers to nobody without a key."""
+        """Tells whether users of other machines reach the service. Then every request needs a key."""
         return self.why_for_others is not None
 
     @property
@@ -277,7 +277,7 @@ class Settings(BaseSettings):
 
     @property
     def base_url(self) -> str:
-        """Where the service answers to programs of this machine."""
+        """The URL at which the service answers programs of this machine."""
         host = ("::1" if ":" in self.host else "127.0.0.1") if is_unspecified(self.host) else self.host
         host = f"[{host}]" if ":" in host else host
         return f"{'http' if self.tls_certificate is None else 'https'}://{host}:{self.port}"

@@ -1,4 +1,4 @@
-"""What a job may ask for, within which limits, and what "auto" and silence mean.
+"""Settings of a job: their limits, their defaults, and the values that "auto" stands for.
 
 `docs` and these numbers are one: 3 epochs; 0.2 percent of the examples a batch, but at least 8 and at most 64; at most
 4 examples a micro-batch; a peak learning rate of 2e-5 times the multiplier; 3 percent of the steps to warm up.
@@ -54,7 +54,7 @@ def _auto_or_int(low: int, high: int) -> Callable[[Any], Any]:
 
 
 def _described_as(number: dict[str, Any]) -> WithJsonSchema:
-    """What the API's description says of "auto" or such a number."""
+    """Returns the description of a field that takes "auto" or a number."""
     return WithJsonSchema({"anyOf": [{"const": "auto", "type": "string"}, number]})
 
 
@@ -110,14 +110,14 @@ class Budgets(_Strict):
 
 
 class EarlyStoppingSettings(_Strict):
-    """When a job ends before its last step."""
+    """The condition on which a job ends before its last step."""
 
     patience: int = Field(ge=1, le=1000)  # evaluations in a row without an improvement
     min_delta: float = Field(default=0.0, ge=0)  # what a loss must be lower by, more than this, to be one
 
 
 class WindlassSettings(_Strict):
-    """What windlass adds to a request, in its `windlass` object."""
+    """The settings that windlass adds to a request, in its `windlass` object."""
 
     epochs: int | None = Field(default=None, ge=1, le=1000)
     batch_size: int | None = Field(default=None, ge=1, le=_MAX_BATCH_SIZE)
@@ -276,7 +276,7 @@ class JobSettings:
 
     @property
     def initialization(self) -> Initialization:
-        """Where the first weights come from."""
+        """The source of the first weights."""
         return self.windlass.initialization
 
     @property
@@ -317,7 +317,7 @@ def resolve(settings: JobSettings, num_examples: int) -> Hyperparameters:
 
 
 def default_microbatches(batch_size: int) -> int:
-    """Parts that a batch is computed in where nobody says."""
+    """Returns the number of parts that a batch is computed in unless the user sets one."""
     return math.ceil(batch_size / GREATEST_MICROBATCH_SIZE)
 
 

@@ -35,7 +35,7 @@ _IPV6_PREFIX = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionBounds:
-    """What clients may do."""
+    """Limits on what clients may do."""
 
     most: int
     most_per_address: int
@@ -51,7 +51,7 @@ class ConnectionBounds:
 
     @classmethod
     def of(cls, settings: Settings) -> "ConnectionBounds":
-        """Those of an installation."""
+        """Returns the limits that an installation's settings say."""
         return cls(
             most=settings.max_connections,
             most_per_address=settings.max_connections_per_address,
@@ -63,7 +63,7 @@ class Displaceable(Protocol):
     """A connection that may be closed for another one."""
 
     def may_be_cut(self, now_s: float) -> bool:
-        """Whether the client keeps the service waiting; `now_s` of the monotonic clock."""
+        """Tells whether the client keeps the service waiting; `now_s`: of the monotonic clock."""
 
     def cut(self) -> None:
         """Close it now, and forget it."""
@@ -232,7 +232,7 @@ class _Connection(HttpToolsProtocol):
             self._counted_for = None
 
     def may_be_cut(self, now_s: float) -> bool:
-        """Whether it waits for its client, and no request of it is being answered."""
+        """Tells whether it waits for its client while no request of it is being answered."""
         if self.transport is None:
             return True  # its handshake is not done
         num_unsent = self._count_unsent()
@@ -249,7 +249,7 @@ class _Connection(HttpToolsProtocol):
             self._socket.abort()
 
     def _is_being_asked(self) -> bool:
-        """Whether there is a request that is not answered in full."""
+        """Tells whether a request is not answered in full."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _body_stalls(self, now_s: float) -> bool:
