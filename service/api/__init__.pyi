@@ -16,6 +16,7 @@ from windlass.service.api.app import create_app as create_app
 from windlass.service.api.context import Context as Context
 from windlass.service.api.context import ContextDep as ContextDep
 from windlass.service.api.error_handlers import error_response as error_response
+from windlass.service.api.event_feed import MAX_STREAMS_PER_USER as MAX_STREAMS_PER_USER
 from windlass.service.api.event_feed import News as News
 from windlass.service.api.event_feed import Told as Told
 from windlass.service.api.model_access import check_may_build_on as check_may_build_on

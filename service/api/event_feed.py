@@ -1,6 +1,9 @@
 """New events, read from the database once for all live streams of this process."""
 
+import contextlib
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import anyio
@@ -12,6 +15,8 @@ from windlass.storage.sql import Database, JobEvent
 from windlass.storage.sql.repositories import EventRepository, KeyRepository
 
 _INTERVAL_S = 0.1
+# Event streams of one user at an API process. A page of the dashboard has one.
+MAX_STREAMS_PER_USER = 64
 _MOST_ROWS = 500  # events read in one query, and kept for streams that lag a little
 
 
@@ -50,6 +55,7 @@ class EventFeed:
         self._lock = anyio.Lock()
         self._news: News | None = None
         self._looked_s = 0.0
+        self._num_streams: Counter[str] = Counter()  # open streams by user
 
     async def latest(self) -> News:
         """Returns the latest events, at most `_INTERVAL_S` old."""
@@ -58,6 +64,21 @@ class EventFeed:
                 self._news = await run_in_threadpool(self._look, self._news)
                 self._looked_s = time.monotonic()
             return self._news
+
+    def has_place(self, user: str) -> bool:
+        """Tells whether a user may open one more stream."""
+        return self._num_streams[user] < MAX_STREAMS_PER_USER
+
+    @contextlib.contextmanager
+    def place(self, user: str) -> Iterator[None]:
+        """Counts one of a user's streams while it is open."""
+        self._num_streams[user] += 1
+        try:
+            yield
+        finally:
+            self._num_streams[user] -= 1
+            if not self._num_streams[user]:
+                del self._num_streams[user]
 
     def _look(self, before: News | None) -> News:
         with self._database.read() as session:

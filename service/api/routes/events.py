@@ -14,7 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
-from windlass.service.api import CallerDep, Context, ContextDep, News, Told
+from windlass.service.api import MAX_STREAMS_PER_USER, CallerDep, Context, ContextDep, News, Told
 from windlass.service.auth import Caller
 from windlass.service.validation import ApiError
 from windlass.storage.sql import TERMINAL_STATUSES
@@ -79,7 +79,7 @@ async def stream_all(
     context: ContextDep, caller: CallerDep, start: Annotated[int, Depends(_start_after)]
 ) -> StreamingResponse:
     """Streams the events of all jobs that the caller sees, while the client listens and has access."""
-    return _answer(_stream(context, caller, start, None))
+    return _answer(context, caller, _stream(context, caller, start, None))
 
 
 @router.get("/v1/fine_tuning/jobs/{job_id}/events/stream", response_class=StreamingResponse, responses=_DESCRIBED)
@@ -90,13 +90,30 @@ async def stream_job(
     job_id: Annotated[str, Depends(_existing_job)],
 ) -> StreamingResponse:
     """Streams a job's events until it is finished and all are sent."""
-    return _answer(_stream(context, caller, start, job_id))
+    return _answer(context, caller, _stream(context, caller, start, job_id))
 
 
-def _answer(chunks: AsyncIterator[bytes]) -> StreamingResponse:
+def _answer(context: Context, caller: Caller, chunks: AsyncIterator[bytes]) -> StreamingResponse:
+    """Answers with the chunks. Raises ApiError if the caller's user has too many streams open; admins have no limit."""
+    if caller.only_of is not None:
+        if not context.news.has_place(caller.only_of):
+            raise ApiError(
+                f"you have {MAX_STREAMS_PER_USER} event streams open, which is the most that one user may have; close "
+                "some of them first, or follow all your jobs by one stream of /v1/events/stream",
+                status=429,
+                code="too_many_streams",
+                kind="requests",
+            )
+        chunks = _counted(context, caller.only_of, chunks)
     # X-Accel-Buffering is for proxies like nginx, which would otherwise buffer the events.
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(chunks, media_type=_MEDIA_TYPE, headers=headers)
+
+
+async def _counted(context: Context, user: str, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    with context.news.place(user):
+        async for chunk in chunks:
+            yield chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Access rules and visible data for every endpoint that the app has, so that none is forgotten."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from tests.support.service.api_client import context_of, make_model, serve, upload
 from tests.support.service.keyed import ADMIN, NOTHING, Things, World, end_streams, keyed_world, new_job, routes_of
 from windlass.service.api.access import LOGIN_COOKIE
-from windlass.service.api.event_feed import News
+from windlass.service.api.event_feed import MAX_STREAMS_PER_USER, News
 from windlass.service.api.routes.events import _batch_of, _read_batch
 from windlass.service.auth.caller import Caller
 from windlass.service.auth.exposure import UnprotectedError
@@ -549,3 +550,17 @@ def test_a_misspelt_model_is_told_with_no_model_of_another_user(world: World) ->
         False,
         True,
     ]
+
+
+def test_one_users_streams_are_bounded_and_leave_those_of_others_alone(world: World) -> None:
+    feed = context_of(world.client).news
+    done = f"{JOBS}/{{}}/events/stream"
+    with contextlib.ExitStack() as streams:
+        for _ in range(MAX_STREAMS_PER_USER):
+            streams.enter_context(feed.place("bob"))
+        refused = world.ask("bob", "GET", done.format(world.things["bob"].done_id))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_streams")
+        assert world.ask("alice", "GET", done.format(world.things["alice"].done_id)).status_code == 200
+        assert world.ask(ADMIN, "GET", done.format(world.things["bob"].done_id)).status_code == 200
+    assert world.ask("bob", "GET", done.format(world.things["bob"].done_id)).status_code == 200
+    assert feed.has_place("bob")
