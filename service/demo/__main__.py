@@ -21,13 +21,13 @@ from windlass.service.installation import (
 from windlass.service.validation import model_dir
 
 _MODEL = "demo-20m"
-_NUM_TRAIN, _NUM_VALIDATION = 4096, 128
+_NUM_TRAIN, _NUM_VALIDATION = 1024, 64
 _JOB = {
-    "epochs": 2,
-    "batch_size": 32,
+    "epochs": 1,
+    "batch_size": 16,
     "num_microbatches": 1,
     "learning_rate": 1e-3,
-    "warmup_steps": 20,
+    "warmup_steps": 8,
     "schedule": "cosine",
     "sequence_length": 96,
 }

@@ -14,7 +14,7 @@ import pytest
 import trustme
 
 from windlass.service import __main__ as service_main
-from windlass.service.cli import main as cli
+from windlass.service.cli import main as cli_main
 from windlass.service.installation.settings import Settings, SettingsError
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.repositories.jobs import JobRepository
@@ -123,7 +123,7 @@ def test_files_of_command_line_are_private(tmp_path: Path, monkeypatch: pytest.M
     """Holds for every command: exported models, measured machines, saved plans."""
     monkeypatch.setattr(sys, "argv", ["windlass", "plan", "--help"])
     with pytest.raises(SystemExit):
-        cli.main()
+        cli_main()
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "file").touch()
     assert [path.stat().st_mode & 0o077 for path in (tmp_path / "made", tmp_path / "made" / "file")] == [0, 0]

@@ -135,9 +135,11 @@ def test_gpu_that_never_reaches_an_event_is_reported_and_can_be_closed(
     ):
         run(spec)
     gpu.may_synchronize.set()
-    # The first waiter is reported first: the scheduler, or a thread that needs a slot which only this event frees.
+    # The first waiter is reported first: the scheduler, or a thread that needs a slot which only this event frees, or
+    # params which are read into such a slot.
     late = rf"gpu-0 did not finish the \w+ of block \d in step {STEP} within {DEADLINE_S:g} s"
     late += r"|gpu-0: SlotTimeout: pool param slots: .*\(at prefetch params, backward, of step \d, block \d\)"
+    late += rf"|gpu-0: TimeoutError: the params of block \d in step {STEP} did not arrive within {DEADLINE_S:g} s"
     assert re.search(late, error_of(spec))
     goes_on(spec, losses)
 

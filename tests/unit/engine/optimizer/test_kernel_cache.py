@@ -102,7 +102,7 @@ def test_a_compilation_is_announced_before_it_begins(tmp_path: Path, compilation
     for _ in range(2):
         load_kernel(FORMAT, tmp_path / "new", lambda text: announced.append((text, len(compilations))))
     ((text, num_compilations),) = announced
-    assert text.startswith("Compiling the update kernel for this job's number formats: 10 to 20 s")
+    assert text.startswith("Compiling the update kernel for this job's number formats, once for each: 10 to 20 s")
     assert num_compilations == 0
     assert len(compilations) == 1
 

@@ -167,7 +167,7 @@ def test_a_long_preparation_leaves_few_cores_to_a_job_that_starts(
     stage.tick(2)
     assert _of(stage, long).is_halted
     assert stage.job(long).waiting_reason == "its turn to be prepared, after a job that starts"
-    monkeypatch.setattr("windlass.service.dispatcher.dispatcher._STARTING_S", 0.0)
+    monkeypatch.setattr("windlass.service.dispatcher.queue._STARTING_S", 0.0)
     stage.tick()
     assert not _of(stage, long).is_halted
 
