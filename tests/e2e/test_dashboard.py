@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import pytest
 from playwright.sync_api import Page, expect
 
 from tests.e2e.live_service import LiveService
@@ -138,6 +139,7 @@ def test_a_job_of_one_step_without_a_gpu_is_told_of_in_fitting_words(service: Li
     expect(page.locator("#jobs .job-figures")).to_contain_text("1\u00a0step\u00a0· loss")
 
 
+@pytest.mark.long
 def test_a_page_that_was_cut_off_shows_every_point_once(service: LiveService, open_page: OpenPage) -> None:
     job_id = service.run(total_steps=12)
     other = service.run(suffix="other")
@@ -197,6 +199,7 @@ def test_an_event_that_the_first_answer_contains_counts_once(open_page: OpenPage
     assert points == [[False, False, False, True], {"x": [1, 2, 3], "y": [3, 2, 1]}]
 
 
+@pytest.mark.long
 def test_a_page_that_outlives_its_service_being_replaced_starts_over(service: LiveService, open_page: OpenPage) -> None:
     old = service.run(suffix="old")
     page = open_page(expected="404")

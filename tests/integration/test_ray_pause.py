@@ -22,6 +22,7 @@ def wait_until_paused(stage: ResumeStage, job_id: str) -> None:
     stage.wait_for(lambda: stage.job(job_id).status is JobStatus.PAUSED, "pause", job_id)
 
 
+@pytest.mark.long
 def test_a_paused_job_holds_nothing_but_its_states_and_goes_on_after_its_step(
     stage: ResumeStage, undisturbed: Undisturbed
 ) -> None:

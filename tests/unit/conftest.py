@@ -1,5 +1,6 @@
 """Databases of both kinds, and small slots for activations."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +11,20 @@ from windlass.engine.memory_plan import plan
 from windlass.storage.sql.database import Database, migrate
 
 
+@pytest.fixture(scope="session")
+def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite file with all tables and no rows, for tests to copy."""
+    path = tmp_path_factory.mktemp("migrated") / "windlass.db"
+    migrate(f"sqlite:///{path}")
+    return path
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def database_url(request: pytest.FixtureRequest, tmp_path: Path, migrated_file: Path) -> Iterator[str]:
     """The URL of a database with all tables, of each kind."""
     if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path / 'test.db'}"
-        migrate(url)
-        yield url
+        shutil.copyfile(migrated_file, tmp_path / "test.db")
+        yield f"sqlite:///{tmp_path / 'test.db'}"
     else:
         server: PostgresServer = request.getfixturevalue("postgresql")
         with server.new_database(migrated=True) as url:

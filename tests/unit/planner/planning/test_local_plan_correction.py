@@ -127,7 +127,8 @@ def run(spec: JobSpec, *, pause_in: int | None = None, cut_off_in: int | None = 
 
 @pytest.mark.timeout(600)
 # test_local_resume.py also tests attempts that nothing cuts off.
-@pytest.mark.parametrize("cut_off_in", [pytest.param(None, marks=pytest.mark.long), NUM_MEASURED + 2])
+@pytest.mark.long
+@pytest.mark.parametrize("cut_off_in", [None, NUM_MEASURED + 2])
 def test_the_plan_changes_after_the_first_steps_and_the_losses_do_not(tmp_path: Path, cut_off_in: int | None) -> None:
     spec = job(tmp_path)
     first = plan_job(order(spec), tmp_path)

@@ -70,6 +70,7 @@ def run(
     return planned, correct(asked, profiles, running, steps)
 
 
+@pytest.mark.long
 def test_a_machine_that_is_as_its_profile_says_keeps_its_plan() -> None:
     asked = question(machine(), host_mib=800)
     planned, corrected = run(asked, machine())

@@ -105,9 +105,8 @@ def backward_flops(model: Any, choice: BlockActivations) -> tuple[int, int]:
     return counter.get_total_flops(), out_nbytes
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen2", *(pytest.param(name, marks=pytest.mark.long) for name in ("GPT-2", "Mistral", "Phi"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Qwen2", "GPT-2", "Mistral", "Phi"])
 def test_activation_options_recompute_and_swap_as_described(name: str) -> None:
     model = make_model(ARCHITECTURES[name].config(tied=False, dropout=0.0))
     profile = profile_config(model.config, Precision.FP32, num_examples=2, num_tokens=16)
