@@ -170,7 +170,7 @@ class Dispatcher:
         for job_id, over in tuple(self._over.items()):
             self._guarded(about(job_id, over.attempt), self._see_off, job_id, over)
         validating = self._jobs(JobStatus.VALIDATING_FILES)
-        self._preparations.arrange(validating, is_starting=any(map(is_starting, running)))
+        self._preparations.arrange(validating, starting=[job for job in running if is_starting(job)])
         for job in validating:
             self._guarded(about(job.id, job.attempt), self._preparations.tend, job, validating)
         self._launch_next()

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from windlass.service.machine import measured_hardware
 from windlass.service.preparation import (
     CHECK_MODEL,
     Candidate,
+    OwnerShares,
     Preparation,
     PreparationError,
     PreparationMemory,
@@ -34,8 +34,6 @@ _LOG = logging.getLogger(__name__)
 
 # A preparation that computed longer than this leaves the cores to a starting job, if the machine has few cores.
 _LONG_S = 5.0
-# Half-life of the computing time that counts against an owner's preparations.
-_HALF_LIFE_S = 300.0
 # Interval between writes of the progress, and of a waiting reason in which only numbers changed.
 _TELL_EVERY_S = 2.0
 _NUMBER = re.compile(r"\d+(\.\d+)?")
@@ -67,8 +65,7 @@ class Preparations:
         self._num_side_by_side = max(1, machinery.num_cores // 2)
         self._running: dict[str, Preparation] = {}
         self._computed_s: dict[str, float] = {}  # computing time of running ones at the last check
-        self._used_s: defaultdict[str | None, float] = defaultdict(float)  # recent computing time by owner
-        self._looked_at = clock()
+        self._shares = OwnerShares()
         self._nbytes: dict[str, int] = {}  # of jobs' files
         self._began_at: dict[str, float] = {}
         self._told_at: dict[str, float] = {}
@@ -79,17 +76,18 @@ class Preparations:
         """Jobs whose preparation has begun."""
         return self._running.keys()
 
-    def arrange(self, jobs: Sequence[Job], *, is_starting: bool = False) -> None:
+    def arrange(self, jobs: Sequence[Job], *, starting: Sequence[Job] = ()) -> None:
         """Chooses the jobs that are prepared now. Their preparations continue or may begin, and the others are halted.
 
-        `is_starting`: an attempt of a job has just begun. On a machine with few cores, preparations that computed for
-        long leave the cores to it. The starting job imports and compiles, and its owner waits for the first step.
+        `starting`: jobs whose attempt has just begun. On a machine with few cores, preparations that computed for long
+        and those of lower priority leave the cores to them. The starting job imports and compiles, and its owner waits
+        for the first step.
         """
         self.drop(keep={job.id for job in jobs})
         self._account(jobs)
         has_few_cores = self._machinery.num_cores < CORES_TO_DIVIDE
-        candidates = [self._candidate(job, is_starting=is_starting and has_few_cores) for job in jobs]
-        chosen = who_computes(candidates, self._used_s, num_side_by_side=self._num_side_by_side)
+        candidates = [self._candidate(job, starting=starting if has_few_cores else ()) for job in jobs]
+        chosen = who_computes(candidates, self._shares.used_s, num_side_by_side=self._num_side_by_side)
         for job_id, preparation in self._running.items():
             if job_id in chosen or preparation.measures:
                 preparation.proceed()
@@ -141,22 +139,15 @@ class Preparations:
     # --- order of preparations ---------------------------------------------------------------------------------------
 
     def _account(self, jobs: Sequence[Job]) -> None:
-        """Adds the computing time since the last check to its owners' totals.
-
-        Older time counts less, by the half-life.
-        """
-        now = self._clock()
-        kept = 0.5 ** ((now - self._looked_at) / _HALF_LIFE_S)
-        self._looked_at = now
-        for owner in self._used_s:
-            self._used_s[owner] *= kept
+        """Adds the computing time since the last check to its owners' shares."""
+        self._shares.meet({job.owner for job in jobs})
         for job in jobs:
             if (preparation := self._running.get(job.id)) is not None:
                 computed_s = preparation.computed_s
-                self._used_s[job.owner] += computed_s - self._computed_s.get(job.id, 0.0)
+                self._shares.add(job.owner, computed_s - self._computed_s.get(job.id, 0.0))
                 self._computed_s[job.id] = computed_s
 
-    def _candidate(self, job: Job, *, is_starting: bool) -> Candidate:
+    def _candidate(self, job: Job, *, starting: Sequence[Job]) -> Candidate:
         preparation = self._running.get(job.id)
         if preparation is None:
             folder = model_dir(
@@ -171,10 +162,11 @@ class Preparations:
             owner=job.owner,
             nbytes=self._nbytes_of(job),
             created_at=job.created_at,
+            priority=job.priority,
             computed_s=computed_s,
             has_process=preparation is not None,
             uses_cores=uses_cores,
-            leaves_cores=is_starting and computed_s >= _LONG_S,
+            leaves_cores=any(computed_s >= _LONG_S or job.priority > each.priority for each in starting),
         )
 
     def _nbytes_of(self, job: Job) -> int:

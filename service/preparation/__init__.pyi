@@ -21,4 +21,5 @@ from windlass.service.preparation.pipeline import plan_step as plan_step
 from windlass.service.preparation.pipeline import preparation_of as preparation_of
 from windlass.service.preparation.pipeline import step_server as step_server
 from windlass.service.preparation.turns import Candidate as Candidate
+from windlass.service.preparation.turns import OwnerShares as OwnerShares
 from windlass.service.preparation.turns import who_computes as who_computes

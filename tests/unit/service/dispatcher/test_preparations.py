@@ -147,9 +147,6 @@ def test_the_process_of_one_that_stands_back_is_stopped_and_goes_on(
     large = stage.submit(owner="ann")
     stage.tick()
     other = stage.submit(owner="bob")
-    monkeypatch.setattr(
-        stage.dispatcher._preparations, "_used_s", stage.dispatcher._preparations._used_s | {"ann": 100.0}
-    )
     _wait_for(stage, lambda: other in made and _is_stopped(made[large].process))
     assert not _is_stopped(made[other].process)
     stage.request_cancel(other)
@@ -172,12 +169,26 @@ def test_a_long_preparation_leaves_few_cores_to_a_job_that_starts(
     assert not _of(stage, long).is_halted
 
 
+def test_a_preparation_of_lower_priority_leaves_few_cores_to_a_job_that_starts(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lower, same = stage.submit(owner="ann", priority=1), stage.submit(owner="cat")
+    stage.prepare_at_once(stage.submit(owner="bob"), PREPARED)
+    stage.tick(2)
+    monkeypatch.setattr(stage.dispatcher._preparations, "_num_side_by_side", 3)
+    stage.tick()
+    assert str(stage.job(lower).waiting_reason).startswith("its turn to be prepared")
+    assert not _of(stage, same).is_halted
+    monkeypatch.setattr("windlass.service.dispatcher.queue._STARTING_S", 0.0)
+    stage.tick()
+    assert not _of(stage, lower).is_halted
+
+
 def test_a_step_that_measures_is_never_stopped(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage.dispatcher._preparations, "_num_side_by_side", 1)
     measuring = stage.submit(owner="ann")
     stage.tick()
     monkeypatch.setattr(StandInPreparation, "measures", property(lambda self: self is _of(stage, measuring)))
-    stage.dispatcher._preparations._used_s["ann"] = 100.0
     other = stage.submit(owner="bob")
     stage.tick(2)
     assert other in _begun(stage)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from windlass.service.preparation.turns import MOST_BEGUN, Candidate, who_computes
+from windlass.service.preparation.turns import MOST_BEGUN, Candidate, OwnerShares, who_computes
 
 
 def _waiting(job_id: str, owner: str, nbytes: int = 10, **more: Any) -> Candidate:
@@ -29,6 +29,42 @@ def test_owners_keep_their_turn_between_polls() -> None:
     jobs = [_begun("j1", "ann", 3.0), _waiting("j2", "bob")]
     assert who_computes(jobs, {"ann": 3.0}, num_side_by_side=1) == ["j1"]
     assert who_computes(jobs, {"ann": 6.0}, num_side_by_side=1) == ["j2"]
+
+
+def test_higher_priorities_go_first_whoever_has_used_less() -> None:
+    jobs = [_waiting("j1", "ann", priority=1), _waiting("j2", "bob"), _waiting("j3", "ann")]
+    assert who_computes(jobs, {"bob": 900.0}, num_side_by_side=2) == ["j3", "j2"]
+    assert who_computes(jobs[:2], {"bob": 900.0}, num_side_by_side=1) == ["j2"]
+
+
+def test_between_owners_the_one_that_has_computed_for_long_goes_last() -> None:
+    jobs = [_begun("j1", "ann", 7.0), _waiting("j2", "bob")]
+    assert who_computes(jobs, {"ann": 7.0, "bob": 8.0}, num_side_by_side=1) == ["j2"]
+
+
+def test_shares_an_owner_that_comes_waits_for_nobody_at_first() -> None:
+    shares = OwnerShares()
+    shares.meet(["ann"])
+    shares.add("ann", 300.0)
+    shares.meet([])
+    shares.meet(["bob"])
+    shares.add("bob", 4.0)
+    shares.meet(["ann", "bob"])
+    jobs = [_begun("j1", "bob", 4.0), _waiting("j2", "ann")]
+    assert who_computes(jobs, shares.used_s, num_side_by_side=1) == ["j2"]
+
+
+def test_shares_of_an_owner_that_comes_again_and_again_are_no_larger() -> None:
+    shares, used_s = OwnerShares(), {"ann": 0.0, "bob": 0.0}
+    for number in range(1000):  # bob has always work, ann for half of the time
+        ann_is_there = number % 8 < 4
+        jobs = [_waiting("j1", "bob"), *([_waiting("j2", "ann")] if ann_is_there else [])]
+        shares.meet({job.owner for job in jobs})
+        (chosen,) = who_computes(jobs, shares.used_s, num_side_by_side=1)
+        owner = "bob" if chosen == "j1" else "ann"
+        shares.add(owner, 1.0)
+        used_s[owner] += 1.0
+    assert used_s["bob"] >= 480.0
 
 
 def test_of_one_owner_the_small_file_goes_first_also_before_one_that_computes() -> None:
