@@ -142,7 +142,7 @@ class JobSpec:
     model_dir: str  # config, tokenizer, safetensors
     initialization: Initialization = Initialization.WEIGHTS
     layout_file: str  # the model's blocks, written by `windlass.engine.checkpoint.check_model`
-    dataset_dir: str  # the dataset, written by `windlass.engine.data.prepare`
+    dataset_dir: str  # the dataset, written by `windlass.engine.data.tokenize`
     num_validation_examples: int = 0  # 0: no validation data
     job_dir: str  # journal and logs
     output_dir: str  # the final model's folder; checkpoints are written to `{output_dir}-step-{n}`

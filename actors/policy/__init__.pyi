@@ -1,14 +1,14 @@
 """The scheduler's decisions: events in, instructions out. No clock, no I/O, no Ray."""
 
+from windlass.actors.policy.block_queue import Ordering as Ordering
+from windlass.actors.policy.block_queue import QueueOrder as QueueOrder
 from windlass.actors.policy.clipping import clip_scale as clip_scale
 from windlass.actors.policy.config import SchedulerConfig as SchedulerConfig
 from windlass.actors.policy.folding import fold as fold
-from windlass.actors.policy.ordering import Ordering as Ordering
-from windlass.actors.policy.ordering import QueueOrder as QueueOrder
 from windlass.actors.policy.pending_replies import DeadlineMissedError as DeadlineMissedError
 from windlass.actors.policy.pending_replies import Instruction as Instruction
 from windlass.actors.policy.pending_replies import UnexpectedEventError as UnexpectedEventError
-from windlass.actors.policy.pipeline import NotFiniteError as NotFiniteError
-from windlass.actors.policy.pipeline import Pipeline as Pipeline
-from windlass.actors.policy.pipeline import StepEnd as StepEnd
+from windlass.actors.policy.scheduler_core import NotFiniteError as NotFiniteError
+from windlass.actors.policy.scheduler_core import Pipeline as Pipeline
+from windlass.actors.policy.scheduler_core import StepEnd as StepEnd
 from windlass.actors.policy.trainer_state import TrainerState as TrainerState

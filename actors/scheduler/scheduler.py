@@ -1,7 +1,7 @@
 """The scheduler actor: passes events to the policy and sends its instructions.
 
-It is a thin shell. `actors/policy/pipeline.py` decides the order of work, and `actors/scheduler/progress.py` writes the
-reports for users. It imports no torch.
+It is a thin shell. `actors/policy/scheduler_core.py` decides the order of work, and `actors/scheduler/progress.py`
+writes the reports for users. It imports no torch.
 """
 
 import contextlib

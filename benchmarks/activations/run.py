@@ -234,7 +234,7 @@ def _write_tokens(run: ActivationRun, folder: Path) -> None:
     import numpy as np
 
     from windlass.engine.data.examples import FORMAT_VERSION
-    from windlass.engine.data.prepare import SplitWriter
+    from windlass.engine.data.tokenize import SplitWriter
 
     folder.mkdir()
     generator = np.random.default_rng(1)

@@ -140,7 +140,7 @@ def _write_batches(workload: Workload, folder: Path) -> None:
 
     from windlass.engine.data import PreparedDataset
     from windlass.engine.data.examples import FORMAT_VERSION
-    from windlass.engine.data.prepare import SplitWriter
+    from windlass.engine.data.tokenize import SplitWriter
 
     dataset_dir = folder / DATASET_DIR
     dataset_dir.mkdir(exist_ok=True)

@@ -119,7 +119,7 @@ class ExampleOrder:
 
 
 class PreparedDataset(ExampleOrder):
-    """One split of a folder that `windlass.engine.data.prepare` wrote. It reads examples on demand."""
+    """One split of a folder that `windlass.engine.data.tokenize` wrote. It reads examples on demand."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ def example_lengths(
     """Returns the widths of a job's micro-batches, from the lengths of its examples alone.
 
     It does not map the tokens, because they may exceed the mapping limit of the planner's process. `directory`: a
-    folder that `windlass.engine.data.prepare` wrote. The other arguments are those of `ExampleOrder.mean_widths`.
+    folder that `windlass.engine.data.tokenize` wrote. The other arguments are those of `ExampleOrder.mean_widths`.
 
     Raises:
         DatasetError: the folder is missing or incomplete.

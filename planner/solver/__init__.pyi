@@ -1,13 +1,13 @@
 """The integer programs that choose where states are resident and what is recomputed."""
 
-from windlass.planner.solver.search import DoesNotFitError as DoesNotFitError
-from windlass.planner.solver.search import Solution as Solution
-from windlass.planner.solver.search import candidates as candidates
-from windlass.planner.solver.search import least_nbytes as least_nbytes
-from windlass.planner.solver.search import may_fit as may_fit
-from windlass.planner.solver.search import plan_of as plan_of
-from windlass.planner.solver.search import solution_of as solution_of
-from windlass.planner.solver.search import solve_job as solve_job
+from windlass.planner.solver.placement_search import DoesNotFitError as DoesNotFitError
+from windlass.planner.solver.placement_search import Solution as Solution
+from windlass.planner.solver.placement_search import candidates as candidates
+from windlass.planner.solver.placement_search import least_nbytes as least_nbytes
+from windlass.planner.solver.placement_search import may_fit as may_fit
+from windlass.planner.solver.placement_search import plan_of as plan_of
+from windlass.planner.solver.placement_search import solution_of as solution_of
+from windlass.planner.solver.placement_search import solve_job as solve_job
 from windlass.planner.solver.step_cost import Limits as Limits
 from windlass.planner.solver.step_cost import PlannedJob as PlannedJob
 from windlass.planner.solver.step_cost import StepCosts as StepCosts

@@ -1,18 +1,18 @@
 """The HTTP API: the application, access control, error answers, and the feed of events."""
 
-from windlass.service.api.access import LOGIN_COOKIE as LOGIN_COOKIE
-from windlass.service.api.access import LOGIN_PATH as LOGIN_PATH
-from windlass.service.api.access import LOGOUT_PATH as LOGOUT_PATH
-from windlass.service.api.access import AuditDep as AuditDep
-from windlass.service.api.access import CallerDep as CallerDep
-from windlass.service.api.access import caller_of_key as caller_of_key
-from windlass.service.api.access import missing_origin as missing_origin
-from windlass.service.api.access import needs_key as needs_key
-from windlass.service.api.access import note_use as note_use
-from windlass.service.api.access import peer_of as peer_of
-from windlass.service.api.access import record as record
-from windlass.service.api.access import too_many as too_many
 from windlass.service.api.app import create_app as create_app
+from windlass.service.api.authentication import LOGIN_COOKIE as LOGIN_COOKIE
+from windlass.service.api.authentication import LOGIN_PATH as LOGIN_PATH
+from windlass.service.api.authentication import LOGOUT_PATH as LOGOUT_PATH
+from windlass.service.api.authentication import AuditDep as AuditDep
+from windlass.service.api.authentication import CallerDep as CallerDep
+from windlass.service.api.authentication import caller_of_key as caller_of_key
+from windlass.service.api.authentication import missing_origin as missing_origin
+from windlass.service.api.authentication import needs_key as needs_key
+from windlass.service.api.authentication import note_use as note_use
+from windlass.service.api.authentication import peer_of as peer_of
+from windlass.service.api.authentication import record as record
+from windlass.service.api.authentication import too_many as too_many
 from windlass.service.api.context import Context as Context
 from windlass.service.api.context import ContextDep as ContextDep
 from windlass.service.api.error_handlers import error_response as error_response

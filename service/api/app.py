@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from windlass.service.api.access import AccessMiddleware
+from windlass.service.api.authentication import AccessMiddleware
 from windlass.service.api.context import Context
 from windlass.service.api.error_handlers import install_error_handlers
 from windlass.service.api.event_feed import EventFeed

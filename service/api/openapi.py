@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from windlass.service.api.access import OPEN_PATHS
+from windlass.service.api.authentication import OPEN_PATHS
 
 _REF = "#/components/schemas/"
 _FASTAPIS_OWN = ("HTTPValidationError", "ValidationError")

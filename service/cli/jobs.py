@@ -23,7 +23,7 @@ from windlass.service.cli.ids import FILE, JOB, client_for_job
 from windlass.service.cli.service import Home
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import RequestRefusedError, ServiceClient, load_settings, open_client
-from windlass.service.validation import ApiError, model_dir, near_names
+from windlass.service.validation import ApiError, model_dir, models_in, near_names
 from windlass.storage.ids import Precision, StatePrecision
 
 
@@ -251,7 +251,10 @@ def export(
     except ApiError as error:
         raise CommandError(str(error)) from None
     if not (source / "config.json").is_file():
-        raise CommandError(f"there is no model {model!r} in {source.parent}; `windlass models` lists what there is")
+        known = [name for folder in (settings.models_dir, settings.fine_tuned_dir) for name in models_in(folder)]
+        near = near_names(model, known, separator="/")
+        advice = f"did you mean {near[0]}?" if near else "`windlass models` lists what there is"
+        raise CommandError(f"there is no model {model!r} in {source.parent}; {advice}")
     if destination.exists():
         raise CommandError(f"{destination} exists already; choose a new folder")
     try:

@@ -15,7 +15,7 @@ from windlass.service.cli.errors import CommandError
 from windlass.service.cli.service import Home
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import Settings, keep_local_key, kept_key, load_settings
-from windlass.service.validation import report_database_errors
+from windlass.service.validation import near_names, report_database_errors
 from windlass.storage.sql import ApiKey, AuditEvent, Database, NotFound
 from windlass.storage.sql.repositories import AuditRepository, KeyRepository, Role, audit_id, is_active
 
@@ -127,7 +127,7 @@ def limit(
         max_stored_gib=max_stored_gib,
         max_webhook_endpoints=max_webhook_endpoints,
     )
-    with _database(load_settings(home)) as database, _known(key), database.write() as session:
+    with _database(load_settings(home)) as database, _known(database, key), database.write() as session:
         keys = KeyRepository(session)
         found = keys.get(key)
         limits = {**({} if reset else found.limits or {}), **given}
@@ -144,7 +144,7 @@ def revoke(
 ) -> None:
     """End a key and the logins made with it, at once."""
     with _database(load_settings(home)) as database:
-        with _known(key), database.write() as session:
+        with _known(database, key), database.write() as session:
             KeyRepository(session).revoke(key)
             record_command(session, "revoke_key", key)
         with database.read() as session:
@@ -175,11 +175,14 @@ def _database(settings: Settings) -> Iterator[Database]:
 
 
 @contextmanager
-def _known(key: str) -> Iterator[None]:
+def _known(database: Database, key: str) -> Iterator[None]:
     try:
         yield
     except NotFound:
-        raise CommandError(f"there is no key {key!r}; `windlass keys list` shows the ids") from None
+        with database.read() as session:
+            near = near_names(key, [each.id for each in KeyRepository(session).all()], separator="-")
+        advice = f"did you mean {near[0]}?" if near else "`windlass keys list` shows the ids"
+        raise CommandError(f"there is no key {key!r}; {advice}") from None
 
 
 def _limits(**given: int | float | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from windlass.service.dispatcher.outcomes import (
     cut_short,
     fail_attempt,
     fail_job,
-    last_fruitful_attempt,
+    has_step,
     open_journal,
     resume,
     take_in,
@@ -241,7 +241,7 @@ class Dispatcher:
                 job,
                 records,
                 lost=lost if hangs or not alive else None,
-                when_lost=functools.partial(cut_short if self._left_for_another(job) else resume, self._settings),
+                when_lost=functools.partial(cut_short if self._yields_at_once(job) else resume, self._settings),
             )
         except JournalError as error:
             with self._database.write() as session:
@@ -316,18 +316,17 @@ class Dispatcher:
         """Requests the runner to end the job or the attempt, if there is a reason."""
         if job.cancel_requested:
             self._tell(job, "cancel", self._runners.cancel)
-        elif job.status is JobStatus.RUNNING and job.yields_to is not None and not self._has_a_step(job):
+        elif job.status is JobStatus.RUNNING and self._yields_at_once(job):
             self._tell(job, _CUT_SHORT, self._runners.kill)
         elif job.status is JobStatus.PAUSING or job.yields_to is not None or self._corrections.tend(job):
             self._tell(job, "pause", self._runners.pause)
 
-    def _has_a_step(self, job: Job) -> bool:
+    def _yields_at_once(self, job: Job) -> bool:
+        """Returns whether the attempt ends for another job and has no step yet, so that it need not end by itself."""
+        if job.yields_to is None:
+            return False
         with self._database.read() as session:
-            return last_fruitful_attempt(session, job.id) == job.attempt
-
-    def _left_for_another(self, job: Job) -> bool:
-        """Returns whether the runner was ended before its first step, for another job."""
-        return self._told.get(job.id, ("", 0.0))[0] == _CUT_SHORT
+            return not has_step(session, job)
 
     def _tell(self, job: Job, what: str, tell: Callable[[JobId, Attempt], None]) -> None:
         told, told_at = self._told.get(job.id, ("", 0.0))
@@ -384,7 +383,7 @@ class Dispatcher:
 
     def _launch_next(self) -> None:
         leaving = {job_id for job_id, over in self._over.items() if not over.is_gone}
-        verdicts = self._queue.verdicts(leaving)
+        verdicts = self._queue.verdicts(leaving, self._preparations.soon_ready)
         self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
         for verdict in verdicts:
             self._guarded(about(verdict.job.id, verdict.job.attempt), self._carry_out, verdict)

@@ -184,6 +184,11 @@ def last_fruitful_attempt(session: Session, job_id: str) -> int:
     return next((event.attempt for event in page.rows if "train_loss" in event.data), 0)
 
 
+def has_step(session: Session, job: Job) -> bool:
+    """Returns whether the job's current attempt has committed a step with a training loss."""
+    return last_fruitful_attempt(session, job.id) == job.attempt
+
+
 def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> None:
     status = outcome.data.get("status")
     if status == JobStatus.SUCCEEDED:
@@ -226,7 +231,7 @@ def cut_short(settings: Settings, session: Session, job: Job, _reason: str) -> N
     The next one starts anew.
     """
     now = JobRepository(session).get(job.id)  # its owner may have requested something meanwhile
-    if now.yields_to is None or now.cancel_requested or last_fruitful_attempt(session, job.id) == job.attempt:
+    if job.status is JobStatus.PAUSING or now.yields_to is None or now.cancel_requested or has_step(session, job):
         _go_on(settings, session, job)
         return
     other = in_words_to(session, now, now.yields_to)

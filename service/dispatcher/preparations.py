@@ -70,6 +70,8 @@ class Preparations:
         self._began_at: dict[str, float] = {}
         self._told_at: dict[str, float] = {}
         self._going_on: Sequence[str] = ()
+        # Priorities of the jobs that are probably prepared in a moment, because their preparation is not a long one.
+        self.soon_ready: Collection[int] = ()
 
     @property
     def job_ids(self) -> Collection[str]:
@@ -94,6 +96,11 @@ class Preparations:
             else:
                 preparation.halt()
         self._going_on = chosen
+        self.soon_ready = {
+            each.priority
+            for each in candidates
+            if each.job_id in chosen and each.uses_cores and each.computed_s < _LONG_S
+        }
 
     def tend(self, job: Job, jobs: Sequence[Job]) -> None:
         """Begins a job's preparation in its turn, checks its progress, and queues the job once it is prepared.

@@ -6,14 +6,14 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from windlass.amounts import GIB
 from windlass.service.auth import most_running_jobs
 from windlass.service.dispatcher.capacity import BUFFERS, DEVICES, HOST_MEMORY, Demand, MachineCapacity, demand_of
 from windlass.service.dispatcher.lease import Lease
-from windlass.service.dispatcher.outcomes import in_words_to, last_fruitful_attempt
+from windlass.service.dispatcher.outcomes import has_step, in_words_to, last_fruitful_attempt
 from windlass.service.dispatcher.queue_policy import Decision, Holder, Queued, Turn, decide, in_turn
 from windlass.service.installation import Settings, about, needs_room
 from windlass.service.jobs import MachineResources, load_plan, plan_bounds
@@ -39,6 +39,9 @@ _STARTING_S = 20.0
 # Consecutive attempts of a job that may be ended while they start. The next attempt may run to its first step, whatever
 # jobs come.
 _MOST_CUT_SHORT = 3
+# Seconds that a job lets jobs of higher priority be prepared before it begins. Else its attempt would be ended as it
+# starts.
+_LETS_PREPARE_S = 10.0
 _AMOUNT = re.compile(r"[\d.]+ [KMGTP]?i?B")
 
 
@@ -100,6 +103,7 @@ class JobQueue:
         self._said_at: dict[str, float] = {}  # of waiting jobs
         # of jobs whose attempt found too little space: the disk, and the needed bytes
         self._rooms: dict[str, tuple[Path, int]] = {}
+        self._lets_prepare_since: dict[str, float] = {}
         self._seen: tuple[float, Collection[str], MachineCapacity] | None = None
 
     def forget(self) -> None:
@@ -108,6 +112,7 @@ class JobQueue:
         self._demands.clear()
         self._said_at.clear()
         self._rooms.clear()
+        self._lets_prepare_since.clear()
 
     def wait_for_room(self, job_id: str, path: Path, nbytes: int) -> None:
         """Makes a job wait until a disk has `nbytes` free, because its attempt was lost with less.
@@ -120,10 +125,11 @@ class JobQueue:
         """Returns whether no job runs on this machine."""
         return not self._present(())
 
-    def verdicts(self, leaving: Collection[str]) -> Sequence[Verdict]:
+    def verdicts(self, leaving: Collection[str], soon_ready: Collection[int] = ()) -> Sequence[Verdict]:
         """Decides about each queued job that this dispatcher holds, in the order of the queue.
 
-        `leaving`: jobs with an ended attempt whose processes still live.
+        `leaving`: jobs with an ended attempt whose processes still live. `soon_ready`: priorities of the jobs that will
+        probably be queued in a moment.
         """
         queued = self._queued()
         self._forget_all_but({job.id for job in queued})
@@ -160,6 +166,8 @@ class JobQueue:
             else:
                 reason = "" if decision.begins else self._reason(job, decision, box, there, num_before)
             is_ready = job.id not in (*leaving, *too_many) and pause_s is None and lacks[job.id] is None
+            if is_ready and decision.begins and self._lets_prepare(job, soon_ready):
+                decision, reason = replace(decision, begins=False), "a job of higher priority that is being prepared"
             if job.lease_holder == self._lease.holder:
                 verdicts.append(Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready))
             if decision.begins:
@@ -189,8 +197,8 @@ class JobQueue:
         for victim in victims:
             with self._database.write() as session:
                 found = JobRepository(session).get(victim)
-                has_a_step = last_fruitful_attempt(session, victim) == found.attempt
-                how = "the runner ends its attempt after its step" if has_a_step else "its attempt has only just begun"
+                is_kept = has_step(session, found)
+                how = "the runner ends its attempt after its step" if is_kept else "its attempt has only just begun"
                 message = (
                     f"Pausing for {in_words_to(session, found, job.id)} of higher priority: {how}; the job goes on by "
                     "itself when there is room"
@@ -300,6 +308,13 @@ class JobQueue:
             num_fruitless = job.attempt - last_fruitful_attempt(session, job.id)
         return num_fruitless == 0 or (num_fruitless <= _MOST_CUT_SHORT and is_starting(job))
 
+    def _lets_prepare(self, job: Job, soon_ready: Collection[int]) -> bool:
+        """Returns whether a job does not begin yet, because one of higher priority will need the room in a moment."""
+        if not any(priority < job.priority for priority in soon_ready):
+            return False
+        since = self._lets_prepare_since.setdefault(job.id, self._clock())
+        return self._clock() - since < _LETS_PREPARE_S
+
     def _pause_before_retry(self, job: Job) -> float | None:
         """Returns how long a job waits after an attempt that was lost without progress, or None if it need not wait."""
         if not job.num_lost:
@@ -329,7 +344,7 @@ class JobQueue:
         return needs_room(path, nbytes, free_nbytes) if free_nbytes < nbytes <= disk_nbytes else None
 
     def _forget_all_but(self, queued: Collection[str]) -> None:
-        for remembered in (self._retries, self._said_at, self._rooms):
+        for remembered in (self._retries, self._said_at, self._rooms, self._lets_prepare_since):
             for job_id in remembered.keys() - queued:
                 del remembered[job_id]
 

@@ -59,7 +59,7 @@ _MOST_LOG_NBYTES = 4096  # bytes of a step's output that are searched for its la
 _TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600, PLAN_JOB: 600, CHECK_BUDGETS: 600}
 _CHECKER, _PREPARER, _PLANNER = (
     "windlass.engine.checkpoint.check_model",
-    "windlass.engine.data.prepare",
+    "windlass.engine.data.tokenize",
     "windlass.planner.planning.worker",
 )
 _BUDGETS = "windlass.actors.job.check_budgets"

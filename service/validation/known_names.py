@@ -14,13 +14,15 @@ _NEAR = 0.75
 def near_names(name: str, known: Collection[str], *, separator: str = ".") -> list[str]:
     """Returns the known names that are similar to a name, the most similar first. Case is ignored.
 
-    A name is also similar by the part after its last `separator`, or by its words' initials, such as lr.
+    A name is also similar by the part after its last `separator`, by its words' initials, such as lr, or by its first
+    words, such as gpu for gpu_gib.
     """
     last = name.casefold().rsplit(separator, 1)[-1]
     parts = {each: each.casefold().rsplit(separator, 1)[-1] for each in known}
     initials = [each for each, part in parts.items() if last == "".join(word[:1] for word in part.split("_"))]
     wholes = _near(name.casefold(), {each: each.casefold() for each in known})
-    return list(dict.fromkeys([*initials, *_near(last, parts), *wholes]))
+    beginnings = [each for each, part in parts.items() if part.startswith(f"{last}_")]
+    return list(dict.fromkeys([*initials, *_near(last, parts), *wholes, *beginnings]))
 
 
 def name_hint(name: str, known: Collection[str]) -> str:

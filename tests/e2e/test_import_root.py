@@ -39,7 +39,7 @@ def test_trap_folder_bare_import_raises(trap: Path, name: str) -> None:
     [
         ([WINDLASS, "--help"], "submit"),
         ([sys.executable, "-m", "windlass.engine.checkpoint.check_model", "--help"], "--model-dir"),
-        ([sys.executable, "-m", "windlass.engine.data.prepare", "--help"], "usage"),
+        ([sys.executable, "-m", "windlass.engine.data.tokenize", "--help"], "usage"),
         ([sys.executable, "-m", "windlass.service", "--help"], "dispatcher"),
     ],
     ids=lambda value: " ".join(value[-3:]) if isinstance(value, list) else None,

@@ -36,8 +36,8 @@ from windlass.actors.messages import (
     StoreCommitted,
     UpdateBlock,
 )
+from windlass.actors.policy.block_queue import QueueOrder
 from windlass.actors.policy.config import SchedulerConfig
-from windlass.actors.policy.ordering import QueueOrder
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 

@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from windlass.actors.messages import GradChunk, Phase
+from windlass.actors.policy.block_queue import Ordering
 from windlass.actors.policy.config import SchedulerConfig
-from windlass.actors.policy.ordering import Ordering
 from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkIndex, ChunkKey, JobId, Span
 
 JOB = JobId("ftjob-1")

@@ -36,7 +36,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.policy.config import SchedulerConfig
 from windlass.actors.policy.pending_replies import Instruction
-from windlass.actors.policy.pipeline import NotFiniteError, Pipeline
+from windlass.actors.policy.scheduler_core import NotFiniteError, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
 from windlass.storage.ids import ActorName, Step
 

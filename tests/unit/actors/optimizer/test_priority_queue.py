@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from windlass.actors.optimizer.priority_queue import UrgentQueue
-from windlass.actors.policy.ordering import QueueOrder
+from windlass.actors.policy.block_queue import QueueOrder
 
 ITEMS = [(2, 0, "a"), (1, 3, "b"), (1, 1, "c"), (1, 1, "d")]
 

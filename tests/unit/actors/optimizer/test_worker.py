@@ -34,7 +34,7 @@ from windlass.actors.messages import (
     WriteChunks,
 )
 from windlass.actors.optimizer.worker import RESTORE_DEPTH, CpuOptimizer
-from windlass.actors.policy.ordering import Ordering, QueueOrder
+from windlass.actors.policy.block_queue import Ordering, QueueOrder
 from windlass.engine.device.dtypes import TORCH_DTYPE, state_dtype
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.layout import BlockLayout, ModelLayout, ParamSlice

@@ -11,7 +11,7 @@ from tests.support.training import exported_params, has_direct_io, losses_of, ma
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.checkpoint.check_model import check_model
-from windlass.engine.data.prepare import prepare
+from windlass.engine.data.tokenize import prepare
 from windlass.service.demo.data import write_demo_files
 from windlass.service.demo.model import make_demo_model
 from windlass.storage.ids import Kernel, Precision, StatePrecision

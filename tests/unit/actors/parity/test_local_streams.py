@@ -18,7 +18,7 @@ from tests.support.training import exported_params, has_direct_io, losses_of, ma
 from windlass.actors.gpu_worker import compute as computation
 from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.messages import BlockComputed, GradOffloaded, LossComputed, Message, Phase
-from windlass.actors.policy.ordering import Ordering
+from windlass.actors.policy.block_queue import Ordering
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.device import device as device_module
 from windlass.engine.device.buffer_pool import DeviceBuffers

@@ -20,7 +20,7 @@ from windlass.actors.messages import (
     ReadChunks,
     UpdateBlock,
 )
-from windlass.actors.policy.ordering import Ordering, QueueOrder
+from windlass.actors.policy.block_queue import Ordering, QueueOrder
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.update_order import UpdateOrder

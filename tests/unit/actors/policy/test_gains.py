@@ -23,9 +23,9 @@ from windlass.actors.messages import (
     StoreCommitted,
     UpdateBlock,
 )
-from windlass.actors.policy.ordering import QueueOrder
+from windlass.actors.policy.block_queue import QueueOrder
 from windlass.actors.policy.pending_replies import Instruction
-from windlass.actors.policy.pipeline import Pipeline
+from windlass.actors.policy.scheduler_core import Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
 from windlass.engine.memory_plan.plan import most_passing_blocks
 from windlass.storage.ids import ActorName, Step

@@ -12,8 +12,8 @@ from tests.support.policy.jobs import make_shape
 from tests.support.policy.world import World, deliver_all_but
 from windlass.actors.messages import GradChunk, Message, Phase
 from windlass.actors.policy import pipeline as pipeline_module
+from windlass.actors.policy.block_queue import QueueOrder
 from windlass.actors.policy.config import Operation, SchedulerConfig, program
-from windlass.actors.policy.ordering import QueueOrder
 from windlass.actors.policy.pending_replies import UnexpectedEventError
 
 ORDERS: dict[str, dict[str, Any]] = {

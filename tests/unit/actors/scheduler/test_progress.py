@@ -9,7 +9,7 @@ from tests.support.actors.scheduler_stage import Stage
 from tests.support.training import journal_of, metrics_of
 from windlass.actors.messages import KernelChosen, LoadProgressed, LossComputed, Phase
 from windlass.actors.policy.pending_replies import UnexpectedEventError
-from windlass.actors.policy.pipeline import StepEnd
+from windlass.actors.policy.scheduler_core import StepEnd
 from windlass.storage.ids import ActorName, JobId, Step
 
 # Added in another order these give other bits.

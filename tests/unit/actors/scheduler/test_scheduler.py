@@ -29,7 +29,7 @@ from windlass.actors.messages import (
     RestoreStates,
     UpdateBlock,
 )
-from windlass.actors.policy.ordering import Ordering, QueueOrder
+from windlass.actors.policy.block_queue import Ordering, QueueOrder
 from windlass.actors.scheduler import progress, scheduler
 from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED, ROOM, ActorLostError, JobFailedError
 from windlass.engine.memory_plan.plan import Placement

@@ -9,7 +9,7 @@ import torch
 from tests.support.engine.folders import make_tokenizer, make_tokenizer_folder
 from windlass.engine.data.dataset import DatasetError, MicroBatch, PreparedDataset, example_lengths
 from windlass.engine.data.examples import FORMAT_VERSION
-from windlass.engine.data.prepare import prepare
+from windlass.engine.data.tokenize import prepare
 
 NUM_EXAMPLES = 11
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support.engine.folders import PLAIN_TEMPLATE, make_tokenizer, make_tokenizer_folder
 from windlass.engine.data.example_bounds import RenderTimeError, within_cpu_time
 from windlass.engine.data.examples import DataError, DataErrorCode
-from windlass.engine.data.prepare import prepare
+from windlass.engine.data.tokenize import prepare
 
 _CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 _LOOPS = "{% for i in range(100000) %}{% for j in range(100000) %}{{ BODY }}{% endfor %}{% endfor %}"
@@ -38,7 +38,7 @@ def _prepare(folder: Path, template: str | None, *lines: Any) -> dict[str, Any]:
 
 
 def test_a_template_that_loops_gets_an_error_with_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.engine.data.prepare.MAX_RENDER_CPU_S", 0.2)
+    monkeypatch.setattr("windlass.engine.data.tokenize.MAX_RENDER_CPU_S", 0.2)
     with pytest.raises(DataError, match=r"mine\.jsonl, line 1, field messages: .* more than 0\.2 s .* 2 messages") as e:
         _prepare(tmp_path, _FOREVER, _CHAT)
     assert e.value.code is DataErrorCode.EXAMPLE_TOO_LARGE
@@ -49,7 +49,7 @@ def test_a_template_that_catches_what_it_can_is_interrupted_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checks also render in other ways, and take a template's own errors as an answer."""
-    monkeypatch.setattr("windlass.engine.data.prepare.MAX_RENDER_CPU_S", 0.3)
+    monkeypatch.setattr("windlass.engine.data.tokenize.MAX_RENDER_CPU_S", 0.3)
     with pytest.raises(DataError, match=r"more than 0\.3 s"):
         _prepare(
             tmp_path, PLAIN_TEMPLATE + "{% if messages[-1].content == '\ue000' %}" + _FOREVER + "{% endif %}", _CHAT
@@ -57,14 +57,14 @@ def test_a_template_that_catches_what_it_can_is_interrupted_too(
 
 
 def test_a_long_example_is_refused_with_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.engine.data.prepare.MAX_NUM_CHARS", 1000)
+    monkeypatch.setattr("windlass.engine.data.tokenize.MAX_NUM_CHARS", 1000)
     with pytest.raises(DataError, match=r"mine\.jsonl, line 2: its text has 1,001 characters, of at most 1,000; split"):
         _prepare(tmp_path, None, {"text": "a" * 1000}, {"text": "a" * 1001})
 
 
 def test_a_file_that_becomes_too_much_on_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.engine.data.prepare.ALWAYS_ALLOWED_NBYTES", 100)
-    monkeypatch.setattr("windlass.engine.data.prepare.MAX_GROWTH", 0)
+    monkeypatch.setattr("windlass.engine.data.tokenize.ALWAYS_ALLOWED_NBYTES", 100)
+    monkeypatch.setattr("windlass.engine.data.tokenize.MAX_GROWTH", 0)
     with pytest.raises(DataError, match=r"mine\.jsonl, line 9: the lines up to this one became \d+ bytes of tokens"):
         _prepare(tmp_path, None, *({"text": "the user"} for _ in range(9)))
 
@@ -77,7 +77,7 @@ def test_a_template_that_takes_all_memory_gets_an_error_with_the_line(tmp_path: 
     make_tokenizer_folder(tmp_path / "model", tokenizer)
     (tmp_path / "train.jsonl").write_text(json.dumps(_CHAT) + "\n")
     command = [
-        *(sys.executable, "-m", "windlass.engine.data.prepare", "--model-dir", tmp_path / "model", "--training-file"),
+        *(sys.executable, "-m", "windlass.engine.data.tokenize", "--model-dir", tmp_path / "model", "--training-file"),
         *(tmp_path / "train.jsonl", "--sequence-length", "8", "--output-dir", tmp_path / "out"),
         *("--result", tmp_path / "result.json"),
     ]
@@ -96,7 +96,7 @@ def test_a_line_that_takes_all_memory_to_read_is_named(tmp_path: Path, monkeypat
     def short_of_memory(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("windlass.engine.data.prepare.ExampleEncoder.encode", short_of_memory)
+    monkeypatch.setattr("windlass.engine.data.tokenize.ExampleEncoder.encode", short_of_memory)
     with pytest.raises(DataError, match=r"mine\.jsonl, line 2: this line, .* than a preparation gets; split"):
         _prepare(tmp_path, None, {"text": "a"}, {"text": "b"})
 

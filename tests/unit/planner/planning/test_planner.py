@@ -15,7 +15,7 @@ from windlass.planner.planning.feasibility import with_part
 from windlass.planner.planning.planner import PlanQuestion, limits_of, planned_job
 from windlass.planner.planning.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
-from windlass.planner.solver.search import candidates
+from windlass.planner.solver.placement_search import candidates
 from windlass.planner.solver.step_cost import Tier
 from windlass.storage.ids import Precision, StatePrecision
 

@@ -10,7 +10,7 @@ from tests.support.actors.specs import make_layout
 from tests.support.planner.simulated import CHUNK, Simulated, job, moved, rates, run
 from windlass.actors.gpu_worker.param_cache import ParamCache
 from windlass.actors.messages import Phase, SpanKind
-from windlass.actors.policy.ordering import Ordering
+from windlass.actors.policy.block_queue import Ordering
 from windlass.engine.memory_plan.plan import Placement
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, Step
 

@@ -13,7 +13,7 @@ from windlass.planner.planning.planner import PlanQuestion, Profiles, best_plan
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.simulation import planned_job
 from windlass.planner.simulation.planned_job import simulate_planned
-from windlass.planner.solver.search import Solution
+from windlass.planner.solver.placement_search import Solution
 from windlass.planner.solver.step_cost import Tier as PlannedTier
 from windlass.storage.ids import Formats, Precision, StatePrecision
 

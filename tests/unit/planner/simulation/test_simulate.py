@@ -14,7 +14,7 @@ from tests.support.actors.specs import make_layout, make_spec
 from tests.support.planner.simulated import CHUNK, Simulated, job, layers_of, rates, run
 from windlass.actors.job.context import make_context
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
-from windlass.actors.policy.ordering import Ordering, QueueOrder
+from windlass.actors.policy.block_queue import Ordering, QueueOrder
 from windlass.actors.scheduler.scheduler import job_shape
 from windlass.actors.timeline.memory_levels import Tier
 from windlass.actors.timeline.span_files import StepSpans

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.service.api_client import context_of, serve
-from windlass.service.api.access import LOGIN_COOKIE
+from windlass.service.api.authentication import LOGIN_COOKIE
 from windlass.service.auth.exposure import UnprotectedError, prepare_database
 from windlass.service.cli import keys as cli_keys
 from windlass.service.cli.errors import CommandError
@@ -103,6 +103,13 @@ def test_a_key_that_is_not_there_is_not_revoked(home: Path, capsys: pytest.Captu
     make_key(home, capsys)
     with pytest.raises(CommandError, match="there is no key 'key-0'"):
         cli_keys.revoke("key-0", home)
+
+
+def test_a_misspelt_key_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_key(home, capsys)
+    key, _ = keys_of(home)
+    with pytest.raises(CommandError, match=f"; did you mean {key.id}"):
+        cli_keys.revoke(f"{key.id}0", home)
 
 
 def test_the_audit_tells_who_made_and_revoked_keys(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

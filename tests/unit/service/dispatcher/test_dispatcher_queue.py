@@ -11,6 +11,7 @@ from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED
 from windlass.amounts import GIB
 from windlass.service.dispatcher import queue as job_queue
 from windlass.service.dispatcher.capacity import MachineCapacity, SsdSpace
+from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
 
@@ -191,7 +192,8 @@ def test_unreadable_settings_affect_only_their_job(two_gpus: Stage, monkeypatch:
 # --- priorities ---------------------------------------------------------------------------------------------------
 
 
-def test_jobs_go_by_priority_and_then_first_in_first_out(stage: Stage) -> None:
+def test_jobs_go_by_priority_and_then_first_in_first_out(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_queue, "_STARTING_S", 0.0)  # so that no preparation waits for a start
     running = stage.queue(priority=-1)
     stage.tick()
     low, first, second, high = (stage.queue(priority=priority) for priority in (1, 0, 0, -1))
@@ -278,6 +280,49 @@ def test_an_attempt_that_has_just_begun_ends_at_once_and_counts_as_no_loss(stage
     assert (stage.job(low).num_lost, stage.job(low).yields_to) == (0, None)
     end(stage, high)
     assert started(stage)[-1] == (low, 2)
+
+
+def test_an_attempt_that_was_ended_as_it_began_is_no_loss_to_the_next_dispatcher(stage: Stage) -> None:
+    low = stage.queue(priority=1)
+    stage.tick()
+    stage.queue()
+    while stage.runners.is_alive(JobId(low), Attempt(1)):
+        stage.tick()
+    stage.new_dispatcher()
+    stage.let_leases_expire()
+    stage.tick()
+    assert stage.messages(low)[-2].startswith("Attempt 1 ended as it began")
+    assert stage.job(low).num_lost == 0
+
+
+def test_a_job_lets_one_of_higher_priority_be_prepared_before_it_begins(stage: Stage) -> None:
+    (stage.settings.models_dir / "tiny").mkdir()
+    urgent = stage.submit()
+    stage.tick()
+    low, same = stage.queue_only(priority=1), stage.queue_only()
+    stage.tick()
+    assert started(stage) == [(same, 1)], "jobs of the same priority do not wait"
+    end(stage, same)
+    assert (stage.status(low), stage.job(low).waiting_reason) == (
+        JobStatus.QUEUED,
+        "a job of higher priority that is being prepared",
+    )
+    stage.prepare_at_once(urgent, PREPARED)
+    stage.tick(2)
+    assert started(stage)[-1] == (urgent, 1)
+
+
+def test_a_job_lets_others_be_prepared_for_a_moment_only(stage: Stage) -> None:
+    (stage.settings.models_dir / "tiny").mkdir()
+    stage.submit()
+    stage.tick()
+    low = stage.queue_only(priority=1)
+    stage.tick()
+    assert started(stage) == []
+    stage.now += 11.0
+    stage.submit()
+    stage.tick()
+    assert started(stage) == [(low, 1)]
 
 
 def test_attempts_are_not_cut_short_again_and_again(stage: Stage) -> None:
@@ -381,7 +426,10 @@ def test_a_lost_job_leaves_its_place_to_one_of_higher_priority(stage: Stage) -> 
 # --- visible to an owner -------------------------------------------------------------------------------------------
 
 
-def test_other_users_jobs_are_counted_and_not_named(two_gpus: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_users_jobs_are_counted_and_not_named(
+    two_gpus: Stage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_queue, "_STARTING_S", 0.0)  # so that no preparation waits for a start
     mine = two_gpus.queue(priority=2, owner="ada")
     theirs = two_gpus.queue(priority=1, owner="bob")
     two_gpus.tick()

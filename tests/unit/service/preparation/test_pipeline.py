@@ -293,7 +293,7 @@ def test_the_modules_of_steps_may_be_forked_from(tmp_path: Path) -> None:
     try:
         for module in (
             "windlass.engine.checkpoint.check_model",
-            "windlass.engine.data.prepare",
+            "windlass.engine.data.tokenize",
             "windlass.planner.planning.worker",
         ):
             command = (sys.executable, "-m", module, "--help")
@@ -359,7 +359,7 @@ def test_the_real_steps_check_the_model_then_prepare_into_a_new_folder(tmp_path:
     assert _commands(preparation) == [
         f"windlass.engine.checkpoint.check_model --model-dir {tmp_path}/model --precision fp32"
         f" --layout-file {tmp_path}/layout.json --random-weights --result {tmp_path}/work/check_model.json",
-        f"windlass.engine.data.prepare --model-dir {tmp_path}/model --training-file {tmp_path}/train"
+        f"windlass.engine.data.tokenize --model-dir {tmp_path}/model --training-file {tmp_path}/train"
         f" --training-name=-a.jsonl (file-1) --validation-file {tmp_path}/valid --validation-name=b.jsonl (file-2)"
         f" --sequence-length 128 --output-dir {tmp_path}/dataset"
         f" --day 2026-07-09 --progress {tmp_path}/work/prepare_data.progress"

@@ -1,7 +1,7 @@
 """Hostile requests: no internal error, no access outside of the home, and no effect on the next request.
 
-`test_access.py` tests other users' objects and invalid keys for every endpoint. `test_text.py` tests strange text,
-which databases treat differently.
+`test_authentication.py` tests other users' objects and invalid keys for every endpoint. `test_text.py` tests strange
+text, which databases treat differently.
 """
 
 import json

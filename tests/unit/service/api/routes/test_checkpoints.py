@@ -148,5 +148,5 @@ def test_any_checkpoint_can_be_exported_and_shows_how_far_it_is(
         assert capsys.readouterr().out == f"{destination}\n"
     with pytest.raises(CommandError, match="exists already"):
         cli_jobs.export(models[0], tmp_path / "exports" / "0", home=settings.home)
-    with pytest.raises(CommandError, match="there is no model"):
+    with pytest.raises(CommandError, match=f"there is no model .*; did you mean {models[0]}"):
         cli_jobs.export(f"{models[0]}9", tmp_path / "none", home=settings.home)

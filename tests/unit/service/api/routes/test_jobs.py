@@ -162,6 +162,11 @@ def test_an_estimated_finish_that_has_passed_is_not_shown(client: TestClient, fi
         ({"windlass": {"lr": 1e-4}}, "windlass.lr", "did you mean windlass.learning_rate?"),
         ({"windlass": {"batchsize": 4}}, "windlass.batchsize", "did you mean windlass.batch_size?"),
         ({"windlass": {"host_memory_gib": 1}}, "windlass.host_memory_gib", "mean windlass.budgets.host_memory_gib?"),
+        (
+            {"windlass": {"budgets": {"gpu": 1}}},
+            "windlass.budgets.gpu",
+            "mean windlass.budgets.gpu_memory_gib?",
+        ),
         ({"precision": "bf16"}, "precision", "unrecognized parameter: precision; did you mean windlass.precision?"),
         ({"windlass": {"lora": {"r": 8}}}, "windlass.lora", "LoRA is not supported yet"),
         ({"windlass": {"warmup": 0.1, "warmup_steps": 3}}, "windlass", "warmup (0.1) or warmup_steps (3), not both"),

@@ -12,7 +12,7 @@ from tokenizers import processors
 
 from tests.support.engine.folders import MARKED_TEMPLATE, PLAIN_TEMPLATE, make_tokenizer, make_tokenizer_folder
 from windlass.engine.data.examples import DataError, DataErrorCode
-from windlass.engine.data.prepare import main, prepare
+from windlass.engine.data.tokenize import main, prepare
 
 CHAT = {"messages": [{"role": "user", "content": "the user asks"}, {"role": "assistant", "content": "the answers é"}]}
 
@@ -210,7 +210,7 @@ def test_later_answers_that_no_longer_fit_are_left_out_one_by_one(tmp_path: Path
 def test_a_chat_of_many_examples_goes_to_the_tokenizer_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("windlass.engine.data.prepare.BATCH_NUM_EXAMPLES", 3)
+    monkeypatch.setattr("windlass.engine.data.tokenize.BATCH_NUM_EXAMPLES", 3)
     tokenizer = make_tokenizer("{{ messages | length }}" + PLAIN_TEMPLATE)
     line = {"messages": chat("a", "b")["messages"] * 8}
     result = run(tmp_path, tokenizer, line, CHAT, sequence_length=256)
@@ -292,7 +292,7 @@ def test_a_folder_without_or_with_a_broken_tokenizer_is_refused(tmp_path: Path) 
 def test_progress_is_printed_and_told_over_both_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("windlass.engine.data.prepare.PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr("windlass.engine.data.tokenize.PROGRESS_INTERVAL_S", 0.0)
     make_tokenizer_folder(tmp_path / "model", make_tokenizer())
     told = tmp_path / "progress.json"
     prepare(
@@ -318,7 +318,7 @@ def test_the_process_writes_its_result(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "windlass.engine.data.prepare",
+        "windlass.engine.data.tokenize",
         "--model-dir",
         "model",
         "--training-file",

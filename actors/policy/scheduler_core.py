@@ -6,7 +6,7 @@ Source: AutoHete, section 3.3.
 
 The forward pass of block i in step t+1 waits only for the update of block i in step t. With clipping or loss scaling,
 updates wait for all gradients and then run in forward order.
-For comparisons, queues can be in order of arrival, and steps can run without overlap (`ordering.py`).
+For comparisons, queues can be in order of arrival, and steps can run without overlap (`block_queue.py`).
 """
 
 import math
@@ -35,11 +35,11 @@ from windlass.actors.messages import (
     StoreCommitted,
     UpdateBlock,
 )
+from windlass.actors.policy.block_queue import BlockQueue
 from windlass.actors.policy.clipping import clip_scale
 from windlass.actors.policy.commits import Commits
 from windlass.actors.policy.config import Operation, SchedulerConfig, program
 from windlass.actors.policy.folding import fold
-from windlass.actors.policy.ordering import BlockQueue
 from windlass.actors.policy.pending_replies import Instruction, PendingReplies, UnexpectedEventError
 from windlass.actors.policy.trainer_state import StepResult, TrainerState
 from windlass.storage.ids import ActorName, BlockIndex, Step

@@ -1,4 +1,4 @@
-"""Turns training files into token files: `python -m windlass.engine.data.prepare`, a process of its own.
+"""Turns training files into token files: `python -m windlass.engine.data.tokenize`, a process of its own.
 
 It runs in a separate process, because it executes the model's chat template and reads files that users uploaded. It
 streams, so its memory does not grow with the files. `windlass.engine.data.dataset` maps the results into memory.
@@ -542,7 +542,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the preparation and writes its result or its error to the result file. Returns exit status 0 for both."""
-    parser = argparse.ArgumentParser(prog="windlass.engine.data.prepare", description="Tokenizes training files.")
+    parser = argparse.ArgumentParser(prog="windlass.engine.data.tokenize", description="Tokenizes training files.")
     parser.add_argument("--model-dir", type=Path, required=True)
     parser.add_argument("--training-file", type=Path, required=True)
     parser.add_argument("--validation-file", type=Path)

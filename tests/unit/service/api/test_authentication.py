@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.service.api_client import context_of, make_model, serve, upload
 from tests.support.service.keyed import ADMIN, NOTHING, Things, World, end_streams, keyed_world, new_job, routes_of
-from windlass.service.api.access import LOGIN_COOKIE
+from windlass.service.api.authentication import LOGIN_COOKIE
 from windlass.service.api.event_feed import MAX_STREAMS_PER_USER, News
 from windlass.service.api.routes.events import _batch_of, _read_batch
 from windlass.service.auth.caller import Caller

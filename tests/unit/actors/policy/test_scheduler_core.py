@@ -30,9 +30,9 @@ from windlass.actors.messages import (
     StoreCommitted,
     UpdateBlock,
 )
-from windlass.actors.policy.ordering import QueueOrder
+from windlass.actors.policy.block_queue import QueueOrder
 from windlass.actors.policy.pending_replies import DeadlineMissedError, Instruction, UnexpectedEventError
-from windlass.actors.policy.pipeline import NotFiniteError, Pipeline
+from windlass.actors.policy.scheduler_core import NotFiniteError, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
 from windlass.storage.ids import ActorName, BlockIndex, Step
 

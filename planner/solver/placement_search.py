@@ -25,6 +25,7 @@ from windlass.engine.memory_plan import (
     make_plan,
 )
 from windlass.planner.cost import ActivationOption, Speeds
+from windlass.planner.solver.depth_choice import depths_of
 from windlass.planner.solver.integer_program import (
     Assignment,
     Outcome,
@@ -34,7 +35,6 @@ from windlass.planner.solver.integer_program import (
     shortfall_of,
     solve,
 )
-from windlass.planner.solver.queue_depths import depths_of
 from windlass.planner.solver.step_cost import Kind, Limits, Part, PlannedJob, StateTier, StepCosts, Tier
 
 _Any = TypeVar("_Any")

@@ -5,7 +5,7 @@ import pytest
 from tests.support.planner.profiles import make_speeds
 from windlass.engine.memory_plan.queue_depths import QueueDepths
 from windlass.planner.cost.rates import Speeds
-from windlass.planner.solver.queue_depths import depths_of
+from windlass.planner.solver.depth_choice import depths_of
 
 MIB = 2**20
 

@@ -17,7 +17,7 @@ from windlass.engine.memory_plan.queue_depths import (
     QueueDepths,
 )
 from windlass.planner.solver.integer_program import Assignment, outcome_of, solve
-from windlass.planner.solver.search import (
+from windlass.planner.solver.placement_search import (
     DoesNotFitError,
     Solution,
     candidates,
