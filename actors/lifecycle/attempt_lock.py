@@ -5,12 +5,11 @@ thread of its process has ended. Pids are less reliable: the kernel reuses them,
 while another of its threads is still inside a write.
 """
 
-import fcntl
 import os
 import signal
 from pathlib import Path
 
-from windlass.storage.files import write_durably
+from windlass.storage.files import lock, try_lock, write_durably
 from windlass.storage.ids import Attempt
 
 
@@ -80,10 +79,9 @@ def close_attempt(job_dir: Path, attempt: Attempt) -> bool:
     except FileNotFoundError:
         return True  # it never began, or is already closed
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not try_lock(fd):
+            return False
         path.unlink()
-    except BlockingIOError:
-        return False
     finally:
         os.close(fd)
     return True
@@ -115,7 +113,7 @@ def _closed(path: Path) -> AttemptClosed:
 
 
 def _lock_shared(fd: int, path: Path) -> int:
-    fcntl.flock(fd, fcntl.LOCK_SH)
+    lock(fd, shared=True)
     if os.fstat(fd).st_nlink == 0:  # the attempt was closed between the open and the lock
         os.close(fd)
         raise _closed(path)

@@ -1,6 +1,5 @@
 """The store of offloaded layers' states on SSDs, with the host memory for transfers, in one process."""
 
-import fcntl
 import os
 import threading
 import time
@@ -13,6 +12,7 @@ from windlass.actors.job import SCHEDULER, calibration_of, ssd_name
 from windlass.actors.messages import ActorFailed, ChunkIoDone, Message, ReadChunks, WriteChunks
 from windlass.actors.offload.errors import OffloadFailedError
 from windlass.actors.ssd import SsdServer, chunk_io
+from windlass.storage.files import lock, open_lock_file, try_lock
 from windlass.storage.ids import (
     ActorName,
     Attempt,
@@ -207,8 +207,8 @@ def _lock_path(directory: Path, job: str) -> Path:
 
 def _lock(directory: Path, job: JobId) -> tuple[Path, int]:
     path = _lock_path(directory, job)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    descriptor = open_lock_file(path)
+    lock(descriptor)
     return path, descriptor
 
 
@@ -218,19 +218,10 @@ def _delete_leftovers(directory: Path, volume: Volume) -> None:
         if not job.startswith(_PREFIX):
             continue
         path = _lock_path(directory, job)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_lock_file(path)
         try:
-            if _try_lock(descriptor):
+            if try_lock(descriptor):
                 TensorStore.delete(volume, job)
                 path.unlink(missing_ok=True)
         finally:
             os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    """Locks a file; returns False if another process holds the lock."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -7,7 +7,6 @@ from windlass.actors.timeline.intervals import shared_out as shared_out
 from windlass.actors.timeline.intervals import subtract as subtract
 from windlass.actors.timeline.intervals import union as union
 from windlass.actors.timeline.memory_levels import Level as Level
-from windlass.actors.timeline.memory_levels import Tier as Tier
 from windlass.actors.timeline.memory_levels import TierMemory as TierMemory
 from windlass.actors.timeline.memory_levels import memory_of as memory_of
 from windlass.actors.timeline.recorder import COMPUTE as COMPUTE

@@ -3,22 +3,15 @@
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
-
-class Tier(StrEnum):
-    """The memory tiers, with the names that plans use."""
-
-    GPU = "gpu"  # the device, also where that is the CPU
-    HOST = "host"
-    SSD = "ssd"
+from windlass.engine.memory_plan import MemoryTier
 
 
 class Level(NamedTuple):
     """The bytes that one kind of data uses in a tier over time; constant from each point to the next."""
 
-    tier: Tier
+    tier: MemoryTier
     what: str  # the kind of data
     allocated_nbytes: int | None  # bytes allocated for it at all times, used or not; None: none
     points: tuple[tuple[float, int], ...]  # (time_s, bytes in use from then on), in order
@@ -39,12 +32,12 @@ class TierMemory:
     timeline: Sequence[tuple[float, Mapping[str, int]]]  # (time_s, bytes in use by kind from then on), in order
 
 
-def memory_of(levels: Iterable[Level]) -> dict[Tier, TierMemory]:
+def memory_of(levels: Iterable[Level]) -> dict[MemoryTier, TierMemory]:
     """Combines levels of the same period by tier. Changes at the same moment become one change."""
-    by_tier: dict[Tier, list[Level]] = {}
+    by_tier: dict[MemoryTier, list[Level]] = {}
     for level in levels:
         by_tier.setdefault(level.tier, []).append(level)
-    return {tier: _together(by_tier[tier]) for tier in Tier if tier in by_tier}
+    return {tier: _together(by_tier[tier]) for tier in MemoryTier if tier in by_tier}
 
 
 def _together(levels: Sequence[Level]) -> TierMemory:

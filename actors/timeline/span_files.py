@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from windlass.actors.messages import SpanKind, WorkSpan
-from windlass.actors.timeline.memory_levels import Level, Tier
+from windlass.actors.timeline.memory_levels import Level
+from windlass.engine.memory_plan import MemoryTier
+from windlass.storage.files import write_atomically
 
 FOLDER = "timeline"  # in the job's folder
 SIMULATED_FOLDER = "simulated"  # next to the files of the plan
@@ -40,9 +42,7 @@ def keep_step(folder: Path, kept: StepSpans) -> None:
         if not kept.step - KEPT_STEPS < step <= kept.step:
             _path(folder, step).unlink(missing_ok=True)
     facts = {name: getattr(kept, name) for name in ("start_s", "end_s", "summary", "spans", "levels")}
-    partial = folder / "partial"
-    partial.write_text(json.dumps(facts, separators=(",", ":")))
-    partial.replace(_path(folder, kept.step))
+    write_atomically(_path(folder, kept.step), json.dumps(facts, separators=(",", ":")))
 
 
 def held_steps(folder: Path) -> list[int]:
@@ -58,7 +58,7 @@ def load_step(folder: Path, step: int) -> StepSpans | None:
         return None
     spans = tuple(WorkSpan(resource, SpanKind(kind), *rest) for resource, kind, *rest in facts.pop("spans"))
     levels = tuple(
-        Level(Tier(tier), what, allocated_nbytes, tuple((at_s, nbytes) for at_s, nbytes in points))
+        Level(MemoryTier(tier), what, allocated_nbytes, tuple((at_s, nbytes) for at_s, nbytes in points))
         for tier, what, allocated_nbytes, points in facts.pop("levels", ())
     )
     return StepSpans(step=step, spans=spans, levels=levels, **facts)

@@ -9,14 +9,13 @@ from benchmarks.peers.workload import ModelShape, Workload, model_config
 from benchmarks.planner.run import JOB_FILE
 from benchmarks.reporting.machine import num_cores
 from windlass.amounts import GIB
-from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, placement_json
+from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, MemoryTier, placement_json
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning import PlanQuestion
 from windlass.planner.planning.feasibility import with_part
 from windlass.planner.planning.planner import Profiles, fastest_plan, limits_of
 from windlass.planner.planning.report import choices_of
 from windlass.planner.simulation import simulated_step_s
-from windlass.planner.solver import Tier
 
 MIB = 2**20
 
@@ -98,7 +97,7 @@ def predict(case: Case, question: PlanQuestion, profiles: Profiles, folder: Path
         step_s=step_s,
         bound_s=solution.step_s,
         simulated_s=simulated_step_s(solution, profiles.layout, question.formats, num_cores=num_cores()),
-        device_nbytes=solution.nbytes[Tier.DEVICE],
+        device_nbytes=solution.nbytes[MemoryTier.DEVICE],
         arena_nbytes=solution.plan.arena_nbytes,
         ssd_nbytes=solution.plan.ssd_nbytes + solution.plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
         swapped_nbytes=solution.placement.host_activation_nbytes + solution.placement.ssd_activation_nbytes,

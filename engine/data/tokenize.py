@@ -38,7 +38,7 @@ from windlass.engine.data.examples import (
     Example,
     TextExample,
 )
-from windlass.storage.files import sync_tree
+from windlass.storage.files import sync_tree, write_atomically
 
 # Limits of a batch for the tokenizer; it ends at the first one that it reaches.
 BATCH_NUM_EXAMPLES = 64
@@ -534,10 +534,7 @@ def prepare(
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replaces the file atomically."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    partial.replace(path)
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from windlass.engine.memory_plan.device_moments import step_moments as step_mome
 from windlass.engine.memory_plan.example_lengths import ExampleLengths as ExampleLengths
 from windlass.engine.memory_plan.example_lengths import evaluation_shapes as evaluation_shapes
 from windlass.engine.memory_plan.example_lengths import tokens_in_words as tokens_in_words
+from windlass.engine.memory_plan.memory_tier import MemoryTier as MemoryTier
 from windlass.engine.memory_plan.param_slices import NUM_PIECE_BUFFERS as NUM_PIECE_BUFFERS
 from windlass.engine.memory_plan.param_slices import cut_layers as cut_layers
 from windlass.engine.memory_plan.param_slices import largest_piece as largest_piece

@@ -8,7 +8,6 @@ Calls through the C interface do not hold it. A call costs 10 us. Compiling take
 
 import ctypes
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -19,15 +18,15 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
 from windlass.engine.optimizer.adam_formulas import Format, encoded
-from windlass.storage.files import describe_process_end
+from windlass.storage.files import locked
+from windlass.storage.memory import describe_process_end
 
 _LOG = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ def load_kernel(
 def _load_from(kernel: Format, cache_dir: Path, announce: Callable[[str], None] | None) -> CompiledKernel:
     path = cache_dir / f"{_key(kernel)}.so"
     if not _is_whole(path):
-        with _lock(path.with_suffix(".lock")):
+        with _compilation_lock(path):
             if not _is_whole(path):
                 _compile(kernel, path, announce)
     try:
@@ -216,22 +215,14 @@ def make_private(directory: Path) -> None:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Holds a file's lock. The wait has a timeout, because the holder's compilation has one too."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        deadline_s = time.monotonic() + 2 * _COMPILE_DEADLINE_S
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    raise KernelUnavailable(f"another process has held {path} for too long: it must be stuck") from None
-                time.sleep(0.05)
+def _compilation_lock(library: Path) -> Iterator[None]:
+    """Lets no other process compile the library. The wait has a timeout, because the holder's compilation has one."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(library.with_suffix(".lock"), timeout_s=2 * _COMPILE_DEADLINE_S))
+        except TimeoutError as error:
+            raise KernelUnavailable(f"{error}: it must be stuck") from None
         yield
-    finally:
-        os.close(fd)
 
 
 def _handles(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:

@@ -9,7 +9,6 @@ from windlass.planner.planning.measured_steps import MIN_STEPS as MIN_STEPS
 from windlass.planner.planning.planner import Planned as Planned
 from windlass.planner.planning.planner import PlanQuestion as PlanQuestion
 from windlass.planner.planning.planner import answer as answer
-from windlass.planner.planning.report import TIER_NAMES as TIER_NAMES
 from windlass.planner.planning.report import PlanReport as PlanReport
 from windlass.planner.planning.worker import PlanOrder as PlanOrder
 from windlass.planner.planning.worker import measure_as_worker as measure_as_worker

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 
 from windlass.amounts import GIB
-from windlass.engine.memory_plan import Placement, QueueDepths
+from windlass.engine.memory_plan import MemoryTier, Placement, QueueDepths
 from windlass.planner.planning.bisection import largest, smallest
 from windlass.planner.planning.report import DRIVER_NBYTES, PROCESSES_NBYTES
-from windlass.planner.solver import DoesNotFitError, StepCosts, Tier, least_nbytes, may_fit, plan_of
+from windlass.planner.solver import DoesNotFitError, StepCosts, least_nbytes, may_fit, plan_of
 
 if TYPE_CHECKING:
     from windlass.planner.planning.planner import PlanQuestion, Profiles
@@ -66,7 +66,7 @@ def what_takes_memory(question: "PlanQuestion", profiles: "Profiles", error: Doe
 
     The parts are those of the plan that saves most: one micro-batch at a time, with streamed layers.
     """
-    if not error.missing[Tier.DEVICE] or question.num_layers is not None:
+    if not error.missing[MemoryTier.DEVICE] or question.num_layers is not None:
         return []
     job = profiles.job(question, max(numbers_of_microbatches(question)))
     costs = StepCosts(
@@ -154,7 +154,7 @@ class _Memory:
     words: str
     part: str  # field of `Hardware` that has the key
     key: str
-    tier: Tier
+    tier: MemoryTier
     budget: str | None  # field of `PlanQuestion`; None: this memory has no budget
     setting: str | None  # setting of that budget, in jobs and in the installation
     others_nbytes: int  # bytes of this memory that are not available to the job
@@ -165,7 +165,7 @@ _MEMORIES = (
         words="host memory",
         part="host",
         key="memory_gib",
-        tier=Tier.HOST,
+        tier=MemoryTier.HOST,
         budget="host_memory_nbytes",
         setting="host_memory_gib",
         others_nbytes=PROCESSES_NBYTES,
@@ -174,7 +174,7 @@ _MEMORIES = (
         words="GPU memory",
         part="gpus",
         key="memory_gib",
-        tier=Tier.DEVICE,
+        tier=MemoryTier.DEVICE,
         budget="device_memory_nbytes",
         setting="gpu_memory_gib",
         others_nbytes=DRIVER_NBYTES,
@@ -183,7 +183,7 @@ _MEMORIES = (
         words="each SSD",
         part="ssds",
         key="capacity_gib",
-        tier=Tier.SSD,
+        tier=MemoryTier.SSD,
         budget=None,
         setting=None,
         others_nbytes=0,
@@ -198,20 +198,20 @@ def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) 
     """
     is_cpu = question.hardware.gpus.count == 0
     is_budget = memory.budget is not None and getattr(question, memory.budget) is not None
-    if is_cpu and memory.tier is Tier.DEVICE and not is_budget:
+    if is_cpu and memory.tier is MemoryTier.DEVICE and not is_budget:
         return None  # the device uses the host's memory
     speeds, limits = question.speeds, question.limits
     jobs = (profiles.job(question, number) for number in numbers_of_microbatches(question))
     least = [nbytes for job in jobs if (nbytes := least_nbytes(job, speeds, limits, memory.tier)) is not None]
     given = limits.by_tier[memory.tier]
-    exactly_counted = (Tier.HOST, Tier.DEVICE) if is_cpu else (Tier.DEVICE,)
+    exactly_counted = (MemoryTier.HOST, MemoryTier.DEVICE) if is_cpu else (MemoryTier.DEVICE,)
     if not least or (min(least) <= given and memory.tier not in exactly_counted):
         # More of this memory does not help. Or the program lacks none, and only the device's memory is counted again.
         return None
     part = getattr(question.hardware, memory.part)
     # A budget covers the job alone.
     others_nbytes = 0 if is_budget else memory.others_nbytes
-    num_parts = part.count if memory.tier is Tier.SSD else 1
+    num_parts = part.count if memory.tier is MemoryTier.SSD else 1
     least_gib = (min(least) + others_nbytes) / num_parts / GIB
     # Machines have whole GiB; a budget may be any number of GiB.
     unit_gib = _BUDGET_UNIT_GIB if is_budget and least_gib < _SMALL_BUDGET_GIB else 1.0
@@ -221,7 +221,7 @@ def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) 
         gib, budgets = number * unit_gib, dict[str, Any]()
         enough = gib
         if is_budget:
-            is_the_hosts = is_cpu and memory.tier is Tier.DEVICE
+            is_the_hosts = is_cpu and memory.tier is MemoryTier.DEVICE
             available = getattr(part, memory.key)
             enough = available if is_the_hosts else max(available, gib + memory.others_nbytes / GIB)
             budgets[str(memory.budget)] = int(gib * GIB)
@@ -235,7 +235,7 @@ def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) 
     more = smallest(lambda number: fits(with_units(least_units - 1 + number), profiles), most=most)
     units = least_units - 1 + more if more is not None else least_units + most
     gib = f"{units * unit_gib:.10g} GiB"
-    if memory.tier is Tier.SSD:
+    if memory.tier is MemoryTier.SSD:
         return f"{gib} on {memory.words}"
     if not is_budget:
         return f"{gib} of {memory.words}"

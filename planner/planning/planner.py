@@ -14,7 +14,7 @@ from windlass.amounts import GIB
 from windlass.engine.data import WIDTH_GRANULE
 from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_estimate import DryRunResult, device_need
-from windlass.engine.memory_plan import DeviceNeed, ExampleLengths, Plan, UpdateOrder, evaluation_shapes
+from windlass.engine.memory_plan import DeviceNeed, ExampleLengths, MemoryTier, Plan, UpdateOrder, evaluation_shapes
 from windlass.engine.model import ModelLayout
 from windlass.planner.cost import ModelProfile, Speeds, Ways, for_lengths, speeds_of, ways_of_layer
 from windlass.planner.hardware import Hardware
@@ -23,7 +23,6 @@ from windlass.planner.planning.rate_correction import Correction
 from windlass.planner.planning.report import (
     DRIVER_NBYTES,
     PROCESSES_NBYTES,
-    TIER_NAMES,
     ExampleTokens,
     PlanReport,
     report_of,
@@ -31,7 +30,7 @@ from windlass.planner.planning.report import (
 )
 from windlass.planner.profiling import BlockTimes, MeasuredBlocks, Profiler, TimingCache, measure_blocks, with_times
 from windlass.planner.simulation import simulated_step_s
-from windlass.planner.solver import DoesNotFitError, Limits, PlannedJob, Solution, Tier, candidates, solve_job
+from windlass.planner.solver import DoesNotFitError, Limits, PlannedJob, Solution, candidates, solve_job
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 # Minimum share by which a change must shorten a step to be worth mentioning.
@@ -129,7 +128,7 @@ def answer(question: PlanQuestion) -> Planned:
         # Times do not matter here, so do not measure any.
         profiles = profiles.unmeasured()
         reasons = (str(error), *what_takes_memory(question, profiles, error), *what_would_fit(question, profiles))
-        missing = {name: error.missing[tier] for tier, name in TIER_NAMES.items()}
+        missing = {tier.value: error.missing[tier] for tier in MemoryTier}
         report = PlanReport(feasible=False, reasons=reasons, missing_bytes=missing)
         return Planned(report=with_limits(report, question.limits))
     return planned(question, job, solution, profiles, step_s=step_s)
@@ -357,7 +356,7 @@ def _solve(
             return job, solution, others
         last_excess = excess
         exact, excess = _counted(question, profiles, job, solution)
-        left_out = exact.nbytes[Tier.DEVICE] - solution.nbytes[Tier.DEVICE]
+        left_out = exact.nbytes[MemoryTier.DEVICE] - solution.nbytes[MemoryTier.DEVICE]
         if best is not None:
             return (job, exact, others) if excess <= 0 and exact.cost < best[1].cost else best
         if excess <= 0:
@@ -375,8 +374,8 @@ def _solve(
     if best is not None:
         return best
     # On a CPU the device's memory is the host's, unless a budget makes it smaller.
-    short = Tier.HOST if speeds.shares_cores and limits.device_nbytes >= limits.host_nbytes else Tier.DEVICE
-    raise DoesNotFitError(lambda: dict.fromkeys(Tier, 0) | {short: int(least_excess)})
+    short = MemoryTier.HOST if speeds.shares_cores and limits.device_nbytes >= limits.host_nbytes else MemoryTier.DEVICE
+    raise DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 0) | {short: int(least_excess)})
 
 
 def _counted(question: PlanQuestion, profiles: Profiles, job: PlannedJob, solution: Solution) -> tuple[Solution, float]:
@@ -387,7 +386,7 @@ def _counted(question: PlanQuestion, profiles: Profiles, job: PlannedJob, soluti
     nbytes = need.settled_nbytes if shares_cores else need.nbytes
     together = nbytes + solution.plan.arena_nbytes if shares_cores else 0
     excess = max(nbytes - limits.device_nbytes, together - limits.host_nbytes)
-    return replace(solution, nbytes={**solution.nbytes, Tier.DEVICE: nbytes}), excess
+    return replace(solution, nbytes={**solution.nbytes, MemoryTier.DEVICE: nbytes}), excess
 
 
 def best_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, Solution]:

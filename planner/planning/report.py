@@ -6,9 +6,9 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from windlass.amounts import GB, GIB
-from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations
+from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations, MemoryTier
 from windlass.planner.cost import LayerProfile, ways_of_layer
-from windlass.planner.solver import Limits, PlannedJob, Solution, Tier
+from windlass.planner.solver import Limits, PlannedJob, Solution
 
 _Any = TypeVar("_Any")
 
@@ -16,8 +16,6 @@ _Any = TypeVar("_Any")
 PROCESSES_NBYTES = 3 * GIB // 2
 # GPU memory of the driver and its libraries, which no allocator counts.
 DRIVER_NBYTES = 3 * GIB // 4
-# Names of the tiers in reports.
-TIER_NAMES = {Tier.DEVICE: "gpu", Tier.HOST: "host", Tier.SSD: "ssd"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +58,9 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
     num_flops = 3 * model.num_flops * job.num_microbatches
     nbytes = solution.nbytes
     peaks = {
-        "gpu": nbytes[Tier.DEVICE] + (0 if is_cpu else DRIVER_NBYTES),
-        "host": nbytes[Tier.HOST] + PROCESSES_NBYTES,
-        "ssd": nbytes[Tier.SSD],
+        MemoryTier.DEVICE: nbytes[MemoryTier.DEVICE] + (0 if is_cpu else DRIVER_NBYTES),
+        MemoryTier.HOST: nbytes[MemoryTier.HOST] + PROCESSES_NBYTES,
+        MemoryTier.SSD: nbytes[MemoryTier.SSD],
     }
     return PlanReport(
         feasible=True,
@@ -73,8 +71,8 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
         tflops=num_flops / step_s / 1e12,
         bottleneck=solution.bottleneck,
         busy_s=solution.busy_s,
-        peak_gib={name: nbytes / GIB for name, nbytes in peaks.items()},
-        engine_gib={name: nbytes[tier] / GIB for tier, name in TIER_NAMES.items()},
+        peak_gib={tier.value: nbytes / GIB for tier, nbytes in peaks.items()},
+        engine_gib={tier.value: nbytes[tier] / GIB for tier in MemoryTier},
         ssd_write_gb_per_step=ssd_written_nbytes(job, solution) / GB,
         choices=choices_of(job, solution),
     )
@@ -82,7 +80,7 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
 
 def with_limits(report: PlanReport, limits: Limits) -> PlanReport:
     """Returns the report with the job's memory limits."""
-    return replace(report, limit_gib={name: limits.by_tier[tier] / GIB for tier, name in TIER_NAMES.items()})
+    return replace(report, limit_gib={tier.value: nbytes / GIB for tier, nbytes in limits.by_tier.items()})
 
 
 def ssd_written_nbytes(job: PlannedJob, solution: Solution) -> float:

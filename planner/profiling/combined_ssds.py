@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from windlass.actors.job import calibration_of, measuring, scratch
-from windlass.storage.files import explain_process_end
+from windlass.storage.memory import explain_process_end
 from windlass.storage.ssd import Volume, mixed_bytes_per_s
 
 _SECONDS = 1.0  # of a measurement

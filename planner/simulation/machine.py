@@ -7,8 +7,8 @@ from windlass.actors.gpu_worker import ParamCache
 from windlass.actors.job import JobContext, grad_itemsize, piece_bounds, ssd_name
 from windlass.actors.messages import Message, SpanKind
 from windlass.actors.policy import SchedulerConfig
-from windlass.actors.timeline import COMPUTE, FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK, Tier
-from windlass.engine.memory_plan import Pool
+from windlass.actors.timeline import COMPUTE, FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK
+from windlass.engine.memory_plan import MemoryTier, Pool
 from windlass.planner.simulation.cores import SharedCores
 from windlass.planner.simulation.resources import Log, Rates, Resource, Ssd, Work
 from windlass.planner.simulation.waiting import Process, Signal, Slots
@@ -75,18 +75,18 @@ class SimulatedMachine(Log):
         # The SSDs always hold one committed generation.
         device_nbytes = formats.update_itemsize * sum(layout.blocks[block].numel for block in plan.device_blocks)
         ssd_nbytes = plan.ssd_nbytes if context.ssds else 0
-        self._keep_states(Tier.GPU, device_nbytes, device_nbytes)
-        self._keep_states(Tier.HOST, plan.host_states.nbytes, plan.host_states.nbytes)
-        self._keep_states(Tier.SSD, ssd_nbytes, ssd_nbytes // 2)
+        self._keep_states(MemoryTier.DEVICE, device_nbytes, device_nbytes)
+        self._keep_states(MemoryTier.HOST, plan.host_states.nbytes, plan.host_states.nbytes)
+        self._keep_states(MemoryTier.SSD, ssd_nbytes, ssd_nbytes // 2)
 
-    def slots(self, tier: Tier, what: str, slot_nbytes: int, num_slots: int) -> Slots:
+    def slots(self, tier: MemoryTier, what: str, slot_nbytes: int, num_slots: int) -> Slots:
         """Creates slots for one use of memory, and records how many bytes are taken."""
         self.allocate(tier, what, num_slots * slot_nbytes)
         return Slots(self.env, num_slots, lambda num_taken: self.level(tier, what, num_taken * slot_nbytes))
 
     def pool(self, what: str, pool: Pool) -> Slots:
         """Creates slots of the arena; see `slots`."""
-        return self.slots(Tier.HOST, what, pool.slot_nbytes, pool.num_slots)
+        return self.slots(MemoryTier.HOST, what, pool.slot_nbytes, pool.num_slots)
 
     def chunk_numel(self, key: ChunkKey) -> int:
         """Returns the number of elements of a chunk."""
@@ -132,16 +132,16 @@ class SimulatedMachine(Log):
         uncommitted = self._uncommitted[ssd_name(self.ssd_of(key))]
         if kind.startswith("write_") and key not in uncommitted:
             uncommitted.add(key)
-            self.level(Tier.SSD, STATES, self.state_itemsize * self.context.layout.chunk_numel)
+            self.level(MemoryTier.SSD, STATES, self.state_itemsize * self.context.layout.chunk_numel)
         return self.ssd_move(self.ssd_of(key), nbytes, kind, step, priority, key.block, key.chunk)
 
     def committed(self, ssd: ActorName) -> None:
         """Replaces an SSD's committed data by what was written since the last commit."""
         nbytes = self.state_itemsize * self.context.layout.chunk_numel
-        self.level(Tier.SSD, STATES, -nbytes * len(self._uncommitted[ssd]))
+        self.level(MemoryTier.SSD, STATES, -nbytes * len(self._uncommitted[ssd]))
         self._uncommitted[ssd].clear()
 
-    def _keep_states(self, tier: Tier, allocated_nbytes: int, nbytes: int) -> None:
+    def _keep_states(self, tier: MemoryTier, allocated_nbytes: int, nbytes: int) -> None:
         self.allocate(tier, STATES, allocated_nbytes)
         self.level(tier, STATES, nbytes)
 
@@ -152,13 +152,13 @@ class _ParamSlots(SlotPool):
     def __init__(self, log: Log, pool: Pool) -> None:
         super().__init__(pool.offset, pool.slot_nbytes, pool.num_slots)
         self._log = log
-        log.allocate(Tier.HOST, PARAMS, pool.nbytes)
+        log.allocate(MemoryTier.HOST, PARAMS, pool.nbytes)
 
     def try_acquire(self, n: int) -> list[Span]:
         spans = super().try_acquire(n)
-        self._log.level(Tier.HOST, PARAMS, len(spans) * self.slot_nbytes)
+        self._log.level(MemoryTier.HOST, PARAMS, len(spans) * self.slot_nbytes)
         return spans
 
     def release(self, spans: Sequence[Span]) -> None:
         super().release(spans)
-        self._log.level(Tier.HOST, PARAMS, -len(spans) * self.slot_nbytes)
+        self._log.level(MemoryTier.HOST, PARAMS, -len(spans) * self.slot_nbytes)

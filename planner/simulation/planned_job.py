@@ -11,8 +11,8 @@ from windlass.actors.job import Hyperparameters, Initialization, JobContext, Job
 from windlass.actors.messages import Phase
 from windlass.actors.policy import SchedulerConfig
 from windlass.actors.scheduler import job_shape
-from windlass.actors.timeline import StepSpans, Tier, TierMemory, memory_of
-from windlass.engine.memory_plan import Placement
+from windlass.actors.timeline import StepSpans, TierMemory, memory_of
+from windlass.engine.memory_plan import MemoryTier, Placement
 from windlass.engine.model import CHUNK_GRANULE, ModelLayout
 from windlass.planner.cost import Speeds, ways_of_layer
 from windlass.planner.simulation.simulate import Rates, Work, simulate, steady_step_s
@@ -37,7 +37,7 @@ class SimulatedSteps:
     steps: Sequence[StepSpans]
 
     @property
-    def memory(self) -> dict[Tier, TierMemory]:
+    def memory(self) -> dict[MemoryTier, TierMemory]:
         """The memory in use on each tier, from the last step until all is committed.
 
         If chunks or slots were enlarged for the simulation, these values are enlarged as well.

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import simpy
 
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
-from windlass.actors.timeline import WHOLE_BLOCK, Level, Tier
+from windlass.actors.timeline import WHOLE_BLOCK, Level
+from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.simulation.cores import SharedCores
 from windlass.planner.simulation.waiting import Process
 
@@ -71,8 +72,8 @@ class Log:
         self._keeps_spans = keeps_spans
         self.env = simpy.Environment()
         self.spans: list[WorkSpan] = []
-        self._allocated: dict[tuple[Tier, str], int] = {}
-        self._points: dict[tuple[Tier, str], list[tuple[float, int]]] = {}
+        self._allocated: dict[tuple[MemoryTier, str], int] = {}
+        self._points: dict[tuple[MemoryTier, str], list[tuple[float, int]]] = {}
         self._cores = None if num_cores is None else SharedCores(self.env, num_cores)
 
     def spend(self, duration_s: float) -> Process:
@@ -89,13 +90,13 @@ class Log:
         if self._keeps_spans:
             self.spans.append(WorkSpan(resource, kind, step, block, chunk, start_s, self.env.now, nbytes))
 
-    def allocate(self, tier: Tier, what: str, nbytes: int) -> None:
+    def allocate(self, tier: MemoryTier, what: str, nbytes: int) -> None:
         """Records that `nbytes` more are reserved for a use of memory, from the start to the end."""
         if self._keeps_spans and nbytes:
             self._allocated[tier, what] = self._allocated.get((tier, what), 0) + nbytes
             self._points.setdefault((tier, what), [(0.0, 0)])
 
-    def level(self, tier: Tier, what: str, nbytes: int) -> None:
+    def level(self, tier: MemoryTier, what: str, nbytes: int) -> None:
         """Changes the level of a use of memory by `nbytes` from now on."""
         if not self._keeps_spans or not nbytes:
             return

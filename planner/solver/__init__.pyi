@@ -11,4 +11,3 @@ from windlass.planner.solver.placement_search import solve_job as solve_job
 from windlass.planner.solver.step_cost import Limits as Limits
 from windlass.planner.solver.step_cost import PlannedJob as PlannedJob
 from windlass.planner.solver.step_cost import StepCosts as StepCosts
-from windlass.planner.solver.step_cost import Tier as Tier

@@ -19,6 +19,7 @@ from windlass.engine.memory_plan import (
     MAX_GRAD_BUFFERS,
     MIN_STATE_DEPTH,
     BlockActivations,
+    MemoryTier,
     Placement,
     Plan,
     QueueDepths,
@@ -35,7 +36,7 @@ from windlass.planner.solver.integer_program import (
     shortfall_of,
     solve,
 )
-from windlass.planner.solver.step_cost import Kind, Limits, Part, PlannedJob, StateTier, StepCosts, Tier
+from windlass.planner.solver.step_cost import TIER_INDEX, Kind, Limits, Part, PlannedJob, StateTier, StepCosts
 
 _Any = TypeVar("_Any")
 
@@ -50,19 +51,19 @@ _RESORT_SHARE = 0.01
 _MAX_CORRECTIONS = 5
 
 
-_MEMORY = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.SSD: "space on the SSDs"}
+_MEMORY = {MemoryTier.DEVICE: "device memory", MemoryTier.HOST: "host memory", MemoryTier.SSD: "space on the SSDs"}
 
 
 class DoesNotFitError(ValueError):
     """No plan fits."""
 
-    def __init__(self, find_missing: Callable[[], dict[Tier, int]]) -> None:
+    def __init__(self, find_missing: Callable[[], dict[MemoryTier, int]]) -> None:
         """`find_missing` computes `missing` on demand, because it is slow and many searches need only the exception."""
         super().__init__()
         self._find_missing = find_missing
 
     @functools.cached_property
-    def missing(self) -> dict[Tier, int]:
+    def missing(self) -> dict[MemoryTier, int]:
         """The minimum bytes missing on each tier."""
         return self._find_missing()
 
@@ -81,7 +82,7 @@ class Solution:
     step_s: float
     cost: float  # minimized value: step time, a small weight of all work, and of options that save device memory
     seconds: dict[Part, float]  # by part of a step
-    nbytes: dict[Tier, int]
+    nbytes: dict[MemoryTier, int]
     has_room: bool  # host memory is slack: with more of it, no other plan would be much better
 
     @property
@@ -182,7 +183,7 @@ def _with_resorts(
     An option that changes two settings is tried only if one of the two changes was an improvement.
     """
     best = min(solutions, key=lambda solution: solution.cost)
-    if best.nbytes[Tier.DEVICE] < (1 - _FREE_SHARE) * limits.device_nbytes:
+    if best.nbytes[MemoryTier.DEVICE] < (1 - _FREE_SHARE) * limits.device_nbytes:
         return
     for resort in resorts:
         if sum(getattr(best.costs, name) != value for name, value in resort.items()) > 1:
@@ -193,7 +194,7 @@ def _with_resorts(
             yield solution
 
 
-def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: Tier) -> float | None:
+def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: MemoryTier) -> float | None:
     """Returns the minimum limit of a tier with which the program has an assignment. A plan may need more.
 
     Returns None if the other limits are too small for any value. Only groups of one micro-batch and of all are tried,
@@ -201,10 +202,10 @@ def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: Tier) ->
     """
     needs: list[float] = []
     # On a CPU the device uses the host's memory, so both limits grow together.
-    beside = (Tier.DEVICE,) if speeds.shares_cores and tier is Tier.HOST else ()
+    beside = (TIER_INDEX[MemoryTier.DEVICE],) if speeds.shares_cores and tier is MemoryTier.HOST else ()
     for resort in _resorts(job):
         for program in _programs_at_the_border(job, speeds, limits, resort):
-            lacking = shortfall_of(program, tier, beside=beside)
+            lacking = shortfall_of(program, TIER_INDEX[tier], beside=beside)
             if lacking is not None:
                 needs.append(limits.by_tier[tier] + lacking)
     return min(needs, default=None)
@@ -294,7 +295,7 @@ def _solve(costs: StepCosts) -> Solution:
         if assignment is None:
             raise DoesNotFitError(functools.partial(_shortfall, program, costs.speeds))
         placement, outcome = _placement(costs, kinds, assignment), outcome_of(program, assignment)
-        on_device = outcome.nbytes[Tier.DEVICE] if costs.speeds.shares_cores else 0.0
+        on_device = outcome.nbytes[TIER_INDEX[MemoryTier.DEVICE]] if costs.speeds.shares_cores else 0.0
         if costs.spills:
             placement = _keeping_grads(costs, placement, limits.host_nbytes - on_device)
         # Compare with the arena as the program counts it. With a smaller budget, buffers would shrink and gradients
@@ -305,14 +306,15 @@ def _solve(costs: StepCosts) -> Solution:
             costs = replace(costs, limits=replace(costs.limits, host_nbytes=costs.limits.host_nbytes - excess))
             continue
         return _solution(costs, placement, plan_of(costs, placement, limits.host_nbytes - on_device), outcome)
-    raise DoesNotFitError(lambda: {Tier.DEVICE: 0, Tier.HOST: int(excess), Tier.SSD: 0})
+    raise DoesNotFitError(lambda: {MemoryTier.DEVICE: 0, MemoryTier.HOST: int(excess), MemoryTier.SSD: 0})
 
 
-def _shortfall(program: Program, speeds: Speeds) -> dict[Tier, int]:
-    lacking = {tier: int(nbytes) for tier, nbytes in zip(Tier, shortfall(program), strict=True)}
-    is_same = program.limits[Tier.DEVICE] >= program.limits[Tier.HOST]
+def _shortfall(program: Program, speeds: Speeds) -> dict[MemoryTier, int]:
+    lacking = {tier: int(nbytes) for tier, nbytes in zip(MemoryTier, shortfall(program), strict=True)}
+    limits = dict(zip(MemoryTier, program.limits, strict=True))
+    is_same = limits[MemoryTier.DEVICE] >= limits[MemoryTier.HOST]
     if speeds.shares_cores and is_same:  # on a CPU: counted already as the host's memory
-        lacking[Tier.DEVICE] = 0
+        lacking[MemoryTier.DEVICE] = 0
     return lacking
 
 
@@ -344,11 +346,11 @@ def _solution(costs: StepCosts, placement: Placement, plan: Plan, outcome: Outco
         cost=outcome.cost * (1 + _RESORT_SHARE * (costs.streams + (costs.num_grad_buffers == 1))),
         seconds=dict(zip(Part, outcome.seconds, strict=True)),
         nbytes={
-            Tier.DEVICE: int(outcome.nbytes[Tier.DEVICE]),
-            Tier.HOST: plan.arena_nbytes,
-            Tier.SSD: plan.ssd_nbytes + plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
+            MemoryTier.DEVICE: int(outcome.nbytes[TIER_INDEX[MemoryTier.DEVICE]]),
+            MemoryTier.HOST: plan.arena_nbytes,
+            MemoryTier.SSD: plan.ssd_nbytes + plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
         },
-        has_room=outcome.nbytes[Tier.HOST] < (1 - _FREE_SHARE) * costs.limits.host_nbytes,
+        has_room=outcome.nbytes[TIER_INDEX[MemoryTier.HOST]] < (1 - _FREE_SHARE) * costs.limits.host_nbytes,
     )
 
 

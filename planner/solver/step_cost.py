@@ -18,6 +18,7 @@ from windlass.engine.memory_plan import (
     MAX_GRAD_BUFFERS,
     PARTIAL_GRAD_ITEMSIZE,
     TRANSIT_DEPTH,
+    MemoryTier,
     ModelSize,
     Placement,
     QueueDepths,
@@ -57,12 +58,8 @@ class Part(IntEnum):
     SSD_FLUSH = 11  # writes of states resident in memory, for a commit
 
 
-class Tier(IntEnum):
-    """A tier of memory."""
-
-    DEVICE = 0
-    HOST = 1
-    SSD = 2
+# Numbers of the tiers in the program.
+TIER_INDEX = {tier: index for index, tier in enumerate(MemoryTier)}
 
 
 class StateTier(IntEnum):
@@ -115,9 +112,9 @@ class Limits:
     ssd_nbytes: float
 
     @property
-    def by_tier(self) -> tuple[float, ...]:
-        """The limits in the order of `Tier`."""
-        return (self.device_nbytes, self.host_nbytes, self.ssd_nbytes)
+    def by_tier(self) -> dict[MemoryTier, float]:
+        """The limits, in the order of the tiers."""
+        return dict(zip(MemoryTier, (self.device_nbytes, self.host_nbytes, self.ssd_nbytes), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,14 +167,16 @@ class StepCosts:
             blocks=tuple(self._alike(kind) for kind in kinds),
             seconds=self._seconds(dict(self._always())),
             nbytes=self._always_nbytes(),
-            limits=self.limits.by_tier,
+            limits=tuple(self.limits.by_tier.values()),
             bounds=tuple(self._bounds()),
-            overflow=Overflow(source=Tier.HOST, target=Tier.SSD, seconds=self._overflow_seconds())
+            overflow=Overflow(
+                source=TIER_INDEX[MemoryTier.HOST], target=TIER_INDEX[MemoryTier.SSD], seconds=self._overflow_seconds()
+            )
             if self.overflows
             else None,
             buffers=(
-                Buffer(tier=Tier.DEVICE, most_nbytes=self._most_leaving_nbytes()),
-                Buffer(tier=Tier.HOST, most_nbytes=self._transit_nbytes),
+                Buffer(tier=TIER_INDEX[MemoryTier.DEVICE], most_nbytes=self._most_leaving_nbytes()),
+                Buffer(tier=TIER_INDEX[MemoryTier.HOST], most_nbytes=self._transit_nbytes),
             ),
         )
 

@@ -1,6 +1,5 @@
 """The home directory: its owner, its name among homes, and the processes that serve it."""
 
-import fcntl
 import json
 import os
 import secrets
@@ -14,7 +13,7 @@ from typing import IO
 from windlass.amounts import bytes_text
 from windlass.service.installation.process_ids import ProcessId, find_process
 from windlass.service.validation import ReportedError
-from windlass.storage.files import sync_path
+from windlass.storage.files import open_lock_file, sync_path, try_lock
 from windlass.storage.memory import is_for_want_of_room
 
 # Minimum free bytes on the home's disk. Uploads, journals and the database need them.
@@ -122,15 +121,11 @@ class DispatcherLock:
     """The lock of the one dispatcher that a home has on a machine. It is held while the dispatcher's process lives."""
 
     def __init__(self, home: Path) -> None:
-        self._fd = os.open(home / "dispatcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_lock_file(home / "dispatcher.lock")
 
     def try_acquire(self) -> bool:
         """Returns False if another dispatcher holds the lock."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return try_lock(self._fd)
 
     def release(self) -> None:
         """Releases the lock for another dispatcher."""
@@ -151,11 +146,9 @@ class HomeLock:
         Raises AlreadyUpError, with pid and address, if there is another one.
         """
         file = self._path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file):
             file.close()
-            raise AlreadyUpError(self._describe_holder()) from None
+            raise AlreadyUpError(self._describe_holder())
         process = find_process(os.getpid())
         assert process is not None
         file.truncate(0)

@@ -6,10 +6,10 @@ from typing import Any
 
 from windlass.actors.job import MIN_MEASURED_STEPS
 from windlass.amounts import GIB, bytes_text
-from windlass.engine.memory_plan import tokens_in_words
-from windlass.planner.planning import TIER_NAMES, PlanReport
+from windlass.engine.memory_plan import MemoryTier, tokens_in_words
+from windlass.planner.planning import PlanReport
 
-_TIERS = tuple(TIER_NAMES.values())
+_TIERS = tuple(tier.value for tier in MemoryTier)
 _NAMES = {"gpu": "device memory", "host": "host buffers", "ssd": "SSD space"}
 
 

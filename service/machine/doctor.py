@@ -20,9 +20,8 @@ from windlass.planner.profiling import bytes_per_s_together
 from windlass.service.installation import HARDWARE_FILE, Machine, Settings
 from windlass.service.jobs import MachineResources, threads_of
 from windlass.service.validation import ReportedError
-from windlass.storage.files import explain_process_end
 from windlass.storage.ids import Precision
-from windlass.storage.memory import memory_available_nbytes
+from windlass.storage.memory import explain_process_end, memory_available_nbytes
 from windlass.storage.ssd import Calibration
 
 _DEADLINE_S = 600.0

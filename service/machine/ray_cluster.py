@@ -4,7 +4,6 @@ It listens on loopback only and requires a token that only its owner can read. I
 start, because `ray stop` would also end other users' clusters.
 """
 
-import fcntl
 import importlib.util
 import json
 import os
@@ -24,6 +23,7 @@ import psutil
 
 from windlass.service.installation import ProcessId, end_processes, find_process, with_descendants
 from windlass.service.validation import ReportedError
+from windlass.storage.files import locked, write_atomically
 
 NAMESPACE = "windlass"
 # One job at a time holds a device of the machine. Ray counts devices as this resource.
@@ -184,11 +184,7 @@ class RayCluster:
     def _write_token(self) -> None:
         if self._token_path.exists():
             return
-        partial = self._token_path.with_suffix(".partial")
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(secrets.token_hex(32))
-        partial.replace(self._token_path)
+        write_atomically(self._token_path, secrets.token_hex(32), mode=0o600)
 
     def _read_record(self) -> _Record | None:
         try:
@@ -199,15 +195,12 @@ class RayCluster:
             return None  # none was started, or a power loss took the record and the daemon
 
     def _write_record(self, record: _Record) -> None:
-        partial = self._record_path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(record), indent=1))
-        partial.replace(self._record_path)
+        write_atomically(self._record_path, json.dumps(asdict(record), indent=1))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Lets only one process at a time start or stop the daemon."""
-        with self._lock_path.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with locked(self._lock_path):
             yield
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.fingerprint import code_fingerprint, file_stats
+from windlass.storage.files import ResultCache
 
 _MOST_KEPT = 64
 
@@ -25,12 +26,14 @@ class CheckCache:
     def find(self) -> dict[str, Any] | None:
         """Returns the cached result and restores the layout file, or returns None if the model must be checked."""
         self._looked_for = self._fingerprint()
+        kept = self._results.find(self._looked_for)
         try:
-            kept = json.loads(self._path(self._looked_for).read_text())
+            if kept is None:
+                return None
             result: dict[str, Any] = kept["result"]
             self.layout_file.parent.mkdir(parents=True, exist_ok=True)
             self.layout_file.write_text(kept["layout"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, KeyError, TypeError):
             return None
         return result
 
@@ -38,20 +41,12 @@ class CheckCache:
         """Caches a check's result, unless the model has changed since `find`."""
         if self._looked_for is None or self._fingerprint() != self._looked_for:
             return
-        with contextlib.suppress(OSError):  # on a full disk, the next job just checks the model again
-            self._write(self._path(self._looked_for), result)
+        with contextlib.suppress(OSError):
+            self._results.keep(self._looked_for, {"result": result, "layout": self.layout_file.read_text()})
 
-    def _write(self, path: Path, result: dict[str, Any]) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"result": result, "layout": self.layout_file.read_text()}))
-        partial.replace(path)
-        kept = sorted(self.folder.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
-        for old in kept[:-_MOST_KEPT]:
-            old.unlink(missing_ok=True)
-
-    def _path(self, fingerprint: str) -> Path:
-        return self.folder / f"{fingerprint}.json"
+    @property
+    def _results(self) -> ResultCache:
+        return ResultCache(folder=self.folder, max_results=_MOST_KEPT)
 
     def _fingerprint(self) -> str:
         files = self.model_dir.iterdir() if self.model_dir.is_dir() else ()

@@ -32,8 +32,8 @@ from windlass.service.preparation.sandbox import (
     StepServer,
     start_limited,
 )
-from windlass.storage.files import describe_process_end, last_line, tells_of_no_memory
 from windlass.storage.ids import Precision
+from windlass.storage.memory import describe_process_end, last_line, tells_of_no_memory
 
 _LOG = logging.getLogger(__name__)
 

@@ -37,9 +37,9 @@ class Candidate:
 class OwnerShares:
     """Counts the computing time of owners' preparations, so that the owners who want cores now share them evenly.
 
-    Time that an owner used while nobody else waited does not count against it, and an owner that was away is owed
+    Time that an owner used while no other owner waited does not count against it, and an owner that was away is owed
     nothing. So an owner that comes starts with the time of the owner that has used least, less one turn. It therefore
-    waits for nobody at first, also behind an owner with many short preparations. This is start-time fair queueing
+    goes first at first, also beside an owner with many short preparations. This is start-time fair queueing
     (Goyal, Vin and Cheng, 1996) with a small advantage for those who come.
     """
 
@@ -56,7 +56,7 @@ class OwnerShares:
         """Notes the owners who have preparations now, and who comes anew."""
         present = frozenset(owners)
         stayed = present & self._present
-        if not stayed:  # nobody waited for anybody before
+        if not stayed:  # no owner waited for another before
             self._used_s.clear()
         least_s = min((self._used_s[owner] for owner in stayed), default=0.0) - _TURN_S
         for owner in present - stayed:

@@ -14,8 +14,8 @@ _NEAR = 0.75
 def near_names(name: str, known: Collection[str], *, separator: str = ".") -> list[str]:
     """Returns the known names that are similar to a name, the most similar first. Case is ignored.
 
-    A name is also similar by the part after its last `separator`, by its words' initials, such as lr, or by its first
-    words, such as gpu for gpu_gib.
+    A name is also similar by the part after its last `separator`, or by its words' initials, such as lr. So is a name
+    that has only the first words, such as gpu for gpu_gib.
     """
     last = name.casefold().rsplit(separator, 1)[-1]
     parts = {each: each.casefold().rsplit(separator, 1)[-1] for each in known}

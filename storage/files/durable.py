@@ -1,9 +1,10 @@
-"""Makes files and folders durable: once a call returns, they survive a power loss.
+"""Replaces files atomically, and makes files and folders durable: once a call returns, they survive a power loss.
 
 A file is durable when its content was synced, and each folder on its path was synced after its entry was made.
 """
 
 import os
+import threading
 from pathlib import Path
 
 
@@ -29,8 +30,28 @@ def sync_tree(folder: Path) -> None:
 
 def write_durably(path: Path, text: str) -> None:
     """Replaces a file atomically, and syncs it. Raises OSError."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    sync_path(partial)
-    partial.replace(path)
+    _replace(path, text, mode=0o666, is_synced=True)
     sync_path(path.parent)
+
+
+def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Replaces a file: readers see the old content or the new one. A power loss may leave either, or an empty file.
+
+    `mode`: of a new file, less the umask. Raises OSError, and leaves the old file then.
+    """
+    _replace(path, text, mode=mode, is_synced=False)
+
+
+def _replace(path: Path, text: str, *, mode: int, is_synced: bool) -> None:
+    # Writers of one path may be several processes and threads, so each has a file of its own.
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    try:
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        with os.fdopen(fd, "w") as file:
+            file.write(text)
+            file.flush()
+            if is_synced:
+                os.fsync(fd)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,7 +1,6 @@
 """Shared memory of exact size, mapped by every actor of a job on a node, and its division into slots."""
 
 import errno
-import fcntl
 import mmap
 import os
 import re
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.amounts import bytes_text
+from windlass.storage.files import lock, try_lock
 from windlass.storage.ids import Attempt, JobId, Span
 from windlass.storage.memory.capacity import InsufficientSpaceError, directory_free_nbytes, require_arena_room
 from windlass.storage.memory.huge_pages import use_huge_pages
@@ -262,7 +262,7 @@ def _create_locked(path: Path) -> int:
     """Creates an empty file that only its owner may open. Returns a descriptor that holds the creator's lock."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)  # waits only while `remove_leftovers` checks the file
+        lock(fd)  # waits only while `remove_leftovers` checks the file
         if os.fstat(fd).st_nlink:
             return fd
         os.close(fd)  # `remove_leftovers` removed it before it was locked
@@ -277,12 +277,9 @@ def _remove_if_unlocked(path: Path) -> bool:
     except FileNotFoundError:  # another process removes leftovers too
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.fstat(fd).st_nlink:  # removed meanwhile; the name may now belong to another arena
+        if not try_lock(fd) or not os.fstat(fd).st_nlink:  # no link: removed meanwhile, and another may have the name
             return False
         path.unlink()  # under the lock: else a creator could lock the file just before its removal
-    except BlockingIOError:
-        return False
     finally:
         os.close(fd)
     return True

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from windlass.storage.files import backed_nbytes
+from windlass.storage.files import backed_nbytes, lock, unlock
 from windlass.storage.integrity import DirectIoRefused
 
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # fallocate(2)
@@ -105,11 +105,11 @@ class SsdDevice:
     def lock(self) -> Iterator[None]:
         """Excludes all other threads and processes during the context. Hold it only briefly."""
         with self._lock:
-            fcntl.flock(self._records_fd, fcntl.LOCK_EX)
+            lock(self._records_fd)
             try:
                 yield
             finally:
-                fcntl.flock(self._records_fd, fcntl.LOCK_UN)
+                unlock(self._records_fd)
 
     def claim(self) -> bool:
         """Claims the device for long work, until `release` or the process's end. Returns False if another has it.

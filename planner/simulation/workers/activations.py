@@ -6,7 +6,8 @@ import simpy
 
 from windlass.actors.activations import Moment, SsdSwap
 from windlass.actors.messages import SpanKind
-from windlass.actors.timeline import COMPUTE, WHOLE_BLOCK, Tier
+from windlass.actors.timeline import COMPUTE, WHOLE_BLOCK
+from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.simulation import ACTIVATIONS, LEAVING, Finding, Process, Queue, Signal, SimulatedMachine
 from windlass.planner.simulation.workers.ssd_activations import SsdActivations
 
@@ -64,7 +65,7 @@ class Activations:
         if away.is_wanted:
             return
         away.is_wanted = True
-        self.world.level(Tier.GPU, _BACK, away.nbytes)
+        self.world.level(MemoryTier.DEVICE, _BACK, away.nbytes)
         if away.host is not None:
             self._host.prefetch(away.host)
         if away.ssd is not None and self._ssds is not None:
@@ -82,7 +83,7 @@ class Activations:
 
     def drop(self, away: Away) -> None:
         """Frees a tensor that was copied back and is no longer needed."""
-        self.world.level(Tier.GPU, _BACK, -away.nbytes)
+        self.world.level(MemoryTier.DEVICE, _BACK, -away.nbytes)
 
     def _note_wait(self, start_s: float) -> None:
         if start_s < self.world.env.now:
@@ -102,7 +103,7 @@ class _HostActivations:
         self._outward: Queue[_HostSwap] = Queue(world.env)
         self._inward: Queue[_HostSwap] = Queue(world.env)
         self._changed = Signal(world.env)
-        world.allocate(Tier.HOST, ACTIVATIONS, self._num_free * self._slot_nbytes)
+        world.allocate(MemoryTier.HOST, ACTIVATIONS, self._num_free * self._slot_nbytes)
         world.env.process(self._run_outward())
         world.env.process(self._run_inward())
 
@@ -121,8 +122,8 @@ class _HostActivations:
         swap = _HostSwap(nbytes, num_slots, now, env.event(), env.event())
         self._num_free -= num_slots
         self._leaving_nbytes += nbytes
-        self.world.level(Tier.HOST, ACTIVATIONS, num_slots * self._slot_nbytes)
-        self.world.level(Tier.GPU, LEAVING, nbytes)
+        self.world.level(MemoryTier.HOST, ACTIVATIONS, num_slots * self._slot_nbytes)
+        self.world.level(MemoryTier.DEVICE, LEAVING, nbytes)
         self._outward.put(swap)
         return swap
 
@@ -137,7 +138,7 @@ class _HostActivations:
             step, _, block = swap.left_in
             yield from self.world.copy_out(swap.nbytes, SpanKind.COPY_ACTIVATIONS_OUT, step, block)
             self._leaving_nbytes -= swap.nbytes
-            self.world.level(Tier.GPU, LEAVING, -swap.nbytes)
+            self.world.level(MemoryTier.DEVICE, LEAVING, -swap.nbytes)
             swap.left.succeed()
             self._changed.tell()
 
@@ -148,7 +149,7 @@ class _HostActivations:
             step, _, block = swap.left_in
             yield from self.world.copy_in(swap.nbytes, SpanKind.COPY_ACTIVATIONS_IN, step, block)
             self._num_free += swap.num_slots
-            self.world.level(Tier.HOST, ACTIVATIONS, -swap.num_slots * self._slot_nbytes)
+            self.world.level(MemoryTier.HOST, ACTIVATIONS, -swap.num_slots * self._slot_nbytes)
             self._num_returning -= 1
             swap.back.succeed()
             self._changed.tell()

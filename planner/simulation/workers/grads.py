@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from windlass.actors.messages import ComputeBlock, GradChunk, GradOffloaded, OffloadGrad, Phase, SpanKind
-from windlass.actors.timeline import Tier
-from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE, grad_buffers
+from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE, MemoryTier, grad_buffers
 from windlass.planner.simulation import GRADIENTS, Process, Queue, Signal, SimulatedMachine, Slots
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 
@@ -44,9 +43,10 @@ class Grads:
             numel: numel * (PARTIAL_GRAD_ITEMSIZE if numel in wide else world.grad_itemsize) for numel in numbers
         }
         self._flats = {
-            numel: world.slots(Tier.GPU, GRADIENTS, self._flat_nbytes[numel], n) for numel, n in numbers.items()
+            numel: world.slots(MemoryTier.DEVICE, GRADIENTS, self._flat_nbytes[numel], n)
+            for numel, n in numbers.items()
         }
-        world.allocate(Tier.HOST, _PARTIALS, plan.partial_grads.nbytes)
+        world.allocate(MemoryTier.HOST, _PARTIALS, plan.partial_grads.nbytes)
         self._being_summed: set[Use] = set()  # sums of blocks that are not resident on the device
         self._expected: deque[ComputeBlock] = deque()
         self._left: set[Use] = set()
@@ -104,12 +104,12 @@ class Grads:
     def _stays(self, block: BlockIndex, number: int) -> None:
         """Adds `number` sums of a block to the level of sums that never leave the device."""
         numel = self.world.context.layout.blocks[block].numel
-        self.world.level(Tier.GPU, GRADIENTS, number * self._flat_nbytes[numel])
+        self.world.level(MemoryTier.DEVICE, GRADIENTS, number * self._flat_nbytes[numel])
 
     def _leaves_partial(self, block: BlockIndex, number: int) -> None:
         """Adds `number` partial sums of a block to the level in host memory."""
         num_chunks = number * len(self.world.context.layout.chunk_keys(block))
-        self.world.level(Tier.HOST, _PARTIALS, num_chunks * self.world.context.plan.partial_grads.slot_nbytes)
+        self.world.level(MemoryTier.HOST, _PARTIALS, num_chunks * self.world.context.plan.partial_grads.slot_nbytes)
 
     def _flat(self, block: BlockIndex) -> Slots:
         return self._flats[self.world.context.layout.blocks[block].numel]

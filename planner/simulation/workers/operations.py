@@ -18,8 +18,8 @@ from windlass.actors.messages import (
     PrefetchParams,
     SpanKind,
 )
-from windlass.actors.timeline import COMPUTE, WHOLE_BLOCK, Tier
-from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations
+from windlass.actors.timeline import COMPUTE, WHOLE_BLOCK
+from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, MemoryTier
 from windlass.planner.simulation import Process, Queue, SimulatedMachine
 from windlass.planner.simulation.workers.activations import Activations, Away
 from windlass.planner.simulation.workers.grads import Grads
@@ -120,13 +120,13 @@ class Operations:
             self.begin_pieces(request)
         if operation.phase is Phase.HEAD:
             self._prefetch(block - 1, 0)
-        world.level(Tier.GPU, _RUNNING, peak_nbytes)
+        world.level(MemoryTier.DEVICE, _RUNNING, peak_nbytes)
         for microbatch in range(num_microbatches):
             if operation.phase is Phase.BACKWARD:
                 is_last = microbatch + 1 == num_microbatches
                 self._prefetch(*((block - 1, 0) if is_last else (block, microbatch + 1)))
             yield from self._microbatch(operation, microbatch, self._compute_s(operation) / num_microbatches)
-        world.level(Tier.GPU, _RUNNING, -peak_nbytes)
+        world.level(MemoryTier.DEVICE, _RUNNING, -peak_nbytes)
         if is_streamed:
             self._pieces.end(operation)
 
@@ -146,9 +146,9 @@ class Operations:
         yield from self.world.spend(max(0.0, compute_s - passed_s))
         held_nbytes = self.world.work.held_nbytes.get(operation.block, 0)
         if operation.phase is Phase.FORWARD:
-            self.world.level(Tier.GPU, _HELD, held_nbytes)
+            self.world.level(MemoryTier.DEVICE, _HELD, held_nbytes)
         elif operation.phase is Phase.BACKWARD:
-            self.world.level(Tier.GPU, _HELD, -held_nbytes)
+            self.world.level(MemoryTier.DEVICE, _HELD, -held_nbytes)
             for tensor in back:
                 self._activations.drop(tensor)
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import simpy
 
 from windlass.actors.messages import ComputeBlock, PrefetchParams, SpanKind
-from windlass.actors.timeline import Tier
-from windlass.engine.memory_plan import param_buffers
+from windlass.engine.memory_plan import MemoryTier, param_buffers
 from windlass.planner.simulation import PARAMS, Finding, Process, Queue, Signal, SimulatedMachine
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 
@@ -46,7 +45,8 @@ class ParamFeed:
             num_ahead=context.spec.effective_ordering.max_prefetched,
         )
         self._buffers = {
-            numel: world.slots(Tier.GPU, PARAMS, numel * world.param_itemsize, n) for numel, n in numbers.items()
+            numel: world.slots(MemoryTier.DEVICE, PARAMS, numel * world.param_itemsize, n)
+            for numel, n in numbers.items()
         }
         for loop in (self._run_requests, self._run_arrivals, self._tell):
             env.process(loop())

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import simpy
 
 from windlass.actors.messages import ComputeBlock, PrefetchParams, SpanKind
-from windlass.actors.timeline import Tier
-from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece
+from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, MemoryTier, largest_piece
 from windlass.planner.simulation import Process, Queue, SimulatedMachine
 from windlass.storage.ids import BlockIndex
 
@@ -53,7 +52,7 @@ class Pieces:
         self._held: _Use | None = None
         if world.bounds:
             piece_nbytes = largest_piece(list(world.bounds.values())) * world.param_itemsize
-            world.allocate(Tier.GPU, _PIECES, NUM_PIECE_BUFFERS * piece_nbytes)
+            world.allocate(MemoryTier.DEVICE, _PIECES, NUM_PIECE_BUFFERS * piece_nbytes)
         world.env.process(self._run())
 
     def shares(self, block: BlockIndex) -> list[float]:
@@ -95,7 +94,7 @@ class Pieces:
     def _let_go(self) -> None:
         if self._held is not None:
             self._held.over.succeed()
-            self.world.level(Tier.GPU, _PIECES, -self._held.nbytes)
+            self.world.level(MemoryTier.DEVICE, _PIECES, -self._held.nbytes)
             self._held = None
 
     def _run(self) -> Process:
@@ -104,6 +103,6 @@ class Pieces:
             if copy.free is not None:
                 yield copy.free
             request = copy.request
-            self.world.level(Tier.GPU, _PIECES, copy.nbytes)
+            self.world.level(MemoryTier.DEVICE, _PIECES, copy.nbytes)
             yield from self.world.copy_in(copy.nbytes, SpanKind.COPY_PARAMS_IN, request.step, request.block)
             copy.copied.succeed()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from windlass.actors.activations import At, BufferQueue, Moment, Part, ScratchSlots, SsdSwap, cut, slots_of_part
 from windlass.actors.job import aligned
 from windlass.actors.messages import SpanKind
-from windlass.actors.timeline import Tier
+from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.simulation import ACTIVATIONS, LEAVING, Finding, Process, Queue, Signal, SimulatedMachine
 
 _STAGED = "activations to and from the SSDs"
@@ -28,8 +28,8 @@ class SsdActivations:
         self._turns = BufferQueue()
         self._leaving_nbytes = 0
         self._changed = Signal(world.env)
-        world.allocate(Tier.HOST, _STAGED, plan.num_staged_activations * self._slot_nbytes)
-        world.allocate(Tier.SSD, ACTIVATIONS, plan.num_ssd_activations * self._slot_nbytes)
+        world.allocate(MemoryTier.HOST, _STAGED, plan.num_staged_activations * self._slot_nbytes)
+        world.allocate(MemoryTier.SSD, ACTIVATIONS, plan.num_ssd_activations * self._slot_nbytes)
         world.env.process(self._run_out())
         world.env.process(self._run_in())
 
@@ -43,7 +43,7 @@ class SsdActivations:
         self._line_up(swap)
         self._leaving_nbytes += nbytes
         self._level_of_slots(swap.parts, 1)
-        self.world.level(Tier.GPU, LEAVING, nbytes)
+        self.world.level(MemoryTier.DEVICE, LEAVING, nbytes)
         self._hand_out_buffers()
         return swap
 
@@ -85,7 +85,7 @@ class SsdActivations:
             self._leaving_nbytes -= part.nbytes
             part.swap.num_on_device -= 1
             if not part.swap.num_on_device:  # the tensor is freed as a whole
-                self.world.level(Tier.GPU, LEAVING, -part.swap.nbytes)
+                self.world.level(MemoryTier.DEVICE, LEAVING, -part.swap.nbytes)
             self._changed.tell()
             self.world.env.process(self._write(part))
 
@@ -121,8 +121,8 @@ class SsdActivations:
     def _take_buffers(self, number: int) -> None:
         """Acquires staging buffers, or releases them if `number` is negative."""
         self._num_buffers -= number
-        self.world.level(Tier.HOST, _STAGED, number * self._part_slots * self._slot_nbytes)
+        self.world.level(MemoryTier.HOST, _STAGED, number * self._part_slots * self._slot_nbytes)
 
     def _level_of_slots(self, parts: Sequence[Part], number: int) -> None:
         num_slots = number * sum(len(part.slots) for part in parts)
-        self.world.level(Tier.SSD, ACTIVATIONS, num_slots * self._slot_nbytes)
+        self.world.level(MemoryTier.SSD, ACTIVATIONS, num_slots * self._slot_nbytes)

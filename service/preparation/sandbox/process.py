@@ -16,7 +16,7 @@ from typing import IO, Protocol
 from windlass.actors.lifecycle import WAIT_POLICY
 from windlass.service.installation import num_cores
 from windlass.service.preparation.sandbox.fork_server import CONTINUE, HALT, PID, StepOrder
-from windlass.storage.files import describe_process_end
+from windlass.storage.memory import describe_process_end
 
 _LOG = logging.getLogger(__name__)
 

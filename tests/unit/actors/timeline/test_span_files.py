@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from windlass.actors.messages import SpanKind, WorkSpan
-from windlass.actors.timeline.memory_levels import Level, Tier
+from windlass.actors.timeline.memory_levels import Level
 from windlass.actors.timeline.span_files import KEPT_STEPS, StepSpans, held_steps, keep_step, load_step
+from windlass.engine.memory_plan.memory_tier import MemoryTier
 
 
 def spans_of(step: int) -> StepSpans:
@@ -25,14 +26,14 @@ def test_come_back_as_they_were(tmp_path: Path) -> None:
 def test_levels_of_a_simulated_step_come_back_as_well(tmp_path: Path) -> None:
     levels = tuple(
         Level(tier, "params", allocated_nbytes, ((99.0, 0), (0.1 + 99.2, 4096)))
-        for tier, allocated_nbytes in ((Tier.GPU, None), (Tier.HOST, 8192))
+        for tier, allocated_nbytes in ((MemoryTier.DEVICE, None), (MemoryTier.HOST, 8192))
     )
     kept = replace(spans_of(3), levels=levels)
     keep_step(tmp_path, kept)
     loaded = load_step(tmp_path, 3)
     assert loaded == kept
     assert loaded is not None
-    assert isinstance(loaded.levels[0].tier, Tier)
+    assert isinstance(loaded.levels[0].tier, MemoryTier)
 
 
 def test_a_file_from_before_there_were_levels_is_read(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from itertools import pairwise
 from typing import Any
 
 from windlass.actors.messages import SpanKind, WorkSpan
-from windlass.actors.timeline.memory_levels import Level, Tier
+from windlass.actors.timeline.memory_levels import Level
 from windlass.actors.timeline.trace_export import trace_of
+from windlass.engine.memory_plan.memory_tier import MemoryTier
 
 SPANS = [
     WorkSpan("ssd-0", SpanKind.READ_STATES, 4, 2, 7, 100.5, 101.5, 4096),
@@ -16,9 +17,9 @@ SPANS = [
     WorkSpan("gpu-0/compute", SpanKind.FORWARD, 5, 3, -1, 100.0, 100.125, 0),
 ]
 LEVELS = [
-    Level(Tier.GPU, "running operation", None, ((100.0, 0), (100.5, 8192), (101.0, 0))),
-    Level(Tier.HOST, "params", 4096, ((100.0, 1024), (100.5, 2048))),
-    Level(Tier.HOST, "gradients", 1000, ((100.0, 0), (100.5, 1000))),
+    Level(MemoryTier.DEVICE, "running operation", None, ((100.0, 0), (100.5, 8192), (101.0, 0))),
+    Level(MemoryTier.HOST, "params", 4096, ((100.0, 1024), (100.5, 2048))),
+    Level(MemoryTier.HOST, "gradients", 1000, ((100.0, 0), (100.5, 1000))),
 ]
 TRACE = trace_of(SPANS, begins_s=100.0, about={"step": 5}, levels=LEVELS)
 

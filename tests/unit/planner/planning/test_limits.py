@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.planner.planning.test_planner import machine, question
+from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.planner.planning.bisection import Goal
 from windlass.planner.planning.feasibility import fits, with_part
 from windlass.planner.planning.limits import find
 from windlass.planner.planning.planner import PlanQuestion, Profiles, best_plan
-from windlass.planner.solver.step_cost import Tier
 
 # The SSDs are the limit here: model states, and activations that fit nowhere else.
 SMALL = machine(gpus=3, host=5, ssds=3.2)
@@ -70,7 +70,7 @@ def test_no_more_memory_than_is_worth_it() -> None:
     with_little = question(machine(host=found.number))
     _, enough = best_plan(with_little, Profiles(with_little))
     assert enough.step_s <= 1.02 * best.step_s
-    assert best.nbytes[Tier.HOST] > 0
+    assert best.nbytes[MemoryTier.HOST] > 0
 
 
 def test_find_for_job_that_never_fits_finds_nothing() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.papers.published_models import RATEL_SHAPES
 from windlass.amounts import GIB
+from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.yaml_files import load
@@ -16,7 +17,6 @@ from windlass.planner.planning.planner import PlanQuestion, limits_of, planned_j
 from windlass.planner.planning.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
 from windlass.planner.solver.placement_search import candidates
-from windlass.planner.solver.step_cost import Tier
 from windlass.storage.ids import Precision, StatePrecision
 
 SHAPE = ModelShape(
@@ -208,8 +208,8 @@ def test_with_more_host_memory_a_job_that_fits_still_fits_and_is_hardly_slower()
     for host_mib in (800, 1200, 1600, 2400):
         limited = replace(asked, host_memory_nbytes=host_mib << 20)
         _, solution = planning.best_plan(limited, profiles)
-        assert solution.nbytes[Tier.DEVICE] <= limited.limits.device_nbytes
-        assert solution.nbytes[Tier.HOST] <= host_mib << 20
+        assert solution.nbytes[MemoryTier.DEVICE] <= limited.limits.device_nbytes
+        assert solution.nbytes[MemoryTier.HOST] <= host_mib << 20
         assert solution.step_s <= 1.01 * best_s
         best_s = min(best_s, solution.step_s)
 

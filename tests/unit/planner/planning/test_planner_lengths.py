@@ -20,6 +20,7 @@ from windlass.engine.memory_estimate.device_peak import device_need
 from windlass.engine.memory_estimate.dry_run import DryRunResult
 from windlass.engine.memory_plan.device_moments import Pass
 from windlass.engine.memory_plan.example_lengths import ExampleLengths
+from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.placement_json import from_json
 from windlass.engine.model.partition import Partition, build_meta_model, load_config
 from windlass.planner.cost.model_profile import ModelProfile
@@ -31,7 +32,6 @@ from windlass.planner.planning.planner import PlanQuestion, Profiles
 from windlass.planner.planning.report import ExampleTokens, PlanReport
 from windlass.planner.planning.worker import DatasetOrder, PlanOrder, plan_job, question_of
 from windlass.planner.profiling.model_profiler import config_of_shape
-from windlass.planner.solver.step_cost import Tier
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 SMALL = ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000, num_kv_heads=4)
@@ -50,7 +50,7 @@ def short(**changes: Any) -> PlanQuestion:
 def solved(asked: PlanQuestion) -> tuple[float, int]:
     """The minimum seconds of a step, and the job's bytes on the device."""
     solution = Profiles(asked).solve(asked, 2)
-    return solution.step_s, solution.nbytes[Tier.DEVICE]
+    return solution.step_s, solution.nbytes[MemoryTier.DEVICE]
 
 
 def reported(asked: PlanQuestion, profiles: Profiles) -> PlanReport:
@@ -119,7 +119,7 @@ def test_validation_examples_that_are_longer_count() -> None:
 def test_advice_on_length_uses_lengths_of_real_examples() -> None:
     data = ExampleLengths(longest=128, mean=100.0, mean_square=11_000.0)
     asked = short(lengths=data, batch_size=1, num_microbatches=1)
-    nbytes = Profiles(asked).solve(asked, 1).nbytes[Tier.DEVICE]
+    nbytes = Profiles(asked).solve(asked, 1).nbytes[MemoryTier.DEVICE]
     # A limit of three quarters of 2048 tokens would change nothing: the longest example has 128.
     words = _smaller(replace(asked, device_memory_nbytes=nbytes // 2), Profiles(asked))
     assert words is None or int(words.split()[-2]) < 128

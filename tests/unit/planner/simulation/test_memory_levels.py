@@ -11,10 +11,11 @@ from tests.support.actors.specs import make_layout
 from tests.support.planner.simulated import CHUNK, Simulated, job, layers_of, rates
 from windlass.actors.job.context import JobContext, grad_itemsize, piece_bounds
 from windlass.actors.messages import SpanKind
-from windlass.actors.timeline.memory_levels import Level, Tier, memory_of
+from windlass.actors.timeline.memory_levels import Level, memory_of
 from windlass.actors.timeline.trace_export import TOGETHER, trace_of
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.buffer_counts import grad_buffers_of_job, param_buffers
+from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.param_slices import NUM_PIECE_BUFFERS, largest_piece
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.queue_depths import QueueDepths
@@ -82,7 +83,7 @@ def made(*, clips: bool = False, machine: Any = SLOW, **options: Any) -> Simulat
     return replace(found, work=replace(found.work, held_nbytes=HELD, peak_nbytes=PEAKS))
 
 
-def levels_of(found: Simulated) -> dict[tuple[Tier, str], Level]:
+def levels_of(found: Simulated) -> dict[tuple[MemoryTier, str], Level]:
     """Levels from the beginning to the end of the job."""
     simulated = SimulatedJob(found.context, found.shape, found.machine, found.work)
     simulated.run()
@@ -93,7 +94,7 @@ def peak(level: Level) -> int:
     return max(nbytes for _, nbytes in level.points)
 
 
-def allocated(context: JobContext) -> dict[tuple[Tier, str], int]:
+def allocated(context: JobContext) -> dict[tuple[MemoryTier, str], int]:
     """The bytes that the plan allocates, computed without the simulator."""
     plan, layout = context.plan, context.layout
     bounds = piece_bounds(context)
@@ -106,21 +107,21 @@ def allocated(context: JobContext) -> dict[tuple[Tier, str], int]:
     )
     pieces = NUM_PIECE_BUFFERS * largest_piece(list(bounds.values()))
     found = {
-        (Tier.GPU, "params"): sum(numel * number for numel, number in params.items()) * 2,
-        (Tier.GPU, "pieces of params"): pieces * 2,
-        (Tier.GPU, "gradients"): _grads_nbytes(context, numels),
-        (Tier.GPU, "states"): sum(numels[block] for block in plan.device_blocks) * 12,
-        (Tier.HOST, "params"): plan.params.nbytes,
-        (Tier.HOST, "gradients"): plan.grads.nbytes,
-        (Tier.HOST, "states"): plan.host_states.nbytes,
-        (Tier.HOST, "states in transit"): plan.transit.nbytes,
-        (Tier.HOST, "partial gradients"): plan.partial_grads.nbytes,
-        (Tier.HOST, "activations"): plan.num_host_activations * SLOT,
-        (Tier.HOST, "activations to and from the SSDs"): plan.num_staged_activations * SLOT,
-        (Tier.SSD, "states"): plan.ssd_nbytes,
-        (Tier.SSD, "activations"): plan.num_ssd_activations * SLOT,
+        (MemoryTier.DEVICE, "params"): sum(numel * number for numel, number in params.items()) * 2,
+        (MemoryTier.DEVICE, "pieces of params"): pieces * 2,
+        (MemoryTier.DEVICE, "gradients"): _grads_nbytes(context, numels),
+        (MemoryTier.DEVICE, "states"): sum(numels[block] for block in plan.device_blocks) * 12,
+        (MemoryTier.HOST, "params"): plan.params.nbytes,
+        (MemoryTier.HOST, "gradients"): plan.grads.nbytes,
+        (MemoryTier.HOST, "states"): plan.host_states.nbytes,
+        (MemoryTier.HOST, "states in transit"): plan.transit.nbytes,
+        (MemoryTier.HOST, "partial gradients"): plan.partial_grads.nbytes,
+        (MemoryTier.HOST, "activations"): plan.num_host_activations * SLOT,
+        (MemoryTier.HOST, "activations to and from the SSDs"): plan.num_staged_activations * SLOT,
+        (MemoryTier.SSD, "states"): plan.ssd_nbytes,
+        (MemoryTier.SSD, "activations"): plan.num_ssd_activations * SLOT,
     }
-    found |= {(Tier.HOST, f"states at optimizer-{i}"): pool.nbytes for i, pool in enumerate(plan.states)}
+    found |= {(MemoryTier.HOST, f"states at optimizer-{i}"): pool.nbytes for i, pool in enumerate(plan.states)}
     return {key: nbytes for key, nbytes in found.items() if nbytes}
 
 
@@ -144,7 +145,7 @@ def test_no_more_is_in_use_than_the_plan_allocates(name: str, machine: Any) -> N
     levels = levels_of(found)
     planned = allocated(found.context)
     assert {key: level.allocated_nbytes for key, level in levels.items() if level.allocated_nbytes} == planned
-    assert sum(n for (tier, _), n in planned.items() if tier is Tier.HOST) == found.context.plan.arena_nbytes
+    assert sum(n for (tier, _), n in planned.items() if tier is MemoryTier.HOST) == found.context.plan.arena_nbytes
     for key, level in levels.items():
         assert all(before[0] < after[0] for before, after in pairwise(level.points))
         assert min(nbytes for _, nbytes in level.points) >= 0
@@ -157,11 +158,11 @@ def test_only_resident_memory_is_in_use_at_the_end(name: str) -> None:
     plan = found.context.plan
     for (tier, what), level in levels_of(found).items():
         end_nbytes = level.points[-1][1]
-        if (tier, what) == (Tier.HOST, "params"):
+        if (tier, what) == (MemoryTier.HOST, "params"):
             assert end_nbytes <= plan.num_cached_params * plan.params.slot_nbytes
         elif what == "states":
             assert end_nbytes == level.points[0][1]
-            assert end_nbytes == (plan.ssd_nbytes // 2 if tier is Tier.SSD else level.allocated_nbytes)
+            assert end_nbytes == (plan.ssd_nbytes // 2 if tier is MemoryTier.SSD else level.allocated_nbytes)
         else:
             assert end_nbytes == 0, (tier, what)
 
@@ -201,18 +202,18 @@ def test_a_trace_has_counters_up_to_the_peaks(name: str) -> None:
 
 def test_device_levels_contain_held_activations_and_operation_needs() -> None:
     levels = levels_of(made(machine=rates()))
-    assert peak(levels[Tier.GPU, "activations held"]) == NUM_MICROBATCHES * sum(HELD.values())
-    assert {nbytes for _, nbytes in levels[Tier.GPU, "running operation"].points} == {0, *PEAKS.values()}
+    assert peak(levels[MemoryTier.DEVICE, "activations held"]) == NUM_MICROBATCHES * sum(HELD.values())
+    assert {nbytes for _, nbytes in levels[MemoryTier.DEVICE, "running operation"].points} == {0, *PEAKS.values()}
 
 
 def test_activations_of_one_group_at_a_time_are_held() -> None:
     levels = levels_of(made(machine=rates(), placement=Placement(group_size=1)))
-    assert peak(levels[Tier.GPU, "activations held"]) == sum(HELD.values())
+    assert peak(levels[MemoryTier.DEVICE, "activations held"]) == sum(HELD.values())
 
 
 def test_the_sums_of_all_blocks_wait_between_groups() -> None:
     found = made(layout=TIED, placement=Placement(group_size=2), machine=rates())
-    assert peak(levels_of(found)[Tier.HOST, "partial gradients"]) == (NUM_BLOCKS + 1) * 2 * CHUNK * 4
+    assert peak(levels_of(found)[MemoryTier.HOST, "partial gradients"]) == (NUM_BLOCKS + 1) * 2 * CHUNK * 4
 
 
 def test_sums_of_tied_uses_are_fp32_also_where_gradients_travel_in_16_bits() -> None:
@@ -221,7 +222,7 @@ def test_sums_of_tied_uses_are_fp32_also_where_gradients_travel_in_16_bits() -> 
         layout=replace(layout, shared=TIED.shared),
         hyperparameters={"num_microbatches": NUM_MICROBATCHES, "accumulation_precision": "bf16"},
     )
-    gradients = levels_of(found)[Tier.GPU, "gradients"]
+    gradients = levels_of(found)[MemoryTier.DEVICE, "gradients"]
     # One for the head's sum and one for its sum of the embedding; for all others one in use and one that leaves.
     assert gradients.allocated_nbytes == 2 * 3 * CHUNK * 4 + 2 * 2 * CHUNK * 2
     assert 2 * 3 * CHUNK * 4 <= peak(gradients) <= gradients.allocated_nbytes
@@ -229,7 +230,7 @@ def test_sums_of_tied_uses_are_fp32_also_where_gradients_travel_in_16_bits() -> 
 
 def test_gradients_that_are_kept_are_all_there_at_once() -> None:
     levels = levels_of(made(clips=True, machine=rates()))
-    assert peak(levels[Tier.HOST, "gradients"]) == NUM_BLOCKS * 2 * CHUNK * 4
+    assert peak(levels[MemoryTier.HOST, "gradients"]) == NUM_BLOCKS * 2 * CHUNK * 4
 
 
 def grown_nbytes(level: Level) -> int:
@@ -238,7 +239,7 @@ def grown_nbytes(level: Level) -> int:
 
 def test_spilled_gradients_use_space_of_the_next_states() -> None:
     found = made(clips=True, placement=Placement(num_host_grad_blocks=0, num_cached_params=0), num_steps=1)
-    states, spans = levels_of(found)[Tier.SSD, "states"], found.spans()
+    states, spans = levels_of(found)[MemoryTier.SSD, "states"], found.spans()
     assert peak(states) == found.context.plan.ssd_nbytes
     written = Counter(span.kind for span in spans)
     assert written[SpanKind.WRITE_GRAD] == written[SpanKind.WRITE_STATES]
@@ -249,7 +250,7 @@ def test_spilled_gradients_use_space_of_the_next_states() -> None:
 
 def test_a_second_generation_grows_with_what_is_written_and_ends_with_the_commit() -> None:
     found = made(num_steps=1)
-    states, spans = levels_of(found)[Tier.SSD, "states"], found.spans()
+    states, spans = levels_of(found)[MemoryTier.SSD, "states"], found.spans()
     commits_s = {span.end_s for span in spans if span.kind is SpanKind.COMMIT}
     assert [at_s for (_, a), (at_s, b) in pairwise(states.points) if b < a] == sorted(commits_s)
     assert grown_nbytes(states) == CHUNK * 14 * sum(span.kind is SpanKind.WRITE_STATES for span in spans)
@@ -258,20 +259,20 @@ def test_a_second_generation_grows_with_what_is_written_and_ends_with_the_commit
 @pytest.mark.parametrize("num_host", [NUM_SLOTS, 17, 0])
 def test_swapped_activations_use_slots_and_device_memory_in_transfer(num_host: int) -> None:
     levels = levels_of(made(**swapping(num_host), machine=rates()))
-    slots = {tier: levels.get((tier, "activations")) for tier in (Tier.HOST, Tier.SSD)}
+    slots = {tier: levels.get((tier, "activations")) for tier in (MemoryTier.HOST, MemoryTier.SSD)}
     taken = {tier: 0 if level is None else peak(level) for tier, level in slots.items()}
-    assert taken == {Tier.HOST: num_host * SLOT, Tier.SSD: (NUM_SLOTS - num_host) * SLOT}
-    assert ((Tier.HOST, "activations to and from the SSDs") in levels) == (num_host < NUM_SLOTS)
+    assert taken == {MemoryTier.HOST: num_host * SLOT, MemoryTier.SSD: (NUM_SLOTS - num_host) * SLOT}
+    assert ((MemoryTier.HOST, "activations to and from the SSDs") in levels) == (num_host < NUM_SLOTS)
     # One micro-batch is in use, and the next is in flight.
-    assert peak(levels[Tier.GPU, "activations back, or coming"]) == 2 * sum(TENSORS)
-    assert peak(levels[Tier.GPU, "activations leaving"]) >= max(TENSORS)
+    assert peak(levels[MemoryTier.DEVICE, "activations back, or coming"]) == 2 * sum(TENSORS)
+    assert peak(levels[MemoryTier.DEVICE, "activations leaving"]) >= max(TENSORS)
 
 
 @pytest.mark.parametrize("num_host", [NUM_SLOTS, 0])
 def test_no_more_is_leaving_than_the_limit_or_one_tensor(num_host: int) -> None:
     def most(leaving_nbytes: int) -> int:
         found = made(**swapping(num_host, depths=QueueDepths(leaving_nbytes=leaving_nbytes)))
-        return peak(levels_of(found)[Tier.GPU, "activations leaving"])
+        return peak(levels_of(found)[MemoryTier.DEVICE, "activations leaving"])
 
     assert most(0) == max(TENSORS)
     limit = 2 * sum(TENSORS)  # of which the SSDs have half
@@ -284,13 +285,13 @@ def test_a_tensor_lies_on_the_device_until_its_last_part_has_left_for_the_ssds()
     found = made(swapped_nbytes=dict.fromkeys(LAYERS, (20 * SLOT,)), placement=placement)
     copied = {span.nbytes for span in found.spans() if span.kind is SpanKind.COPY_ACTIVATIONS_OUT}
     assert max(copied) < 20 * SLOT
-    assert {nbytes for _, nbytes in levels_of(found)[Tier.GPU, "activations leaving"].points} == {0, 20 * SLOT}
+    assert {nbytes for _, nbytes in levels_of(found)[MemoryTier.DEVICE, "activations leaving"].points} == {0, 20 * SLOT}
 
 
 def test_pieces_are_in_use_until_their_last_use() -> None:
     found = made(**JOBS["in pieces"], machine=rates())
     # One is in use while the other is copied in.
-    assert peak(levels_of(found)[Tier.GPU, "pieces of params"]) == 2 * 2 * CHUNK * 2
+    assert peak(levels_of(found)[MemoryTier.DEVICE, "pieces of params"]) == 2 * 2 * CHUNK * 2
 
 
 def test_simulation_without_spans_has_no_levels() -> None:
@@ -299,6 +300,6 @@ def test_simulation_without_spans_has_no_levels() -> None:
     simulated.run()
     assert simulated.levels == []
     log = Log(keeps_spans=False)
-    log.allocate(Tier.GPU, "params", 100)
-    log.level(Tier.GPU, "params", 10)
+    log.allocate(MemoryTier.DEVICE, "params", 100)
+    log.level(MemoryTier.DEVICE, "params", 10)
     assert log.levels == []

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.planner.planning.test_planner import SHAPE, machine, question
-from windlass.actors.timeline.memory_levels import Tier
+from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.queue_depths import QueueDepths
 from windlass.engine.model.layout import ModelLayout
 from windlass.planner.hardware.hardware import Hardware
@@ -14,7 +14,6 @@ from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.simulation import planned_job
 from windlass.planner.simulation.planned_job import simulate_planned
 from windlass.planner.solver.placement_search import Solution
-from windlass.planner.solver.step_cost import Tier as PlannedTier
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 FORMATS = Formats(Precision.BF16, StatePrecision.FP32)
@@ -49,16 +48,20 @@ def test_levels_of_memory_are_within_the_plan(hardware: Hardware, changes: dict[
     memory, levels = simulated.memory, {(each.tier, each.what): each for each in simulated.steps[-1].levels}
 
     def on_device(*kinds: str) -> int:
-        return sum(levels[Tier.GPU, what].allocated_nbytes or 0 for what in kinds if (Tier.GPU, what) in levels)
+        return sum(
+            levels[MemoryTier.DEVICE, what].allocated_nbytes or 0
+            for what in kinds
+            if (MemoryTier.DEVICE, what) in levels
+        )
 
     need = profiles.device_need(asked, job, solution)
     assert on_device("params", "pieces of params") == need.params_nbytes
     assert on_device("gradients") == need.grads_nbytes
     assert on_device("states") == need.states_nbytes
-    assert need.states_nbytes < memory[Tier.GPU].peak_nbytes <= solution.nbytes[PlannedTier.DEVICE]
+    assert need.states_nbytes < memory[MemoryTier.DEVICE].peak_nbytes <= solution.nbytes[MemoryTier.DEVICE]
     # Holds because nothing was made larger for the simulation.
-    assert memory[Tier.HOST].allocated_nbytes == solution.plan.arena_nbytes
-    assert memory[Tier.SSD].allocated_nbytes == solution.nbytes[PlannedTier.SSD]
+    assert memory[MemoryTier.HOST].allocated_nbytes == solution.plan.arena_nbytes
+    assert memory[MemoryTier.SSD].allocated_nbytes == solution.nbytes[MemoryTier.SSD]
     for each in levels.values():
         most = max(nbytes for _, nbytes in each.points)
         assert 0 <= most <= (most if each.allocated_nbytes is None else each.allocated_nbytes)

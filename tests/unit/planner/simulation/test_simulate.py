@@ -16,9 +16,9 @@ from windlass.actors.job.context import make_context
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
 from windlass.actors.policy.block_queue import Ordering, QueueOrder
 from windlass.actors.scheduler.scheduler import job_shape
-from windlass.actors.timeline.memory_levels import Tier
 from windlass.actors.timeline.span_files import StepSpans
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
+from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.simulation.simulate import Work, simulate
 from windlass.storage.ids import BlockIndex
@@ -238,7 +238,7 @@ def _memory_is_what_is_allocated(steps: list[StepSpans]) -> None:
     for level in steps[-1].levels:  # all is released, except resident states and kept params
         if level.what not in ("states", "params"):
             assert level.points[-1][1] == 0, level
-    (stored,) = (level for level in steps[-1].levels if level.tier is Tier.SSD and level.what == "states")
+    (stored,) = (level for level in steps[-1].levels if level.tier is MemoryTier.SSD and level.what == "states")
     assert 2 * stored.points[-1][1] == stored.allocated_nbytes
 
 

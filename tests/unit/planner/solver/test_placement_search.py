@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from tests.support.planner.profiles import make_job, make_profile, make_speeds
 from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, BlockActivations
+from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.plan import ACTIVATION_SLOT_NBYTES, COMMIT_EVERY
 from windlass.engine.memory_plan.queue_depths import (
     LEAVING_ACTIVATION_NBYTES,
@@ -26,7 +27,7 @@ from windlass.planner.solver.placement_search import (
     may_fit,
     solve_job,
 )
-from windlass.planner.solver.step_cost import Limits, Part, PlannedJob, StateTier, StepCosts, Tier
+from windlass.planner.solver.step_cost import TIER_INDEX, Limits, Part, PlannedJob, StateTier, StepCosts
 
 PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
 MIB = 2**20
@@ -56,8 +57,8 @@ def test_with_little_memory_states_go_to_the_ssds_and_layers_are_computed_again(
         solve_job(job, make_speeds(h2d_bytes=1e6, d2h_bytes=1e6), limits(40, 1000))
     solution = solve_job(job, make_speeds(), limits(device, 160))
     assert not solution.placement.device_blocks
-    assert solution.nbytes[Tier.DEVICE] <= device * MIB
-    assert solution.nbytes[Tier.HOST] <= 160 * MIB
+    assert solution.nbytes[MemoryTier.DEVICE] <= device * MIB
+    assert solution.nbytes[MemoryTier.HOST] <= 160 * MIB
 
 
 def test_swapping_pays_where_the_link_is_fast_and_recomputing_where_it_is_slow() -> None:
@@ -144,7 +145,7 @@ def test_swapped_tensors_use_device_memory_until_copied_out() -> None:
         counts = {swapping: num_swapping, holding: 18 - num_swapping}
         by_way = tuple(counts.get(way, 0) for way in ways)
         outcome = outcome_of(program, Assignment(counts=(*by_states, by_way), moved_nbytes=0.0))
-        return (outcome.nbytes[Tier.DEVICE] - program.nbytes[Tier.DEVICE]) / MIB
+        return (outcome.nbytes[TIER_INDEX[MemoryTier.DEVICE]] - program.nbytes[TIER_INDEX[MemoryTier.DEVICE]]) / MIB
 
     assert beside_buffers(0) == 18 * 2
     assert beside_buffers(3) == pytest.approx(15 * 2 + 3 * 2 + 3 * 2 / 18)
@@ -167,19 +168,21 @@ def test_a_job_that_does_not_fit_is_told_what_is_missing() -> None:
     with pytest.raises(DoesNotFitError, match=r"44\.00 MiB of device memory") as caught:
         solve_job(make_job(), make_speeds(), limits(20, 1000))
     missing = caught.value.missing
-    assert missing[Tier.DEVICE] > 0
-    assert missing[Tier.HOST] == missing[Tier.SSD] == 0
-    enough = limits(20 + missing[Tier.DEVICE] / MIB + 1, 1000)
+    assert missing[MemoryTier.DEVICE] > 0
+    assert missing[MemoryTier.HOST] == missing[MemoryTier.SSD] == 0
+    enough = limits(20 + missing[MemoryTier.DEVICE] / MIB + 1, 1000)
     assert solve_job(make_job(), make_speeds(), enough).step_s > 0
     with pytest.raises(DoesNotFitError, match="GiB of space on the SSDs") as caught:
         solve_job(make_job(), make_speeds(), limits(1000, 1000, 100))
-    assert caught.value.missing[Tier.SSD] == pytest.approx(2 * 56 * 14 * MIB - 100 * MIB, rel=0.01)
+    assert caught.value.missing[MemoryTier.SSD] == pytest.approx(2 * 56 * 14 * MIB - 100 * MIB, rel=0.01)
 
 
-@pytest.mark.parametrize(("tier", "num_microbatches"), [(Tier.DEVICE, 1), (Tier.HOST, 4), (Tier.SSD, 2)])
-def test_the_least_memory_of_a_tier_is_what_a_plan_needs_of_it(tier: Tier, num_microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("tier", "num_microbatches"), [(MemoryTier.DEVICE, 1), (MemoryTier.HOST, 4), (MemoryTier.SSD, 2)]
+)
+def test_the_least_memory_of_a_tier_is_what_a_plan_needs_of_it(tier: MemoryTier, num_microbatches: int) -> None:
     job, speeds = make_job(num_microbatches=num_microbatches, keeps_grads=True), make_speeds()
-    names = {Tier.DEVICE: "device_nbytes", Tier.HOST: "host_nbytes", Tier.SSD: "ssd_nbytes"}
+    names = {MemoryTier.DEVICE: "device_nbytes", MemoryTier.HOST: "host_nbytes", MemoryTier.SSD: "ssd_nbytes"}
 
     def limited(nbytes: float) -> Limits:
         return replace(limits(200, 400, 4000), **{names[tier]: nbytes})
@@ -191,14 +194,14 @@ def test_the_least_memory_of_a_tier_is_what_a_plan_needs_of_it(tier: Tier, num_m
     assert not may_fit(job, speeds, limited(least - MIB))
     with pytest.raises(DoesNotFitError):
         solve_job(job, speeds, limited(least - MIB))
-    other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
+    other = MemoryTier.HOST if tier is MemoryTier.DEVICE else MemoryTier.DEVICE
     assert least_nbytes(job, speeds, replace(limited(MIB), **{names[other]: MIB}), tier) is None
 
 
 def test_on_a_cpu_the_device_lies_in_host_memory_and_has_its_cores() -> None:
     speeds = replace(make_speeds(), shares_cores=True)
     solution = solve_job(make_job(), speeds, limits(1e6, 900))
-    assert solution.nbytes[Tier.DEVICE] + solution.nbytes[Tier.HOST] <= 900 * MIB
+    assert solution.nbytes[MemoryTier.DEVICE] + solution.nbytes[MemoryTier.HOST] <= 900 * MIB
     seconds = solution.seconds
     on_cores_s = sum(seconds[part] for part in Part if part not in _NOT_ON_CORES)
     assert solution.step_s >= on_cores_s - 1e-9
@@ -258,7 +261,7 @@ def test_plans_keep_to_the_limits_and_more_memory_is_never_slower(
     if solution is None:
         return
     assert solution.plan.arena_nbytes <= tight.host_nbytes
-    assert solution.nbytes[Tier.DEVICE] <= tight.device_nbytes * (1 + 1e-9)
+    assert solution.nbytes[MemoryTier.DEVICE] <= tight.device_nbytes * (1 + 1e-9)
     # Nothing was reduced after the program's solution.
     plan, placement = solution.plan, solution.placement
     assert {pool.num_slots for pool in plan.states} == {min(placement.depths.states, job.size.total_chunks)}
@@ -284,7 +287,7 @@ def test_the_program_counts_the_arena_as_the_engine_lays_it_out(
     assignment = solve(program)
     if assignment is None:
         return  # gradients had to spill to the SSDs
-    counted = outcome_of(program, assignment).nbytes[Tier.HOST]
+    counted = outcome_of(program, assignment).nbytes[TIER_INDEX[MemoryTier.HOST]]
     spare = (STAGED_ACTIVATIONS + 8 * 4) * MIB
     needed = replace(solution.plan, num_cached_params=0)
     cached = solution.plan.num_cached_params * solution.plan.params.slot_nbytes
@@ -307,7 +310,7 @@ def test_a_large_model_is_solved_in_one_program() -> None:
 def test_states_on_the_device_need_a_buffer_in_host_memory() -> None:
     """Without space for it, no states are on the device; a plan must still be found."""
     job, speeds = make_job(), make_speeds(h2d_bytes=1e8, d2h_bytes=1e8)
-    least = least_nbytes(job, speeds, limits(1e6, 1), Tier.HOST)
+    least = least_nbytes(job, speeds, limits(1e6, 1), MemoryTier.HOST)
     assert least is not None
     transit_mib = 2 * 14  # chunks of 2**20 parameters
     without = solve_job(job, speeds, limits(1e6, least / MIB + transit_mib / 2))

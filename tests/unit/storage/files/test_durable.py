@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.power_cut import PowerCut, files_of
-from windlass.storage.files.durable import sync_path, sync_tree, write_durably
+from windlass.storage.files.durable import sync_path, sync_tree, write_atomically, write_durably
 
 
 def test_write_durably_power_loss_afterwards_leaves_the_new_text(
@@ -40,3 +40,12 @@ def test_power_cut_leaves_nothing_of_what_was_not_synced(tmp_path: Path, monkeyp
     sync_path(tmp_path / "a")
     (tmp_path / "a").rename(tmp_path / "b")
     assert cut.left() == {"a": b"a"}
+
+
+def test_write_atomically_leaves_the_old_file_if_it_fails(tmp_path: Path) -> None:
+    path = tmp_path / "facts"
+    write_atomically(path, "old", mode=0o600)
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert files_of(tmp_path) == {"facts": b"old"}
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -16,10 +16,11 @@ from windlass.actors.job.journal import METRICS, JournalRecord
 from windlass.actors.job.pace import Pace
 from windlass.actors.job.spec import Optimizer
 from windlass.actors.messages import SpanKind, WorkSpan
-from windlass.actors.timeline.memory_levels import Level, Tier
+from windlass.actors.timeline.memory_levels import Level
 from windlass.actors.timeline.span_files import SIMULATED_FOLDER, StepSpans, keep_step
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.activation_policy import BlockActivations
+from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.placement_json import from_json, to_json
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.hardware.hardware import example_machines
@@ -282,7 +283,7 @@ def test_the_simulated_step_is_a_trace(client: TestClient, file_id: str) -> None
     response = client.get(f"{path}/timeline")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "timeline_not_held")
     span = WorkSpan("ssd-0", SpanKind.READ_STATES, 4, 2, 7, 11.0, 12.0, 4096)
-    level = Level(Tier.HOST, "params", 100, ((10.0, 60), (12.0, 0)))
+    level = Level(MemoryTier.HOST, "params", 100, ((10.0, 60), (12.0, 0)))
     kept = StepSpans(step=4, start_s=10.0, end_s=14.0, summary={"period_s": 4.0}, spans=(span,), levels=(level,))
     folder = job_dir(context_of(client).settings, job_id) / "prepare"
     folder.mkdir(parents=True)

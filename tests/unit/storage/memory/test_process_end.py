@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from windlass.storage.files.process_end import describe_process_end, explain_process_end, last_line, tells_of_no_memory
+from windlass.storage.memory.process_end import describe_process_end, explain_process_end, last_line, tells_of_no_memory
 
 
 def _end_of(code: str) -> tuple[int, str]:

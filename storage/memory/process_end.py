@@ -4,7 +4,7 @@ import re
 import signal
 
 from windlass.amounts import GIB
-from windlass.storage.memory import memory_available_nbytes
+from windlass.storage.memory.capacity import memory_available_nbytes
 
 _CRASHES = frozenset(
     (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP)
