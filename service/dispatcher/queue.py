@@ -39,9 +39,9 @@ _STARTING_S = 20.0
 # Consecutive attempts of a job that may be ended while they start. The next attempt may run to its first step, whatever
 # jobs come.
 _MOST_CUT_SHORT = 3
-# Seconds that a job lets jobs of higher priority be prepared before it begins. Else its attempt would be ended as it
+# Seconds that a job waits in all while jobs of higher priority are prepared. Else its attempt would be ended while it
 # starts.
-_LETS_PREPARE_S = 10.0
+_LETS_PREPARE_S = 20.0
 _AMOUNT = re.compile(r"[\d.]+ [KMGTP]?i?B")
 
 
@@ -103,7 +103,8 @@ class JobQueue:
         self._said_at: dict[str, float] = {}  # of waiting jobs
         # of jobs whose attempt found too little space: the disk, and the needed bytes
         self._rooms: dict[str, tuple[Path, int]] = {}
-        self._lets_prepare_since: dict[str, float] = {}
+        # Of queued jobs: seconds that they let others be prepared, and since when they do so now (None: they do not).
+        self._let_prepare: dict[str, tuple[float, float | None]] = {}
         self._seen: tuple[float, Collection[str], MachineCapacity] | None = None
 
     def forget(self) -> None:
@@ -112,7 +113,7 @@ class JobQueue:
         self._demands.clear()
         self._said_at.clear()
         self._rooms.clear()
-        self._lets_prepare_since.clear()
+        self._let_prepare.clear()
 
     def wait_for_room(self, job_id: str, path: Path, nbytes: int) -> None:
         """Makes a job wait until a disk has `nbytes` free, because its attempt was lost with less.
@@ -166,7 +167,8 @@ class JobQueue:
             else:
                 reason = "" if decision.begins else self._reason(job, decision, box, there, num_before)
             is_ready = job.id not in (*leaving, *too_many) and pause_s is None and lacks[job.id] is None
-            if is_ready and decision.begins and self._lets_prepare(job, soon_ready):
+            begins = is_ready and decision.begins
+            if self._lets_prepare(job, soon_ready if begins else ()):
                 decision, reason = replace(decision, begins=False), "a job of higher priority that is being prepared"
             if job.lease_holder == self._lease.holder:
                 verdicts.append(Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready))
@@ -310,10 +312,15 @@ class JobQueue:
 
     def _lets_prepare(self, job: Job, soon_ready: Collection[int]) -> bool:
         """Returns whether a job does not begin yet, because one of higher priority will need the room in a moment."""
-        if not any(priority < job.priority for priority in soon_ready):
-            return False
-        since = self._lets_prepare_since.setdefault(job.id, self._clock())
-        return self._clock() - since < _LETS_PREPARE_S
+        waited_s, since = self._let_prepare.get(job.id, (0.0, None))
+        now = self._clock()
+        if any(priority < job.priority for priority in soon_ready):
+            since = now if since is None else since
+            self._let_prepare[job.id] = waited_s, since
+            return waited_s + now - since < _LETS_PREPARE_S
+        if since is not None:
+            self._let_prepare[job.id] = waited_s + now - since, None
+        return False
 
     def _pause_before_retry(self, job: Job) -> float | None:
         """Returns how long a job waits after an attempt that was lost without progress, or None if it need not wait."""
@@ -344,7 +351,7 @@ class JobQueue:
         return needs_room(path, nbytes, free_nbytes) if free_nbytes < nbytes <= disk_nbytes else None
 
     def _forget_all_but(self, queued: Collection[str]) -> None:
-        for remembered in (self._retries, self._said_at, self._rooms, self._lets_prepare_since):
+        for remembered in (self._retries, self._said_at, self._rooms, self._let_prepare):
             for job_id in remembered.keys() - queued:
                 del remembered[job_id]
 

@@ -27,13 +27,9 @@ from windlass.storage.ids import Precision
 
 LOSS_TOLERANCE = {Precision.FP32: 1e-5, Precision.BF16: 1e-3}
 RECOMPUTE, INPUTS, KEEP, SWAP = ActivationChoice
-# Every value of the factors occurs in one of these; `make test-long` runs all.
-QUICK = {
-    (Precision.FP32, 1, False, None, INPUTS),
-    (Precision.FP32, 4, True, 0.5, RECOMPUTE),
-    (Precision.BF16, 1, True, 0.5, KEEP),
-    (Precision.BF16, 4, False, None, SWAP),
-}
+# Both values of most factors occur in one of these. `test_parity_matrix` has the others for fewer steps, and
+# `make test-long` runs all.
+QUICK = {(Precision.FP32, 4, True, 0.5, RECOMPUTE), (Precision.BF16, 1, False, None, SWAP)}
 
 
 def matrix() -> list[Any]:

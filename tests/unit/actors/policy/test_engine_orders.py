@@ -84,7 +84,7 @@ def expected_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[float | No
     return found
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("clip_norm", [None, pytest.param(0.5, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ORDERINGS)
 def test_orders_change_no_number(
     tmp_path: Path, name: str, clip_norm: float | None, expected_losses: dict[float | None, list[float]]

@@ -269,6 +269,9 @@ TINY: dict[str, tuple[dict[str, Any], Bad]] = {
 
 
 LONG = {
+    "no-ssds-first-skipped",
+    "spilled-first-skipped",
+    "kept-both-skipped",
     "alone",
     "kept",
     "clipped-first-skipped",

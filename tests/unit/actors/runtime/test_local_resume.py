@@ -117,9 +117,14 @@ def swapping(choice: ActivationChoice) -> Placement:
     "attempts",
     [
         # Commits at the steps 2, 4 and 6 (for checkpoints), and at 3 if every third step is committed.
-        [(SPILLED, (OffloadGrad, 3)), (SPILLED, (UpdateBlock, 5)), (SPILLED, None)],
+        pytest.param(
+            [(SPILLED, (OffloadGrad, 3)), (SPILLED, (UpdateBlock, 5)), (SPILLED, None)], marks=pytest.mark.long
+        ),
         [(HOST, (UpdateBlock, 4)), (HOST, (FlushBlock, 4)), (HOST, (CommitStore, 6)), (HOST, None)],
-        [(MIXED, (RestoreStates, 0)), (MIXED, (FlushBlock, 3)), (MIXED, (UpdateBlock, 5)), (MIXED, None)],
+        pytest.param(
+            [(MIXED, (RestoreStates, 0)), (MIXED, (FlushBlock, 3)), (MIXED, (UpdateBlock, 5)), (MIXED, None)],
+            marks=pytest.mark.long,
+        ),
         [(Placement(), (UpdateBlock, 2)), (HOST, (UpdateBlock, 4)), (SPILLED, (OffloadGrad, 5)), (MIXED, None)],
         [
             (swapping(ActivationChoice.SWAP), (UpdateBlock, 2)),

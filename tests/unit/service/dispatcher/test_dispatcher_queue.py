@@ -319,10 +319,32 @@ def test_a_job_lets_others_be_prepared_for_a_moment_only(stage: Stage) -> None:
     low = stage.queue_only(priority=1)
     stage.tick()
     assert started(stage) == []
-    stage.now += 11.0
+    stage.now += 21.0
     stage.submit()
     stage.tick()
     assert started(stage) == [(low, 1)]
+
+
+def test_the_time_that_a_job_lets_others_be_prepared_is_counted_in_all(stage: Stage) -> None:
+    (stage.settings.models_dir / "tiny").mkdir()
+    running = stage.queue()
+    low = stage.queue_only(priority=1)
+    for _ in range(3):
+        urgent = stage.submit()
+        stage.now += 60.0  # while another job trains, the wait for this one does not count
+        stage.tick()
+        end(stage, running)
+        stage.now += 6.0
+        stage.prepare_at_once(urgent, PREPARED)
+        stage.tick()
+        assert started(stage)[-1] == (urgent, 1)
+        running = urgent
+    stage.submit()
+    stage.tick()
+    end(stage, running)
+    stage.now += 6.0
+    stage.tick()
+    assert started(stage)[-1] == (low, 1)
 
 
 def test_attempts_are_not_cut_short_again_and_again(stage: Stage) -> None:

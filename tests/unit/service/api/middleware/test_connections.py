@@ -388,7 +388,7 @@ def _ask(connection: socket.socket) -> bytes:
     return connection.recv(65536)
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("loop", [pytest.param("asyncio", marks=pytest.mark.long), "uvloop"])
 @pytest.mark.parametrize(
     ("sent", "answer"),
     [(b"", b""), (_HEAD, b""), (_GET, b'"done"'), (_GET + _HEAD, b'"done"'), (_BODY_HEAD + b"x" * 50, b"")],

@@ -201,9 +201,9 @@ def test_an_estimated_finish_that_has_passed_is_not_shown(client: TestClient, fi
     ],
 )
 def test_bad_requests_name_the_parameter_and_the_value(
-    client: TestClient, file_id: str, body: dict[str, Any], param: str, message: str
+    shared_client: TestClient, shared_file_id: str, body: dict[str, Any], param: str, message: str
 ) -> None:
-    error = refusal(client, file_id, **body)
+    error = refusal(shared_client, shared_file_id, **body)
     assert error["param"] == param
     assert message in error["message"]
 
@@ -212,7 +212,10 @@ def test_bad_requests_name_the_parameter_and_the_value(
 @pytest.mark.parametrize(
     "name", ["learning_rate", "weight_decay", "clip_norm", "beta1", "beta2", "epsilon", "budgets.host_memory_gib"]
 )
-def test_json_nan_and_infinity_are_refused(client: TestClient, file_id: str, name: str, literal: str) -> None:
+def test_json_nan_and_infinity_are_refused(
+    shared_client: TestClient, shared_file_id: str, name: str, literal: str
+) -> None:
+    client, file_id = shared_client, shared_file_id
     setting = f'"{name}": {literal}' if "." not in name else f'"budgets": {{"host_memory_gib": {literal}}}'
     body = f'{{"model": "tiny", "training_file": "{file_id}", "windlass": {{{setting}}}}}'
     response = client.post(JOBS, content=body, headers={"Content-Type": "application/json"})
