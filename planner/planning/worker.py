@@ -81,18 +81,18 @@ class PlanOrder(BaseModel):
 _ASKED = {field.name for field in fields(PlanQuestion)} & PlanOrder.model_fields.keys() - {"hardware"}
 
 
-def plan_job(order: PlanOrder, folder: Path) -> dict[str, Any]:
+def plan_job(order: PlanOrder, folder: Path, marker: Path | None = None) -> dict[str, Any]:
     """Plans a job. Returns the report as `plan` and, if the job fits, the engine's `placement` and `arena_nbytes`.
 
     A simulation adds `simulated`, and writes the spans of a step to `folder`. A running job adds `changes`, whether the
-    plan is a new one, and `told`, a line for the user.
+    plan is a new one, and `told`, a line for the user. `marker`: a file to be there while blocks are measured.
 
     Raises:
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
         DatasetError: the job's data is missing.
         RuntimeError: the model cannot be planned by shapes alone, or too few steps were measured.
     """
-    question = question_of(order, load_config(order.model_dir))
+    question = question_of(order, load_config(order.model_dir), marker)
     if order.running is not None:
         return _plan_again(question, order.running)
     measure_as_worker(order)
@@ -103,12 +103,15 @@ def plan_job(order: PlanOrder, folder: Path) -> dict[str, Any]:
     return result
 
 
-def question_of(order: PlanOrder, config: Any) -> PlanQuestion:
-    """Builds the planner's question about a model. `config`: a transformers config."""
+def question_of(order: PlanOrder, config: Any, marker: Path | None = None) -> PlanQuestion:
+    """Builds the planner's question about a model.
+
+    `config`: a transformers config. `marker`: a file to be there while blocks of the model are measured.
+    """
     kept_times = None
     if order.kept_times_dir is not None:
         machine = order.hardware.model_dump(mode="json") | {"num_threads": order.compute_threads}
-        kept_times = TimingCache(folder=order.kept_times_dir, machine=machine, is_alone=order.is_alone)
+        kept_times = TimingCache(folder=order.kept_times_dir, machine=machine, is_alone=order.is_alone, marker=marker)
     is_there = order.hardware.gpus.count == 0 or torch.cuda.is_available()
     measures = order.may_measure and order.compute_threads is not None
     return PlanQuestion(
@@ -213,12 +216,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Plan a job.")
     parser.add_argument("--question", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--measuring", type=Path, help="a file to be there while blocks of the model are measured")
     options = parser.parse_args()
     try:
         order = PlanOrder.model_validate_json(options.question.read_text())
         if order.running is not None:
             os.nice(NICENESS_BESIDE_COMPUTE)
-        result: dict[str, Any] = {"ok": True, **plan_job(order, options.result.parent)}
+        result: dict[str, Any] = {"ok": True, **plan_job(order, options.result.parent, options.measuring)}
     except UnsupportedArchitectureError as error:
         result = _refusal("model_not_supported", str(error))
     except (DatasetError, RuntimeError, MemoryError) as error:

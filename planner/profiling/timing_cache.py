@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class TimingCache:
     folder: Path  # created when the first times are stored
     machine: Mapping[str, Any]  # its profile as JSON, and threads: new rates make it another machine
     is_alone: bool  # no job trains on this machine; else measured times are not stored
+    marker: Path | None = None  # a file that exists while blocks are measured, for who could stop this process
 
     def of(self, config: Any, facts: Mapping[str, Any], measure: Measure) -> dict[int, BlockTimes]:
         """Returns the times by block, and measures them if they are not stored.
@@ -36,7 +38,8 @@ class TimingCache:
         stored = self.known(config, facts)
         if stored is not None:
             return stored
-        measured = measure()
+        with self._marked():
+            measured = measure()
         if self.is_alone and measured.standard_error <= _LARGEST_ERROR:
             times = {str(block): asdict(block_times) for block, block_times in measured.times.items()}
             self._results.keep(self._fingerprint(config, facts), times)
@@ -50,6 +53,16 @@ class TimingCache:
         except (ValueError, TypeError, KeyError):
             return None
         return times or None
+
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        if self.marker is not None:
+            self.marker.touch()
+        try:
+            yield
+        finally:
+            if self.marker is not None:
+                self.marker.unlink(missing_ok=True)
 
     @property
     def _results(self) -> ResultCache:

@@ -34,9 +34,9 @@ _LOG = logging.getLogger(__name__)
 
 # A preparation that computed longer than this leaves the cores to a starting job, if the machine has few cores.
 _LONG_S = 5.0
-# Interval between writes of the progress, and of a waiting reason in which only numbers changed.
+# Interval between writes of the progress, and of a waiting reason in which only numbers or jobs changed.
 _TELL_EVERY_S = 2.0
-_NUMBER = re.compile(r"\d+(\.\d+)?")
+_NUMBER_OR_JOB = re.compile(r"ftjob-\w+|\d+(\.\d+)?")
 _ROOM_AGAIN = "There is room on the disk again"
 
 
@@ -275,4 +275,4 @@ class Preparations:
 
 
 def _without_numbers(reason: str | None) -> str | None:
-    return reason and _NUMBER.sub("", reason)
+    return reason and _NUMBER_OR_JOB.sub("", reason)

@@ -150,6 +150,11 @@ class PreparationStep:
         return self.result_path.with_suffix(".progress")
 
     @property
+    def measuring_path(self) -> Path:
+        """A file that is there while the process measures times."""
+        return self.result_path.with_suffix(".measuring")
+
+    @property
     def cpu_s(self) -> int:
         """Limit of the CPU time of all its threads together, in seconds."""
         return self.timeout_s * self.num_threads
@@ -218,8 +223,10 @@ class Preparation:
 
     @property
     def measures(self) -> bool:
-        """Returns whether the current step measures times, which would be wrong if the step were halted."""
-        return self._process is not None and self._step is not None and self._step.instead is not None
+        """Returns whether the current step measures times now, which would be wrong if the step were halted."""
+        if self._process is None or self._step is None or self._step.instead is None:
+            return False
+        return self._step.measuring_path.exists()
 
     @property
     def computed_s(self) -> float:
@@ -348,6 +355,7 @@ class Preparation:
     def _launch(self, step: PreparationStep, start: Start) -> None:
         step.result_path.unlink(missing_ok=True)
         step.progress_path.unlink(missing_ok=True)
+        step.measuring_path.unlink(missing_ok=True)
         limited = LimitedCommand(
             command=step.command,
             home=self._work_dir,
@@ -489,7 +497,10 @@ def plan_step(work_dir: Path, question: dict[str, Any]) -> PreparationStep:
     unmeasured.write_text(json.dumps(question | {"may_measure": False}))
     instead = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", unmeasured))
     words = "It begins anew without measuring the model's blocks, so the plan's times may be less exact"
-    return replace(step, sees_gpus=on_gpu, num_threads=threads, instead=instead, instead_in_words=words)
+    command = (*step.command, "--measuring", str(step.measuring_path))
+    return replace(
+        step, command=command, sees_gpus=on_gpu, num_threads=threads, instead=instead, instead_in_words=words
+    )
 
 
 def _budgets_step(work_dir: Path, spec: dict[str, Any]) -> PreparationStep:

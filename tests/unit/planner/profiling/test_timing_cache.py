@@ -56,6 +56,26 @@ def test_the_same_question_is_measured_once(measuring: Measuring) -> None:
     assert [measuring.number() for _ in range(3)] == [1, 1, 1]
 
 
+def test_the_marker_is_there_while_blocks_are_measured_only(measuring: Measuring, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    kept = TimingCache(folder=tmp_path / "kept", machine=MACHINE, is_alone=True, marker=marker)
+
+    def measure() -> MeasuredBlocks:
+        assert marker.exists()
+        return measuring.measure()
+
+    kept.of(CONFIG, ASKED, measure)
+    assert not marker.exists()
+    kept.of(CONFIG, ASKED, measure)
+
+    def fail() -> MeasuredBlocks:
+        raise RuntimeError("too large")
+
+    with pytest.raises(RuntimeError):
+        kept.of(CONFIG, {**ASKED, "shape": (9, 9)}, fail)
+    assert not marker.exists()
+
+
 def test_another_question_is_another_measurement(measuring: Measuring, monkeypatch: pytest.MonkeyPatch) -> None:
     other = ARCHITECTURES["Qwen2"].config(tied=False, dropout=0.0)
     assert measuring.number() == 1

@@ -187,6 +187,19 @@ def test_steps_that_use_gpus_see_those_of_the_service(
     assert results["second"] == {"ok": True, "visible": visible, "limit": True}
 
 
+def test_step_measures_only_while_its_marker_is_there(tmp_path: Path) -> None:
+    step = dataclasses.replace(_step(tmp_path, "time.sleep(60)"), instead=_step(tmp_path, _OK))
+    step.measuring_path.touch()  # left by an earlier preparation
+    made = Preparation([step], work_dir=tmp_path)
+    made.poll()
+    assert not made.measures
+    step.measuring_path.touch()
+    assert made.measures
+    step.measuring_path.unlink()
+    assert not made.measures
+    made.stop()
+
+
 @pytest.mark.parametrize("code", ["sys.exit(3)", "time.sleep(60)", "os.abort()"])
 def test_failed_step_with_alternative_runs_the_alternative(tmp_path: Path, code: str) -> None:
     instead = _step(tmp_path, _OK)
@@ -227,6 +240,8 @@ def test_the_planner_may_measure_and_need_not(
     assert (step.instead is not None) is measures
     if step.instead is not None:
         assert step.num_threads == threads
+        assert step.command[-2:] == ("--measuring", str(step.measuring_path))
+        assert "--measuring" not in step.instead.command
         assert _asked(step.instead) == asked | {"may_measure": False}
         assert not step.instead.sees_gpus
 
