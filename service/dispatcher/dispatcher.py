@@ -229,6 +229,7 @@ class Dispatcher:
         # The runner is checked before the journal is read, because an ended runner has already written its outcome.
         alive = self._runners.is_alive(JobId(job.id), Attempt(job.attempt))
         hangs = alive and self._is_silent(job)
+        is_cut_short = not hangs and job.status is JobStatus.RUNNING and self._yields_at_once(job)
         lost = _HANGS if hangs else self._why_lost()
         if alive:  # an error in this request must not keep the journal from being read
             self._guarded(about(job.id, job.attempt), self._tell_to_end, job)
@@ -241,7 +242,7 @@ class Dispatcher:
                 job,
                 records,
                 lost=lost if hangs or not alive else None,
-                when_lost=functools.partial(cut_short if self._yields_at_once(job) else resume, self._settings),
+                when_lost=functools.partial(cut_short if is_cut_short else resume, self._settings),
             )
         except JournalError as error:
             with self._database.write() as session:

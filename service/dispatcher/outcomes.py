@@ -225,15 +225,16 @@ def _go_on(settings: Settings, session: Session, job: Job) -> None:
         _leave(session, job, message, level="info", num_lost=0)
 
 
-def cut_short(settings: Settings, session: Session, job: Job, _reason: str) -> None:
+def cut_short(settings: Settings, session: Session, job: Job, reason: str) -> None:
     """Handles an attempt that was ended before its first step for a job of higher priority.
 
     The next one starts anew.
     """
     now = JobRepository(session).get(job.id)  # its owner may have requested something meanwhile
-    if job.status is JobStatus.PAUSING or now.yields_to is None or now.cancel_requested or has_step(session, job):
+    if now.yields_to is None or now.cancel_requested or has_step(session, job):
         _go_on(settings, session, job)
         return
+    _log_once_committed(session, job, f"ended to make room: {reason}")
     other = in_words_to(session, now, now.yields_to)
     message = f"Attempt {job.attempt} ended as it began, for {other} of higher priority; "
     message += "the job goes on by itself when there is room"

@@ -86,15 +86,18 @@ class Preparations:
         for the first step.
         """
         self.drop(keep={job.id for job in jobs})
-        self._account(jobs)
         has_few_cores = self._machinery.num_cores < CORES_TO_DIVIDE
         candidates = [self._candidate(job, starting=starting if has_few_cores else ()) for job in jobs]
+        self._account(jobs)
+        self._shares.meet({each.owner for each in candidates if each.uses_cores})
         chosen = who_computes(candidates, self._shares.used_s, num_side_by_side=self._num_side_by_side)
         for job_id, preparation in self._running.items():
             if job_id in chosen or preparation.measures:
                 preparation.proceed()
             else:
                 preparation.halt()
+                if preparation.measures:  # it has begun to measure just before it was halted
+                    preparation.proceed()
         self._going_on = chosen
         self.soon_ready = {
             each.priority
@@ -147,12 +150,14 @@ class Preparations:
 
     def _account(self, jobs: Sequence[Job]) -> None:
         """Adds the computing time since the last check to its owners' shares."""
-        self._shares.meet({job.owner for job in jobs})
+        seconds: dict[str | None, float] = {}
         for job in jobs:
             if (preparation := self._running.get(job.id)) is not None:
                 computed_s = preparation.computed_s
-                self._shares.add(job.owner, computed_s - self._computed_s.get(job.id, 0.0))
+                new_s = computed_s - self._computed_s.get(job.id, 0.0)
+                seconds[job.owner] = seconds.get(job.owner, 0.0) + new_s
                 self._computed_s[job.id] = computed_s
+        self._shares.add(seconds)
 
     def _candidate(self, job: Job, *, starting: Sequence[Job]) -> Candidate:
         preparation = self._running.get(job.id)

@@ -39,8 +39,8 @@ _STARTING_S = 20.0
 # Consecutive attempts of a job that may be ended while they start. The next attempt may run to its first step, whatever
 # jobs come.
 _MOST_CUT_SHORT = 3
-# Seconds that a job waits in all while jobs of higher priority are prepared. Else its attempt would be ended while it
-# starts.
+# Seconds that a job waits in all, each time that it is queued, while jobs of higher priority are prepared. Else its
+# attempt would be ended while it starts.
 _LETS_PREPARE_S = 20.0
 _AMOUNT = re.compile(r"[\d.]+ [KMGTP]?i?B")
 
@@ -167,8 +167,8 @@ class JobQueue:
             else:
                 reason = "" if decision.begins else self._reason(job, decision, box, there, num_before)
             is_ready = job.id not in (*leaving, *too_many) and pause_s is None and lacks[job.id] is None
-            begins = is_ready and decision.begins
-            if self._lets_prepare(job, soon_ready if begins else ()):
+            takes_last_device = is_ready and decision.begins and len(there) + 1 >= self._machinery.num_devices
+            if self._lets_prepare(job, soon_ready if takes_last_device else ()):
                 decision, reason = replace(decision, begins=False), "a job of higher priority that is being prepared"
             if job.lease_holder == self._lease.holder:
                 verdicts.append(Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready))
@@ -311,7 +311,7 @@ class JobQueue:
         return num_fruitless == 0 or (num_fruitless <= _MOST_CUT_SHORT and is_starting(job))
 
     def _lets_prepare(self, job: Job, soon_ready: Collection[int]) -> bool:
-        """Returns whether a job does not begin yet, because one of higher priority will need the room in a moment."""
+        """Returns whether a job does not begin yet, because one of higher priority may need the room in a moment."""
         waited_s, since = self._let_prepare.get(job.id, (0.0, None))
         now = self._clock()
         if any(priority < job.priority for priority in soon_ready):

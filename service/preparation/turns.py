@@ -5,12 +5,14 @@ uses none. One that waits for memory uses none either, because the preparations 
 owner's number of both kinds is still limited.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 # Maximum number of an owner's preparations with a process. Each holds memory, also while it is halted.
 MOST_BEGUN = 3
+# The same with those of lower priority than another one, which may be halted because of it.
+_MOST_BEGUN_IN_ALL = 2 * MOST_BEGUN
 # Computing seconds that separate levels. A preparation on a higher level waits for its owner's preparations on lower
 # levels.
 _LEVELS_S = (5.0, 30.0, 300.0)
@@ -38,14 +40,15 @@ class OwnerShares:
     """Counts the computing time of owners' preparations, so that the owners who want cores now share them evenly.
 
     Time that an owner used while no other owner waited does not count against it, and an owner that was away is owed
-    nothing. So an owner that comes starts with the time of the owner that has used least, less one turn. It therefore
-    goes first at first, also beside an owner with many short preparations. This is start-time fair queueing
-    (Goyal, Vin and Cheng, 1996) with a small advantage for those who come.
+    nothing. So an owner that comes starts at the virtual time, which is that of the owners who compute, less one turn.
+    It therefore goes first at first, also beside an owner with many short preparations. This is start-time fair
+    queueing (Goyal, Vin and Cheng, 1996) with a small advantage for those who come.
     """
 
     def __init__(self) -> None:
         self._used_s: dict[str | None, float] = {}
         self._present: frozenset[str | None] = frozenset()
+        self._now_s = 0.0  # the virtual time
 
     @property
     def used_s(self) -> Mapping[str | None, float]:
@@ -53,48 +56,56 @@ class OwnerShares:
         return self._used_s
 
     def meet(self, owners: Collection[str | None]) -> None:
-        """Notes the owners who have preparations now, and who comes anew."""
+        """Notes the owners who want cores now. A preparation that downloads or waits for memory wants none."""
         present = frozenset(owners)
-        stayed = present & self._present
-        if not stayed:  # no owner waited for another before
+        first_s = self._now_s - _TURN_S
+        if not present & self._present:  # no owner waited for another before
             self._used_s.clear()
-        least_s = min((self._used_s[owner] for owner in stayed), default=0.0) - _TURN_S
-        for owner in present - stayed:
-            self._used_s[owner] = max(self._used_s.get(owner, least_s), least_s)
+            first_s = self._now_s = 0.0
+        for owner in present - self._present:
+            self._used_s[owner] = max(self._used_s.get(owner, first_s), first_s)
         self._present = present
 
-    def add(self, owner: str | None, seconds: float) -> None:
-        """Adds computing time of an owner's preparation. The owner is present."""
-        self._used_s[owner] += seconds
+    def add(self, seconds: Mapping[str | None, float]) -> None:
+        """Adds the computing time of owners' preparations since the last call."""
+        for owner, each_s in seconds.items():
+            self._used_s[owner] = self._used_s.get(owner, self._now_s - _TURN_S) + each_s
+        computed = [self._used_s[owner] for owner, each_s in seconds.items() if each_s > 0]
+        self._now_s = max(self._now_s, min(computed, default=self._now_s))
 
 
 def who_computes(
     candidates: Sequence[Candidate], used_s: Mapping[str | None, float], *, num_side_by_side: int
 ) -> Sequence[str]:
-    """Chooses the jobs whose preparations continue now, most urgent first. All others are halted or wait.
+    """Chooses the jobs whose preparations continue now. All others are halted or wait.
 
-    `used_s`: computing seconds of each owner's preparations. Higher priorities go first. Within one, owners take turns,
-    the one with the least time first. Among an owner's own, one that has computed for long goes last, and the smallest
-    of the others goes first.
+    `used_s`: computing seconds of each owner's preparations. Preparations that need no cores are chosen first. Of the
+    others, higher priorities go first. Within one, owners take turns, the one with the least time first. Among an
+    owner's own, one that has computed for long goes last, and the smallest of the others goes first.
     """
     by_owner: dict[str | None, list[Candidate]] = {}
     for each in sorted(candidates, key=_own_order):
         by_owner.setdefault(each.owner, []).append(each)
+    admitted = [each for owned in by_owner.values() for each in _may_have_process(owned) if not each.leaves_cores]
+    chosen = [each for each in admitted if not each.uses_cores]
+    computing: list[Candidate] = []
+    for priority in sorted({each.priority for each in admitted}):
+        computing += _in_turns([each for each in admitted if each.uses_cores and each.priority == priority], used_s)
+    return [each.job_id for each in (*chosen, *computing[:num_side_by_side])]
+
+
+def _in_turns(candidates: Sequence[Candidate], used_s: Mapping[str | None, float]) -> Iterator[Candidate]:
+    """Yields candidates of one priority, each owner's first, then each one's second. Each owner's are in order."""
+    by_owner: dict[str | None, list[Candidate]] = {}
+    for each in candidates:
+        by_owner.setdefault(each.owner, []).append(each)
     owners = sorted(by_owner, key=lambda owner: _order_of_owners(by_owner[owner], used_s.get(owner, 0.0)))
-    rounds = zip_longest(*(_may_have_process(by_owner[owner]) for owner in owners))
-    chosen, num_computing = [], 0
-    for each in (candidate for round_ in rounds for candidate in round_ if candidate is not None):
-        if each.leaves_cores or (each.uses_cores and num_computing >= num_side_by_side):
-            continue
-        num_computing += each.uses_cores
-        chosen.append(each.job_id)
-    return chosen
+    for round_ in zip_longest(*(by_owner[owner] for owner in owners)):
+        yield from (each for each in round_ if each is not None)
 
 
-def _order_of_owners(owned: Sequence[Candidate], used_s: float) -> tuple[int, float, int, float]:
-    """`owned`: an owner's candidates in their order."""
-    first = owned[0]
-    return first.priority, used_s // _TURN_S, _level(first), min(each.created_at for each in owned)
+def _order_of_owners(owned: Sequence[Candidate], used_s: float) -> tuple[float, int, float]:
+    return used_s // _TURN_S, _level(owned[0]), min(each.created_at for each in owned)
 
 
 def _own_order(each: Candidate) -> tuple[int, int, int, float, str]:
@@ -106,12 +117,17 @@ def _level(each: Candidate) -> int:
 
 
 def _may_have_process(owned: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Leaves out the jobs that would exceed their owner's number of processes."""
-    num_more = MOST_BEGUN - sum(each.has_process for each in owned)
+    """Leaves out the jobs that would exceed their owner's number of processes. `owned`: in order.
+
+    A job does not count processes of lower priority, because they may be halted until it has ended. There is a limit
+    for all together, too.
+    """
+    began = [each.priority for each in owned if each.has_process]
     found = []
     for each in owned:
         if not each.has_process:
-            num_more -= 1
-        if each.has_process or num_more >= 0:
-            found.append(each)
+            if sum(priority <= each.priority for priority in began) >= MOST_BEGUN or len(began) >= _MOST_BEGUN_IN_ALL:
+                continue
+            began.append(each.priority)
+        found.append(each)
     return found

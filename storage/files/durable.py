@@ -4,7 +4,6 @@ A file is durable when its content was synced, and each folder on its path was s
 """
 
 import os
-import threading
 from pathlib import Path
 
 
@@ -37,14 +36,14 @@ def write_durably(path: Path, text: str) -> None:
 def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Replaces a file: readers see the old content or the new one. A power loss may leave either, or an empty file.
 
-    `mode`: of a new file, less the umask. Raises OSError, and leaves the old file then.
+    The file has one writer at a time. `mode`: of a new file, less the umask. Raises OSError, and leaves the old file
+    then.
     """
     _replace(path, text, mode=mode, is_synced=False)
 
 
 def _replace(path: Path, text: str, *, mode: int, is_synced: bool) -> None:
-    # Writers of one path may be several processes and threads, so each has a file of its own.
-    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    partial = path.with_name(f"{path.name}.partial")  # always the same one, so that a killed writer's does not stay
     try:
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         with os.fdopen(fd, "w") as file:
@@ -53,5 +52,6 @@ def _replace(path: Path, text: str, *, mode: int, is_synced: bool) -> None:
             if is_synced:
                 os.fsync(fd)
         partial.replace(path)
-    finally:
+    except BaseException:
         partial.unlink(missing_ok=True)
+        raise

@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from windlass.storage.files.durable import write_atomically
+from windlass.storage.files.locks import lock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,12 @@ class ResultCache:
         """Stores a result. Does nothing if it cannot, as on a full disk: the result is then computed again."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_atomically(self._path(key), json.dumps(result))
+            fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                lock(fd)  # because two may write the same result
+                write_atomically(self._path(key), json.dumps(result))
+            finally:
+                os.close(fd)
             kept = sorted(self.folder.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
             for old in kept[: -self.max_results]:
                 old.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.service.api_client import context_of
 from tests.support.service.keyed import NOTHING, World, end_streams, keyed_world, leave_traces, routes_of
-from tests.unit.service.api.test_access import HOOKS, JOBS, arguments_of
+from tests.unit.service.api.test_authentication import HOOKS, JOBS, arguments_of
 from windlass.service.installation.settings import Settings
 from windlass.storage.sql.models import AuditEvent, Checkpoint
 from windlass.storage.sql.repositories.events import EventRepository

@@ -325,6 +325,16 @@ def test_a_job_lets_others_be_prepared_for_a_moment_only(stage: Stage) -> None:
     assert started(stage) == [(low, 1)]
 
 
+def test_a_job_does_not_wait_for_one_that_has_another_device(two_gpus: Stage) -> None:
+    (two_gpus.settings.models_dir / "tiny").mkdir()
+    two_gpus.submit()
+    two_gpus.tick()
+    first, second = (two_gpus.queue_only(priority=1, prepared=planned(1.0)) for _ in range(2))
+    two_gpus.tick()
+    assert started(two_gpus) == [(first, 1)]
+    assert two_gpus.status(second) is JobStatus.QUEUED
+
+
 def test_the_time_that_a_job_lets_others_be_prepared_is_counted_in_all(stage: Stage) -> None:
     (stage.settings.models_dir / "tiny").mkdir()
     running = stage.queue()

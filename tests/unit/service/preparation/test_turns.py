@@ -42,29 +42,72 @@ def test_between_owners_the_one_that_has_computed_for_long_goes_last() -> None:
     assert who_computes(jobs, {"ann": 7.0, "bob": 8.0}, num_side_by_side=1) == ["j2"]
 
 
-def test_shares_an_owner_that_comes_waits_for_nobody_at_first() -> None:
+def test_shares_an_owner_that_comes_waits_for_no_other_at_first() -> None:
     shares = OwnerShares()
     shares.meet(["ann"])
-    shares.add("ann", 300.0)
+    shares.add({"ann": 300.0})
     shares.meet([])
     shares.meet(["bob"])
-    shares.add("bob", 4.0)
+    shares.add({"bob": 4.0})
     shares.meet(["ann", "bob"])
     jobs = [_begun("j1", "bob", 4.0), _waiting("j2", "ann")]
     assert who_computes(jobs, shares.used_s, num_side_by_side=1) == ["j2"]
 
 
+def test_shares_owners_that_come_one_after_the_other_are_equal() -> None:
+    shares, present = OwnerShares(), ["z"]
+    shares.meet(present)
+    shares.add({"z": 100.0})
+    for owner in "abcdef":
+        present.append(owner)
+        shares.meet(present)
+    assert {shares.used_s[owner] for owner in "abcdef"} == {95.0}
+    jobs = [_waiting(f"j{number}", owner) for number, owner in enumerate(present)]
+    assert who_computes(jobs, shares.used_s, num_side_by_side=1) == ["j1"], "the first of those who came"
+
+
+def test_shares_one_that_wants_no_cores_gives_no_advantage_to_those_who_come() -> None:
+    shares = OwnerShares()
+    shares.meet(["ann", "bob"])
+    for _ in range(100):  # ann's job has a lower priority, and gets no turn
+        shares.add({"bob": 36.0})
+        shares.meet(["ann", "bob"])
+    shares.meet(["ann", "bob", "carl"])
+    assert shares.used_s["carl"] == shares.used_s["bob"] - 5.0
+
+
 def test_shares_of_an_owner_that_comes_again_and_again_are_no_larger() -> None:
     shares, used_s = OwnerShares(), {"ann": 0.0, "bob": 0.0}
     for number in range(1000):  # bob has always work, ann for half of the time
-        ann_is_there = number % 8 < 4
-        jobs = [_waiting("j1", "bob"), *([_waiting("j2", "ann")] if ann_is_there else [])]
+        jobs = [_waiting("j1", "bob"), *([_waiting("j2", "ann")] if number % 8 < 4 else [])]
         shares.meet({job.owner for job in jobs})
         (chosen,) = who_computes(jobs, shares.used_s, num_side_by_side=1)
         owner = "bob" if chosen == "j1" else "ann"
-        shares.add(owner, 1.0)
+        shares.add({owner: 1.0})
         used_s[owner] += 1.0
     assert used_s["bob"] >= 480.0
+
+
+def test_every_priority_is_served_before_the_next_one() -> None:
+    jobs = [_waiting("j1", "ann"), _waiting("j2", "ann"), _waiting("j3", "bob", priority=1000)]
+    assert who_computes(jobs, {}, num_side_by_side=2) == ["j1", "j2"]
+
+
+def test_an_owners_download_takes_no_turn_of_its_other_jobs() -> None:
+    jobs = [_waiting("j1", "ann", uses_cores=False), _waiting("j2", "ann", nbytes=99), _waiting("j3", "bob")]
+    assert who_computes(jobs, {"bob": 50.0}, num_side_by_side=1) == ["j1", "j2"]
+
+
+def test_an_urgent_job_does_not_wait_for_its_owners_other_processes() -> None:
+    begun = [_waiting(f"j{number}", "ann", priority=5, has_process=True) for number in range(MOST_BEGUN)]
+    jobs = [*begun, _waiting("j8", "bob", priority=1), _waiting("j9", "ann")]
+    assert who_computes(jobs, {}, num_side_by_side=1) == ["j9"]
+    assert who_computes(jobs[:-1], {}, num_side_by_side=1) == ["j8"]
+
+
+def test_an_owner_has_only_so_many_processes_of_all_priorities() -> None:
+    begun = [_waiting(f"j{number}", "ann", priority=9 - number, has_process=True) for number in range(2 * MOST_BEGUN)]
+    assert "j9" not in who_computes([*begun, _waiting("j9", "ann")], {}, num_side_by_side=9)
 
 
 def test_of_one_owner_the_small_file_goes_first_also_before_one_that_computes() -> None:
