@@ -311,6 +311,7 @@ def test_idempotency_key(client: Any, file_id: str) -> None:
         create(seed=4)
 
 
+@pytest.mark.parametrize("client", ["synchronous", pytest.param("asynchronous", marks=pytest.mark.long)], indirect=True)
 def test_request_that_is_retried_makes_one_job(client: Any, database: Database, file_id: str) -> None:
     """The service has made the job when the connection is cut, and the client retries by itself."""
 

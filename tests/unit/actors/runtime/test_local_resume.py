@@ -70,7 +70,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Result:
 @pytest.mark.parametrize(
     "cuts",
     [
-        [(LoadModel, 0)],
+        pytest.param([(LoadModel, 0)], marks=pytest.mark.long),
         pytest.param([(CommitStore, 0)], marks=pytest.mark.long),
         [(UpdateBlock, 1), (UpdateBlock, 2)],
         pytest.param([(CommitStore, 3), (CommitStore, 3), (UpdateBlock, 5)], marks=pytest.mark.long),
