@@ -21,7 +21,7 @@ from windlass.service.installation import (
 from windlass.service.validation import model_dir
 
 _MODEL = "demo-20m"
-_NUM_TRAIN, _NUM_VALIDATION = 640, 64
+_NUM_TRAIN, _NUM_VALIDATION = 448, 64
 _JOB = {
     "epochs": 1,
     "batch_size": 16,
