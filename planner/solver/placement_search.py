@@ -36,7 +36,16 @@ from windlass.planner.solver.integer_program import (
     shortfall_of,
     solve,
 )
-from windlass.planner.solver.step_cost import TIER_INDEX, Kind, Limits, Part, PlannedJob, StateTier, StepCosts
+from windlass.planner.solver.step_cost import (
+    TIER_INDEX,
+    Kind,
+    Limits,
+    Part,
+    PlannedJob,
+    StateTier,
+    StepCosts,
+    values_by_tier,
+)
 
 _Any = TypeVar("_Any")
 
@@ -295,7 +304,7 @@ def _solve(costs: StepCosts) -> Solution:
         if assignment is None:
             raise DoesNotFitError(functools.partial(_shortfall, program, costs.speeds))
         placement, outcome = _placement(costs, kinds, assignment), outcome_of(program, assignment)
-        on_device = outcome.nbytes[TIER_INDEX[MemoryTier.DEVICE]] if costs.speeds.shares_cores else 0.0
+        on_device = values_by_tier(outcome.nbytes)[MemoryTier.DEVICE] if costs.speeds.shares_cores else 0.0
         if costs.spills:
             placement = _keeping_grads(costs, placement, limits.host_nbytes - on_device)
         # Compare with the arena as the program counts it. With a smaller budget, buffers would shrink and gradients
@@ -310,8 +319,8 @@ def _solve(costs: StepCosts) -> Solution:
 
 
 def _shortfall(program: Program, speeds: Speeds) -> dict[MemoryTier, int]:
-    lacking = {tier: int(nbytes) for tier, nbytes in zip(MemoryTier, shortfall(program), strict=True)}
-    limits = dict(zip(MemoryTier, program.limits, strict=True))
+    lacking = {tier: int(nbytes) for tier, nbytes in values_by_tier(shortfall(program)).items()}
+    limits = values_by_tier(program.limits)
     is_same = limits[MemoryTier.DEVICE] >= limits[MemoryTier.HOST]
     if speeds.shares_cores and is_same:  # on a CPU: counted already as the host's memory
         lacking[MemoryTier.DEVICE] = 0
@@ -338,6 +347,7 @@ def solution_of(costs: StepCosts, placement: Placement, arena_nbytes: int) -> So
 
 
 def _solution(costs: StepCosts, placement: Placement, plan: Plan, outcome: Outcome) -> Solution:
+    nbytes = values_by_tier(outcome.nbytes)
     return Solution(
         costs=costs,
         placement=replace(placement, num_cached_params=plan.num_cached_params),
@@ -346,11 +356,11 @@ def _solution(costs: StepCosts, placement: Placement, plan: Plan, outcome: Outco
         cost=outcome.cost * (1 + _RESORT_SHARE * (costs.streams + (costs.num_grad_buffers == 1))),
         seconds=dict(zip(Part, outcome.seconds, strict=True)),
         nbytes={
-            MemoryTier.DEVICE: int(outcome.nbytes[TIER_INDEX[MemoryTier.DEVICE]]),
+            MemoryTier.DEVICE: int(nbytes[MemoryTier.DEVICE]),
             MemoryTier.HOST: plan.arena_nbytes,
             MemoryTier.SSD: plan.ssd_nbytes + plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
         },
-        has_room=outcome.nbytes[TIER_INDEX[MemoryTier.HOST]] < (1 - _FREE_SHARE) * costs.limits.host_nbytes,
+        has_room=nbytes[MemoryTier.HOST] < (1 - _FREE_SHARE) * costs.limits.host_nbytes,
     )
 
 

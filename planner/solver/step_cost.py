@@ -8,7 +8,7 @@ Sources: Ratel, equations 1 to 8 (a stage takes as long as its slowest resource)
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -60,6 +60,11 @@ class Part(IntEnum):
 
 # Numbers of the tiers in the program.
 TIER_INDEX = {tier: index for index, tier in enumerate(MemoryTier)}
+
+
+def values_by_tier(values: Sequence[float]) -> dict[MemoryTier, float]:
+    """Returns the program's values for all tiers by tier."""
+    return dict(zip(MemoryTier, values, strict=True))
 
 
 class StateTier(IntEnum):
@@ -114,7 +119,7 @@ class Limits:
     @property
     def by_tier(self) -> dict[MemoryTier, float]:
         """The limits, in the order of the tiers."""
-        return dict(zip(MemoryTier, (self.device_nbytes, self.host_nbytes, self.ssd_nbytes), strict=True))
+        return values_by_tier((self.device_nbytes, self.host_nbytes, self.ssd_nbytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from windlass.service.cli.errors import CommandError
 from windlass.service.installation import RequestRefusedError, ServiceClient, load_settings, open_client
-from windlass.service.validation import near_names
+from windlass.service.validation import did_you_mean, near_names
 
 JOB, FILE, MODEL = "ftjob-", "file-", "ft:"
 
@@ -40,7 +40,7 @@ def told_if_unknown(client: ServiceClient, row_id: str) -> Iterator[None]:
             raise
         rows, command = (client.files(), "files") if row_id.startswith(FILE) else (client.jobs(), "jobs")
         near = _near_ids(row_id, rows)
-        advice = f"did you mean {near[0]}?" if near else f"`windlass {command}` lists what there is"
+        advice = did_you_mean(near, f"`windlass {command}` lists what there is")
         raise CommandError(f"{error}; {advice}") from None
 
 

@@ -23,7 +23,7 @@ from windlass.service.cli.ids import FILE, JOB, client_for_job
 from windlass.service.cli.service import Home
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import RequestRefusedError, ServiceClient, load_settings, open_client
-from windlass.service.validation import ApiError, model_dir, models_in, near_names
+from windlass.service.validation import ApiError, did_you_mean, model_dir, models_in, near_names
 from windlass.storage.ids import Precision, StatePrecision
 
 
@@ -253,7 +253,7 @@ def export(
     if not (source / "config.json").is_file():
         known = [name for folder in (settings.models_dir, settings.fine_tuned_dir) for name in models_in(folder)]
         near = near_names(model, known, separator="/")
-        advice = f"did you mean {near[0]}?" if near else "`windlass models` lists what there is"
+        advice = did_you_mean(near, "`windlass models` lists what there is")
         raise CommandError(f"there is no model {model!r} in {source.parent}; {advice}")
     if destination.exists():
         raise CommandError(f"{destination} exists already; choose a new folder")
@@ -292,9 +292,9 @@ def _file_id(client: ServiceClient, file: str) -> str:
         raise CommandError(f"{file} is a folder; give the path of a .jsonl file, or the id of an uploaded one")
     if not path.is_file():
         beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = near_names(path.name, beside, separator="/")
+        near = [str(path.with_name(name)) for name in near_names(path.name, beside, separator="/")]
         needed = f"give the path of a .jsonl file, or the id of an uploaded one ({FILE}…)"
-        raise CommandError(f"there is no file {file}; {f'did you mean {path.with_name(near[0])}?' if near else needed}")
+        raise CommandError(f"there is no file {file}; {did_you_mean(near, needed)}")
     try:
         file_id: str = client.upload(path)["id"]
     except RequestRefusedError as error:

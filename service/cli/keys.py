@@ -15,7 +15,7 @@ from windlass.service.cli.errors import CommandError
 from windlass.service.cli.service import Home
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import Settings, keep_local_key, kept_key, load_settings
-from windlass.service.validation import near_names, report_database_errors
+from windlass.service.validation import did_you_mean, near_names, report_database_errors
 from windlass.storage.sql import ApiKey, AuditEvent, Database, NotFound
 from windlass.storage.sql.repositories import AuditRepository, KeyRepository, Role, audit_id, is_active
 
@@ -181,7 +181,7 @@ def _known(database: Database, key: str) -> Iterator[None]:
     except NotFound:
         with database.read() as session:
             near = near_names(key, [each.id for each in KeyRepository(session).all()], separator="-")
-        advice = f"did you mean {near[0]}?" if near else "`windlass keys list` shows the ids"
+        advice = did_you_mean(near, "`windlass keys list` shows the ids")
         raise CommandError(f"there is no key {key!r}; {advice}") from None
 
 

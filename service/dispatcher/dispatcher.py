@@ -229,7 +229,7 @@ class Dispatcher:
         # The runner is checked before the journal is read, because an ended runner has already written its outcome.
         alive = self._runners.is_alive(JobId(job.id), Attempt(job.attempt))
         hangs = alive and self._is_silent(job)
-        is_cut_short = not hangs and job.status is JobStatus.RUNNING and self._yields_at_once(job)
+        is_cut_short = not alive and job.status is JobStatus.RUNNING and self._yields_at_once(job)
         lost = _HANGS if hangs else self._why_lost()
         if alive:  # an error in this request must not keep the journal from being read
             self._guarded(about(job.id, job.attempt), self._tell_to_end, job)

@@ -11,6 +11,7 @@ from windlass.service.validation.hyperparameters import default_microbatches as 
 from windlass.service.validation.hyperparameters import num_steps as num_steps
 from windlass.service.validation.hyperparameters import resolve as resolve
 from windlass.service.validation.json_numbers import JsonNumbers as JsonNumbers
+from windlass.service.validation.known_names import did_you_mean as did_you_mean
 from windlass.service.validation.known_names import hint as hint
 from windlass.service.validation.known_names import name_hint as name_hint
 from windlass.service.validation.known_names import near_names as near_names

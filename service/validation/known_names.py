@@ -25,6 +25,11 @@ def near_names(name: str, known: Collection[str], *, separator: str = ".") -> li
     return list(dict.fromkeys([*initials, *_near(last, parts), *wholes, *beginnings]))
 
 
+def did_you_mean(near: Sequence[str], otherwise: str) -> str:
+    """Returns a question after the nearest name, or `otherwise` if there is none."""
+    return f"did you mean {near[0]}?" if near else otherwise
+
+
 def name_hint(name: str, known: Collection[str]) -> str:
     """Returns a suggestion for the end of a message about an unknown name, or "" if no known name is similar."""
     near = near_names(name, known)

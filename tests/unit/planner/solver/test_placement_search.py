@@ -27,7 +27,7 @@ from windlass.planner.solver.placement_search import (
     may_fit,
     solve_job,
 )
-from windlass.planner.solver.step_cost import TIER_INDEX, Limits, Part, PlannedJob, StateTier, StepCosts
+from windlass.planner.solver.step_cost import Limits, Part, PlannedJob, StateTier, StepCosts, values_by_tier
 
 PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
 MIB = 2**20
@@ -145,7 +145,9 @@ def test_swapped_tensors_use_device_memory_until_copied_out() -> None:
         counts = {swapping: num_swapping, holding: 18 - num_swapping}
         by_way = tuple(counts.get(way, 0) for way in ways)
         outcome = outcome_of(program, Assignment(counts=(*by_states, by_way), moved_nbytes=0.0))
-        return (outcome.nbytes[TIER_INDEX[MemoryTier.DEVICE]] - program.nbytes[TIER_INDEX[MemoryTier.DEVICE]]) / MIB
+        return (
+            values_by_tier(outcome.nbytes)[MemoryTier.DEVICE] - values_by_tier(program.nbytes)[MemoryTier.DEVICE]
+        ) / MIB
 
     assert beside_buffers(0) == 18 * 2
     assert beside_buffers(3) == pytest.approx(15 * 2 + 3 * 2 + 3 * 2 / 18)
@@ -287,7 +289,7 @@ def test_the_program_counts_the_arena_as_the_engine_lays_it_out(
     assignment = solve(program)
     if assignment is None:
         return  # gradients had to spill to the SSDs
-    counted = outcome_of(program, assignment).nbytes[TIER_INDEX[MemoryTier.HOST]]
+    counted = values_by_tier(outcome_of(program, assignment).nbytes)[MemoryTier.HOST]
     spare = (STAGED_ACTIVATIONS + 8 * 4) * MIB
     needed = replace(solution.plan, num_cached_params=0)
     cached = solution.plan.num_cached_params * solution.plan.params.slot_nbytes
