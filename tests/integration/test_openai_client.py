@@ -73,7 +73,7 @@ def _server(settings: Settings) -> Iterator[None]:
     assert not thread.is_alive()
 
 
-@pytest.fixture(params=["synchronous", "asynchronous"])
+@pytest.fixture(params=["synchronous", pytest.param("asynchronous", marks=pytest.mark.long)])
 def client(request: pytest.FixtureRequest, _server: None, settings: Settings) -> Iterator[Any]:
     options: dict[str, Any] = {"base_url": f"{settings.base_url}/v1", "api_key": "none", "max_retries": 0}
     if request.param == "synchronous":

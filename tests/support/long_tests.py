@@ -7,11 +7,14 @@ was run with. A shard that has passed is not run again; one that has failed, or 
 
 import argparse
 import hashlib
+import os
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+
+from tests.support.examples import LONG_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / ".test-long"
@@ -45,7 +48,8 @@ def run_shard(paths: list[str], report: Path) -> bool:
     """Runs the tests of some files; `report` appears once they have ended. Returns whether all passed."""
     partial = report.with_suffix(".partial")
     command = [sys.executable, "-m", "pytest", "-m", "not gpu", "--durations=5", f"--junitxml={partial}", *paths]
-    passed = subprocess.run(command, cwd=ROOT, check=False).returncode in (0, 5)  # 5: no test
+    environment = {**os.environ, LONG_VARIABLE: "1"}
+    passed = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode in (0, 5)  # 5: no test
     if partial.exists():
         partial.replace(report if passed else report.with_suffix(".failed.xml"))
     return passed

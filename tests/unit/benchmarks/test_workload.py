@@ -34,6 +34,7 @@ def test_workload_comes_back_as_written(folder: Path) -> None:
     assert read_workload(folder) == WORKLOAD
 
 
+@pytest.mark.long
 def test_batches_are_what_windlass_trains_on(folder: Path) -> None:
     batches = np.load(folder / BATCHES_FILE)
     assert batches.shape == (3, 2, 2, 16)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.support.actors.swap_bench import SLOT_NBYTES, WAIT_S, SwapBench, make_swap_context, some_bytes
 from tests.support.engine.activation_runs import Run
 from tests.support.engine.architectures import ARCHITECTURES, NUM_LAYERS, make_batch, make_model
+from tests.support.examples import examples
 from tests.support.training import has_direct_io
 from windlass.actors.messages import SpanKind
 from windlass.engine.activations.host_store import ActivationMemoryError, ActivationTimeoutError
@@ -109,7 +110,7 @@ def num_slots(nbytes: int) -> int:
     return -(-nbytes // SLOT_NBYTES)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_any_order_of_calls(data: st.DataObject) -> None:
     """Compared with a dictionary: every put that should fit does, no other does, and no call deadlocks."""

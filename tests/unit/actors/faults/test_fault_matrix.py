@@ -103,9 +103,9 @@ def test_every_actor_takes_what_the_matrix_says(mode: str, undisturbed: Callable
     assert set(undisturbed(mode).counts) == expected
 
 
-# A fifth of the cases is fast enough: one of every five, with a changing offset, because kinds of faults take turns.
+# A ninth of the cases is fast enough: one of every nine, with a changing offset, because kinds of faults take turns.
 QUICK = [
-    pytest.param(case, id=str(case), marks=[pytest.mark.long] * (i % 5 != i // 5 % 5))
+    pytest.param(case, id=str(case), marks=[pytest.mark.long] * (i % 9 != i // 9 % 9))
     for i, case in enumerate(quick_cases())
 ]
 FULL = [pytest.param(case, id=f"{case}, full", marks=pytest.mark.long) for case in full_product()]

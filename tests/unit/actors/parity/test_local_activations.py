@@ -118,7 +118,9 @@ def test_layers_choose_for_themselves_and_nothing_else_changes(tmp_path: Path, w
 @pytest.mark.parametrize(
     "depths",
     [
-        QueueDepths(params=7, states=5, staged_activations=40, leaving_nbytes=1 << 30),
+        pytest.param(
+            QueueDepths(params=7, states=5, staged_activations=40, leaving_nbytes=1 << 30), marks=pytest.mark.long
+        ),
         QueueDepths(params=1, states=1, staged_activations=1, leaving_nbytes=0),
     ],
 )

@@ -157,7 +157,7 @@ def cases() -> list[Any]:
         pytest.param(
             job,
             order,
-            marks=() if (3 * i + j) % 8 == 0 and job not in ("streamed", "far ahead") else pytest.mark.long,
+            marks=() if (3 * i + j) % 16 == 0 and job not in ("streamed", "far ahead") else pytest.mark.long,
             id=f"{job}-{order}",
         )
         for i, job in enumerate(JOBS)
@@ -196,7 +196,9 @@ def test_streams_with_a_missing_wait_change_a_number(
     assert any(map(shows, (0.0005, 0.01, 0.1)))
 
 
-@pytest.mark.parametrize("job", ["kept", "mixed", "streamed"])
+@pytest.mark.parametrize(
+    "job", [pytest.param("kept", marks=pytest.mark.long), "mixed", pytest.param("streamed", marks=pytest.mark.long)]
+)
 def test_no_thread_waits_for_the_device_and_nothing_is_allocated_for_params_or_gradients(
     tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +220,7 @@ def test_no_thread_waits_for_the_device_and_nothing_is_allocated_for_params_or_g
     assert made == []
 
 
-@pytest.mark.parametrize("job", ["kept", "mixed"])
+@pytest.mark.parametrize("job", [pytest.param("kept", marks=pytest.mark.long), "mixed"])
 def test_gpu_streams_report_results_from_their_own_threads(
     tmp_path: Path, expected: Callable[[str], Result], job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

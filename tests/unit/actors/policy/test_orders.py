@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.policy.jobs import make_shape
 from tests.support.policy.world import World, deliver_all_but
 from windlass.actors.messages import GradChunk, Message, Phase
@@ -81,7 +82,7 @@ slow_actors = st.sets(st.sampled_from(["compute", "gradient", "offload", "update
 best_steps = st.frozensets(st.integers(1, 7), max_size=4)
 finishes = st.one_of(st.none(), st.integers(1, 7))
 wanted = st.frozensets(st.integers(0, 150), max_size=3)
-many = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def run(
@@ -380,7 +381,7 @@ DECIDES: dict[str, Any] = {
     ("options", "bad"),
     [
         (ORDERS["active"], frozenset()),
-        (ORDERS["clipped"], frozenset({(1, 2)})),
+        pytest.param(ORDERS["clipped"], frozenset({(1, 2)}), marks=pytest.mark.long),
         pytest.param(
             *(ORDERS["kept"] | {"host_blocks": frozenset({0, 2}), "commit_every": 2}, frozenset()),
             marks=pytest.mark.long,

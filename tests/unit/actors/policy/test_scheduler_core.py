@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.policy.jobs import GPU, JOB, grad_chunks, make_shape
 from tests.support.policy.world import World, deliver_all_but, sent
 from windlass.actors.messages import (
@@ -184,7 +185,7 @@ def test_the_clipping_factor_is_torchs(size: float, scales_loss: bool) -> None:
     torch.testing.assert_close(pipeline.ends[1].grad_norm, float(norm), rtol=1e-12, atol=0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(order=st.permutations(range(6)), sq_sums=st.lists(st.floats(1e-8, 1e8), min_size=6, max_size=6))
 @example(order=[0, 1, 2, 3, 4, 5], sq_sums=[1.0, 0.7, 1e-3, 3e5, 0.1, 1e16])
 def test_pipeline_with_squared_norms_in_any_order_gives_the_bits_of_one_worker(

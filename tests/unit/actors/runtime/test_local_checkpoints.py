@@ -88,7 +88,14 @@ def expected_best(spec: JobSpec) -> tuple[int, int]:
     raise AssertionError("the losses never stop falling: the job of these tests does not end early")
 
 
-@pytest.mark.parametrize("placement", [Placement(), HOST, MIXED], ids=["ssd", "host", "mixed"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param(Placement(), id="ssd", marks=pytest.mark.long),
+        pytest.param(HOST, id="host", marks=pytest.mark.long),
+        pytest.param(MIXED, id="mixed"),
+    ],
+)
 def test_best_and_last_checkpoints_equal_models_of_their_steps(
     tmp_path: Path, each_step: JobSpec, placement: Placement
 ) -> None:
@@ -110,7 +117,7 @@ def test_best_and_last_checkpoints_equal_models_of_their_steps(
 @pytest.mark.parametrize(
     ("placement", "where"),
     [
-        pytest.param(*case, marks=[pytest.mark.long] * (i % 2), id=f"{name}-{case[1]}")
+        pytest.param(*case, marks=[pytest.mark.long] * (i % 4 != 0), id=f"{name}-{case[1]}")
         for start, (name, placement) in enumerate((("ssd", Placement()), ("mixed", MIXED)))
         for i, case in enumerate(product([placement], WHERE), start=start)
     ],

@@ -72,7 +72,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Result:
     [
         pytest.param([(LoadModel, 0)], marks=pytest.mark.long),
         pytest.param([(CommitStore, 0)], marks=pytest.mark.long),
-        [(UpdateBlock, 1), (UpdateBlock, 2)],
+        pytest.param([(UpdateBlock, 1), (UpdateBlock, 2)], marks=pytest.mark.long),
         pytest.param([(CommitStore, 3), (CommitStore, 3), (UpdateBlock, 5)], marks=pytest.mark.long),
         [(ExportModel, 2), (ExportModel, 6)],
     ],
@@ -120,7 +120,10 @@ def swapping(choice: ActivationChoice) -> Placement:
         pytest.param(
             [(SPILLED, (OffloadGrad, 3)), (SPILLED, (UpdateBlock, 5)), (SPILLED, None)], marks=pytest.mark.long
         ),
-        [(HOST, (UpdateBlock, 4)), (HOST, (FlushBlock, 4)), (HOST, (CommitStore, 6)), (HOST, None)],
+        pytest.param(
+            [(HOST, (UpdateBlock, 4)), (HOST, (FlushBlock, 4)), (HOST, (CommitStore, 6)), (HOST, None)],
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             [(MIXED, (RestoreStates, 0)), (MIXED, (FlushBlock, 3)), (MIXED, (UpdateBlock, 5)), (MIXED, None)],
             marks=pytest.mark.long,
@@ -157,8 +160,8 @@ def test_attempt_resumes_with_states_in_any_tier(
 @pytest.mark.parametrize(
     "placements",
     [
-        (Placement(), HOST, SPILLED),
-        (HOST, MIXED, Placement(group_size=1)),
+        pytest.param((Placement(), HOST, SPILLED), marks=pytest.mark.long),
+        pytest.param((HOST, MIXED, Placement(group_size=1)), marks=pytest.mark.long),
         (
             dataclasses.replace(swapping(ActivationChoice.SWAP), group_size=1, ssd_activation_nbytes=8 << 20),
             Placement(streamed_blocks=(1, 2, 3)),

@@ -164,10 +164,10 @@ def assert_known(case: Case) -> None:
     ("name", "choice"),
     [
         ("Qwen2", "recompute"),
-        ("Qwen2", "all kept"),
-        ("Qwen2", "all swapped"),
+        pytest.param("Qwen2", "all kept", marks=pytest.mark.long),
+        pytest.param("Qwen2", "all swapped", marks=pytest.mark.long),
         ("Qwen2", "matrix products swapped, rest kept"),
-        ("GPT-2", "input swapped"),
+        pytest.param("GPT-2", "input swapped", marks=pytest.mark.long),
         ("GPT-2", "first kept, others swapped"),
         ("Gemma-2", "matrix products kept"),  # layers with different masks
         ("Bloom", "matrix products swapped"),  # its layers have a Python autograd function
@@ -182,7 +182,9 @@ def test_a_single_micro_batch(choice: str) -> None:
     assert_known(Case(name="Qwen2", choice=CHOICES[choice], precision=Precision.BF16, shapes=ONE))
 
 
-@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize(
+    "precision", [pytest.param(each, marks=[pytest.mark.long] * (each is not Precision.BF16)) for each in Precision]
+)
 def test_experts_are_known(precision: Precision) -> None:
     assert_known(Case(name="Mixtral", choice=CHOICES["all swapped"], precision=precision, shapes=SEVERAL))
 

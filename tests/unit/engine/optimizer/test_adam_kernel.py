@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.engine.adam_reference import ADAM, ADAMW, Adam64, random_states
+from tests.support.examples import examples
 from windlass.engine.optimizer.adam_formulas import AdamSettings
 from windlass.engine.optimizer.adam_kernel import ChunkStates, Kernel, OptimizerKernel, WrongStates
 from windlass.engine.optimizer.kernel_cache import KernelUnavailable
@@ -71,7 +72,7 @@ def master_of(states: ChunkStates) -> torch.Tensor:
     first_step=st.sampled_from([1, 3]),
     epsilon=st.sampled_from([1e-8, 0.2]),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_steps_are_those_of_the_papers(
     make_kernel: MakeKernel,
     numel: int,

@@ -163,7 +163,7 @@ def test_device_need_with_validation_examples_has_room_for_an_evaluation() -> No
     assert needed_nbytes(1000) == needed_nbytes(64)
 
 
-@pytest.mark.parametrize("num_gpus", [0, 1])
+@pytest.mark.parametrize("num_gpus", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_answer_with_too_small_a_device_budget_says_what_takes_it_and_what_to_set(num_gpus: int) -> None:
     config = config_of_shape(ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000), num_tokens=64)
     hardware = with_part(MACHINE, gpus=with_part(MACHINE.gpus, count=num_gpus))

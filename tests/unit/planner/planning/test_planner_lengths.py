@@ -59,6 +59,7 @@ def reported(asked: PlanQuestion, profiles: Profiles) -> PlanReport:
     return planning.planned(asked, job, solution, profiles, advises=False).report
 
 
+@pytest.mark.long
 def test_a_plan_for_short_examples_is_that_of_their_length() -> None:
     asked = short(lengths=SHORT)
     report = reported(asked, Profiles(asked))

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.actors.specs import make_layout, make_spec
+from tests.support.examples import examples
 from tests.support.planner.simulated import CHUNK, Simulated, job, layers_of, rates, run
 from windlass.actors.job.context import make_context
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
@@ -175,7 +176,7 @@ SECONDS = st.sampled_from([0.0, 0.3, 1.0, 5.0])
 
 @pytest.mark.usefixtures("small_activation_slots")
 # The slot size is the same in all jobs of a test.
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_job_ends_and_keeps_the_order_of_things(data: st.DataObject) -> None:
     spills = data.draw(st.booleans())

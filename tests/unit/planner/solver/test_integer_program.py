@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from tests.support.examples import examples
 from windlass.planner.solver.integer_program import (
     Assignment,
     BlockGroup,
@@ -115,21 +116,21 @@ def fits(program: Program, outcome: Outcome) -> bool:
     return all(used <= limit * (1 + 1e-6) + 1 for used, limit in zip(outcome.nbytes, program.limits, strict=True))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(PROGRAMS)
 def test_equals_a_search_through_everything(program: Program) -> None:
     assert_best(program)
 
 
 @pytest.mark.long
-@settings(max_examples=5000, deadline=None)
+@settings(max_examples=examples(5000), deadline=None)
 @given(PROGRAMS)
 def test_equals_exhaustive_search_thousands_of_times(program: Program) -> None:
     assert_best(program)
 
 
 @pytest.mark.long
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(PROGRAMS)
 def test_slow_proof_ends_within_a_thousandth(program: Program) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -148,7 +149,7 @@ def assert_best(program: Program, rel: float = 2e-6) -> None:
     assert outcome.cost == pytest.approx(best.cost, rel=rel, abs=1e-6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(PROGRAMS)
 def test_with_what_is_missing_it_fits(program: Program) -> None:
     missing = shortfall(program)
@@ -159,7 +160,7 @@ def test_with_what_is_missing_it_fits(program: Program) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(PROGRAMS)
 def test_with_what_one_tier_lacks_it_fits_or_that_does_not_help(program: Program) -> None:
     for tier, limit in enumerate(program.limits):

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from tests.support.examples import examples
 from tests.support.planner.profiles import make_job, make_profile, make_speeds
 from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.memory_plan.memory_tier import MemoryTier
@@ -253,7 +254,7 @@ def test_more_memory_is_not_slower_where_it_is_just_enough_for_the_gradients() -
     assert roomy.step_s <= tight.step_s * 1.001
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(JOBS, SPEEDS, st.integers(80, 600), st.integers(60, 1200))
 def test_plans_keep_to_the_limits_and_more_memory_is_never_slower(
     job: PlannedJob, speeds: object, device_mib: int, host_mib: int
@@ -274,7 +275,7 @@ def test_plans_keep_to_the_limits_and_more_memory_is_never_slower(
 
 
 @pytest.mark.long
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(JOBS, st.integers(80, 600), st.integers(100, 1200))
 def test_the_program_counts_the_arena_as_the_engine_lays_it_out(
     job: PlannedJob, device_mib: int, host_mib: int

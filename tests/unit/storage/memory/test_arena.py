@@ -19,6 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.support.examples import examples
 from windlass.engine.memory_plan.plan import ModelSize, make_plan
 from windlass.engine.model.partition import choose_chunk_numel
 from windlass.storage.ids import Attempt, JobId, Span
@@ -362,7 +363,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
 
 TestSlotPoolMachine = SlotPoolMachine.TestCase
-TestSlotPoolMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestSlotPoolMachine.settings = settings(max_examples=examples(60), stateful_step_count=25, deadline=None)
 
 
 class TestSlotPool:

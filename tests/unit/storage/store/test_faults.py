@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.storage.direct_store import DirectStore
 from tests.support.storage.stores import (
     FP32,
@@ -120,7 +121,7 @@ class TestFlippedBits:
             yield Path(name), _regions(volume, stores[1])
             volume.close()
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(data=st.data())
     def test_of_any_region_change_nothing_or_are_an_error(
         self, trained: tuple[Path, dict[str, tuple[int, int]]], data: st.DataObject
@@ -389,7 +390,7 @@ def _following(record: CommitRecord) -> CommitRecord:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     actions=st.lists(st.sampled_from(["commit", "commit", "tear", "damage", "reopen"]), max_size=25),
     seed=st.integers(0, 1 << 32),

@@ -8,6 +8,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.storage.stores import FP32, JOB, keys, make_geometry, new_store, open_volume, page_aligned, resume
 from windlass.storage.ids import ChunkKey, StateKind, Step
 from windlass.storage.integrity.errors import StepNotAllowed
@@ -120,7 +121,7 @@ def _act(model: _Model, data: st.DataObject) -> None:
             model.reopen()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_holds_what_was_written_last_and_what_is_committed(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:

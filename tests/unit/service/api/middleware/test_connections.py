@@ -474,8 +474,15 @@ def test_client_that_reads_nothing_of_its_answer_makes_room_and_one_that_reads_d
         _await_room(port)
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-@pytest.mark.parametrize("has_shaken_hands", [False, True])
+@pytest.mark.parametrize(
+    ("loop", "has_shaken_hands"),
+    [
+        pytest.param("asyncio", False, marks=pytest.mark.long),
+        ("asyncio", True),
+        ("uvloop", False),
+        pytest.param("uvloop", True, marks=pytest.mark.long),
+    ],
+)
 def test_new_tls_client_gets_a_place_when_five_addresses_fill_all(
     authority: trustme.CA, tls: ssl.SSLContext, loop: str, has_shaken_hands: bool
 ) -> None:

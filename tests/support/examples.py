@@ -1,0 +1,10 @@
+"""How many examples a property test tries: a third in `make test` of what it tries in `make test-long`."""
+
+import os
+
+LONG_VARIABLE = "WINDLASS_TEST_LONG"  # set to 1 by `make test-long`
+
+
+def examples(number: int) -> int:
+    """The number of examples in this run, of the `number` that `make test-long` tries."""
+    return number if os.environ.get(LONG_VARIABLE) == "1" else number // 3
