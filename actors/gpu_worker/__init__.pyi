@@ -1,4 +1,5 @@
 """The actor that computes: the block loop, its streams, and the buffers on the device."""
 
 from windlass.actors.gpu_worker.param_cache import ParamCache as ParamCache
+from windlass.actors.gpu_worker.param_request import ParamRequest as ParamRequest
 from windlass.actors.gpu_worker.worker import GpuWorker as GpuWorker

@@ -6,6 +6,7 @@ Source: AutoHete, footnote 2.
 
 import functools
 import queue
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -20,12 +21,15 @@ from windlass.actors.messages import (
     FlushBlock,
     Message,
     RestoreStates,
+    SkipStep,
     SpanKind,
     StatesRestored,
     UpdateBlock,
+    UpdateStep,
     UserMessage,
 )
 from windlass.actors.optimizer import ChunkUpdater
+from windlass.actors.policy import Turns, UpdateQueue
 from windlass.actors.ssd import ChunkClient, chunk_io
 from windlass.actors.timeline import COMPUTE, FROM_DEVICE, WHOLE_BLOCK, SpanRecorder
 from windlass.engine.device import Device, Event, copy, release_team, state_dtype
@@ -80,6 +84,10 @@ class DeviceStates:
                 for kind in context.formats.kinds_to_update
             }
         device.synchronize()  # because copies to the device run on another stream than the zeroing above
+        self._lock = threading.RLock()  # of the following
+        ordering = context.spec.effective_ordering
+        self._turns = UpdateQueue(ordering.queues, ordering.max_updating_on_device, len(self._states))
+        self._how: dict[Step, UpdateStep] = {}  # of steps that are not over
         self._commands: queue.Queue[_Command | None] = queue.Queue()
         self._arrived: queue.Queue[ChunkKey | None] = queue.Queue()
 
@@ -97,9 +105,23 @@ class DeviceStates:
         kind = StateKind.MASTER if formats.derives_param else formats.param_kind
         return None if states is None else states[kind]
 
-    def post(self, command: _Command) -> None:
+    def post(self, command: UpdateStep | SkipStep | FlushBlock | RestoreStates) -> None:
         """Queues a command and returns at once."""
-        self._commands.put(command)
+        match command:
+            case UpdateStep():
+                with self._lock:
+                    self._how[command.step] = command
+                    self._take_turns(self._turns.result_came(command.step, is_updated=True))
+            case SkipStep():
+                with self._lock:
+                    self._take_turns(self._turns.result_came(command.step, is_updated=False))
+            case _:
+                self._commands.put(command)
+
+    def gradient_came(self, step: Step, block: BlockIndex) -> None:
+        """Records that the device has computed a block's gradient."""
+        with self._lock:
+            self._take_turns(self._turns.gradient_came(step, block))
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -126,6 +148,14 @@ class DeviceStates:
     def _announce(self, text: str) -> None:
         self._report(UserMessage(job=self._context.spec.job, step=Step(0), text=text))
 
+    def _take_turns(self, turns: Turns) -> None:
+        """Begins updates and discards gradients. The caller holds the lock."""
+        job = self._context.spec.job
+        for step, block in turns.begin:
+            self._commands.put(UpdateBlock(job=job, step=step, block=block, chunks=(), how=self._how[step]))
+        for _, block in turns.discard:
+            self._give_back_grad(self._take_grad(block))
+
     def _update(self, update: UpdateBlock) -> None:
         assert self._updater is not None, "only resident blocks are updated here"
         grad, compute = self._take_grad(update.block), self._device.compute
@@ -139,10 +169,15 @@ class DeviceStates:
         job, step, block = update.job, update.step, update.block
         self._spans.note(COMPUTE, SpanKind.UPDATE, step, block, WHOLE_BLOCK, begun.time_s(), updated.time_s())
         self._num_updated[step] += 1
-        if self._num_updated[step] == len(self._states):
+        is_over = self._num_updated[step] == len(self._states)
+        if is_over:
             del self._num_updated[step]
             self._spans.tell(step)
         self._report(BlockUpdated(job=job, step=step, block=block, actor=self._name))
+        with self._lock:
+            if is_over:
+                del self._how[step]
+            self._take_turns(self._turns.updated())
 
     def _flush(self, message: FlushBlock) -> None:
         """Writes a block's states to the SSDs.

@@ -8,29 +8,27 @@ sums of a group go to host memory until the next group (`grad_accumulation`). Al
 import functools
 import queue
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads, Use
-from windlass.actors.job import JobContext, grad_precision
+from windlass.actors.job import JobContext, grad_precision, optimizer_name
 from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import (
     ComputeBlock,
     GradChunk,
-    GradDiscarded,
     GradOffloaded,
-    Message,
-    OffloadGrad,
     SpanKind,
 )
+from windlass.actors.policy import OffloadQueue
 from windlass.actors.ssd import ChunkClient, chunk_io
 from windlass.actors.timeline import FROM_DEVICE, SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, copy
 from windlass.engine.memory_plan import grad_buffers_of_job
 from windlass.engine.model import GradBuffer
-from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
 
@@ -40,6 +38,14 @@ class _Complete:
 
     flat: torch.Tensor
     event: Event  # on the compute stream, after the gradient's last change
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """A complete gradient on its way to host memory or the SSDs."""
+
+    operation: ComputeBlock  # the last one that added to it
+    grad_sq_sum: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +71,29 @@ class GradOffload:
         memory: torch.Tensor,
         io: ChunkClient,
         spans: SpanRecorder,
-        report: Callable[[Message], None],
+        send: Callable[[ActorName, GradOffloaded], None],
+        report: Callable[[ComputeBlock, float], None],
         *,
         summed_in_fp32: Collection[int],
     ) -> None:
         """`summed_in_fp32` has the blocks whose gradients may be summed in fp32, even if they are offloaded in another
-        type. `report` sends a message to the scheduler.
+        type. `send` sends an optimizer its share. `report` tells the scheduler of a gradient: the operation that
+        completed it, and its sum of squares.
         """
         self._context = context
         self._device = device
         self._memory = memory
         self._io = io
         self._spans = spans
+        self._send = send
         self._report = report
         self._dtype = TORCH_DTYPE[grad_precision(context.spec)]
         pool = context.plan.grads
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="grad slots")
-        self._requests: queue.Queue[OffloadGrad | _Partial | None] = queue.Queue()
+        self._requests: queue.Queue[_Leaving | _Partial | None] = queue.Queue()
         self._lock = threading.Lock()
+        self._order = OffloadQueue(context.spec.effective_ordering, frozenset(context.plan.spilled_blocks))
+        self._waiting: dict[tuple[Step, BlockIndex], _Leaving] = {}
         # The gradients that are being summed. If several operations use a block's tensors, each has its own sum until
         # the last one, so that the sums over micro-batches do not depend on how these are grouped.
         self._buffers: dict[Use, GradBuffer] = {}
@@ -180,19 +191,23 @@ class GradOffload:
         """Releases a gradient's buffer after its update was queued on the compute stream."""
         self._flats.give(flat, self._device.compute)
 
-    def request(self, message: OffloadGrad) -> None:
-        """Queues the offload of a complete gradient."""
-        self._requests.put(message)
+    def computed(self, operation: ComputeBlock, grad_sq_sum: float) -> None:
+        """Offloads a gradient that the device has computed, when its turn comes.
+
+        `operation` is the last one of its block, whose states are not resident on the device.
+        """
+        with self._lock:
+            self._waiting[(operation.step, operation.block)] = _Leaving(operation, grad_sq_sum)
+            self._let_leave(self._order.push(operation.step, operation.block))
+
+    def commit_reached(self, step: Step) -> None:
+        """Records a commit, after which gradients may overwrite the states of earlier ones."""
+        with self._lock:
+            self._let_leave(self._order.commit_reached(step))
 
     def take_back(self, spans: tuple[Span, ...]) -> None:
         """Releases slots that an optimizer has finished reading."""
         self._slots.release(spans)
-
-    def drop(self, message: GradDiscarded) -> None:
-        """Discards a gradient of a skipped step."""
-        self._slots.release([chunk.span for chunk in message.chunks if chunk.span is not None])
-        if message.block in self._context.plan.device_blocks:
-            self.give_back(self.take(message.block))
 
     def stop(self) -> None:
         """Ends the threads, and interrupts waiting callers."""
@@ -230,9 +245,13 @@ class GradOffload:
                 works_at(request.operation)
                 self._leave(request)
             else:
-                works_at(request)
-                spans = self._copy_out(request, self._take(request.block))
-                self._device.d2h.then(working_at(request, functools.partial(self._copied, request, spans)))
+                works_at(request.operation)
+                spans = self._copy_out(request.operation, self._take(request.operation.block))
+                self._device.d2h.then(working_at(request.operation, functools.partial(self._copied, request, spans)))
+
+    def _let_leave(self, keys: Sequence[tuple[Step, BlockIndex]]) -> None:
+        for key in keys:
+            self._requests.put(self._waiting.pop(key))
 
     def _leave(self, partial: _Partial) -> None:
         self._device.d2h.wait(partial.event)
@@ -251,14 +270,14 @@ class GradOffload:
         with self._lock:
             return self._complete.pop(block)
 
-    def _copied(self, request: OffloadGrad, spans: dict[ChunkKey, Span]) -> None:
+    def _copied(self, request: _Leaving, spans: dict[ChunkKey, Span]) -> None:
         """Continues after a gradient was copied to slots: writes it to the SSDs, or reports it."""
-        if request.block in self._context.plan.spilled_blocks:
+        if request.operation.block in self._context.plan.spilled_blocks:
             self._spill(request, spans)
         else:
             self._finish(request, tuple(GradChunk(key, span) for key, span in spans.items()))
 
-    def _spill(self, request: OffloadGrad, spans: dict[ChunkKey, Span]) -> None:
+    def _spill(self, request: _Leaving, spans: dict[ChunkKey, Span]) -> None:
         """Writes a gradient from its slots to the SSDs."""
         num_missing = len(spans)
 
@@ -276,9 +295,10 @@ class GradOffload:
             chunk_io(key, self._context.chunk_numel(key), {StateKind.GRAD: span.offset}, itemsizes)
             for key, span in spans.items()
         ]
-        self._io.write(items, request.step, (request.step, request.block), written)
+        step = request.operation.step
+        self._io.write(items, step, (step, request.operation.block), written)
 
-    def _copy_out(self, request: OffloadGrad, grad: _Complete) -> dict[ChunkKey, Span]:
+    def _copy_out(self, request: ComputeBlock, grad: _Complete) -> dict[ChunkKey, Span]:
         """Queues the copies of a gradient to slots and releases its buffer; returns the slots."""
         layout, block, d2h = self._context.layout, request.block, self._device.d2h
         keys = layout.chunk_keys(block)
@@ -295,11 +315,23 @@ class GradOffload:
         self._let_go(grad.flat, block)
         return spans
 
-    def _note(self, request: OffloadGrad, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
+    def _note(self, request: ComputeBlock, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
         kind, start_s, end_s = SpanKind.COPY_GRAD_OUT, begun.time_s(), copied.time_s()
         self._spans.note(FROM_DEVICE, kind, request.step, key.block, key.chunk, start_s, end_s, nbytes)
 
-    def _finish(self, request: OffloadGrad, chunks: tuple[GradChunk, ...]) -> None:
-        if request.step <= self._told_step:  # else `backward_over` sends the spans
-            self._spans.tell(request.step)
-        self._report(GradOffloaded(job=self._context.spec.job, step=request.step, block=request.block, chunks=chunks))
+    def _finish(self, request: _Leaving, chunks: tuple[GradChunk, ...]) -> None:
+        operation = request.operation
+        if operation.step <= self._told_step:  # else `backward_over` sends the spans
+            self._spans.tell(operation.step)
+        shares: dict[ActorName, list[GradChunk]] = {}
+        for chunk in chunks:
+            name = optimizer_name(chunk.key.chunk % self._context.spec.num_cpu_optimizers)
+            shares.setdefault(name, []).append(chunk)
+        for name, share in shares.items():
+            self._send(
+                name,
+                GradOffloaded(job=operation.job, step=operation.step, block=operation.block, chunks=tuple(share)),
+            )
+        self._report(operation, request.grad_sq_sum)
+        with self._lock:
+            self._let_leave(self._order.left())

@@ -1,16 +1,15 @@
 """An operation that was queued on the device: its times, its waits, and its numeric results."""
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
 
 from windlass.actors.messages import (
-    BlockBackwardDone,
     BlockComputed,
     ComputeBlock,
-    LossComputed,
-    Message,
+    Loss,
     Phase,
     SpanKind,
 )
@@ -80,35 +79,28 @@ class LaunchedOperation:
         kind, start_s, end_s = SpanKind(message.phase), self.begun.time_s(), self.ended.time_s()
         spans.note(COMPUTE, kind, message.step, message.block, WHOLE_BLOCK, start_s, end_s)
 
-    def messages(self) -> list[Message]:
-        """Returns the events for the scheduler about a finished operation."""
-        message = self.message
-        results = {} if self._results is None else dict(zip(self.numbers, self._results.tolist(), strict=True))
-        events: list[Message] = []
-        if "loss_sum" in results:
-            loss = LossComputed(
-                job=message.job,
-                step=message.step,
-                phase=message.phase,
-                loss_sum=results["loss_sum"],
-                num_targets=self.num_targets,
-                num_correct=int(results["num_correct"]),
-                group=message.group,
-            )
-            events.append(loss)
-        if "grad_sq_sum" in results:
-            grad_sq_sum = results["grad_sq_sum"]
-            events.append(
-                BlockBackwardDone(job=message.job, step=message.step, block=message.block, grad_sq_sum=grad_sq_sum)
-            )
-        computed = BlockComputed(
+    @property
+    def grad_sq_sum(self) -> float | None:
+        """The sum of squares of the gradient that the operation completed; None if it completed none."""
+        return self._numbers_on_host.get("grad_sq_sum")
+
+    def report(self) -> BlockComputed:
+        """Returns what the scheduler learns of a finished operation, except for its gradient."""
+        message, numbers, loss = self.message, self._numbers_on_host, None
+        if "loss_sum" in numbers:
+            loss = Loss(numbers["loss_sum"], self.num_targets, int(numbers["num_correct"]))
+        return BlockComputed(
             job=message.job,
             step=message.step,
             op=message.op,
             phase=message.phase,
             block=message.block,
+            group=message.group,
             compute_s=self.computed.time_s() - self.begun.time_s(),
-            # Without "grad_sq_sum", which BlockBackwardDone carries.
-            is_finite=all(math.isfinite(results.get(name, 0.0)) for name in ("output_sq_sum", "loss_sum")),
+            is_finite=all(math.isfinite(numbers.get(name, 0.0)) for name in ("output_sq_sum", "loss_sum")),
+            loss=loss,
         )
-        return [*events, computed]
+
+    @functools.cached_property
+    def _numbers_on_host(self) -> dict[str, float]:
+        return {} if self._results is None else dict(zip(self.numbers, self._results.tolist(), strict=True))

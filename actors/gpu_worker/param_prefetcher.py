@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from windlass.actors.gpu_worker.param_cache import ParamCache
+from windlass.actors.gpu_worker.param_request import ParamRequest
 from windlass.actors.gpu_worker.streamed_params import HostChunks
 from windlass.actors.job import JobContext, piece_bounds
 from windlass.actors.lifecycle import working_at, works_at
@@ -27,7 +28,6 @@ from windlass.actors.messages import (
     ComputeBlock,
     ParamSlotReleased,
     ParamSlotsGranted,
-    PrefetchParams,
     SpanKind,
 )
 from windlass.actors.ssd import ChunkClient, chunk_io
@@ -43,7 +43,7 @@ from windlass.storage.memory import SlotPool
 class Fetch:
     """The prefetch of one block's params to a device buffer; for a streamed block, to host memory."""
 
-    request: PrefetchParams
+    request: ParamRequest
     buffer: torch.Tensor
     params: torch.Tensor | StreamedParams  # the operation's params: the buffer, or the buffer and the later pieces
     num_missing: int  # chunks
@@ -111,7 +111,7 @@ class ParamFeed:
         if self._bounds:
             numel = largest_piece(list(self._bounds.values()))
             self._pieces = PieceBuffers(device, numel, self._dtype, NUM_PIECE_BUFFERS)
-        self._requests: queue.Queue[PrefetchParams | None] = queue.Queue()
+        self._requests: queue.Queue[ParamRequest | None] = queue.Queue()
         self._arrived: queue.Queue[_Arrival | None] = queue.Queue()
         self._changed = threading.Condition()
         self._fetches: dict[tuple[int, BlockIndex], Fetch] = {}
@@ -138,9 +138,10 @@ class ParamFeed:
 
     # --- calls of the GPU worker ------------------------------------------------------------------------------------
 
-    def request(self, message: PrefetchParams) -> None:
-        """Queues the prefetch of a block's params."""
-        self._requests.put(message)
+    def request(self, operation: ComputeBlock) -> None:
+        """Queues the prefetch of an operation's params."""
+        for request in ParamRequest.of(operation):
+            self._requests.put(request)
 
     def wait_for(self, operation: ComputeBlock, block: BlockIndex) -> Fetch:
         """Returns the params of a block that an operation needs, for work queued on the compute stream from now on.
@@ -207,7 +208,7 @@ class ParamFeed:
     def _run_requests(self) -> None:
         layout = self._context.layout
         while (request := self._requests.get()) is not None:
-            works_at(request)
+            works_at(request.operation)
             keys = layout.chunk_keys(request.block)
             resident = self._resident(request.block)
             if resident is not None and resident.dtype is self._dtype:
@@ -225,7 +226,7 @@ class ParamFeed:
                     fetch.chunks = HostChunks(layout.chunk_numel, request, self._spans)
                     fetch.params = StreamedParams(self._pieces, fetch.chunks, self._bounds[request.block], buffer)
             with self._changed:
-                self._fetches[(request.op, request.block)] = fetch
+                self._fetches[(request.operation.op, request.block)] = fetch
                 self._changed.notify_all()
             if resident is None:
                 self._fetch(fetch, keys)
@@ -263,7 +264,7 @@ class ParamFeed:
         h2d = self._device.h2d
         while (arrival := self._arrived.get()) is not None:
             fetch, span = arrival.fetch, arrival.span
-            works_at(fetch.request)
+            works_at(fetch.request.operation)
             start, stop = self._context.layout.chunk_range(arrival.key)
             nbytes = (stop - start) * self._dtype.itemsize
             source = self._memory[span.offset : span.offset + nbytes].view(self._dtype)
@@ -276,7 +277,9 @@ class ParamFeed:
                 stop, nbytes = start + source.numel(), source.nbytes
             h2d.run(functools.partial(copy, fetch.buffer[start:stop], source))
             copied = h2d.record()
-            h2d.then(working_at(fetch.request, functools.partial(self._copied, arrival, begun, copied, nbytes)))
+            h2d.then(
+                working_at(fetch.request.operation, functools.partial(self._copied, arrival, begun, copied, nbytes))
+            )
             fetch.num_missing -= 1
             if fetch.num_missing == 0:
                 fetch.copied = copied
@@ -294,5 +297,6 @@ class ParamFeed:
         for arrival in arrivals:
             key, request = arrival.key, arrival.fetch.request
             if arrival.is_slot:
-                is_last_group = request.group == self._context.plan.num_groups - 1
-                self._cache.put(key, request.step, arrival.span, request.phase, is_last_group=is_last_group)
+                operation = request.operation
+                is_last_group = operation.group == self._context.plan.num_groups - 1
+                self._cache.put(key, request.step, arrival.span, operation.phase, is_last_group=is_last_group)

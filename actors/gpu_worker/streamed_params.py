@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from windlass.actors.messages import PrefetchParams, SpanKind
+from windlass.actors.gpu_worker.param_request import ParamRequest
+from windlass.actors.messages import SpanKind
 from windlass.actors.timeline import TO_DEVICE, WHOLE_BLOCK, SpanRecorder
 from windlass.engine.device import Event, copy
 
@@ -14,7 +15,7 @@ class HostChunks:
     """A PieceSource that reads from the chunks of one block in host memory."""
 
     chunk_numel: int
-    request: PrefetchParams
+    request: ParamRequest
     spans: SpanRecorder
     _chunks: dict[int, torch.Tensor] = field(default_factory=dict)  # by number in the block
 

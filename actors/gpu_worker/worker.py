@@ -11,15 +11,16 @@ It has these threads; `post` only passes messages to them:
 Messages with the scheduler are about blocks; those with SSD servers and optimizers are about chunks.
 
 None of these threads waits for a GPU. They queue work on its streams, where it waits for its inputs. The threads of the
-streams report finished work with its results. The next operation is queued while one is computed, because the scheduler
-grants several at a time (`Ordering.max_prefetched`).
+streams report finished work with its results. The scheduler grants operations ahead of time; `Ordering.max_prefetched`
+of them at a time are prefetched, queued and computed (`OperationWindow`).
 """
 
 import contextlib
 import functools
 import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -49,25 +50,29 @@ from windlass.actors.lifecycle import NICENESS_BESIDE_COMPUTE, ActorThreads, wor
 from windlass.actors.messages import (
     AcquireParamSlots,
     ActivationIoDone,
+    BlockComputed,
     ChunkIoDone,
+    CommitReached,
     ComputeBlock,
+    ComputeBlocks,
+    ComputeProgressed,
     FlushBlock,
-    GradDiscarded,
+    GradReady,
     GradSlotsReleased,
     KernelChosen,
     MemoryKind,
     MemoryReported,
     Message,
     ModelKernelsChosen,
-    OffloadGrad,
     ParamSlotReleased,
     Phase,
-    PrefetchParams,
     RestoreStates,
+    SkipStep,
     SpanKind,
-    UpdateBlock,
+    UpdateStep,
     UserMessage,
 )
+from windlass.actors.policy import REPORT_EVERY_S, ComputeReports, OperationWindow
 from windlass.actors.ssd import ChunkClient
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.data import MicroBatch, PreparedDataset
@@ -118,6 +123,10 @@ class GpuWorker:
         )
         self._spans = SpanRecorder(self.name, context.spec.job, send)
         self._to_compute: queue.Queue[ComputeBlock | None] = queue.Queue()
+        self._lock = threading.Lock()  # of the following
+        self._window = OperationWindow(context.spec.effective_ordering)
+        self._reports = ComputeReports()
+        self._reported_s = 0.0  # time of the last report
         # The micro-batches of the current operation's step, or of its evaluation group, in host memory.
         self._batch: list[MicroBatch] = []
         self._num_targets = 0  # target tokens of all micro-batches in `_batch`
@@ -162,7 +171,8 @@ class GpuWorker:
             self._memory,
             self._io,
             self._spans,
-            lambda message: self.send(SCHEDULER, message),
+            self.send,
+            self._report_grad,
             summed_in_fp32=summed_in_fp32(self.context.layout.shared, is_sliced=self._may_be_sliced()),
         )
         self._states = DeviceStates(
@@ -191,14 +201,12 @@ class GpuWorker:
     def post(self, message: Message) -> None:
         """Processes or queues a message and returns at once."""
         match message:
-            case PrefetchParams():
-                self._feed.request(message)
-            case ComputeBlock():
-                self._grads.expect(message)
-                self._to_compute.put(message)
-            case OffloadGrad():
-                self._grads.request(message)
-            case UpdateBlock() | FlushBlock() | RestoreStates():
+            case ComputeBlocks():
+                with self._lock:
+                    self._begin(self._window.grant(message.operations))
+            case CommitReached():
+                self._grads.commit_reached(message.step)
+            case UpdateStep() | SkipStep() | FlushBlock() | RestoreStates():
                 self._states.post(message)
             case ChunkIoDone():
                 self._io.take(message)
@@ -207,8 +215,6 @@ class GpuWorker:
                 self._activations.take(message)
             case GradSlotsReleased():
                 self._grads.take_back(message.spans)
-            case GradDiscarded():
-                self._grads.drop(message)
             case AcquireParamSlots():
                 self.send(message.actor, self._feed.lend(message))
             case ParamSlotReleased():
@@ -281,6 +287,39 @@ class GpuWorker:
     def _announce(self, text: str) -> None:
         self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))
 
+    # --- reports ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, operations: Sequence[ComputeBlock]) -> None:
+        """Queues operations whose turn has come. The caller holds the lock, so that they stay in order."""
+        for operation in operations:
+            self._feed.request(operation)
+            self._grads.expect(operation)
+            self._to_compute.put(operation)
+
+    def _report_computed(self, computed: BlockComputed) -> None:
+        """Reports a finished operation, now or later, and begins those whose turn has come."""
+        with self._lock:
+            self._begin(self._window.computed())
+            is_late = time.monotonic() - self._reported_s > REPORT_EVERY_S
+            due = self._reports.add(computed, is_idle=self._window.is_empty, is_late=is_late)
+            if due:
+                self._report(due, ())
+
+    def _report_grad(self, operation: ComputeBlock, grad_sq_sum: float) -> None:
+        """Reports a gradient that is where it stays, with all operations that are not reported yet.
+
+        `operation` is the one that completed it.
+        """
+        job, step, block = operation.job, operation.step, operation.block
+        with self._lock:
+            self._report(self._reports.take(), (GradReady(job=job, step=step, block=block, grad_sq_sum=grad_sq_sum),))
+
+    def _report(self, computed: tuple[BlockComputed, ...], grads: tuple[GradReady, ...]) -> None:
+        self._reported_s = time.monotonic()
+        step = (grads or computed)[-1].step
+        progressed = ComputeProgressed(job=self.spec.job, step=step, actor=self.name, computed=computed, grads=grads)
+        self.send(SCHEDULER, progressed)
+
     # --- compute ----------------------------------------------------------------------------------------------------
 
     def _run_compute(self) -> None:
@@ -328,8 +367,14 @@ class GpuWorker:
                 self._activations.flush()
             self._grads.backward_over(message.step)
             self._tell_memory(message)
-        for event in operation.messages():
-            self.send(SCHEDULER, event)
+        self._report_computed(operation.report())
+        if (grad_sq_sum := operation.grad_sq_sum) is None:
+            return
+        if message.block in self._states:
+            self._report_grad(message, grad_sq_sum)  # first, so that the scheduler learns of it before the update
+            self._states.gradient_came(message.step, message.block)
+        else:
+            self._grads.computed(message, grad_sq_sum)
 
     def _tell_memory(self, message: ComputeBlock) -> None:
         """Reports the peaks of memory that have grown; called once per step."""

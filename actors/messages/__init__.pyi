@@ -5,17 +5,17 @@ either a step and block or a correlation id. The scheduler's messages are about 
 chunks directly to each other.
 """
 
+from windlass.actors.messages.base import Event as Event
 from windlass.actors.messages.base import Message as Message
-from windlass.actors.messages.compute import BlockBackwardDone as BlockBackwardDone
 from windlass.actors.messages.compute import BlockComputed as BlockComputed
+from windlass.actors.messages.compute import CommitReached as CommitReached
 from windlass.actors.messages.compute import ComputeBlock as ComputeBlock
-from windlass.actors.messages.compute import GradChunk as GradChunk
-from windlass.actors.messages.compute import GradDiscarded as GradDiscarded
-from windlass.actors.messages.compute import GradOffloaded as GradOffloaded
-from windlass.actors.messages.compute import LossComputed as LossComputed
-from windlass.actors.messages.compute import OffloadGrad as OffloadGrad
+from windlass.actors.messages.compute import ComputeBlocks as ComputeBlocks
+from windlass.actors.messages.compute import ComputeProgressed as ComputeProgressed
+from windlass.actors.messages.compute import GradReady as GradReady
+from windlass.actors.messages.compute import Loss as Loss
 from windlass.actors.messages.compute import Phase as Phase
-from windlass.actors.messages.compute import PrefetchParams as PrefetchParams
+from windlass.actors.messages.compute import StoredParams as StoredParams
 from windlass.actors.messages.failures import ActorFailed as ActorFailed
 from windlass.actors.messages.failures import FailureKind as FailureKind
 from windlass.actors.messages.failures import in_words as in_words
@@ -30,13 +30,17 @@ from windlass.actors.messages.optimizer import AcquireParamSlots as AcquireParam
 from windlass.actors.messages.optimizer import BlockFlushed as BlockFlushed
 from windlass.actors.messages.optimizer import BlockUpdated as BlockUpdated
 from windlass.actors.messages.optimizer import FlushBlock as FlushBlock
+from windlass.actors.messages.optimizer import GradChunk as GradChunk
+from windlass.actors.messages.optimizer import GradOffloaded as GradOffloaded
 from windlass.actors.messages.optimizer import GradSlotsReleased as GradSlotsReleased
 from windlass.actors.messages.optimizer import ParamSlotLease as ParamSlotLease
 from windlass.actors.messages.optimizer import ParamSlotReleased as ParamSlotReleased
 from windlass.actors.messages.optimizer import ParamSlotsGranted as ParamSlotsGranted
 from windlass.actors.messages.optimizer import RestoreStates as RestoreStates
+from windlass.actors.messages.optimizer import SkipStep as SkipStep
 from windlass.actors.messages.optimizer import StatesRestored as StatesRestored
 from windlass.actors.messages.optimizer import UpdateBlock as UpdateBlock
+from windlass.actors.messages.optimizer import UpdateStep as UpdateStep
 from windlass.actors.messages.ssd import ActivationIoDone as ActivationIoDone
 from windlass.actors.messages.ssd import ChunkIo as ChunkIo
 from windlass.actors.messages.ssd import ChunkIoDone as ChunkIoDone

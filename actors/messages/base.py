@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from windlass.storage.ids import JobId, Step
+from windlass.storage.ids import ActorName, JobId, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,3 +11,10 @@ class Message:
 
     job: JobId
     step: Step  # the step that the message is about; for a command, the step whose states the command produces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event(Message):
+    """Base of all reports of actors to the scheduler."""
+
+    actor: ActorName  # the sender

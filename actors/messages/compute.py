@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from windlass.actors.messages.base import Message
-from windlass.storage.ids import BlockIndex, ChunkKey, Span
+from windlass.actors.messages.base import Event, Message
+from windlass.storage.ids import BlockIndex, Step
 
 
 class Phase(StrEnum):
@@ -17,37 +17,50 @@ class Phase(StrEnum):
     EVALUATE_HEAD = "evaluate_head"  # loss only
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefetchParams(Message):
-    """Asks the GPU worker to copy the params of `block`, as of `step`, into a device buffer.
+@dataclass(frozen=True, slots=True)
+class StoredParams:
+    """The params of a block, as an operation needs them."""
 
-    The buffer is held until the operation is done. `step` is the step under which the SSDs store the params: the last
-    one that changed them, or a later skipped step that was committed.
-    """
-
-    op: int  # number of the compute operation that needs the params
-    phase: Phase  # of that operation
     block: BlockIndex
-    group: int  # as in ComputeBlock
+    # The step under which the SSDs store them: the last one that changed them, or a later skipped step that was
+    # committed.
+    step: Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeBlock(Message):
-    """Asks the GPU worker to run one operation once its params have arrived. Operations run in order of arrival."""
+    """One operation on a block. The GPU worker prefetches its params and computes it when they have arrived.
+
+    Operations run in order of arrival.
+    """
 
     op: int
     phase: Phase
     block: BlockIndex
-    blocks: tuple[BlockIndex, ...]  # the blocks whose params it needs: first `block`, then those it shares tensors with
+    params: tuple[StoredParams, ...]  # those that it needs: first of `block`, then of those it shares tensors with
     group: int  # index of the group of micro-batches; gradients are summed over the groups of a step
     loss_scale: float  # factor on the loss before the backward pass
 
+    @property
+    def blocks(self) -> tuple[BlockIndex, ...]:
+        """The blocks whose params the operation needs, its own first."""
+        return tuple(params.block for params in self.params)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadGrad(Message):
-    """Asks the GPU worker to copy the gradient of `block` to grad slots in the arena, or through them to the SSDs."""
+class ComputeBlocks(Message):
+    """Grants the GPU worker its next operations. The worker decides how many of them it prefetches and queues."""
 
-    block: BlockIndex
+    operations: tuple[ComputeBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss of a step, summed over its groups so far, or of one group of an evaluation."""
+
+    loss_sum: float
+    num_targets: int
+    num_correct: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,48 +70,37 @@ class BlockComputed(Message):
     op: int
     phase: Phase
     block: BlockIndex
+    group: int
     compute_s: float
     is_finite: bool  # the block's output has neither infinities nor NaNs
+    loss: Loss | None = None  # of the last head of a step's groups, and of each head of an evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockBackwardDone(Message):
-    """Reports that the gradient of `block` for this step, summed over all groups of micro-batches, is on the device."""
+class GradReady(Message):
+    """Reports that a block's gradient is where it stays until the update: in host memory, on the SSDs or the device.
+
+    It is the sum over all groups of micro-batches of the step.
+    """
 
     block: BlockIndex
     grad_sq_sum: float  # sum of squares of the scaled loss's gradient; finite if and only if every element is
 
 
-@dataclass(frozen=True, slots=True)
-class GradChunk:
-    """A chunk's gradient in the arena. The actor that received this owns the slot until it releases it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeProgressed(Event):
+    """Reports the GPU worker's finished operations and gradients since the last report, each in order.
 
-    key: ChunkKey
-    span: Span | None  # None: on the SSD
+    `step` is that of the last gradient or, without one, of the last operation.
+    """
+
+    computed: tuple[BlockComputed, ...]
+    grads: tuple[GradReady, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradOffloaded(Message):
-    """Reports that the gradient of `block` is in host memory or on the SSDs, where it stays until the update."""
+class CommitReached(Message):
+    """Tells the GPU worker that `step` is committed, so that gradients may overwrite the states of earlier commits.
 
-    block: BlockIndex
-    chunks: tuple[GradChunk, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradDiscarded(Message):
-    """Tells the GPU worker, from the scheduler, that the step is skipped and this gradient will not be used."""
-
-    block: BlockIndex
-    chunks: tuple[GradChunk, ...]  # empty if the gradient is still on the device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossComputed(Message):
-    """The loss of a step, summed over its groups so far, or of one group of an evaluation."""
-
-    phase: Phase  # HEAD or EVALUATE_HEAD
-    loss_sum: float
-    num_targets: int
-    num_correct: int
-    group: int
+    It is sent only if gradients are spilled to the SSDs.
+    """

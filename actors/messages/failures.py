@@ -6,7 +6,7 @@ import traceback
 from dataclasses import dataclass
 from enum import StrEnum
 
-from windlass.actors.messages.base import Message
+from windlass.actors.messages.base import Event, Message
 from windlass.actors.messages.optimizer import ParamSlotReleased
 from windlass.actors.messages.ssd import ChunkIoDone, ReadChunks, WriteChunks
 from windlass.storage.ids import ActorName
@@ -37,10 +37,9 @@ class FailureKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActorFailed(Message):
+class ActorFailed(Event):
     """Reports an actor's error. It ends the attempt."""
 
-    actor: ActorName
     kind: FailureKind
     error: str  # one line for users: the problem, with its values, and the remedy
     detail: str  # traceback

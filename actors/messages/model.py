@@ -2,23 +2,21 @@
 
 from dataclasses import dataclass
 
-from windlass.actors.messages.base import Message
-from windlass.storage.ids import ActorName, Kernel, ModelKernel
+from windlass.actors.messages.base import Event, Message
+from windlass.storage.ids import Kernel, ModelKernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelChosen(Message):
+class KernelChosen(Event):
     """Reports the kernel with which an actor updates states. Results of different kernels differ in the last bit."""
 
-    actor: ActorName
     kernel: Kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelKernelsChosen(Message):
+class ModelKernelsChosen(Event):
     """Reports the kernels with which an actor computes the model, in addition to torch's own."""
 
-    actor: ActorName
     kernels: tuple[ModelKernel, ...]
 
 
@@ -28,16 +26,15 @@ class LoadModel(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadProgressed(Message):
+class LoadProgressed(Event):
     """Reports how many parameters are in the store or, in a resumed attempt, restored into this actor's memory."""
 
-    actor: ActorName
     num_params: int
     total_params: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelLoaded(Message):
+class ModelLoaded(Event):
     """Reports that the initial states are written."""
 
 
@@ -50,7 +47,7 @@ class ExportModel(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelExported(Message):
+class ModelExported(Event):
     """Reports that the model folder is complete and was renamed to its final path."""
 
     path: str

@@ -2,26 +2,53 @@
 
 from dataclasses import dataclass
 
-from windlass.actors.messages.base import Message
-from windlass.actors.messages.compute import GradChunk
+from windlass.actors.messages.base import Event, Message
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, Step
+
+
+@dataclass(frozen=True, slots=True)
+class GradChunk:
+    """A chunk's gradient in the arena. The actor that received this owns the slot until it releases it."""
+
+    key: ChunkKey
+    span: Span | None  # None: on the SSD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradOffloaded(Message):
+    """Tells an optimizer, from the GPU worker, where the gradient of its share of `block` is."""
+
+    block: BlockIndex
+    chunks: tuple[GradChunk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateStep(Message):
+    """Lets an actor update its share of all blocks, each as soon as its gradient is there.
+
+    It reads the states of `from_step` and writes those of `step`. States that are resident in memory are updated in
+    place, and written when FlushBlock asks for it. The GPU worker receives this message for blocks whose states are
+    resident on the device.
+    """
+
+    from_step: Step  # the step under which the states are stored
+    optimizer_step: int  # number of updates including this one; skipped steps do not count
+    learning_rate: float
+    grad_scale: float  # factor on the gradients: the clipping factor divided by the loss scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkipStep(Message):
+    """Tells an actor that the step is skipped: it discards the gradients of its share of all blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateBlock(Message):
-    """Asks an optimizer to update chunks of `block`: read the states of `from_step`, update, write those of `step`.
-
-    States that are resident in memory are updated in place, and written when FlushBlock asks for it. The GPU worker
-    receives this message for blocks whose states are resident on the device. It then has no chunks, because the
-    gradients never left the device.
-    """
+    """The update of an actor's share of one block. The actor makes it itself, so it is never sent."""
 
     block: BlockIndex
-    from_step: Step  # the step under which the states are stored
-    optimizer_step: int  # number of updates including this one; skipped steps do not count
-    chunks: tuple[GradChunk, ...]
-    learning_rate: float
-    grad_scale: float  # factor on the gradients: the clipping factor divided by the loss scale
+    chunks: tuple[GradChunk, ...]  # empty if the gradient is on the device
+    how: UpdateStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +98,10 @@ class ParamSlotReleased(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockUpdated(Message):
+class BlockUpdated(Event):
     """Reports that this actor's share of `block` is updated and stored, so that the next forward pass may read it."""
 
     block: BlockIndex
-    actor: ActorName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +115,10 @@ class FlushBlock(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockFlushed(Message):
+class BlockFlushed(Event):
     """Reports that this actor's share of `block` is written. Its states may change again."""
 
     block: BlockIndex
-    actor: ActorName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +130,5 @@ class RestoreStates(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatesRestored(Message):
+class StatesRestored(Event):
     """Reports that all states that are resident in this actor's memory were read."""
-
-    actor: ActorName

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from windlass.actors.messages.base import Message
+from windlass.actors.messages.base import Event, Message
 from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, CorrelationId, Span, StateKind, Step
 
 
@@ -85,13 +85,12 @@ class CommitStore(Message):
 
     attempt: Attempt
     states_step: Step  # the step that produced the states; earlier than `step` if the steps between were skipped
-    trainer_state: str  # JSON
+    trainer_state: str = ""  # JSON; the scheduler's shell adds it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreCommitted(Message):
+class StoreCommitted(Event):
     """Reports that one SSD server has committed `step`."""
 
-    actor: ActorName
     bytes_read: int  # since the server started
     bytes_written: int

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from windlass.actors.messages.base import Message
-from windlass.storage.ids import ActorName
+from windlass.actors.messages.base import Event, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +60,9 @@ class WorkSpan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpansReported(Message):
+class SpansReported(Event):
     """Reports an actor's spans since its last report, in no order."""
 
-    actor: ActorName
     spans: tuple[WorkSpan, ...]
 
 
@@ -78,9 +76,8 @@ class MemoryKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryReported(Message):
+class MemoryReported(Event):
     """Reports an actor's peak use of one kind of memory, as counted by an allocator or the kernel, not by the plan."""
 
-    actor: ActorName
     kind: MemoryKind
     nbytes: int

@@ -26,6 +26,7 @@ from windlass.actors.messages import (
     ExportModel,
     FlushBlock,
     GradChunk,
+    GradOffloaded,
     GradSlotsReleased,
     KernelChosen,
     LoadModel,
@@ -37,15 +38,18 @@ from windlass.actors.messages import (
     ParamSlotReleased,
     ParamSlotsGranted,
     RestoreStates,
+    SkipStep,
     SpanKind,
     StatesRestored,
     UpdateBlock,
+    UpdateStep,
     UserMessage,
 )
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.actors.optimizer.model_io import ModelIo
 from windlass.actors.optimizer.priority_queue import UrgentQueue
 from windlass.actors.optimizer.read_ahead import ReadAhead
+from windlass.actors.policy import Turns, UpdateQueue
 from windlass.actors.ssd import ChunkClient, chunk_io
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, release_team, state_dtype
@@ -109,6 +113,10 @@ class CpuOptimizer:
         self._num_blocks = _num_blocks_of(context, index)
         self._num_updated: Counter[Step] = Counter()  # updated blocks by step, for steps that are not over
         self._lock = threading.Condition()
+        ordering = self.spec.effective_ordering
+        self._turns = UpdateQueue(ordering.queues, ordering.max_updating, self._num_blocks)
+        self._grads: dict[tuple[Step, BlockIndex], tuple[GradChunk, ...]] = {}  # of blocks whose update has not begun
+        self._how: dict[Step, UpdateStep] = {}  # of steps that are not over
         self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # remaining chunks of running commands
         # Leases that were requested for running updates; None: there is no answer yet.
         self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamSlotLease] | None] = {}
@@ -135,8 +143,17 @@ class CpuOptimizer:
     def post(self, message: Message) -> None:
         """Processes or queues a message and returns at once."""
         match message:
-            case UpdateBlock():
-                self._begin(message)
+            case GradOffloaded():
+                with self._lock:
+                    self._grads[(message.step, message.block)] = message.chunks
+                    self._take_turns(self._turns.gradient_came(message.step, message.block))
+            case UpdateStep():
+                with self._lock:
+                    self._how[message.step] = message
+                    self._take_turns(self._turns.result_came(message.step, is_updated=True))
+            case SkipStep():
+                with self._lock:
+                    self._take_turns(self._turns.result_came(message.step, is_updated=False))
             case FlushBlock() | RestoreStates() | LoadModel() | ExportModel():
                 self._commands.put((0, next(self._numbers), message))
             case ChunkIoDone():
@@ -222,10 +239,10 @@ class CpuOptimizer:
                 case LoadModel():
                     for progress in self._model_io.load():
                         self._tell_progress(**progress)
-                    self.send(SCHEDULER, ModelLoaded(job=self.spec.job, step=Step(0)))
+                    self.send(SCHEDULER, ModelLoaded(job=self.spec.job, step=Step(0), actor=self.name))
                 case ExportModel():
                     self._model_io.export(message.path, message.step, message.copy_of)
-                    exported = ModelExported(job=self.spec.job, step=message.step, path=message.path)
+                    exported = ModelExported(job=self.spec.job, step=message.step, actor=self.name, path=message.path)
                     self.send(SCHEDULER, exported)
             release_team()  # because another actor in the same process may compute on the CPU
 
@@ -290,6 +307,16 @@ class CpuOptimizer:
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
+    def _take_turns(self, turns: Turns) -> None:
+        """Begins updates and discards gradients. The caller holds the lock."""
+        for step, block in turns.begin:
+            chunks = self._grads.pop((step, block))
+            self._begin(UpdateBlock(job=self.spec.job, step=step, block=block, chunks=chunks, how=self._how[step]))
+        for step, block in turns.discard:
+            chunks = self._grads.pop((step, block))
+            if spans := tuple(chunk.span for chunk in chunks if chunk.span is not None):
+                self.send(GPU_WORKER, GradSlotsReleased(job=self.spec.job, step=step, spans=spans))
+
     def _begin(self, update: UpdateBlock) -> None:
         self._count(update, len(update.chunks))
         for grad in update.chunks:
@@ -312,7 +339,7 @@ class CpuOptimizer:
                 step=update.step,
                 actor=self.name,
                 block=update.block,
-                from_step=update.from_step,
+                from_step=update.how.from_step,
                 keys=tuple(chunk.key for chunk in update.chunks),
             )
             self.send(GPU_WORKER, request)
@@ -363,7 +390,7 @@ class CpuOptimizer:
         priority = (update.step, key.block)
         if is_spilled:
             self._io.read([self._chunk_io(chunk.slot, key, (StateKind.GRAD,))], update.step, priority, arrived)
-        self._io.read([self._chunk_io(chunk.slot, key, kinds, loan)], update.from_step, priority, arrived)
+        self._io.read([self._chunk_io(chunk.slot, key, kinds, loan)], update.how.from_step, priority, arrived)
 
     def _run_updates(self) -> None:
         torch.set_num_threads(self.spec.optimizer_threads)
@@ -419,6 +446,8 @@ class CpuOptimizer:
             self._tell_spans(update.step)
             updated = BlockUpdated(job=self.spec.job, step=update.step, block=update.block, actor=self.name)
             self.send(SCHEDULER, updated)
+            with self._lock:
+                self._take_turns(self._turns.updated())
 
     def _tell_spans(self, step: Step) -> None:
         """Sends the spans of a step after its last block is updated."""
@@ -426,7 +455,7 @@ class CpuOptimizer:
             self._num_updated[step] += 1
             is_over = self._num_updated[step] == self._num_blocks
             if is_over:
-                del self._num_updated[step]
+                del self._num_updated[step], self._how[step]
         if is_over:
             self._spans.tell(step)
 

@@ -51,8 +51,8 @@ class BlockQueue:
         self._waiting: list[tuple[tuple[int, ...], tuple[int, int]]] = []  # heap
         self._num_arrived = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def push(self, step: int, block: int) -> None:
         """Adds a block to the queue."""

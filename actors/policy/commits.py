@@ -26,13 +26,19 @@ class Commits:
         self._shape = shape
         self._labels = [first] * shape.num_blocks
         self._on_ssd = [first] * shape.num_blocks  # the label of the states on the SSDs
-        self._trainer_states: dict[int, str] = {}  # by step, for steps that are over but not committed
+        self._over: set[Step] = set()  # steps that are over but not committed
         self._flushing: dict[BlockIndex, set[ActorName]] = {}
         self._committing: set[ActorName] = set()
 
     def label(self, block: BlockIndex) -> Step:
         """Returns the step under which the states of a block are read."""
         return Step(self._labels[block])
+
+    @property
+    def common_label(self) -> Step:
+        """The label of all blocks, while no step is partly updated."""
+        (label,) = set(self._labels)
+        return Step(label)
 
     def may_update(self, step: int) -> bool:
         """Returns whether updates of a step may begin.
@@ -52,10 +58,10 @@ class Commits:
 
     # --- what has happened ------------------------------------------------------------------------------------------
 
-    def model_loaded(self, trainer_state: str) -> None:
+    def model_loaded(self) -> None:
         """Records that the initial states are on the SSDs or, without SSDs, in host memory."""
         self._relabel(0)
-        self.step_over(Step(0), trainer_state)
+        self.step_over(Step(0))
 
     def block_updated(self, block: BlockIndex, step: Step) -> None:
         """Records that a whole block is updated. If its states are not resident in memory, they are on the SSDs."""
@@ -63,13 +69,12 @@ class Commits:
         if block not in self._shape.resident_blocks:
             self._on_ssd[block] = step
 
-    def step_over(self, step: Step, trainer_state: str) -> None:
+    def step_over(self, step: Step) -> None:
         """Records that a step is over: all blocks are updated, or the step is skipped and all its gradients discarded.
 
-        A skipped step that is to be committed must be committed before the next one begins. `trainer_state` is that of
-        the moment when the step's result was decided.
+        A skipped step that is to be committed must be committed before the next one begins.
         """
-        self._trainer_states[step] = trainer_state
+        self._over.add(step)
         if not self._shape.ssd_servers:
             self._settle(step)
         elif not self._is_commit_step(step):
@@ -94,7 +99,7 @@ class Commits:
         """Returns the flushes and commits that can begin. `is_computing`: operations run that may read params."""
         if self._committing:
             return []
-        due = min(filter(self._is_commit_step, self._trainer_states), default=None)
+        due = min(filter(self._is_commit_step, self._over), default=None)
         flushes = self._flush(due)
         if due is None or self._on_ssd != self._labels:
             return flushes
@@ -132,14 +137,13 @@ class Commits:
             step=step,
             attempt=self._shape.attempt,
             states_step=Step(label),
-            trainer_state=self._trainer_states[step],
         )
         return [Instruction(ssd, message) for ssd in self._shape.ssd_servers]
 
     def _settle(self, step: Step) -> None:
         """Records that the step is committed."""
         self.committed = step
-        self._trainer_states = {later: state for later, state in self._trainer_states.items() if later > step}
+        self._over = {later for later in self._over if later > step}
         if self._labels[0] < step:
             self._relabel(step)
 

@@ -25,7 +25,6 @@ class SchedulerConfig:
     keeps_grads: bool  # no update before all gradients of the step are known
     max_bad_steps: int  # largest number of skipped steps in a row
     learning_rate: Callable[[int], float]  # of a step; the first step is 1
-    trainer_state: Callable[[int], str]  # JSON that a step's commit stores for a restart; called once per step
     gpu_worker: ActorName
     optimizers: tuple[ActorName, ...]
     ssd_servers: tuple[ActorName, ...]  # empty: the states of all blocks are in host memory, and there are no commits
@@ -89,6 +88,11 @@ class SchedulerConfig:
         if block in self.device_blocks:
             return (self.gpu_worker,)
         return tuple(dict.fromkeys(self.optimizer_of(key) for key in self.chunks[block]))
+
+    @property
+    def updating_actors(self) -> tuple[ActorName, ...]:
+        """The actors that update a share of any block."""
+        return tuple(dict.fromkeys(actor for block in range(self.num_blocks) for actor in self.holders(block)))
 
     def is_commit_step(self, step: int) -> bool:
         """Returns whether a step is committed by the job's intervals. An early stop commits its last step as well."""

@@ -1,20 +1,30 @@
 """The replies that the scheduler waits for, each with a timeout."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from windlass.actors.messages import (
+    BlockComputed,
+    BlockFlushed,
+    BlockUpdated,
     CommitStore,
     ComputeBlock,
+    ComputeBlocks,
     ExportModel,
     FlushBlock,
+    GradReady,
     LoadModel,
     Message,
-    OffloadGrad,
+    ModelExported,
+    ModelLoaded,
     Phase,
     RestoreStates,
-    UpdateBlock,
+    StatesRestored,
+    StoreCommitted,
 )
-from windlass.storage.ids import ActorName
+from windlass.storage.ids import ActorName, BlockIndex, Step
+
+_WHOLE_MODEL = BlockIndex(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +33,15 @@ class Instruction:
 
     to: ActorName
     message: Message
+
+
+class ReplyKey(NamedTuple):
+    """Names a reply. No two pending replies have the same key."""
+
+    event: type[Message]
+    number: int  # the step or, for BlockComputed, the number of the operation
+    actor: ActorName
+    block: BlockIndex = _WHOLE_MODEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,27 +62,31 @@ class UnexpectedEventError(Exception):
 
 
 class PendingReplies:
-    """The pending replies, by kind, number (a step or an operation), block and actor."""
+    """The pending replies of all actors."""
 
     def __init__(self, deadline_s: float, num_groups: int) -> None:
         """`num_groups` is the number of micro-batch groups of a step. The last one completes the gradients."""
-        self.outstanding: dict[tuple[str, int, int, ActorName], Wait] = {}
+        self.outstanding: dict[ReplyKey, Wait] = {}
         self._deadline_s = deadline_s
         self._last_group = num_groups - 1
         self._last_heard_s: dict[ActorName, float] = {}
 
-    def issue(self, instructions: list[Instruction], now_s: float) -> list[Instruction]:
-        """Records the replies to these instructions as pending, and returns the instructions."""
+    def issue(self, instructions: list[Instruction], now_s: float) -> None:
+        """Records the replies to these instructions as pending."""
         for instruction in instructions:
-            for key, what in _waits_of(instruction.message, self._last_group):
-                wait = Wait(since_s=now_s, actor=instruction.to, what=what)
-                self.outstanding[(*key, instruction.to)] = wait
-        return instructions
+            for key, what in self._replies(instruction.message, instruction.to):
+                self.outstanding[key] = Wait(since_s=now_s, actor=instruction.to, what=what)
 
-    def settle(self, kind: str, number: int, block: int, actor: ActorName) -> None:
+    def expect_update(self, step: Step, block: BlockIndex, actor: ActorName, now_s: float) -> None:
+        """Records that an actor owes the update of its share of a block, whose gradient it has."""
+        what = f"the update of block {block} in step {step}"
+        self.outstanding[ReplyKey(BlockUpdated, step, actor, block)] = Wait(since_s=now_s, actor=actor, what=what)
+
+    def settle(self, event: type[Message], number: int, actor: ActorName, block: BlockIndex = _WHOLE_MODEL) -> None:
         """Removes a reply that has arrived. Raises UnexpectedEventError if it was not pending."""
-        if self.outstanding.pop((kind, number, block, actor), None) is None:
-            raise UnexpectedEventError(f"{actor} reported a {kind} of {number}, block {block}, that was not requested")
+        if self.outstanding.pop(ReplyKey(event, number, actor, block), None) is None:
+            of_block = "" if block == _WHOLE_MODEL else f", block {block}"
+            raise UnexpectedEventError(f"{actor} sent {event.__name__} of {number}{of_block}, which was not requested")
 
     def heard_from(self, actor: ActorName, now_s: float) -> None:
         """Records a sign of life of an actor. The timeout of all its replies starts anew."""
@@ -90,32 +113,34 @@ class PendingReplies:
     def _silent_s(self, wait: Wait, now_s: float) -> float:
         return now_s - max(wait.since_s, self._last_heard_s.get(wait.actor, 0.0))
 
+    def _replies(self, message: Message, to: ActorName) -> list[tuple[ReplyKey, str]]:
+        """Returns the keys of the replies to an instruction, each with its description for error texts."""
+        step = message.step
+        match message:
+            case LoadModel():
+                return [(ReplyKey(ModelLoaded, step, to), "loading the model")]
+            case RestoreStates():
+                return [(ReplyKey(StatesRestored, step, to), f"reading the states of step {step} into memory")]
+            case ComputeBlocks():
+                return [reply for operation in message.operations for reply in self._of_operation(operation, to)]
+            case FlushBlock():
+                what = f"the flush of block {message.block}, as step {step} left it"
+                return [(ReplyKey(BlockFlushed, step, to, message.block), what)]
+            case CommitStore():
+                return [(ReplyKey(StoreCommitted, step, to), f"the commit of step {step}")]
+            case ExportModel():
+                return [(ReplyKey(ModelExported, step, to), f"the export of step {step}")]
+            case _:
+                return []
 
-def _waits_of(message: Message, last_group: int) -> list[tuple[tuple[str, int, int], str]]:
-    """Returns the keys of the replies to an instruction, each with its description for error texts."""
-    match message:
-        case LoadModel():
-            return [(("load", 0, 0), "loading the model")]
-        case RestoreStates():
-            return [(("restore", message.step, 0), f"reading the states of step {message.step} into memory")]
-        case ComputeBlock():
-            where = f"of block {message.block} in step {message.step}"
-            computed = (("compute", message.op, message.block), f"the {message.phase} {where}")
-            if message.phase not in (Phase.HEAD, Phase.BACKWARD) or message.group < last_group:
-                return [computed]
-            return [computed, (("gradient", message.step, message.block), f"the gradient {where}")]
-        case OffloadGrad():
-            what = f"the gradient offload of block {message.block} in step {message.step}"
-            return [(("offload", message.step, message.block), what)]
-        case UpdateBlock():
-            what = f"the update of block {message.block} in step {message.step}"
-            return [(("update", message.step, message.block), what)]
-        case FlushBlock():
-            what = f"the flush of block {message.block}, as step {message.step} left it"
-            return [(("flush", message.step, message.block), what)]
-        case CommitStore():
-            return [(("commit", message.step, 0), f"the commit of step {message.step}")]
-        case ExportModel():
-            return [(("export", message.step, 0), f"the export of step {message.step}")]
-        case _:
-            return []
+    def _of_operation(self, operation: ComputeBlock, to: ActorName) -> list[tuple[ReplyKey, str]]:
+        where = f"of block {operation.block} in step {operation.step}"
+        computed = (ReplyKey(BlockComputed, operation.op, to, operation.block), f"the {operation.phase} {where}")
+        if not completes_gradient(operation, self._last_group):
+            return [computed]
+        return [computed, (ReplyKey(GradReady, operation.step, to, operation.block), f"the gradient {where}")]
+
+
+def completes_gradient(operation: ComputeBlock, last_group: int) -> bool:
+    """Returns whether an operation is the last one that adds to its block's gradient."""
+    return operation.phase in (Phase.HEAD, Phase.BACKWARD) and operation.group == last_group

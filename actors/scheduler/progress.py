@@ -9,11 +9,12 @@ from typing import Any
 
 from windlass.actors.job import NUM_FIRST_STEPS, Journal, Pace, pace_of_attempt, read_journal
 from windlass.actors.messages import (
-    BlockBackwardDone,
     BlockComputed,
+    ComputeProgressed,
+    GradReady,
     KernelChosen,
     LoadProgressed,
-    LossComputed,
+    Loss,
     MemoryReported,
     Message,
     ModelExported,
@@ -125,16 +126,14 @@ class Progress:
         self._num_tokens = 0  # trained on in all steps that are over
         self.trained_tokens = 0  # trained on in all reported steps
         self._told = initial_step or 0  # the last reported step
-        self._losses: dict[int, LossComputed] = {}  # by step: the loss over its groups so far
-        self._has_loss = False  # the loss of the next head to be reported has arrived
-        self._num_heads = 0  # heads of the step's groups of micro-batches since the last loss
+        self._losses: dict[int, Loss] = {}  # by step
         self._metrics: dict[int, dict[str, Any]] = {}  # by step, for steps that are over but not reported
         self._compute_s: dict[int, float] = {}  # by step, evaluation included
         self._swapped: dict[int, dict[SpanKind, int]] = {}  # by step: bytes of offloaded activations by direction
         self._kernels: set[str] = set()  # update kernels of all attempts at this job
         self._model_kernels: list[str] = []  # the same in all attempts
         self._not_finite: dict[int, str] = {}  # by step: the first result that was not finite
-        self._evaluations: dict[int, dict[int, LossComputed]] = {}  # by step and group
+        self._evaluations: dict[int, dict[int, Loss]] = {}  # by step and group
         self._last_metrics: dict[str, Any] = {}  # of the last reported step
         self._evaluation: dict[str, Any] = {"step": 0}  # metrics of the last evaluation
         self._timeline = Timeline(
@@ -219,16 +218,11 @@ class Progress:
             case ModelKernelsChosen():
                 self._model_kernels = [str(kernel) for kernel in event.kernels]
                 self._journal.append("message", f"{event.actor} computes with {' and '.join(event.kernels)}")
-            case LossComputed():
-                self._on_loss(event)
-            case BlockComputed():
-                self._check_loss(event)
-                self._compute_s[event.step] = self._compute_s.get(event.step, 0.0) + event.compute_s
-                if not event.is_finite and event.phase is Phase.FORWARD:
-                    self._not_finite.setdefault(event.step, f"the {event.phase} of block {event.block}")
-            case BlockBackwardDone():
-                if not math.isfinite(event.grad_sq_sum):
-                    self._not_finite.setdefault(event.step, f"the gradient of block {event.block}")
+            case ComputeProgressed():
+                for computed in event.computed:
+                    self._on_computed(computed)
+                for grad in event.grads:
+                    self._on_grad(grad)
             case StoreCommitted():
                 self._on_store_committed(event)
 
@@ -308,38 +302,33 @@ class Progress:
             )
         self._kernels.add(event.kernel)
 
-    def _check_loss(self, event: BlockComputed) -> None:
-        """Checks that the loss of a head has arrived: the GPU worker sends it just before the head's own event.
+    def _on_computed(self, event: BlockComputed) -> None:
+        self._compute_s[event.step] = self._compute_s.get(event.step, 0.0) + event.compute_s
+        match event.phase:
+            case Phase.FORWARD if not event.is_finite:
+                self._not_finite.setdefault(event.step, f"the {event.phase} of block {event.block}")
+            case Phase.HEAD:
+                # The sum over the step's groups so far. If it is not finite, the gradients are not either.
+                loss = _loss_of(event)
+                if event.group == self._shape.num_groups - 1:
+                    self._losses[event.step] = loss
+                if not math.isfinite(loss.loss_sum):
+                    self._not_finite.setdefault(event.step, f"the head of block {self._shape.num_blocks - 1}")
+            case Phase.EVALUATE_HEAD:
+                self._on_evaluated(event)
 
-        In training, the head of the last group sends the loss of all groups.
-        """
-        if event.phase not in (Phase.HEAD, Phase.EVALUATE_HEAD):
-            return
-        self._num_heads += event.phase is Phase.HEAD
-        if event.phase is Phase.HEAD and self._num_heads < self._shape.num_groups:
-            return
-        if not self._has_loss:
-            where = f"the {event.phase} of block {event.block} in step {event.step}"
-            raise UnexpectedEventError(f"{self._shape.gpu_worker} reported {where} without its loss")
-        self._has_loss = False
-        self._num_heads = 0
+    def _on_grad(self, event: GradReady) -> None:
+        if not math.isfinite(event.grad_sq_sum):
+            self._not_finite.setdefault(event.step, f"the gradient of block {event.block}")
 
-    def _on_loss(self, event: LossComputed) -> None:
-        self._has_loss = True
-        if event.phase is Phase.HEAD:  # if this loss is not finite, the gradients are not either
-            if not math.isfinite(event.loss_sum):
-                self._not_finite.setdefault(event.step, f"the head of block {self._shape.num_blocks - 1}")
-            known = self._losses.get(event.step)
-            if known is None or known.group < event.group:
-                self._losses[event.step] = event
-            return
+    def _on_evaluated(self, event: BlockComputed) -> None:
         groups = self._evaluations.setdefault(event.step, {})
         if event.group in groups:
             raise UnexpectedEventError(
                 f"{self._shape.gpu_worker} reported the loss of group {event.group} in the evaluation of step "
                 f"{event.step} a second time"
             )
-        groups[event.group] = event
+        groups[event.group] = _loss_of(event)
         if len(groups) < self._shape.num_evaluation_groups:
             return
         del self._evaluations[event.step]
@@ -433,6 +422,13 @@ class Progress:
 
     def _step_message(self, data: dict[str, Any]) -> str:
         return f"Step {data['step']}/{self._shape.total_steps}: training loss={_in_words(data['train_loss'])}"
+
+
+def _loss_of(event: BlockComputed) -> Loss:
+    if event.loss is None:
+        where = f"the {event.phase} of block {event.block} in step {event.step}"
+        raise UnexpectedEventError(f"the GPU worker reported {where} without its loss")
+    return event.loss
 
 
 def _finite(number: float) -> float | None:

@@ -9,6 +9,7 @@ import json
 import queue
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,10 +27,10 @@ from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import (
     ActorFailed,
     CommitStore,
+    Event,
     FailureKind,
     KernelChosen,
     LoadProgressed,
-    LossComputed,
     MemoryReported,
     Message,
     ModelExported,
@@ -40,8 +41,9 @@ from windlass.actors.messages import (
 )
 from windlass.actors.policy import (
     DeadlineMissedError,
-    Instruction,
+    EndStep,
     NotFiniteError,
+    Order,
     Pipeline,
     SchedulerConfig,
     TrainerState,
@@ -94,11 +96,8 @@ class ActorLostError(Exception):
         return str(self.args[0])
 
 
-def job_shape(context: JobContext, trainer_state: Callable[[int], str]) -> SchedulerConfig:
-    """Returns the policy's view of a job.
-
-    `trainer_state` returns the JSON that a step's commit stores for a restart.
-    """
+def job_shape(context: JobContext) -> SchedulerConfig:
+    """Returns the policy's view of a job."""
     spec, layout, hyper, plan = context.spec, context.layout, context.spec.hyperparameters, context.plan
 
     def rate(step: int) -> float:
@@ -124,7 +123,6 @@ def job_shape(context: JobContext, trainer_state: Callable[[int], str]) -> Sched
         keeps_grads=hyper.keeps_grads,
         max_bad_steps=hyper.max_bad_steps,
         learning_rate=rate,
-        trainer_state=trainer_state,
         gpu_worker=GPU_WORKER,
         optimizers=tuple(optimizer_name(i) for i in range(spec.num_cpu_optimizers)),
         ssd_servers=tuple(ssd_name(i) for i in range(len(spec.ssd_dirs))),
@@ -137,6 +135,10 @@ def job_shape(context: JobContext, trainer_state: Callable[[int], str]) -> Sched
         ordering=spec.effective_ordering,
         deadline_s=spec.deadline_s,
     )
+
+
+def _is_commit(order: Order) -> bool:
+    return not isinstance(order, EndStep) and isinstance(order.message, CommitStore)
 
 
 class Scheduler:
@@ -162,7 +164,7 @@ class Scheduler:
         trainer = TrainerState(scales_loss=self.spec.hyperparameters.precision is Precision.FP16)
         if self._resumed is not None:
             trainer.restore(self._resumed["trainer"])
-        self.pipeline = Pipeline(job_shape(context, self._end_step), trainer, initial_step)
+        self.pipeline = Pipeline(job_shape(context), trainer, initial_step)
         self._send = send
         self._check_actors = check_actors
         self._events: queue.Queue[Message] = queue.Queue()
@@ -178,6 +180,7 @@ class Scheduler:
             expected_pace=self.spec.expected_pace,
         )
         self._checkpoints = Checkpoints(self.spec, (self._resumed or {}).get("checkpoints"))
+        self._trainer_states: dict[int, str] = {}  # by step, for steps that are over: JSON that its commit stores
         self._remarks: list[str] = []  # messages about the job's model, repeated in the outcome
 
     # --- calls of the runner ----------------------------------------------------------------------------------------
@@ -280,16 +283,18 @@ class Scheduler:
                 if event.kind is not FailureKind.STALLED:
                     self._fail(event)
                 reports.setdefault(event.actor, f"{event.actor}: {event.error}")
+            elif isinstance(event, Event):
+                self.pipeline.waits.heard_from(event.actor, time.monotonic())
         late = self.pipeline.waits.most_silent(time.monotonic())
         if late is not None and not {late.actor, SCHEDULER} & reports.keys():
             reports[SCHEDULER] = f"{late.actor} has not finished {late.what} yet"
         raise DeadlineMissedError("; ".join(reports.values()))
 
-    def _end_step(self, step: int) -> str:
-        """Returns the JSON that a step's commit stores for a restart. Called as soon as the step's result is known."""
-        kept = self._progress.end_step(step, self.pipeline.ends.pop(step, None))
+    def _end_step(self, over: EndStep) -> None:
+        """Records a step's end, and what its commit stores for a restart."""
+        kept = self._progress.end_step(over.step, over.end)
         kept["checkpoints"] = self._checkpoints.to_json(time.monotonic())
-        return json.dumps({"trainer": self.pipeline.trainer.to_json(), **kept})
+        self._trainer_states[over.step] = json.dumps({"trainer": over.trainer, **kept})
 
     def _on_evaluation(self, step: int, loss: float | None) -> None:
         """Applies the consequences of an evaluation, before the policy learns that it is over."""
@@ -312,7 +317,7 @@ class Scheduler:
         """Makes the checkpoint of an earlier step the job's model, if it still exists."""
         path = self.pipeline.shape.path_of_checkpoint(step)
         if Path(path).is_dir():
-            self.pipeline.final_copy_of = path
+            self.pipeline.export_copy_of(path)
             self._remark(f"The model is that of step {step}, which had the lowest validation loss")
         else:
             text = f"The best checkpoint, of step {step}, no longer exists: the model is that of the last step"
@@ -324,7 +329,7 @@ class Scheduler:
 
     def _on_exported(self, event: ModelExported) -> None:
         is_last = event.path == self.spec.output_dir
-        if is_last and self.pipeline.final_copy_of is not None:
+        if is_last and self.pipeline.copies_final_model:
             return  # it is a copy of a checkpoint that was already reported
         removed = self._checkpoints.exported(event.step, time.monotonic(), is_last=is_last)
         self._progress.tell_export(event, self._checkpoints.reasons(event.step), self._checkpoints.kept)
@@ -340,24 +345,23 @@ class Scheduler:
                 self._fail(event)
             case UserMessage():
                 self._journal.append("message", event.text)
-            case LossComputed() | KernelChosen() | ModelKernelsChosen() | SpansReported() | MemoryReported():
+            case KernelChosen() | ModelKernelsChosen() | SpansReported() | MemoryReported():
                 self._progress.note(event)
             case LoadProgressed():
                 self.pipeline.waits.heard_from(event.actor, time.monotonic())
                 self._progress.note(event)
-            case _:
+            case Event():
                 self._progress.note(event)
-                instructions = self._handle(event)
+                orders = self._handle(event)
                 if isinstance(event, ModelLoaded):
                     self._checkpoints.begin(time.monotonic())
                 elif isinstance(event, ModelExported):
                     self._on_exported(event)  # first, so that old checkpoints are removed before the next step begins
                 # The journal is written after all instructions but the commits, so that no work waits for it. Commits
                 # come last: once the next one exists, a resumed attempt can no longer report the steps before it.
-                commits = [instruction for instruction in instructions if isinstance(instruction.message, CommitStore)]
-                self._carry_out([instruction for instruction in instructions if instruction not in commits])
+                self._carry_out([order for order in orders if not _is_commit(order)])
                 self._progress.tell_up_to(self.pipeline.commits.settled)
-                self._carry_out(commits)
+                self._carry_out([order for order in orders if _is_commit(order)])
 
     def _fail(self, event: ActorFailed) -> NoReturn:
         with contextlib.suppress(OSError):  # a full disk must not hide the actor's error
@@ -371,7 +375,7 @@ class Scheduler:
             case FailureKind.STALLED:
                 self._end_stalled({event.actor: text})
 
-    def _handle(self, event: Message) -> list[Instruction]:
+    def _handle(self, event: Event) -> list[Order]:
         try:
             return self.pipeline.handle(event, time.monotonic())
         except NotFiniteError as error:
@@ -380,9 +384,16 @@ class Scheduler:
                 "weights or the data are broken; try a lower learning rate, more warm-up or another precision"
             ) from error
 
-    def _carry_out(self, instructions: list[Instruction]) -> None:
-        for instruction in instructions:
-            self._send(instruction.to, instruction.message)
+    def _carry_out(self, orders: list[Order]) -> None:
+        for order in orders:
+            if isinstance(order, EndStep):
+                self._end_step(order)
+            elif isinstance(order.message, CommitStore):
+                step = order.message.step
+                self._send(order.to, replace(order.message, trainer_state=self._trainer_states[step]))
+                self._trainer_states = {each: state for each, state in self._trainer_states.items() if each >= step}
+            else:
+                self._send(order.to, order.message)
 
     def _exported(self) -> bool:
         return Path(self.spec.output_dir).is_dir()

@@ -118,7 +118,7 @@ def train(run: ActivationRun, folder: Path) -> ActivationResult:
     """Trains in this process, with all actors as threads."""
     from windlass.actors.job import JOURNAL_FILE, read_journal
     from windlass.actors.job.journal import METRICS
-    from windlass.actors.messages import ComputeBlock, KernelChosen, Message, WriteActivations
+    from windlass.actors.messages import ComputeBlocks, KernelChosen, Message, WriteActivations
     from windlass.actors.runtime.local_runner import run_local
     from windlass.engine.activations import ActivationMemoryError
     from windlass.engine.model import partition_folder
@@ -132,7 +132,7 @@ def train(run: ActivationRun, folder: Path) -> ActivationResult:
 
     def look(_to: str, message: Message) -> None:
         nonlocal is_watched, written_nbytes
-        if isinstance(message, ComputeBlock) and not is_watched:
+        if isinstance(message, ComputeBlocks) and not is_watched:
             is_watched = True
             memory.start()
         elif isinstance(message, KernelChosen):

@@ -24,7 +24,7 @@ from benchmarks.reporting.report import table
 from tests.support.reference_loop import train_plainly
 from tests.support.training import has_direct_io, losses_of, make_partition, make_spec, metrics_of
 from windlass.actors.job import JobSpec
-from windlass.actors.messages import LossComputed, Message, Phase
+from windlass.actors.messages import ComputeProgressed, Message, Phase
 from windlass.actors.policy import Ordering
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.memory_plan import ActivationChoice, Placement
@@ -172,7 +172,8 @@ class HostWaits:
 
     def look(self, _: ActorName, message: Message) -> None:
         """Handles every message between actors."""
-        if isinstance(message, LossComputed) and (message.phase, message.step) == (Phase.HEAD, 2):
+        computed = message.computed if isinstance(message, ComputeProgressed) else ()
+        if any((each.phase, each.step) == (Phase.HEAD, 2) for each in computed):
             torch.cuda.set_sync_debug_mode("warn")
 
     @property

@@ -22,7 +22,7 @@ from benchmarks.reporting.report import GIB, ratio, spread, table
 from tests.support.training import has_direct_io
 from windlass.actors.job import JOURNAL_FILE, JobSpec, read_journal
 from windlass.actors.job.journal import METRICS
-from windlass.actors.messages import ComputeBlock, LoadProgressed, Message, Phase
+from windlass.actors.messages import ComputeBlocks, LoadProgressed, Message, Phase
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.memory_plan import ActivationChoice
 from windlass.storage.ids import ActorName, Kernel, StatePrecision
@@ -96,11 +96,12 @@ class _Pace:
         self.is_out_of_time = False
 
     def __call__(self, to: ActorName, message: Message) -> None:
-        if not isinstance(message, ComputeBlock | LoadProgressed):
+        if not isinstance(message, ComputeBlocks | LoadProgressed):
             return
         is_late = time.monotonic() > self._until_s
         # Look only three times a step, so that it costs nothing.
-        is_due = isinstance(message, ComputeBlock) and (message.block == 0 or message.phase is Phase.HEAD)
+        operations = message.operations if isinstance(message, ComputeBlocks) else ()
+        is_due = any(operation.block == 0 or operation.phase is Phase.HEAD for operation in operations)
         if (is_late or is_due) and len(_timed_steps(self._journal)) >= (1 if is_late else _NUM_TIMED):
             raise _EnoughSteps
         if is_late:

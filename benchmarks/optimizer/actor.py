@@ -20,9 +20,11 @@ from windlass.actors.messages import (
     BlockUpdated,
     ChunkIoDone,
     GradChunk,
+    GradOffloaded,
     Message,
     ReadChunks,
     UpdateBlock,
+    UpdateStep,
     WriteChunks,
 )
 from windlass.actors.optimizer import ChunkUpdater, CpuOptimizer
@@ -85,7 +87,8 @@ class ActorRun:
         update = self.next_update()
         self._updated.clear()
         start_s = time.perf_counter()
-        self.optimizer.post(update)
+        self.optimizer.post(update.how)
+        self.optimizer.post(GradOffloaded(job=update.job, step=update.step, block=update.block, chunks=update.chunks))
         if not self._updated.wait(_DEADLINE_S) or self._error is not None:
             raise RuntimeError(f"the optimizer did not update: {self._error}")
         return time.perf_counter() - start_s
@@ -93,16 +96,11 @@ class ActorRun:
     def next_update(self) -> UpdateBlock:
         """Returns the update of the next step."""
         self._step += 1
-        return UpdateBlock(
-            job=self.context.spec.job,
-            step=Step(self._step),
-            block=BlockIndex(0),
-            from_step=Step(self._step - 1),
-            optimizer_step=self._step,
-            chunks=self.chunks,
-            learning_rate=1e-4,
-            grad_scale=1.0,
+        job, step, before = self.context.spec.job, Step(self._step), Step(self._step - 1)
+        how = UpdateStep(
+            job=job, step=step, from_step=before, optimizer_step=self._step, learning_rate=1e-4, grad_scale=1.0
         )
+        return UpdateBlock(job=job, step=step, block=BlockIndex(0), chunks=self.chunks, how=how)
 
     def _send(self, to: ActorName, message: Message) -> None:
         if isinstance(message, ReadChunks | WriteChunks):

@@ -96,7 +96,7 @@ def train(folder: Path, num_steps: int | None = None, *, watches_memory: bool = 
     from benchmarks.activations.run import PrivateMemory, private_nbytes
     from windlass.actors.job import JOURNAL_FILE, read_journal
     from windlass.actors.job.journal import METRICS
-    from windlass.actors.messages import ComputeBlock, KernelChosen, Message
+    from windlass.actors.messages import ComputeBlocks, KernelChosen, Message
     from windlass.actors.runtime.local_runner import run_local
     from windlass.engine.model import partition_folder
 
@@ -110,11 +110,11 @@ def train(folder: Path, num_steps: int | None = None, *, watches_memory: bool = 
         nonlocal is_watched
         if isinstance(message, KernelChosen):
             at_kernels.append(private_nbytes())
-        elif isinstance(message, ComputeBlock):
+        elif isinstance(message, ComputeBlocks):
             if watches_memory and not is_watched:
                 is_watched = True
                 memory.start()
-            if message.step == spec.total_steps and not blocks["ssd"]:
+            if message.operations[-1].step == spec.total_steps and not blocks["ssd"]:
                 blocks["ssd"] = _used_nbytes(Path(spec.ssd_dirs[0]), "*")
                 blocks["arena"] = _used_nbytes(Path(spec.arena_dir), f"windlass-{spec.job}-*")
 

@@ -8,18 +8,20 @@ from collections.abc import Callable, Sequence
 from windlass.actors.job import JobContext
 from windlass.actors.messages import (
     CommitStore,
+    Event,
     ExportModel,
     FlushBlock,
+    GradOffloaded,
     Message,
     ModelExported,
     RestoreStates,
     SpanKind,
     StatesRestored,
     StoreCommitted,
-    UpdateBlock,
+    UpdateStep,
     WorkSpan,
 )
-from windlass.actors.policy import Instruction, Pipeline, SchedulerConfig, TrainerState
+from windlass.actors.policy import EndStep, Order, Pipeline, SchedulerConfig, TrainerState
 from windlass.actors.timeline import NO_BLOCK, WHOLE_BLOCK, Level
 from windlass.planner.simulation.machine import SimulatedMachine
 from windlass.planner.simulation.resources import Rates, Stuck, TooLong, Work
@@ -38,7 +40,7 @@ class SimulatedJob:
         self, context: JobContext, shape: SchedulerConfig, rates: Rates, work: Work, *, keeps_spans: bool = True
     ) -> None:
         """`keeps_spans`: record spans and memory levels; else only the ends of steps are known."""
-        self._world = SimulatedMachine(context, shape, rates, work, self._tell, keeps_spans=keeps_spans)
+        self._world = SimulatedMachine(context, shape, rates, work, self._tell, self._send, keeps_spans=keeps_spans)
         self._pipeline = Pipeline(shape, TrainerState(scales_loss=False), Step(0))
         self._optimizers = {
             name: Optimizer(self._world, name, context.plan.states[index])
@@ -80,18 +82,22 @@ class SimulatedJob:
                 raise self._stuck() from None  # no event is left
         return ends_s[step - 1] - (ends_s[step - 2] if step > 1 else 0.0)
 
-    def _tell(self, event: Message) -> None:
+    def _tell(self, event: Event) -> None:
         self._later(lambda: self._issue(self._pipeline.handle(event, self._world.env.now)))
 
-    def _issue(self, instructions: Sequence[Instruction]) -> None:
-        for instruction in instructions:
-            self._later(functools.partial(self._deliver, instruction))
+    def _issue(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            if not isinstance(order, EndStep):
+                self._send(order.to, order.message)
+
+    def _send(self, to: ActorName, message: Message) -> None:
+        self._later(functools.partial(self._deliver, to, message))
 
     def _later(self, call: Callable[[], None]) -> None:
         self._world.env.timeout(self._world.rates.message_s).callbacks.append(lambda _: call())
 
-    def _deliver(self, instruction: Instruction) -> None:
-        message, to, env = instruction.message, instruction.to, self._world.env
+    def _deliver(self, to: ActorName, message: Message) -> None:
+        env = self._world.env
         match message:
             case CommitStore():
                 env.process(self._commit(message, to))
@@ -100,9 +106,9 @@ class SimulatedJob:
             case RestoreStates():
                 self._tell(StatesRestored(job=message.job, step=message.step, actor=to))
             case ExportModel():
-                self._tell(ModelExported(job=message.job, step=message.step, path=message.path))
-            case UpdateBlock() if to in self._optimizers:
-                self._optimizers[to].update(message)
+                self._tell(ModelExported(job=message.job, step=message.step, actor=to, path=message.path))
+            case UpdateStep() | GradOffloaded() if to in self._optimizers:
+                self._optimizers[to].take(message)
             case _:
                 self._worker.post(message)
 

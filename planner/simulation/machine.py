@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from windlass.actors.gpu_worker import ParamCache
 from windlass.actors.job import JobContext, grad_itemsize, piece_bounds, ssd_name
-from windlass.actors.messages import Message, SpanKind
+from windlass.actors.messages import Event, Message, SpanKind
 from windlass.actors.policy import SchedulerConfig
 from windlass.actors.timeline import COMPUTE, FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK
 from windlass.engine.memory_plan import MemoryTier, Pool
@@ -32,11 +32,12 @@ class SimulatedMachine(Log):
         shape: SchedulerConfig,
         rates: Rates,
         work: Work,
-        tell: Callable[[Message], None],
+        tell: Callable[[Event], None],
+        send: Callable[[ActorName, Message], None],
         *,
         keeps_spans: bool,
     ) -> None:
-        """`tell` sends an actor's event to the scheduler."""
+        """`tell` sends an actor's event to the scheduler, `send` a message to another actor."""
         super().__init__(rates.num_cores, keeps_spans=keeps_spans)
         self.step_ends_s: list[float] = []  # by step: time at which its backward pass ended
         self.step_ended = Signal(self.env)
@@ -45,6 +46,7 @@ class SimulatedMachine(Log):
         self.rates = rates
         self.work = work
         self.tell = tell
+        self.send = send
         formats, plan = context.formats, context.plan
         layout = context.layout
         # Range of elements of a chunk in its block. Cached, because it is needed very often.

@@ -81,7 +81,7 @@ def _simulated(
     # Slots have the size of the widest micro-batches; the transfers have that of the mean one.
     work = _of_mean_size(work, solution.costs.job.model.size_share)
     rates = rates_of(solution.costs.speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
-    return context, job_shape(context, lambda _: "{}"), rates, work
+    return context, job_shape(context), rates, work
 
 
 def rates_of(speeds: Speeds, num_optimizers: int, *, num_cores: int) -> Rates:

@@ -14,7 +14,7 @@ import pytest
 from tests.support.cut_off import CutOff
 from tests.support.training import has_direct_io, leftovers_of, make_partition, make_spec
 from windlass.actors.job.spec import JobSpec
-from windlass.actors.messages import BlockComputed, CommitStore, LoadModel, Message, UpdateBlock
+from windlass.actors.messages import BlockComputed, CommitStore, LoadModel, Message, UpdateStep
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.memory_plan.plan import PlanError
 from windlass.storage.ids import ActorName, Attempt, JobId
@@ -89,7 +89,7 @@ def is_resumed_by_an_older_attempt(spec: JobSpec, chance: random.Random) -> None
 
 
 def is_cut_off(spec: JobSpec, chance: random.Random) -> None:
-    kind, step = chance.choice([(LoadModel, 0), (CommitStore, 0), (UpdateBlock, 1), (CommitStore, 1), (UpdateBlock, 2)])
+    kind, step = chance.choice([(LoadModel, 0), (CommitStore, 0), (UpdateStep, 1), (CommitStore, 1), (UpdateStep, 2)])
 
     def look(to: ActorName, message: Message) -> None:
         if type(message) is kind and message.step == step and not isinstance(message, BlockComputed):

@@ -8,7 +8,7 @@ import pytest
 from tests.integration.conftest import MakeLoop
 from tests.support.cut_off import CutOff
 from tests.support.training import exported_params, losses_of, make_partition, make_spec
-from windlass.actors.messages import Message, UpdateBlock
+from windlass.actors.messages import Message, UpdateStep
 from windlass.actors.runtime.local_runner import run_local
 from windlass.storage.ids import ActorName, Attempt
 from windlass.storage.ssd.calibration import Calibration
@@ -29,7 +29,7 @@ def test_training_on_raw_devices_is_that_on_files(tmp_path: Path, devices: tuple
     on_devices = dataclasses.replace(made, ssd_dirs=devices)
 
     def look(to: ActorName, message: Message) -> None:
-        if isinstance(message, UpdateBlock) and message.step == 3:
+        if isinstance(message, UpdateStep) and message.step == 3:
             raise CutOff
 
     with pytest.raises(CutOff):

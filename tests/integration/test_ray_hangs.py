@@ -16,10 +16,10 @@ DEADLINE_S = 10
 STEP = 6
 SABOTAGE = Path(__file__).parent / "sabotage"
 VICTIMS = ("runner", "gpu-0", "optimizer-0", "ssd-0", "ssd-1")
-# The first message of this type and phase about a step that reaches the runner.
+# The first message of this type and phase about a step that reaches the runner, or that one which reaches it carries.
 MOMENTS = {
     "forward": ("BlockComputed", "forward"),
-    "backward": ("BlockBackwardDone", None),
+    "backward": ("GradReady", None),
     "update": ("BlockUpdated", None),
     "commit": ("StoreCommitted", None),
 }

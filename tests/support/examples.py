@@ -1,4 +1,4 @@
-"""How many examples a property test tries: a third in `make test` of what it tries in `make test-long`."""
+"""The number of examples of a property test: in `make test` a third of those in `make test-long`."""
 
 import os
 

@@ -1,13 +1,14 @@
 """Simulates the offload of gradients, as the real `GradOffload` and `PartialGrads` do."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from windlass.actors.messages import ComputeBlock, GradChunk, GradOffloaded, OffloadGrad, Phase, SpanKind
+from windlass.actors.messages import ComputeBlock, GradChunk, GradOffloaded, Phase, SpanKind
+from windlass.actors.policy import OffloadQueue
 from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE, MemoryTier, grad_buffers
 from windlass.planner.simulation import GRADIENTS, Process, Queue, Signal, SimulatedMachine, Slots
-from windlass.storage.ids import BlockIndex, ChunkKey, Span
+from windlass.storage.ids import BlockIndex, ChunkKey, Span, Step
 
 # As in `PartialGrads`: the block whose operation adds to a sum, and the block whose gradient it is.
 Use = tuple[BlockIndex, BlockIndex]
@@ -26,12 +27,16 @@ class _Partial:
 class Grads:
     """The gradient buffers on the device, and the copies to and from host memory."""
 
-    def __init__(self, world: SimulatedMachine) -> None:
+    def __init__(self, world: SimulatedMachine, report: Callable[[ComputeBlock], None]) -> None:
+        """`report` tells the scheduler of a gradient: the operation that completed it."""
         self.world = world
+        self._report = report
+        self._order = OffloadQueue(world.shape.ordering, frozenset(world.context.plan.spilled_blocks))
+        self._waiting: dict[tuple[Step, BlockIndex], ComputeBlock] = {}
         env, layout, plan = world.env, world.context.layout, world.context.plan
         self._tied = {block for shared in layout.shared for block in shared[1:]}
         self._resident = frozenset(map(BlockIndex, plan.device_blocks))
-        self._to_offload: Queue[OffloadGrad | _Partial] = Queue(env)
+        self._to_offload: Queue[ComputeBlock | _Partial] = Queue(env)
         self._permits = Slots(env, plan.num_grad_buffers)
         numels: dict[int, int] = {block.index: block.numel for block in layout.blocks}
         num_waiting = plan.num_grad_buffers + (1 if plan.num_groups > 1 else 0)
@@ -81,22 +86,31 @@ class Grads:
             self._being_summed.remove(use)
             self._to_offload.put(_Partial(operation, use))
 
-    def complete(self, block: BlockIndex) -> None:
-        """Completes a block's gradient, by adding the sums of other operations that use its params."""
+    def complete(self, operation: ComputeBlock) -> None:
+        """Completes a block's gradient, by adding the sums of other operations that use its params, and offloads it."""
+        block = operation.block
         for use in [use for use in self._being_summed if use[1] == block]:
             self._being_summed.remove(use)
             if use[0] != block:
                 self._flat(block).give_back()
         if block in self._resident:
             self._stays(block, -sum(block in shared[1:] for shared in self.world.context.layout.shared))
+            self._report(operation)
+        else:
+            self._waiting[(operation.step, block)] = operation
+            self._let_leave(self._order.push(operation.step, block))
 
     def updated(self, block: BlockIndex) -> None:
         """Frees the gradient of a block whose states are resident on the device."""
         self._stays(block, -1)
 
-    def request(self, message: OffloadGrad) -> None:
-        """Begins to offload a complete gradient."""
-        self._to_offload.put(message)
+    def commit_reached(self, step: Step) -> None:
+        """Records a commit, after which gradients may overwrite the states of earlier ones."""
+        self._let_leave(self._order.commit_reached(step))
+
+    def _let_leave(self, keys: Sequence[tuple[Step, BlockIndex]]) -> None:
+        for key in keys:
+            self._to_offload.put(self._waiting.pop(key))
 
     def _uses(self, operation: ComputeBlock) -> list[Use]:
         return [(operation.block, block) for block in operation.blocks if block not in self._resident]
@@ -133,7 +147,7 @@ class Grads:
             else:
                 self._offloaded(request, tuple(GradChunk(key, Span(0, 0)) for key in keys))
 
-    def _spill(self, request: OffloadGrad, keys: Sequence[ChunkKey]) -> Process:
+    def _spill(self, request: ComputeBlock, keys: Sequence[ChunkKey]) -> Process:
         world = self.world
 
         def spill(key: ChunkKey) -> Process:
@@ -144,8 +158,15 @@ class Grads:
         yield world.env.all_of([world.env.process(spill(key)) for key in keys])
         self._offloaded(request, tuple(GradChunk(key, None) for key in keys))
 
-    def _offloaded(self, request: OffloadGrad, chunks: tuple[GradChunk, ...]) -> None:
-        self.world.tell(GradOffloaded(job=request.job, step=request.step, block=request.block, chunks=chunks))
+    def _offloaded(self, operation: ComputeBlock, chunks: tuple[GradChunk, ...]) -> None:
+        shape = self.world.shape
+        for name in shape.holders(operation.block):
+            share = tuple(chunk for chunk in chunks if shape.optimizer_of(chunk.key) == name)
+            self.world.send(
+                name, GradOffloaded(job=operation.job, step=operation.step, block=operation.block, chunks=share)
+            )
+        self._report(operation)
+        self._let_leave(self._order.left())
 
     # --- between groups ---------------------------------------------------------------------------------------------
 

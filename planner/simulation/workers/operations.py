@@ -10,14 +10,8 @@ from collections.abc import Callable
 from operator import itemgetter
 
 from windlass.actors.activations import Moment
-from windlass.actors.messages import (
-    BlockBackwardDone,
-    BlockComputed,
-    ComputeBlock,
-    Phase,
-    PrefetchParams,
-    SpanKind,
-)
+from windlass.actors.gpu_worker import ParamRequest
+from windlass.actors.messages import BlockComputed, ComputeBlock, Loss, Phase, SpanKind
 from windlass.actors.timeline import COMPUTE, WHOLE_BLOCK
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, MemoryTier
 from windlass.planner.simulation import Process, Queue, SimulatedMachine
@@ -36,8 +30,17 @@ _RUNNING = "running operation"
 class Operations:
     """Computes one operation after the other."""
 
-    def __init__(self, world: SimulatedMachine, feed: ParamFeed, grads: Grads, pieces: Pieces) -> None:
+    def __init__(
+        self,
+        world: SimulatedMachine,
+        feed: ParamFeed,
+        grads: Grads,
+        pieces: Pieces,
+        computed: Callable[[BlockComputed], None],
+    ) -> None:
+        """`computed` is called with each finished operation."""
         self.world = world
+        self._computed = computed
         self._feed = feed
         self._grads = grads
         self._pieces = pieces
@@ -50,13 +53,14 @@ class Operations:
         """Queues an operation."""
         self._to_compute.put(operation)
 
-    def begin_pieces(self, request: PrefetchParams) -> None:
+    def begin_pieces(self, request: ParamRequest) -> None:
         """Queues the pieces of an operation on a streamed block."""
         num_pieces = len(self._pieces.shares(request.block))
-        passes = self._passes(request.phase, request.block, 1.0)
+        operation = request.operation
+        passes = self._passes(operation.phase, request.block, 1.0)
         unit = [piece for is_back, _ in passes for piece in _in_order(num_pieces, is_back=is_back)]
         if unit:
-            self._pieces.begin(request, unit * self._num_microbatches(request.group))
+            self._pieces.begin(request, unit * self._num_microbatches(operation.group))
 
     def _run(self) -> Process:
         world, plan = self.world, self.world.context.plan
@@ -79,24 +83,24 @@ class Operations:
             self._note_end_of_step(operation)
             for fetch in fetches:
                 self._feed.release(fetch)
-            if goes_backward and operation.group < plan.num_groups - 1:
-                self._grads.set_aside(operation)
-            elif goes_backward:
-                self._grads.complete(operation.block)
-                world.tell(
-                    BlockBackwardDone(job=operation.job, step=operation.step, block=operation.block, grad_sq_sum=1.0)
-                )
-            world.tell(
+            is_head = operation.phase in (Phase.HEAD, Phase.EVALUATE_HEAD)
+            self._computed(
                 BlockComputed(
                     job=operation.job,
                     step=operation.step,
                     op=operation.op,
                     phase=operation.phase,
                     block=operation.block,
+                    group=operation.group,
                     compute_s=self._compute_s(operation),
                     is_finite=True,
+                    loss=Loss(1.0, 1, 0) if is_head else None,
                 )
             )
+            if goes_backward and operation.group < plan.num_groups - 1:
+                self._grads.set_aside(operation)
+            elif goes_backward:
+                self._grads.complete(operation)
 
     def _note_end_of_step(self, operation: ComputeBlock) -> None:
         is_last_group = operation.group == self.world.context.plan.num_groups - 1

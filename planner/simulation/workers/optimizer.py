@@ -8,10 +8,13 @@ from windlass.actors.messages import (
     BlockUpdated,
     FlushBlock,
     GradChunk,
+    GradOffloaded,
     SpanKind,
     UpdateBlock,
+    UpdateStep,
 )
 from windlass.actors.optimizer import Ahead, UrgentQueue
+from windlass.actors.policy import Turns, UpdateQueue
 from windlass.engine.memory_plan import Pool
 from windlass.planner.simulation import Process, Queue, Resource, Signal, SimulatedMachine
 from windlass.storage.ids import ActorName, ChunkKey
@@ -40,10 +43,29 @@ class Optimizer:
         self._changed = Signal(world.env)
         self._num_left: dict[tuple[int, int], int] = {}
         self._loans: dict[tuple[int, int], dict[ChunkKey, Any]] = {}
+        ordering = world.shape.ordering
+        num_blocks = sum(name in world.shape.holders(block) for block in range(world.shape.num_blocks))
+        self._turns = UpdateQueue(ordering.queues, ordering.max_updating, num_blocks)
+        self._grads: dict[tuple[int, int], tuple[GradChunk, ...]] = {}
+        self._how: dict[int, UpdateStep] = {}
         world.env.process(self._feed())
         world.env.process(self._run_updates())
 
-    def update(self, message: UpdateBlock) -> None:
+    def take(self, message: GradOffloaded | UpdateStep) -> None:
+        """Takes in a gradient, or that a step may be updated."""
+        if isinstance(message, UpdateStep):
+            self._how[message.step] = message
+            self._take_turns(self._turns.result_came(message.step, is_updated=True))
+        else:
+            self._grads[(message.step, message.block)] = message.chunks
+            self._take_turns(self._turns.gradient_came(message.step, message.block))
+
+    def _take_turns(self, turns: Turns) -> None:
+        for step, block in turns.begin:
+            how, chunks = self._how[step], self._grads.pop((step, block))
+            self._update(UpdateBlock(job=how.job, step=step, block=block, chunks=chunks, how=how))
+
+    def _update(self, message: UpdateBlock) -> None:
         """Queues the updates of a block's chunks."""
         self._num_left[(message.step, message.block)] = len(message.chunks)
         for grad in message.chunks:
@@ -88,7 +110,7 @@ class Optimizer:
             return None
         key = (update.step, update.block)
         if key not in self._loans:
-            loans = (world.cache.lend(grad.key, update.from_step) for grad in update.chunks)
+            loans = (world.cache.lend(grad.key, update.how.from_step) for grad in update.chunks)
             self._loans[key] = {loan.key: loan for loan in loans if loan is not None}
         return self._loans[key].get(chunk.grad.key)
 
@@ -103,7 +125,7 @@ class Optimizer:
             moves.append((world.grad_itemsize * numel, SpanKind.READ_GRAD))
         # Both reads are from the same SSD with the same priority, so they run one after the other.
         for nbytes, kind in moves:
-            yield from world.chunk_move(key, nbytes, kind, update.from_step, (update.step, key.block))
+            yield from world.chunk_move(key, nbytes, kind, update.how.from_step, (update.step, key.block))
         self._ahead.num_at_hand += 1
         self._arrived.put(chunk)
 
@@ -141,3 +163,4 @@ class Optimizer:
             del self._num_left[key]
             self._loans.pop(key, None)
             self.world.tell(BlockUpdated(job=update.job, step=update.step, block=update.block, actor=self.name))
+            self._take_turns(self._turns.updated())

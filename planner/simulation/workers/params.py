@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import simpy
 
-from windlass.actors.messages import ComputeBlock, PrefetchParams, SpanKind
+from windlass.actors.gpu_worker import ParamRequest
+from windlass.actors.messages import ComputeBlock, SpanKind
 from windlass.engine.memory_plan import MemoryTier, param_buffers
 from windlass.planner.simulation import PARAMS, Finding, Process, Queue, Signal, SimulatedMachine
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
@@ -15,7 +16,7 @@ from windlass.storage.ids import BlockIndex, ChunkKey, Span
 class Fetch:
     """A transfer of one block's params to the device, or to host memory if the block is streamed."""
 
-    request: PrefetchParams
+    request: ParamRequest
     arrived: simpy.Event
     ready: simpy.Event  # set after `arrived`, when `is_ready` has been called
     num_missing: int = 0
@@ -33,7 +34,7 @@ class ParamFeed:
         self.world = world
         self._is_ready = is_ready
         env, context = world.env, world.context
-        self._requests: Queue[PrefetchParams] = Queue(env)
+        self._requests: Queue[ParamRequest] = Queue(env)
         self._arrived: Queue[tuple[Fetch, ChunkKey, Span | None]] = Queue(env)
         self._fetching: Queue[Fetch] = Queue(env)
         self._fetches: dict[tuple[int, BlockIndex], Fetch] = {}
@@ -51,9 +52,10 @@ class ParamFeed:
         for loop in (self._run_requests, self._run_arrivals, self._tell):
             env.process(loop())
 
-    def request(self, message: PrefetchParams) -> None:
-        """Begins to prefetch a block's params."""
-        self._requests.put(message)
+    def request(self, operation: ComputeBlock) -> None:
+        """Begins to prefetch an operation's params."""
+        for request in ParamRequest.of(operation):
+            self._requests.put(request)
 
     def wait_for(self, operation: ComputeBlock, block: BlockIndex) -> Finding[Fetch]:
         """Returns the params of a block for an operation, when they are ready."""
@@ -91,7 +93,7 @@ class ParamFeed:
                 fetch.numel = world.context.layout.blocks[request.block].numel - self._first(request.block)
                 fetch.num_missing = len(keys)
                 yield from self._buffers[fetch.numel].take()
-            self._fetches[(request.op, request.block)] = fetch
+            self._fetches[(request.operation.op, request.block)] = fetch
             self._created.tell()
             self._fetching.put(fetch)
             if fetch.num_missing:
@@ -138,8 +140,9 @@ class ParamFeed:
 
     def _give_back(self, fetch: Fetch, key: ChunkKey, span: Span) -> None:
         world, request = self.world, fetch.request
-        is_last_group = request.group == world.context.plan.num_groups - 1
-        world.cache.put(key, request.step, span, request.phase, is_last_group=is_last_group)
+        operation = request.operation
+        is_last_group = operation.group == world.context.plan.num_groups - 1
+        world.cache.put(key, request.step, span, operation.phase, is_last_group=is_last_group)
         world.param_slots_changed.tell()
 
     def _tell(self) -> Process:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import simpy
 
-from windlass.actors.messages import ComputeBlock, PrefetchParams, SpanKind
+from windlass.actors.gpu_worker import ParamRequest
+from windlass.actors.messages import ComputeBlock, SpanKind
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, MemoryTier, largest_piece
 from windlass.planner.simulation import Process, Queue, SimulatedMachine
 from windlass.storage.ids import BlockIndex
@@ -34,7 +35,7 @@ class _Use:
 class _Copy:
     """A copy of a piece into a buffer."""
 
-    request: PrefetchParams
+    request: ParamRequest
     nbytes: int
     free: simpy.Event | None  # set when the buffer is free
     copied: simpy.Event
@@ -60,10 +61,10 @@ class Pieces:
         bounds = self.world.bounds.get(block, (0,))
         return [(stop - start) / bounds[-1] for start, stop in itertools.pairwise(bounds) if bounds[-1]]
 
-    def begin(self, request: PrefetchParams, order: Sequence[int]) -> None:
+    def begin(self, request: ParamRequest, order: Sequence[int]) -> None:
         """Plans the copies for an operation that will use pieces in this order."""
         bounds, env = self.world.bounds[request.block], self.world.env
-        uses = self._uses[request.op] = deque()
+        uses = self._uses[request.operation.op] = deque()
         lying: list[_Use | None] = [None] * len(self._last)  # pieces of this operation
         for piece in order:
             place = next((i for i, use in enumerate(lying) if use is not None and use.piece == piece), 0)

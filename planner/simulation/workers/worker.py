@@ -1,16 +1,23 @@
 """Simulates the GPU worker: params in, compute, gradients out, and states resident on the device."""
 
+from collections.abc import Sequence
+
 from windlass.actors.messages import (
+    BlockComputed,
     BlockFlushed,
     BlockUpdated,
+    CommitReached,
     ComputeBlock,
+    ComputeBlocks,
+    ComputeProgressed,
     FlushBlock,
+    GradReady,
     Message,
-    OffloadGrad,
-    PrefetchParams,
     SpanKind,
     UpdateBlock,
+    UpdateStep,
 )
+from windlass.actors.policy import REPORT_EVERY_S, ComputeReports, OperationWindow, Turns, UpdateQueue
 from windlass.planner.simulation import Process, Queue, SimulatedMachine
 from windlass.planner.simulation.workers.grads import Grads
 from windlass.planner.simulation.workers.operations import Operations
@@ -25,8 +32,14 @@ class Worker:
     def __init__(self, world: SimulatedMachine) -> None:
         self.world = world
         self._feed = ParamFeed(world, self._is_ready)
-        self._grads = Grads(world)
-        self._operations = Operations(world, self._feed, self._grads, Pieces(world))
+        self._grads = Grads(world, self._report_grad)
+        self._operations = Operations(world, self._feed, self._grads, Pieces(world), self._report_computed)
+        self._window = OperationWindow(world.shape.ordering)
+        self._reports = ComputeReports()
+        self._reported_s = 0.0
+        ordering, num_blocks = world.shape.ordering, len(world.shape.device_blocks)
+        self._turns = UpdateQueue(ordering.queues, ordering.max_updating_on_device, num_blocks)
+        self._how: dict[int, UpdateStep] = {}
         self._commands: Queue[UpdateBlock | FlushBlock] = Queue(world.env)
         self._transit = world.pool("states in transit", world.context.plan.transit)
         world.env.process(self._run_commands())
@@ -34,15 +47,43 @@ class Worker:
     def post(self, message: Message) -> None:
         """Handles a message from the scheduler."""
         match message:
-            case PrefetchParams():
-                self._feed.request(message)
-            case ComputeBlock():
-                self._grads.expect(message)
-                self._operations.compute(message)
-            case OffloadGrad():
-                self._grads.request(message)
-            case UpdateBlock() | FlushBlock():
+            case ComputeBlocks():
+                self._begin(self._window.grant(message.operations))
+            case CommitReached():
+                self._grads.commit_reached(message.step)
+            case UpdateStep():
+                self._how[message.step] = message
+                self._take_turns(self._turns.result_came(message.step, is_updated=True))
+            case FlushBlock():
                 self._commands.put(message)
+
+    def _take_turns(self, turns: Turns) -> None:
+        for step, block in turns.begin:
+            how = self._how[step]
+            self._commands.put(UpdateBlock(job=how.job, step=step, block=block, chunks=(), how=how))
+
+    def _begin(self, operations: Sequence[ComputeBlock]) -> None:
+        for operation in operations:
+            self._feed.request(operation)
+            self._grads.expect(operation)
+            self._operations.compute(operation)
+
+    def _report_computed(self, computed: BlockComputed) -> None:
+        self._begin(self._window.computed())
+        is_late = self.world.env.now - self._reported_s > REPORT_EVERY_S
+        if due := self._reports.add(computed, is_idle=self._window.is_empty, is_late=is_late):
+            self._report(due, ())
+
+    def _report_grad(self, operation: ComputeBlock) -> None:
+        job, step, block = operation.job, operation.step, operation.block
+        self._report(self._reports.take(), (GradReady(job=job, step=step, block=block, grad_sq_sum=1.0),))
+        if block in self.world.shape.device_blocks:
+            self._take_turns(self._turns.gradient_came(step, block))
+
+    def _report(self, computed: tuple[BlockComputed, ...], grads: tuple[GradReady, ...]) -> None:
+        self._reported_s = self.world.env.now
+        job, step, actor = self.world.shape.job, (grads or computed)[-1].step, self.world.shape.gpu_worker
+        self.world.tell(ComputeProgressed(job=job, step=step, actor=actor, computed=computed, grads=grads))
 
     def _is_ready(self, fetch: Fetch) -> None:
         if self.world.rates.gives_ahead and fetch.request.block in self.world.bounds:
@@ -59,6 +100,7 @@ class Worker:
                 yield from world.compute.work(duration_s, SpanKind.UPDATE, command.step, block)
                 self._grads.updated(block)
                 world.tell(BlockUpdated(job=command.job, step=command.step, block=block, actor=name))
+                self._take_turns(self._turns.updated())
             else:
                 keys = world.context.layout.chunk_keys(block)
                 yield world.env.all_of([world.env.process(self._flush(command, key)) for key in keys])

@@ -47,9 +47,12 @@ def _leave_pid(job_dir: Path, name: str) -> None:
 
 
 def _is_meant(fault: dict[str, Any], message: Any) -> bool:
-    return (type(message).__name__, message.step) == (fault["message"], fault["step"]) and fault["phase"] in (
-        None,
-        getattr(message, "phase", None),
+    """Returns whether a message, or one that it carries, is that of the fault."""
+    carried = (*getattr(message, "computed", ()), *getattr(message, "grads", ()))
+    return any(
+        (type(each).__name__, each.step) == (fault["message"], fault["step"])
+        and fault["phase"] in (None, getattr(each, "phase", None))
+        for each in (message, *carried)
     )
 
 

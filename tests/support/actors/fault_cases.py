@@ -20,39 +20,41 @@ from windlass.actors.messages import (
     AcquireParamSlots,
     ActivationIoDone,
     ActorFailed,
-    BlockBackwardDone,
     BlockComputed,
     BlockFlushed,
     BlockUpdated,
     ChunkIoDone,
+    CommitReached,
     CommitStore,
     ComputeBlock,
+    ComputeBlocks,
+    ComputeProgressed,
+    Event,
     ExportModel,
     FlushBlock,
-    GradDiscarded,
     GradOffloaded,
+    GradReady,
     GradSlotsReleased,
     KernelChosen,
     LoadModel,
     LoadProgressed,
-    LossComputed,
     MemoryReported,
     Message,
     ModelExported,
     ModelKernelsChosen,
     ModelLoaded,
-    OffloadGrad,
     ParamSlotReleased,
     ParamSlotsGranted,
-    PrefetchParams,
     ReadActivations,
     ReadChunks,
     RestoreStates,
+    SkipStep,
     SpansReported,
     SsdRequest,
     StatesRestored,
     StoreCommitted,
     UpdateBlock,
+    UpdateStep,
     UserMessage,
     WriteActivations,
     WriteChunks,
@@ -100,6 +102,7 @@ class Row:
     to: tuple[ActorName, ...]
     modes: tuple[str, ...] = tuple(MODES)
     in_thread: bool = False  # a thread of the receiver handles it; otherwise it is handled on arrival
+    thread: str = ""  # one of several threads of the receiver that handle it; the row is about faults in that thread
     is_awaited: bool = True  # losing it is noticed; otherwise the receiver can proceed without it
 
 
@@ -109,10 +112,11 @@ ROWS = (
     Row(message=CommitStore, to=SSDS, in_thread=True),
     Row(message=WriteActivations, to=SSDS, modes=("swapped",), in_thread=True),
     Row(message=ReadActivations, to=SSDS, modes=("swapped",), in_thread=True),
-    Row(message=PrefetchParams, to=(GPU_WORKER,), in_thread=True),
-    Row(message=ComputeBlock, to=(GPU_WORKER,), in_thread=True),
-    Row(message=OffloadGrad, to=(GPU_WORKER,), in_thread=True),
-    Row(message=UpdateBlock, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
+    Row(message=ComputeBlock, to=(GPU_WORKER,)),
+    Row(message=ComputeBlock, to=(GPU_WORKER,), thread="ParamFeed._run_requests"),
+    Row(message=ComputeBlock, to=(GPU_WORKER,), thread="GpuWorker._run_compute"),
+    Row(message=ComputeBlock, to=(GPU_WORKER,), thread="GradOffload._run"),
+    Row(message=UpdateStep, to=(GPU_WORKER,), modes=("mixed",)),
     Row(message=FlushBlock, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
     Row(message=RestoreStates, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
     Row(message=ChunkIoDone, to=(GPU_WORKER,), modes=_FROM_SSDS),
@@ -120,9 +124,11 @@ ROWS = (
     Row(message=AcquireParamSlots, to=(GPU_WORKER,), modes=_FROM_SSDS),
     Row(message=ParamSlotReleased, to=(GPU_WORKER,), modes=_FROM_SSDS, is_awaited=False),
     Row(message=GradSlotsReleased, to=(GPU_WORKER,), is_awaited=False),
-    Row(message=GradDiscarded, to=(GPU_WORKER,), modes=("skipping",), is_awaited=False),
+    Row(message=CommitReached, to=(GPU_WORKER,), modes=("spilled",)),
     Row(message=LoadModel, to=(OPTIMIZER,)),
-    Row(message=UpdateBlock, to=(OPTIMIZER,), in_thread=True),
+    Row(message=GradOffloaded, to=(OPTIMIZER,)),
+    Row(message=UpdateStep, to=(OPTIMIZER,)),
+    Row(message=SkipStep, to=(OPTIMIZER,), modes=("skipping",), is_awaited=False),
     Row(message=FlushBlock, to=(OPTIMIZER,), modes=_RESTING, in_thread=True),
     Row(message=RestoreStates, to=(OPTIMIZER,), modes=_RESTING, in_thread=True),
     Row(message=ExportModel, to=(OPTIMIZER,), in_thread=True),
@@ -131,9 +137,7 @@ ROWS = (
     Row(message=ModelLoaded, to=(SCHEDULER,)),
     Row(message=StatesRestored, to=(SCHEDULER,), modes=_RESTING),
     Row(message=BlockComputed, to=(SCHEDULER,)),
-    Row(message=LossComputed, to=(SCHEDULER,)),
-    Row(message=BlockBackwardDone, to=(SCHEDULER,)),
-    Row(message=GradOffloaded, to=(SCHEDULER,)),
+    Row(message=GradReady, to=(SCHEDULER,)),
     Row(message=BlockUpdated, to=(SCHEDULER,)),
     Row(message=BlockFlushed, to=(SCHEDULER,), modes=_RESTING),
     Row(message=StoreCommitted, to=(SCHEDULER,)),
@@ -143,8 +147,18 @@ ROWS = (
     Row(message=SpansReported, to=(SCHEDULER,), is_awaited=False),
     Row(message=MemoryReported, to=(SCHEDULER,), is_awaited=False),
 )
-# Sent before training begins; the report of a fault itself; a base class of requests.
-WITHOUT_CASES = {UserMessage, ModelKernelsChosen, ActorFailed, SsdRequest}
+# Sent before training begins; the report of a fault itself; base classes; carriers of messages that have cases; an
+# optimizer's own task, which is not sent.
+WITHOUT_CASES = {
+    Event,
+    UserMessage,
+    ModelKernelsChosen,
+    ActorFailed,
+    SsdRequest,
+    ComputeBlocks,
+    ComputeProgressed,
+    UpdateBlock,
+}
 
 
 def all_messages() -> set[type[Message]]:
@@ -165,7 +179,8 @@ class Case:
 
     def __str__(self) -> str:
         where = {0.0: "first ", 0.5: "", 0.9: "late "}[self.moment]
-        return f"{self.mode}: {self.to} {self.kind} {where}{self.row.message.__name__}"
+        thread = f" {self.row.thread}" if self.row.thread else ""
+        return f"{self.mode}: {self.to}{thread} {self.kind} {where}{self.row.message.__name__}"
 
     def nth(self, count: int) -> int:
         """The number, from 1, of the message to hit if `count` of them are sent."""
@@ -177,6 +192,8 @@ def kinds_of(row: Row) -> list[FaultKind]:
     if row.to == (SCHEDULER,):  # in one process, nothing can see the scheduler itself die or hang
         return [FaultKind.LOST, FaultKind.LATE]
     in_thread = {FaultKind.BREAKS_THREAD, FaultKind.HANGS_THREAD}
+    if row.thread:
+        return [kind for kind in FaultKind if kind in in_thread]
     return [kind for kind in FaultKind if row.in_thread or kind not in in_thread]
 
 

@@ -1,7 +1,11 @@
-"""Fault injection between real actors in one process: a message is lost or late, or breaks or hangs its receiver."""
+"""Fault injection between real actors in one process: a message is lost or late, or breaks or hangs its receiver.
+
+Some messages carry others: operations, or reports. A fault at one that is carried loses, delays or breaks its carrier.
+"""
 
 import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +16,8 @@ import pytest
 
 from windlass.actors.gpu_worker.worker import GpuWorker
 from windlass.actors.job.context import SCHEDULER
-from windlass.actors.messages import ActorFailed, Message
+from windlass.actors.lifecycle import threads
+from windlass.actors.messages import ActorFailed, ComputeBlocks, ComputeProgressed, Message
 from windlass.actors.optimizer.worker import CpuOptimizer
 from windlass.actors.scheduler import scheduler
 from windlass.actors.scheduler.scheduler import Scheduler
@@ -44,18 +49,34 @@ class Fault:
     message: type[Message]
     nth: int
     kind: FaultKind
+    # The receiver's thread to break or to hang, at the `nth` message that it works at. "": the first thread that reads
+    # the message.
+    thread: str = ""
 
 
 class FaultError(RuntimeError):
     """An unexpected error in an actor."""
 
 
+def parts_of(message: Message) -> tuple[Message, ...]:
+    """The messages that a message carries; of most messages, itself."""
+    match message:
+        case ComputeBlocks():
+            return message.operations
+        case ComputeProgressed():
+            return (*message.computed, *message.grads)
+        case _:
+            return (message,)
+
+
 class Double:
     """Sees every message between the actors of the attempts that run while it is installed."""
 
     def __init__(self, fault: Fault | None) -> None:
-        self.delivered: list[tuple[ActorName, Message]] = []
+        self.delivered: list[tuple[ActorName, Message]] = []  # without those that carry others
+        self.begun: Counter[tuple[str, type[Message]]] = Counter()  # by thread: how often it began to work at such one
         self.hit: Message | None = None  # the message at which the fault was injected
+        self.carrier: Message | None = None  # the message that carried it, often itself
         self._fault = fault
         self._num_seen = 0
         self._lock = threading.Lock()
@@ -66,7 +87,7 @@ class Double:
         """Passes a message to `post`, or injects the fault. Runs in the sender's thread."""
 
         def arrive(message: Message) -> None:
-            self.delivered.append((to, message))
+            self.delivered += [(to, part) for part in parts_of(message)]
             post(message)
 
         match self._fault_at(to, message):
@@ -83,14 +104,29 @@ class Double:
 
     def _fault_at(self, to: ActorName, message: Message) -> FaultKind | None:
         fault = self._fault
-        if fault is None or to != fault.to:
+        if fault is None or to != fault.to or fault.thread:
             return None
         with self._lock:
-            self._num_seen += type(message) is fault.message
-            if type(message) is fault.message and self._num_seen == fault.nth:
-                self.hit = message
-                return fault.kind
+            for part in parts_of(message):
+                self._num_seen += type(part) is fault.message
+                if type(part) is fault.message and self._num_seen == fault.nth:
+                    self.hit, self.carrier = part, message
+                    return fault.kind
             return FaultKind.DEAF if self.hit is not None and fault.kind is FaultKind.DEAF else None
+
+    def begins(self, thread: str, message: Message) -> None:
+        """Notes that a thread begins to work at a message, or injects the fault. Runs in that thread."""
+        fault = self._fault
+        with self._lock:
+            self.begun[thread, type(message)] += 1
+            if fault is None or thread != f"{fault.to} {fault.thread}" or type(message) is not fault.message:
+                return
+            if self.begun[thread, fault.message] != fault.nth:
+                return
+            self.hit = self.carrier = message
+        if fault.kind is FaultKind.BREAKS_THREAD:
+            raise FaultError(BROKEN)
+        self._released.wait()
 
     def attempt_over(self) -> None:
         """Delivers a message that was held back. The scheduler has ended; the other actors still run."""
@@ -132,6 +168,7 @@ def double_between_actors(fault: Fault | None = None) -> Iterator[Double]:
             patch.setattr(module, "_TICK_S", 0.1)
         for actor in (GpuWorker, CpuOptimizer, SsdServer, Scheduler):
             patch.setattr(actor, "post", _between(double, actor.post))
+        patch.setattr(threads._GuardedThread, "at", _noting(double))
         run = Scheduler.run
 
         def run_and_tell(self: Scheduler) -> dict[str, Any]:
@@ -144,6 +181,18 @@ def double_between_actors(fault: Fault | None = None) -> Iterator[Double]:
             yield double
         finally:
             double.release()
+
+
+def _noting(double: Double) -> property:
+    """The attribute of a thread that names the message at which it works."""
+
+    def set_at(thread: threading.Thread, message: Message | None) -> None:
+        is_new = message is not vars(thread).get("at")
+        vars(thread)["at"] = message
+        if is_new and message is not None:
+            double.begins(thread.name, message)
+
+    return property(lambda thread: vars(thread).get("at"), set_at)
 
 
 def _between(double: Double, post: Callable[[Any, Message], None]) -> Callable[[Any, Message], None]:

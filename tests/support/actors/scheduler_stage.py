@@ -1,7 +1,7 @@
 """A scheduler whose actors answer at once, or not at all."""
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,38 +9,37 @@ from typing import Any, TypeVar
 from benchmarks.peers.schedules import System, behaving_as
 from tests.support.actors.specs import make_layout, make_spec
 from tests.support.training import journal_of
-from windlass.actors.job.context import make_context, optimizer_name
+from windlass.actors.job.context import GPU_WORKER, make_context, optimizer_name
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.lifecycle.stop_request import StopRequest
 from windlass.actors.messages import (
     ActorFailed,
-    BlockBackwardDone,
     BlockComputed,
     BlockFlushed,
     BlockUpdated,
     CommitStore,
     ComputeBlock,
+    ComputeBlocks,
+    ComputeProgressed,
     ExportModel,
     FailureKind,
     FlushBlock,
-    GradChunk,
-    GradOffloaded,
+    GradReady,
     LoadModel,
     LoadProgressed,
-    LossComputed,
+    Loss,
     Message,
     ModelExported,
     ModelLoaded,
-    OffloadGrad,
     Phase,
     RestoreStates,
     StatesRestored,
     StoreCommitted,
-    UpdateBlock,
+    UpdateStep,
 )
 from windlass.actors.scheduler.scheduler import Scheduler
 from windlass.engine.memory_plan.plan import Placement
-from windlass.storage.ids import ActorName, JobId, Precision, Rank, Span, Step
+from windlass.storage.ids import ActorName, BlockIndex, JobId, Precision, Rank, Step
 from windlass.storage.store.format import CommitRecord
 
 LAYOUT = make_layout(2048, 5000, 4096)
@@ -53,6 +52,19 @@ TIERED: dict[str, Any] = {
     "total_steps": 7,
     "placement": Placement(host_blocks=(0,), device_blocks=(2,), commit_every=3),
 }
+
+
+class _StagedScheduler(Scheduler):
+    """A scheduler whose GPU worker computes only when no event is left."""
+
+    def __init__(self, stage: "Stage", *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._stage = stage
+
+    def _next_event(self, timeout_s: float) -> Message | None:
+        if self._events.empty():
+            self._stage.compute_next()
+        return super()._next_event(timeout_s)
 
 
 class Stage:
@@ -82,7 +94,11 @@ class Stage:
         self.before: Callable[[Message], None] = lambda message: None
         self.check_actors: Callable[[], None] = lambda: None
         self.stop = StopRequest()
-        self.scheduler = Scheduler(
+        self.grads: set[tuple[int, int]] = set()  # step and block of gradients whose update has not begun
+        self.updating: dict[int, set[ActorName]] = {}  # by step: actors that may update it
+        self.granted: deque[ComputeBlock] = deque()
+        self.scheduler = _StagedScheduler(
+            self,
             self.context,
             self._send,
             resume_from=resume_from,
@@ -106,6 +122,17 @@ class Stage:
         )
 
     def _send(self, to: ActorName, message: Message) -> None:
+        if isinstance(message, ComputeBlocks):
+            self.granted.extend(message.operations)
+        else:
+            self._take(to, message)
+
+    def compute_next(self) -> None:
+        """Computes the next granted operation, which counts as a message of its own here."""
+        if self.granted:
+            self._take(GPU_WORKER, self.granted.popleft())
+
+    def _take(self, to: ActorName, message: Message) -> None:
         self.received.append((to, message))
         self.before(message)
         if type(message) not in self.silent:
@@ -119,15 +146,15 @@ class Stage:
                 progress = LoadProgressed(
                     **facts, actor=optimizer_name(0), num_params=LAYOUT.numel // 2, total_params=LAYOUT.numel
                 )
-                return [progress, ModelLoaded(**facts)]
+                return [progress, ModelLoaded(**facts, actor=to)]
             case ComputeBlock():
-                return self._computed(message, facts)
-            case OffloadGrad():
-                keys = LAYOUT.chunk_keys(message.block)
-                chunks = tuple(GradChunk(key, Span(0, 4096)) for key in keys)
-                return [GradOffloaded(**facts, block=message.block, chunks=chunks)]
-            case UpdateBlock():
-                return [BlockUpdated(**facts, block=message.block, actor=to)]
+                progressed = self._computed(message)
+                for grad in progressed.grads:
+                    self.grads.add((grad.step, grad.block))
+                return [progressed, *self._updates(message.step)]
+            case UpdateStep():
+                self.updating.setdefault(message.step, set()).add(to)
+                return self._updates(message.step)
             case FlushBlock():
                 return [BlockFlushed(**facts, block=message.block, actor=to)]
             case RestoreStates():
@@ -137,25 +164,47 @@ class Stage:
                 return [StoreCommitted(**facts, actor=to, bytes_read=100, bytes_written=self.bytes_written[to])]
             case ExportModel():
                 Path(message.path).mkdir()
-                return [ModelExported(**facts, path=message.path)]
+                return [ModelExported(**facts, actor=to, path=message.path)]
         return []
 
-    def _computed(self, message: ComputeBlock, facts: dict[str, Any]) -> list[Message]:
-        events: list[Message] = []
+    def _updates(self, step: int) -> list[Message]:
+        """The updates of blocks whose gradient is there, by the actors that may update the step."""
+        if UpdateStep in self.silent:
+            return []
+        found: list[Message] = []
+        for key in sorted(key for key in self.grads if key[0] == step):
+            holders = self.scheduler.pipeline.shape.holders(key[1])
+            if self.updating.get(step, set()) >= set(holders):
+                self.grads.remove(key)
+                facts: dict[str, Any] = {"job": self.spec.job, "step": Step(step), "block": BlockIndex(key[1])}
+                found += [BlockUpdated(**facts, actor=actor) for actor in holders]
+        return found
+
+    def _computed(self, message: ComputeBlock) -> ComputeProgressed:
+        facts: dict[str, Any] = {"job": message.job, "step": message.step}
+        loss, grads = None, []
         if message.phase is Phase.HEAD:
             self.loss_scale = message.loss_scale
         is_last = message.group == self.context.plan.num_groups - 1
         if message.phase in (Phase.HEAD, Phase.EVALUATE_HEAD):
-            counts: dict[str, Any] = {"num_targets": NUM_TARGETS, "num_correct": 4, "group": message.group}
-            loss_sum = self.losses.get(message.step, self.loss) * NUM_TARGETS
-            events.append(LossComputed(**facts, phase=message.phase, loss_sum=loss_sum, **counts))
+            loss = Loss(self.losses.get(message.step, self.loss) * NUM_TARGETS, NUM_TARGETS, 4)
         if is_last and message.phase in (Phase.HEAD, Phase.BACKWARD):
             is_bad = (message.step, message.block) in self.bad_grads
             sq_sum = math.inf if is_bad else 12.0 * self.loss_scale**2
-            events.append(BlockBackwardDone(**facts, block=message.block, grad_sq_sum=sq_sum))
-        is_finite = (message.step, message.phase, message.block) not in self.bad_outputs
-        work: dict[str, Any] = {"op": message.op, "phase": message.phase, "block": message.block, "compute_s": 0.1}
-        return [*events, BlockComputed(**facts, **work, is_finite=is_finite)]
+            grads.append(GradReady(**facts, block=message.block, grad_sq_sum=sq_sum))
+        computed = BlockComputed(
+            **facts,
+            op=message.op,
+            phase=message.phase,
+            block=message.block,
+            group=message.group,
+            compute_s=0.1,
+            is_finite=(message.step, message.phase, message.block) not in self.bad_outputs,
+            loss=loss,
+        )
+        if GradReady in self.silent:
+            grads = []
+        return ComputeProgressed(**facts, actor=GPU_WORKER, computed=(computed,), grads=tuple(grads))
 
     def break_step(self, step: int, block: int) -> None:
         """Makes the forward pass of a block overflow, and everything after it, as the GPU worker reports it."""

@@ -1,9 +1,9 @@
 """A test bench of the GPU worker: one rank, with SSD servers that keep params in memory."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -16,14 +16,18 @@ from windlass.actors.gpu_worker.worker import GpuWorker
 from windlass.actors.job.context import grad_precision, make_context
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import (
-    BlockBackwardDone,
     BlockComputed,
+    CommitReached,
     ComputeBlock,
+    ComputeBlocks,
+    ComputeProgressed,
     GradOffloaded,
+    GradReady,
     GradSlotsReleased,
-    OffloadGrad,
+    Loss,
+    Message,
     Phase,
-    PrefetchParams,
+    StoredParams,
 )
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.engine.data.examples import NO_TARGET
@@ -32,12 +36,14 @@ from windlass.storage.ids import BlockIndex, StateKind, Step
 from windlass.storage.memory.arena import Arena
 
 STEP = Step(1)
+Part = TypeVar("Part", bound=Message)
 
 
 class Bench:
     """A started worker, its arena, and SSDs that hold the model's params of step 0."""
 
-    def __init__(self, directory: Path, **changes: Any) -> None:
+    def __init__(self, directory: Path, *, is_committed: bool = True, **changes: Any) -> None:
+        self.is_committed = is_committed  # the worker knows of the commit of step 0 from the beginning
         self.spec: JobSpec = make_spec(directory, **{"num_microbatches": 2, "clip_norm": 1.0, **changes})
         self.precision = self.spec.hyperparameters.precision
         self.loss_scale = 1.0
@@ -64,42 +70,64 @@ class Bench:
                     start, stop = self.layout.chunk_range(key)
                     self.ssds.put(0, key, self.context.formats.param_kind, flat[start:stop])
 
-    def prefetch(self, block: int, op: int, phase: Phase = Phase.FORWARD, group: int = 0) -> None:
-        for needed in self.layout.shared[block]:
-            self.worker.post(
-                PrefetchParams(job=self.spec.job, step=Step(0), op=op, phase=phase, block=needed, group=group)
-            )
-
-    def compute(self, phase: Phase, block: int, op: int, group: int = 0) -> None:
-        blocks = self.layout.shared[block]
-        message = ComputeBlock(
+    def operation(self, phase: Phase, block: int, op: int, group: int = 0) -> ComputeBlock:
+        return ComputeBlock(
             job=self.spec.job,
             step=STEP,
             op=op,
             phase=phase,
             block=BlockIndex(block),
-            blocks=blocks,
+            params=tuple(StoredParams(needed, Step(0)) for needed in self.layout.shared[block]),
             group=group,
             loss_scale=self.loss_scale if phase is Phase.HEAD else 1.0,
         )
-        self.worker.post(message)
+
+    def grant(self, *operations: ComputeBlock) -> None:
+        self.worker.post(ComputeBlocks(job=self.spec.job, step=STEP, operations=operations))
+
+    def commit(self, step: int) -> None:
+        self.worker.post(CommitReached(job=self.spec.job, step=Step(step)))
 
     def run(self, phase: Phase, block: int, group: int = 0) -> None:
         """Runs one operation to its end."""
         self.num_operations += 1
-        self.prefetch(block, self.num_operations, phase, group)
-        self.compute(phase, block, self.num_operations, group)
-        self.ssds.receive(BlockComputed, self.num_operations)
+        self.grant(self.operation(phase, block, self.num_operations, group))
+        self.receive_computed(self.num_operations)
 
-    def offload(self, block: int) -> torch.Tensor:
-        """Offloads a block's gradient and returns it as it arrives in the arena. Releases its slots."""
-        before = len(self.ssds.of(GradOffloaded))
-        self.worker.post(OffloadGrad(job=self.spec.job, step=STEP, block=BlockIndex(block)))
-        return self.received_grad(block, before + 1)
+    # --- what the worker has reported -------------------------------------------------------------------------------
+
+    @property
+    def computed(self) -> list[BlockComputed]:
+        """The operations that were reported, in order."""
+        return [computed for message in self.ssds.of(ComputeProgressed) for computed in message.computed]
+
+    @property
+    def losses(self) -> list[Loss]:
+        return [computed.loss for computed in self.computed if computed.loss is not None]
+
+    @property
+    def grads(self) -> list[GradReady]:
+        """The gradients that were reported, in order."""
+        return [grad for message in self.ssds.of(ComputeProgressed) for grad in message.grads]
+
+    def receive_computed(self, count: int) -> list[BlockComputed]:
+        """Waits until at least `count` operations were reported, and returns all of them."""
+        return self._receive(lambda message: message.computed, count)
+
+    def receive_grads(self, count: int) -> list[GradReady]:
+        """Waits until at least `count` gradients were reported, and returns all of them."""
+        return self._receive(lambda message: message.grads, count)
+
+    def _receive(self, parts: Callable[[ComputeProgressed], tuple[Part, ...]], count: int) -> list[Part]:
+        messages = self.ssds.of(ComputeProgressed)
+        while len(found := [part for message in messages for part in parts(message)]) < count:
+            messages = self.ssds.receive(ComputeProgressed, len(messages) + 1)
+        return found
 
     def received_grad(self, block: int, count: int) -> torch.Tensor:
-        """Waits for `count` offloaded gradients, returns the last one, and releases its slots."""
-        offloaded = self.ssds.receive(GradOffloaded, count)[-1]
+        """Waits for `count` offloaded gradients, and returns the last one as it arrived. Releases its slots."""
+        self.receive_grads(count)
+        offloaded = [message for message in self.ssds.of(GradOffloaded) if message.block == block][-1]
         assert [chunk.key for chunk in offloaded.chunks] == self.layout.chunk_keys(BlockIndex(block))
         dtype = TORCH_DTYPE[grad_precision(self.spec)]
         parts = []
@@ -113,6 +141,8 @@ class Bench:
         spans = tuple(chunk.span for chunk in offloaded.chunks if chunk.span is not None)
         self.worker.post(GradSlotsReleased(job=self.spec.job, step=STEP, spans=spans))
         return torch.cat(parts)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
 
     def forward_and_head(self, group: int = 0) -> int:
         """Runs the forward half of a step, or of one of its groups. Returns the head's block."""
@@ -128,12 +158,13 @@ class Bench:
         for group in range(last_group):
             for block in reversed(range(self.forward_and_head(group))):
                 self.run(Phase.BACKWARD, block, group)
-        assert self.ssds.of(BlockBackwardDone) == []
+        assert self.grads == []
         last = self.forward_and_head(last_group)
-        found = {last: self.offload(last)}
+        found = {last: self.received_grad(last, 1)}
         for block in reversed(range(last)):
             self.run(Phase.BACKWARD, block, last_group)
-            found[block] = self.offload(block)
+            found[block] = self.received_grad(block, len(found) + 1)
+        assert [grad.block for grad in self.grads] == list(found)
         return found
 
     def plain_step(self) -> tuple[float, int, dict[str, torch.Tensor]]:
@@ -160,6 +191,8 @@ class Bench:
 def running(bench: Bench) -> Iterator[Bench]:
     """Starts the bench's worker, and stops it at the end."""
     bench.worker.setup()
+    if bench.is_committed and bench.context.plan.spilled_blocks:
+        bench.commit(0)
     yield bench
     bench.worker.stop()
     bench.arena.close()

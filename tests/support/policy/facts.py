@@ -10,34 +10,33 @@ from tests.support.policy.jobs import (
     JOB,
     WITH_GRADIENT,
     Expected,
+    computed,
     expected_operations,
-    grad_chunks,
+    grad_ready,
     grad_sq_sum,
+    holders,
     not_finite,
 )
 from windlass.actors.messages import (
-    BlockBackwardDone,
-    BlockComputed,
     BlockFlushed,
     BlockUpdated,
     CommitStore,
     ComputeBlock,
+    ComputeProgressed,
     ExportModel,
     FlushBlock,
-    GradChunk,
-    GradOffloaded,
+    GradReady,
     Message,
     ModelExported,
     ModelLoaded,
-    OffloadGrad,
     Phase,
     RestoreStates,
     StatesRestored,
     StoreCommitted,
-    UpdateBlock,
+    UpdateStep,
 )
-from windlass.actors.policy.block_queue import QueueOrder
 from windlass.actors.policy.config import SchedulerConfig
+from windlass.actors.policy.worker_queues import OffloadQueue, Turns, UpdateQueue
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 
@@ -64,9 +63,17 @@ class Facts(Expected):
         first_step = (initial_step or 0) + 1
         self.expected = expected_operations(shape, first_step)
         self.computing: list[ComputeBlock] = []  # in order of arrival, which is the order of computation
-        self.backward_told = False  # for the first entry of `computing`
-        self.offloading: dict[tuple[int, int], OffloadGrad] = {}
-        self.updating: dict[tuple[int, int], dict[ActorName, UpdateBlock]] = {}
+        # Gradients that are where they stay, and whose report is on its way; those that are reported are in `reported`.
+        # The actors that update them may have begun.
+        self.offload_order = OffloadQueue(shape.ordering, shape.spilled_blocks)
+        self.offloading: set[tuple[int, int]] = set()
+        self.num_unreported_grads = 0
+        self.reported: set[tuple[int, int]] = set()
+        self.turns = {actor: self._queue_of(actor) for actor in shape.updating_actors}
+        self.how: dict[int, UpdateStep] = {}  # by step
+        self.updating: dict[tuple[int, int], set[ActorName]] = {}  # updates that have begun
+        self.updated: dict[tuple[int, int], set[ActorName]] = {}  # shares that are updated, until all of a block are
+        self.owed: set[tuple[int, int, ActorName]] = set()  # updates that the policy waits for
         self.flushing: dict[int, dict[ActorName, FlushBlock]] = {}
         self.committing: dict[ActorName, CommitStore] = {}
         self.restoring: dict[ActorName, RestoreStates] = {}
@@ -75,7 +82,6 @@ class Facts(Expected):
         self.exporting: ExportModel | None = None
         self.num_issued = 0  # operations
         self.computed: list[tuple[int, Phase, int, int]] = []
-        self.prefetched: set[tuple[int, Phase, int, int, int]] = set()  # (op, phase, block, group, version)
         first = -1 if initial_step is None else initial_step
         # For each block: the step whose params an operation finds; the step under which its states are read; the step
         # whose update made its states, in memory or on SSD; and the same on SSD only.
@@ -83,12 +89,7 @@ class Facts(Expected):
         self.labels = [first] * shape.num_blocks
         self.content = [self.last_good(first)] * shape.num_blocks
         self.on_ssd = [self.last_good(first)] * shape.num_blocks
-        self.backward_done: set[tuple[int, int]] = set()
-        self.offloaded: dict[tuple[int, int], tuple[GradChunk, ...]] = {}
-        self.lent: set[tuple[int, int]] = set()  # gradients that are neither an optimizer's nor discarded
-        # Blocks that wait for their offload or their update, in order of arrival.
-        self.to_offload: list[tuple[int, int]] = []
-        self.to_update: list[tuple[int, int]] = []
+        self.kept: set[tuple[int, int, ActorName]] = set()  # gradients, by holder, that are neither used nor discarded
         self.asked_commits: list[int] = []
         self.committed = first
         self.told = max(first, 0)  # last step that was reported as settled
@@ -103,9 +104,15 @@ class Facts(Expected):
         """The last step that is updated in every block, or known to be skipped."""
         return max([min(self.content), *(step for step in self.skipped if self._gradients_complete(step))])
 
+    def _queue_of(self, actor: ActorName) -> UpdateQueue:
+        ordering, is_gpu = self.shape.ordering, actor == self.shape.gpu_worker
+        limit = ordering.max_updating_on_device if is_gpu else ordering.max_updating
+        blocks = [block for block in range(self.shape.num_blocks) if actor in holders(self.shape, block)]
+        return UpdateQueue(ordering.queues, limit, len(blocks))
+
     def _last_over(self) -> int:
         """The last step that is updated, or skipped with no gradient in flight."""
-        over = [step for step in self.skipped if self._gradients_complete(step) and self._gradients_at_rest(step)]
+        over = [step for step in self.skipped if self._gradients_complete(step)]
         return max([min(self.content), *over])
 
     # --- which steps are committed ----------------------------------------------------------------------------------
@@ -128,7 +135,9 @@ class Facts(Expected):
 
     def is_end_of_evaluation(self, event: Message) -> bool:
         """Returns whether this event, already accounted for, completes the evaluation of a step."""
-        if not isinstance(event, BlockComputed) or event.phase is not Phase.EVALUATE_HEAD:
+        if not isinstance(event, ComputeProgressed) or not event.computed:
+            return False
+        if event.computed[-1].phase is not Phase.EVALUATE_HEAD:
             return False
         return self.computed[-1][3] == self.shape.num_evaluation_groups - 1
 
@@ -156,14 +165,10 @@ class Facts(Expected):
         if self.failed:
             return found
         if self.loading:
-            found.append(Pending(ModelLoaded(job=JOB, step=Step(0)), "load"))
+            found.append(Pending(ModelLoaded(job=JOB, step=Step(0), actor=self.shape.optimizers[0]), "load"))
+        found += [self._gradient(step, block) for step, block in sorted(self.offloading)]
         if self.computing:
             found.append(self._next_of_compute(self.computing[0]))
-        for (step, block), _ in self.offloading.items():
-            event = GradOffloaded(
-                job=JOB, step=Step(step), block=BlockIndex(block), chunks=grad_chunks(self.shape, block)
-            )
-            found.append(Pending(event, f"offload {step} {block}"))
         for (step, block), shares in self.updating.items():
             for actor in shares:
                 updated = BlockUpdated(job=JOB, step=Step(step), block=BlockIndex(block), actor=actor)
@@ -179,7 +184,9 @@ class Facts(Expected):
             committed = StoreCommitted(job=JOB, step=commit.step, actor=actor, bytes_read=1, bytes_written=1)
             found.append(Pending(committed, f"commit {commit.step} {actor}"))
         if self.exporting is not None:
-            exported = ModelExported(job=JOB, step=self.exporting.step, path=self.exporting.path)
+            exported = ModelExported(
+                job=JOB, step=self.exporting.step, actor=self.shape.optimizers[0], path=self.exporting.path
+            )
             found.append(Pending(exported, f"export {self.exporting.step}"))
         return found
 
@@ -191,23 +198,13 @@ class Facts(Expected):
         return compute.phase in WITH_GRADIENT and compute.group == self.shape.num_groups - 1
 
     def _next_of_compute(self, compute: ComputeBlock) -> Pending:
-        if self._completes_gradient(compute) and not self.backward_told:
-            key = (int(compute.step), int(compute.block))
-            size = grad_sq_sum(*key) * self.expected_loss_scale(compute.step) ** 2
-            if key in self.bad:
-                size = not_finite(*key)
-            done = BlockBackwardDone(job=JOB, step=compute.step, block=compute.block, grad_sq_sum=size)
-            return Pending(done, f"gradient {compute.step} {compute.block}")
-        computed = BlockComputed(
-            job=JOB,
-            step=compute.step,
-            op=compute.op,
-            phase=compute.phase,
-            block=compute.block,
-            compute_s=0.1,
-            is_finite=True,
-        )
-        return Pending(computed, f"compute {compute.op}")
+        return Pending(computed(compute), f"compute {compute.op}")
+
+    def _gradient(self, step: int, block: int) -> Pending:
+        size = grad_sq_sum(step, block) * self.expected_loss_scale(step) ** 2
+        if (step, block) in self.bad:
+            size = not_finite(step, block)
+        return Pending(grad_ready(step, block, size), f"gradient {step} {block}")
 
     # --- what has happened -------------------------------------------------------------------------------------------
 
@@ -222,34 +219,20 @@ class Facts(Expected):
             case StatesRestored():
                 del self.restoring[event.actor]
                 self.restored.append(event.actor)
-            case BlockBackwardDone():
-                self.backward_told = True
-                self.backward_done.add((event.step, event.block))
-                if event.block in self.shape.device_blocks:
-                    self.offloaded[(event.step, event.block)] = ()
-                    self.lent.add((event.step, event.block))
-                else:
-                    self.to_offload.append((event.step, event.block))
-                self._note_gradient(event.step)
-            case BlockComputed():
-                compute = self.computing.pop(0)
-                self.backward_told = False
-                self.computed.append((compute.step, compute.phase, compute.block, compute.group))
-            case GradOffloaded():
-                key = (int(event.step), int(event.block))
-                del self.offloading[key]
-                self.offloaded[key] = event.chunks
-                self.lent.add(key)
-                self._note_gradient(event.step)
+            case ComputeProgressed():
+                for _ in event.computed:
+                    self._note_computed(self.computing.pop(0))
+                for grad in event.grads:
+                    self._note_gradient(grad)
             case BlockUpdated():
-                shares = self.updating[(event.step, event.block)]
-                del shares[event.actor]
-                if not shares:
-                    del self.updating[(event.step, event.block)]
-                    self.written[event.block] = self.labels[event.block] = self.content[event.block] = event.step
-                    if event.block not in self.resident:
-                        self.on_ssd[event.block] = event.step
-                    self._settle_without_ssds()
+                key = (int(event.step), int(event.block))
+                self.updating[key].remove(event.actor)
+                if not self.updating[key]:
+                    del self.updating[key]
+                self.owed.discard((*key, event.actor))
+                self.updated.setdefault(key, set()).add(event.actor)
+                self._note_updated(key)
+                self.take_turns(event.actor, self.turns[event.actor].updated())
             case BlockFlushed():
                 flushes = self.flushing[event.block]
                 del flushes[event.actor]
@@ -275,17 +258,77 @@ class Facts(Expected):
         """All blocks are read under this step from now on, regardless of the step that made their states."""
         self.written, self.labels = [step] * self.shape.num_blocks, [step] * self.shape.num_blocks
 
-    def _note_gradient(self, step: int) -> None:
-        """Queues updates whose gradient is in place. A skipped step has no updates, so it is over."""
-        if self.shape.keeps_grads and not self._gradients_complete(step):
-            return
-        if step not in self.skipped:
-            ready = [key for key in self.offloaded if key[0] == step and key in self.lent]
-            self.to_update += [key for key in ready if key not in self.to_update]
-        elif self._gradients_at_rest(step) and not self.is_commit_step(step):
-            self.written = [step] * self.shape.num_blocks
+    def _note_computed(self, compute: ComputeBlock) -> None:
+        """Lets a complete gradient leave the device, in the GPU worker's order."""
+        self.computed.append((compute.step, compute.phase, compute.block, compute.group))
+        if self._completes_gradient(compute):
+            self.num_unreported_grads += 1
+            if compute.block in self.shape.device_blocks:
+                self._store(compute.step, compute.block)
+            else:
+                self.let_leave(self.offload_order.push(compute.step, compute.block))
 
+    def let_leave(self, keys: list[tuple[Step, BlockIndex]]) -> None:
+        """Lets gradients leave the device. Their holders have them at once, the policy learns of them later."""
+        for step, block in keys:
+            is_safe = self.committed >= step - 1
+            assert is_safe or block not in self.shape.spilled_blocks, "a gradient overwrites what is not safe"
+            self._store(step, block)
+
+    def _store(self, step: int, block: int) -> None:
+        self.offloading.add((step, block))
+        for actor in holders(self.shape, block):
+            self.kept.add((step, block, actor))
+            self.take_turns(actor, self.turns[actor].gradient_came(Step(step), BlockIndex(block)))
+
+    def take_turns(self, actor: ActorName, turns: Turns) -> None:
+        """Begins an actor's updates, and discards its gradients."""
+        for step, block in turns.begin:
+            self.kept.remove((step, block, actor))
+            self.updating.setdefault((step, block), set()).add(actor)
+            self.check_update(step, block)
+        for step, block in turns.discard:
+            assert step in self.skipped
+            self.kept.remove((step, block, actor))
+
+    def check_update(self, step: int, block: int) -> None:
+        """Checks that an update may begin."""
+        raise NotImplementedError
+
+    def _note_updated(self, key: tuple[int, int]) -> None:
+        """Makes a block's update count, once all shares and the gradient are reported."""
+        step, block = key
+        if key not in self.reported or self.updated.get(key) != holders(self.shape, block).keys():
+            return
+        del self.updated[key]
+        self.written[block] = self.labels[block] = self.content[block] = step
+        if block not in self.resident:
+            self.on_ssd[block] = step
         self._settle_without_ssds()
+
+    def _note_gradient(self, grad: GradReady) -> None:
+        """Records the report of a gradient. A skipped step has no updates, so it is over."""
+        step, key = grad.step, (int(grad.step), int(grad.block))
+        self.offloading.remove(key)
+        self.num_unreported_grads -= 1
+        self.reported.add(key)
+        self.expect_updates(int(step))
+        self._note_updated(key)
+        if grad.block not in self.shape.device_blocks:
+            self.let_leave(self.offload_order.left())
+        if self.shape.keeps_grads and self._gradients_complete(step):
+            if step in self.skipped and not self.is_commit_step(step):
+                self.written = [step] * self.shape.num_blocks
+            self._settle_without_ssds()
+
+    def expect_updates(self, step: int) -> None:
+        """Adds what the policy waits for: updates that the actors may begin and whose gradient is reported."""
+        if step not in self.how:
+            return
+        for block in range(self.shape.num_blocks):
+            if (step, block) in self.reported and self.content[block] < step:
+                done = self.updated.get((step, block), set())
+                self.owed |= {(step, block, actor) for actor in holders(self.shape, block) if actor not in done}
 
     def _settle_without_ssds(self) -> None:
         if not self.shape.ssd_servers and self._last_over() > self.committed:
@@ -293,19 +336,5 @@ class Facts(Expected):
             if self.committed in self.skipped:
                 self._relabel(self.committed)
 
-    def _gradients_at_rest(self, step: int) -> bool:
-        return sum(s == step for s, _ in self.offloaded) == self.shape.num_blocks
-
     def _gradients_complete(self, step: int) -> bool:
-        return sum(s == step for s, _ in self.backward_done) == self.shape.num_blocks
-
-    def arrivals(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The order of arrival of waiting gradients, if the policy depends on it."""
-        if self.shape.ordering.queues is QueueOrder.PRIORITY:
-            return ()
-        lent = tuple(key for key in self.offloaded if key in self.lent)
-        return (tuple(self.to_offload), lent)
-
-    def _first_of(self, waiting: list[tuple[int, int]]) -> tuple[int, int]:
-        """The step and block that come first by the policy's queue order."""
-        return min(waiting) if self.shape.ordering.queues is QueueOrder.PRIORITY else waiting[0]
+        return sum(s == step for s, _ in self.reported) == self.shape.num_blocks

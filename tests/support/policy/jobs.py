@@ -4,10 +4,10 @@ import math
 from dataclasses import fields
 from typing import Any
 
-from windlass.actors.messages import GradChunk, Phase
+from windlass.actors.messages import BlockComputed, ComputeBlock, ComputeProgressed, GradReady, Phase
 from windlass.actors.policy.block_queue import Ordering
 from windlass.actors.policy.config import SchedulerConfig
-from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkIndex, ChunkKey, JobId, Span
+from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkIndex, ChunkKey, JobId, Step
 
 JOB = JobId("ftjob-1")
 GPU = ActorName("gpu-0")
@@ -50,7 +50,6 @@ def make_shape(
         ),
         shared=tuple(shared),
         learning_rate=lambda step: 0.5 / step,
-        trainer_state=lambda step: "",  # the world replaces it
         gpu_worker=GPU,
         optimizers=tuple(ActorName(f"optimizer-{i}") for i in range(num_optimizers)),
         ssd_servers=tuple(ActorName(f"ssd-{i}") for i in range(num_ssds)),
@@ -59,11 +58,25 @@ def make_shape(
     )
 
 
-def grad_chunks(shape: SchedulerConfig, block: int) -> tuple[GradChunk, ...]:
-    """The chunks of a block's gradient with their spans in the arena once it is offloaded."""
-    if block in shape.spilled_blocks:
-        return tuple(GradChunk(key, None) for key in shape.chunks[block])
-    return tuple(GradChunk(key, Span(4096 * (10 * key.block + key.chunk), 4096)) for key in shape.chunks[block])
+def computed(operation: ComputeBlock) -> ComputeProgressed:
+    """The report that an operation is done."""
+    done = BlockComputed(
+        job=JOB,
+        step=operation.step,
+        op=operation.op,
+        phase=operation.phase,
+        block=operation.block,
+        group=operation.group,
+        compute_s=0.1,
+        is_finite=True,
+    )
+    return ComputeProgressed(job=JOB, step=operation.step, actor=GPU, computed=(done,), grads=())
+
+
+def grad_ready(step: int, block: int, grad_sq_sum: float) -> ComputeProgressed:
+    """The report that a block's gradient is where it stays until the update."""
+    grad = GradReady(job=JOB, step=Step(step), block=BlockIndex(block), grad_sq_sum=grad_sq_sum)
+    return ComputeProgressed(job=JOB, step=Step(step), actor=GPU, computed=(), grads=(grad,))
 
 
 def holders(shape: SchedulerConfig, block: int) -> dict[ActorName, tuple[ChunkKey, ...]]:

@@ -4,9 +4,8 @@ It keeps its own record of the state, and never asks the policy.
 """
 
 import copy
-import json
 import math
-from dataclasses import replace
+from collections.abc import Sequence
 
 import pytest
 
@@ -18,26 +17,26 @@ from tests.support.policy.jobs import (
     holders,
 )
 from windlass.actors.messages import (
-    BlockBackwardDone,
     BlockFlushed,
-    BlockUpdated,
+    CommitReached,
     CommitStore,
     ComputeBlock,
+    ComputeBlocks,
+    ComputeProgressed,
     ExportModel,
     FlushBlock,
-    GradDiscarded,
     LoadModel,
     Message,
-    OffloadGrad,
     Phase,
-    PrefetchParams,
     RestoreStates,
-    UpdateBlock,
+    SkipStep,
+    UpdateStep,
 )
 from windlass.actors.policy.config import SchedulerConfig
 from windlass.actors.policy.pending_replies import Instruction
-from windlass.actors.policy.scheduler_core import NotFiniteError, Pipeline
+from windlass.actors.policy.scheduler_core import EndStep, NotFiniteError, Order, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
+from windlass.actors.policy.worker_queues import GRANTED_AHEAD
 from windlass.storage.ids import ActorName, Step
 
 
@@ -59,41 +58,38 @@ class World(Facts):
         self.best, self.finish_at, self.initial_step = best, finish_at, initial_step or 0
         trainer = TrainerState(scales_loss=scales_loss)
         trainer.restore(self.expected_trainer(initial_step or 0))
-        self.pipeline = Pipeline(self._with_state(), trainer, None if initial_step is None else Step(initial_step))
-        # Steps whose trainer state was read; at first no step is decided.
+        self.pipeline = Pipeline(self.shape, trainer, None if initial_step is None else Step(initial_step))
+        # Steps whose end was recorded; at first no step is decided.
         self.captured = [self.last_good(self.committed)]
         self.told_by_policy = self.told
 
     def fork(self) -> "World":
         """An independent copy. The policy's program must be copyable."""
-        shared = (self.shape, self.pipeline.shape, self.expected, self.bad, self.skipped)
-        twin = copy.deepcopy(self, {id(each): each for each in shared})
-        twin.pipeline.shape = twin._with_state()
-        return twin
+        shared = (self.shape, self.expected, self.bad, self.skipped)
+        return copy.deepcopy(self, {id(each): each for each in shared})
 
-    def _with_state(self) -> SchedulerConfig:
-        """The shape, with a `trainer_state` that checks when the policy reads it."""
-        return replace(self.shape, trainer_state=self._capture)
-
-    def _capture(self, step: int) -> str:
-        """Checks that the policy reads the trainer state once a step.
-
-        It must be read after the step is decided, and before the next step changes it.
-        """
+    def _take_end(self, over: EndStep) -> None:
+        """Checks that the policy ends each step once, with the trainer's state before the next step changes it."""
+        step = over.step
         assert step not in self.captured
         self.captured.append(step)
         assert step == self._last_decided()
-        assert not any(compute.step > step and compute.phase is Phase.HEAD for compute in self.computing)
-        return json.dumps({"step": step, **self.pipeline.trainer.to_json()})
+        assert over.trainer == self.expected_trainer(step)
+        assert (over.end is None) == (step == 0)
+        if over.end is not None:
+            norm = math.nan if step in self.skipped else self.grad_norm(step)
+            assert over.end.grad_norm == pytest.approx(norm, rel=1e-12, abs=0.0, nan_ok=True)
+            assert over.end.loss_scale == self.expected_loss_scale(step)
+            assert over.end.num_skipped == sum(each <= step for each in self.skipped)
 
     # --- what bad gradients lead to ---------------------------------------------------------------------------------
 
     def _expected_failure(self, event: Message) -> str | None:
         """The error that the policy must raise after this event; None if it can continue."""
-        if not isinstance(event, BlockBackwardDone):
+        if not isinstance(event, ComputeProgressed) or not event.grads:
             return None
         if not self.shape.keeps_grads:
-            is_bad = (event.step, event.block) in self.bad
+            is_bad = (event.step, event.grads[0].block) in self.bad
             text = (
                 f"a gradient of step {event.step} is not finite.*; step {self.committed} is the last that was committed"
             )
@@ -108,7 +104,7 @@ class World(Facts):
     def start(self, now_s: float = 0.0) -> None:
         self._take(self.pipeline.start(now_s))
 
-    def deliver(self, pending: Pending, now_s: float = 0.0) -> list[Instruction]:
+    def deliver(self, pending: Pending, now_s: float = 0.0) -> list[Order]:
         """Delivers an event, and checks the instructions that the policy answers with."""
         event = pending.event
         self.account(event)
@@ -120,9 +116,9 @@ class World(Facts):
             return []
         if self.shape.evaluation_decides and self.is_end_of_evaluation(event):
             self._decide(int(event.step))
-        instructions = self.pipeline.handle(event, now_s)
-        self._take(instructions)
-        return instructions
+        orders = self.pipeline.handle(event, now_s)
+        self._take(orders)
+        return orders
 
     def _decide(self, step: int) -> None:
         """Does what the shell does before the policy receives the end of an evaluation."""
@@ -154,27 +150,26 @@ class World(Facts):
 
     # --- checking what the policy issues ----------------------------------------------------------------------------
 
-    def _take(self, instructions: list[Instruction]) -> None:
-        for instruction in instructions:
-            assert instruction.message.job == JOB
-            self._take_one(instruction.to, instruction.message)
+    def _take(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            if isinstance(order, EndStep):
+                self._take_end(order)
+            else:
+                assert order.message.job == JOB
+                self._take_one(order.to, order.message)
+        self.pipeline.check_invariants()
         self._check_commit_is_whole()
         limits = self.shape.ordering
-        assert len(self.computing) <= limits.max_prefetched
-        assert len(self.offloading) <= limits.max_offloading
+        assert len(self.computing) <= limits.max_prefetched + GRANTED_AHEAD
         assert len(self.flushing) <= limits.max_flushing
-        on_device = sum(block in self.shape.device_blocks for _, block in self.updating)
-        assert on_device <= limits.max_updating_on_device
-        assert len(self.updating) - on_device <= limits.max_updating
         # Every wait has a timeout: the instructions in flight here and the policy's pending replies are the same.
-        num_outstanding = sum(len(shares) for shares in self.updating.values()) + len(self.committing)
+        num_outstanding = len(self.owed) + len(self.committing)
         num_outstanding += sum(len(flushes) for flushes in self.flushing.values()) + len(self.restoring)
-        num_outstanding += len(self.offloading) + self.loading + (self.exporting is not None)
-        num_gradients = sum(map(self._completes_gradient, self.computing)) - self.backward_told
+        num_outstanding += self.loading + (self.exporting is not None)
+        num_gradients = sum(map(self._completes_gradient, self.computing)) + self.num_unreported_grads
         assert len(self.pipeline.waits.outstanding) == num_outstanding + len(self.computing) + num_gradients
         assert self.pipeline.committed == self.committed
         self._check_skipped()
-        self._check_ends()
         self._check_prompt()
         self._check_told()
         if self.pipeline.finished:
@@ -188,45 +183,30 @@ class World(Facts):
                 assert to == self.shape.optimizers[0]
                 assert not self.delivered
                 self.loading = True
-            case PrefetchParams():
+            case ComputeBlocks():
                 assert to == GPU
-                assert self.labels[message.block] == message.step, "params are read under another step than their own"
-                version = self.written[message.block]
-                self.prefetched.add((message.op, message.phase, message.block, message.group, version))
-            case ComputeBlock():
-                self._take_compute(to, message)
-            case OffloadGrad():
-                key = (int(message.step), int(message.block))
+                for operation in message.operations:
+                    self._take_compute(operation)
+            case CommitReached():
                 assert to == GPU
-                assert key == self._first_of(self.to_offload), "a block is offloaded before its turn"
-                is_safe = self.committed >= message.step - 1
-                assert is_safe or message.block not in self.shape.spilled_blocks, (
-                    "a gradient overwrites what is not safe"
-                )
-                self.to_offload.remove(key)
-                self.offloading[key] = message
-            case UpdateBlock():
+                assert message.step == self.committed
+                self.let_leave(self.offload_order.commit_reached(message.step))
+            case UpdateStep():
                 self._take_update(to, message)
+            case SkipStep():
+                assert message.step in self.skipped, "gradients are discarded of a step that is not skipped"
+                assert self._gradients_complete(message.step)
+                self.take_turns(to, self.turns[to].result_came(message.step, is_updated=False))
             case FlushBlock():
                 self._take_flush(to, message)
             case RestoreStates():
                 self._take_restore(to, message)
-            case GradDiscarded():
-                self._take_drop(to, message)
             case CommitStore():
                 self._take_commit(to, message)
             case ExportModel():
                 self._take_export(to, message)
             case _:
                 raise AssertionError(f"unexpected {message}")
-
-    def _take_drop(self, to: ActorName, message: GradDiscarded) -> None:
-        key = (int(message.step), int(message.block))
-        assert to == GPU
-        assert message.step in self.skipped, "an optimizer returns the slots of a step that is not skipped"
-        assert self._gradients_complete(message.step)
-        assert message.chunks == self.offloaded[key]
-        self.lent.remove(key)  # each block once
 
     def _take_restore(self, to: ActorName, message: RestoreStates) -> None:
         assert to in {actor for block in self.resident for actor in holders(self.shape, block)}
@@ -264,11 +244,11 @@ class World(Facts):
         assert not self.updating
         assert (message.states_step < step) == (step in self.skipped)
         if step in self.skipped:
-            assert self._gradients_at_rest(step)
+            assert self._gradients_complete(step)
             assert not self.computing, "params are renamed while they are read"
-        assert not {key for key in self.lent if key[0] <= step}
+        assert not {key for key in self.kept if key[0] <= step}
         assert message.attempt == self.shape.attempt
-        assert json.loads(message.trainer_state) == {"step": step, **self.expected_trainer(step)}
+        assert step in self.captured, "the shell adds the trainer's state, which it must have by now"
         self.committing[to] = message
         self.asked_commits.append(step)
 
@@ -297,21 +277,10 @@ class World(Facts):
     def _check_skipped(self) -> None:
         """Checks that a skipped step keeps no gradient slots and has no updates."""
         skipped = {step for step in self.skipped if self._gradients_complete(step)}
-        assert not skipped & {step for step, _ in self.lent}, "slots of a skipped step are kept"
+        assert not skipped & {step for step, *_ in self.kept}, "slots of a skipped step are kept"
         assert not skipped & {step for step, _ in self.updating}
 
-    def _check_ends(self) -> None:
-        """Checks that the end of a step is reported once all its gradients are known."""
-        begun = {step for step, _ in self.backward_done}
-        assert self.pipeline.ends.keys() == {step for step in begun if self._gradients_complete(step)}
-        for step, end in self.pipeline.ends.items():
-            norm = math.nan if step in self.skipped else self.grad_norm(step)
-            assert end.grad_norm == pytest.approx(norm, rel=1e-12, abs=0.0, nan_ok=True)
-            assert end.loss_scale == self.expected_loss_scale(step)
-            assert end.num_skipped == sum(each <= step for each in self.skipped)
-
-    def _take_compute(self, to: ActorName, message: ComputeBlock) -> None:
-        assert to == GPU
+    def _take_compute(self, message: ComputeBlock) -> None:
         assert self.committed >= 0
         self._check_restored()
         assert self.stopped_at is None or message.step <= self.stopped_at, "a step began after the job was stopped"
@@ -325,9 +294,10 @@ class World(Facts):
         version = message.step if evaluates else message.step - 1
         if not self.shape.ordering.overlaps_steps:
             assert min(self.written) >= version, "a block is computed beside updates of the step before"
+        for params in message.params:
+            assert self.labels[params.block] == params.step, "params are read under another step than their own"
         for block in message.blocks:
             assert self.written[block] == version, "a block is computed with params of another step"
-            assert (message.op, message.phase, block, message.group, version) in self.prefetched
         assert all(message.op > other.op for other in self.computing)
         self.computing.append(message)
 
@@ -335,39 +305,34 @@ class World(Facts):
         assert not self.restoring, "states are not in memory yet"
         assert set(self.restored) == {actor for block in self.resident for actor in holders(self.shape, block)}
 
-    def _take_update(self, to: ActorName, message: UpdateBlock) -> None:
-        key = (int(message.step), int(message.block))
+    def _take_update(self, to: ActorName, message: UpdateStep) -> None:
+        step = int(message.step)
         self._check_restored()
-        assert self.committed >= self.commit_before(message.step), "what a restart needs would be overwritten"
-        assert message.block not in self.flushing, "a block changes while it is written"
-        assert message.from_step == self.labels[message.block], "states are read under another step than their own"
-        reading = self.computing[self.backward_told :]
-        assert not any(message.block in compute.blocks for compute in reading), "params change while they are read"
+        assert to in self.shape.updating_actors
+        assert self.committed >= self.commit_before(step), "what a restart needs would be overwritten"
+        assert not self.flushing, "a block changes while it is written"
+        assert set(self.labels) == {message.from_step}, "states are read under another step than their own"
+        assert message.learning_rate == self.shape.learning_rate(step)
+        assert message.grad_scale == pytest.approx(self.expected_grad_scale(step), rel=1e-12, abs=0.0)
+        assert message.optimizer_step == self.expected_trainer(step)["optimizer_step"]
+        if self.shape.keeps_grads:
+            assert self._gradients_complete(step)
+            assert step not in self.skipped
+        assert self.how.setdefault(step, message) == message
+        self.expect_updates(step)
+        self.take_turns(to, self.turns[to].result_came(message.step, is_updated=True))
+
+    def check_update(self, step: int, block: int) -> None:
+        """Checks that an update may begin, which an actor decides by itself."""
+        reading = self.computing
+        assert not any(block in compute.blocks for compute in reading), "params change while they are read"
         added = {
-            group for step, phase, block, group in self.computed if phase in WITH_GRADIENT and (step, block) == key
+            group for at, phase, each, group in self.computed if phase in WITH_GRADIENT and (at, each) == (step, block)
         }
         assert added >= set(range(self.shape.num_groups - 1)), "a group has yet to add its gradient"
-        assert message.learning_rate == self.shape.learning_rate(message.step)
-        assert message.grad_scale == pytest.approx(self.expected_grad_scale(message.step), rel=1e-12, abs=0.0)
-        assert message.optimizer_step == self.expected_trainer(message.step)["optimizer_step"]
-        if self.shape.keeps_grads:
-            assert self._gradients_complete(message.step)
-            assert message.step not in self.skipped
         if not self.shape.ordering.overlaps_steps:
-            assert all(compute.step == message.step for compute in reading), "a block is updated beside the next step"
+            assert all(compute.step == step for compute in reading), "a block is updated beside the next step"
             assert not (reading and self.shape.keeps_grads), "a block is updated beside the backward pass"
-        if key not in self.updating:
-            is_device = message.block in self.shape.device_blocks
-            rivals = [each for each in self.to_update if (each[1] in self.shape.device_blocks) == is_device]
-            assert key == self._first_of(rivals), "a block is updated before its turn"
-            self.to_update.remove(key)
-            self.lent.remove(key)
-            self.updating[key] = {}
-        shares = self.updating[key]
-        assert to not in shares
-        shares[to] = message
-        assert tuple(chunk.key for chunk in message.chunks) == holders(self.shape, message.block)[to]
-        assert set(message.chunks) <= set(self.offloaded[key])
 
     def _take_export(self, to: ActorName, message: ExportModel) -> None:
         assert to == self.shape.optimizers[0]
@@ -383,10 +348,7 @@ class World(Facts):
         self.exporting = message
 
     def _check_commit_is_whole(self) -> None:
-        """Checks that commands of one answer are sent together: all shares of an update, all servers of a commit."""
-        for (step, block), shares in self.updating.items():
-            if not any(isinstance(e, BlockUpdated) and (e.step, e.block) == (step, block) for e in self.delivered):
-                assert shares.keys() == holders(self.shape, block).keys()
+        """Checks that commands of one answer are sent together: all shares of a flush, all servers of a commit."""
         for block, flushes in self.flushing.items():
             (step,) = {flush.step for flush in flushes.values()}
             if not any(isinstance(e, BlockFlushed) and (e.step, e.block) == (step, block) for e in self.delivered):
@@ -406,9 +368,9 @@ class World(Facts):
             return
         assert self.pipeline.finished
         assert not self.choices()
-        assert not self.to_offload
-        assert not self.to_update
-        assert not self.lent
+        assert not self.num_unreported_grads
+        assert not self.kept
+        assert not self.owed
         last = self.final_step if self.stopped_at is None else self.stopped_at
         assert self.committed == last
         assert set(self.written) == set(self.labels) == {last}
@@ -434,5 +396,6 @@ def sent(world: World, *kinds: type[Message]) -> list[Message]:
     """Runs the world to its end, and returns the messages of some types that the policy sends."""
     found: list[Message] = []
     while choices := world.choices():
-        found += [i.message for i in world.deliver(choices[0]) if isinstance(i.message, kinds)]
+        orders = world.deliver(choices[0])
+        found += [o.message for o in orders if isinstance(o, Instruction) and isinstance(o.message, kinds)]
     return found

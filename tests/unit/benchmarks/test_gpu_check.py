@@ -26,11 +26,11 @@ from benchmarks.peers.contenders import ContenderRun
 from benchmarks.peers.workload import model_config
 from benchmarks.reporting.report import Report
 from tests.unit.benchmarks.torch_only import link_torch_only
-from windlass.actors.job.context import SCHEDULER
-from windlass.actors.messages import LossComputed, Phase
+from windlass.actors.job.context import GPU_WORKER, SCHEDULER
+from windlass.actors.messages import BlockComputed, ComputeProgressed, Loss, Phase
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.model.partition import build_meta_model
-from windlass.storage.ids import JobId, Kernel, Precision, Step
+from windlass.storage.ids import BlockIndex, JobId, Kernel, Precision, Step
 from windlass.storage.memory.capacity import InsufficientSpaceError
 
 FAR_S = 1e9
@@ -298,20 +298,37 @@ def test_numbers_of_a_run() -> None:
 SYNCHRONIZED = "called a synchronizing CUDA operation"
 
 
-def loss(step: int, phase: Phase) -> LossComputed:
-    return LossComputed(
-        job=JobId("job"), step=Step(step), phase=phase, loss_sum=1.0, num_targets=1, num_correct=0, group=0
+def computed(step: int, *phases: Phase) -> ComputeProgressed:
+    job = JobId("job")
+    operations = tuple(
+        BlockComputed(
+            job=job,
+            step=Step(step),
+            op=op,
+            phase=phase,
+            block=BlockIndex(0),
+            group=0,
+            compute_s=1.0,
+            is_finite=True,
+            loss=None if phase is Phase.FORWARD else Loss(loss_sum=1.0, num_targets=1, num_correct=0),
+        )
+        for op, phase in enumerate(phases)
     )
+    return ComputeProgressed(job=job, step=Step(step), actor=GPU_WORKER, computed=operations, grads=())
 
 
 def test_waits_of_the_host_are_counted_after_the_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     with gpu_parity.host_waits("cuda") as waits:
-        for message in (loss(1, Phase.HEAD), loss(2, Phase.EVALUATE_HEAD)):
+        for message in (
+            computed(1, Phase.FORWARD, Phase.HEAD),
+            computed(2, Phase.EVALUATE_HEAD),
+            computed(2, Phase.FORWARD),
+        ):
             waits.look(SCHEDULER, message)
         assert modes == []
-        waits.look(SCHEDULER, loss(2, Phase.HEAD))
+        waits.look(SCHEDULER, computed(2, Phase.FORWARD, Phase.HEAD))
         assert modes == ["warn"]
         for text in (SYNCHRONIZED, "something else", SYNCHRONIZED):
             warnings.warn(text, stacklevel=1)

@@ -30,17 +30,9 @@ from tests.support.actors.fault_cases import (
 )
 from tests.support.actors.faults import BROKEN, Double, Fault, FaultKind, double_between_actors
 from tests.support.training import has_direct_io, journal_of, leftovers_of, make_partition
-from windlass.actors.job.context import GPU_WORKER, SCHEDULER, optimizer_name
+from windlass.actors.job.context import GPU_WORKER, SCHEDULER
 from windlass.actors.job.spec import JobSpec
-from windlass.actors.messages import (
-    CommitStore,
-    LoadModel,
-    Message,
-    ModelExported,
-    ModelLoaded,
-    StoreCommitted,
-    in_words,
-)
+from windlass.actors.messages import CommitStore, LoadModel, Message, ModelLoaded, StoreCommitted, in_words
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.scheduler.scheduler import INTERRUPTED
 from windlass.storage.ids import ActorName, Attempt
@@ -59,7 +51,8 @@ class Undisturbed:
 
     numbers: set[tuple[int, str, float]]
     model: bytes
-    counts: Counter[tuple[ActorName, type[Message]]]
+    counts: Counter[tuple[ActorName, type[Message]]]  # by receiver
+    begun: Counter[tuple[str, type[Message]]]  # by thread
 
 
 def numbers_of(spec: JobSpec) -> set[tuple[int, str, float]]:
@@ -86,7 +79,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Und
             with conditions_of(mode), double_between_actors() as double:
                 assert attempt(spec)["status"] == "succeeded"
             counts = Counter((to, type(message)) for to, message in double.delivered)
-            found[mode] = Undisturbed(numbers=numbers_of(spec), model=model_of(spec), counts=counts)
+            found[mode] = Undisturbed(numbers=numbers_of(spec), model=model_of(spec), counts=counts, begun=double.begun)
         return found[mode]
 
     return get
@@ -116,8 +109,9 @@ def test_a_fault_ends_in_a_named_error_and_the_next_attempt_goes_on(
     tmp_path: Path, case: Case, undisturbed: Callable[[str], Undisturbed]
 ) -> None:
     expected = undisturbed(case.mode)
-    nth = case.nth(expected.counts[(case.to, case.row.message)])
-    fault = Fault(to=case.to, message=case.row.message, nth=nth, kind=case.kind)
+    kind, thread = case.row.message, case.row.thread
+    count = expected.begun[f"{case.to} {thread}", kind] if thread else expected.counts[case.to, kind]
+    fault = Fault(to=case.to, message=kind, nth=case.nth(count), kind=case.kind, thread=thread)
     with conditions_of(case.mode):
         for deadline_s in DEADLINES_S:
             spec = spec_of(tmp_path / f"{deadline_s:g}", case.mode, deadline_s)
@@ -125,11 +119,12 @@ def test_a_fault_ends_in_a_named_error_and_the_next_attempt_goes_on(
             if double.hit is not None:
                 break
         assert double.hit is not None, error
+        assert double.carrier is not None
         if status == "succeeded":
             assert not case.row.is_awaited
         else:
             assert status == INTERRUPTED
-            assert_named(error, case, double.hit)
+            assert_named(error, case, double.hit, double.carrier)
             again = dataclasses.replace(spec, attempt=Attempt(2), deadline_s=NO_DEADLINE_S)
             assert attempt(again)["status"] == "succeeded"
             assert_went_on_from_the_last_commit(spec, double)
@@ -170,15 +165,15 @@ def await_end_of(threads: set[threading.Thread]) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def assert_named(error: str, case: Case, hit: Message) -> None:
+def assert_named(error: str, case: Case, hit: Message, carrier: Message) -> None:
     """Checks that the error names the actor, the step and, if there is one, the block and the message."""
     assert culprit(case.to, hit) in error
     assert re.search(r"step \d", error) or case.row.message in (LoadModel, ModelLoaded)
     if case.kind is FaultKind.BREAKS:
-        assert f"{BROKEN} (at {in_words(hit)})" in error
+        assert f"{BROKEN} (at {in_words(carrier)})" in error
     if case.kind is FaultKind.BREAKS_THREAD:
         assert re.search(rf"{BROKEN} \(at .*step {hit.step}\b", error)
-    if " block" in in_words(hit):
+    if re.search(r" block \d", in_words(hit)) and (hit is carrier or case.kind is not FaultKind.BREAKS):
         assert re.search(r"block \d", error)
 
 
@@ -189,8 +184,7 @@ def culprit(to: ActorName, hit: Message) -> ActorName:
     """
     if to != SCHEDULER:
         return to
-    by_default = optimizer_name(0) if isinstance(hit, ModelLoaded | ModelExported) else GPU_WORKER
-    return getattr(hit, "actor", by_default)
+    return getattr(hit, "actor", GPU_WORKER)
 
 
 def assert_went_on_from_the_last_commit(spec: JobSpec, double: Double) -> None:

@@ -138,7 +138,7 @@ def test_gpu_that_never_reaches_an_event_is_reported_and_can_be_closed(
     # The first waiter is reported first: the scheduler, or a thread that needs a slot which only this event frees, or
     # params which are read into such a slot.
     late = rf"gpu-0 did not finish the \w+ of block \d in step {STEP} within {DEADLINE_S:g} s"
-    late += r"|gpu-0: SlotTimeout: pool param slots: .*\(at prefetch params, backward, of step \d, block \d\)"
+    late += r"|gpu-0: SlotTimeout: pool param slots: .*\(at compute block, backward, of step \d, block \d\)"
     late += rf"|gpu-0: TimeoutError: the params of block \d in step {STEP} did not arrive within {DEADLINE_S:g} s"
     assert re.search(late, error_of(spec))
     goes_on(spec, losses)
@@ -160,9 +160,9 @@ def test_kernel_error_is_reported_with_its_operation(tmp_path: Path, gpu: FakeCu
 @pytest.mark.parametrize(
     ("owner", "name", "told"),
     [
-        (LaunchedOperation, "messages", f"compute block, backward, of step {STEP}"),
-        (ParamCache, "put", r"prefetch params, \w+, of step \d"),
-        (GradOffload, "_note", f"offload grad of step {STEP}"),
+        (LaunchedOperation, "report", f"compute block, backward, of step {STEP}"),
+        (ParamCache, "put", r"compute block, \w+, of step \d"),
+        (GradOffload, "_note", f"compute block, (head|backward), of step {STEP}"),
     ],
     ids=["compute", "h2d", "d2h"],
 )

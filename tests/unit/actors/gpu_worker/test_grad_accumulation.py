@@ -11,7 +11,7 @@ import torch
 from tests.support.actors.specs import make_layout, make_spec
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
 from windlass.actors.job.context import make_context
-from windlass.actors.messages import ComputeBlock, Message, Phase, SpansReported
+from windlass.actors.messages import ComputeBlock, Message, Phase, SpansReported, StoredParams
 from windlass.actors.timeline.recorder import SpanRecorder
 from windlass.engine.device.buffer_pool import DeviceBuffers
 from windlass.engine.device.device import Device
@@ -50,7 +50,7 @@ class Bench:
             op=100 * group + HEAD - block,
             phase=Phase.HEAD if block == HEAD else Phase.BACKWARD,
             block=BlockIndex(block),
-            blocks=self.layout.shared[block],
+            params=tuple(StoredParams(needed, Step(0)) for needed in self.layout.shared[block]),
             group=group,
             loss_scale=1.0,
         )

@@ -8,14 +8,14 @@ import torch
 
 from windlass.actors.gpu_worker.operation import LaunchedOperation
 from windlass.actors.messages import (
-    BlockBackwardDone,
     BlockComputed,
     ComputeBlock,
-    LossComputed,
+    Loss,
     Message,
     Phase,
     SpanKind,
     SpansReported,
+    StoredParams,
     WorkSpan,
 )
 from windlass.actors.timeline.recorder import COMPUTE, WHOLE_BLOCK, SpanRecorder
@@ -44,7 +44,14 @@ class At:
 class Stage:
     def __init__(self, phase: Phase, monkeypatch: pytest.MonkeyPatch, *, is_last: bool = True) -> None:
         message = ComputeBlock(
-            job=JOB, step=STEP, op=7, phase=phase, block=BLOCK, blocks=(BLOCK,), group=1, loss_scale=1.0
+            job=JOB,
+            step=STEP,
+            op=7,
+            phase=phase,
+            block=BLOCK,
+            params=(StoredParams(BLOCK, Step(2)),),
+            group=1,
+            loss_scale=1.0,
         )
         device = Device(torch.device("cpu"))
         monkeypatch.setattr(device.compute, "record", lambda: At(self.now_s))
@@ -52,12 +59,12 @@ class Stage:
         self.operation = LaunchedOperation(message, device, num_targets=40, is_last=is_last)
         self.told: list[WorkSpan] = []
 
-    def ends(self, begun_s: float, computed_s: float, ended_s: float, **numbers: float) -> list[Message]:
+    def ends(self, begun_s: float, computed_s: float, ended_s: float, **numbers: float) -> BlockComputed:
         operation = self.operation
         operation.begun, operation.computed, operation.ended = At(begun_s), At(computed_s), At(ended_s)
         operation.numbers.update({name: torch.tensor(number) for name, number in numbers.items()})
         operation.download()
-        return operation.messages()
+        return operation.report()
 
     def waits(self, kind: SpanKind, block: int, start_s: float, end_s: float) -> None:
         self.now_s = end_s
@@ -77,47 +84,59 @@ class Stage:
         self.told += message.spans
 
 
-def computed(phase: Phase, *, compute_s: float, is_finite: bool) -> BlockComputed:
-    return BlockComputed(job=JOB, step=STEP, op=7, phase=phase, block=BLOCK, compute_s=compute_s, is_finite=is_finite)
+def computed(phase: Phase, *, compute_s: float, is_finite: bool, loss: Loss | None = None) -> BlockComputed:
+    return BlockComputed(
+        job=JOB,
+        step=STEP,
+        op=7,
+        phase=phase,
+        block=BLOCK,
+        group=1,
+        compute_s=compute_s,
+        is_finite=is_finite,
+        loss=loss,
+    )
 
 
 @pytest.mark.parametrize("is_finite", [True, False])
 def test_a_forward_pass_tells_whether_its_output_is_finite(monkeypatch: pytest.MonkeyPatch, is_finite: bool) -> None:
     stage = Stage(Phase.FORWARD, monkeypatch)
     assert not stage.operation.goes_backward
-    messages = stage.ends(1.0, 3.0, 4.0, output_sq_sum=2.0 if is_finite else math.inf)
-    assert messages == [computed(Phase.FORWARD, compute_s=2.0, is_finite=is_finite)]
+    told = stage.ends(1.0, 3.0, 4.0, output_sq_sum=2.0 if is_finite else math.inf)
+    assert told == computed(Phase.FORWARD, compute_s=2.0, is_finite=is_finite)
+    assert stage.operation.grad_sq_sum is None
 
 
 @pytest.mark.parametrize("loss_sum", [12.5, math.nan])
-def test_a_head_tells_its_loss_before_it_tells_that_it_is_done(
-    monkeypatch: pytest.MonkeyPatch, loss_sum: float
-) -> None:
+def test_a_head_tells_its_loss_with_that_it_is_done(monkeypatch: pytest.MonkeyPatch, loss_sum: float) -> None:
     stage = Stage(Phase.HEAD, monkeypatch)
     assert stage.operation.goes_backward
-    loss, done, last = stage.ends(1.0, 2.0, 4.0, loss_sum=loss_sum, num_correct=9, grad_sq_sum=0.25)
-    assert isinstance(loss, LossComputed)
-    assert (loss.phase, loss.num_targets, loss.num_correct, loss.group) == (Phase.HEAD, 40, 9, 1)
+    told = stage.ends(1.0, 2.0, 4.0, loss_sum=loss_sum, num_correct=9, grad_sq_sum=0.25)
+    loss = told.loss
+    assert loss is not None
+    assert (loss.num_targets, loss.num_correct) == (40, 9)
     assert loss.loss_sum == loss_sum or math.isnan(loss_sum)
-    assert done == BlockBackwardDone(job=JOB, step=STEP, block=BLOCK, grad_sq_sum=0.25)
-    assert last == computed(Phase.HEAD, compute_s=1.0, is_finite=math.isfinite(loss_sum))
+    assert told == computed(Phase.HEAD, compute_s=1.0, is_finite=math.isfinite(loss_sum), loss=loss)
+    assert stage.operation.grad_sq_sum == 0.25
 
 
 def test_a_gradient_that_is_not_finite_is_told_by_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    done, last = Stage(Phase.BACKWARD, monkeypatch).ends(1.0, 2.0, 4.0, grad_sq_sum=math.inf)
-    assert isinstance(done, BlockBackwardDone)
-    assert done.grad_sq_sum == math.inf
-    assert last == computed(Phase.BACKWARD, compute_s=1.0, is_finite=True)
+    stage = Stage(Phase.BACKWARD, monkeypatch)
+    told = stage.ends(1.0, 2.0, 4.0, grad_sq_sum=math.inf)
+    assert stage.operation.grad_sq_sum == math.inf
+    assert told == computed(Phase.BACKWARD, compute_s=1.0, is_finite=True)
 
 
 def test_a_group_that_is_not_the_last_tells_its_loss_and_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(Phase.HEAD, monkeypatch, is_last=False)
-    loss, last = stage.ends(1.0, 3.0, 4.0, loss_sum=math.nan, num_correct=0)
-    assert isinstance(loss, LossComputed)
-    assert math.isnan(loss.loss_sum)
-    assert last == computed(Phase.HEAD, compute_s=2.0, is_finite=False)
+    told = stage.ends(1.0, 3.0, 4.0, loss_sum=math.nan, num_correct=0)
+    assert told.loss is not None
+    assert math.isnan(told.loss.loss_sum)
+    assert told == computed(Phase.HEAD, compute_s=2.0, is_finite=False, loss=told.loss)
+    assert stage.operation.grad_sq_sum is None
     stage = Stage(Phase.BACKWARD, monkeypatch, is_last=False)
-    assert stage.ends(1.0, 3.0, 4.0) == [computed(Phase.BACKWARD, compute_s=2.0, is_finite=True)]
+    assert stage.ends(1.0, 3.0, 4.0) == computed(Phase.BACKWARD, compute_s=2.0, is_finite=True)
+    assert stage.operation.grad_sq_sum is None
 
 
 def test_waits_follow_each_other_and_the_operation_follows_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,17 +11,10 @@ import torch
 from torch.nn import functional as F
 
 from tests.support.actors.worker_bench import STEP, Bench, of_bench, running
+from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.gpu_worker.worker import GpuWorker, evaluation_groups
 from windlass.actors.job.context import grad_precision
-from windlass.actors.messages import (
-    ActorFailed,
-    BlockBackwardDone,
-    BlockComputed,
-    BlockUpdated,
-    LossComputed,
-    Phase,
-    ReadChunks,
-)
+from windlass.actors.messages import ActorFailed, BlockUpdated, ComputeProgressed, Phase, ReadChunks
 from windlass.engine.data.examples import NO_TARGET
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.grad_buffer import GradBuffer
@@ -52,7 +45,7 @@ def test_a_step_computes_the_gradients_of_plain_autograd(bench: Bench) -> None:
     bench.loss_scale = 1024.0 if bench.precision is Precision.FP16 else 1.0
     found = bench.train_step()
     loss_sum, num_targets, grads = bench.plain_step()
-    *_, loss = bench.ssds.of(LossComputed)
+    *_, loss = bench.losses
     fp32 = bench.precision is Precision.FP32
     assert loss.num_targets == num_targets
     assert loss.loss_sum == pytest.approx(loss_sum, rel=1e-6 if fp32 else 1e-3)
@@ -64,11 +57,11 @@ def test_a_step_computes_the_gradients_of_plain_autograd(bench: Bench) -> None:
             expected = grads[param.name].flatten()
             scale = float(expected.abs().max())
             torch.testing.assert_close(grad, expected, rtol=0.0, atol=(1e-5 if fp32 else 0.05) * scale + 1e-7)
-    squares = {done.block: done.grad_sq_sum for done in bench.ssds.of(BlockBackwardDone)}
+    squares = {done.block: done.grad_sq_sum for done in bench.grads}
     # Relative to the sum before it was rounded for its transfer.
     rel = 1e-4 if grad_precision(bench.spec) is Precision.FP32 else 1e-2
     assert squares == pytest.approx({block: float((grad**2).sum()) for block, grad in found.items()}, rel=rel)
-    assert all(computed.is_finite for computed in bench.ssds.of(BlockComputed))
+    assert all(computed.is_finite for computed in bench.computed)
 
 
 def test_the_first_output_that_is_not_finite_is_told(bench: Bench) -> None:
@@ -76,13 +69,13 @@ def test_the_first_output_that_is_not_finite_is_told(bench: Bench) -> None:
         bench.model.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
     bench.store_params()
     bench.train_step()
-    told = [(computed.phase, computed.block) for computed in bench.ssds.of(BlockComputed) if not computed.is_finite]
+    told = [(computed.phase, computed.block) for computed in bench.computed if not computed.is_finite]
     first, *_ = told
     assert first == (Phase.FORWARD, 2)  # after the embedding and one layer
     last = len(bench.layout.blocks) - 1
     assert {(Phase.FORWARD, block) for block in range(2, last)} | {(Phase.HEAD, last)} == set(told)
-    assert not any(math.isfinite(done.grad_sq_sum) for done in bench.ssds.of(BlockBackwardDone))
-    (loss,) = bench.ssds.of(LossComputed)
+    assert not any(math.isfinite(done.grad_sq_sum) for done in bench.grads)
+    (loss,) = bench.losses
     assert not math.isfinite(loss.loss_sum)
 
 
@@ -90,8 +83,8 @@ def test_the_first_output_that_is_not_finite_is_told(bench: Bench) -> None:
 def test_a_loss_scaled_too_far_makes_gradients_that_are_not_finite(bench: Bench) -> None:
     bench.loss_scale = 2.0**40
     bench.train_step()
-    assert all(computed.is_finite for computed in bench.ssds.of(BlockComputed))
-    assert not all(math.isfinite(done.grad_sq_sum) for done in bench.ssds.of(BlockBackwardDone))
+    assert all(computed.is_finite for computed in bench.computed)
+    assert not all(math.isfinite(done.grad_sq_sum) for done in bench.grads)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +105,7 @@ def test_gradient_that_overflows_in_transfer_is_reported(bench: Bench, monkeypat
     monkeypatch.setattr(GradBuffer, "add", add_much)
     found = bench.train_step()
     assert not found[0].isfinite().all()
-    (told,) = [done.grad_sq_sum for done in bench.ssds.of(BlockBackwardDone) if done.block == 0]
+    (told,) = [done.grad_sq_sum for done in bench.grads if done.block == 0]
     assert not math.isfinite(told)
 
 
@@ -124,9 +117,9 @@ def test_evaluation_reads_no_gradient_and_keeps_nothing(bench: Bench) -> None:
         for block in range(last):
             bench.run(Phase.EVALUATE, block, group)
         bench.run(Phase.EVALUATE_HEAD, last, group)
-    losses = bench.ssds.of(LossComputed)
+    heads = [computed for computed in bench.computed if computed.loss is not None]
     bench.model.eval()
-    for loss, microbatches in zip(losses, groups, strict=True):
+    for head, microbatches in zip(heads, groups, strict=True):
         total, num_targets, num_correct = 0.0, 0, 0
         for microbatch in microbatches:
             with torch.no_grad():
@@ -136,10 +129,12 @@ def test_evaluation_reads_no_gradient_and_keeps_nothing(bench: Bench) -> None:
             total += float(flat)
             num_targets += microbatch.num_targets
             num_correct += int((logits.argmax(-1) == targets).sum())
-        assert loss.phase is Phase.EVALUATE_HEAD
+        assert head.phase is Phase.EVALUATE_HEAD
+        loss = head.loss
+        assert loss is not None
         assert loss.loss_sum == pytest.approx(total, rel=1e-6)
         assert (loss.num_targets, loss.num_correct) == (num_targets, num_correct)
-    assert bench.ssds.of(BlockBackwardDone) == []
+    assert bench.grads == []
     runner = bench.worker.runner
     assert (runner.inputs, runner.grads, runner._units) == ([], [], {})
 
@@ -148,9 +143,50 @@ def test_no_validation_data_no_groups(bench: Bench) -> None:
     assert evaluation_groups(replace(bench.spec, num_validation_examples=0)) == []
 
 
+def ops_reported(bench: Bench) -> list[list[int]]:
+    """The operations of each report."""
+    return [[computed.op for computed in report.computed] for report in bench.ssds.of(ComputeProgressed)]
+
+
+@pytest.mark.parametrize(
+    ("report_every_s", "expected"),
+    [(math.inf, [[1, 2, 3, 4], [5], [6, 7]]), (-1.0, [[1], [2], [3], [4], [5], [6], [7]])],
+    ids=["in time", "late"],
+)
+def test_operations_are_reported_together_unless_the_report_is_late_or_has_a_loss_or_the_worker_is_idle(
+    bench: Bench, report_every_s: float, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_worker, "REPORT_EVERY_S", report_every_s)
+    last = len(bench.layout.blocks) - 1
+    whole = [(Phase.EVALUATE, block) for block in range(last)] + [(Phase.EVALUATE_HEAD, last)]
+    some = [(Phase.EVALUATE, block) for block in (0, 1)]
+    bench.grant(*(bench.operation(phase, block, op) for op, (phase, block) in enumerate((*whole, *some), start=1)))
+    bench.receive_computed(len(whole) + len(some))
+    assert ops_reported(bench) == expected
+
+
+@pytest.mark.parametrize("bench", [of_bench(placement=Placement(num_cached_params=0))], indirect=True)
+def test_a_gradient_is_reported_with_the_operations_before_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = bench.forward_and_head()
+    bench.receive_grads(1)
+    num_reports, num_reads = len(ops_reported(bench)), len(bench.ssds.of(ReadChunks))
+    monkeypatch.setattr(gpu_worker, "REPORT_EVERY_S", math.inf)
+    bench.ssds.hold = True
+    # Because of the second operation, whose params do not arrive, the worker is not idle after the first.
+    bench.grant(*(bench.operation(Phase.BACKWARD, last - i, op=90 + i) for i in (1, 2)))
+    num_missing = bench.layout.num_chunks(BlockIndex(last - 1))
+    while num_missing > 0:
+        num_reads += 1
+        read = bench.ssds.receive(ReadChunks, num_reads)[num_reads - 1]
+        num_missing -= len(read.items)
+        bench.ssds.serve(read)
+    assert [grad.block for grad in bench.receive_grads(2)] == [last, last - 1]
+    assert ops_reported(bench)[num_reports:] == [[91]]
+
+
 def test_params_are_read_before_all_updates_behind_them(bench: Bench) -> None:
     """Regardless of the operation's number: reads of params of step 0 come before all later updates of that step."""
-    bench.prefetch(0, op=7)
+    bench.grant(bench.operation(Phase.FORWARD, 0, op=7))
     num_chunks = bench.layout.num_chunks(BlockIndex(0))
     reads = bench.ssds.receive(ReadChunks, 1)
     while sum(len(read.items) for read in reads) < num_chunks:
@@ -164,8 +200,7 @@ def test_params_that_do_not_arrive_are_an_error(tmp_path: Path) -> None:
     bench = Bench(tmp_path, deadline_s=0.2)
     bench.worker.setup()
     bench.ssds.hold = True
-    bench.prefetch(0, op=1)
-    bench.compute(Phase.FORWARD, 0, op=1)
+    bench.grant(bench.operation(Phase.FORWARD, 0, op=1))
     (failed,) = bench.ssds.receive(ActorFailed)
     assert failed.actor == "gpu-0"
     assert "the params of block 0 in step 1 did not arrive within 0.2 s; " in failed.error
@@ -173,27 +208,35 @@ def test_params_that_do_not_arrive_are_an_error(tmp_path: Path) -> None:
     bench.worker.stop()
 
 
-def test_unrequested_params_are_an_error(tmp_path: Path) -> None:
+def test_unrequested_params_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path, deadline_s=0.2)
     bench.worker.setup()
-    bench.compute(Phase.FORWARD, 0, op=1)
+    monkeypatch.setattr(bench.worker._feed, "request", lambda operation: None)
+    bench.grant(bench.operation(Phase.FORWARD, 0, op=1))
     (failed,) = bench.ssds.receive(ActorFailed)
     assert "the params of block 0 in step 1 were never requested" in failed.error
     bench.worker.stop()
 
 
 @pytest.mark.parametrize("waits_for", ["params", "prefetch", "slots"])
-def test_stop_does_not_wait_for_missing_params(tmp_path: Path, waits_for: str) -> None:
+def test_stop_does_not_wait_for_missing_params(tmp_path: Path, waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The timeout is longer than the test may take, so the stop itself must end the waits."""
     bench = Bench(tmp_path, deadline_s=3600.0)
     bench.worker.setup()
     bench.ssds.hold = True
-    if waits_for != "prefetch":
-        bench.prefetch(1, op=1)
-        bench.ssds.receive(ReadChunks, 2)
-        bench.prefetch(2, op=2)  # all slots are in use
-    if waits_for != "slots":
-        bench.compute(Phase.FORWARD, 1, op=1)
+    first, second = (bench.operation(Phase.FORWARD, block, op=block) for block in (1, 2))
+    match waits_for:
+        case "params":
+            bench.grant(first)
+            bench.ssds.receive(ReadChunks, 2)
+            bench.grant(second)  # all slots are in use
+        case "prefetch":
+            monkeypatch.setattr(bench.worker._feed, "request", lambda operation: None)
+            bench.grant(first)
+        case "slots":
+            bench.worker._feed.request(first)
+            bench.ssds.receive(ReadChunks, 2)
+            bench.worker._feed.request(second)  # all slots are in use
     time.sleep(0.2)  # lets its threads begin to wait
     bench.worker.stop()
     assert bench.ssds.of(ActorFailed) == []

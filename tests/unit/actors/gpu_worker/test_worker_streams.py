@@ -3,17 +3,17 @@
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support.actors.worker_bench import STEP, Bench, running
+from tests.support.actors.worker_bench import Bench, running
 from tests.support.late_streams import LateStreams
-from windlass.actors.messages import BlockBackwardDone, BlockComputed, OffloadGrad, Phase
+from windlass.actors.messages import ComputeBlock, ComputeProgressed, Phase
 from windlass.engine.device import device as device_module
 from windlass.engine.device.streams import StartThreads, Stream
 from windlass.engine.memory_plan.plan import Placement
-from windlass.storage.ids import BlockIndex
 
 WAIT_S = 20.0
 
@@ -65,37 +65,60 @@ def test_an_operation_is_given_while_the_one_before_is_computed(
     bench.streams.is_held_up = True
     bench.streams.host_waits.clear()  # those of the set-up
 
-    def post() -> None:
+    def grant() -> None:
         for op in (1, 2):
-            bench.prefetch(op - 1, op)
-            bench.compute(Phase.FORWARD, op - 1, op)
+            bench.grant(bench.operation(Phase.FORWARD, op - 1, op))
 
-    bench.wait_until_given(bench.streams.compute, 2, monkeypatch, post)
-    assert bench.ssds.of(BlockComputed) == []
+    bench.wait_until_given(bench.streams.compute, 2, monkeypatch, grant)
+    assert bench.ssds.of(ComputeProgressed) == []
     bench.streams.is_held_up = False
-    assert [computed.op for computed in bench.ssds.receive(BlockComputed, 2)] == [1, 2]
+    assert [computed.op for computed in bench.receive_computed(2)] == [1, 2]
     assert not bench.streams.host_waits
 
 
-@pytest.mark.parametrize("bench", [("d2h", "h2d", "compute")], indirect=True)
-def test_a_gradient_leaves_when_it_is_computed_whenever_that_is_asked_for(
+@pytest.mark.parametrize("bench", [0], indirect=True)
+def test_so_many_of_the_granted_operations_are_prefetched_and_given_at_a_time(
     bench: LateBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    limit = bench.spec.ordering.max_prefetched
+    request, prefetched = bench.worker._feed.request, list[int]()
+
+    def note(operation: ComputeBlock) -> None:
+        assert len(bench.worker._given) < limit
+        prefetched.append(operation.op)
+        request(operation)
+
+    monkeypatch.setattr(bench.worker._feed, "request", note)
+    bench.streams.is_held_up = True
+    operations = [bench.operation(Phase.FORWARD, op - 1, op) for op in (1, 2, 3, 4)]
+    with pytest.MonkeyPatch.context() as patch:
+        bench.wait_until_given(bench.streams.compute, limit, patch, lambda: bench.grant(*operations))
+    assert prefetched == [1, 2]
+    bench.streams.is_held_up = False
+    assert [computed.op for computed in bench.receive_computed(4)] == [1, 2, 3, 4]
+    assert prefetched == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("bench", [("d2h", "h2d", "compute")], indirect=True)
+def test_a_gradient_leaves_when_it_is_computed(bench: LateBench, monkeypatch: pytest.MonkeyPatch) -> None:
     last = len(bench.layout.blocks) - 1
     for block in range(last):
         bench.run(Phase.FORWARD, block)
+    copy_out, num_copies = bench.worker._grads._copy_out, 0
+
+    def note(request: ComputeBlock, grad: Any) -> Any:
+        nonlocal num_copies
+        num_copies += 1
+        assert bench.worker._given == [], "the head is not computed yet"
+        return copy_out(request, grad)
+
     bench.streams.is_held_up = True
-
-    def head() -> None:
-        bench.prefetch(last, 90, Phase.HEAD)
-        bench.compute(Phase.HEAD, last, 90)
-
-    bench.wait_until_given(bench.streams.compute, 1, monkeypatch, head)
-    offload = OffloadGrad(job=bench.spec.job, step=STEP, block=BlockIndex(last))
-    num_chunks = bench.layout.num_chunks(BlockIndex(last))
-    bench.wait_until_given(bench.streams.d2h, num_chunks + 1, monkeypatch, lambda: bench.worker.post(offload))
-    assert bench.ssds.of(BlockBackwardDone) == []
+    head = bench.operation(Phase.HEAD, last, 90)
+    bench.wait_until_given(bench.streams.compute, 1, monkeypatch, lambda: bench.grant(head))
+    monkeypatch.setattr(bench.worker._grads, "_copy_out", note)
+    assert bench.grads == []
     bench.streams.is_held_up = False
     grad = bench.received_grad(last, 1)
-    (done,) = bench.ssds.receive(BlockBackwardDone)
+    (done,) = bench.grads
+    assert num_copies == 1
     assert float(grad.double().square().sum()) == pytest.approx(done.grad_sq_sum, rel=1e-5)

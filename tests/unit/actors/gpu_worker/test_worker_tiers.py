@@ -1,7 +1,9 @@
 """One rank whose params and gradients are resident in memory or on the device, or whose gradients spill to the SSDs."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,22 +14,19 @@ from windlass.actors.messages import (
     ActorFailed,
     BlockFlushed,
     BlockUpdated,
-    ComputeBlock,
     FlushBlock,
-    GradChunk,
-    GradDiscarded,
     GradOffloaded,
     KernelChosen,
-    OffloadGrad,
     ParamSlotLease,
     ParamSlotReleased,
     ParamSlotsGranted,
     Phase,
-    PrefetchParams,
     ReadChunks,
     RestoreStates,
+    SkipStep,
     StatesRestored,
-    UpdateBlock,
+    StoredParams,
+    UpdateStep,
     WriteChunks,
 )
 from windlass.engine.memory_plan.plan import Placement
@@ -84,21 +83,15 @@ def test_the_next_forward_pass_takes_params_from_where_they_were_updated(bench: 
         assert bytes(buffer[: len(stored)]) == stored
         buffer[:] = b"\0" * len(buffer)  # stands for the update
         bench.worker.post(ParamSlotReleased(job=bench.spec.job, step=STEP, key=loan.key, span=loan.span))
-    for step, op, block in ((STEP, 90, BlockIndex(1)), (Step(0), 91, BlockIndex(2))):
-        bench.worker.post(
-            PrefetchParams(job=bench.spec.job, step=step, op=op, phase=Phase.FORWARD, block=block, group=0)
+    updated, not_updated = (
+        replace(
+            bench.operation(Phase.FORWARD, block, op), step=Step(2), params=(StoredParams(BlockIndex(block), step),)
         )
-    compute = ComputeBlock(
-        job=bench.spec.job,
-        step=Step(2),
-        op=90,
-        phase=Phase.FORWARD,
-        block=BlockIndex(1),
-        blocks=(BlockIndex(1),),
-        group=0,
-        loss_scale=1.0,
+        for block, op, step in ((1, 90, STEP), (2, 91, Step(0)))
     )
-    fetch = bench.worker._feed.wait_for(compute, BlockIndex(1))
+    for operation in (updated, not_updated):
+        bench.worker._feed.request(operation)
+    fetch = bench.worker._feed.wait_for(updated, BlockIndex(1))
     assert fetch.ready.wait(60)
     assert not fetch.buffer.any()
     assert len(keys_read(bench)) == num_read
@@ -117,29 +110,35 @@ def test_gradients_that_the_plan_spills_go_to_the_ssds(bench: Bench) -> None:
     bench.train_step()
     spilled = {item.key.block for write in bench.ssds.of(WriteChunks) for item in write.items}
     assert spilled == set(range(2, len(bench.layout.blocks)))
-    for message in bench.ssds.of(GradOffloaded):
-        assert all((chunk.span is None) == (message.block in spilled) for chunk in message.chunks)
+    for grad in bench.ssds.of(GradOffloaded):
+        assert all((chunk.span is None) == (grad.block in spilled) for chunk in grad.chunks)
 
 
-@pytest.mark.parametrize("bench", [of_bench(placement=Placement(num_host_grad_blocks=0))], indirect=True)
+@pytest.mark.parametrize(
+    "bench", [of_bench(placement=Placement(num_host_grad_blocks=0), is_committed=False)], indirect=True
+)
 def test_a_gradient_is_told_as_offloaded_when_all_of_it_is_written(bench: Bench) -> None:
-    last = bench.forward_and_head()
+    bench.forward_and_head()
     bench.ssds.hold = True
-    bench.worker.post(OffloadGrad(job=bench.spec.job, step=STEP, block=BlockIndex(last)))
+    bench.commit(0)
     for write in bench.ssds.receive(WriteChunks, 2):  # one to each SSD
-        assert bench.ssds.of(GradOffloaded) == []
+        assert bench.grads == []
         bench.ssds.serve(write)
-    bench.ssds.receive(GradOffloaded)
+    bench.receive_grads(1)
 
 
-def test_a_dropped_gradient_gives_its_slots_back(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    "bench", [of_bench(placement=Placement(num_host_grad_blocks=4), is_committed=False)], indirect=True
+)
+def test_a_gradient_on_the_ssds_waits_for_the_commit_before_its_step_and_holds_no_other_up(bench: Bench) -> None:
     last = bench.forward_and_head()
-    bench.worker.post(OffloadGrad(job=bench.spec.job, step=STEP, block=BlockIndex(last)))
-    (offloaded,) = bench.ssds.receive(GradOffloaded)
-    assert bench.worker._grads._slots.statistics.in_use_nbytes > 0
-    chunks = (*offloaded.chunks, GradChunk(bench.layout.chunk_keys(BlockIndex(0))[0], None))
-    bench.worker.post(GradDiscarded(job=bench.spec.job, step=STEP, block=BlockIndex(last), chunks=chunks))
-    assert bench.worker._grads._slots.statistics.in_use_nbytes == 0
+    for i in (1, 2):
+        bench.run(Phase.BACKWARD, last - i)
+        assert [grad.block for grad in bench.receive_grads(i)] == [last - 1, last - 2][:i]
+    assert bench.ssds.of(WriteChunks) == []
+    bench.commit(0)
+    assert [grad.block for grad in bench.receive_grads(3)] == [last - 1, last - 2, last]
+    assert {item.key.block for write in bench.ssds.of(WriteChunks) for item in write.items} == {last}
 
 
 # --- resident states ----------------------------------------------------------------------------------------------
@@ -177,27 +176,22 @@ def test_states_on_the_device_are_updated_there(bench: Bench) -> None:
     (restored,) = bench.ssds.receive(StatesRestored)
     assert (restored.step, restored.actor) == (0, "gpu-0")
     last = bench.forward_and_head()
+    bench.receive_grads(1)
     for block in reversed(range(last)):
         bench.run(Phase.BACKWARD, block)
-        if block not in resident:
-            bench.offload(block)
+        if block in resident:
+            bench.receive_grads(last - block + 1)
+        else:
+            bench.received_grad(block, last - block + 1)
+    assert {message.block for message in bench.ssds.of(GradOffloaded)} == {0, 2, 3}
     (chosen,) = bench.ssds.of(KernelChosen)
     assert chosen.actor == "gpu-0"
     hyper = bench.spec.hyperparameters
-    for i, block in enumerate(resident):
-        flat = bench.worker._grads._complete[block].flat
-        expected = expected_update(bench, block, flat.clone())
-        update = UpdateBlock(
-            job=job,
-            step=STEP,
-            block=block,
-            from_step=Step(0),
-            optimizer_step=1,
-            chunks=(),
-            learning_rate=hyper.learning_rate,
-            grad_scale=0.5,
-        )
-        bench.worker.post(update)
+    flats = {block: bench.worker._grads._complete[block].flat.clone() for block in resident}
+    how: dict[str, Any] = {"optimizer_step": 1, "learning_rate": hyper.learning_rate, "grad_scale": 0.5}
+    bench.worker.post(UpdateStep(job=job, step=STEP, from_step=Step(0), **how))
+    for i, block in enumerate(sorted(resident)):
+        expected = expected_update(bench, block, flats[block])
         updated = bench.ssds.receive(BlockUpdated, i + 1)[i]
         assert (updated.block, updated.actor) == (block, "gpu-0")
         bench.worker.post(FlushBlock(job=job, step=STEP, block=block))
@@ -244,7 +238,9 @@ def test_a_dropped_gradient_on_the_device_is_forgotten(bench: Bench) -> None:
     bench.ssds.receive(StatesRestored)
     bench.forward_and_head()
     bench.run(Phase.BACKWARD, 3)
-    bench.worker.post(GradDiscarded(job=bench.spec.job, step=STEP, block=BlockIndex(3), chunks=()))
+    bench.receive_grads(2)
+    assert BlockIndex(3) in bench.worker._grads._complete
+    bench.worker.post(SkipStep(job=bench.spec.job, step=STEP))
     assert BlockIndex(3) not in bench.worker._grads._complete
 
 

@@ -10,14 +10,16 @@ import pytest
 
 from windlass.actors.job.context import GPU_WORKER, SCHEDULER
 from windlass.actors.lifecycle.threads import ActorThreads, working_at, works_at
-from windlass.actors.messages import ActorFailed, FailureKind, LoadModel, Message, OffloadGrad
+from windlass.actors.messages import ActorFailed, ComputeBlock, FailureKind, LoadModel, Message, Phase
 from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
 from windlass.storage.integrity.errors import StoreCorrupt
 from windlass.storage.memory.arena import SlotTimeout
 from windlass.storage.memory.capacity import InsufficientSpaceError
 
 JOB = JobId("ftjob-1")
-OFFLOAD = OffloadGrad(job=JOB, step=Step(3), block=BlockIndex(2))
+COMPUTE = ComputeBlock(
+    job=JOB, step=Step(3), op=7, phase=Phase.BACKWARD, block=BlockIndex(2), params=(), group=0, loss_scale=1.0
+)
 LOAD = LoadModel(job=JOB, step=Step(0))
 
 
@@ -53,9 +55,9 @@ def raising(error: Exception, at: Message | None = None) -> Callable[[], None]:
 
 
 def test_error_report_names_actor_and_its_task() -> None:
-    failed = Bench().failure_of(raising(RuntimeError("no more memory"), OFFLOAD))
+    failed = Bench().failure_of(raising(RuntimeError("no more memory"), COMPUTE))
     assert (failed.job, failed.step, failed.actor) == (JOB, 3, GPU_WORKER)
-    assert failed.error == "RuntimeError: no more memory (at offload grad of step 3, block 2)"
+    assert failed.error == "RuntimeError: no more memory (at compute block, backward, of step 3, block 2)"
     assert failed.detail.startswith("Traceback")
     assert "raise error" in failed.detail
 
@@ -92,9 +94,12 @@ def test_thread_before_first_task_has_no_task() -> None:
 
 
 def test_thread_without_task_reports_task_of_its_actor() -> None:
-    failed = Bench(under_way=OFFLOAD).failure_of(raising(RuntimeError("CUDA error")))
-    assert (failed.error, failed.step) == ("RuntimeError: CUDA error (at offload grad of step 3, block 2)", 3)
-    assert "(at load model of step 0)" in Bench(under_way=OFFLOAD).failure_of(raising(RuntimeError(), LOAD)).error
+    failed = Bench(under_way=COMPUTE).failure_of(raising(RuntimeError("CUDA error")))
+    assert (failed.error, failed.step) == (
+        "RuntimeError: CUDA error (at compute block, backward, of step 3, block 2)",
+        3,
+    )
+    assert "(at load model of step 0)" in Bench(under_way=COMPUTE).failure_of(raising(RuntimeError(), LOAD)).error
 
 
 @pytest.mark.parametrize("before", [None, LOAD])
@@ -103,12 +108,15 @@ def test_callback_has_its_message_as_task_only_while_it_runs(before: Message | N
         def run() -> None:
             if before is not None:
                 works_at(before)
-            working_at(OFFLOAD, raising(errors[0]) if errors else lambda: None)()
+            working_at(COMPUTE, raising(errors[0]) if errors else lambda: None)()
             raise RuntimeError("later")
 
         return run
 
-    assert "broken (at offload grad of step 3, block 2)" in Bench().failure_of(calls(RuntimeError("broken"))).error
+    assert (
+        "broken (at compute block, backward, of step 3, block 2)"
+        in Bench().failure_of(calls(RuntimeError("broken"))).error
+    )
     later = Bench().failure_of(calls()).error
     assert later == "RuntimeError: later" + ("" if before is None else " (at load model of step 0)")
 
@@ -134,7 +142,7 @@ def test_timeout_report_names_the_overdue_actor() -> None:
     ids=lambda each: type(each).__name__,
 )
 def test_permanent_errors_are_reported_as_permanent(error: Exception, kind: FailureKind) -> None:
-    assert Bench().failure_of(raising(error, OFFLOAD)).kind is kind
+    assert Bench().failure_of(raising(error, COMPUTE)).kind is kind
 
 
 def test_error_during_stop_is_not_reported() -> None:
@@ -149,7 +157,7 @@ def test_threads_that_hang_are_named_within_one_deadline() -> None:
     bench, released, hang = Bench(), threading.Event(), threading.Barrier(3)
 
     def hangs() -> None:
-        works_at(OFFLOAD)
+        works_at(COMPUTE)
         hang.wait(30.0)
         released.wait(30.0)
 
@@ -157,7 +165,7 @@ def test_threads_that_hang_are_named_within_one_deadline() -> None:
     hang.wait(30.0)
     with pytest.raises(TimeoutError, match=r"did not end within 0\.1 s: ") as late:
         bench.threads.join(0.1)
-    assert str(late.value).count("hangs (at offload grad of step 3, block 2)") == 2
+    assert str(late.value).count("hangs (at compute block, backward, of step 3, block 2)") == 2
     assert "lambda" not in str(late.value)
     released.set()
     bench.threads.join(30.0)

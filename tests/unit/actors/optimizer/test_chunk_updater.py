@@ -11,7 +11,7 @@ import torch
 from tests.support.actors.specs import make_layout, make_spec
 from windlass.actors.job.context import make_context
 from windlass.actors.job.spec import Optimizer
-from windlass.actors.messages import UpdateBlock
+from windlass.actors.messages import UpdateBlock, UpdateStep
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.engine.model.layout import BlockLayout, ModelLayout, ParamSlice
 from windlass.engine.optimizer.adam_formulas import AdamSettings
@@ -47,16 +47,9 @@ def states() -> tuple[torch.Tensor, dict[StateKind, torch.Tensor]]:
 
 def command(block: int) -> UpdateBlock:
     """The update of a block in step 7, the fifth that was not skipped."""
-    return UpdateBlock(
-        job=JobId("ftjob-1"),
-        step=Step(7),
-        block=BlockIndex(block),
-        from_step=Step(6),
-        chunks=(),
-        optimizer_step=5,
-        learning_rate=0.01,
-        grad_scale=0.5,
-    )
+    job, step = JobId("ftjob-1"), Step(7)
+    how = UpdateStep(job=job, step=step, from_step=Step(6), optimizer_step=5, learning_rate=0.01, grad_scale=0.5)
+    return UpdateBlock(job=job, step=step, block=BlockIndex(block), chunks=(), how=how)
 
 
 def updated_in_chunks(block: int, **hyper: Any) -> dict[StateKind, torch.Tensor]:

@@ -18,19 +18,20 @@ from windlass.actors.messages import (
     ActorFailed,
     BlockFlushed,
     BlockUpdated,
+    CommitReached,
     FlushBlock,
     GradChunk,
+    GradOffloaded,
     GradSlotsReleased,
     KernelChosen,
     LoadModel,
-    LossComputed,
     ParamSlotLease,
     ParamSlotReleased,
-    Phase,
     ReadChunks,
     RestoreStates,
+    SkipStep,
     StatesRestored,
-    UpdateBlock,
+    UpdateStep,
     WriteChunks,
 )
 from windlass.actors.optimizer.worker import RESTORE_DEPTH, CpuOptimizer
@@ -132,17 +133,26 @@ class Bench:
             chunks.append(GradChunk(key, span))
         return tuple(chunks)
 
-    def update(self, grad_scale: float = 1.0) -> UpdateBlock:
+    def how(self, grad_scale: float = 1.0) -> UpdateStep:
         """The update of step 3, after a step that was skipped."""
-        return UpdateBlock(
+        return UpdateStep(
             job=self.context.spec.job,
             step=Step(3),
-            block=BlockIndex(0),
             from_step=Step(2),
             optimizer_step=2,
-            chunks=self.grad_chunks(),
             learning_rate=1e-2,
             grad_scale=grad_scale,
+        )
+
+    def update(self, grad_scale: float = 1.0) -> None:
+        """Lets the optimizer update block 0."""
+        self.optimizer.post(self.how(grad_scale))
+        self.offload(0, self.grad_chunks())
+
+    def offload(self, block: int, chunks: tuple[GradChunk, ...]) -> None:
+        """Gives the optimizer the gradient of a block."""
+        self.optimizer.post(
+            GradOffloaded(job=self.context.spec.job, step=Step(3), block=BlockIndex(block), chunks=chunks)
         )
 
     def new_states(self) -> dict[StateKind, torch.Tensor]:
@@ -214,7 +224,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 
 def check_update(bench: Bench, grad_scale: float = 1.0) -> None:
     """Updates the block, and compares the result with torch's."""
-    bench.optimizer.post(bench.update(grad_scale))
+    bench.update(grad_scale)
     (updated,) = bench.ssds.receive(BlockUpdated)
     assert (updated.step, updated.block, updated.actor) == (3, 0, "optimizer-0")
     check_new_states(bench, grad_scale)
@@ -247,21 +257,33 @@ def test_optimizer_reports_its_kernel(bench: Bench) -> None:
 
 
 def test_each_grad_slot_is_returned_once(bench: Bench) -> None:
-    update = bench.update()
-    bench.optimizer.post(update)
+    bench.update()
     returned = bench.ssds.receive(GradSlotsReleased, len(KEYS))
     bench.ssds.receive(BlockUpdated)
     assert sorted(span.offset for message in returned for span in message.spans) == [
-        chunk.span.offset for chunk in update.chunks
+        chunk.span.offset for chunk in bench.grad_chunks() if chunk.span is not None
     ]
     assert {to for to, message in bench.ssds.sent if isinstance(message, GradSlotsReleased)} == {"gpu-0"}
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_grad_slots_of_a_skipped_step_are_returned(bench: Bench, is_early: bool) -> None:
+    skip = SkipStep(job=bench.context.spec.job, step=Step(3))
+    if is_early:
+        bench.optimizer.post(skip)
+    bench.offload(0, bench.grad_chunks())
+    if not is_early:
+        bench.optimizer.post(skip)
+    (returned,) = bench.ssds.receive(GradSlotsReleased)
+    assert returned.spans == tuple(chunk.span for chunk in bench.grad_chunks())
+    assert bench.ssds.of(ReadChunks) == bench.ssds.of(BlockUpdated) == []
 
 
 def test_no_more_chunks_in_flight_than_slots(bench: Bench) -> None:
     num_slots = bench.context.plan.states[0].num_slots
     assert num_slots < len(KEYS)
     bench.ssds.hold = True
-    bench.optimizer.post(bench.update())
+    bench.update()
     reads = bench.ssds.receive(ReadChunks, num_slots)
     kinds = set(bench.context.formats.itemsizes)
     num_read = len(kinds - {StateKind.PARAM} if StateKind.MASTER in kinds else kinds)  # it follows from the master
@@ -281,7 +303,7 @@ def test_no_more_chunks_in_flight_than_slots(bench: Bench) -> None:
 
 
 def test_reads_are_as_urgent_as_their_step_and_block(bench: Bench) -> None:
-    bench.optimizer.post(bench.update())
+    bench.update()
     bench.ssds.receive(BlockUpdated)
     requests: list[ReadChunks | WriteChunks] = [*bench.ssds.of(ReadChunks), *bench.ssds.of(WriteChunks)]
     assert {request.priority for request in requests} == {(3, 0)}
@@ -289,10 +311,10 @@ def test_reads_are_as_urgent_as_their_step_and_block(bench: Bench) -> None:
     assert {request.step for request in bench.ssds.of(WriteChunks)} == {3}
 
 
-def update_of(bench: Bench, block: int) -> UpdateBlock:
-    """An update with the gradient of block 0; the gradients of both blocks may be in the same slots."""
+def offload_of(bench: Bench, block: int) -> None:
+    """Gives the optimizer the gradient of block 0 as that of a block; those of both may be in the same slots."""
     chunks = tuple(GradChunk(ChunkKey(BlockIndex(block), each.key.chunk), each.span) for each in bench.grad_chunks())
-    return replace(bench.update(), block=BlockIndex(block), chunks=chunks)
+    bench.offload(block, chunks)
 
 
 @pytest.mark.parametrize(
@@ -308,9 +330,10 @@ def test_a_more_urgent_block_goes_before_the_rest_of_another(
 ) -> None:
     for bench in _started(Bench(tmp_path, FP32, layout=TWO_BLOCKS, ordering=Ordering(queues=queues))):
         bench.ssds.hold = True
-        bench.optimizer.post(update_of(bench, 1))
+        bench.optimizer.post(bench.how())
+        offload_of(bench, 1)
         bench.ssds.receive(ReadChunks, bench.context.plan.states[0].num_slots)
-        bench.optimizer.post(update_of(bench, 0))
+        offload_of(bench, 0)
         bench.ssds.hold = False
         for request in tuple(bench.ssds.held):
             bench.ssds.serve(request)
@@ -334,7 +357,7 @@ def test_a_slot_that_never_comes_free_is_an_error(tmp_path: Path) -> None:
     bench.optimizer.spec = replace(bench.optimizer.spec, deadline_s=0.1)
     bench.optimizer.setup()
     bench.ssds.hold = True
-    bench.optimizer.post(bench.update())
+    bench.update()
     (failed,) = bench.ssds.receive(ActorFailed)
     assert "state slots of optimizer-0" in failed.error
     bench.optimizer.stop()
@@ -346,22 +369,20 @@ def test_stopping_does_not_wait_for_slots(tmp_path: Path) -> None:
     bench.optimizer.spec = replace(bench.optimizer.spec, deadline_s=3600.0)
     bench.optimizer.setup()
     bench.ssds.hold = True
-    bench.optimizer.post(bench.update())
+    bench.update()
     bench.ssds.receive(ReadChunks, bench.context.plan.states[0].num_slots)
     bench.optimizer.stop()
     assert bench.ssds.of(ActorFailed) == []
 
 
 def test_optimizer_with_foreign_message_raises(bench: Bench) -> None:
-    stray = LossComputed(
-        job=JobId("ftjob-1"), step=Step(1), phase=Phase.HEAD, loss_sum=1.0, num_targets=1, num_correct=0, group=0
-    )
-    with pytest.raises(ValueError, match="optimizer-0 does not take LossComputed"):
+    stray = CommitReached(job=JobId("ftjob-1"), step=Step(1))
+    with pytest.raises(ValueError, match="optimizer-0 does not take CommitReached"):
         bench.optimizer.post(stray)
 
 
 def test_a_key_belongs_to_one_ssd(bench: Bench) -> None:
-    bench.optimizer.post(bench.update())
+    bench.update()
     bench.ssds.receive(BlockUpdated)
     receivers: dict[ChunkKey, set[str]] = {}
     for to, message in bench.ssds.sent:
@@ -414,7 +435,7 @@ def test_params_are_updated_in_lent_slots_and_stay_there(bench: Bench, is_filled
 
 def test_params_in_lent_slot_are_not_read_from_ssd(bench: Bench) -> None:
     bench.ssds.lend = Lender(bench, {KEYS[0]: True, KEYS[2]: False})
-    bench.optimizer.post(bench.update())
+    bench.update()
     bench.ssds.receive(BlockUpdated)
     read = {item.key: {part.kind for part in item.parts} for m in bench.ssds.of(ReadChunks) for item in m.items}
     assert bench.context.formats.param_kind not in read[KEYS[0]]
@@ -425,7 +446,7 @@ def test_a_slot_is_returned_only_when_its_params_are_written(bench: Bench) -> No
     """Until then the SSD server reads from the slot."""
     bench.ssds.lend = Lender(bench, {KEYS[0]: False})
     bench.ssds.hold = True
-    bench.optimizer.post(bench.update())
+    bench.update()
     for read in bench.ssds.receive(ReadChunks):
         bench.ssds.serve(read)
     (write, *_) = bench.ssds.receive(WriteChunks)
@@ -445,7 +466,7 @@ def test_a_worker_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     bench.optimizer.spec = replace(bench.optimizer.spec, deadline_s=0.1)
     bench.optimizer.setup()
     bench.ssds.answer = lambda message: None
-    bench.optimizer.post(bench.update())
+    bench.update()
     (failed,) = bench.ssds.receive(ActorFailed)
     assert "gpu-0 did not answer within 0.1 s to the request for slots for the params of block 0" in failed.error
     bench.optimizer.stop()
@@ -460,8 +481,8 @@ def test_a_gradient_on_an_ssd_is_read_beside_the_states(tmp_path: Path, formats:
         for key in KEYS:
             start, stop = LAYOUT.chunk_range(key)
             bench.ssds.put(3, key, StateKind.GRAD, bench.grad[start:stop])
-        update = replace(bench.update(), chunks=tuple(GradChunk(key, None) for key in KEYS))
-        bench.optimizer.post(update)
+        bench.offload(0, tuple(GradChunk(key, None) for key in KEYS))
+        bench.optimizer.post(bench.how())
         bench.ssds.receive(BlockUpdated)
         check_new_states(bench)
         assert bench.ssds.of(GradSlotsReleased) == []
@@ -488,7 +509,7 @@ def flush(bench: Bench, step: int) -> None:
 
 def test_states_in_host_memory_are_updated_there_and_written_when_asked(resident: Bench) -> None:
     num_reads = len(resident.ssds.of(ReadChunks))
-    resident.optimizer.post(resident.update())
+    resident.update()
     resident.ssds.receive(BlockUpdated)
     assert len(resident.ssds.of(ReadChunks)) == num_reads
     assert resident.ssds.of(WriteChunks) == []
@@ -512,7 +533,7 @@ def test_a_flush_is_told_when_everything_is_written(resident: Bench) -> None:
 def test_a_flush_waits_for_no_chunks(tmp_path: Path) -> None:
     """Chunks wait for their turn; a flush does not."""
     bench = Bench(tmp_path, FP32, placement=Placement(host_blocks=(0,)))  # its threads have not started
-    bench.optimizer.post(bench.update())
+    bench.update()
     message = FlushBlock(job=bench.context.spec.job, step=Step(2), block=BlockIndex(0))
     bench.optimizer.post(message)
     assert bench.optimizer._commands.get()[2] is message

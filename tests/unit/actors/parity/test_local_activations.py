@@ -26,7 +26,8 @@ from windlass.actors.activations import tiered_store as activation_tiers
 from windlass.actors.activations.tiered_store import ActivationTiers
 from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.job.spec import JobSpec
-from windlass.actors.messages import ComputeBlock, Message, Phase, WriteActivations
+from windlass.actors.messages import ComputeBlocks, ComputeProgressed, Event, Message, Phase, WriteActivations
+from windlass.actors.policy.scheduler_core import Order, Pipeline
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.activations.host_store import ActivationMemoryError
 from windlass.engine.activations.store import NOTHING_SWAPPED, SwapCounts
@@ -191,12 +192,25 @@ def test_skipped_steps_leave_nothing(tmp_path: Path, watched: Watched, monkeypat
     assert watched.counts.in_nbytes > 0
 
 
-@pytest.mark.parametrize("phase", [Phase.HEAD, Phase.BACKWARD])
-def test_a_stop_in_the_middle_of_a_step_leaves_nothing(tmp_path: Path, watched: Watched, phase: Phase) -> None:
+@pytest.mark.parametrize("at_head", [True, False])
+def test_a_stop_in_the_middle_of_a_step_leaves_nothing(
+    tmp_path: Path, watched: Watched, at_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the head is granted, or as the scheduler hears of the last layer's gradient."""
+    handle = Pipeline.handle
+
     def look(to: ActorName, message: Message) -> None:
-        if isinstance(message, ComputeBlock) and (message.phase, message.step) == (phase, 2):
+        operations = message.operations if isinstance(message, ComputeBlocks) else ()
+        if at_head and any((each.step, each.phase) == (2, Phase.HEAD) for each in operations):
             raise CutOff
 
+    def hear(self: Pipeline, event: Event, now_s: float) -> list[Order]:
+        grads = event.grads if isinstance(event, ComputeProgressed) else ()
+        if not at_head and any((grad.step, grad.block) == (2, NUM_LAYERS) for grad in grads):
+            raise CutOff
+        return handle(self, event, now_s)
+
+    monkeypatch.setattr(Pipeline, "handle", hear)
     spec = job(tmp_path / "job", placement=placed(SWAP))
     with pytest.raises(CutOff):
         run(spec, on_message=look)

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.support.training import (
 )
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
 from windlass.actors.job.spec import JobSpec
-from windlass.actors.messages import ComputeBlock, Message, Phase, SpanKind, SpansReported, UpdateBlock
+from windlass.actors.messages import ComputeBlocks, Message, Phase, SpanKind, SpansReported, UpdateStep
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.activations.host_store import ActivationMemoryError
 from windlass.engine.data.dataset import PreparedDataset
@@ -180,16 +181,23 @@ def test_an_attempt_goes_on_with_groups_of_another_size(tmp_path: Path) -> None:
     changes = {"precision": Precision.BF16, "tied": True, "clip_norm": 0.5, "evaluate_every": None}
     whole = run(tmp_path / "whole", None, **changes)
     spec = job(tmp_path / "cut", **changes)
-    # In the second group of a step, in the updates of another, and not at all.
-    cuts = [(1, (ComputeBlock, 2, 1)), (3, (UpdateBlock, 4, None)), (2, None)]
-    for number, (size, cut) in enumerate(cuts, start=1):
 
-        def look(to: ActorName, message: Message, cut: tuple[type[Message], int, int | None] | None = cut) -> None:
-            if cut == (type(message), message.step, getattr(message, "group", None)):
+    def in_second_group(message: Message) -> bool:
+        # When the third group is granted, the first is computed.
+        operations = message.operations if isinstance(message, ComputeBlocks) else ()
+        return any((each.step, each.group) == (2, 2) for each in operations)
+
+    def in_updates(message: Message) -> bool:
+        return isinstance(message, UpdateStep) and message.step == 4
+
+    for number, (size, is_cut) in enumerate([(1, in_second_group), (3, in_updates), (2, None)], start=1):
+
+        def look(to: ActorName, message: Message, is_cut: Callable[[Message], bool] | None = is_cut) -> None:
+            if is_cut is not None and is_cut(message):
                 raise CutOff
 
         attempt = dataclasses.replace(grouped(spec, size), attempt=Attempt(number))
-        if cut is None:
+        if is_cut is None:
             train(attempt, on_message=look)
         else:
             with pytest.raises(CutOff):
@@ -301,8 +309,8 @@ def test_zero_infinity_fetches_params_for_each_micro_batch(tmp_path: Path) -> No
     num_blocks, operations = len(make_partition(spec).layout.blocks), Counter[int]()
 
     def look(to: ActorName, message: Message) -> None:
-        if isinstance(message, ComputeBlock) and message.phase in (Phase.FORWARD, Phase.HEAD):
-            operations[message.step] += 1
+        if isinstance(message, ComputeBlocks):
+            operations.update(each.step for each in message.operations if each.phase in (Phase.FORWARD, Phase.HEAD))
 
     train(behaving_as(spec, System.ZERO_INFINITY, num_blocks), on_message=look)
     assert operations[1] == NUM_MICROBATCHES * num_blocks

@@ -13,7 +13,7 @@ from tests.support.training import has_direct_io, journal_of, losses_of, make_pa
 from windlass.actors.gpu_worker import kernel_selection as settled_kernels
 from windlass.actors.job.context import make_context
 from windlass.actors.job.spec import JobSpec
-from windlass.actors.messages import Message, UpdateBlock
+from windlass.actors.messages import Message, UpdateStep
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.optimizer.kernel_cache import KernelUnavailable
 from windlass.storage.ids import ActorName, Attempt, ModelKernel
@@ -90,7 +90,7 @@ def cut_off(spec: JobSpec) -> JobSpec:
     """Cuts the first attempt off in its last step. Returns the spec of the second attempt."""
 
     def look(to: ActorName, message: Message) -> None:
-        if isinstance(message, UpdateBlock) and message.step == NUM_STEPS:
+        if isinstance(message, UpdateStep) and message.step == NUM_STEPS:
             raise CutOff
 
     with pytest.raises(CutOff):

@@ -17,7 +17,7 @@ from tests.support.late_streams import LateStreams
 from tests.support.training import exported_params, has_direct_io, losses_of, make_partition, make_spec, metrics_of
 from windlass.actors.gpu_worker import compute as computation
 from windlass.actors.gpu_worker import worker as gpu_worker
-from windlass.actors.messages import BlockComputed, GradOffloaded, LossComputed, Message, Phase
+from windlass.actors.messages import ComputeProgressed, GradOffloaded, Message, Phase
 from windlass.actors.policy.block_queue import Ordering
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.device import device as device_module
@@ -208,7 +208,8 @@ def test_no_thread_waits_for_the_device_and_nothing_is_allocated_for_params_or_g
     late = Late(order=1)
 
     def look(_: ActorName, message: Message) -> None:
-        if isinstance(message, LossComputed) and message.phase is Phase.HEAD and message.step == 2:
+        computed = message.computed if isinstance(message, ComputeProgressed) else ()
+        if any((each.phase, each.step) == (Phase.HEAD, 2) for each in computed):
             waits.append(late.streams.host_waits.copy())
             monkeypatch.setattr(DeviceBuffers, "__init__", lambda *_, **__: made.append(()))
             monkeypatch.setattr(Device, "take", lambda *_, **__: made.append(()))
@@ -230,11 +231,13 @@ def test_gpu_streams_report_results_from_their_own_threads(
     """
     FakeCuda().install(monkeypatch)
     monkeypatch.setattr(device_module, "open_streams", CudaStreams)
-    senders: dict[type[Message], set[threading.Thread]] = {BlockComputed: set(), GradOffloaded: set()}
+    senders: dict[str, set[threading.Thread]] = {"operation": set(), "offloaded gradient": set()}
 
     def look(_: ActorName, message: Message) -> None:
-        if type(message) in senders:
-            senders[type(message)].add(threading.current_thread())
+        if isinstance(message, GradOffloaded):
+            senders["offloaded gradient"].add(threading.current_thread())
+        elif isinstance(message, ComputeProgressed) and not message.grads:
+            senders["operation"].add(threading.current_thread())
 
     assert run(tmp_path / "job", job, look) == expected(job)
     (computed,), (offloaded,) = senders.values()

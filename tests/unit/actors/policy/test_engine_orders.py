@@ -13,12 +13,12 @@ from windlass.actors.job.context import optimizer_name
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import (
     BlockUpdated,
-    ComputeBlock,
-    GradOffloaded,
+    ComputeBlocks,
+    ComputeProgressed,
     Message,
     Phase,
     ReadChunks,
-    UpdateBlock,
+    UpdateStep,
 )
 from windlass.actors.policy.block_queue import Ordering, QueueOrder
 from windlass.actors.runtime.local_runner import run_local
@@ -60,8 +60,8 @@ def train(spec: JobSpec) -> list[tuple[ActorName, Message]]:
 
 
 def updates_in_order(messages: list[tuple[ActorName, Message]]) -> list[tuple[int, int]]:
-    """(step, block) of the requested updates."""
-    return [(m.step, m.block) for _, m in messages if isinstance(m, UpdateBlock)]
+    """(step, block) of the updates."""
+    return [(m.step, m.block) for _, m in messages if isinstance(m, BlockUpdated)]
 
 
 def assert_steps_do_not_overlap(messages: list[tuple[ActorName, Message]], num_blocks: int) -> None:
@@ -69,8 +69,12 @@ def assert_steps_do_not_overlap(messages: list[tuple[ActorName, Message]], num_b
     for _, message in messages:
         if isinstance(message, BlockUpdated):
             num_updated[message.step] += 1
-        elif isinstance(message, ComputeBlock) and message.phase in (Phase.FORWARD, Phase.HEAD, Phase.BACKWARD):
-            assert num_updated[message.step - 1] == num_blocks, "a step began beside updates of the one before"
+        elif isinstance(message, ComputeBlocks):
+            for operation in message.operations:
+                is_training = operation.phase in (Phase.FORWARD, Phase.HEAD, Phase.BACKWARD)
+                assert not is_training or num_updated[operation.step - 1] == num_blocks, (
+                    "a step began beside updates of the one before"
+                )
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +101,9 @@ def test_orders_change_no_number(
     num_blocks = len(make_partition(spec).layout.blocks)
     assert len(updates) == len(set(updates)) == NUM_STEPS * num_blocks
     if ordering.queues is FIFO:
-        assert updates == [(m.step, m.block) for _, m in messages if isinstance(m, GradOffloaded)]
+        assert updates == [
+            (grad.step, grad.block) for _, m in messages if isinstance(m, ComputeProgressed) for grad in m.grads
+        ]
     if not ordering.overlaps_steps:
         assert_steps_do_not_overlap(messages, num_blocks)
 
@@ -125,8 +131,8 @@ def test_another_systems_order_gives_the_same_numbers(
     messages = train(behaving_as(spec, system, num_blocks))
     assert losses_of(spec) == expected_losses[0.5]
     assert_steps_do_not_overlap(messages, num_blocks)
-    turns = [type(m) for _, m in messages if isinstance(m, ComputeBlock | UpdateBlock)]
-    assert [kind for kind, _ in groupby(turns)] == [ComputeBlock, UpdateBlock] * NUM_STEPS
+    turns = [type(m) for _, m in messages if isinstance(m, ComputeBlocks | UpdateStep)]
+    assert [kind for kind, _ in groupby(turns)] == [ComputeBlocks, UpdateStep] * NUM_STEPS
 
 
 def test_updates_after_the_backward_pass_are_those_of_separate_steps(tmp_path: Path) -> None:

@@ -3,32 +3,31 @@
 import heapq
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.support.policy.jobs import JOB, grad_chunks, make_shape
+from tests.support.policy.jobs import JOB, computed, grad_ready, make_shape
 from windlass.actors.messages import (
-    BlockBackwardDone,
-    BlockComputed,
     BlockUpdated,
     CommitStore,
     ComputeBlock,
+    ComputeBlocks,
+    ComputeProgressed,
     ExportModel,
-    GradOffloaded,
     Message,
     ModelExported,
-    OffloadGrad,
     Phase,
     StoreCommitted,
-    UpdateBlock,
+    UpdateStep,
 )
 from windlass.actors.policy.block_queue import QueueOrder
-from windlass.actors.policy.pending_replies import Instruction
-from windlass.actors.policy.scheduler_core import Pipeline
+from windlass.actors.policy.scheduler_core import EndStep, Order, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
+from windlass.actors.policy.worker_queues import OffloadQueue, UpdateQueue
 from windlass.engine.memory_plan.plan import most_passing_blocks
-from windlass.storage.ids import ActorName, Step
+from windlass.storage.ids import ActorName, BlockIndex, Step
 
 NUM_BLOCKS = 42
 NUM_STEPS = 12
@@ -36,6 +35,10 @@ NUM_DEVICE_GRADS = 2
 GPU, LINK, OPTIMIZER = "gpu", "link", "optimizer"
 # Seconds for a block: forward; backward with recomputation; offload. The step's compute takes 4 s a block.
 FORWARD_S, BACKWARD_S, OFFLOAD_S = 1.0, 3.0, 0.2
+
+
+# A gradient on its way out of the device, or an update: its step and block.
+Key = tuple[Step, BlockIndex]
 
 
 class Timed:
@@ -54,7 +57,10 @@ class Timed:
         self.num_left: dict[int, int] = {}  # for the blocks in update
         self.now_s = 0.0
         self.events: list[tuple[float, int, list[Message], str]] = []
-        self.waiting: dict[str, deque[Message]] = {name: deque() for name in (GPU, LINK, OPTIMIZER)}
+        self.waiting: dict[str, deque[ComputeBlock | Key]] = {name: deque() for name in (GPU, LINK, OPTIMIZER)}
+        ordering = self.pipeline.shape.ordering
+        self.offloads = OffloadQueue(ordering, frozenset())
+        self.updates = UpdateQueue(ordering.queues, ordering.max_updating, NUM_BLOCKS)
         self.busy: set[str] = set()
         self.num_device_grads = self.num_host_parts = 0
         self.numbers = itertools.count()
@@ -69,29 +75,39 @@ class Timed:
             self.num_device_grads -= resource == LINK
             self.num_host_parts -= resource == OPTIMIZER
             for event in events:
-                if isinstance(event, BlockComputed) and event.phase is Phase.HEAD:
-                    ends.append(self.now_s)
+                if isinstance(event, ComputeProgressed):
+                    self.note(event)
+                    ends += [self.now_s for done in event.computed if done.phase is Phase.HEAD]
                 self.take(self.pipeline.handle(event, self.now_s))
             self.pump()
         assert self.pipeline.committed == NUM_STEPS
         return (ends[-2] - ends[2]) / (len(ends) - 4)
 
-    def take(self, instructions: list[Instruction]) -> None:
-        for instruction in instructions:
-            match message := instruction.message:
-                case ComputeBlock():
-                    self.waiting[GPU].append(message)
-                case OffloadGrad():
-                    self.waiting[LINK].append(message)
-                case UpdateBlock():
-                    self.waiting[OPTIMIZER].append(message)
+    def note(self, event: ComputeProgressed) -> None:
+        """Lets gradients leave the device in the GPU worker's order."""
+        for done in event.computed:
+            if done.phase in (Phase.HEAD, Phase.BACKWARD):
+                self.waiting[LINK] += self.offloads.push(done.step, done.block)
+        for grad in event.grads:
+            self.waiting[LINK] += self.offloads.left()
+            self.waiting[OPTIMIZER] += self.updates.gradient_came(grad.step, grad.block).begin
+
+    def take(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            if isinstance(order, EndStep):
+                continue
+            match message := order.message:
+                case ComputeBlocks():
+                    self.waiting[GPU] += message.operations
+                case UpdateStep():
+                    self.waiting[OPTIMIZER] += self.updates.result_came(message.step, is_updated=True).begin
                 case CommitStore():
                     answer = StoreCommitted(
                         job=JOB, step=message.step, actor=ActorName("ssd-0"), bytes_read=0, bytes_written=0
                     )
                     self.at(0.0, [answer], "")
                 case ExportModel():
-                    self.at(0.0, [ModelExported(job=JOB, step=message.step, path=message.path)], "")
+                    self.at(0.0, [ModelExported(job=JOB, step=message.step, actor=order.to, path=message.path)], "")
         self.pump()
 
     def at(self, in_s: float, events: list[Message], resource: str) -> None:
@@ -101,44 +117,39 @@ class Timed:
     def pump(self) -> None:
         """Starts all tasks that can start."""
         for name, waiting in self.waiting.items():
-            if name not in self.busy and waiting and self.may_start(waiting[0]):
+            if name not in self.busy and waiting and self.may_start(name, waiting[0]):
                 if name == OPTIMIZER:
                     self.start_chunk(waiting)
                 else:
                     self.start(waiting.popleft(), name)
 
-    def may_start(self, message: Message) -> bool:
+    def may_start(self, resource: str, message: "ComputeBlock | Key") -> bool:
         if isinstance(message, ComputeBlock) and message.phase in (Phase.HEAD, Phase.BACKWARD):
             return self.num_device_grads < NUM_DEVICE_GRADS
-        return not isinstance(message, OffloadGrad) or self.num_host_parts <= (self.room - 1) * self.num_chunks
+        return resource != LINK or self.num_host_parts <= (self.room - 1) * self.num_chunks
 
-    def start(self, message: Message, resource: str) -> None:
-        facts: dict[str, Any] = {"job": JOB, "step": message.step}
+    def start(self, message: "ComputeBlock | Key", resource: str) -> None:
         match message:
-            case ComputeBlock(phase=phase, block=block):
+            case ComputeBlock(phase=phase):
                 has_gradient = phase in (Phase.HEAD, Phase.BACKWARD)
                 duration_s = {Phase.FORWARD: FORWARD_S, Phase.BACKWARD: BACKWARD_S}.get(phase, FORWARD_S + BACKWARD_S)
                 self.num_device_grads += has_gradient
-                done = BlockComputed(
-                    **facts, op=message.op, phase=phase, block=block, compute_s=duration_s, is_finite=True
-                )
-                gradient = [BlockBackwardDone(**facts, block=block, grad_sq_sum=1.0)] if has_gradient else []
-                self.at(duration_s, [*gradient, done], resource)
-            case OffloadGrad(block=block):
+                self.at(duration_s, [computed(message)], resource)
+            case (step, block):
                 self.num_host_parts += self.num_chunks
-                chunks = grad_chunks(self.pipeline.shape, block)
-                self.at(OFFLOAD_S, [GradOffloaded(**facts, block=block, chunks=chunks)], resource)
+                self.at(OFFLOAD_S, [grad_ready(step, block, 1.0)], resource)
 
-    def start_chunk(self, waiting: deque[Message]) -> None:
-        updates = [update for update in waiting if isinstance(update, UpdateBlock)]
+    def start_chunk(self, waiting: "deque[ComputeBlock | Key]") -> None:
+        updates = [update for update in waiting if isinstance(update, tuple)]
         in_order = self.pipeline.shape.ordering.queues is QueueOrder.FIFO
-        update = updates[0] if in_order else min(updates, key=lambda each: (each.step, each.block))
-        left = self.num_left[update.block] = self.num_left.get(update.block, self.num_chunks) - 1
+        step, block = update = updates[0] if in_order else min(updates)
+        left = self.num_left[block] = self.num_left.get(block, self.num_chunks) - 1
         done: list[Message] = []
         if left == 0:
             waiting.remove(update)
-            del self.num_left[update.block]
-            done = [BlockUpdated(job=JOB, step=update.step, block=update.block, actor=ActorName("optimizer-0"))]
+            waiting += self.updates.updated().begin
+            del self.num_left[block]
+            done = [BlockUpdated(job=JOB, step=step, block=block, actor=ActorName("optimizer-0"))]
         self.at(self.update_s / self.num_chunks, done, OPTIMIZER)
 
 

@@ -2,7 +2,7 @@
 
 import math
 import pickle
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,34 +10,41 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from tests.support.policy.jobs import GPU, JOB, grad_chunks, make_shape
+from tests.support.policy.jobs import GPU, JOB, computed, grad_ready, make_shape
 from tests.support.policy.world import World, deliver_all_but, sent
 from windlass.actors.messages import (
-    BlockBackwardDone,
-    BlockComputed,
     BlockFlushed,
     BlockUpdated,
+    CommitReached,
     CommitStore,
     ComputeBlock,
-    GradDiscarded,
-    GradOffloaded,
-    LossComputed,
+    ComputeBlocks,
+    ComputeProgressed,
     Message,
     ModelExported,
     ModelLoaded,
-    OffloadGrad,
     Phase,
+    SkipStep,
     StatesRestored,
     StoreCommitted,
-    UpdateBlock,
+    UpdateStep,
 )
-from windlass.actors.policy.block_queue import QueueOrder
 from windlass.actors.policy.pending_replies import DeadlineMissedError, Instruction, UnexpectedEventError
-from windlass.actors.policy.scheduler_core import NotFiniteError, Pipeline
+from windlass.actors.policy.scheduler_core import EndStep, NotFiniteError, Order, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 STEP, BLOCK = Step(1), BlockIndex(2)
+
+
+def messages_of(orders: Sequence[Order]) -> list[Message]:
+    return [order.message for order in orders if isinstance(order, Instruction)]
+
+
+def updated(update: UpdateStep, num_blocks: int) -> list[BlockUpdated]:
+    """The reports of all blocks."""
+    actor = ActorName("optimizer-0")
+    return [BlockUpdated(job=JOB, step=update.step, block=BlockIndex(b), actor=actor) for b in range(num_blocks)]
 
 
 # --- benefits of the update orders ---------------------------------------------------------------------------------
@@ -46,7 +53,7 @@ STEP, BLOCK = Step(1), BlockIndex(2)
 def test_updates_begin_while_the_backward_pass_goes_on() -> None:
     world = World(make_shape())
     world.start()
-    deliver_all_but(world, "gradient 1 2")  # the backward pass of the last layer never ends
+    deliver_all_but(world, "compute 5")  # the backward pass of the last layer never ends
     assert (1, Phase.HEAD, 3, 0) in world.computed
     assert world.written[3] == 1
     assert world.written[:3] == [0, 0, 0]
@@ -92,48 +99,10 @@ def test_the_next_step_reads_what_is_not_yet_committed_and_overwrites_nothing() 
     world.start()
     deliver_all_but(world, "commit 1")
     assert (2, Phase.BACKWARD, 0, 0) in world.computed
-    assert world.to_update
+    assert {step for step, *_ in world.kept} == {2}  # no actor may update with these gradients yet
     assert set(world.written) == {1}
     deliver_all_but(world)
     world.check_end()
-
-
-def turns(world: World, kind: type[OffloadGrad] | type[UpdateBlock], *kept: str) -> list[int]:
-    """Blocks of step 1 in the order of the policy's `kind` commands, if everything else is faster."""
-    found: list[int] = []
-    world.start()
-    while choices := world.choices():
-        faster = [choice for choice in choices if not choice.answers.startswith(kept)]
-        messages = [instruction.message for instruction in world.deliver((faster or choices)[0])]
-        found += [message.block for message in messages if isinstance(message, kind) and message.step == 1]
-    return found
-
-
-@pytest.mark.parametrize(("kind", "kept"), [(OffloadGrad, "offload 1"), (UpdateBlock, "update 1")])
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, [5, 0, 1, 2, 3, 4]),
-        ({"queues": QueueOrder.FIFO}, [5, 4, 3, 2, 1, 0]),
-        # Commands that were sent cannot be overtaken.
-        ({"max_updating": 3, "max_offloading": 3}, [5, 4, 3, 0, 1, 2]),
-    ],
-)
-def test_a_late_urgent_block_overtakes_what_waits(
-    kind: type[OffloadGrad] | type[UpdateBlock], kept: str, options: dict[str, Any], expected: list[int]
-) -> None:
-    limits = {"max_updating": 1, "max_offloading": 1}
-    world = World(make_shape(chunks_per_block=(1,) * 6, **(limits | options)))
-    assert turns(world, kind, kept) == expected
-
-
-@pytest.mark.parametrize(
-    ("queues", "expected"), [(QueueOrder.PRIORITY, [1, 0, 2, 3, 4, 5]), (QueueOrder.FIFO, [5, 4, 3, 2, 1, 0])]
-)
-def test_kept_gradients_are_updated_in_forward_order_or_as_they_came(queues: QueueOrder, expected: list[int]) -> None:
-    """The last gradient is still in flight when the updates begin."""
-    world = World(make_shape(chunks_per_block=(1,) * 6, keeps_grads=True, queues=queues, max_updating=1))
-    assert turns(world, UpdateBlock, "update 1", "gradient 1 0") == expected
 
 
 # --- clipping -------------------------------------------------------------------------------------------------------
@@ -145,44 +114,33 @@ def test_the_clipping_factor_is_torchs(size: float, scales_loss: bool) -> None:
     shape = make_shape(chunks_per_block=(1, 1, 1), clip_norm=0.75, total_steps=1)
     loss_scale = 65536.0 if scales_loss else 1.0
     pipeline = Pipeline(shape, TrainerState(scales_loss=scales_loss), Step(0))
-    instructions = pipeline.start(0.0)
+    messages = messages_of(pipeline.start(0.0))
     grads = [torch.full((3,), value, dtype=torch.float64) for value in (0.2, 0.3, size)]
-    scales = []
-    while instructions:
-        instruction = instructions.pop(0)
-        message = instruction.message
-        events: list[Message] = []
-        if isinstance(message, ComputeBlock):
-            if message.phase in (Phase.HEAD, Phase.BACKWARD):
-                sq_sum = float((grads[message.block] * loss_scale).square().sum())
-                events.append(BlockBackwardDone(job=JOB, step=message.step, block=message.block, grad_sq_sum=sq_sum))
-            events.append(
-                BlockComputed(
-                    job=JOB,
-                    step=message.step,
-                    op=message.op,
-                    phase=message.phase,
-                    block=message.block,
-                    compute_s=0.0,
-                    is_finite=True,
-                )
-            )
-        elif isinstance(message, UpdateBlock):
+    scales, ends = [], []
+    while messages:
+        message, events = messages.pop(0), list[Message]()
+        if isinstance(message, ComputeBlocks):
+            for operation in message.operations:
+                events.append(computed(operation))
+                if operation.phase in (Phase.HEAD, Phase.BACKWARD):
+                    sq_sum = float((grads[operation.block] * loss_scale).square().sum())
+                    events.append(grad_ready(operation.step, operation.block, sq_sum))
+        elif isinstance(message, UpdateStep):
             scales.append(message.grad_scale)
-        elif isinstance(message, OffloadGrad):
-            events.append(
-                GradOffloaded(job=JOB, step=message.step, block=message.block, chunks=grad_chunks(shape, message.block))
-            )
+            events += updated(message, len(grads))
         for event in events:
-            instructions += pipeline.handle(event, 0.0)
+            orders = pipeline.handle(event, 0.0)
+            messages += messages_of(orders)
+            ends += [order.end for order in orders if isinstance(order, EndStep)]
     parameters = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in grads]
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad.clone()
     norm = torch.nn.utils.clip_grad_norm_(parameters, 0.75)
-    assert len(scales) == len(grads)
-    for scale in scales:
-        torch.testing.assert_close(parameters[0].grad, grads[0] * loss_scale * scale, rtol=1e-12, atol=0)
-    torch.testing.assert_close(pipeline.ends[1].grad_norm, float(norm), rtol=1e-12, atol=0)
+    (scale,) = scales
+    torch.testing.assert_close(parameters[0].grad, grads[0] * loss_scale * scale, rtol=1e-12, atol=0)
+    (end,) = ends
+    assert end is not None
+    torch.testing.assert_close(end.grad_norm, float(norm), rtol=1e-12, atol=0)
 
 
 @settings(deadline=None, max_examples=examples(60))
@@ -195,21 +153,19 @@ def test_pipeline_with_squared_norms_in_any_order_gives_the_bits_of_one_worker(
     shape = make_shape(chunks_per_block=(1,) * 6, clip_norm=0.75, total_steps=1, max_prefetched=20)
     pipeline = Pipeline(shape, TrainerState(scales_loss=False), Step(0))
     pipeline.start(0.0)
-    instructions: list[Instruction] = []
+    orders: list[Order] = []
     for block in order:
-        event = BlockBackwardDone(job=JOB, step=STEP, block=BlockIndex(block), grad_sq_sum=sq_sums[block])
-        instructions += pipeline.handle(event, 0.0)
+        orders += pipeline.handle(grad_ready(STEP, block, sq_sums[block]), 0.0)
+    (update,) = (message for message in messages_of(orders) if isinstance(message, UpdateStep))
+    for event in updated(update, 6):
+        orders += pipeline.handle(event, 0.0)
     total = 0.0
     for sq_sum in reversed(sq_sums):
         total += sq_sum
-    assert pipeline.ends[1].grad_norm == math.sqrt(total)
-    offloads = [each.message for each in instructions if isinstance(each.message, OffloadGrad)]
-    for message in offloads:
-        chunks = grad_chunks(shape, message.block)
-        event = GradOffloaded(job=JOB, step=STEP, block=message.block, chunks=chunks)
-        instructions += pipeline.handle(event, 0.0)
-    scales = {each.message.grad_scale for each in instructions if isinstance(each.message, UpdateBlock)}
-    assert scales == {min(0.75 / (math.sqrt(total) + 1e-6), 1.0)}
+    (end,) = (order.end for order in orders if isinstance(order, EndStep))
+    assert end is not None
+    assert end.grad_norm == math.sqrt(total)
+    assert update.grad_scale == min(0.75 / (math.sqrt(total) + 1e-6), 1.0)
 
 
 # --- gradients that are not finite ----------------------------------------------------------------------------------
@@ -222,23 +178,20 @@ def test_a_skipped_step_is_committed_as_it_was_and_counts_for_nothing() -> None:
     assert world.committed == 1
     messages = sent(world, Message)
     world.check_end()
-    assert {m.step for m in messages if isinstance(m, UpdateBlock)} == {3}
-    assert {m.optimizer_step for m in messages if isinstance(m, UpdateBlock)} == {2}
-    assert {m.grad_scale for m in messages if isinstance(m, UpdateBlock)} == {1 / 32768}
+    assert {m.step for m in messages if isinstance(m, UpdateStep)} == {3}
+    assert {m.optimizer_step for m in messages if isinstance(m, UpdateStep)} == {2}
+    assert {m.grad_scale for m in messages if isinstance(m, UpdateStep)} == {1 / 32768}
     assert [(m.step, m.states_step) for m in messages if isinstance(m, CommitStore)] == [(2, 1), (3, 3)]
-    dropped = [(m.step, m.block) for m in messages if isinstance(m, GradDiscarded)]
-    assert sorted(dropped) == [(2, block) for block in range(4)]
+    assert [m.step for m in messages if isinstance(m, SkipStep)] == [2]
 
 
 def test_a_skipped_step_is_not_committed_while_a_gradient_is_on_its_way() -> None:
     world = World(make_shape(keeps_grads=True), bad=frozenset({(1, 3)}))
     world.start()
-    deliver_all_but(world, "offload 1 2")
+    deliver_all_but(world, "gradient 1 2")
     assert world.asked_commits == [0]
     assert world.computed[-1] == (1, Phase.BACKWARD, 0, 0)
-    assert sent(world, GradDiscarded) == [
-        GradDiscarded(job=JOB, step=STEP, block=BLOCK, chunks=grad_chunks(world.shape, BLOCK))
-    ]
+    assert [message.step for message in sent(world, SkipStep)] == [1]
     world.check_end()
 
 
@@ -315,23 +268,18 @@ def test_where_updates_have_begun_a_bad_gradient_ends_the_job_at_once(block: int
     deliver_all_but(world)
     assert world.failed
     last = world.delivered[-1]
-    assert isinstance(last, BlockBackwardDone)
-    assert (last.step, last.block) == (2, block)
+    assert isinstance(last, ComputeProgressed)
+    assert [(grad.step, grad.block) for grad in last.grads] == [(2, block)]
 
 
 @pytest.mark.parametrize("sizes", [(math.inf, 1.0), (1.0, math.nan), (math.nan, math.inf), (math.inf, math.inf)])
 def test_any_gradient_that_is_not_finite_makes_the_step_bad(sizes: tuple[float, float]) -> None:
-    pipeline = Pipeline(
-        make_shape(chunks_per_block=(1, 1), clip_norm=1.0, max_bad_steps=0), TrainerState(False), Step(0)
-    )
+    shape = make_shape(chunks_per_block=(1, 1), clip_norm=1.0, max_bad_steps=0)
+    pipeline = Pipeline(shape, TrainerState(False), Step(0))
     pipeline.start(0.0)
-    head = {"job": JOB, "step": STEP, "op": 2, "phase": Phase.HEAD, "block": BlockIndex(1), "compute_s": 0.1}
-    first = {"job": JOB, "step": STEP, "op": 1, "phase": Phase.FORWARD, "block": BlockIndex(0), "compute_s": 0.1}
-    pipeline.handle(BlockComputed(**first, is_finite=True), 0.0)
-    pipeline.handle(BlockBackwardDone(job=JOB, step=STEP, block=BlockIndex(1), grad_sq_sum=sizes[0]), 0.0)
-    pipeline.handle(BlockComputed(**head, is_finite=True), 0.0)
+    pipeline.handle(grad_ready(STEP, 1, sizes[0]), 0.0)
     with pytest.raises(NotFiniteError, match="the gradients of 1 steps in a row, up to step 1, were not") as caught:
-        pipeline.handle(BlockBackwardDone(job=JOB, step=STEP, block=BlockIndex(0), grad_sq_sum=sizes[1]), 0.0)
+        pipeline.handle(grad_ready(STEP, 0, sizes[1]), 0.0)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
@@ -386,17 +334,19 @@ def test_a_job_lost_after_its_last_commit_resumes_with_evaluation_and_export() -
 
 # --- unexpected events ---------------------------------------------------------------------------------------------
 
+_OPERATION = ComputeBlock(
+    job=JOB, step=STEP, op=99, phase=Phase.FORWARD, block=BLOCK, params=(), group=0, loss_scale=1.0
+)
 UNASKED = [
-    ModelLoaded(job=JOB, step=Step(0)),
-    BlockComputed(job=JOB, step=STEP, op=9, phase=Phase.FORWARD, block=BLOCK, compute_s=0.1, is_finite=True),
-    BlockBackwardDone(job=JOB, step=STEP, block=BLOCK, grad_sq_sum=1.0),
-    GradOffloaded(job=JOB, step=STEP, block=BLOCK, chunks=()),
-    BlockUpdated(job=JOB, step=STEP, block=BLOCK, actor=ActorName("optimizer-0")),
+    ModelLoaded(job=JOB, step=Step(0), actor=ActorName("optimizer-0")),
+    computed(_OPERATION),
+    grad_ready(2, BLOCK, 1.0),
+    BlockUpdated(job=JOB, step=Step(2), block=BLOCK, actor=ActorName("optimizer-0")),
     BlockFlushed(job=JOB, step=STEP, block=BLOCK, actor=ActorName("optimizer-0")),
     StatesRestored(job=JOB, step=STEP, actor=ActorName("optimizer-0")),
     StoreCommitted(job=JOB, step=STEP, actor=ActorName("ssd-0"), bytes_read=0, bytes_written=0),
-    ModelExported(job=JOB, step=STEP, path="/models/out"),
-    LossComputed(job=JOB, step=STEP, phase=Phase.HEAD, loss_sum=1.0, num_targets=1, num_correct=0, group=0),
+    ModelExported(job=JOB, step=STEP, actor=ActorName("optimizer-0"), path="/models/out"),
+    CommitReached(job=JOB, step=STEP),
 ]
 
 
@@ -412,10 +362,10 @@ def test_unexpected_event_is_refused(event: Message) -> None:
 def test_pipeline_with_skipped_operation_raises_at_once() -> None:
     """If its step were committed in between, no attempt would repeat the operation: an evaluation would be missing."""
     pipeline = Pipeline(make_shape(), TrainerState(scales_loss=False), Step(0))
-    asked = [i.message for i in pipeline.start(0.0) if isinstance(i.message, ComputeBlock)]
-    done: dict[str, Any] = {"job": JOB, "step": STEP, "phase": Phase.FORWARD, "compute_s": 0.0, "is_finite": True}
+    granted = messages_of(pipeline.start(0.0))[0]
+    assert isinstance(granted, ComputeBlocks)
     with pytest.raises(UnexpectedEventError, match="the forward of block 1 in step 1, and not the forward of block 0"):
-        pipeline.handle(BlockComputed(**done, op=asked[1].op, block=asked[1].block), 0.0)
+        pipeline.handle(computed(granted.operations[1]), 0.0)
 
 
 def test_an_answer_of_the_wrong_actor_is_refused() -> None:
@@ -424,7 +374,9 @@ def test_an_answer_of_the_wrong_actor_is_refused() -> None:
     world.start()
     deliver_all_but(world, "update")
     stranger = BlockUpdated(job=JOB, step=STEP, block=BLOCK, actor=ActorName("optimizer-1"))
-    with pytest.raises(UnexpectedEventError, match=r"optimizer-1 reported .* update .* was not requested"):
+    with pytest.raises(
+        UnexpectedEventError, match=r"optimizer-1 sent BlockUpdated of 1, block 2, which was not requested"
+    ):
         world.pipeline.handle(stranger, 0.0)
 
 
@@ -437,7 +389,6 @@ def test_an_answer_of_the_wrong_actor_is_refused() -> None:
         ("load", "optimizer-0", "loading the model"),
         ("compute 2", "gpu-0", "the forward of block 1 in step 1"),
         ("gradient 1 2", "gpu-0", "the gradient of block 2 in step 1"),
-        ("offload 1 3", "gpu-0", "the gradient offload of block 3 in step 1"),
         ("update 1 2 optimizer-1", "optimizer-1", "the update of block 2 in step 1"),
         ("commit 1 ssd-1", "ssd-1", "the commit of step 1"),
         ("export 2", "optimizer-0", "the export of step 2"),
@@ -484,3 +435,20 @@ def test_another_actors_progress_does_not() -> None:
     world.pipeline.waits.heard_from(GPU, 25.0)
     with pytest.raises(DeadlineMissedError):
         world.pipeline.waits.check(31.0)
+
+
+def test_an_update_that_is_reported_before_its_gradient_counts_once_the_gradient_is() -> None:
+    """They come from different actors."""
+    pipeline = Pipeline(make_shape(chunks_per_block=(1, 1)), TrainerState(scales_loss=False), Step(0))
+    granted = messages_of(pipeline.start(0.0))[0]
+    assert isinstance(granted, ComputeBlocks)
+    early = BlockUpdated(job=JOB, step=STEP, block=BlockIndex(1), actor=ActorName("optimizer-0"))
+    assert pipeline.handle(early, 0.0) == []
+    with pytest.raises(UnexpectedEventError, match="which was not requested"):
+        pipeline.handle(early, 0.0)
+    assert pipeline.commits.versions == [0, 0]
+    pipeline.handle(computed(granted.operations[0]), 0.0)
+    pipeline.handle(computed(granted.operations[1]), 0.0)
+    pipeline.handle(grad_ready(STEP, 1, 1.0), 0.0)
+    assert pipeline.commits.versions == [0, 1]
+    pipeline.check_invariants()

@@ -4,16 +4,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.policy.jobs import GPU, make_shape
+from tests.support.policy.jobs import GPU, WITH_GRADIENT, make_shape
 from tests.support.policy.world import World, deliver_all_but, sent
 from windlass.actors.messages import (
     CommitStore,
     FlushBlock,
-    GradDiscarded,
-    OffloadGrad,
     Phase,
     RestoreStates,
-    UpdateBlock,
+    SkipStep,
+    UpdateStep,
 )
 from windlass.actors.policy.pending_replies import DeadlineMissedError
 
@@ -133,20 +132,18 @@ def test_a_stop_after_a_skipped_step_renames_nothing_that_is_read() -> None:
 # --- places of gradients and states -------------------------------------------------------------------------------
 
 
-def test_gradients_of_device_blocks_stay_where_they_are() -> None:
+def test_actors_with_device_blocks_and_with_others_update_and_skip_a_step() -> None:
     device = frozenset({1, 3})
     world = begun(device_blocks=device, keeps_grads=True, total_steps=2, bad=frozenset({(2, 0)}))
-    messages = sent(world, OffloadGrad, UpdateBlock, GradDiscarded)
-    assert {m.block for m in messages if isinstance(m, OffloadGrad)} == {0, 2}
-    assert {m.block for m in messages if isinstance(m, UpdateBlock) and not m.chunks} == device
-    assert {m.block for m in messages if isinstance(m, GradDiscarded) and not m.chunks} == device
+    messages = sent(world, UpdateStep, SkipStep)
+    assert [(type(m), m.step) for m in messages] == [(UpdateStep, 1)] * 2 + [(SkipStep, 2)] * 2  # gpu-0, optimizer-0
     world.check_end()
 
 
 def test_updates_on_the_device_and_at_the_optimizers_take_no_place_from_each_other() -> None:
     world = begun(keeps_grads=True, chunks_per_block=(1,) * 6, device_blocks=frozenset({0, 1, 2}), max_updating=2)
     deliver_all_but(world, "update")
-    assert sorted(block for _, block in world.updating) == [0, 1, 4, 5]
+    assert sorted(block for _, block in world.updating) == [0, 1, 3, 4]
     deliver_all_but(world)
     world.check_end()
 
@@ -154,8 +151,9 @@ def test_updates_on_the_device_and_at_the_optimizers_take_no_place_from_each_oth
 def test_spilled_gradients_wait_until_the_step_before_is_committed() -> None:
     world = begun(keeps_grads=True, spilled_blocks=frozenset({2, 3}))
     deliver_all_but(world, "commit 1")
-    assert {block for step, block in world.offloaded if step == 2} == {0, 1}
-    assert world.to_offload == [(2, 3), (2, 2)]
+    assert {block for step, block in world.reported if step == 2} == {0, 1}
+    assert {block for step, phase, block, _ in world.computed if step == 2 and phase in WITH_GRADIENT} == {0, 1, 2, 3}
+    assert not world.offloading
     deliver_all_but(world)
     world.check_end()
 

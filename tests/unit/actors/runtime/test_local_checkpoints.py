@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.cut_off import run_attempt
+from tests.support.cut_off import CutOff, run_attempt
 from tests.support.training import (
     exported_params,
     has_direct_io,
@@ -19,7 +19,7 @@ from tests.support.training import (
     metrics_of,
 )
 from windlass.actors.job.spec import EarlyStopping, FinalModel, JobSpec
-from windlass.actors.messages import CommitStore, ComputeBlock, ExportModel, Message, Phase, UpdateBlock
+from windlass.actors.messages import CommitStore, ComputeBlocks, ExportModel, Message, Phase, UpdateStep
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.checkpoint.model_folder import folder_nbytes
 from windlass.engine.memory_plan.plan import Placement
@@ -126,14 +126,24 @@ def test_whatever_cuts_an_attempt_off_the_job_ends_at_the_same_step_with_the_sam
     tmp_path: Path, each_step: JobSpec, placement: Placement, where: str
 ) -> None:
     best, last = expected_best(each_step)
-    cut: tuple[type[Message], int] = {
-        "before the decision": (ComputeBlock, best),
+    kind, step = {
+        "before the decision": (ComputeBlocks, best),
         "before the export": (ExportModel, best),
-        "after it": (UpdateBlock, best + 1),
+        "after it": (UpdateStep, best + 1),
         "before the last export": (ExportModel, last),
     }[where]
+
+    def look(to: ActorName, message: Message) -> None:
+        if isinstance(message, ComputeBlocks):
+            is_due = any((each.phase, each.step) == (Phase.EVALUATE_HEAD, step) for each in message.operations)
+        else:
+            is_due = message.step == step
+        if isinstance(message, kind) and is_due:
+            raise CutOff
+
     spec = job(tmp_path, placement=placement, **OPTIONS)
-    assert run_attempt(spec, 1, cut, phase=Phase.EVALUATE_HEAD) is None
+    with pytest.raises(CutOff):
+        run_local(spec, partition=make_partition(spec), direct=has_direct_io(tmp_path), on_message=look)
     outcome = run_attempt(spec, 2)
     assert outcome is not None
     assert (outcome["status"], outcome["total_steps"]) == ("succeeded", last)

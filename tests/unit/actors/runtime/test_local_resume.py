@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,16 +24,18 @@ from windlass.actors.job.spec import JobSpec
 from windlass.actors.lifecycle.stop_request import StopRequest
 from windlass.actors.messages import (
     CommitStore,
-    ComputeBlock,
+    ComputeBlocks,
+    ComputeProgressed,
     ExportModel,
     FlushBlock,
+    GradReady,
     LoadModel,
     Message,
-    OffloadGrad,
     RestoreStates,
-    UpdateBlock,
+    UpdateStep,
     WriteChunks,
 )
+from windlass.actors.policy.scheduler_core import Order, Pipeline
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
@@ -72,8 +75,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Result:
     [
         pytest.param([(LoadModel, 0)], marks=pytest.mark.long),
         pytest.param([(CommitStore, 0)], marks=pytest.mark.long),
-        pytest.param([(UpdateBlock, 1), (UpdateBlock, 2)], marks=pytest.mark.long),
-        pytest.param([(CommitStore, 3), (CommitStore, 3), (UpdateBlock, 5)], marks=pytest.mark.long),
+        pytest.param([(UpdateStep, 1), (UpdateStep, 2)], marks=pytest.mark.long),
+        pytest.param([(CommitStore, 3), (CommitStore, 3), (UpdateStep, 5)], marks=pytest.mark.long),
         [(ExportModel, 2), (ExportModel, 6)],
     ],
 )
@@ -112,27 +115,40 @@ def swapping(choice: ActivationChoice) -> Placement:
     return Placement(activations=choice.of_layers(3), host_activation_nbytes=8 << 20)
 
 
+def run_attempt_until(spec: JobSpec, number: int, cut: tuple[type[Message], int] | None) -> dict[str, Any] | None:
+    """As `run_attempt`. With a `GradReady`, the scheduler has heard of the first gradient of the step."""
+    handle = Pipeline.handle
+
+    def is_cut(self: Pipeline, event: Message, now_s: float) -> list[Order]:
+        grads = event.grads if isinstance(event, ComputeProgressed) else ()
+        if any((GradReady, grad.step) == cut for grad in grads):
+            raise CutOff
+        return handle(self, event, now_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pipeline, "handle", is_cut)
+        return run_attempt(spec, number, cut)
+
+
 @pytest.mark.usefixtures("small_activation_slots")
 @pytest.mark.parametrize(
     "attempts",
     [
         # Commits at the steps 2, 4 and 6 (for checkpoints), and at 3 if every third step is committed.
+        pytest.param([(SPILLED, (GradReady, 3)), (SPILLED, (UpdateStep, 5)), (SPILLED, None)], marks=pytest.mark.long),
         pytest.param(
-            [(SPILLED, (OffloadGrad, 3)), (SPILLED, (UpdateBlock, 5)), (SPILLED, None)], marks=pytest.mark.long
-        ),
-        pytest.param(
-            [(HOST, (UpdateBlock, 4)), (HOST, (FlushBlock, 4)), (HOST, (CommitStore, 6)), (HOST, None)],
+            [(HOST, (UpdateStep, 4)), (HOST, (FlushBlock, 4)), (HOST, (CommitStore, 6)), (HOST, None)],
             marks=pytest.mark.long,
         ),
         pytest.param(
-            [(MIXED, (RestoreStates, 0)), (MIXED, (FlushBlock, 3)), (MIXED, (UpdateBlock, 5)), (MIXED, None)],
+            [(MIXED, (RestoreStates, 0)), (MIXED, (FlushBlock, 3)), (MIXED, (UpdateStep, 5)), (MIXED, None)],
             marks=pytest.mark.long,
         ),
-        [(Placement(), (UpdateBlock, 2)), (HOST, (UpdateBlock, 4)), (SPILLED, (OffloadGrad, 5)), (MIXED, None)],
+        [(Placement(), (UpdateStep, 2)), (HOST, (UpdateStep, 4)), (SPILLED, (GradReady, 5)), (MIXED, None)],
         [
-            (swapping(ActivationChoice.SWAP), (UpdateBlock, 2)),
-            (swapping(ActivationChoice.KEEP), (OffloadGrad, 3)),
-            (swapping(ActivationChoice.RECOMPUTE_SWAP_INPUT), (UpdateBlock, 5)),
+            (swapping(ActivationChoice.SWAP), (UpdateStep, 2)),
+            (swapping(ActivationChoice.KEEP), (GradReady, 3)),
+            (swapping(ActivationChoice.RECOMPUTE_SWAP_INPUT), (UpdateStep, 5)),
             (swapping(ActivationChoice.SWAP), None),
         ],
     ],
@@ -143,7 +159,7 @@ def test_attempt_resumes_with_states_in_any_tier(
 ) -> None:
     spec = job(tmp_path)
     for number, (placement, cut) in enumerate(attempts, start=1):
-        outcome = run_attempt(dataclasses.replace(spec, placement=placement), number, cut)
+        outcome = run_attempt_until(dataclasses.replace(spec, placement=placement), number, cut)
         assert (outcome is None) == (cut is not None)
     losses, params, trained_tokens = uninterrupted
     # Steps that were not committed are trained and reported again.
@@ -180,7 +196,7 @@ def test_a_paused_attempt_is_followed_by_one_with_another_plan_and_no_step_is_tr
 
         def look(to: ActorName, message: Message, stop: StopRequest = stop, last_step: int = 2 * number) -> None:
             # In the last attempt that is the last step: too late for a pause.
-            if isinstance(message, ComputeBlock) and message.step == last_step:
+            if isinstance(message, ComputeBlocks) and any(each.step == last_step for each in message.operations):
                 stop.pause()
 
         again = dataclasses.replace(spec, attempt=Attempt(number), placement=placement)
@@ -206,7 +222,7 @@ def test_a_resumed_job_keeps_the_weights_it_began_with(tmp_path: Path) -> None:
     def look(to: ActorName, message: Message) -> None:
         if isinstance(message, WriteChunks):
             places[-1] |= {item.key: to for item in message.items}
-        if isinstance(message, UpdateBlock) and message.step == 2 and len(places) == 1:
+        if isinstance(message, UpdateStep) and message.step == 2 and len(places) == 1:
             raise CutOff
 
     places.append({})
@@ -222,7 +238,7 @@ def test_a_resumed_job_keeps_the_weights_it_began_with(tmp_path: Path) -> None:
 
 def test_another_number_of_ssds_is_refused_for_a_job_that_has_begun_and_right_for_the_next(tmp_path: Path) -> None:
     spec = job(tmp_path)
-    assert run_attempt(spec, 1, (UpdateBlock, 2)) is None
+    assert run_attempt(spec, 1, (UpdateStep, 2)) is None
     fewer = dataclasses.replace(spec, ssd_dirs=spec.ssd_dirs[:1])
     with pytest.raises(Exception, match=r"laid out for other settings \(ssd_weights \(1, 1\), now \(1,\)\)"):
         run_attempt(fewer, 2)

@@ -12,7 +12,7 @@ from tests.support.actors.scheduler_stage import Stage
 from tests.support.actors.specs import make_spec
 from tests.support.training import journal_of
 from windlass.actors.job.spec import EarlyStopping, FinalModel
-from windlass.actors.messages import ComputeBlock, ExportModel, LoadModel, Message, Phase
+from windlass.actors.messages import ComputeBlock, ComputeProgressed, ExportModel, LoadModel, Message, Phase
 from windlass.actors.scheduler import scheduler
 from windlass.actors.scheduler.checkpoint_policy import Checkpoints
 from windlass.actors.scheduler.scheduler import PAUSED
@@ -168,9 +168,9 @@ class Evaluated(Stage):
         super().__init__(directory, **(EVALUATED | changes))
         self.valid = valid
 
-    def _computed(self, message: ComputeBlock, facts: dict[str, Any]) -> list[Message]:
+    def _computed(self, message: ComputeBlock) -> ComputeProgressed:
         self.loss = self.valid.get(message.step, 3.0) if message.phase is Phase.EVALUATE_HEAD else 3.0
-        return super()._computed(message, facts)
+        return super()._computed(message)
 
     @property
     def folders(self) -> list[str]:

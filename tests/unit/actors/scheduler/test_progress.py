@@ -7,26 +7,30 @@ import pytest
 
 from tests.support.actors.scheduler_stage import Stage
 from tests.support.training import journal_of, metrics_of
-from windlass.actors.messages import KernelChosen, LoadProgressed, LossComputed, Phase
+from windlass.actors.messages import BlockComputed, ComputeProgressed, KernelChosen, LoadProgressed, Loss, Phase
 from windlass.actors.policy.pending_replies import UnexpectedEventError
 from windlass.actors.policy.scheduler_core import StepEnd
-from windlass.storage.ids import ActorName, JobId, Step
+from windlass.engine.memory_plan.plan import Placement
+from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
 
 # Added in another order these give other bits.
 LOSSES = [0.1, 1000.3, 0.7, 3e-5]
 NUM_TARGETS = [3, 1, 4, 2]
 
 
-def loss(phase: Phase, step: int, group: int) -> LossComputed:
-    return LossComputed(
+def loss(phase: Phase, step: int, group: int) -> ComputeProgressed:
+    head = BlockComputed(
         job=JobId("ftjob-1"),
         step=Step(step),
+        op=1,
         phase=phase,
-        loss_sum=LOSSES[group],
-        num_targets=NUM_TARGETS[group],
-        num_correct=group,
+        block=BlockIndex(2),
         group=group,
+        compute_s=0.1,
+        is_finite=True,
+        loss=Loss(LOSSES[group], NUM_TARGETS[group], group),
     )
+    return ComputeProgressed(job=head.job, step=head.step, actor=ActorName("gpu-0"), computed=(head,), grads=())
 
 
 @pytest.fixture
@@ -54,8 +58,9 @@ def test_progress_told_an_evaluation_group_twice_refuses_it(stage: Stage) -> Non
         stage.scheduler._progress.note(loss(Phase.EVALUATE_HEAD, 1, 2))
 
 
-def test_progress_with_groups_in_any_order_tells_the_training_loss_of_the_last_group(stage: Stage) -> None:
+def test_progress_with_groups_in_any_order_tells_the_training_loss_of_the_last_group(tmp_path: Path) -> None:
     """A group's number covers the step so far, so that of the last group is the step's."""
+    stage = Stage(tmp_path, total_steps=30, hyperparameters={"num_microbatches": 3}, placement=Placement(group_size=1))
     progress = stage.scheduler._progress
     for step, order in enumerate(itertools.permutations(range(3)), start=1):
         for group in order:

@@ -19,10 +19,9 @@ from windlass.actors.messages import (
     CommitStore,
     ComputeBlock,
     Message,
-    OffloadGrad,
     Phase,
     StoreCommitted,
-    UpdateBlock,
+    UpdateStep,
 )
 from windlass.engine.memory_plan.plan import Placement
 from windlass.storage.ids import Attempt, Step
@@ -63,7 +62,7 @@ def test_a_skipped_step_is_told_with_its_first_block_and_its_scale(tmp_path: Pat
     assert told[2] == "Step 3/4: training loss=3.0000"
     commits = {message.step: message.states_step for message in stage.sent(CommitStore)}
     assert commits == {0: 0, 1: 1, 2: 1, 3: 2, 4: 4}
-    assert {(m.step, m.optimizer_step, m.grad_scale) for m in stage.sent(UpdateBlock)} == {
+    assert {(m.step, m.optimizer_step, m.grad_scale) for m in stage.sent(UpdateStep)} == {
         (1, 1, 1 / 65536),
         (4, 2, 1 / 16384),
     }
@@ -118,7 +117,8 @@ def told_late(stage: Stage, step: int) -> None:
     def look(message: Message) -> None:
         if isinstance(message, CommitStore) and message.step == step:
             stage.silent.add(CommitStore)
-        if isinstance(message, OffloadGrad) and (message.step, message.block) == (step + 1, 0):
+        is_backward = isinstance(message, ComputeBlock) and message.phase is Phase.BACKWARD
+        if is_backward and (message.step, message.block) == (step + 1, 0):
             stage.silent.clear()
             for name in stage.scheduler.pipeline.shape.ssd_servers:
                 facts: dict[str, Any] = {"bytes_read": 100, "bytes_written": 100}
@@ -156,7 +156,7 @@ def test_resumed_scheduler_restores_trainer_state_and_metrics(tmp_path: Path) ->
 
     stage = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3), hyperparameters=FP16)
     assert stage.run()["status"] == "succeeded"
-    assert {(m.step, m.optimizer_step, m.grad_scale) for m in stage.sent(UpdateBlock)} == {
+    assert {(m.step, m.optimizer_step, m.grad_scale) for m in stage.sent(UpdateStep)} == {
         (3, 2, 1 / 32768),
         (4, 3, 1 / 32768),
     }

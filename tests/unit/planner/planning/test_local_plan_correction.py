@@ -22,7 +22,7 @@ from tests.support.training import (
 )
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.lifecycle.stop_request import StopRequest
-from windlass.actors.messages import ComputeBlock, Message, UpdateBlock
+from windlass.actors.messages import ComputeBlocks, Message, UpdateStep
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.actors.timeline.span_files import FOLDER
@@ -108,9 +108,9 @@ def run(spec: JobSpec, *, pause_in: int | None = None, cut_off_in: int | None = 
     stop = StopRequest()
 
     def look(to: ActorName, message: Message) -> None:
-        if isinstance(message, ComputeBlock) and message.step == pause_in:
+        if isinstance(message, ComputeBlocks) and any(each.step == pause_in for each in message.operations):
             stop.pause()
-        if isinstance(message, UpdateBlock) and message.step == cut_off_in:
+        if isinstance(message, UpdateStep) and message.step == cut_off_in:
             raise CutOff
 
     try:
