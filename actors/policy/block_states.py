@@ -8,7 +8,7 @@ from windlass.storage.ids import ActorName, BlockIndex, Step
 
 
 class BlockState(StrEnum):
-    """Where a block is in a step."""
+    """The states of a block in a step."""
 
     COMPUTING = "computing"  # the operation that completes its gradient is granted
     KEPT = "kept"  # its gradient is where it stays until the update, which may not begin yet

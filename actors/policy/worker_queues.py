@@ -91,7 +91,7 @@ class OffloadQueue:
 
 
 class Turns(NamedTuple):
-    """What an actor does next with its share of blocks, each with its step."""
+    """The next tasks of an actor with its share of blocks, each with its step."""
 
     begin: list[tuple[Step, BlockIndex]]  # update them
     discard: list[tuple[Step, BlockIndex]]  # drop their gradients
