@@ -1,5 +1,4 @@
 """The actor that computes: the block loop, its streams, and the buffers on the device."""
 
 from windlass.actors.gpu_worker.param_cache import ParamCache as ParamCache
-from windlass.actors.gpu_worker.param_request import ParamRequest as ParamRequest
 from windlass.actors.gpu_worker.worker import GpuWorker as GpuWorker

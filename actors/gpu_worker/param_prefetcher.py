@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 import torch
 
 from windlass.actors.gpu_worker.param_cache import ParamCache
-from windlass.actors.gpu_worker.param_request import ParamRequest
 from windlass.actors.gpu_worker.streamed_params import HostChunks
 from windlass.actors.job import JobContext, piece_bounds
 from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import (
     AcquireParamSlots,
     ComputeBlock,
+    ParamRequest,
     ParamSlotReleased,
     ParamSlotsGranted,
     SpanKind,

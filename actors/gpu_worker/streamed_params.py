@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from windlass.actors.gpu_worker.param_request import ParamRequest
-from windlass.actors.messages import SpanKind
+from windlass.actors.messages import ParamRequest, SpanKind
 from windlass.actors.timeline import TO_DEVICE, WHOLE_BLOCK, SpanRecorder
 from windlass.engine.device import Event, copy
 

@@ -14,6 +14,7 @@ from windlass.actors.messages.compute import ComputeBlocks as ComputeBlocks
 from windlass.actors.messages.compute import ComputeProgressed as ComputeProgressed
 from windlass.actors.messages.compute import GradReady as GradReady
 from windlass.actors.messages.compute import Loss as Loss
+from windlass.actors.messages.compute import ParamRequest as ParamRequest
 from windlass.actors.messages.compute import Phase as Phase
 from windlass.actors.messages.compute import StoredParams as StoredParams
 from windlass.actors.messages.failures import ActorFailed as ActorFailed

@@ -47,6 +47,20 @@ class ComputeBlock(Message):
         return tuple(params.block for params in self.params)
 
 
+@dataclass(frozen=True, slots=True)
+class ParamRequest:
+    """The GPU worker's own request of a block's params, in a device buffer that is held until the operation is done."""
+
+    operation: ComputeBlock
+    block: BlockIndex
+    step: Step  # as in StoredParams
+
+    @classmethod
+    def of(cls, operation: ComputeBlock) -> "tuple[ParamRequest, ...]":
+        """Returns the requests of an operation, for each block whose params it needs."""
+        return tuple(cls(operation, params.block, params.step) for params in operation.params)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeBlocks(Message):
     """Grants the GPU worker its next operations. The worker decides how many of them it prefetches and queues."""

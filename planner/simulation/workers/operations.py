@@ -10,8 +10,7 @@ from collections.abc import Callable
 from operator import itemgetter
 
 from windlass.actors.activations import Moment
-from windlass.actors.gpu_worker import ParamRequest
-from windlass.actors.messages import BlockComputed, ComputeBlock, Loss, Phase, SpanKind
+from windlass.actors.messages import BlockComputed, ComputeBlock, Loss, ParamRequest, Phase, SpanKind
 from windlass.actors.timeline import COMPUTE, WHOLE_BLOCK
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, MemoryTier
 from windlass.planner.simulation import Process, Queue, SimulatedMachine

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import simpy
 
-from windlass.actors.gpu_worker import ParamRequest
-from windlass.actors.messages import ComputeBlock, SpanKind
+from windlass.actors.messages import ComputeBlock, ParamRequest, SpanKind
 from windlass.engine.memory_plan import MemoryTier, param_buffers
 from windlass.planner.simulation import PARAMS, Finding, Process, Queue, Signal, SimulatedMachine
 from windlass.storage.ids import BlockIndex, ChunkKey, Span

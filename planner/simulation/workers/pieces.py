@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import simpy
 
-from windlass.actors.gpu_worker import ParamRequest
-from windlass.actors.messages import ComputeBlock, SpanKind
+from windlass.actors.messages import ComputeBlock, ParamRequest, SpanKind
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, MemoryTier, largest_piece
 from windlass.planner.simulation import Process, Queue, SimulatedMachine
 from windlass.storage.ids import BlockIndex

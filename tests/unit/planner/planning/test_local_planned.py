@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.training import has_direct_io, leftovers_of
 from tests.unit.planner.planning.test_local_plan_correction import by_plan, job, order, partition_of
-from windlass.actors.messages import ComputeProgressed, Message
+from windlass.actors.messages import GradOffloaded, Message
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.planner.planning.worker import plan_job
@@ -48,8 +48,8 @@ def test_planned_job_with_any_gradient_settings_spills_the_gradients_that_were_p
     spilled: set[BlockIndex] = set()
 
     def look(_: ActorName, message: Message) -> None:
-        grads = message.grads if isinstance(message, ComputeProgressed) else ()
-        spilled.update(grad.block for grad in grads if any(chunk.span is None for chunk in grad.chunks))
+        if isinstance(message, GradOffloaded) and any(chunk.span is None for chunk in message.chunks):
+            spilled.add(message.block)
 
     planned = by_plan(spec, 1, found)
     direct = has_direct_io(Path(spec.model_dir))
