@@ -19,6 +19,7 @@ from windlass.actors.messages import (
     BlockUpdated,
     ChunkIo,
     FlushBlock,
+    GradOffloaded,
     Message,
     RestoreStates,
     SkipStep,
@@ -84,10 +85,9 @@ class DeviceStates:
                 for kind in context.formats.kinds_to_update
             }
         device.synchronize()  # because copies to the device run on another stream than the zeroing above
-        self._lock = threading.RLock()  # of the following
+        self._lock = threading.Lock()  # of `_turns`
         ordering = context.spec.effective_ordering
         self._turns = UpdateQueue(ordering.queues, ordering.max_updating_on_device, len(self._states))
-        self._how: dict[Step, UpdateStep] = {}  # of steps that are not over
         self._commands: queue.Queue[_Command | None] = queue.Queue()
         self._arrived: queue.Queue[ChunkKey | None] = queue.Queue()
 
@@ -108,20 +108,18 @@ class DeviceStates:
     def post(self, command: UpdateStep | SkipStep | FlushBlock | RestoreStates) -> None:
         """Queues a command and returns at once."""
         match command:
-            case UpdateStep():
+            case UpdateStep() | SkipStep():
                 with self._lock:
-                    self._how[command.step] = command
-                    self._take_turns(self._turns.result_came(command.step, is_updated=True))
-            case SkipStep():
-                with self._lock:
-                    self._take_turns(self._turns.result_came(command.step, is_updated=False))
+                    self._take_turns(self._turns.take(command))
             case _:
                 self._commands.put(command)
 
     def gradient_came(self, step: Step, block: BlockIndex) -> None:
         """Records that the device has computed a block's gradient."""
         with self._lock:
-            self._take_turns(self._turns.gradient_came(step, block))
+            self._take_turns(
+                self._turns.take(GradOffloaded(job=self._context.spec.job, step=step, block=block, chunks=()))
+            )
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -150,11 +148,10 @@ class DeviceStates:
 
     def _take_turns(self, turns: Turns) -> None:
         """Begins updates and discards gradients. The caller holds the lock."""
-        job = self._context.spec.job
-        for step, block in turns.begin:
-            self._commands.put(UpdateBlock(job=job, step=step, block=block, chunks=(), how=self._how[step]))
-        for _, block in turns.discard:
-            self._give_back_grad(self._take_grad(block))
+        for update in turns.begin:
+            self._commands.put(update)
+        for grad in turns.discard:
+            self._give_back_grad(self._take_grad(grad.block))
 
     def _update(self, update: UpdateBlock) -> None:
         assert self._updater is not None, "only resident blocks are updated here"
@@ -169,14 +166,11 @@ class DeviceStates:
         job, step, block = update.job, update.step, update.block
         self._spans.note(COMPUTE, SpanKind.UPDATE, step, block, WHOLE_BLOCK, begun.time_s(), updated.time_s())
         self._num_updated[step] += 1
-        is_over = self._num_updated[step] == len(self._states)
-        if is_over:
+        if self._num_updated[step] == len(self._states):
             del self._num_updated[step]
             self._spans.tell(step)
         self._report(BlockUpdated(job=job, step=step, block=block, actor=self._name))
         with self._lock:
-            if is_over:
-                del self._how[step]
             self._take_turns(self._turns.updated())
 
     def _flush(self, message: FlushBlock) -> None:

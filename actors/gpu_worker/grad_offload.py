@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads, Use
-from windlass.actors.job import JobContext, grad_precision, optimizer_name
+from windlass.actors.job import JobContext, grad_precision
 from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import (
     ComputeBlock,
@@ -298,9 +298,9 @@ class GradOffload:
         step = request.operation.step
         self._io.write(items, step, (step, request.operation.block), written)
 
-    def _copy_out(self, request: ComputeBlock, grad: _Complete) -> dict[ChunkKey, Span]:
+    def _copy_out(self, operation: ComputeBlock, grad: _Complete) -> dict[ChunkKey, Span]:
         """Queues the copies of a gradient to slots and releases its buffer; returns the slots."""
-        layout, block, d2h = self._context.layout, request.block, self._device.d2h
+        layout, block, d2h = self._context.layout, operation.block, self._device.d2h
         keys = layout.chunk_keys(block)
         spans = dict(zip(keys, self._slots.acquire(len(keys), self._context.spec.deadline_s), strict=True))
         d2h.wait(grad.event)
@@ -310,14 +310,14 @@ class GradOffload:
             target = self._memory[span.offset : span.offset + source.nbytes].view(source.dtype)
             begun = d2h.record()
             d2h.run(functools.partial(copy, target, source))
-            note = functools.partial(self._note, request, key, begun, d2h.record(), source.nbytes)
-            d2h.then(working_at(request, note))
+            note = functools.partial(self._note, operation, key, begun, d2h.record(), source.nbytes)
+            d2h.then(working_at(operation, note))
         self._let_go(grad.flat, block)
         return spans
 
-    def _note(self, request: ComputeBlock, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
+    def _note(self, operation: ComputeBlock, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
         kind, start_s, end_s = SpanKind.COPY_GRAD_OUT, begun.time_s(), copied.time_s()
-        self._spans.note(FROM_DEVICE, kind, request.step, key.block, key.chunk, start_s, end_s, nbytes)
+        self._spans.note(FROM_DEVICE, kind, operation.step, key.block, key.chunk, start_s, end_s, nbytes)
 
     def _finish(self, request: _Leaving, chunks: tuple[GradChunk, ...]) -> None:
         operation = request.operation
@@ -325,8 +325,7 @@ class GradOffload:
             self._spans.tell(operation.step)
         shares: dict[ActorName, list[GradChunk]] = {}
         for chunk in chunks:
-            name = optimizer_name(chunk.key.chunk % self._context.spec.num_cpu_optimizers)
-            shares.setdefault(name, []).append(chunk)
+            shares.setdefault(self._context.optimizer_of(chunk.key), []).append(chunk)
         for name, share in shares.items():
             self._send(
                 name,

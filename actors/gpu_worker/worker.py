@@ -55,9 +55,7 @@ from windlass.actors.messages import (
     CommitReached,
     ComputeBlock,
     ComputeBlocks,
-    ComputeProgressed,
     FlushBlock,
-    GradReady,
     GradSlotsReleased,
     KernelChosen,
     MemoryKind,
@@ -72,7 +70,7 @@ from windlass.actors.messages import (
     UpdateStep,
     UserMessage,
 )
-from windlass.actors.policy import REPORT_EVERY_S, ComputeReports, OperationWindow
+from windlass.actors.policy import ComputeReports, OperationWindow
 from windlass.actors.ssd import ChunkClient
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.data import MicroBatch, PreparedDataset
@@ -125,8 +123,7 @@ class GpuWorker:
         self._to_compute: queue.Queue[ComputeBlock | None] = queue.Queue()
         self._lock = threading.Lock()  # of the following
         self._window = OperationWindow(context.spec.effective_ordering)
-        self._reports = ComputeReports()
-        self._reported_s = 0.0  # time of the last report
+        self._reports = ComputeReports(context.spec.job, self.name)
         # The micro-batches of the current operation's step, or of its evaluation group, in host memory.
         self._batch: list[MicroBatch] = []
         self._num_targets = 0  # target tokens of all micro-batches in `_batch`
@@ -300,25 +297,17 @@ class GpuWorker:
         """Reports a finished operation, now or later, and begins those whose turn has come."""
         with self._lock:
             self._begin(self._window.computed())
-            is_late = time.monotonic() - self._reported_s > REPORT_EVERY_S
-            due = self._reports.add(computed, is_idle=self._window.is_empty, is_late=is_late)
-            if due:
-                self._report(due, ())
+            report = self._reports.computed(computed, time.monotonic(), is_idle=self._window.is_empty)
+            if report is not None:
+                self.send(SCHEDULER, report)
 
     def _report_grad(self, operation: ComputeBlock, grad_sq_sum: float) -> None:
         """Reports a gradient that is where it stays, with all operations that are not reported yet.
 
         `operation` is the one that completed it.
         """
-        job, step, block = operation.job, operation.step, operation.block
         with self._lock:
-            self._report(self._reports.take(), (GradReady(job=job, step=step, block=block, grad_sq_sum=grad_sq_sum),))
-
-    def _report(self, computed: tuple[BlockComputed, ...], grads: tuple[GradReady, ...]) -> None:
-        self._reported_s = time.monotonic()
-        step = (grads or computed)[-1].step
-        progressed = ComputeProgressed(job=self.spec.job, step=step, actor=self.name, computed=computed, grads=grads)
-        self.send(SCHEDULER, progressed)
+            self.send(SCHEDULER, self._reports.gradient(operation, grad_sq_sum, time.monotonic()))
 
     # --- compute ----------------------------------------------------------------------------------------------------
 

@@ -108,6 +108,10 @@ class JobContext:
         start, stop = self.layout.chunk_range(key)
         return stop - start
 
+    def optimizer_of(self, key: ChunkKey) -> ActorName:
+        """Returns the optimizer of a chunk whose block is not resident on the device."""
+        return optimizer_name(key.chunk % self.spec.num_cpu_optimizers)
+
     def state_offsets(self) -> dict[StateKind, int]:
         """Returns the offset in bytes of each state in a state slot; a gradient that was on an SSD comes last."""
         offsets, offset = {}, 0

@@ -16,7 +16,10 @@ class GradChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradOffloaded(Message):
-    """Tells an optimizer, from the GPU worker, where the gradient of its share of `block` is."""
+    """Tells an optimizer, from the GPU worker, where the gradient of its share of `block` is.
+
+    Of a gradient that stays on the device, the GPU worker tells itself, without chunks.
+    """
 
     block: BlockIndex
     chunks: tuple[GradChunk, ...]

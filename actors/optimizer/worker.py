@@ -92,9 +92,7 @@ class CpuOptimizer:
         self.send = send
         self._pool = context.plan.states[index]
         self._host_slots = {
-            key: slot
-            for key, slot in context.host_slots().items()
-            if key.chunk % context.spec.num_cpu_optimizers == index
+            key: slot for key, slot in context.host_slots().items() if context.optimizer_of(key) == name
         }
         self._borrows = context.plan.num_cached_params > 0
         self._offsets = context.state_offsets()
@@ -110,13 +108,11 @@ class CpuOptimizer:
         self._read_ahead = ReadAhead()
         self._io = ChunkClient(name, context, send)
         self._spans = SpanRecorder(name, context.spec.job, send)
-        self._num_blocks = _num_blocks_of(context, index)
+        self._num_blocks = _num_blocks_of(context, name)
         self._num_updated: Counter[Step] = Counter()  # updated blocks by step, for steps that are not over
         self._lock = threading.Condition()
         ordering = self.spec.effective_ordering
         self._turns = UpdateQueue(ordering.queues, ordering.max_updating, self._num_blocks)
-        self._grads: dict[tuple[Step, BlockIndex], tuple[GradChunk, ...]] = {}  # of blocks whose update has not begun
-        self._how: dict[Step, UpdateStep] = {}  # of steps that are not over
         self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # remaining chunks of running commands
         # Leases that were requested for running updates; None: there is no answer yet.
         self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamSlotLease] | None] = {}
@@ -143,17 +139,9 @@ class CpuOptimizer:
     def post(self, message: Message) -> None:
         """Processes or queues a message and returns at once."""
         match message:
-            case GradOffloaded():
+            case GradOffloaded() | UpdateStep() | SkipStep():
                 with self._lock:
-                    self._grads[(message.step, message.block)] = message.chunks
-                    self._take_turns(self._turns.gradient_came(message.step, message.block))
-            case UpdateStep():
-                with self._lock:
-                    self._how[message.step] = message
-                    self._take_turns(self._turns.result_came(message.step, is_updated=True))
-            case SkipStep():
-                with self._lock:
-                    self._take_turns(self._turns.result_came(message.step, is_updated=False))
+                    self._take_turns(self._turns.take(message))
             case FlushBlock() | RestoreStates() | LoadModel() | ExportModel():
                 self._commands.put((0, next(self._numbers), message))
             case ChunkIoDone():
@@ -309,13 +297,11 @@ class CpuOptimizer:
 
     def _take_turns(self, turns: Turns) -> None:
         """Begins updates and discards gradients. The caller holds the lock."""
-        for step, block in turns.begin:
-            chunks = self._grads.pop((step, block))
-            self._begin(UpdateBlock(job=self.spec.job, step=step, block=block, chunks=chunks, how=self._how[step]))
-        for step, block in turns.discard:
-            chunks = self._grads.pop((step, block))
-            if spans := tuple(chunk.span for chunk in chunks if chunk.span is not None):
-                self.send(GPU_WORKER, GradSlotsReleased(job=self.spec.job, step=step, spans=spans))
+        for update in turns.begin:
+            self._begin(update)
+        for grad in turns.discard:
+            if spans := tuple(chunk.span for chunk in grad.chunks if chunk.span is not None):
+                self.send(GPU_WORKER, GradSlotsReleased(job=grad.job, step=grad.step, spans=spans))
 
     def _begin(self, update: UpdateBlock) -> None:
         self._count(update, len(update.chunks))
@@ -455,13 +441,13 @@ class CpuOptimizer:
             self._num_updated[step] += 1
             is_over = self._num_updated[step] == self._num_blocks
             if is_over:
-                del self._num_updated[step], self._how[step]
+                del self._num_updated[step]
         if is_over:
             self._spans.tell(step)
 
 
-def _num_blocks_of(context: JobContext, index: int) -> int:
+def _num_blocks_of(context: JobContext, name: ActorName) -> int:
     """Returns the number of blocks of which an optimizer updates a share in each step."""
-    layout, num_optimizers = context.layout, context.spec.num_cpu_optimizers
+    layout = context.layout
     blocks = (block.index for block in layout.blocks if block.index not in context.plan.device_blocks)
-    return sum(any(key.chunk % num_optimizers == index for key in layout.chunk_keys(block)) for block in blocks)
+    return sum(any(context.optimizer_of(key) == name for key in layout.chunk_keys(block)) for block in blocks)

@@ -6,9 +6,18 @@ Pure: the workers' threads and the simulator drive the same classes.
 from collections import deque
 from typing import NamedTuple
 
-from windlass.actors.messages import BlockComputed, ComputeBlock
+from windlass.actors.messages import (
+    BlockComputed,
+    ComputeBlock,
+    ComputeProgressed,
+    GradOffloaded,
+    GradReady,
+    SkipStep,
+    UpdateBlock,
+    UpdateStep,
+)
 from windlass.actors.policy.block_queue import BlockQueue, Ordering, QueueOrder
-from windlass.storage.ids import BlockIndex, Step
+from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
 
 # Finished operations are reported by so many, unless something waits for them.
 REPORT_EVERY = 4
@@ -91,10 +100,10 @@ class OffloadQueue:
 
 
 class Turns(NamedTuple):
-    """The next tasks of an actor with its share of blocks, each with its step."""
+    """The next tasks of an actor with its share of blocks."""
 
-    begin: list[tuple[Step, BlockIndex]]  # update them
-    discard: list[tuple[Step, BlockIndex]]  # drop their gradients
+    begin: list[UpdateBlock]
+    discard: list[GradOffloaded]  # gradients that will not be used
 
 
 class UpdateQueue:
@@ -105,67 +114,76 @@ class UpdateQueue:
         self._max_updating = max_updating
         self._num_blocks = num_blocks
         self._waiting = BlockQueue(order)
+        self._updates: dict[tuple[int, int], UpdateBlock] = {}  # by step and block, of those that wait
         self._num_updating = 0
-        # Gradients that came before the result of their step, in order of arrival.
-        self._early: dict[Step, list[BlockIndex]] = {}
-        # Steps with a known result, until all their gradients have come: whether they are updated, and how many are
-        # still to come.
-        self._is_updated: dict[Step, bool] = {}
+        self._early: dict[Step, list[GradOffloaded]] = {}  # those that came before the result of their step, in order
+        # Results of steps, and the number of gradients that are still to come, until all have come.
+        self._results: dict[Step, UpdateStep | SkipStep] = {}
         self._num_to_come: dict[Step, int] = {}
 
-    def gradient_came(self, step: Step, block: BlockIndex) -> Turns:
-        """Records that the gradient of a block is there."""
-        if step in self._is_updated:
-            return self._place(step, [block])
-        self._early.setdefault(step, []).append(block)
+    def take(self, message: GradOffloaded | UpdateStep | SkipStep) -> Turns:
+        """Takes in the gradient of a block, or the result of a step."""
+        step = message.step
+        if not isinstance(message, GradOffloaded):
+            self._results[step], self._num_to_come[step] = message, self._num_blocks
+            return self._place(message, self._early.pop(step, []))
+        if step in self._results:
+            return self._place(self._results[step], [message])
+        self._early.setdefault(step, []).append(message)
         return Turns([], [])
-
-    def result_came(self, step: Step, *, is_updated: bool) -> Turns:
-        """Records that a step may be updated, or that it is skipped."""
-        self._is_updated[step], self._num_to_come[step] = is_updated, self._num_blocks
-        return self._place(step, self._early.pop(step, []))
 
     def updated(self) -> Turns:
         """Records the end of an update that had begun."""
         self._num_updating -= 1
         return Turns(self._begin(), [])
 
-    def _place(self, step: Step, blocks: list[BlockIndex]) -> Turns:
-        is_updated = self._is_updated[step]
-        self._num_to_come[step] -= len(blocks)
+    def _place(self, result: UpdateStep | SkipStep, grads: list[GradOffloaded]) -> Turns:
+        step = result.step
+        self._num_to_come[step] -= len(grads)
         if not self._num_to_come[step]:
-            del self._num_to_come[step], self._is_updated[step]
-        if not is_updated:
-            return Turns([], [(step, block) for block in blocks])
-        for block in blocks:
-            self._waiting.push(step, block)
+            del self._num_to_come[step], self._results[step]
+        if isinstance(result, SkipStep):
+            return Turns([], grads)
+        for grad in grads:
+            self._waiting.push(step, grad.block)
+            self._updates[(step, grad.block)] = UpdateBlock(
+                job=grad.job, step=step, block=grad.block, chunks=grad.chunks, how=result
+            )
         return Turns(self._begin(), [])
 
-    def _begin(self) -> list[tuple[Step, BlockIndex]]:
+    def _begin(self) -> list[UpdateBlock]:
         begun = []
         while self._waiting and self._num_updating < self._max_updating:
-            step, block = self._waiting.pop()
             self._num_updating += 1
-            begun.append((Step(step), BlockIndex(block)))
+            begun.append(self._updates.pop(self._waiting.pop()))
         return begun
 
 
 class ComputeReports:
-    """Collects finished operations until their report is due."""
+    """The GPU worker's reports. Finished operations are collected until their report is due."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: JobId, actor: ActorName) -> None:
+        self._job = job
+        self._actor = actor
         self._computed: list[BlockComputed] = []
+        self._reported_s = 0.0  # time of the last report
 
-    def add(self, computed: BlockComputed, *, is_idle: bool, is_late: bool) -> tuple[BlockComputed, ...]:
-        """Adds a finished operation. Returns what to report now: nothing, or all that was not reported yet.
+    def computed(self, computed: BlockComputed, now_s: float, *, is_idle: bool) -> ComputeProgressed | None:
+        """Adds a finished operation. Returns the report of all that was not reported yet, if it is due.
 
-        `is_idle`: the worker has no other operation. `is_late`: the last report was long ago.
+        `is_idle`: the worker has no other operation.
         """
         self._computed.append(computed)
+        is_late = now_s - self._reported_s > REPORT_EVERY_S
         is_due = is_idle or is_late or computed.loss is not None or len(self._computed) >= REPORT_EVERY
-        return self.take() if is_due else ()
+        return self._report(computed.step, (), now_s) if is_due else None
 
-    def take(self) -> tuple[BlockComputed, ...]:
-        """Removes and returns all that was not reported yet."""
-        computed, self._computed = tuple(self._computed), []
-        return computed
+    def gradient(self, operation: ComputeBlock, grad_sq_sum: float, now_s: float) -> ComputeProgressed:
+        """Returns the report of the gradient that `operation` completed, with all operations not reported yet."""
+        step = operation.step
+        grad = GradReady(job=self._job, step=step, block=operation.block, grad_sq_sum=grad_sq_sum)
+        return self._report(step, (grad,), now_s)
+
+    def _report(self, step: Step, grads: tuple[GradReady, ...], now_s: float) -> ComputeProgressed:
+        computed, self._computed, self._reported_s = tuple(self._computed), [], now_s
+        return ComputeProgressed(job=self._job, step=step, actor=self._actor, computed=computed, grads=grads)

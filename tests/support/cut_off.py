@@ -1,18 +1,39 @@
 """Attempts that end in the middle, as if their process had been killed."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.training import has_direct_io, make_partition
 from windlass.actors.job.spec import JobSpec
-from windlass.actors.messages import Message, Phase
+from windlass.actors.messages import ComputeProgressed, Event, Message, Phase
+from windlass.actors.policy import Order, Pipeline
 from windlass.actors.runtime.local_runner import run_local
 from windlass.storage.ids import ActorName, Attempt
 
 
 class CutOff(BaseException):
     """Stands for the end of the process."""
+
+
+@contextmanager
+def cut_off_at_gradient(step: int, block: int | None = None) -> Iterator[None]:
+    """Cuts attempts off as the scheduler hears of a gradient of `step`, of any block or of `block`."""
+    handle = Pipeline.handle
+
+    def hear(self: Pipeline, event: Event, now_s: float) -> list[Order]:
+        grads = event.grads if isinstance(event, ComputeProgressed) else ()
+        if any(grad.step == step and block in (None, grad.block) for grad in grads):
+            raise CutOff
+        return handle(self, event, now_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pipeline, "handle", hear)
+        yield
 
 
 def run_attempt(

@@ -46,24 +46,16 @@ class Optimizer:
         ordering = world.shape.ordering
         num_blocks = sum(name in world.shape.holders(block) for block in range(world.shape.num_blocks))
         self._turns = UpdateQueue(ordering.queues, ordering.max_updating, num_blocks)
-        self._grads: dict[tuple[int, int], tuple[GradChunk, ...]] = {}
-        self._how: dict[int, UpdateStep] = {}
         world.env.process(self._feed())
         world.env.process(self._run_updates())
 
     def take(self, message: GradOffloaded | UpdateStep) -> None:
         """Takes in a gradient, or that a step may be updated."""
-        if isinstance(message, UpdateStep):
-            self._how[message.step] = message
-            self._take_turns(self._turns.result_came(message.step, is_updated=True))
-        else:
-            self._grads[(message.step, message.block)] = message.chunks
-            self._take_turns(self._turns.gradient_came(message.step, message.block))
+        self._take_turns(self._turns.take(message))
 
     def _take_turns(self, turns: Turns) -> None:
-        for step, block in turns.begin:
-            how, chunks = self._how[step], self._grads.pop((step, block))
-            self._update(UpdateBlock(job=how.job, step=step, block=block, chunks=chunks, how=how))
+        for update in turns.begin:
+            self._update(update)
 
     def _update(self, message: UpdateBlock) -> None:
         """Queues the updates of a block's chunks."""

@@ -9,15 +9,14 @@ from windlass.actors.messages import (
     CommitReached,
     ComputeBlock,
     ComputeBlocks,
-    ComputeProgressed,
     FlushBlock,
-    GradReady,
+    GradOffloaded,
     Message,
     SpanKind,
     UpdateBlock,
     UpdateStep,
 )
-from windlass.actors.policy import REPORT_EVERY_S, ComputeReports, OperationWindow, Turns, UpdateQueue
+from windlass.actors.policy import ComputeReports, OperationWindow, Turns, UpdateQueue
 from windlass.planner.simulation import Process, Queue, SimulatedMachine
 from windlass.planner.simulation.workers.grads import Grads
 from windlass.planner.simulation.workers.operations import Operations
@@ -35,11 +34,9 @@ class Worker:
         self._grads = Grads(world, self._report_grad)
         self._operations = Operations(world, self._feed, self._grads, Pieces(world), self._report_computed)
         self._window = OperationWindow(world.shape.ordering)
-        self._reports = ComputeReports()
-        self._reported_s = 0.0
+        self._reports = ComputeReports(world.shape.job, world.shape.gpu_worker)
         ordering, num_blocks = world.shape.ordering, len(world.shape.device_blocks)
         self._turns = UpdateQueue(ordering.queues, ordering.max_updating_on_device, num_blocks)
-        self._how: dict[int, UpdateStep] = {}
         self._commands: Queue[UpdateBlock | FlushBlock] = Queue(world.env)
         self._transit = world.pool("states in transit", world.context.plan.transit)
         world.env.process(self._run_commands())
@@ -52,15 +49,13 @@ class Worker:
             case CommitReached():
                 self._grads.commit_reached(message.step)
             case UpdateStep():
-                self._how[message.step] = message
-                self._take_turns(self._turns.result_came(message.step, is_updated=True))
+                self._take_turns(self._turns.take(message))
             case FlushBlock():
                 self._commands.put(message)
 
     def _take_turns(self, turns: Turns) -> None:
-        for step, block in turns.begin:
-            how = self._how[step]
-            self._commands.put(UpdateBlock(job=how.job, step=step, block=block, chunks=(), how=how))
+        for update in turns.begin:
+            self._commands.put(update)
 
     def _begin(self, operations: Sequence[ComputeBlock]) -> None:
         for operation in operations:
@@ -70,20 +65,15 @@ class Worker:
 
     def _report_computed(self, computed: BlockComputed) -> None:
         self._begin(self._window.computed())
-        is_late = self.world.env.now - self._reported_s > REPORT_EVERY_S
-        if due := self._reports.add(computed, is_idle=self._window.is_empty, is_late=is_late):
-            self._report(due, ())
+        report = self._reports.computed(computed, self.world.env.now, is_idle=self._window.is_empty)
+        if report is not None:
+            self.world.tell(report)
 
     def _report_grad(self, operation: ComputeBlock) -> None:
+        self.world.tell(self._reports.gradient(operation, 1.0, self.world.env.now))
         job, step, block = operation.job, operation.step, operation.block
-        self._report(self._reports.take(), (GradReady(job=job, step=step, block=block, grad_sq_sum=1.0),))
         if block in self.world.shape.device_blocks:
-            self._take_turns(self._turns.gradient_came(step, block))
-
-    def _report(self, computed: tuple[BlockComputed, ...], grads: tuple[GradReady, ...]) -> None:
-        self._reported_s = self.world.env.now
-        job, step, actor = self.world.shape.job, (grads or computed)[-1].step, self.world.shape.gpu_worker
-        self.world.tell(ComputeProgressed(job=job, step=step, actor=actor, computed=computed, grads=grads))
+            self._take_turns(self._turns.take(GradOffloaded(job=job, step=step, block=block, chunks=())))
 
     def _is_ready(self, fetch: Fetch) -> None:
         if self.world.rates.gives_ahead and fetch.request.block in self.world.bounds:

@@ -25,6 +25,7 @@ from windlass.actors.messages import (
     ComputeProgressed,
     ExportModel,
     FlushBlock,
+    GradOffloaded,
     GradReady,
     Message,
     ModelExported,
@@ -279,17 +280,20 @@ class Facts(Expected):
         self.offloading.add((step, block))
         for actor in holders(self.shape, block):
             self.kept.add((step, block, actor))
-            self.take_turns(actor, self.turns[actor].gradient_came(Step(step), BlockIndex(block)))
+            grad = GradOffloaded(job=JOB, step=Step(step), block=BlockIndex(block), chunks=())
+            self.take_turns(actor, self.turns[actor].take(grad))
 
     def take_turns(self, actor: ActorName, turns: Turns) -> None:
         """Begins an actor's updates, and discards its gradients."""
-        for step, block in turns.begin:
-            self.kept.remove((step, block, actor))
-            self.updating.setdefault((step, block), set()).add(actor)
-            self.check_update(step, block)
-        for step, block in turns.discard:
-            assert step in self.skipped
-            self.kept.remove((step, block, actor))
+        for update in turns.begin:
+            key = (int(update.step), int(update.block))
+            assert update.how == self.how[update.step]
+            self.kept.remove((*key, actor))
+            self.updating.setdefault(key, set()).add(actor)
+            self.check_update(*key)
+        for grad in turns.discard:
+            assert grad.step in self.skipped
+            self.kept.remove((grad.step, grad.block, actor))
 
     def check_update(self, step: int, block: int) -> None:
         """Checks that an update may begin."""

@@ -196,7 +196,7 @@ class World(Facts):
             case SkipStep():
                 assert message.step in self.skipped, "gradients are discarded of a step that is not skipped"
                 assert self._gradients_complete(message.step)
-                self.take_turns(to, self.turns[to].result_came(message.step, is_updated=False))
+                self.take_turns(to, self.turns[to].take(message))
             case FlushBlock():
                 self._take_flush(to, message)
             case RestoreStates():
@@ -320,7 +320,7 @@ class World(Facts):
             assert step not in self.skipped
         assert self.how.setdefault(step, message) == message
         self.expect_updates(step)
-        self.take_turns(to, self.turns[to].result_came(message.step, is_updated=True))
+        self.take_turns(to, self.turns[to].take(message))
 
     def check_update(self, step: int, block: int) -> None:
         """Checks that an update may begin, which an actor decides by itself."""

@@ -11,10 +11,10 @@ import torch
 from torch.nn import functional as F
 
 from tests.support.actors.worker_bench import STEP, Bench, of_bench, running
-from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.gpu_worker.worker import GpuWorker, evaluation_groups
 from windlass.actors.job.context import grad_precision
 from windlass.actors.messages import ActorFailed, BlockUpdated, ComputeProgressed, Phase, ReadChunks
+from windlass.actors.policy import worker_queues
 from windlass.engine.data.examples import NO_TARGET
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.grad_buffer import GradBuffer
@@ -156,7 +156,7 @@ def ops_reported(bench: Bench) -> list[list[int]]:
 def test_operations_are_reported_together_unless_the_report_is_late_or_has_a_loss_or_the_worker_is_idle(
     bench: Bench, report_every_s: float, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_worker, "REPORT_EVERY_S", report_every_s)
+    monkeypatch.setattr(worker_queues, "REPORT_EVERY_S", report_every_s)
     last = len(bench.layout.blocks) - 1
     whole = [(Phase.EVALUATE, block) for block in range(last)] + [(Phase.EVALUATE_HEAD, last)]
     some = [(Phase.EVALUATE, block) for block in (0, 1)]
@@ -170,7 +170,7 @@ def test_a_gradient_is_reported_with_the_operations_before_it(bench: Bench, monk
     last = bench.forward_and_head()
     bench.receive_grads(1)
     num_reports, num_reads = len(ops_reported(bench)), len(bench.ssds.of(ReadChunks))
-    monkeypatch.setattr(gpu_worker, "REPORT_EVERY_S", math.inf)
+    monkeypatch.setattr(worker_queues, "REPORT_EVERY_S", math.inf)
     bench.ssds.hold = True
     # Because of the second operation, whose params do not arrive, the worker is not idle after the first.
     bench.grant(*(bench.operation(Phase.BACKWARD, last - i, op=90 + i) for i in (1, 2)))

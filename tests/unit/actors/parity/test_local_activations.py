@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.peers.schedules import System, behaving_as
-from tests.support.cut_off import CutOff
+from tests.support.cut_off import CutOff, cut_off_at_gradient
 from tests.support.training import (
     exported_params,
     has_direct_io,
@@ -26,8 +26,7 @@ from windlass.actors.activations import tiered_store as activation_tiers
 from windlass.actors.activations.tiered_store import ActivationTiers
 from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.job.spec import JobSpec
-from windlass.actors.messages import ComputeBlocks, ComputeProgressed, Event, Message, Phase, WriteActivations
-from windlass.actors.policy.scheduler_core import Order, Pipeline
+from windlass.actors.messages import ComputeBlocks, Message, Phase, WriteActivations
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.activations.host_store import ActivationMemoryError
 from windlass.engine.activations.store import NOTHING_SWAPPED, SwapCounts
@@ -193,27 +192,21 @@ def test_skipped_steps_leave_nothing(tmp_path: Path, watched: Watched, monkeypat
 
 
 @pytest.mark.parametrize("at_head", [True, False])
-def test_a_stop_in_the_middle_of_a_step_leaves_nothing(
-    tmp_path: Path, watched: Watched, at_head: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_in_the_middle_of_a_step_leaves_nothing(tmp_path: Path, watched: Watched, at_head: bool) -> None:
     """As the head is granted, or as the scheduler hears of the last layer's gradient."""
-    handle = Pipeline.handle
 
     def look(to: ActorName, message: Message) -> None:
         operations = message.operations if isinstance(message, ComputeBlocks) else ()
-        if at_head and any((each.step, each.phase) == (2, Phase.HEAD) for each in operations):
+        if any((each.step, each.phase) == (2, Phase.HEAD) for each in operations):
             raise CutOff
 
-    def hear(self: Pipeline, event: Event, now_s: float) -> list[Order]:
-        grads = event.grads if isinstance(event, ComputeProgressed) else ()
-        if not at_head and any((grad.step, grad.block) == (2, NUM_LAYERS) for grad in grads):
-            raise CutOff
-        return handle(self, event, now_s)
-
-    monkeypatch.setattr(Pipeline, "handle", hear)
     spec = job(tmp_path / "job", placement=placed(SWAP))
-    with pytest.raises(CutOff):
-        run(spec, on_message=look)
+    if at_head:
+        with pytest.raises(CutOff):
+            run(spec, on_message=look)
+    else:
+        with cut_off_at_gradient(2, NUM_LAYERS), pytest.raises(CutOff):
+            run(spec)
     assert watched.counts.out_nbytes > 0
 
 

@@ -16,6 +16,7 @@ from windlass.actors.messages import (
     ComputeBlocks,
     ComputeProgressed,
     ExportModel,
+    GradOffloaded,
     Message,
     ModelExported,
     Phase,
@@ -25,7 +26,7 @@ from windlass.actors.messages import (
 from windlass.actors.policy.block_queue import QueueOrder
 from windlass.actors.policy.scheduler_core import EndStep, Order, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
-from windlass.actors.policy.worker_queues import OffloadQueue, UpdateQueue
+from windlass.actors.policy.worker_queues import OffloadQueue, Turns, UpdateQueue
 from windlass.engine.memory_plan.plan import most_passing_blocks
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
@@ -39,6 +40,10 @@ FORWARD_S, BACKWARD_S, OFFLOAD_S = 1.0, 3.0, 0.2
 
 # A gradient on its way out of the device, or an update: its step and block.
 Key = tuple[Step, BlockIndex]
+
+
+def keys_of(turns: Turns) -> list[Key]:
+    return [(update.step, update.block) for update in turns.begin]
 
 
 class Timed:
@@ -90,7 +95,8 @@ class Timed:
                 self.waiting[LINK] += self.offloads.push(done.step, done.block)
         for grad in event.grads:
             self.waiting[LINK] += self.offloads.left()
-            self.waiting[OPTIMIZER] += self.updates.gradient_came(grad.step, grad.block).begin
+            stored = GradOffloaded(job=JOB, step=grad.step, block=grad.block, chunks=())
+            self.waiting[OPTIMIZER] += keys_of(self.updates.take(stored))
 
     def take(self, orders: Sequence[Order]) -> None:
         for order in orders:
@@ -100,7 +106,7 @@ class Timed:
                 case ComputeBlocks():
                     self.waiting[GPU] += message.operations
                 case UpdateStep():
-                    self.waiting[OPTIMIZER] += self.updates.result_came(message.step, is_updated=True).begin
+                    self.waiting[OPTIMIZER] += keys_of(self.updates.take(message))
                 case CommitStore():
                     answer = StoreCommitted(
                         job=JOB, step=message.step, actor=ActorName("ssd-0"), bytes_read=0, bytes_written=0
@@ -147,7 +153,7 @@ class Timed:
         done: list[Message] = []
         if left == 0:
             waiting.remove(update)
-            waiting += self.updates.updated().begin
+            waiting += keys_of(self.updates.updated())
             del self.num_left[block]
             done = [BlockUpdated(job=JOB, step=step, block=block, actor=ActorName("optimizer-0"))]
         self.at(self.update_s / self.num_chunks, done, OPTIMIZER)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.support.policy.jobs import JOB, computed
-from windlass.actors.messages import BlockComputed, ComputeBlock, Loss, Phase
+from tests.support.policy.jobs import GPU, JOB, computed
+from windlass.actors.messages import BlockComputed, ComputeBlock, GradOffloaded, Loss, Phase, SkipStep, UpdateStep
 from windlass.actors.policy.block_queue import Ordering, QueueOrder
 from windlass.actors.policy.block_states import BlockInStep, BlockState
 from windlass.actors.policy.pending_replies import UnexpectedEventError
@@ -25,6 +25,16 @@ STEP = Step(1)
 def operation(op: int, phase: Phase = Phase.FORWARD) -> ComputeBlock:
     return ComputeBlock(
         job=JOB, step=STEP, op=op, phase=phase, block=BlockIndex(op), params=(), group=0, loss_scale=1.0
+    )
+
+
+def offloaded(step: Step, block: int) -> GradOffloaded:
+    return GradOffloaded(job=JOB, step=step, block=BlockIndex(block), chunks=())
+
+
+def update(step: Step) -> UpdateStep:
+    return UpdateStep(
+        job=JOB, step=step, from_step=Step(step - 1), optimizer_step=step, learning_rate=0.1, grad_scale=1.0
     )
 
 
@@ -90,15 +100,15 @@ def order_of_updates(max_updating: int, order: QueueOrder, *, is_late: bool) -> 
 
     def take(turns: Turns) -> None:
         assert turns.discard == []
-        begun.extend(block for _, block in turns.begin)
+        begun.extend(update.block for update in turns.begin)
 
     if not is_late:
-        take(queue.result_came(STEP, is_updated=True))
+        take(queue.take(update(STEP)))
     for block in reversed(range(6)):
-        take(queue.gradient_came(STEP, BlockIndex(block)))
+        take(queue.take(offloaded(STEP, block)))
     if is_late:
         assert begun == []
-        take(queue.result_came(STEP, is_updated=True))
+        take(queue.take(update(STEP)))
     while len(begun) < 6:
         take(queue.updated())
     return begun
@@ -123,29 +133,39 @@ def test_an_urgent_block_overtakes_what_waits_for_its_update(
 @pytest.mark.parametrize("num_early", range(4))
 def test_the_gradients_of_a_skipped_step_are_discarded_whenever_they_come(num_early: int) -> None:
     queue = UpdateQueue(QueueOrder.PRIORITY, 1, 3)
-    discarded: list[tuple[Step, BlockIndex]] = []
+    discarded: list[GradOffloaded] = []
     for number in range(4):
         if number == num_early:
-            discarded += queue.result_came(STEP, is_updated=False).discard
+            discarded += queue.take(SkipStep(job=JOB, step=STEP)).discard
         if number < 3:
-            turns = queue.gradient_came(STEP, BlockIndex(number))
+            turns = queue.take(offloaded(STEP, number))
             assert turns.begin == []
             discarded += turns.discard
-    assert discarded == [(1, 0), (1, 1), (1, 2)]
-    queue.gradient_came(Step(2), BlockIndex(1))
-    assert queue.result_came(Step(2), is_updated=True).begin == [(2, 1)]
+    assert discarded == [offloaded(STEP, block) for block in range(3)]
+    queue.take(offloaded(Step(2), 1))
+    (begun,) = queue.take(update(Step(2))).begin
+    assert (begun.step, begun.block, begun.how) == (2, 1, update(Step(2)))
 
 
 def test_operations_are_reported_together_unless_something_waits_for_them() -> None:
-    reports = ComputeReports()
+    reports = ComputeReports(JOB, GPU)
+
+    def reported(computed: BlockComputed, now_s: float = 0.0, *, is_idle: bool = False) -> tuple[BlockComputed, ...]:
+        report = reports.computed(computed, now_s, is_idle=is_idle)
+        return () if report is None else report.computed
+
     first = [done(op) for op in range(1, REPORT_EVERY + 1)]
     for each in first[:-1]:
-        assert reports.add(each, is_idle=False, is_late=False) == ()
-    assert reports.add(first[-1], is_idle=False, is_late=False) == tuple(first)
-    assert reports.take() == ()
-    for reasons in ({"is_idle": True, "is_late": False}, {"is_idle": False, "is_late": True}):
-        reports.add(done(7), is_idle=False, is_late=False)
-        assert reports.add(done(8), **reasons) == (done(7), done(8))
+        assert reported(each) == ()
+    assert reported(first[-1]) == tuple(first)
+    reported(done(7))
+    assert reported(done(8), is_idle=True) == (done(7), done(8))
+    reported(done(7))
+    assert reported(done(8), now_s=1.1) == (done(7), done(8))
+    reported(done(7), now_s=1.1)
+    report = reports.gradient(operation(7), 2.0, now_s=1.1)
+    assert report.computed == (done(7),)
+    assert [(grad.step, grad.block, grad.grad_sq_sum) for grad in report.grads] == [(1, 7, 2.0)]
     head = BlockComputed(
         job=JOB,
         step=STEP,
@@ -157,7 +177,7 @@ def test_operations_are_reported_together_unless_something_waits_for_them() -> N
         is_finite=True,
         loss=Loss(1.0, 2, 1),
     )
-    assert reports.add(head, is_idle=False, is_late=False) == (head,)
+    assert reported(head, now_s=1.1) == (head,)
 
 
 def test_an_impossible_change_of_a_block_is_refused_with_its_story() -> None:

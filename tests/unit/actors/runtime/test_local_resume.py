@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cut_off import CutOff, run_attempt
+from tests.support.cut_off import CutOff, cut_off_at_gradient, run_attempt
 from tests.support.training import (
     exported_params,
     has_direct_io,
@@ -25,7 +25,6 @@ from windlass.actors.lifecycle.stop_request import StopRequest
 from windlass.actors.messages import (
     CommitStore,
     ComputeBlocks,
-    ComputeProgressed,
     ExportModel,
     FlushBlock,
     GradReady,
@@ -35,7 +34,6 @@ from windlass.actors.messages import (
     UpdateStep,
     WriteChunks,
 )
-from windlass.actors.policy.scheduler_core import Order, Pipeline
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
@@ -117,17 +115,10 @@ def swapping(choice: ActivationChoice) -> Placement:
 
 def run_attempt_until(spec: JobSpec, number: int, cut: tuple[type[Message], int] | None) -> dict[str, Any] | None:
     """As `run_attempt`. With a `GradReady`, the scheduler has heard of the first gradient of the step."""
-    handle = Pipeline.handle
-
-    def is_cut(self: Pipeline, event: Message, now_s: float) -> list[Order]:
-        grads = event.grads if isinstance(event, ComputeProgressed) else ()
-        if any((GradReady, grad.step) == cut for grad in grads):
-            raise CutOff
-        return handle(self, event, now_s)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pipeline, "handle", is_cut)
+    if cut is None or cut[0] is not GradReady:
         return run_attempt(spec, number, cut)
+    with cut_off_at_gradient(cut[1]):
+        return run_attempt(spec, number)
 
 
 @pytest.mark.usefixtures("small_activation_slots")
