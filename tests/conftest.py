@@ -38,8 +38,8 @@ def _num_cores() -> int:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """The number for `-n auto`: one more than there are cores, as those tests mostly wait for other processes."""
-    return min(_num_cores() + 1, _MOST_PROCESSES)
+    """The number for `-n auto`: two more than there are cores, as those tests mostly wait for other processes."""
+    return min(_num_cores() + 2, _MOST_PROCESSES)
 
 
 def pytest_configure() -> None:
