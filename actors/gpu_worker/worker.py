@@ -48,7 +48,6 @@ from windlass.actors.job import (
 )
 from windlass.actors.lifecycle import NICENESS_BESIDE_COMPUTE, ActorThreads, working_at, works_at
 from windlass.actors.messages import (
-    AcquireParamSlots,
     ActivationIoDone,
     BlockComputed,
     ChunkIoDone,
@@ -62,7 +61,6 @@ from windlass.actors.messages import (
     MemoryReported,
     Message,
     ModelKernelsChosen,
-    ParamSlotReleased,
     Phase,
     RestoreStates,
     SkipStep,
@@ -212,10 +210,6 @@ class GpuWorker:
                 self._activations.take(message)
             case GradSlotsReleased():
                 self._grads.take_back(message.spans)
-            case AcquireParamSlots():
-                self.send(message.actor, self._feed.lend(message))
-            case ParamSlotReleased():
-                self._feed.take_back(message)
             case _:
                 raise ValueError(f"{self.name} does not take {type(message).__name__}")
 

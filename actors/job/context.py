@@ -127,6 +127,19 @@ class JobContext:
         keys = (key for block in self.plan.host_blocks for key in self.layout.chunk_keys(BlockIndex(block)))
         return {key: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, key in enumerate(keys)}
 
+    def cached_params(self) -> dict[ChunkKey, Span]:
+        """Returns the arena span of each chunk whose params stay in host memory while its states are on the SSDs.
+
+        The GPU worker fills it when it first needs the params in an attempt. Then each update replaces the params.
+        """
+        plan, num_cached = self.plan, self.plan.num_cached_params
+        in_memory = {*plan.host_blocks, *plan.device_blocks}
+        blocks = (block.index for block in self.layout.blocks if block.index not in in_memory)
+        keys = itertools.islice((key for block in blocks for key in self.layout.chunk_keys(block)), num_cached)
+        nbytes = plan.params.slot_nbytes
+        offset = plan.params.offset + (plan.params.num_slots - num_cached) * nbytes
+        return {key: Span(offset + i * nbytes, nbytes) for i, key in enumerate(keys)}
+
     def partial_slots(self) -> dict[tuple[BlockIndex, ChunkKey], Span]:
         """Returns the arena spans for gradient sums between two groups of micro-batches.
 

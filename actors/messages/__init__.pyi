@@ -27,16 +27,12 @@ from windlass.actors.messages.model import LoadProgressed as LoadProgressed
 from windlass.actors.messages.model import ModelExported as ModelExported
 from windlass.actors.messages.model import ModelKernelsChosen as ModelKernelsChosen
 from windlass.actors.messages.model import ModelLoaded as ModelLoaded
-from windlass.actors.messages.optimizer import AcquireParamSlots as AcquireParamSlots
 from windlass.actors.messages.optimizer import BlockFlushed as BlockFlushed
 from windlass.actors.messages.optimizer import BlockUpdated as BlockUpdated
 from windlass.actors.messages.optimizer import FlushBlock as FlushBlock
 from windlass.actors.messages.optimizer import GradChunk as GradChunk
 from windlass.actors.messages.optimizer import GradOffloaded as GradOffloaded
 from windlass.actors.messages.optimizer import GradSlotsReleased as GradSlotsReleased
-from windlass.actors.messages.optimizer import ParamSlotLease as ParamSlotLease
-from windlass.actors.messages.optimizer import ParamSlotReleased as ParamSlotReleased
-from windlass.actors.messages.optimizer import ParamSlotsGranted as ParamSlotsGranted
 from windlass.actors.messages.optimizer import RestoreStates as RestoreStates
 from windlass.actors.messages.optimizer import SkipStep as SkipStep
 from windlass.actors.messages.optimizer import StatesRestored as StatesRestored

@@ -82,7 +82,7 @@ class Placement:
     device_blocks: tuple[int, ...] = ()  # blocks whose model states are resident on the device
     streamed_blocks: tuple[int, ...] = ()  # layers whose params are copied to the device in pieces, to save its memory
     num_host_grad_blocks: int | None = None  # first blocks whose kept gradients stay in host memory; others' spill
-    num_cached_params: int | None = None  # chunks of params that stay in host memory between uses
+    num_cached_params: int | None = None  # first chunks on the SSDs whose params stay in host memory too
     commit_every: int | None = None  # steps; None: 1, or COMMIT_EVERY if states rest in memory
     group_size: int | None = None  # micro-batches that pass each block together; None: all of a step
     # The policy of each layer in order; (): a layer's input stays on the device, and the rest is recomputed.
@@ -111,13 +111,13 @@ class Pool:
 class Plan:
     """The arena of a job, its share of the SSDs, and the place of each block's states."""
 
-    params: Pool  # owned by the GPU worker: params in flight to the device, and cached ones
+    params: Pool  # owned by the GPU worker: params in flight to the device; the last slots are those of cached params
     grads: Pool  # owned by the GPU worker; an optimizer holds a gradient's slots until its update
     states: tuple[Pool, ...]  # one for each optimizer: a slot holds a chunk's states, and its gradient if any spill
     host_states: Pool  # a slot holds a chunk's states, for the chunks of `host_blocks` in order
     transit: Pool  # owned by the GPU worker: a slot holds a chunk's states in flight between device and SSDs
     partial_grads: Pool  # owned by the GPU worker: a slot for each use of a chunk, for the sum passed to the next group
-    num_cached_params: int  # slots of `params` for cached chunks
+    num_cached_params: int  # the first chunks on the SSDs; each has its own slot of `params` between uses
     host_blocks: tuple[int, ...]
     device_blocks: tuple[int, ...]
     # Blocks whose params are copied to the device in pieces. While in use, they stay in slots of `params` or in
@@ -194,7 +194,7 @@ def make_plan(
             if host_memory_nbytes is None or placement.num_cached_params is not None or is_naive:
                 return plan
             num_free = (host_memory_nbytes - plan.arena_nbytes) // plan.params.slot_nbytes
-            choice = replace(choice, num_cached=min(choice.num_cached + num_free, model.total_chunks))
+            choice = replace(choice, num_cached=min(choice.num_cached + num_free, _num_on_ssds(model, placement)))
             return _lay_out(model, placement, num_optimizers, grad_itemsize, num_microbatches, choice)
     assert limit_nbytes is not None, "without a limit the first choice fits"
     raise _too_little_host_memory(plan, limit_nbytes, is_budget=host_memory_nbytes is not None)
@@ -298,7 +298,7 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
     kept = placement.num_host_grad_blocks if placement.num_host_grad_blocks is not None else num_blocks
     deepest = placement.depths.states
     depths = (1,) if is_naive else range(deepest, min(deepest, MIN_STATE_DEPTH) - 1, -1)
-    asked, total = placement.num_cached_params, model.total_chunks
+    asked, total = placement.num_cached_params, _num_on_ssds(model, placement)
     wanted = asked if asked is not None else 0 if is_naive else CACHED_BLOCKS * model.typical_chunks
     has_room = keep_grads or placement.num_host_grad_blocks is not None
     choice = _Choice(depth=depths[0], num_cached=min(wanted, total), num_host_grad_blocks=kept if has_room else None)
@@ -316,6 +316,12 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
     if placement.num_host_grad_blocks is None and _may_spill(placement, keep_grads=keep_grads):
         for kept in range(num_blocks - 1, -1, -1):
             yield replace(choice, num_host_grad_blocks=kept)
+
+
+def _num_on_ssds(model: ModelSize, placement: Placement) -> int:
+    """Returns the number of chunks whose states are on the SSDs."""
+    in_memory = {*placement.host_blocks, *placement.device_blocks}
+    return sum(model.num_chunks(block) for block in model.blocks if block not in in_memory)
 
 
 def most_passing_blocks(num_blocks: int) -> int:

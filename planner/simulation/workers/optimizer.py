@@ -1,7 +1,6 @@
 """Simulates one CPU optimizer, as the real `CpuOptimizer` works."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from windlass.actors.messages import (
     BlockFlushed,
@@ -17,7 +16,7 @@ from windlass.actors.optimizer import Ahead, UrgentQueue
 from windlass.actors.policy import Turns, UpdateQueue
 from windlass.engine.memory_plan import Pool
 from windlass.planner.simulation import Process, Queue, Resource, Signal, SimulatedMachine
-from windlass.storage.ids import ActorName, ChunkKey
+from windlass.storage.ids import ActorName
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +25,6 @@ class _Chunk:
 
     update: UpdateBlock
     grad: GradChunk
-    loan: Any = None
 
 
 class Optimizer:
@@ -42,7 +40,6 @@ class Optimizer:
         self._ahead = Ahead()
         self._changed = Signal(world.env)
         self._num_left: dict[tuple[int, int], int] = {}
-        self._loans: dict[tuple[int, int], dict[ChunkKey, Any]] = {}
         ordering = world.shape.ordering
         num_blocks = sum(name in world.shape.holders(block) for block in range(world.shape.num_blocks))
         self._turns = UpdateQueue(ordering.queues, ordering.max_updating, num_blocks)
@@ -93,24 +90,13 @@ class Optimizer:
                 ahead.num_at_hand += 1
                 self._arrived.put(chunk)
                 continue
-            chunk.loan = self._borrow(chunk)
             world.env.process(self._read(chunk))
-
-    def _borrow(self, chunk: _Chunk) -> Any:
-        world, update = self.world, chunk.update
-        if not world.context.plan.num_cached_params:
-            return None
-        key = (update.step, update.block)
-        if key not in self._loans:
-            loans = (world.cache.lend(grad.key, update.how.from_step) for grad in update.chunks)
-            self._loans[key] = {loan.key: loan for loan in loans if loan is not None}
-        return self._loans[key].get(chunk.grad.key)
 
     def _read(self, chunk: _Chunk) -> Process:
         world, update, key = self.world, chunk.update, chunk.grad.key
         formats, numel = world.context.formats, world.chunk_numel(key)
         kinds = set(formats.kinds_to_update)
-        if chunk.loan is not None and chunk.loan.is_filled:
+        if key in world.cached_params:
             kinds.discard(formats.param_kind)
         moves = [(sum(formats.itemsizes[kind] for kind in kinds) * numel, SpanKind.READ_STATES)]
         if chunk.grad.span is None:
@@ -144,8 +130,6 @@ class Optimizer:
         nbytes = world.state_itemsize * world.chunk_numel(key)
         yield from world.chunk_move(key, nbytes, SpanKind.WRITE_STATES, update.step, (update.step, key.block))
         self._slots.give_back()
-        if chunk.loan is not None:
-            world.cache.take_back(key, update.step, chunk.loan.span)
         self._done(update)
 
     def _done(self, update: UpdateBlock) -> None:
@@ -153,6 +137,5 @@ class Optimizer:
         self._num_left[key] -= 1
         if not self._num_left[key]:
             del self._num_left[key]
-            self._loans.pop(key, None)
             self.world.tell(BlockUpdated(job=update.job, step=update.step, block=update.block, actor=self.name))
             self._take_turns(self._turns.updated())

@@ -17,7 +17,6 @@ from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.job.context import GPU_WORKER, SCHEDULER, optimizer_name, ssd_name
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import (
-    AcquireParamSlots,
     ActivationIoDone,
     ActorFailed,
     BlockComputed,
@@ -43,8 +42,6 @@ from windlass.actors.messages import (
     ModelExported,
     ModelKernelsChosen,
     ModelLoaded,
-    ParamSlotReleased,
-    ParamSlotsGranted,
     ReadActivations,
     ReadChunks,
     RestoreStates,
@@ -121,8 +118,6 @@ ROWS = (
     Row(message=RestoreStates, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
     Row(message=ChunkIoDone, to=(GPU_WORKER,), modes=_FROM_SSDS),
     Row(message=ActivationIoDone, to=(GPU_WORKER,), modes=("swapped",)),
-    Row(message=AcquireParamSlots, to=(GPU_WORKER,), modes=_FROM_SSDS),
-    Row(message=ParamSlotReleased, to=(GPU_WORKER,), modes=_FROM_SSDS, is_awaited=False),
     Row(message=GradSlotsReleased, to=(GPU_WORKER,), is_awaited=False),
     Row(message=CommitReached, to=(GPU_WORKER,), modes=("spilled",)),
     Row(message=LoadModel, to=(OPTIMIZER,)),
@@ -133,7 +128,6 @@ ROWS = (
     Row(message=RestoreStates, to=(OPTIMIZER,), modes=_RESTING, in_thread=True),
     Row(message=ExportModel, to=(OPTIMIZER,), in_thread=True),
     Row(message=ChunkIoDone, to=(OPTIMIZER,)),
-    Row(message=ParamSlotsGranted, to=(OPTIMIZER,), modes=_FROM_SSDS),
     Row(message=ModelLoaded, to=(SCHEDULER,)),
     Row(message=StatesRestored, to=(SCHEDULER,), modes=_RESTING),
     Row(message=BlockComputed, to=(SCHEDULER,)),
