@@ -48,7 +48,7 @@ class PartialGrads:
         self._stopping = False
 
     def uses(self, operation: ComputeBlock) -> list[Use]:
-        """Returns the sums of an operation that leave the device after its group."""
+        """Returns the sums of an operation that are copied off the device after its group."""
         resident = self._context.plan.device_blocks
         return [(operation.block, block) for block in operation.blocks if block not in resident]
 

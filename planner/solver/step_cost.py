@@ -169,7 +169,7 @@ class StepCosts:
     def program(self, kinds: list[Kind]) -> Program:
         """Builds the integer program."""
         return Program(
-            blocks=tuple(self._alike(kind) for kind in kinds),
+            blocks=tuple(self._block_group(kind) for kind in kinds),
             seconds=self._seconds(dict(self._always())),
             nbytes=self._always_nbytes(),
             limits=tuple(self.limits.by_tier.values()),
@@ -194,7 +194,7 @@ class StepCosts:
             return (StateTier.HOST, StateTier.CACHED, StateTier.SSD)
         return tuple(StateTier)
 
-    def _alike(self, kind: Kind) -> BlockGroup:
+    def _block_group(self, kind: Kind) -> BlockGroup:
         if kind.tiers:
             block = kind.blocks[0]
             options = tuple(self._state_option(block, tier) for tier in kind.tiers)

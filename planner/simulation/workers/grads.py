@@ -133,7 +133,7 @@ class Grads:
         while True:
             request = yield from self._to_offload.get()
             if isinstance(request, _Partial):
-                yield from self._leave(request)
+                yield from self._copy_out_partial(request)
                 continue
             keys = world.context.layout.chunk_keys(request.block)
             yield from world.grad_slots.take(len(keys))
@@ -175,7 +175,7 @@ class Grads:
         self._back.remove(use)
         self._changed.notify()
 
-    def _leave(self, partial: _Partial) -> Process:
+    def _copy_out_partial(self, partial: _Partial) -> Process:
         user, block = partial.use
         if user == block:
             self._permits.give_back()

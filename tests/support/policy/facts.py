@@ -267,9 +267,9 @@ class Facts(Expected):
             if compute.block in self.shape.device_blocks:
                 self._store(compute.step, compute.block)
             else:
-                self.let_leave(self.offload_order.push(compute.step, compute.block))
+                self.offload(self.offload_order.push(compute.step, compute.block))
 
-    def let_leave(self, keys: list[tuple[Step, BlockIndex]]) -> None:
+    def offload(self, keys: list[tuple[Step, BlockIndex]]) -> None:
         """Lets gradients leave the device. Their holders have them at once, the policy learns of them later."""
         for step, block in keys:
             is_safe = self.committed >= step - 1
@@ -319,7 +319,7 @@ class Facts(Expected):
         self.expect_updates(int(step))
         self._note_updated(key)
         if grad.block not in self.shape.device_blocks:
-            self.let_leave(self.offload_order.offload_finished())
+            self.offload(self.offload_order.offload_finished())
         if self.shape.keeps_grads and self._gradients_complete(step):
             if step in self.skipped and not self.is_commit_step(step):
                 self.written = [step] * self.shape.num_blocks

@@ -190,7 +190,7 @@ class World(Facts):
             case CommitReached():
                 assert to == GPU
                 assert message.step == self.committed
-                self.let_leave(self.offload_order.commit_reached(message.step))
+                self.offload(self.offload_order.commit_reached(message.step))
             case UpdateStep():
                 self._take_update(to, message)
             case SkipStep():
