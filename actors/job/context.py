@@ -227,7 +227,7 @@ def make_context(
     )
     if not spec.ssd_dirs and (len(plan.host_blocks) < len(layout.blocks) or plan.num_ssd_activations):
         raise PlanError(
-            "the job has no SSDs: then the states of all blocks must rest in host memory, and activations must not go "
-            f"to SSDs; host_blocks names {len(plan.host_blocks)} of {len(layout.blocks)} blocks"
+            "the job has no SSDs: then the states of all blocks must be resident in host memory, and activations must "
+            f"not go to SSDs; host_blocks names {len(plan.host_blocks)} of {len(layout.blocks)} blocks"
         )
     return JobContext(spec=spec, layout=layout, plan=plan, arena_path=arena_path, ssds=ssds)

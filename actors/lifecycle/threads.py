@@ -58,20 +58,20 @@ class ActorThreads:
         send: Callable[..., None],
         is_stopping: Callable[[], bool],
         *,
-        owed: Callable[[], str] = lambda: "",
+        describe_pending: Callable[[], str] = lambda: "",
         under_way: Callable[[], Message | None] = lambda: None,
     ) -> None:
         """Creates no threads yet.
 
-        `owed` describes the replies that the actor waits for. It is added to a timeout's text, to name the actor that
-        is late. `under_way` returns the message that the actor as a whole works on, for errors in threads without a
-        message of their own.
+        `describe_pending` describes the replies that the actor waits for. It is added to a timeout's text, to name the
+        actor that is late. `under_way` returns the message that the actor as a whole works on, for errors in threads
+        without a message of their own.
         """
         self._name = name
         self._idle = Message(job=job, step=Step(0))
         self._send = send
         self._is_stopping = is_stopping
-        self._owed = owed
+        self._describe_pending = describe_pending
         self._under_way = under_way
         self._threads: list[_GuardedThread] = []
 
@@ -116,7 +116,7 @@ class ActorThreads:
                 return
             thread = threading.current_thread()
             assert isinstance(thread, _GuardedThread)
-            if isinstance(error, TimeoutError) and (owed := self._owed()):
-                error.add_note(owed)
+            if isinstance(error, TimeoutError) and (pending := self._describe_pending()):
+                error.add_note(pending)
             about = thread.at or self._under_way() or self._idle
             self._send(SCHEDULER, ActorFailed.of(error, actor=self._name, about=about))

@@ -45,7 +45,7 @@ from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.actors.optimizer.model_io import ModelIo
 from windlass.actors.optimizer.priority_queue import UrgentQueue
 from windlass.actors.optimizer.read_ahead import ReadAhead
-from windlass.actors.policy import Turns, UpdateQueue
+from windlass.actors.policy import UpdateActions, UpdateQueue
 from windlass.actors.ssd import ChunkClient, chunk_io
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, release_team, state_dtype
@@ -107,11 +107,11 @@ class CpuOptimizer:
         self._num_updated: Counter[Step] = Counter()  # updated blocks by step, for steps that are not over
         self._lock = threading.RLock()
         ordering = self.spec.effective_ordering
-        self._turns = UpdateQueue(ordering.queues, ordering.max_updating, self._num_blocks)
+        self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating, self._num_blocks)
         self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # remaining chunks of running commands
         self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
         self._threads = ActorThreads(
-            name, context.spec.job, send, lambda: self._stopping, owed=self._io.describe_overdue
+            name, context.spec.job, send, lambda: self._stopping, describe_pending=self._io.describe_overdue
         )
         self._stopping = False
 
@@ -134,13 +134,13 @@ class CpuOptimizer:
         match message:
             case GradOffloaded() | UpdateStep() | SkipStep():
                 with self._lock:
-                    self._take_turns(self._turns.take(message))
+                    self._carry_out(self._update_queue.add(message))
             case FlushBlock() | RestoreStates() | LoadModel() | ExportModel():
                 self._commands.put((0, next(self._numbers), message))
             case ChunkIoDone():
                 self._io.take(message)
             case _:
-                raise ValueError(f"{self.name} does not take {type(message).__name__}")
+                raise ValueError(f"{self.name} has no handler for {type(message).__name__}")
 
     def stop(self) -> None:
         """Ends the threads, whatever they wait for, and unmaps the arena.
@@ -282,11 +282,11 @@ class CpuOptimizer:
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
-    def _take_turns(self, turns: Turns) -> None:
+    def _carry_out(self, actions: UpdateActions) -> None:
         """Begins updates and discards gradients. The caller holds the lock."""
-        for update in turns.begin:
+        for update in actions.begin:
             self._begin(update)
-        for grad in turns.discard:
+        for grad in actions.discard:
             if spans := tuple(chunk.span for chunk in grad.chunks if chunk.span is not None):
                 self.send(GPU_WORKER, GradSlotsReleased(job=grad.job, step=grad.step, spans=spans))
 
@@ -383,7 +383,7 @@ class CpuOptimizer:
             updated = BlockUpdated(job=self.spec.job, step=update.step, block=update.block, actor=self.name)
             self.send(SCHEDULER, updated)
             with self._lock:
-                self._take_turns(self._turns.updated())
+                self._carry_out(self._update_queue.updated())
 
     def _tell_spans(self, step: Step) -> None:
         """Sends the spans of a step after its last block is updated."""

@@ -85,7 +85,7 @@ def plan_job(order: PlanOrder, folder: Path, marker: Path | None = None) -> dict
     """Plans a job. Returns the report as `plan` and, if the job fits, the engine's `placement` and `arena_nbytes`.
 
     A simulation adds `simulated`, and writes the spans of a step to `folder`. A running job adds `changes`, whether the
-    plan is a new one, and `told`, a line for the user. `marker`: a file to be there while blocks are measured.
+    plan is a new one, and `told`, a line for the user. `marker`: a file that exists during measurements.
 
     Raises:
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
@@ -112,12 +112,12 @@ def question_of(order: PlanOrder, config: Any, marker: Path | None = None) -> Pl
     if order.kept_times_dir is not None:
         machine = order.hardware.model_dump(mode="json") | {"num_threads": order.compute_threads}
         kept_times = TimingCache(folder=order.kept_times_dir, machine=machine, is_alone=order.is_alone, marker=marker)
-    is_there = order.hardware.gpus.count == 0 or torch.cuda.is_available()
+    device_is_present = order.hardware.gpus.count == 0 or torch.cuda.is_available()
     measures = order.may_measure and order.compute_threads is not None
     return PlanQuestion(
         config=config,
         hardware=order.hardware,
-        measures=measures and is_there,
+        measures=measures and device_is_present,
         lengths=_lengths_of(order),
         kept_times=kept_times,
         **order.model_dump(include=_ASKED),

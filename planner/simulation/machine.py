@@ -30,12 +30,12 @@ class SimulatedMachine(Log):
         shape: SchedulerConfig,
         rates: Rates,
         work: Work,
-        tell: Callable[[Event], None],
+        send_to_scheduler: Callable[[Event], None],
         send: Callable[[ActorName, Message], None],
         *,
         keeps_spans: bool,
     ) -> None:
-        """`tell` sends an actor's event to the scheduler, `send` a message to another actor."""
+        """`send_to_scheduler` sends an actor's event to the scheduler, `send` a message to another actor."""
         super().__init__(rates.num_cores, keeps_spans=keeps_spans)
         self.step_ends_s: list[float] = []  # by step: time at which its backward pass ended
         self.step_ended = Signal(self.env)
@@ -43,7 +43,7 @@ class SimulatedMachine(Log):
         self.shape = shape
         self.rates = rates
         self.work = work
-        self.tell = tell
+        self.send_to_scheduler = send_to_scheduler
         self.send = send
         formats, plan = context.formats, context.plan
         layout = context.layout
@@ -98,7 +98,7 @@ class SimulatedMachine(Log):
     def end_step(self) -> None:
         """Records that a step's backward pass has ended."""
         self.step_ends_s.append(self.env.now)
-        self.step_ended.tell()
+        self.step_ended.notify()
 
     def copy_in(self, nbytes: int, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK) -> Process:
         """Copies from host memory to the device."""

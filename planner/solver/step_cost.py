@@ -38,7 +38,7 @@ from windlass.planner.cost import (
     holding_ways,
     ways_of_layer,
 )
-from windlass.planner.solver.integer_program import BlockGroup, Bound, Buffer, Overflow, Program, Way
+from windlass.planner.solver.integer_program import BlockGroup, Bound, Buffer, Option, Overflow, Program
 
 
 class Part(IntEnum):
@@ -169,7 +169,7 @@ class StepCosts:
     def program(self, kinds: list[Kind]) -> Program:
         """Builds the integer program."""
         return Program(
-            blocks=tuple(self._alike(kind) for kind in kinds),
+            blocks=tuple(self._block_group(kind) for kind in kinds),
             seconds=self._seconds(dict(self._always())),
             nbytes=self._always_nbytes(),
             limits=tuple(self.limits.by_tier.values()),
@@ -194,16 +194,16 @@ class StepCosts:
             return (StateTier.HOST, StateTier.CACHED, StateTier.SSD)
         return tuple(StateTier)
 
-    def _alike(self, kind: Kind) -> BlockGroup:
+    def _block_group(self, kind: Kind) -> BlockGroup:
         if kind.tiers:
             block = kind.blocks[0]
-            ways = tuple(self._state_way(block, tier) for tier in kind.tiers)
+            options = tuple(self._state_option(block, tier) for tier in kind.tiers)
         else:
             layer = self.job.model.layers[kind.blocks[0] - 1]
-            ways = tuple(self._activation_way(layer, way) for way in kind.activations)
-        return BlockGroup(count=len(kind.blocks), ways=ways)
+            options = tuple(self._activation_option(layer, way) for way in kind.activations)
+        return BlockGroup(count=len(kind.blocks), options=options)
 
-    def _state_way(self, block: int, tier: StateTier) -> Way:
+    def _state_option(self, block: int, tier: StateTier) -> Option:
         job, speeds = self.job, self.speeds
         numel, chunks = job.model.blocks[block].numel, job.size.num_chunks(block)
         param_nbytes, grad_nbytes = numel * job.param_itemsize, numel * job.grad_itemsize
@@ -276,7 +276,7 @@ class StepCosts:
             return self.job.num_microbatches, 2 * self.job.num_microbatches
         return self.num_groups, self.num_groups
 
-    def _activation_way(self, layer: LayerProfile, way: ActivationOption) -> Way:
+    def _activation_option(self, layer: LayerProfile, way: ActivationOption) -> Option:
         job, speeds = self.job, self.speeds
         swapped_nbytes = job.num_microbatches * job.model.size_share * way.swapped_nbytes
         seconds = {
@@ -301,9 +301,9 @@ class StepCosts:
         movable: float = 0.0,
         leaving: float = 0.0,
         in_transit: float = 0.0,
-    ) -> Way:
+    ) -> Option:
         host += device if self.speeds.shares_cores else 0.0
-        return Way(
+        return Option(
             seconds=self._seconds(seconds),
             nbytes=(device, host, 0.0),
             movable_nbytes=movable,

@@ -21,8 +21,8 @@ from windlass.service.preparation import (
     PreparationOrder,
     PreparationStep,
     check_model_room,
+    choose_running,
     tell_warnings,
-    who_computes,
 )
 from windlass.service.preparation.sandbox import LimitedProcess
 from windlass.service.validation import model_dir, told_jobs_beside
@@ -89,8 +89,8 @@ class Preparations:
         has_few_cores = self._machinery.num_cores < CORES_TO_DIVIDE
         candidates = [self._candidate(job, starting=starting if has_few_cores else ()) for job in jobs]
         self._account(jobs)
-        self._shares.meet({each.owner for each in candidates if each.uses_cores})
-        chosen = who_computes(candidates, self._shares.used_s, num_side_by_side=self._num_side_by_side)
+        self._shares.update_present({each.owner for each in candidates if each.uses_cores})
+        chosen = choose_running(candidates, self._shares.used_s, num_side_by_side=self._num_side_by_side)
         for job_id, preparation in self._running.items():
             if job_id in chosen or preparation.measures:
                 preparation.proceed()

@@ -7,7 +7,7 @@ import simpy
 
 from windlass.actors.messages import ComputeBlock, ParamRequest, SpanKind
 from windlass.engine.memory_plan import MemoryTier, param_buffers
-from windlass.planner.simulation import PARAMS, Finding, Process, Queue, Signal, SimulatedMachine
+from windlass.planner.simulation import PARAMS, Process, ProcessReturning, Queue, Signal, SimulatedMachine
 from windlass.storage.ids import BlockIndex, ChunkKey
 
 
@@ -17,7 +17,7 @@ class Fetch:
 
     request: ParamRequest
     arrived: simpy.Event
-    ready: simpy.Event  # set after `arrived`, when `is_ready` has been called
+    ready: simpy.Event  # set after `arrived`, when `on_params_ready` has been called
     num_missing: int = 0
     numel: int | None = None  # elements of the buffer; None: the params are resident
     is_rounded: bool = False  # derived on the device from the resident master, when they are needed
@@ -27,10 +27,10 @@ class Fetch:
 class ParamFeed:
     """Copies chunks of params from their tier to a block's buffer."""
 
-    def __init__(self, world: SimulatedMachine, is_ready: Callable[[Fetch], None]) -> None:
-        """`is_ready` is called with each fetch when it is complete, in the order of the requests."""
+    def __init__(self, world: SimulatedMachine, on_params_ready: Callable[[Fetch], None]) -> None:
+        """`on_params_ready` is called with each fetch when it is complete, in the order of the requests."""
         self.world = world
-        self._is_ready = is_ready
+        self._on_params_ready = on_params_ready
         env, context = world.env, world.context
         self._requests: Queue[ParamRequest] = Queue(env)
         self._arrived: Queue[tuple[Fetch, ChunkKey, bool]] = Queue(env)  # True: the chunk is in a slot
@@ -56,7 +56,7 @@ class ParamFeed:
         for request in ParamRequest.of(operation):
             self._requests.put(request)
 
-    def wait_for(self, operation: ComputeBlock, block: BlockIndex) -> Finding[Fetch]:
+    def wait_for(self, operation: ComputeBlock, block: BlockIndex) -> ProcessReturning[Fetch]:
         """Returns the params of a block for an operation, when they are ready."""
         key = (operation.op, block)
         yield from self._created.until(lambda: key in self._fetches)
@@ -93,7 +93,7 @@ class ParamFeed:
                 fetch.num_missing = len(keys)
                 yield from self._buffers[fetch.numel].take()
             self._fetches[(request.operation.op, request.block)] = fetch
-            self._created.tell()
+            self._created.notify()
             self._fetching.put(fetch)
             if fetch.num_missing:
                 yield from self._fetch(fetch, keys)
@@ -142,5 +142,5 @@ class ParamFeed:
         while True:
             fetch = yield from self._fetching.get()
             yield fetch.arrived
-            self._is_ready(fetch)
+            self._on_params_ready(fetch)
             fetch.ready.succeed()

@@ -43,7 +43,8 @@ from windlass.storage.ids import (
 )
 from windlass.storage.io.engines import Backend, IoSettings
 from windlass.storage.memory.arena import Arena
-from windlass.storage.store.format import StoreGeometry, last_common_commit
+from windlass.storage.store.common_commit import last_common_commit
+from windlass.storage.store.format import StoreGeometry
 
 JOB = JobId("ftjob-1")
 WORKER = ActorName("optimizer-0")

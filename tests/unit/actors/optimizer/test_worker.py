@@ -375,7 +375,7 @@ def test_stopping_does_not_wait_for_slots(tmp_path: Path) -> None:
 
 def test_optimizer_with_foreign_message_raises(bench: Bench) -> None:
     stray = CommitReached(job=JobId("ftjob-1"), step=Step(1))
-    with pytest.raises(ValueError, match="optimizer-0 does not take CommitReached"):
+    with pytest.raises(ValueError, match="optimizer-0 has no handler for CommitReached"):
         bench.optimizer.post(stray)
 
 

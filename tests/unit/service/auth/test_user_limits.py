@@ -60,7 +60,7 @@ def test_a_user_has_so_many_jobs_that_wait(settings: Settings) -> None:
         job = _submit(world, "alice").json()["id"]
         refused = _submit(world, "alice")
         assert _refusal(refused) == (403, "job_quota_exceeded", None)
-        assert "you have 2 jobs that wait or are paused; at most 2 are kept for you" in refused.text
+        assert "you have 2 jobs that wait or are paused; your limit is 2" in refused.text
         assert _submit(world, "bob").status_code == 200
         assert _submit(world, "root").status_code == 200
         assert world.ask("alice", "POST", f"{_JOBS}/{job}/pause").status_code == 200
@@ -249,7 +249,12 @@ def test_what_a_users_jobs_leave_counts_as_stored(settings: Settings) -> None:
         refused = _submit(world, "alice")
         assert _refusal(refused) == _QUOTA
         message = refused.json()["error"]["message"]
-        for part in ("MiB stored (14 bytes of files, ", "at most 20.00 MiB", "`windlass storage`", "`windlass delete`"):
+        for part in (
+            "MiB stored (14 bytes of files, ",
+            "your limit is 20.00 MiB",
+            "`windlass storage`",
+            "`windlass delete`",
+        ):
             assert part in message
         assert _refusal(_upload(world, "alice", 100)) == (403, "storage_quota_exceeded", "file")
         assert _submit(world, "bob").status_code == 200
@@ -279,7 +284,7 @@ def test_files_count_as_stored_and_one_that_fits_no_more_leaves_nothing(settings
         before = sorted(few.files_dir.iterdir())
         refused = _upload(world, "alice", _MIB // 2)
         assert _refusal(refused) == (403, "storage_quota_exceeded", "file")
-        assert "this one has 0.50 MiB, and at most 1.00 MiB are kept for you" in refused.text
+        assert "this one has 0.50 MiB, and your limit is 1.00 MiB" in refused.text
         assert sorted(few.files_dir.iterdir()) == before
         assert _upload(world, "alice", 1000).status_code == 200
 

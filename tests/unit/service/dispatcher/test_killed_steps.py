@@ -143,6 +143,6 @@ def test_a_plan_over_http_whose_planner_is_killed_is_a_failure_of_the_service(
         plans._run(settings, {})
     error = raised.value
     assert (error.status, error.kind, error.code) == (500, "server_error", "plan_job_failed")
-    assert re.match(rf"planning {_BY_SIGNAL}.* it said last: at block 3\. Wait until", error.message)
+    assert re.match(rf"planning {_BY_SIGNAL}.* last output line: at block 3\. Wait until", error.message)
     assert str(tmp_path) not in error.message
     assert "its output ended with:\nat block 3" in caplog.text
