@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from windlass.actors.job import disk_of
 from windlass.amounts import GIB
+from windlass.planner.planning import JobPlan
 from windlass.service.data import has_volume
 from windlass.service.dispatcher.queue_policy import Amounts
 from windlass.service.installation import Settings
@@ -95,14 +95,14 @@ class MachineCapacity:
         return [weight / sum(weights) for weight in weights]
 
 
-def demand_of(found: dict[str, Any] | None, *, budget_nbytes: int | None, is_cpu: bool) -> Demand:
-    """Returns the demand of a plan (`load_plan`). Without a plan, it is the job's budget of buffers, if it has one."""
-    if found is None:
+def demand_of(plan: JobPlan | None, *, budget_nbytes: int | None, is_cpu: bool) -> Demand:
+    """Returns the demand of a plan. Without a plan, it is the job's budget of buffers, if it has one."""
+    if plan is None:
         return Demand(buffers_nbytes=budget_nbytes or 0)
-    peaks = {name: int(gib * GIB) for name, gib in (found["plan"].get("peak_gib") or {}).items()}
+    peaks = {name: int(gib * GIB) for name, gib in (plan.report.peak_gib or {}).items()}
     return Demand(
         host_nbytes=peaks.get("host", 0) + (peaks.get("gpu", 0) if is_cpu else 0),
-        buffers_nbytes=found.get("arena_nbytes", 0),
+        buffers_nbytes=plan.arena_nbytes or 0,
         ssd_nbytes=peaks.get("ssd", 0),
     )
 

@@ -29,10 +29,16 @@ from windlass.service.dispatcher.outcomes import (
     resume,
     take_in,
 )
-from windlass.service.dispatcher.plan_corrections import Ask, PlanCorrections, ask_planner
-from windlass.service.dispatcher.plan_renewal import PlanRenewals
 from windlass.service.dispatcher.preparations import Preparations
 from windlass.service.dispatcher.queue import JobQueue, Verdict, is_starting
+from windlass.service.dispatcher.replanner import (
+    Ask,
+    ChangedMachine,
+    MeasuredSteps,
+    Replanner,
+    ask_planner,
+    must_end_for_plan,
+)
 from windlass.service.dispatcher.runners import RunnerLostError, Runners
 from windlass.service.installation import Settings, about, is_out_of_room, room_reason
 from windlass.service.jobs import (
@@ -119,8 +125,9 @@ class Dispatcher:
         self._lease = lease
         self._clock = clock
         self._housekeeping = housekeeping or Housekeeping(database, settings, node=lease.node, clock=clock)
-        self._corrections = PlanCorrections(database, settings, ask=ask)
-        self._renewals = PlanRenewals(database, settings, ask=ask)
+        by_steps = MeasuredSteps(database=database, settings=settings)
+        self._corrections = Replanner(database, settings, by_steps, ask=ask)
+        self._renewals = Replanner(database, settings, ChangedMachine(settings=settings), ask=ask)
         self._queue = JobQueue(
             database,
             settings,
@@ -319,8 +326,10 @@ class Dispatcher:
             self._tell(job, "cancel", self._runners.cancel)
         elif job.status is JobStatus.RUNNING and self._yields_at_once(job):
             self._tell(job, _CUT_SHORT, self._runners.kill)
-        elif job.status is JobStatus.PAUSING or job.yields_to is not None or self._corrections.tend(job):
+        elif job.status is JobStatus.PAUSING or job.yields_to is not None or must_end_for_plan(self._settings, job):
             self._tell(job, "pause", self._runners.pause)
+        else:
+            self._corrections.poll(job)
 
     def _yields_at_once(self, job: Job) -> bool:
         """Returns whether the attempt ends for another job and has no step yet, so that it need not end by itself."""
@@ -395,7 +404,7 @@ class Dispatcher:
             self._queue.explain(job, reason)
             return
         # A renewal that has begun is completed, because other jobs wait for the planner.
-        if (verdict.may_move or job.id in self._renewals.pending) and self._renewals.is_pending(job):
+        if (verdict.may_move or job.id == self._renewals.job_id) and self._renewals.poll(job):
             self._queue.explain(job, "its plan is made again, as the machine or the settings have changed since")
         elif verdict.is_ready and verdict.decision.begins:
             self._launch(job)

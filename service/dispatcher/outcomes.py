@@ -167,11 +167,11 @@ def _fall_back(settings: Settings, session: Session, job: Job, reason: str, num_
     Returns False otherwise.
     """
     plans = plans_of(settings, job)
-    if len(plans) < 2 or not plans[-1].get("corrected") or (first := plans[-1]["from_attempt"]) is None:
+    if len(plans) < 2 or not plans[-1].corrected or (first := plans[-1].from_attempt) is None:
         return False
     if job.attempt < first or last_fruitful_attempt(session, job.id) >= first:
         return False
-    number = keep_plan(settings, job, {**plans[-2], "from_attempt": job.attempt + 1})
+    number = keep_plan(settings, job, plans[-2].model_copy(update={"from_attempt": job.attempt + 1}))
     message = f"Attempt {job.attempt} failed: {reason}; going on by the plan before, from the last committed step"
     _leave(session, job, message, level="warn", num_lost=num_lost, plan_number=number)
     return True
@@ -219,7 +219,7 @@ def _go_on(settings: Settings, session: Session, job: Job) -> None:
         _leave(session, job, message, level="info", num_lost=0)
     else:
         plans = plans_of(settings, job)
-        has_new_plan = bool(plans) and plans[-1].get("from_attempt") == job.attempt + 1
+        has_new_plan = bool(plans) and plans[-1].from_attempt == job.attempt + 1
         why = "so that another goes on with the new plan" if has_new_plan else "and was resumed before: it goes on"
         message = f"Attempt {job.attempt} ended after step {now.step}, {why}"
         _leave(session, job, message, level="info", num_lost=0)

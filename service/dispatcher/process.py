@@ -14,7 +14,7 @@ from windlass.actors.job import JobSpec
 from windlass.actors.runtime import ray_runner as deploy
 from windlass.service.dispatcher.dispatcher import Dispatcher
 from windlass.service.dispatcher.lease import Lease
-from windlass.service.dispatcher.plan_corrections import ask_planner
+from windlass.service.dispatcher.replanner import ask_planner
 from windlass.service.dispatcher.runners import RunnerLostError
 from windlass.service.installation import DispatcherLock, Settings, boot_id, node_of
 from windlass.service.jobs import MachineResources

@@ -275,11 +275,11 @@ class JobQueue:
             return known
         try:
             budget_nbytes = plan_bounds(self._settings, job)["host_memory_nbytes"]
-            found, is_cpu = load_plan(self._settings, job), self._machinery.num_gpus == 0
-            return job.plan_number, demand_of(found, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
+            plan, is_cpu = load_plan(self._settings, job), self._machinery.num_gpus == 0
+            return job.plan_number, demand_of(plan, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
         # the job's own launch will fail, and other jobs are not affected
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            _LOG.warning("what it takes cannot be read: %s", error, extra=about(job.id, job.attempt))
+        except ValueError as error:
+            _LOG.warning("its demand cannot be read from the plan: %s", error, extra=about(job.id, job.attempt))
             return job.plan_number, Demand()
 
     def _in_queue(self, job: Job, box: MachineCapacity, *, is_ready: bool) -> Queued:

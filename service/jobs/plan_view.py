@@ -1,28 +1,26 @@
 """A job's plan as users see it: predicted values, measured values, and their difference."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from windlass.actors.job import MIN_MEASURED_STEPS
 from windlass.amounts import GIB, bytes_text
 from windlass.engine.memory_plan import MemoryTier, tokens_in_words
-from windlass.planner.planning import PlanReport
+from windlass.planner.planning import JobPlan, PlanReport
 
 _TIERS = tuple(tier.value for tier in MemoryTier)
 _NAMES = {"gpu": "device memory", "host": "host buffers", "ssd": "SSD space"}
 
 
-def view_of(found: dict[str, Any] | None, measured: dict[str, Any] | None) -> dict[str, Any]:
-    """Makes the API's answer.
-
-    `found`: see `plan_files.load_plan`; without a plan, its fields are null. `measured`: the runner's last measurement.
-    """
-    plan = dict.fromkeys(field.name for field in fields(PlanReport)) if found is None else found["plan"]
-    predicted, told = predicted_of(found), measured_of(measured)
+def view_of(plan: JobPlan | None, measured: dict[str, Any] | None) -> dict[str, Any]:
+    """Makes the API's answer. Without a plan, its fields are null. `measured`: the runner's last measurement."""
+    report = dict.fromkeys(field.name for field in fields(PlanReport)) if plan is None else asdict(plan.report)
+    simulated = None if plan is None else plan.simulated
+    predicted, told = predicted_of(plan), measured_of(measured)
     return {
-        **plan,
-        "simulated": None if found is None else found.get("simulated"),
+        **report,
+        "simulated": None if simulated is None else simulated.model_dump(),
         "predicted": predicted,
         "measured": told,
         "error": _error_of(predicted, told),
@@ -31,12 +29,11 @@ def view_of(found: dict[str, Any] | None, measured: dict[str, Any] | None) -> di
     }
 
 
-def predicted_of(found: dict[str, Any] | None) -> dict[str, Any] | None:
+def predicted_of(plan: JobPlan | None) -> dict[str, Any] | None:
     """Returns the predicted values that can be measured, or None without a plan that fits."""
-    if found is None or not found["plan"]["feasible"]:
+    if plan is None or not plan.report.feasible:
         return None
-    plan = found["plan"]
-    return {"step_s": plan["step_s"], "peak_gib": plan.get("engine_gib") or dict.fromkeys(_TIERS)}
+    return {"step_s": plan.report.step_s, "peak_gib": plan.report.engine_gib or dict.fromkeys(_TIERS)}
 
 
 def measured_of(measured: dict[str, Any] | None) -> dict[str, Any] | None:

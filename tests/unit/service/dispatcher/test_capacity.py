@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from windlass.amounts import GIB
+from windlass.planner.planning.job_plan import JobPlan
+from windlass.planner.planning.report import PlanReport
 from windlass.service.dispatcher import capacity as box
 from windlass.service.dispatcher.capacity import (
     BUFFERS,
@@ -96,10 +98,12 @@ def test_states_are_shared_out_as_they_are_striped() -> None:
 
 
 def test_a_plan_tells_what_a_job_takes() -> None:
-    plan = {"plan": {"peak_gib": {"gpu": 4.0, "host": 6.5, "ssd": 20.0}}, "arena_nbytes": 5 * GIB}
+    report = PlanReport(feasible=True, reasons=(), peak_gib={"gpu": 4.0, "host": 6.5, "ssd": 20.0})
+    plan = JobPlan(report=report, arena_nbytes=5 * GIB)
     of_gpu = demand_of(plan, budget_nbytes=None, is_cpu=False)
     assert of_gpu == Demand(host_nbytes=int(6.5 * GIB), buffers_nbytes=5 * GIB, ssd_nbytes=20 * GIB)
     assert demand_of(plan, budget_nbytes=None, is_cpu=True).host_nbytes == int(10.5 * GIB)
-    assert demand_of({"plan": {}}, budget_nbytes=7, is_cpu=True) == Demand()  # from an older version
+    from_older_version = JobPlan.from_json({"plan": {"feasible": True, "reasons": []}})
+    assert demand_of(from_older_version, budget_nbytes=7, is_cpu=True) == Demand()
     assert demand_of(None, budget_nbytes=None, is_cpu=True) == Demand()
     assert demand_of(None, budget_nbytes=7, is_cpu=True) == Demand(buffers_nbytes=7)
