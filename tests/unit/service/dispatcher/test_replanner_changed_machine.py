@@ -216,3 +216,19 @@ def test_a_machine_that_is_not_measured_any_more_changes_nothing(stage: Stage, m
     stage.request_resume(job_id)
     stage.tick()
     assert stage.runners.started[1].placement == OLD
+
+
+def test_job_whose_plan_has_a_wrong_value_fails_and_says_so(stage: Stage) -> None:
+    job_id = stage.submit()
+    stage.tick()
+    folder = job_dir(stage.settings, job_id) / "prepare"
+    folder.mkdir(parents=True)
+    (folder / "plan_job.json").write_text(json.dumps({**PLANNED, "placement": {"host_blocks": "all"}}))
+    stage.preparations[-1].ending = PREPARED
+    stage.tick(2)
+    job = stage.job(job_id)
+    assert job.status is JobStatus.FAILED
+    assert job.error is not None
+    assert job.error["code"] == "start_failed"
+    assert "the job's plan cannot be read" in job.error["message"]
+    assert "host_blocks" in job.error["message"]
