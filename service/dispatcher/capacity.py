@@ -55,9 +55,9 @@ class MachineCapacity:
     buffers: Mapping[str, int] = field(default_factory=dict)
     ssds: Sequence[SsdSpace] = ()  # empty if one of them cannot be read
 
-    def has(self, machinery: MachineResources, holders: Collection[str]) -> Amounts:
+    def has(self, resources: MachineResources, holders: Collection[str]) -> Amounts:
         """Returns the total of each resource: the free amount and the amounts of the jobs `holders`."""
-        found = {DEVICES: machinery.num_devices, BUFFERS: self.room_nbytes}
+        found = {DEVICES: resources.num_devices, BUFFERS: self.room_nbytes}
         found[BUFFERS] += sum(self.buffers.get(job_id, 0) for job_id in holders)
         if self.host_nbytes is not None:
             found[HOST_MEMORY] = self.host_nbytes
@@ -107,7 +107,7 @@ def demand_of(plan: JobPlan | None, *, budget_nbytes: int | None, is_cpu: bool) 
     )
 
 
-def look_at_box(settings: Settings) -> MachineCapacity:
+def read_capacity(settings: Settings) -> MachineCapacity:
     """Reads this machine's current capacity."""
     hardware = measured_hardware(settings)
     return MachineCapacity(
@@ -138,7 +138,8 @@ def _ssd(path: Path, disk: str) -> SsdSpace:
     volume = Volume.open(path, direct=False)
     try:
         held = {
-            str(job): UNIT_NBYTES * sum(part.count for part in each.taken) for job, each in volume.allocations().items()
+            str(job): UNIT_NBYTES * sum(part.count for part in space.taken)
+            for job, space in volume.allocations().items()
         }
         # In a file, the space of a killed process is not reclaimed, because reading the free space must not change the
         # volume.

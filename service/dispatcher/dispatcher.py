@@ -18,7 +18,7 @@ from windlass.actors.lifecycle import close_attempt, has_begun, kill_attempt, la
 from windlass.actors.scheduler import ROOM
 from windlass.planner.planning import JobPlan
 from windlass.service.data import free_space, jobs_with_states, remove_arenas, remove_states
-from windlass.service.dispatcher.capacity import MachineCapacity, look_at_box
+from windlass.service.dispatcher.capacity import MachineCapacity, read_capacity
 from windlass.service.dispatcher.housekeeping import Housekeeping
 from windlass.service.dispatcher.job_watch import AttemptPhase, AttemptWatch, JobWatch, JobWatches, StopKind
 from windlass.service.dispatcher.lease import Lease
@@ -133,7 +133,7 @@ class Dispatcher:
             resources,
             lease,
             self._watches,
-            look=look or functools.partial(look_at_box, settings),
+            look=look or functools.partial(read_capacity, settings),
             clock=clock,
             jitter=jitter,
         )
@@ -259,7 +259,7 @@ class Dispatcher:
         if is_over:
             self._await_exit(job.id, job.attempt, 0.0 if runner is _Runner.HUNG else _KILL_AFTER_S)
             self._note_room_needed(job, records)
-            self._tell_full(job)
+            self._report_full_disk(job)
         else:
             self._explain_room(job, why_it_waits_for_room(self._settings, job))
             # Not kept if an error occurred above, because unimported records must be read again.
@@ -291,7 +291,7 @@ class Dispatcher:
     def _was_full_lately(self) -> bool:
         return self._clock() - self._full[1] <= _FULL_LATELY_S
 
-    def _tell_full(self, job: Job) -> None:
+    def _report_full_disk(self, job: Job) -> None:
         """Writes an event about a full disk once it has space again, because a full disk cannot store an event."""
         since, until = self._full
         if not self._was_full_lately or job.waiting_reason is not None or is_out_of_room(self._settings.home):

@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 RESULT_FILENAME = "step_metrics.csv"
 RESULTS_PURPOSE = "fine-tune-results"
 # Consecutive attempts by a corrected plan without a newly committed step, after which the previous plan is used again.
-_MAX_FRUITLESS_BY_A_PLAN = 2
+_MAX_ATTEMPTS_WITHOUT_PROGRESS = 2
 _NUM_METRICS_TO_SEARCH = 100
 _ID_CHARS = 24
 # The columns of the result file, with their names in the metrics.
@@ -67,7 +67,7 @@ def cancel_job(session: Session, job: Job) -> None:
     _change(session, job, JobStatus.CANCELLED, "Fine-tuning job cancelled")
 
 
-def in_words_to(session: Session, job: Job, other: str) -> str:
+def name_for_owner_of(session: Session, job: Job, other: str) -> str:
     """Names another job for this job's owner. Users see the ids of their own jobs only."""
     found = JobRepository(session).find(other)
     return f"job {other}" if found is not None and found.owner == job.owner else "a job"
@@ -116,14 +116,14 @@ def handle_loss(settings: Settings, session: Session, job: Job, reason: str) -> 
     Raises StatusConflict if the job has ended or changed meanwhile.
     """
     _log_once_committed(session, job, f"lost: {reason}")
-    last_fruitful = last_fruitful_attempt(session, job.id)
-    num_lost = 0 if last_fruitful == job.attempt else job.num_lost + 1
+    last_with_progress = last_attempt_with_progress(session, job.id)
+    num_lost = 0 if last_with_progress == job.attempt else job.num_lost + 1
     if JobRepository(session).get(job.id).cancel_requested:
         cancel_job(session, job)
     elif job.status is JobStatus.PAUSING:
         message = f"Paused at the last committed step: attempt {job.attempt} was lost: {reason}"
         _end_attempt(session, job, message, level="warn", num_lost=num_lost)
-    elif job.attempt - last_fruitful >= _MAX_FRUITLESS_BY_A_PLAN and _fall_back(
+    elif job.attempt - last_with_progress >= _MAX_ATTEMPTS_WITHOUT_PROGRESS and _fall_back(
         settings, session, job, reason, num_lost
     ):
         pass
@@ -169,7 +169,7 @@ def _fall_back(settings: Settings, session: Session, job: Job, reason: str, num_
     plans = plans_of(settings, job)
     if len(plans) < 2 or not plans[-1].corrected or (first := plans[-1].from_attempt) is None:
         return False
-    if job.attempt < first or last_fruitful_attempt(session, job.id) >= first:
+    if job.attempt < first or last_attempt_with_progress(session, job.id) >= first:
         return False
     number = keep_plan(settings, job, plans[-2].model_copy(update={"from_attempt": job.attempt + 1}))
     message = f"Attempt {job.attempt} failed: {reason}; going on by the plan before, from the last committed step"
@@ -177,7 +177,7 @@ def _fall_back(settings: Settings, session: Session, job: Job, reason: str, num_
     return True
 
 
-def last_fruitful_attempt(session: Session, job_id: str) -> int:
+def last_attempt_with_progress(session: Session, job_id: str) -> int:
     """Returns the last attempt that committed a step with a training loss, or 0."""
     # Newest first. Only a few evaluations or attempts without a training loss can be newer.
     page = EventRepository(session).page(job_id, limit=_NUM_METRICS_TO_SEARCH, after=None, type="metrics")
@@ -186,7 +186,7 @@ def last_fruitful_attempt(session: Session, job_id: str) -> int:
 
 def has_step(session: Session, job: Job) -> bool:
     """Returns whether the job's current attempt has committed a step with a training loss."""
-    return last_fruitful_attempt(session, job.id) == job.attempt
+    return last_attempt_with_progress(session, job.id) == job.attempt
 
 
 def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> None:
@@ -214,7 +214,7 @@ def _requeue_after_pause(settings: Settings, session: Session, job: Job) -> None
     elif job.status is JobStatus.PAUSING:
         _end_attempt(session, job, f"Paused after step {now.step}", level="info", num_lost=0)
     elif now.yields_to is not None:
-        paused = f"Paused after step {now.step} for {in_words_to(session, now, now.yields_to)} of higher priority"
+        paused = f"Paused after step {now.step} for {name_for_owner_of(session, now, now.yields_to)} of higher priority"
         message = f"{paused}; it goes on by itself when there is room"
         _end_attempt(session, job, message, level="info", num_lost=0)
     else:
@@ -235,7 +235,7 @@ def handle_preemption(settings: Settings, session: Session, job: Job, reason: st
         _requeue_after_pause(settings, session, job)
         return
     _log_once_committed(session, job, f"ended to make room: {reason}")
-    other = in_words_to(session, now, now.yields_to)
+    other = name_for_owner_of(session, now, now.yields_to)
     message = f"Attempt {job.attempt} ended as it began, for {other} of higher priority; "
     message += "the job goes on by itself when there is room"
     _end_attempt(session, job, message, level="info", num_lost=job.num_lost)
