@@ -136,7 +136,7 @@ def test_a_user_runs_so_many_jobs_at_once_and_the_others_say_why_they_wait(four_
     stage.tick()
     assert [stage.status(job_id) for job_id in (*own[:2], other)] == [JobStatus.RUNNING] * 3
     assert stage.status(own[2]) is JobStatus.QUEUED
-    assert stage.job(own[2]).waiting_reason == "one of your jobs to end: 2 jobs of yours may run at once"
+    assert stage.job(own[2]).waiting_reason == "one of your running jobs must end first (your limit: 2)"
     late = _queue(stage, "cat")
     stage.tick()
     assert stage.status(late) is JobStatus.RUNNING, "one that may not begin yet holds up nobody"
