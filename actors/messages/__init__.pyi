@@ -7,6 +7,9 @@ chunks directly to each other.
 
 from windlass.actors.messages.base import Event as Event
 from windlass.actors.messages.base import Message as Message
+from windlass.actors.messages.codec import decode as decode
+from windlass.actors.messages.codec import encode as encode
+from windlass.actors.messages.codec import message_types as message_types
 from windlass.actors.messages.compute import BlockComputed as BlockComputed
 from windlass.actors.messages.compute import CommitReached as CommitReached
 from windlass.actors.messages.compute import ComputeBlock as ComputeBlock

@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.actors.faults import FaultKind
 from tests.support.training import make_spec
-from windlass.actors import messages
 from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.job.context import GPU_WORKER, SCHEDULER, optimizer_name, ssd_name
 from windlass.actors.job.spec import JobSpec
@@ -47,7 +46,6 @@ from windlass.actors.messages import (
     RestoreStates,
     SkipStep,
     SpansReported,
-    SsdRequest,
     StatesRestored,
     StoreCommitted,
     UpdateBlock,
@@ -148,17 +146,10 @@ WITHOUT_CASES = {
     UserMessage,
     ModelKernelsChosen,
     ActorFailed,
-    SsdRequest,
     ComputeBlocks,
     ComputeProgressed,
     UpdateBlock,
 }
-
-
-def all_messages() -> set[type[Message]]:
-    """Every message type in the module."""
-    kinds = {each for each in vars(messages).values() if isinstance(each, type) and issubclass(each, Message)}
-    return kinds - {Message}
 
 
 @dataclass(frozen=True, kw_only=True)
