@@ -57,15 +57,15 @@ class MachineCapacity:
 
     def has(self, resources: MachineResources, holders: Collection[str]) -> Amounts:
         """Returns the total of each resource: the free amount and the amounts of the jobs `holders`."""
-        found = {DEVICES: resources.num_devices, BUFFERS: self.room_nbytes}
-        found[BUFFERS] += sum(self.buffers.get(job_id, 0) for job_id in holders)
+        totals = {DEVICES: resources.num_devices, BUFFERS: self.room_nbytes}
+        totals[BUFFERS] += sum(self.buffers.get(job_id, 0) for job_id in holders)
         if self.host_nbytes is not None:
-            found[HOST_MEMORY] = self.host_nbytes
+            totals[HOST_MEMORY] = self.host_nbytes
         for ssd in self.ssds:  # several entries may share a disk, whose free space counts once
-            found[ssd.disk] = ssd.free_nbytes
+            totals[ssd.disk] = ssd.free_nbytes
         for ssd in self.ssds:
-            found[ssd.disk] += sum(ssd.held.get(job_id, 0) for job_id in holders)
-        return found
+            totals[ssd.disk] += sum(ssd.held.get(job_id, 0) for job_id in holders)
+        return totals
 
     def takes(self, job_id: str, demand: Demand) -> Amounts:
         """Returns the amounts of a job that holds resources or is about to acquire them."""
@@ -81,13 +81,13 @@ class MachineCapacity:
         return {**_memory(demand, demand.buffers_nbytes), **self._disks(demand, job_id, of_its_own=False)}
 
     def _disks(self, demand: Demand, job_id: str, *, of_its_own: bool) -> Amounts:
-        found: defaultdict[str, int] = defaultdict(int)
+        amounts: defaultdict[str, int] = defaultdict(int)
         for ssd, share in zip(self.ssds, self._shares(), strict=True):
             if (held := ssd.held.get(job_id, 0)) > 0:
-                found[ssd.disk] += held if of_its_own else 0
+                amounts[ssd.disk] += held if of_its_own else 0
             else:
-                found[ssd.disk] += int(demand.ssd_nbytes * share)
-        return found
+                amounts[ssd.disk] += int(demand.ssd_nbytes * share)
+        return amounts
 
     def _shares(self) -> Sequence[float]:
         rates = [ssd.rate for ssd in self.ssds if ssd.rate is not None]
@@ -120,14 +120,14 @@ def read_capacity(settings: Settings) -> MachineCapacity:
 
 def _ssds(paths: Sequence[Path]) -> Sequence[SsdSpace]:
     names: dict[int, str] = {}
-    found = []
+    spaces = []
     for path in paths:
         try:
-            found.append(_ssd(path, names.setdefault(disk_of(path), str(path))))
+            spaces.append(_ssd(path, names.setdefault(disk_of(path), str(path))))
         except (OSError, StoreError, ValueError) as error:  # the job's runner reports it
-            _LOG.debug("SSD %s cannot be looked at: %s", path, error)
+            _LOG.debug("SSD %s cannot be read: %s", path, error)
             return ()
-    return found
+    return spaces
 
 
 def _ssd(path: Path, disk: str) -> SsdSpace:
@@ -150,10 +150,10 @@ def _ssd(path: Path, disk: str) -> SsdSpace:
 
 
 def _rate(volume: Volume) -> float | None:
-    if (known := volume.calibration()) is None:
+    if (calibration := volume.calibration()) is None:
         return None
     try:
-        return Calibration.from_json(known).mixed_bytes_per_s
+        return Calibration.from_json(calibration).mixed_bytes_per_s
     except ValueError:
         return None
 

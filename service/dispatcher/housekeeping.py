@@ -85,13 +85,13 @@ class Housekeeping:
 
     def _deleted(self) -> tuple[Sequence[DeletedJob], Sequence[Removal]]:
         with self._database.read() as session:
-            found = DeletionRepository(session)
-            return found.jobs_to_remove(self._node), found.to_remove(self._node)
+            deletions = DeletionRepository(session)
+            return deletions.jobs_to_remove(self._node), deletions.to_remove(self._node)
 
     def _remove(self, jobs: Sequence[DeletedJob], removals: Sequence[Removal]) -> bool:
         """Removes deleted jobs, files and models from the disks. Returns whether all were removed."""
         done = [self._guarded(("job", job.id), deletion.remove_deleted_job, job) for job in jobs]
-        done += [self._guarded((each.kind, each.name), deletion.carry_out, each) for each in removals]
+        done += [self._guarded((removal.kind, removal.name), deletion.carry_out, removal) for removal in removals]
         return all(done)
 
     def _guarded(self, what: tuple[str, str], remove: Callable[..., bool], of: object) -> bool:
@@ -152,9 +152,9 @@ class Housekeeping:
             if days is None:
                 continue
             with self._database.read() as session:
-                found = find(session, self._wall_clock() - days * _DAY_S)
-            for each in found:
-                num_left -= self._delete(kind, each, days, delete)
+                old = find(session, self._wall_clock() - days * _DAY_S)
+            for name in old:
+                num_left -= self._delete(kind, name, days, delete)
                 if not num_left:
                     return False
         return True
@@ -167,8 +167,8 @@ class Housekeeping:
 
     def _old_files(self, session: Session, before_s: float) -> Sequence[str]:
         """Lists old files in this home. Homes that share a database have separate files."""
-        found = RetentionRepository(session).files(before_s=before_s)
-        return [each for each in found if (self._settings.files_dir / each).exists()]
+        old = RetentionRepository(session).files(before_s=before_s)
+        return [file_id for file_id in old if (self._settings.files_dir / file_id).exists()]
 
     def _delete_job(self, session: Session, settings: Settings, job_id: str) -> None:
         deletion.delete_job(session, settings, JobRepository(session).get(job_id))

@@ -69,8 +69,8 @@ def cancel_job(session: Session, job: Job) -> None:
 
 def name_for_owner_of(session: Session, job: Job, other: str) -> str:
     """Names another job for this job's owner. Users see the ids of their own jobs only."""
-    found = JobRepository(session).find(other)
-    return f"job {other}" if found is not None and found.owner == job.owner else "a job"
+    other_job = JobRepository(session).find(other)
+    return f"job {other}" if other_job is not None and other_job.owner == job.owner else "a job"
 
 
 def open_journal(settings: Settings, job: Job) -> JournalReader:

@@ -87,7 +87,7 @@ class Preparations:
         has_few_cores = self._resources.num_cores < CORES_TO_DIVIDE
         candidates = [self._candidate(job, starting=starting if has_few_cores else ()) for job in jobs]
         self._account(jobs)
-        self._shares.update_present({each.owner for each in candidates if each.uses_cores})
+        self._shares.update_present({candidate.owner for candidate in candidates if candidate.uses_cores})
         chosen = choose_running(candidates, self._shares.used_s, num_side_by_side=self._num_side_by_side)
         for job_id, preparation in self._running().items():
             if job_id in chosen or preparation.measures:
@@ -98,9 +98,9 @@ class Preparations:
                     preparation.proceed()
         self._chosen = chosen
         self.soon_ready = {
-            each.priority
-            for each in candidates
-            if each.job_id in chosen and each.uses_cores and each.computed_s < _LONG_S
+            candidate.priority
+            for candidate in candidates
+            if candidate.job_id in chosen and candidate.uses_cores and candidate.computed_s < _LONG_S
         }
 
     def advance(self, job: Job, jobs: Sequence[Job]) -> None:
@@ -182,7 +182,7 @@ class Preparations:
             computed_s=computed_s,
             has_process=preparation is not None,
             uses_cores=uses_cores,
-            leaves_cores=any(computed_s >= _LONG_S or job.priority > each.priority for each in starting),
+            leaves_cores=any(computed_s >= _LONG_S or job.priority > other.priority for other in starting),
         )
 
     def _nbytes_of(self, job: Job) -> int:
@@ -197,11 +197,11 @@ class Preparations:
 
     def _why_it_waits(self, job: Job, jobs: Sequence[Job]) -> str:
         """Explains to a job's owner why its preparation waits. Other users' jobs are counted, not named."""
-        first = [each for each in jobs if each.id in self._chosen]
-        if not first:
+        chosen = [other for other in jobs if other.id in self._chosen]
+        if not chosen:
             return "its turn to be prepared, after a job that starts"
-        told = told_jobs_beside([each.id for each in first if each.owner == job.owner], len(first))
-        return f"its turn to be prepared, after {told}"
+        others = told_jobs_beside([other.id for other in chosen if other.owner == job.owner], len(chosen))
+        return f"its turn to be prepared, after {others}"
 
     # --- a single preparation ----------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from windlass.actors.job.spec import Optimizer
 from windlass.actors.lifecycle.cpu_affinity import numa_nodes
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.service.data import job_remains as leftovers
+from windlass.service.dispatcher.job_watch import AttemptPhase, StopKind
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.spec_builder import MachineResources, build_job_spec
 from windlass.service.preparation.pipeline import PreparationError
@@ -161,6 +162,25 @@ def test_the_second_job_waits_for_the_device_and_says_why_once(stage: Stage) -> 
     assert stage.status(second) is JobStatus.RUNNING
     assert stage.job(second).waiting_reason is None
     assert stage.status(third) is JobStatus.QUEUED
+
+
+def test_dispatcher_forgets_a_job_once_its_processes_are_gone(stage: Stage) -> None:
+    job_id, journal = stage.run()
+    watches = stage.dispatcher._watches
+    attempt = watches[job_id].attempt
+    assert attempt is not None
+    assert (attempt.attempt, attempt.phase) == (1, AttemptPhase.RUNNING)
+    stage.request_cancel(job_id)
+    stage.tick()
+    assert (attempt.phase, attempt.last_stop_request) == (AttemptPhase.STOPPING, (StopKind.CANCEL, stage.now))
+    journal.append_outcome("cancelled", "Cancelled")
+    journal.close()
+    stage.tick()
+    assert (stage.status(job_id), attempt.phase) == (JobStatus.CANCELLED, AttemptPhase.EXITING)
+    stage.end_runner(job_id)
+    stage.tick()
+    assert attempt.phase is AttemptPhase.EXITED
+    assert not watches
 
 
 def test_every_gpu_gets_a_job(tmp_path: Path, database: Database) -> None:
