@@ -67,6 +67,7 @@ class OffloadStore:
         self._schedulers: list[IoScheduler] = []
         self._arena = Arena.create(arena_path(arena_dir, self._job, _ATTEMPT), arena_nbytes)
         self.memory = torch.frombuffer(self._arena.buffer(Span(0, arena_nbytes)), dtype=torch.uint8)
+        self._io_arena = Arena.open(self._arena.path)  # a mapping with full page tables, which no GPU has pinned
         try:
             for i, directory in enumerate(ssd_dirs):
                 self._locks.append(_lock(directory, self._job))
@@ -84,7 +85,7 @@ class OffloadStore:
                 space = JobSpace.open(directory, geometry, direct=direct_io)
                 self._spaces.append(space)
                 space.store.resume_from(None)
-                self._schedulers.append(IoScheduler.start(f"{_PREFIX}{i}", space, self._arena, calibrations[i].io))
+                self._schedulers.append(IoScheduler.start(f"{_PREFIX}{i}", space, self._io_arena, calibrations[i].io))
         except BaseException:
             self.close()
             raise
@@ -127,6 +128,7 @@ class OffloadStore:
             space.close(delete=True)
         self._spaces.clear()
         del self.memory
+        self._io_arena.close()
         self._arena.close()
         self._arena.unlink()
         for path, descriptor in self._locks:
