@@ -1,4 +1,3 @@
 """The actor that computes: the block loop, its streams, and the buffers on the device."""
 
-from windlass.actors.gpu_worker.param_cache import ParamCache as ParamCache
 from windlass.actors.gpu_worker.worker import GpuWorker as GpuWorker

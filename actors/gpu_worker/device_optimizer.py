@@ -30,7 +30,7 @@ from windlass.actors.messages import (
     UserMessage,
 )
 from windlass.actors.optimizer import ChunkUpdater
-from windlass.actors.policy import Turns, UpdateQueue
+from windlass.actors.policy import UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import COMPUTE, FROM_DEVICE, WHOLE_BLOCK, SpanRecorder
 from windlass.engine.device import Device, Event, copy, release_team, state_dtype
@@ -54,19 +54,19 @@ class DeviceStates:
         io: SsdClient,
         *,
         name: ActorName,
-        take_grad: Callable[[BlockIndex], torch.Tensor],
-        give_back_grad: Callable[[torch.Tensor], None],
+        acquire_grad: Callable[[BlockIndex], torch.Tensor],
+        release_grad: Callable[[torch.Tensor], None],
         report: Callable[[Message], None],
         spans: SpanRecorder,
     ) -> None:
-        """`take_grad` acquires a block's gradient; `give_back_grad` releases it once the update is queued."""
+        """`acquire_grad` acquires a block's gradient; `release_grad` releases it once the update is queued."""
         self._context = context
         self._device = device
         self._memory = memory
         self._io = io
         self._name = name
-        self._take_grad = take_grad
-        self._give_back_grad = give_back_grad
+        self._acquire_grad = acquire_grad
+        self._release_grad = release_grad
         self._report = report
         self._spans = spans
         self._num_updated: Counter[Step] = Counter()  # updated blocks, by step, for steps that are not over
@@ -87,7 +87,7 @@ class DeviceStates:
         device.synchronize()  # because copies to the device run on another stream than the zeroing above
         self._lock = threading.Lock()  # of `_turns`
         ordering = context.spec.effective_ordering
-        self._turns = UpdateQueue(ordering.queues, ordering.max_updating_on_device, len(self._states))
+        self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating_on_device, len(self._states))
         self._commands: queue.Queue[_Command | None] = queue.Queue()
         self._arrived: queue.Queue[ChunkKey | None] = queue.Queue()
 
@@ -110,15 +110,15 @@ class DeviceStates:
         match command:
             case UpdateStep() | SkipStep():
                 with self._lock:
-                    self._take_turns(self._turns.take(command))
+                    self._carry_out(self._update_queue.add(command))
             case _:
                 self._commands.put(command)
 
     def gradient_came(self, step: Step, block: BlockIndex) -> None:
         """Records that the device has computed a block's gradient."""
         with self._lock:
-            self._take_turns(
-                self._turns.take(GradOffloaded(job=self._context.spec.job, step=step, block=block, chunks=()))
+            self._carry_out(
+                self._update_queue.add(GradOffloaded(job=self._context.spec.job, step=step, block=block, chunks=()))
             )
 
     def stop(self) -> None:
@@ -146,20 +146,20 @@ class DeviceStates:
     def _announce(self, text: str) -> None:
         self._report(UserMessage(job=self._context.spec.job, step=Step(0), text=text))
 
-    def _take_turns(self, turns: Turns) -> None:
+    def _carry_out(self, actions: UpdateActions) -> None:
         """Begins updates and discards gradients. The caller holds the lock."""
-        for update in turns.begin:
+        for update in actions.begin:
             self._commands.put(update)
-        for grad in turns.discard:
-            self._give_back_grad(self._take_grad(grad.block))
+        for grad in actions.discard:
+            self._release_grad(self._acquire_grad(grad.block))
 
     def _update(self, update: UpdateBlock) -> None:
         assert self._updater is not None, "only resident blocks are updated here"
-        grad, compute = self._take_grad(update.block), self._device.compute
+        grad, compute = self._acquire_grad(update.block), self._device.compute
         begun = compute.record()
         compute.run(functools.partial(self._updater.update, update, 0, grad, self._states[update.block]))
         updated = compute.record()
-        self._give_back_grad(grad)
+        self._release_grad(grad)
         compute.then(working_at(update, functools.partial(self._updated, update, begun, updated)))
 
     def _updated(self, update: UpdateBlock, begun: Event, updated: Event) -> None:
@@ -171,7 +171,7 @@ class DeviceStates:
             self._spans.tell(step)
         self._report(BlockUpdated(job=job, step=step, block=block, actor=self._name))
         with self._lock:
-            self._take_turns(self._turns.updated())
+            self._carry_out(self._update_queue.updated())
 
     def _flush(self, message: FlushBlock) -> None:
         """Writes a block's states to the SSDs.

@@ -42,13 +42,13 @@ class PartialGrads:
         self._slots = context.partial_slots()
         self._changed = threading.Condition()
         self._expected: deque[ComputeBlock] = deque()
-        self._left: dict[Use, tuple[torch.dtype, set[str]]] = {}  # sums in slots: their types, and the tensors reached
+        self._copied: dict[Use, tuple[torch.dtype, set[str]]] = {}  # sums in slots: type, tensors reached
         # The sums of the first expected operation, each with the event after its copy.
         self._back: dict[Use, tuple[GradBuffer, Event]] = {}
         self._stopping = False
 
     def uses(self, operation: ComputeBlock) -> list[Use]:
-        """Returns the sums of an operation that leave the device after its group."""
+        """Returns the sums of an operation that are copied off the device after its group."""
         resident = self._context.plan.device_blocks
         return [(operation.block, block) for block in operation.blocks if block not in resident]
 
@@ -82,10 +82,10 @@ class PartialGrads:
         self._device.compute.wait(copied)
         return grad
 
-    def leave(self, operation: ComputeBlock, use: Use, grad: GradBuffer) -> None:
+    def copy_out(self, operation: ComputeBlock, use: Use, grad: GradBuffer) -> None:
         """Queues the copy of a sum to its slots, on the device-to-host stream."""
         self._copy(operation, use, grad.flat, is_out=True)
-        self._device.d2h.then(working_at(operation, functools.partial(self._has_left, use, grad)))
+        self._device.d2h.then(working_at(operation, functools.partial(self._copied_out, use, grad)))
 
     def run(self) -> None:
         """Copies sums back until `stop`, in the thread of this object."""
@@ -113,16 +113,16 @@ class PartialGrads:
     def _is_due(self) -> bool:
         if not self._expected or self._back:
             return False
-        return all(use in self._left for use in self.uses(self._expected[0]))
+        return all(use in self._copied for use in self.uses(self._expected[0]))
 
-    def _has_left(self, use: Use, grad: GradBuffer) -> None:
+    def _copied_out(self, use: Use, grad: GradBuffer) -> None:
         with self._changed:
-            self._left[use] = (grad.flat.dtype, grad.touched)
+            self._copied[use] = (grad.flat.dtype, grad.touched)
             self._changed.notify_all()
 
     def _bring_back(self, operation: ComputeBlock, use: Use) -> tuple[GradBuffer, Event]:
         with self._changed:
-            dtype, touched = self._left.pop(use)
+            dtype, touched = self._copied.pop(use)
         flat = self._flats.take(self._context.layout.blocks[use[1]].numel, dtype, self._device.h2d)
         return GradBuffer(flat, touched), self._copy(operation, use, flat, is_out=False)
 

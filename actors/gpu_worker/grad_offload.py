@@ -41,7 +41,7 @@ class _Complete:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaving:
+class _Offload:
     """A complete gradient on its way to host memory or the SSDs."""
 
     operation: ComputeBlock  # the last one that added to it
@@ -77,8 +77,8 @@ class GradOffload:
         summed_in_fp32: Collection[int],
     ) -> None:
         """`summed_in_fp32` has the blocks whose gradients may be summed in fp32, even if they are offloaded in another
-        type. `send` sends an optimizer its share. `report` tells the scheduler of a gradient: the operation that
-        completed it, and its sum of squares.
+        type. `send` sends an optimizer its share. `report` reports a gradient to the scheduler: the operation
+        that completed it, and its sum of squares.
         """
         self._context = context
         self._device = device
@@ -90,17 +90,17 @@ class GradOffload:
         self._dtype = TORCH_DTYPE[grad_precision(context.spec)]
         pool = context.plan.grads
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="grad slots")
-        self._requests: queue.Queue[_Leaving | _Partial | None] = queue.Queue()
+        self._requests: queue.Queue[_Offload | _Partial | None] = queue.Queue()
         self._lock = threading.Lock()
-        self._order = OffloadQueue(context.spec.effective_ordering, frozenset(context.plan.spilled_blocks))
-        self._waiting: dict[tuple[Step, BlockIndex], _Leaving] = {}
+        self._offload_queue = OffloadQueue(context.spec.effective_ordering, frozenset(context.plan.spilled_blocks))
+        self._waiting: dict[tuple[Step, BlockIndex], _Offload] = {}
         # The gradients that are being summed. If several operations use a block's tensors, each has its own sum until
         # the last one, so that the sums over micro-batches do not depend on how these are grouped.
         self._buffers: dict[Use, GradBuffer] = {}
         self._complete: dict[BlockIndex, _Complete] = {}
         self._permits = threading.Semaphore(context.plan.num_grad_buffers)
         self._permitted: set[BlockIndex] = set()
-        self._told_step = 0  # the last step whose backward pass is over and whose spans were sent
+        self._flushed_step = 0  # the last step whose backward pass is over and whose spans were sent
         planned = self._plan_buffers(summed_in_fp32)
         self._flats = DeviceBuffers(device, planned, name="gradients", deadline_s=context.spec.deadline_s)
         self._partials = PartialGrads(context, device, self._flats, memory, spans)
@@ -145,7 +145,7 @@ class GradOffload:
             self._buffers[use] = GradBuffer(self._flats.take(numel, dtype, self._device.compute))
         return self._buffers[use]
 
-    def set_aside(self, operation: ComputeBlock) -> None:
+    def queue_partial_sums(self, operation: ComputeBlock) -> None:
         """Queues the sums of an operation to be copied out for the next group.
 
         It is called after the operation is queued on the compute stream, in all groups but the step's last.
@@ -153,10 +153,11 @@ class GradOffload:
         for use in self._partials.uses(operation):
             self._requests.put(_Partial(operation, use, self._buffers.pop(use), self._device.compute.record()))
 
-    def complete(self, block: BlockIndex, look: Callable[[torch.Tensor], object]) -> None:
+    def complete(self, block: BlockIndex, on_complete: Callable[[torch.Tensor], object]) -> None:
         """Completes a block's gradient after its last operation.
 
-        `look` is run on the compute stream with the gradient in its final type, because converting it may overflow.
+        `on_complete` is run on the compute stream with the gradient in its final type, because the conversion may
+        overflow.
         """
         params = [(p.name, p.offset, p.numel) for p in self._context.layout.blocks[block].params]
         (grad, *others), compute = self._sums_of(block), self._device.compute
@@ -174,20 +175,20 @@ class GradOffload:
             unused.append(grad.flat)
         for buffer in unused:
             self._flats.give(buffer, compute)
-        compute.run(functools.partial(look, flat))
+        compute.run(functools.partial(on_complete, flat))
         with self._lock:
             self._complete[block] = _Complete(flat, compute.record())
 
     def backward_over(self, step: int) -> None:
         """Sends the spans of a step once all its gradients are complete."""
-        self._told_step = step
+        self._flushed_step = step
         self._spans.tell(step)
 
-    def take(self, block: BlockIndex) -> torch.Tensor:
-        """Acquires a complete gradient for an update on the compute stream; `give_back` must follow."""
-        return self._take(block).flat
+    def acquire(self, block: BlockIndex) -> torch.Tensor:
+        """Acquires a complete gradient for an update on the compute stream; `release_buffer` must follow."""
+        return self._pop_complete(block).flat
 
-    def give_back(self, flat: torch.Tensor) -> None:
+    def release_buffer(self, flat: torch.Tensor) -> None:
         """Releases a gradient's buffer after its update was queued on the compute stream."""
         self._flats.give(flat, self._device.compute)
 
@@ -197,15 +198,15 @@ class GradOffload:
         `operation` is the last one of its block, whose states are not resident on the device.
         """
         with self._lock:
-            self._waiting[(operation.step, operation.block)] = _Leaving(operation, grad_sq_sum)
-            self._let_leave(self._order.push(operation.step, operation.block))
+            self._waiting[(operation.step, operation.block)] = _Offload(operation, grad_sq_sum)
+            self._start_offloads(self._offload_queue.push(operation.step, operation.block))
 
     def commit_reached(self, step: Step) -> None:
         """Records a commit, after which gradients may overwrite the states of earlier ones."""
         with self._lock:
-            self._let_leave(self._order.commit_reached(step))
+            self._start_offloads(self._offload_queue.commit_reached(step))
 
-    def take_back(self, spans: tuple[Span, ...]) -> None:
+    def release_slots(self, spans: tuple[Span, ...]) -> None:
         """Releases slots that an optimizer has finished reading."""
         self._slots.release(spans)
 
@@ -243,41 +244,41 @@ class GradOffload:
         while (request := self._requests.get()) is not None:
             if isinstance(request, _Partial):
                 works_at(request.operation)
-                self._leave(request)
+                self._copy_out_partial(request)
             else:
                 works_at(request.operation)
-                spans = self._copy_out(request.operation, self._take(request.operation.block))
+                spans = self._copy_out(request.operation, self._pop_complete(request.operation.block))
                 self._device.d2h.then(working_at(request.operation, functools.partial(self._copied, request, spans)))
 
-    def _let_leave(self, keys: Sequence[tuple[Step, BlockIndex]]) -> None:
+    def _start_offloads(self, keys: Sequence[tuple[Step, BlockIndex]]) -> None:
         for key in keys:
             self._requests.put(self._waiting.pop(key))
 
-    def _leave(self, partial: _Partial) -> None:
+    def _copy_out_partial(self, partial: _Partial) -> None:
         self._device.d2h.wait(partial.event)
-        self._partials.leave(partial.operation, partial.use, partial.grad)
+        self._partials.copy_out(partial.operation, partial.use, partial.grad)
         user, block = partial.use
-        self._let_go(partial.grad.flat, block if user == block else None)
+        self._release_buffer_and_permit(partial.grad.flat, block if user == block else None)
 
-    def _let_go(self, flat: torch.Tensor, permitted: BlockIndex | None) -> None:
+    def _release_buffer_and_permit(self, flat: torch.Tensor, permitted: BlockIndex | None) -> None:
         """Releases a buffer after its copies were queued, and the permit of the block `permitted`, if it has one."""
         self._flats.give(flat, self._device.d2h)
         if permitted in self._permitted:
             self._permitted.remove(permitted)
             self._permits.release()
 
-    def _take(self, block: BlockIndex) -> _Complete:
+    def _pop_complete(self, block: BlockIndex) -> _Complete:
         with self._lock:
             return self._complete.pop(block)
 
-    def _copied(self, request: _Leaving, spans: dict[ChunkKey, Span]) -> None:
+    def _copied(self, request: _Offload, spans: dict[ChunkKey, Span]) -> None:
         """Continues after a gradient was copied to slots: writes it to the SSDs, or reports it."""
         if request.operation.block in self._context.plan.spilled_blocks:
             self._spill(request, spans)
         else:
             self._finish(request, tuple(GradChunk(key, span) for key, span in spans.items()))
 
-    def _spill(self, request: _Leaving, spans: dict[ChunkKey, Span]) -> None:
+    def _spill(self, request: _Offload, spans: dict[ChunkKey, Span]) -> None:
         """Writes a gradient from its slots to the SSDs."""
         num_missing = len(spans)
 
@@ -312,16 +313,16 @@ class GradOffload:
             d2h.run(functools.partial(copy, target, source))
             note = functools.partial(self._note, operation, key, begun, d2h.record(), source.nbytes)
             d2h.then(working_at(operation, note))
-        self._let_go(grad.flat, block)
+        self._release_buffer_and_permit(grad.flat, block)
         return spans
 
     def _note(self, operation: ComputeBlock, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
         kind, start_s, end_s = SpanKind.COPY_GRAD_OUT, begun.time_s(), copied.time_s()
         self._spans.note(FROM_DEVICE, kind, operation.step, key.block, key.chunk, start_s, end_s, nbytes)
 
-    def _finish(self, request: _Leaving, chunks: tuple[GradChunk, ...]) -> None:
+    def _finish(self, request: _Offload, chunks: tuple[GradChunk, ...]) -> None:
         operation = request.operation
-        if operation.step <= self._told_step:  # else `backward_over` sends the spans
+        if operation.step <= self._flushed_step:  # else `backward_over` sends the spans
             self._spans.tell(operation.step)
         shares: dict[ActorName, list[GradChunk]] = {}
         for chunk in chunks:
@@ -333,4 +334,4 @@ class GradOffload:
             )
         self._report(operation, request.grad_sq_sum)
         with self._lock:
-            self._let_leave(self._order.left())
+            self._start_offloads(self._offload_queue.offload_finished())

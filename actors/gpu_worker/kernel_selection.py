@@ -11,7 +11,7 @@ from windlass.engine.optimizer import KernelUnavailable
 from windlass.storage.ids import ModelKernel
 
 
-def settle_kernels(
+def choose_kernels(
     context: JobContext, partition: Partition, device: torch.device, announce: Callable[[str], None]
 ) -> tuple[ModelKernel, ...]:
     """Applies kernels to a job's model, whose layers must be in their places; returns them.

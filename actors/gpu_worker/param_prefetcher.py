@@ -1,7 +1,8 @@
-"""Prefetches params to the device: from the SSDs, from resident states in host memory, or from the param cache.
+"""Prefetches params to the device: from the SSDs, or from chunks that stay in host memory.
 
 Params that are resident on the device are used in place. Two threads work: one requests missing chunks from the SSD
-servers, one queues the copies of chunks that are in host memory.
+servers, one queues the copies of chunks that are in host memory. A chunk of cached params is read once in an attempt;
+the optimizer then replaces its params in the same slot.
 
 A block's params are one flat buffer, held from its request until its operation is queued on the device. The buffers are
 allocated at set-up. The next user of a buffer waits for the last one on the device, not in these threads.
@@ -18,16 +19,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from windlass.actors.gpu_worker.param_cache import ParamCache
 from windlass.actors.gpu_worker.streamed_params import HostChunks
 from windlass.actors.job import JobContext, piece_bounds
 from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import (
-    AcquireParamSlots,
     ComputeBlock,
     ParamRequest,
-    ParamSlotReleased,
-    ParamSlotsGranted,
     SpanKind,
 )
 from windlass.actors.ssd import SsdClient, chunk_io
@@ -62,11 +59,11 @@ class _Arrival:
     fetch: Fetch
     key: ChunkKey
     span: Span
-    is_slot: bool  # the span is a slot of the pool; else it is a part of resident states
+    is_slot: bool  # the span is a slot of the pool, and is released; else the params stay there
 
 
 class ParamFeed:
-    """Prefetches the params of blocks to the device, and owns the param cache."""
+    """Prefetches the params of blocks to the device."""
 
     def __init__(
         self,
@@ -91,8 +88,10 @@ class ParamFeed:
         self._host_slots = context.host_slots()
         self._param_offset = context.state_offsets()[context.formats.param_kind]
         pool = context.plan.params
-        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="param slots")
-        self._cache = ParamCache.of_job(context, self._slots)
+        num_slots = pool.num_slots - context.plan.num_cached_params
+        self._slots = SlotPool(pool.offset, pool.slot_nbytes, num_slots, name="param slots")
+        self._cached = context.cached_params()
+        self._filled: set[ChunkKey] = set()  # the chunks whose params are in their slot of `_cached`
         self._batch = context.plan.fetch_batch
         self._bounds = piece_bounds(context)
         num_buffers = param_buffers(
@@ -183,21 +182,7 @@ class ParamFeed:
         if not fetch.is_lent:
             self._buffers.give(fetch.buffer, self._device.compute)
         if fetch.arrivals:
-            self._device.compute.then(functools.partial(self._give_back, fetch.arrivals))
-
-    def lend(self, message: AcquireParamSlots) -> ParamSlotsGranted:
-        """Leases slots to an optimizer; chunks for which there is no slot are left out."""
-        loans = (self._cache.lend(key, message.from_step) for key in message.keys)
-        return ParamSlotsGranted(
-            job=message.job,
-            step=message.step,
-            block=message.block,
-            loans=tuple(loan for loan in loans if loan is not None),
-        )
-
-    def take_back(self, message: ParamSlotReleased) -> None:
-        """Takes back a leased slot, which holds new params."""
-        self._cache.take_back(message.key, message.step, message.span)
+            self._device.compute.then(functools.partial(self._release_slots, fetch.arrivals))
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -237,15 +222,17 @@ class ParamFeed:
             if (slot := self._host_slots.get(key)) is not None:
                 rest = Span(slot.offset + self._param_offset, self._slots.slot_nbytes)
                 self._arrived.put(_Arrival(fetch, key, rest, is_slot=False))
-            elif (cached := self._cache.take(key, fetch.request.step)) is not None:
-                self._arrived.put(_Arrival(fetch, key, cached, is_slot=True))
+            elif key in self._filled:
+                self._arrived.put(_Arrival(fetch, key, self._cached[key], is_slot=False))
             else:
                 missing.append(key)
         for start in range(0, len(missing), self._batch):
             self._read(fetch, missing[start : start + self._batch])
 
     def _read(self, fetch: Fetch, keys: list[ChunkKey]) -> None:
-        spans = dict(zip(keys, self._slots.acquire(len(keys), self._context.spec.deadline_s), strict=True))
+        spans = {key: self._cached[key] for key in keys if key in self._cached}
+        others = [key for key in keys if key not in spans]
+        spans |= zip(others, self._slots.acquire(len(others), self._context.spec.deadline_s), strict=True)
         kind, request = self._context.formats.param_kind, fetch.request
         itemsizes = {kind: self._dtype.itemsize}
         items = [
@@ -253,12 +240,14 @@ class ParamFeed:
         ]
         # More urgent than updates of later steps, and than the remaining updates of the step that made these params.
         priority = (request.step, 0)
-        self._io.read(
-            items,
-            request.step,
-            priority,
-            lambda key: self._arrived.put(_Arrival(fetch, key, spans[key], is_slot=True)),
-        )
+
+        def arrived(key: ChunkKey) -> None:
+            is_cached = key in self._cached
+            if is_cached:  # only now: an earlier request of the same params must not use a slot that is being filled
+                self._filled.add(key)
+            self._arrived.put(_Arrival(fetch, key, spans[key], is_slot=not is_cached))
+
+        self._io.read(items, request.step, priority, arrived)
 
     def _run_arrivals(self) -> None:
         h2d = self._device.h2d
@@ -290,13 +279,8 @@ class ParamFeed:
         kind, start_s, end_s = SpanKind.COPY_PARAMS_IN, begun.time_s(), copied.time_s()
         self._spans.note(TO_DEVICE, kind, request.step, key.block, key.chunk, start_s, end_s, nbytes)
         if arrival.fetch.chunks is None:
-            self._give_back([arrival])
+            self._release_slots([arrival])
 
-    def _give_back(self, arrivals: list[_Arrival]) -> None:
-        """Returns slots to the cache after the last copy from them."""
-        for arrival in arrivals:
-            key, request = arrival.key, arrival.fetch.request
-            if arrival.is_slot:
-                operation = request.operation
-                is_last_group = operation.group == self._context.plan.num_groups - 1
-                self._cache.put(key, request.step, arrival.span, operation.phase, is_last_group=is_last_group)
+    def _release_slots(self, arrivals: list[_Arrival]) -> None:
+        """Releases slots after the last copy from them."""
+        self._slots.release([arrival.span for arrival in arrivals if arrival.is_slot])

@@ -33,7 +33,7 @@ from windlass.actors.gpu_worker.activation_memory_check import (
 from windlass.actors.gpu_worker.compute import Computation
 from windlass.actors.gpu_worker.device_optimizer import DeviceStates
 from windlass.actors.gpu_worker.grad_offload import GradOffload
-from windlass.actors.gpu_worker.kernel_selection import settle_kernels
+from windlass.actors.gpu_worker.kernel_selection import choose_kernels
 from windlass.actors.gpu_worker.memory_usage import DeviceMemory, limit_device_memory
 from windlass.actors.gpu_worker.operation import LaunchedOperation
 from windlass.actors.gpu_worker.param_prefetcher import Fetch, ParamFeed
@@ -48,7 +48,6 @@ from windlass.actors.job import (
 )
 from windlass.actors.lifecycle import NICENESS_BESIDE_COMPUTE, ActorThreads, working_at, works_at
 from windlass.actors.messages import (
-    AcquireParamSlots,
     ActivationIoDone,
     BlockComputed,
     ChunkIoDone,
@@ -62,7 +61,6 @@ from windlass.actors.messages import (
     MemoryReported,
     Message,
     ModelKernelsChosen,
-    ParamSlotReleased,
     Phase,
     RestoreStates,
     SkipStep,
@@ -104,14 +102,14 @@ class GpuWorker:
         self.send = send
         self._io = SsdClient(self.name, context, send)
         self._activations: ActivationTiers | None = None
-        self._given: list[ComputeBlock] = []  # operations that were queued on the device and are not finished
+        self._launched: list[ComputeBlock] = []  # operations that were queued on the device and are not finished
         self._threads = ActorThreads(
             self.name,
             context.spec.job,
             send,
             lambda: self._stopping,
-            owed=self._io.describe_overdue,
-            under_way=lambda: next(iter(self._given[:1]), None),
+            describe_pending=self._io.describe_overdue,
+            under_way=lambda: next(iter(self._launched[:1]), None),
         )
         self.device = Device(
             torch.device(device),
@@ -128,7 +126,7 @@ class GpuWorker:
         self._batch: list[MicroBatch] = []
         self._num_targets = 0  # target tokens of all micro-batches in `_batch`
         self._evaluation: list[list[MicroBatch]] = []
-        self._told_nbytes: dict[MemoryKind, int] = {}  # the last reported peaks
+        self._reported_nbytes: dict[MemoryKind, int] = {}  # the last reported peaks
         self._stopping = False
 
     # --- life cycle -------------------------------------------------------------------------------------------------
@@ -144,7 +142,7 @@ class GpuWorker:
         self._arena = Arena.open(self.context.arena_path)
         self._memory = torch.frombuffer(self._arena.buffer(Span(0, self._arena.nbytes)), dtype=torch.uint8)
         self.device.pin(self._memory)
-        if kernels := settle_kernels(self.context, self.partition, self.device.device, self._announce):
+        if kernels := choose_kernels(self.context, self.partition, self.device.device, self._announce):
             chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
             self.send(SCHEDULER, chosen)
         self._require_room()
@@ -178,8 +176,8 @@ class GpuWorker:
             self._memory,
             self._io,
             name=self.name,
-            take_grad=self._grads.take,
-            give_back_grad=self._grads.give_back,
+            acquire_grad=self._grads.acquire,
+            release_grad=self._grads.release_buffer,
             report=lambda message: self.send(SCHEDULER, message),
             spans=self._spans,
         )
@@ -208,13 +206,9 @@ class GpuWorker:
             case ChunkIoDone() | ActivationIoDone():
                 self._io.take(message)
             case GradSlotsReleased():
-                self._grads.take_back(message.spans)
-            case AcquireParamSlots():
-                self.send(message.actor, self._feed.lend(message))
-            case ParamSlotReleased():
-                self._feed.take_back(message)
+                self._grads.release_slots(message.spans)
             case _:
-                raise ValueError(f"{self.name} does not take {type(message).__name__}")
+                raise ValueError(f"{self.name} has no handler for {type(message).__name__}")
 
     def stop(self) -> None:
         """Ends the threads, whatever they wait for, and unmaps the arena.
@@ -294,7 +288,7 @@ class GpuWorker:
                 self.send(SCHEDULER, report)
 
     def _report_grad(self, operation: ComputeBlock, grad_sq_sum: float) -> None:
-        """Reports a gradient that is where it stays, with all operations that are not reported yet.
+        """Reports a gradient that is stored in its final place, with all operations that are not reported yet.
 
         `operation` is the one that completed it.
         """
@@ -313,16 +307,16 @@ class GpuWorker:
             self._load_batch(message)
             operation = LaunchedOperation(message, self.device, self._num_targets, is_last=self._is_last(message))
             operation.waited(SpanKind.WAIT_OPERATION, message.block, start_s)
-            self._give(operation)
+            self._launch(operation)
             start_s = time.monotonic()
 
-    def _give(self, operation: LaunchedOperation) -> None:
+    def _launch(self, operation: LaunchedOperation) -> None:
         """Queues an operation on the compute stream. Waits until its params' copies are queued, not until they end."""
         message, compute = operation.message, self.device.compute
         fetches = [self._wait_for_params(operation, block) for block in message.blocks]
         flats = {fetch.request.block: fetch.params for fetch in fetches}
         grads = self._grad_buffers(operation) if operation.goes_backward else {}
-        self._given.append(message)
+        self._launched.append(message)
         operation.begun = compute.record()
         for fetch in fetches:
             self._feed.round_master(fetch)
@@ -333,7 +327,7 @@ class GpuWorker:
         if operation.goes_backward and operation.is_last:
             self._grads.complete(message.block, lambda grad: operation.numbers.update(grad_sq_sum=squared_norm(grad)))
         elif operation.goes_backward:
-            self._grads.set_aside(message)
+            self._grads.queue_partial_sums(message)
         compute.run(operation.download)
         operation.ended = compute.record()
         compute.then(working_at(message, functools.partial(self._has_ended, operation)))
@@ -341,13 +335,13 @@ class GpuWorker:
     def _has_ended(self, operation: LaunchedOperation) -> None:
         """Reports an operation that the device has finished."""
         message = operation.message
-        self._given.pop(0)
+        self._launched.pop(0)
         operation.note(self._spans)
         if operation.goes_backward and operation.is_last and message.block == 0:
             if self._activations is not None:
                 self._activations.flush()
             self._grads.backward_over(message.step)
-            self._tell_memory(message)
+            self._report_memory(message)
         self._report_computed(operation.report())
         if (grad_sq_sum := operation.grad_sq_sum) is None:
             return
@@ -357,14 +351,14 @@ class GpuWorker:
         else:
             self._grads.computed(message, grad_sq_sum)
 
-    def _tell_memory(self, message: ComputeBlock) -> None:
+    def _report_memory(self, message: ComputeBlock) -> None:
         """Reports the peaks of memory that have grown; called once per step."""
         peaks = self._device_memory.peaks()
         with contextlib.suppress(OSError):  # the arena's file was removed: no reason to fail the job
             peaks[MemoryKind.HOST] = self._arena.held_nbytes
         for kind, nbytes in peaks.items():
-            if nbytes > self._told_nbytes.get(kind, 0):
-                self._told_nbytes[kind] = nbytes
+            if nbytes > self._reported_nbytes.get(kind, 0):
+                self._reported_nbytes[kind] = nbytes
                 self.send(
                     SCHEDULER,
                     MemoryReported(job=message.job, step=message.step, actor=self.name, kind=kind, nbytes=nbytes),

@@ -127,6 +127,19 @@ class JobContext:
         keys = (key for block in self.plan.host_blocks for key in self.layout.chunk_keys(BlockIndex(block)))
         return {key: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, key in enumerate(keys)}
 
+    def cached_params(self) -> dict[ChunkKey, Span]:
+        """Returns the arena span of each chunk whose params stay in host memory while its states are on the SSDs.
+
+        The GPU worker fills it when it first needs the params in an attempt. Then each update replaces the params.
+        """
+        plan, num_cached = self.plan, self.plan.num_cached_params
+        in_memory = {*plan.host_blocks, *plan.device_blocks}
+        blocks = (block.index for block in self.layout.blocks if block.index not in in_memory)
+        keys = itertools.islice((key for block in blocks for key in self.layout.chunk_keys(block)), num_cached)
+        nbytes = plan.params.slot_nbytes
+        offset = plan.params.offset + (plan.params.num_slots - num_cached) * nbytes
+        return {key: Span(offset + i * nbytes, nbytes) for i, key in enumerate(keys)}
+
     def partial_slots(self) -> dict[tuple[BlockIndex, ChunkKey], Span]:
         """Returns the arena spans for gradient sums between two groups of micro-batches.
 
@@ -214,7 +227,7 @@ def make_context(
     )
     if not spec.ssd_dirs and (len(plan.host_blocks) < len(layout.blocks) or plan.num_ssd_activations):
         raise PlanError(
-            "the job has no SSDs: then the states of all blocks must rest in host memory, and activations must not go "
-            f"to SSDs; host_blocks names {len(plan.host_blocks)} of {len(layout.blocks)} blocks"
+            "the job has no SSDs: then the states of all blocks must be resident in host memory, and activations must "
+            f"not go to SSDs; host_blocks names {len(plan.host_blocks)} of {len(layout.blocks)} blocks"
         )
     return JobContext(spec=spec, layout=layout, plan=plan, arena_path=arena_path, ssds=ssds)

@@ -38,27 +38,27 @@ class ActorThreads(GuardedThreads):
         send: Callable[..., None],
         is_stopping: Callable[[], bool],
         *,
-        owed: Callable[[], str] = lambda: "",
+        describe_pending: Callable[[], str] = lambda: "",
         under_way: Callable[[], Message | None] = lambda: None,
     ) -> None:
         """Creates no threads yet. Each thread passes the messages that it works at to `works_at`.
 
-        `owed` describes the replies that the actor waits for. It is added to a timeout's text, to name the actor that
-        is late. `under_way` returns the message that the actor as a whole works on, for errors in threads without a
-        message of their own.
+        `describe_pending` describes the replies that the actor waits for. It is added to a timeout's text, to name the
+        actor that is late. `under_way` returns the message that the actor as a whole works on, for errors in threads
+        without a message of their own.
         """
         super().__init__(name, job, self._report, in_words)
         self._name = name
         self._idle = Message(job=job, step=Step(0))
         self._send = send
         self._is_stopping = is_stopping
-        self._owed = owed
+        self._describe_pending = describe_pending
         self._under_way = under_way
 
     def _report(self, error: Exception, at: Message | None) -> None:
         if self._is_stopping():
             return
-        if isinstance(error, TimeoutError) and (owed := self._owed()):
-            error.add_note(owed)
+        if isinstance(error, TimeoutError) and (pending := self._describe_pending()):
+            error.add_note(pending)
         about = at or self._under_way() or self._idle
         self._send(SCHEDULER, ActorFailed.of(error, actor=self._name, about=about))

@@ -7,6 +7,9 @@ chunks directly to each other.
 
 from windlass.actors.messages.base import Event as Event
 from windlass.actors.messages.base import Message as Message
+from windlass.actors.messages.codec import decode as decode
+from windlass.actors.messages.codec import encode as encode
+from windlass.actors.messages.codec import message_types as message_types
 from windlass.actors.messages.compute import BlockComputed as BlockComputed
 from windlass.actors.messages.compute import CommitReached as CommitReached
 from windlass.actors.messages.compute import ComputeBlock as ComputeBlock
@@ -27,16 +30,12 @@ from windlass.actors.messages.model import LoadProgressed as LoadProgressed
 from windlass.actors.messages.model import ModelExported as ModelExported
 from windlass.actors.messages.model import ModelKernelsChosen as ModelKernelsChosen
 from windlass.actors.messages.model import ModelLoaded as ModelLoaded
-from windlass.actors.messages.optimizer import AcquireParamSlots as AcquireParamSlots
 from windlass.actors.messages.optimizer import BlockFlushed as BlockFlushed
 from windlass.actors.messages.optimizer import BlockUpdated as BlockUpdated
 from windlass.actors.messages.optimizer import FlushBlock as FlushBlock
 from windlass.actors.messages.optimizer import GradChunk as GradChunk
 from windlass.actors.messages.optimizer import GradOffloaded as GradOffloaded
 from windlass.actors.messages.optimizer import GradSlotsReleased as GradSlotsReleased
-from windlass.actors.messages.optimizer import ParamSlotLease as ParamSlotLease
-from windlass.actors.messages.optimizer import ParamSlotReleased as ParamSlotReleased
-from windlass.actors.messages.optimizer import ParamSlotsGranted as ParamSlotsGranted
 from windlass.actors.messages.optimizer import RestoreStates as RestoreStates
 from windlass.actors.messages.optimizer import SkipStep as SkipStep
 from windlass.actors.messages.optimizer import StatesRestored as StatesRestored

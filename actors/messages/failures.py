@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from windlass.actors.messages.base import Event, Message
-from windlass.actors.messages.optimizer import ParamSlotReleased
 from windlass.actors.messages.ssd import ChunkIoDone, ReadChunks, WriteChunks
 from windlass.storage.ids import ActorName
 
@@ -73,6 +72,6 @@ def in_words(message: Message) -> str:
     block = getattr(message, "block", None)
     if isinstance(message, ReadChunks | WriteChunks):
         block = message.items[0].key.block  # all chunks of a request belong to one block
-    if isinstance(message, ChunkIoDone | ParamSlotReleased):
+    if isinstance(message, ChunkIoDone):
         block = message.key.block
     return f"{words} of step {message.step}" + ("" if block is None else f", block {block}")

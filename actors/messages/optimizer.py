@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from windlass.actors.messages.base import Event, Message
-from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, Step
+from windlass.storage.ids import BlockIndex, ChunkKey, Span, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,45 +59,6 @@ class GradSlotsReleased(Message):
     """Returns grad slots to the GPU worker, from an optimizer."""
 
     spans: tuple[Span, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcquireParamSlots(Message):
-    """Asks the GPU worker, from an optimizer, for slots of its param cache.
-
-    The optimizer updates params in these slots, so that the next forward pass finds them. `step` is the step whose
-    params the slots will hold.
-    """
-
-    actor: ActorName
-    block: BlockIndex
-    from_step: Step  # the step whose params the update starts from
-    keys: tuple[ChunkKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ParamSlotLease:
-    """A slot for a chunk's params. The optimizer owns it until it releases it."""
-
-    key: ChunkKey
-    span: Span
-    is_filled: bool  # the slot already holds the params of `from_step`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParamSlotsGranted(Message):
-    """The answer to AcquireParamSlots. If there are too few slots, only some of the chunks get one."""
-
-    block: BlockIndex
-    loans: tuple[ParamSlotLease, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParamSlotReleased(Message):
-    """Returns a leased slot to the GPU worker. The slot holds the params of `step`."""
-
-    key: ChunkKey
-    span: Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,12 @@ class Ahead:
     """The counts that decide whether one more chunk may begin."""
 
     num_ahead: int = 0  # chunks that have begun, but whose update has not
-    num_at_hand: int = 0  # chunks whose states have arrived and that are not updated yet
+    num_ready: int = 0  # chunks whose states have arrived and that are not updated yet
 
     @property
     def may_begin(self) -> bool:
         """True if another chunk may begin: none is ahead, or there is nothing to update."""
-        return not self.num_ahead or not self.num_at_hand
+        return not self.num_ahead or not self.num_ready
 
 
 class ReadAhead:
@@ -47,7 +47,7 @@ class ReadAhead:
     def arrived(self) -> None:
         """Records that the states of a chunk have arrived."""
         with self._changed:
-            self._ahead.num_at_hand += 1
+            self._ahead.num_ready += 1
 
     def updating(self) -> None:
         """Records that the update of a chunk begins."""
@@ -58,7 +58,7 @@ class ReadAhead:
     def updated(self) -> None:
         """Records that the update of a chunk is done."""
         with self._changed:
-            self._ahead.num_at_hand -= 1
+            self._ahead.num_ready -= 1
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -18,7 +18,6 @@ import torch
 from windlass.actors.job import GPU_WORKER, SCHEDULER, JobContext, grad_precision
 from windlass.actors.lifecycle import ActorThreads, works_at
 from windlass.actors.messages import (
-    AcquireParamSlots,
     BlockFlushed,
     BlockUpdated,
     ChunkIo,
@@ -34,9 +33,6 @@ from windlass.actors.messages import (
     Message,
     ModelExported,
     ModelLoaded,
-    ParamSlotLease,
-    ParamSlotReleased,
-    ParamSlotsGranted,
     RestoreStates,
     SkipStep,
     SpanKind,
@@ -49,7 +45,7 @@ from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.actors.optimizer.model_io import ModelIo
 from windlass.actors.optimizer.priority_queue import UrgentQueue
 from windlass.actors.optimizer.read_ahead import ReadAhead
-from windlass.actors.policy import Turns, UpdateQueue
+from windlass.actors.policy import UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, release_team, state_dtype
@@ -77,8 +73,7 @@ class _ChunkUpdate:
     update: UpdateBlock
     grad: GradChunk
     slot: Span  # of its states
-    rests_here: bool  # the states are resident in the slot and are not written
-    loan: ParamSlotLease | None = None  # the leased slot that holds its params instead
+    is_resident: bool  # the states are resident in the slot and are not written
     num_missing: int = 1  # number of reads that must arrive first
 
 
@@ -94,7 +89,7 @@ class CpuOptimizer:
         self._host_slots = {
             key: slot for key, slot in context.host_slots().items() if context.optimizer_of(key) == name
         }
-        self._borrows = context.plan.num_cached_params > 0
+        self._cached_params = context.cached_params()
         self._offsets = context.state_offsets()
         self._formats = context.formats
         self._grad_dtype = TORCH_DTYPE[grad_precision(self.spec)]
@@ -110,15 +105,13 @@ class CpuOptimizer:
         self._spans = SpanRecorder(name, context.spec.job, send)
         self._num_blocks = _num_blocks_of(context, name)
         self._num_updated: Counter[Step] = Counter()  # updated blocks by step, for steps that are not over
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
         ordering = self.spec.effective_ordering
-        self._turns = UpdateQueue(ordering.queues, ordering.max_updating, self._num_blocks)
+        self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating, self._num_blocks)
         self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # remaining chunks of running commands
-        # Leases that were requested for running updates; None: there is no answer yet.
-        self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamSlotLease] | None] = {}
         self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
         self._threads = ActorThreads(
-            name, context.spec.job, send, lambda: self._stopping, owed=self._io.describe_overdue
+            name, context.spec.job, send, lambda: self._stopping, describe_pending=self._io.describe_overdue
         )
         self._stopping = False
 
@@ -141,17 +134,13 @@ class CpuOptimizer:
         match message:
             case GradOffloaded() | UpdateStep() | SkipStep():
                 with self._lock:
-                    self._take_turns(self._turns.take(message))
+                    self._carry_out(self._update_queue.add(message))
             case FlushBlock() | RestoreStates() | LoadModel() | ExportModel():
                 self._commands.put((0, next(self._numbers), message))
             case ChunkIoDone():
                 self._io.take(message)
-            case ParamSlotsGranted():
-                with self._lock:
-                    self._loans[(message.step, message.block)] = {loan.key: loan for loan in message.loans}
-                    self._lock.notify_all()
             case _:
-                raise ValueError(f"{self.name} does not take {type(message).__name__}")
+                raise ValueError(f"{self.name} has no handler for {type(message).__name__}")
 
     def stop(self) -> None:
         """Ends the threads, whatever they wait for, and unmaps the arena.
@@ -159,9 +148,7 @@ class CpuOptimizer:
         Raises:
             TimeoutError: a thread hangs. The arena stays mapped, because the thread may still use it.
         """
-        with self._lock:
-            self._stopping = True
-            self._lock.notify_all()
+        self._stopping = True
         self._io.stop()
         self._model_io.abort()
         self._read_ahead.close()
@@ -193,11 +180,11 @@ class CpuOptimizer:
         return self._memory[offset : offset + self.context.chunk_numel(key) * dtype.itemsize].view(dtype)
 
     def _chunk_io(
-        self, slot: Span, key: ChunkKey, kinds: tuple[StateKind, ...], loan: ParamSlotLease | None = None
+        self, slot: Span, key: ChunkKey, kinds: tuple[StateKind, ...], cached_params: Span | None = None
     ) -> ChunkIo:
         offsets = {kind: slot.offset + self._offsets[kind] for kind in kinds}
-        if loan is not None and self._formats.param_kind in offsets:
-            offsets[self._formats.param_kind] = loan.span.offset
+        if cached_params is not None:
+            offsets[self._formats.param_kind] = cached_params.offset
         itemsizes = {kind: self._dtype(kind).itemsize for kind in kinds}
         return chunk_io(key, self.context.chunk_numel(key), offsets, itemsizes)
 
@@ -295,11 +282,11 @@ class CpuOptimizer:
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
-    def _take_turns(self, turns: Turns) -> None:
+    def _carry_out(self, actions: UpdateActions) -> None:
         """Begins updates and discards gradients. The caller holds the lock."""
-        for update in turns.begin:
+        for update in actions.begin:
             self._begin(update)
-        for grad in turns.discard:
+        for grad in actions.discard:
             if spans := tuple(chunk.span for chunk in grad.chunks if chunk.span is not None):
                 self.send(GPU_WORKER, GradSlotsReleased(job=grad.job, step=grad.step, spans=spans))
 
@@ -308,37 +295,6 @@ class CpuOptimizer:
         for grad in update.chunks:
             self._to_begin.put(update.step, update.block, (update, grad))
             self._commands.put((1, next(self._numbers), _FeedChunk(update)))
-
-    def _borrow(self, update: UpdateBlock, chunk: ChunkKey) -> ParamSlotLease | None:
-        """Returns a leased slot of the param cache for a chunk's params; None if there is none.
-
-        The leases of the whole block are requested when its first chunk begins. Leased earlier, the slots would be
-        missing for other blocks.
-        """
-        if not self._borrows:
-            return None
-        key = (update.step, update.block)
-        if key not in self._loans:
-            self._loans[key] = None
-            request = AcquireParamSlots(
-                job=self.spec.job,
-                step=update.step,
-                actor=self.name,
-                block=update.block,
-                from_step=update.how.from_step,
-                keys=tuple(chunk.key for chunk in update.chunks),
-            )
-            self.send(GPU_WORKER, request)
-        with self._lock:
-            self._lock.wait_for(lambda: self._stopping or self._loans[key] is not None, self.spec.deadline_s)
-            if self._stopping:
-                raise InterruptedError("the job was stopped")
-            if (loans := self._loans[key]) is None:
-                raise TimeoutError(
-                    f"{GPU_WORKER} did not answer within {self.spec.deadline_s:g} s to the request for slots for the "
-                    f"params of block {update.block} in step {update.step}"
-                )
-            return loans.get(chunk)
 
     def _feed(self) -> None:
         self._read_ahead.begin(self.spec.deadline_s)
@@ -349,18 +305,17 @@ class CpuOptimizer:
         works_at(update)
         if (host_slot := self._host_slots.get(grad.key)) is not None:
             self._slots.release(slots)
-            self._arrive(_ChunkUpdate(update, grad, host_slot, rests_here=True))
+            self._arrive(_ChunkUpdate(update, grad, host_slot, is_resident=True))
         else:
             (slot,) = slots
-            loan = self._borrow(update, grad.key)
-            self._read_states(_ChunkUpdate(update, grad, slot, rests_here=False, loan=loan))
+            self._read_states(_ChunkUpdate(update, grad, slot, is_resident=False))
 
     def _arrive(self, chunk: _ChunkUpdate) -> None:
         self._read_ahead.arrived()
         self._arrived.put(chunk)
 
     def _read_states(self, chunk: _ChunkUpdate) -> None:
-        update, key, loan = chunk.update, chunk.grad.key, chunk.loan
+        update, key = chunk.update, chunk.grad.key
         is_spilled = chunk.grad.span is None
         chunk.num_missing = 1 + is_spilled
 
@@ -372,12 +327,12 @@ class CpuOptimizer:
                 self._arrive(chunk)
 
         kinds = self._formats.kinds_to_update
-        if loan is not None and loan.is_filled:
+        if key in self._cached_params:  # the forward pass has read the params
             kinds = tuple(kind for kind in kinds if kind is not self._formats.param_kind)
         priority = (update.step, key.block)
         if is_spilled:
             self._io.read([self._chunk_io(chunk.slot, key, (StateKind.GRAD,))], update.step, priority, arrived)
-        self._io.read([self._chunk_io(chunk.slot, key, kinds, loan)], update.how.from_step, priority, arrived)
+        self._io.read([self._chunk_io(chunk.slot, key, kinds)], update.how.from_step, priority, arrived)
 
     def _run_updates(self) -> None:
         torch.set_num_threads(self.spec.optimizer_threads)
@@ -395,7 +350,7 @@ class CpuOptimizer:
                     GPU_WORKER,
                     GradSlotsReleased(job=self.spec.job, step=chunk.update.step, spans=(chunk.grad.span,)),
                 )
-            if chunk.rests_here:
+            if chunk.is_resident:
                 self._done(chunk.update)
             else:
                 self._write_back(chunk)
@@ -403,9 +358,9 @@ class CpuOptimizer:
     def _update(self, chunk: _ChunkUpdate) -> None:
         key = chunk.grad.key
         held = {kind: self.chunk_view(chunk.slot, key, kind) for kind in self._formats.itemsizes}
-        if chunk.loan is not None:
+        if (params := self._cached_params.get(key)) is not None:
             kind = self._formats.param_kind
-            held[kind] = self._view(chunk.loan.span.offset, key, self._dtype(kind))
+            held[kind] = self._view(params.offset, key, self._dtype(kind))
         if chunk.grad.span is None:
             grad = self.chunk_view(chunk.slot, key, StateKind.GRAD)
         else:
@@ -418,23 +373,18 @@ class CpuOptimizer:
 
         def written(_: ChunkKey) -> None:
             self._slots.release([chunk.slot])
-            if chunk.loan is not None:  # before BlockUpdated, so that the forward pass finds the params in the cache
-                returned = ParamSlotReleased(job=self.spec.job, step=update.step, key=key, span=chunk.loan.span)
-                self.send(GPU_WORKER, returned)
             self._done(update)
 
-        item = self._chunk_io(chunk.slot, key, tuple(self._formats.itemsizes), chunk.loan)
+        item = self._chunk_io(chunk.slot, key, tuple(self._formats.itemsizes), self._cached_params.get(key))
         self._io.write([item], update.step, (update.step, key.block), written)
 
     def _done(self, update: UpdateBlock) -> None:
         if self._is_last(update):
-            with self._lock:
-                self._loans.pop((update.step, update.block), None)
             self._tell_spans(update.step)
             updated = BlockUpdated(job=self.spec.job, step=update.step, block=update.block, actor=self.name)
             self.send(SCHEDULER, updated)
             with self._lock:
-                self._take_turns(self._turns.updated())
+                self._carry_out(self._update_queue.updated())
 
     def _tell_spans(self, step: Step) -> None:
         """Sends the spans of a step after its last block is updated."""

@@ -8,14 +8,14 @@ from windlass.actors.policy.folding import fold as fold
 from windlass.actors.policy.pending_replies import DeadlineMissedError as DeadlineMissedError
 from windlass.actors.policy.pending_replies import Instruction as Instruction
 from windlass.actors.policy.pending_replies import UnexpectedEventError as UnexpectedEventError
+from windlass.actors.policy.scheduler_core import Action as Action
 from windlass.actors.policy.scheduler_core import EndStep as EndStep
 from windlass.actors.policy.scheduler_core import NotFiniteError as NotFiniteError
-from windlass.actors.policy.scheduler_core import Order as Order
 from windlass.actors.policy.scheduler_core import Pipeline as Pipeline
 from windlass.actors.policy.scheduler_core import StepEnd as StepEnd
 from windlass.actors.policy.trainer_state import TrainerState as TrainerState
 from windlass.actors.policy.worker_queues import ComputeReports as ComputeReports
 from windlass.actors.policy.worker_queues import OffloadQueue as OffloadQueue
 from windlass.actors.policy.worker_queues import OperationWindow as OperationWindow
-from windlass.actors.policy.worker_queues import Turns as Turns
+from windlass.actors.policy.worker_queues import UpdateActions as UpdateActions
 from windlass.actors.policy.worker_queues import UpdateQueue as UpdateQueue

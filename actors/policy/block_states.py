@@ -11,7 +11,7 @@ class BlockState(StrEnum):
     """The states of a block in a step."""
 
     COMPUTING = "computing"  # the operation that completes its gradient is granted
-    KEPT = "kept"  # its gradient is where it stays until the update, which may not begin yet
+    KEPT = "kept"  # its gradient is stored in its final place; the update may not begin yet
     UPDATING = "updating"  # the actors that hold its states update it, or will
     UPDATED = "updated"
     DISCARDED = "discarded"  # the step is skipped
@@ -36,14 +36,14 @@ class BlockInStep:
     missing: set[ActorName] = field(default_factory=set)  # actors whose share is not updated, while it is UPDATING
     # Actors that reported their update before the GPU worker's report of the gradient came.
     early: set[ActorName] = field(default_factory=set)
-    _story: list[BlockState] = field(default_factory=list)  # its earlier states
+    _previous_states: list[BlockState] = field(default_factory=list)
 
     def become(self, state: BlockState) -> None:
-        """Changes the state. Raises UnexpectedEventError, with the story so far, if that is not possible."""
+        """Changes the state. Raises UnexpectedEventError, with the previous states, if that is not possible."""
         if state not in _NEXT[self.state]:
-            story = ", ".join([*self._story, self.state])
+            history = ", ".join([*self._previous_states, self.state])
             raise UnexpectedEventError(
-                f"block {self.block} of step {self.step} was {story}: it cannot be {state} after that"
+                f"block {self.block} of step {self.step} was {history}: it cannot be {state} after that"
             )
-        self._story.append(self.state)
+        self._previous_states.append(self.state)
         self.state = state

@@ -17,15 +17,15 @@ class Commits:
     Without SSDs there are no commits, and a step counts as committed as soon as it is over.
     """
 
-    def __init__(self, shape: SchedulerConfig, initial_step: Step | None) -> None:
+    def __init__(self, config: SchedulerConfig, initial_step: Step | None) -> None:
         """`initial_step` is the commit to resume from; None if no state is written yet."""
         first = -1 if initial_step is None else initial_step
         self.committed: int = first
-        self.last_step = shape.total_steps  # the caller lowers it if the job stops early
-        self.versions = [first] * shape.num_blocks
-        self._shape = shape
-        self._labels = [first] * shape.num_blocks
-        self._on_ssd = [first] * shape.num_blocks  # the label of the states on the SSDs
+        self.last_step = config.total_steps  # the caller lowers it if the job stops early
+        self.versions = [first] * config.num_blocks
+        self._config = config
+        self._labels = [first] * config.num_blocks
+        self._on_ssd = [first] * config.num_blocks  # the label of the states on the SSDs
         self._over: set[Step] = set()  # steps that are over but not committed
         self._flushing: dict[BlockIndex, set[ActorName]] = {}
         self._committing: set[ActorName] = set()
@@ -45,15 +45,15 @@ class Commits:
 
         They overwrite the states of an older commit, so the last commit before the step must be complete.
         """
-        return self.committed >= self._shape.commit_before(step)
+        return self.committed >= self._config.commit_before(step)
 
     @property
-    def settled(self) -> int:
-        """The last step that is complete: committed or, if no commit is due before the next step, over.
+    def last_complete_step(self) -> int:
+        """The last complete step: committed or, if no commit is due before the next step, over.
 
         If a job stops at a step that is over, that step is incomplete again until it is committed.
         """
-        last_before_commit = min(self._shape.commit_after(self.committed), self.last_step) - 1
+        last_before_commit = min(self._config.commit_after(self.committed), self.last_step) - 1
         return max(self.committed, min(last_before_commit, *self.versions))
 
     # --- what has happened ------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ class Commits:
     def block_updated(self, block: BlockIndex, step: Step) -> None:
         """Records that a whole block is updated. If its states are not resident in memory, they are on the SSDs."""
         self.versions[block] = self._labels[block] = step
-        if block not in self._shape.resident_blocks:
+        if block not in self._config.resident_blocks:
             self._on_ssd[block] = step
 
     def step_over(self, step: Step) -> None:
@@ -75,10 +75,10 @@ class Commits:
         A skipped step that is to be committed must be committed before the next one begins.
         """
         self._over.add(step)
-        if not self._shape.ssd_servers:
-            self._settle(step)
+        if not self._config.ssd_servers:
+            self._mark_committed(step)
         elif not self._is_commit_step(step):
-            self.versions = [step] * self._shape.num_blocks
+            self.versions = [step] * self._config.num_blocks
 
     def block_flushed(self, block: BlockIndex, actor: ActorName) -> None:
         """Records that one actor's share of a block is on the SSDs."""
@@ -91,7 +91,7 @@ class Commits:
         """Records that one SSD server has committed the step."""
         self._committing.remove(actor)
         if not self._committing:
-            self._settle(step)
+            self._mark_committed(step)
 
     # --- what to do -------------------------------------------------------------------------------------------------
 
@@ -115,32 +115,32 @@ class Commits:
         other changed blocks follow.
         """
         instructions = []
-        for block in self._shape.flushed_blocks:
+        for block in self._config.flushed_blocks:
             label = self.label(block)
-            if len(self._flushing) == self._shape.ordering.max_flushing:
+            if len(self._flushing) == self._config.ordering.max_flushing:
                 break
             if label == self._on_ssd[block] or block in self._flushing:
                 continue
             if due is None and not self._is_commit_step(label):
                 continue
-            holders = self._shape.holders(block)
+            holders = self._config.holders(block)
             self._flushing[block] = set(holders)
-            message = FlushBlock(job=self._shape.job, step=label, block=block)
+            message = FlushBlock(job=self._config.job, step=label, block=block)
             instructions += [Instruction(actor, message) for actor in holders]
         return instructions
 
     def _commit(self, step: Step) -> list[Instruction]:
         (label,) = set(self._labels)
-        self._committing = set(self._shape.ssd_servers)
+        self._committing = set(self._config.ssd_servers)
         message = CommitStore(
-            job=self._shape.job,
+            job=self._config.job,
             step=step,
-            attempt=self._shape.attempt,
+            attempt=self._config.attempt,
             states_step=Step(label),
         )
-        return [Instruction(ssd, message) for ssd in self._shape.ssd_servers]
+        return [Instruction(ssd, message) for ssd in self._config.ssd_servers]
 
-    def _settle(self, step: Step) -> None:
+    def _mark_committed(self, step: Step) -> None:
         """Records that the step is committed."""
         self.committed = step
         self._over = {later for later in self._over if later > step}
@@ -148,8 +148,8 @@ class Commits:
             self._relabel(step)
 
     def _is_commit_step(self, step: int) -> bool:
-        return step == self.last_step or self._shape.is_commit_step(step)
+        return step == self.last_step or self._config.is_commit_step(step)
 
     def _relabel(self, step: int) -> None:
-        self.versions = [step] * self._shape.num_blocks
+        self.versions = [step] * self._config.num_blocks
         self._labels, self._on_ssd = list(self.versions), list(self.versions)

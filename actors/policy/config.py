@@ -51,17 +51,18 @@ class SchedulerConfig:
             raise ValueError(f"num_groups is {self.num_groups}; a step has at least 1 group of micro-batches")
         if both := self.host_blocks & self.device_blocks:
             raise ValueError(
-                f"the states of blocks {sorted(both)} rest either in host memory or on the device, not both"
+                f"the states of blocks {sorted(both)} must be resident in host memory or on the device, not in both"
             )
         if not self.ssd_servers and len(self.host_blocks) < self.num_blocks:
             raise ValueError(
-                f"without SSDs the states of all {self.num_blocks} blocks must rest in host memory, not of "
+                f"without SSDs the states of all {self.num_blocks} blocks must be resident in host memory, not of "
                 f"{len(self.host_blocks)}"
             )
         if self.spilled_blocks and (self.resident_blocks or self.commit_every > 1):
             raise ValueError(
                 f"gradients of blocks {sorted(self.spilled_blocks)} go to the SSDs: then every step must be committed, "
-                f"not every {self.commit_every}, and no states rest in memory, as those of {self.resident_blocks} do"
+                f"not every {self.commit_every}, and no states may be resident in memory, as those of "
+                f"{self.resident_blocks} are"
             )
 
     @property

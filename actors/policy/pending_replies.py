@@ -78,11 +78,11 @@ class PendingReplies:
                 self.outstanding[key] = Wait(since_s=now_s, actor=instruction.to, what=what)
 
     def expect_update(self, step: Step, block: BlockIndex, actor: ActorName, now_s: float) -> None:
-        """Records that an actor owes the update of its share of a block, whose gradient it has."""
+        """Records that an actor must still report the update of its share of a block, whose gradient it has."""
         what = f"the update of block {block} in step {step}"
         self.outstanding[ReplyKey(BlockUpdated, step, actor, block)] = Wait(since_s=now_s, actor=actor, what=what)
 
-    def settle(self, event: type[Message], number: int, actor: ActorName, block: BlockIndex = _WHOLE_MODEL) -> None:
+    def resolve(self, event: type[Message], number: int, actor: ActorName, block: BlockIndex = _WHOLE_MODEL) -> None:
         """Removes a reply that has arrived. Raises UnexpectedEventError if it was not pending."""
         if self.outstanding.pop(ReplyKey(event, number, actor, block), None) is None:
             of_block = "" if block == _WHOLE_MODEL else f", block {block}"

@@ -75,7 +75,7 @@ class EndStep:
     trainer: dict[str, Any]  # the trainer's state after the step, which its commit must store
 
 
-Order = Instruction | EndStep
+Action = Instruction | EndStep
 
 
 @dataclass(slots=True)
@@ -89,36 +89,36 @@ class _StepUpdates:
     end: StepEnd | None = None  # set once all gradients are known
     optimizer_step: int = 0
     grad_scale: float = 0.0
-    may_update: bool = False  # the actors were told to update the step
+    update_sent: bool = False  # UpdateStep was sent
     num_updated: int = 0
 
 
 class Pipeline:
     """Decides the order of one job's work. `handle` takes one event and returns what to do."""
 
-    def __init__(self, shape: SchedulerConfig, trainer: TrainerState, initial_step: Step | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, trainer: TrainerState, initial_step: Step | None = None) -> None:
         """`initial_step` is the commit to resume from, and `trainer` the state after that step."""
-        self.shape = shape
+        self.config = config
         self.trainer = trainer
-        self.commits = Commits(shape, initial_step)
-        self.waits = PendingReplies(shape.deadline_s, shape.num_groups)
-        self._program = program(shape, max(self.committed, 0) + 1)
+        self.commits = Commits(config, initial_step)
+        self.waits = PendingReplies(config.deadline_s, config.num_groups)
+        self._program = program(config, max(self.committed, 0) + 1)
         self._next: Operation | None = next(self._program, None)
         self._running: dict[int, Operation] = {}
         self._steps: dict[int, _StepUpdates] = {}
-        self._updating: list[BlockInStep] = []  # blocks whose updates are to be waited for from now on
+        self._updating: list[BlockInStep] = []  # blocks whose updates will be added to the pending replies
         # The actors that still have to read their resident states. They are asked to before the first operation.
-        self._to_restore = {actor for block in shape.flushed_blocks for actor in shape.holders(block)}
+        self._to_restore = {actor for block in config.flushed_blocks for actor in config.holders(block)}
         self._restoring = False
         self._exporting = False
         self._to_export: set[int] = set()  # steps to export in addition to those of the program
         self._stopped = False
-        self._begun = max(self.committed, 0)  # last step with a granted operation
-        self._ended = max(self.committed, 0)  # last step with an `EndStep`
-        self._commit_told = -1  # last commit that the GPU worker was told of
-        self.final_step = shape.total_steps  # the step whose model is the job's
+        self._last_started_step = max(self.committed, 0)  # the last step with a granted operation
+        self._ended = max(self.committed, 0)  # the last step with an `EndStep`
+        self._last_commit_sent = -1  # the last commit reported to the GPU worker
+        self.final_step = config.total_steps  # the step whose model is the job's
         self._final_copy_of: str | None = None  # path of the checkpoint that becomes the job's model instead
-        self._handlers: dict[type[Event], Callable[..., list[Order]]] = {
+        self._handlers: dict[type[Event], Callable[..., list[Action]]] = {
             ModelLoaded: self._on_model_loaded,
             StatesRestored: self._on_states_restored,
             ComputeProgressed: self._on_compute_progressed,
@@ -135,41 +135,41 @@ class Pipeline:
         """The last committed step; -1 while the model is being loaded."""
         return self.commits.committed
 
-    def start(self, now_s: float) -> list[Order]:
+    def start(self, now_s: float) -> list[Action]:
         """Returns the first instructions: to load the model, or to resume after the last committed step."""
         if self.committed < 0:
-            message = LoadModel(job=self.shape.job, step=Step(0))
-            return self._issue([Instruction(self.shape.optimizers[0], message)], now_s)
+            message = LoadModel(job=self.config.job, step=Step(0))
+            return self._issue([Instruction(self.config.optimizers[0], message)], now_s)
         return self._issue(self._advance(), now_s)
 
-    def handle(self, event: Event, now_s: float) -> list[Order]:
+    def handle(self, event: Event, now_s: float) -> list[Action]:
         """Processes one event and returns the next instructions. Raises UnexpectedEventError for unrequested events."""
         handler = self._handlers.get(type(event))
         if handler is None:
             raise UnexpectedEventError(f"the scheduler has no handler for {event}")
-        orders = handler(event)
+        actions = handler(event)
         self.waits.heard_from(event.actor, now_s)
-        return self._issue([*orders, *self._advance()], now_s)
+        return self._issue([*actions, *self._advance()], now_s)
 
-    def stop_after_current_step(self, now_s: float) -> list[Order]:
+    def stop_after_current_step(self, now_s: float) -> list[Action]:
         """Stops after the current step. The attempt ends with a commit of it, without an export."""
         self._stopped = True
-        self.commits.last_step = min(self.commits.last_step, self._begun)
+        self.commits.last_step = min(self.commits.last_step, self._last_started_step)
         return self._issue(self._advance(), now_s)
 
     @property
-    def begun(self) -> int:
+    def last_started_step(self) -> int:
         """The last step with a granted operation."""
-        return self._begun
+        return self._last_started_step
 
     @property
     def next_open_commit(self) -> int:
         """The first commit step whose commit can still record that the step becomes a checkpoint."""
-        return self.shape.commit_after(max(self._ended, self._begun - 1))
+        return self.config.commit_after(max(self._ended, self._last_started_step - 1))
 
     def checkpoint_after(self, step: int) -> None:
         """Requests the export of a step that will be committed. The next step waits for it and must not have begun."""
-        assert self._begun <= step, f"step {step} is over, and step {self._begun} has begun"
+        assert self._last_started_step <= step, f"step {step} is over, and step {self._last_started_step} has begun"
         if step <= self.final_step:
             self._to_export.add(step)
 
@@ -180,8 +180,8 @@ class Pipeline:
         """
         if self._stopped:
             return False
-        self.final_step = self.commits.last_step = self._begun
-        self._to_export = {self._begun}
+        self.final_step = self.commits.last_step = self._last_started_step
+        self._to_export = {self._last_started_step}
         return True
 
     def export_copy_of(self, path: str) -> None:
@@ -196,89 +196,89 @@ class Pipeline:
     @property
     def finished(self) -> bool:
         """True if all work is done and committed."""
-        over = self._next is None or self._next.step > self.commits.last_step or self._is_cut(self._next)
+        over = self._next is None or self._next.step > self.commits.last_step or self._is_cancelled_by_stop(self._next)
         is_safe = self.committed >= self.commits.last_step
         return over and not self.waits.outstanding and is_safe and (self._stopped or not self._to_export)
 
     def check_invariants(self) -> None:
         """Checks what must be true between two events; for tests."""
-        assert len(self._running) <= self.shape.ordering.max_prefetched + GRANTED_AHEAD
+        assert len(self._running) <= self.config.ordering.max_prefetched + GRANTED_AHEAD
         assert list(self._running) == sorted(self._running)
         for updates in self._steps.values():
             states = [each.state for each in updates.blocks.values()]
-            assert states.count(BlockState.UPDATED) == updates.num_updated < self.shape.num_blocks
+            assert states.count(BlockState.UPDATED) == updates.num_updated < self.config.num_blocks
             assert len(states) - states.count(BlockState.COMPUTING) == len(updates.grad_sq_sums)
             assert BlockState.DISCARDED not in states, "a skipped step is over at once"
-            assert (BlockState.KEPT in states) <= (not updates.may_update)
+            assert (BlockState.KEPT in states) <= (not updates.update_sent)
             assert all(bool(each.missing) == (each.state is BlockState.UPDATING) for each in updates.blocks.values())
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def _on_model_loaded(self, event: ModelLoaded) -> list[Order]:
-        self.waits.settle(ModelLoaded, event.step, event.actor)
+    def _on_model_loaded(self, event: ModelLoaded) -> list[Action]:
+        self.waits.resolve(ModelLoaded, event.step, event.actor)
         self.commits.model_loaded()
         return [self._end_step(Step(0), None)]
 
-    def _on_states_restored(self, event: StatesRestored) -> list[Order]:
-        self.waits.settle(StatesRestored, event.step, event.actor)
+    def _on_states_restored(self, event: StatesRestored) -> list[Action]:
+        self.waits.resolve(StatesRestored, event.step, event.actor)
         self._to_restore.remove(event.actor)
         return []
 
-    def _on_compute_progressed(self, event: ComputeProgressed) -> list[Order]:
+    def _on_compute_progressed(self, event: ComputeProgressed) -> list[Action]:
         for computed in event.computed:
             self._on_block_computed(computed)
-        return [order for grad in event.grads for order in self._on_grad_ready(grad)]
+        return [action for grad in event.grads for action in self._on_grad_ready(grad)]
 
     def _on_block_computed(self, computed: BlockComputed) -> None:
-        self.waits.settle(BlockComputed, computed.op, self.shape.gpu_worker, computed.block)
+        self.waits.resolve(BlockComputed, computed.op, self.config.gpu_worker, computed.block)
         first = self._running[min(self._running)]
         if computed.op != first.op:
             raise UnexpectedEventError(
-                f"{self.shape.gpu_worker} finished the {computed.phase} of block {computed.block} in step "
+                f"{self.config.gpu_worker} finished the {computed.phase} of block {computed.block} in step "
                 f"{computed.step}, and not the {first.phase} of block {first.block} in step {first.step}, which comes "
-                "first: one was lost"
+                "first: a BlockComputed message was lost"
             )
         del self._running[computed.op]
 
-    def _on_grad_ready(self, grad: GradReady) -> list[Order]:
-        self.waits.settle(GradReady, grad.step, self.shape.gpu_worker, grad.block)
+    def _on_grad_ready(self, grad: GradReady) -> list[Action]:
+        self.waits.resolve(GradReady, grad.step, self.config.gpu_worker, grad.block)
         updates = self._steps[grad.step]
         updates.grad_sq_sums[grad.block] = grad.grad_sq_sum
-        if not self.shape.keeps_grads:
-            self._check_active(grad)
+        if not self.config.keeps_grads:
+            self._require_finite(grad)
         block = updates.blocks[grad.block]
         block.become(BlockState.KEPT)
-        orders: list[Order] = []
-        if len(updates.grad_sq_sums) == self.shape.num_blocks:
-            orders += self._on_all_gradients(grad.step, updates)
-        if updates.may_update:
-            orders += self._await_update(block)
-        return orders
+        actions: list[Action] = []
+        if len(updates.grad_sq_sums) == self.config.num_blocks:
+            actions += self._on_all_gradients(grad.step, updates)
+        if updates.update_sent:
+            actions += self._await_update(block)
+        return actions
 
-    def _check_active(self, grad: GradReady) -> None:
+    def _require_finite(self, grad: GradReady) -> None:
         if not math.isfinite(grad.grad_sq_sum):
             raise NotFiniteError(
                 f"a gradient of step {grad.step} is not finite, and its updates have begun: the job ends; step "
                 f"{self.committed} is the last that was committed"
             )
 
-    def _on_all_gradients(self, step: Step, updates: _StepUpdates) -> list[Order]:
+    def _on_all_gradients(self, step: Step, updates: _StepUpdates) -> list[Action]:
         """Decides whether a step is updated or skipped.
 
         If gradients are not kept, they are all finite here and the updates have begun.
         """
         # Always summed from the last block to the first, so that the order of arrival does not change any bit.
-        grad_sq_sum = fold(updates.grad_sq_sums[BlockIndex(block)] for block in reversed(range(self.shape.num_blocks)))
+        grad_sq_sum = fold(updates.grad_sq_sums[BlockIndex(block)] for block in reversed(range(self.config.num_blocks)))
         is_finite = math.isfinite(grad_sq_sum)
-        if self.shape.keeps_grads:
+        if self.config.keeps_grads:
             self._decide(updates, StepResult.UPDATED if is_finite else StepResult.SKIPPED)
         norm = math.sqrt(grad_sq_sum) / updates.loss_scale if is_finite else math.nan
         num_skipped = step - self.trainer.num_updates
         updates.end = StepEnd(grad_norm=norm, loss_scale=updates.loss_scale, num_skipped=num_skipped)
         if updates.result is StepResult.SKIPPED:
             return self._skip(step, updates)
-        if self.shape.clip_norm is not None:
-            updates.grad_scale *= clip_scale(self.shape.clip_norm, norm)
+        if self.config.clip_norm is not None:
+            updates.grad_scale *= clip_scale(self.config.clip_norm, norm)
         return []
 
     def _decide(self, updates: _StepUpdates, result: StepResult) -> None:
@@ -287,25 +287,25 @@ class Pipeline:
         self.trainer.end_step(result)
         updates.optimizer_step = self.trainer.num_updates
 
-    def _skip(self, step: Step, updates: _StepUpdates) -> list[Order]:
+    def _skip(self, step: Step, updates: _StepUpdates) -> list[Action]:
         """Discards all gradients of a step, which is over then."""
-        if self.trainer.num_bad_steps > self.shape.max_bad_steps:
+        if self.trainer.num_bad_steps > self.config.max_bad_steps:
             raise NotFiniteError(
                 f"the gradients of {self.trainer.num_bad_steps} steps in a row, up to step {step}, were not finite"
             )
         for block in updates.blocks.values():
             block.become(BlockState.DISCARDED)
         del self._steps[step]
-        message = SkipStep(job=self.shape.job, step=step)
+        message = SkipStep(job=self.config.job, step=step)
         self.commits.step_over(step)
-        skips = [Instruction(actor, message) for actor in self.shape.updating_actors]
+        skips = [Instruction(actor, message) for actor in self.config.updating_actors]
         return [*skips, self._end_step(step, updates.end)]
 
-    def _on_block_updated(self, event: BlockUpdated) -> list[Order]:
+    def _on_block_updated(self, event: BlockUpdated) -> list[Action]:
         if self._is_early(event):
             self._steps[event.step].blocks[event.block].early.add(event.actor)
             return []
-        self.waits.settle(BlockUpdated, event.step, event.actor, event.block)
+        self.waits.resolve(BlockUpdated, event.step, event.actor, event.block)
         block = self._steps[event.step].blocks[event.block]
         block.missing.remove(event.actor)
         return [] if block.missing else self._block_updated(block)
@@ -314,16 +314,16 @@ class Pipeline:
         """Returns whether an actor's report has overtaken that of the block's gradient, which another actor sends."""
         updates = self._steps.get(event.step)
         block = None if updates is None else updates.blocks.get(event.block)
-        if updates is None or block is None or not updates.may_update or block.state is not BlockState.COMPUTING:
+        if updates is None or block is None or not updates.update_sent or block.state is not BlockState.COMPUTING:
             return False
-        return event.actor in self.shape.holders(event.block) and event.actor not in block.early
+        return event.actor in self.config.holders(event.block) and event.actor not in block.early
 
-    def _block_updated(self, block: BlockInStep) -> list[Order]:
+    def _block_updated(self, block: BlockInStep) -> list[Action]:
         step, updates = block.step, self._steps[block.step]
         block.become(BlockState.UPDATED)
         self.commits.block_updated(block.block, step)
         updates.num_updated += 1
-        if updates.num_updated < self.shape.num_blocks:
+        if updates.num_updated < self.config.num_blocks:
             return []
         del self._steps[step]
         self.commits.step_over(step)
@@ -333,18 +333,18 @@ class Pipeline:
         self._ended = step
         return EndStep(step=step, end=end, trainer=self.trainer.to_json())
 
-    def _on_block_flushed(self, event: BlockFlushed) -> list[Order]:
-        self.waits.settle(BlockFlushed, event.step, event.actor, event.block)
+    def _on_block_flushed(self, event: BlockFlushed) -> list[Action]:
+        self.waits.resolve(BlockFlushed, event.step, event.actor, event.block)
         self.commits.block_flushed(event.block, event.actor)
         return []
 
-    def _on_store_committed(self, event: StoreCommitted) -> list[Order]:
-        self.waits.settle(StoreCommitted, event.step, event.actor)
+    def _on_store_committed(self, event: StoreCommitted) -> list[Action]:
+        self.waits.resolve(StoreCommitted, event.step, event.actor)
         self.commits.store_committed(event.step, event.actor)
         return []
 
-    def _on_model_exported(self, event: ModelExported) -> list[Order]:
-        self.waits.settle(ModelExported, event.step, event.actor)
+    def _on_model_exported(self, event: ModelExported) -> list[Action]:
+        self.waits.resolve(ModelExported, event.step, event.actor)
         self._exporting = False
         self._to_export.discard(event.step)
         if self._next is not None and self._next.phase is None:
@@ -353,33 +353,33 @@ class Pipeline:
 
     # --- decisions --------------------------------------------------------------------------------------------------
 
-    def _issue(self, orders: list[Order], now_s: float) -> list[Order]:
+    def _issue(self, actions: list[Action], now_s: float) -> list[Action]:
         """Records the replies that the scheduler waits for from now on."""
-        self.waits.issue([order for order in orders if isinstance(order, Instruction)], now_s)
+        self.waits.issue([action for action in actions if isinstance(action, Instruction)], now_s)
         for block in self._updating:
-            for actor in self.shape.holders(block.block):
+            for actor in self.config.holders(block.block):
                 if actor in block.missing:
                     self.waits.expect_update(block.step, block.block, actor, now_s)
         self._updating = []
-        return orders
+        return actions
 
-    def _advance(self) -> list[Order]:
+    def _advance(self) -> list[Action]:
         return [
-            *self._tell_commit(),
+            *self._send_commit_reached(),
             *self._grant_operations(),
             *self._grant_updates(),
             *self.commits.advance(is_computing=bool(self._running)),
         ]
 
-    def _tell_commit(self) -> list[Instruction]:
-        """Tells the GPU worker of a commit, if it offloads gradients to the SSDs."""
-        if not self.shape.spilled_blocks or self._commit_told == self.committed:
+    def _send_commit_reached(self) -> list[Instruction]:
+        """Reports a commit to the GPU worker, if it offloads gradients to the SSDs."""
+        if not self.config.spilled_blocks or self._last_commit_sent == self.committed:
             return []
-        self._commit_told = self.committed
-        message = CommitReached(job=self.shape.job, step=Step(self.committed))
-        return [Instruction(self.shape.gpu_worker, message)]
+        self._last_commit_sent = self.committed
+        message = CommitReached(job=self.config.job, step=Step(self.committed))
+        return [Instruction(self.config.gpu_worker, message)]
 
-    def _is_cut(self, operation: Operation) -> bool:
+    def _is_cancelled_by_stop(self, operation: Operation) -> bool:
         """Returns whether a stop cancels an operation: the evaluation and the export of the last step."""
         return self._stopped and operation.version == operation.step == self.commits.last_step
 
@@ -391,7 +391,7 @@ class Pipeline:
         step = min(self._to_export, default=None)
         if step is not None and not self._stopped and (operation is None or operation.step > step):
             return Operation(op=0, step=Step(step), version=Step(step), phase=None, block=BlockIndex(0))
-        if operation is None or operation.step > self.commits.last_step or self._is_cut(operation):
+        if operation is None or operation.step > self.commits.last_step or self._is_cancelled_by_stop(operation):
             return None
         return operation
 
@@ -400,17 +400,19 @@ class Pipeline:
 
         Its result is reported before its last operation is done.
         """
-        return self.shape.evaluation_decides and any(
+        return self.config.evaluation_decides and any(
             operation.phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD) for operation in self._running.values()
         )
 
     def _grant_operations(self) -> list[Instruction]:
-        """Grants operations whose params are there. While enough are granted, it waits until several can be.
+        """Grants operations whose params are there.
+
+        Grants in batches: while many operations are outstanding, it waits until REPORT_EVERY more fit.
 
         A step begins only when few operations of the step before are left, because a stop ends with the step that has
         begun.
         """
-        few = self.shape.ordering.max_prefetched
+        few = self.config.ordering.max_prefetched
         limit = few + GRANTED_AHEAD
         has_many = len(self._running) > limit - REPORT_EVERY
         granted: list[ComputeBlock] = []
@@ -419,16 +421,16 @@ class Pipeline:
                 return self._grant_restore()
             if operation.phase is None:
                 return [*self._compute(granted), *self._grant_export(operation)]
-            if operation.step > self._begun and self._is_deciding():
+            if operation.step > self._last_started_step and self._is_deciding():
                 break
-            blocks = self.shape.shared[operation.block]
-            if has_many or len(self._running) >= (few if operation.step > self._begun else limit):
+            blocks = self.config.shared[operation.block]
+            if has_many or len(self._running) >= (few if operation.step > self._last_started_step else limit):
                 break
-            waits_for = blocks if self.shape.ordering.overlaps_steps else range(self.shape.num_blocks)
+            waits_for = blocks if self.config.ordering.overlaps_steps else range(self.config.num_blocks)
             if any(self.commits.versions[block] < operation.version for block in waits_for):
                 break
             self._running[operation.op] = operation
-            self._begun = operation.step
+            self._last_started_step = operation.step
             self._next = next(self._program, None)
             granted.append(self._operation(operation, blocks))
         return self._compute(granted)
@@ -436,13 +438,13 @@ class Pipeline:
     def _compute(self, operations: list[ComputeBlock]) -> list[Instruction]:
         if not operations:
             return []
-        message = ComputeBlocks(job=self.shape.job, step=operations[0].step, operations=tuple(operations))
-        return [Instruction(self.shape.gpu_worker, message)]
+        message = ComputeBlocks(job=self.config.job, step=operations[0].step, operations=tuple(operations))
+        return [Instruction(self.config.gpu_worker, message)]
 
     def _operation(self, operation: Operation, blocks: tuple[BlockIndex, ...]) -> ComputeBlock:
         assert operation.phase is not None
         granted = ComputeBlock(
-            job=self.shape.job,
+            job=self.config.job,
             step=operation.step,
             op=operation.op,
             phase=operation.phase,
@@ -451,7 +453,7 @@ class Pipeline:
             group=operation.group,
             loss_scale=self._loss_scale(operation),
         )
-        if completes_gradient(granted, self.shape.num_groups - 1):
+        if completes_gradient(granted, self.config.num_groups - 1):
             self._steps[operation.step].blocks[operation.block] = BlockInStep(operation.step, operation.block)
         return granted
 
@@ -462,7 +464,7 @@ class Pipeline:
         if operation.group > 0:
             return self._steps[operation.step].loss_scale
         updates = self._steps[operation.step] = _StepUpdates(self.trainer.next_loss_scale)
-        if not self.shape.keeps_grads:
+        if not self.config.keeps_grads:
             self._decide(updates, StepResult.UPDATED)  # a gradient that is not finite ends the job instead
         return updates.loss_scale
 
@@ -470,7 +472,7 @@ class Pipeline:
         if self._restoring:
             return []
         self._restoring = True
-        message = RestoreStates(job=self.shape.job, step=Step(self.committed))
+        message = RestoreStates(job=self.config.job, step=Step(self.committed))
         return [Instruction(actor, message) for actor in sorted(self._to_restore)]
 
     def _grant_export(self, operation: Operation) -> list[Instruction]:
@@ -478,15 +480,15 @@ class Pipeline:
             return []
         self._exporting = True
         is_final = operation.step == self.final_step
-        path = self.shape.output_dir if is_final else self.shape.path_of_checkpoint(operation.step)
+        path = self.config.output_dir if is_final else self.config.path_of_checkpoint(operation.step)
         copy_of = self._final_copy_of if is_final else None
-        message = ExportModel(job=self.shape.job, step=operation.step, path=path, copy_of=copy_of)
-        return [Instruction(self.shape.optimizers[0], message)]
+        message = ExportModel(job=self.config.job, step=operation.step, path=path, copy_of=copy_of)
+        return [Instruction(self.config.optimizers[0], message)]
 
-    def _await_update(self, block: BlockInStep) -> list[Order]:
+    def _await_update(self, block: BlockInStep) -> list[Action]:
         """Waits for the update of a block, as its gradient is there and the actors may update it."""
         block.become(BlockState.UPDATING)
-        block.missing = set(self.shape.holders(block.block)) - block.early
+        block.missing = set(self.config.holders(block.block)) - block.early
         self._updating.append(block)
         return [] if block.missing else self._block_updated(block)
 
@@ -494,19 +496,19 @@ class Pipeline:
         """Lets the actors update steps whose result is known, once the commit before them is complete."""
         granted: list[Instruction] = []
         for step, updates in self._steps.items():
-            if updates.result is not StepResult.UPDATED or updates.may_update or not self.commits.may_update(step):
+            if updates.result is not StepResult.UPDATED or updates.update_sent or not self.commits.may_update(step):
                 continue
-            updates.may_update = True
+            updates.update_sent = True
             for block in updates.blocks.values():
                 if block.state is BlockState.KEPT:
-                    self._await_update(block)  # no actor was told to update it until now, so it cannot be done
+                    self._await_update(block)  # UpdateStep was not sent yet, so no BlockUpdated can have arrived
             message = UpdateStep(
-                job=self.shape.job,
+                job=self.config.job,
                 step=Step(step),
                 from_step=self.commits.common_label,
                 optimizer_step=updates.optimizer_step,
-                learning_rate=self.shape.learning_rate(step),
+                learning_rate=self.config.learning_rate(step),
                 grad_scale=updates.grad_scale,
             )
-            granted += [Instruction(actor, message) for actor in self.shape.updating_actors]
+            granted += [Instruction(actor, message) for actor in self.config.updating_actors]
         return granted

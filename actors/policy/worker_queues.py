@@ -19,24 +19,22 @@ from windlass.actors.messages import (
 from windlass.actors.policy.block_queue import BlockQueue, Ordering, QueueOrder
 from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
 
-# Finished operations are reported by so many, unless something waits for them.
+# The worker reports finished operations in batches of this many, unless something waits for them.
 REPORT_EVERY = 4
 # Operations that the scheduler grants beyond those which the worker may have begun, so that the next ones are there
 # while reports and grants are on their way.
 GRANTED_AHEAD = 2 * REPORT_EVERY
-
-
 # Seconds after which a finished operation is reported without waiting for further ones.
 REPORT_EVERY_S = 1.0
 
 
 class OperationWindow:
-    """The granted operations. So many at a time have begun: their params are prefetched, or they are computed."""
+    """The granted operations. At most `max_prefetched` of them are in progress: prefetched or computed."""
 
     def __init__(self, ordering: Ordering) -> None:
-        self._max_begun = ordering.max_prefetched
+        self._max_in_progress = ordering.max_prefetched
         self._granted: deque[ComputeBlock] = deque()
-        self._num_begun = 0
+        self._num_in_progress = 0
 
     def grant(self, operations: tuple[ComputeBlock, ...]) -> list[ComputeBlock]:
         """Adds operations. Returns those that begin now."""
@@ -45,61 +43,61 @@ class OperationWindow:
 
     def computed(self) -> list[ComputeBlock]:
         """Records the end of the first operation that has begun. Returns those that begin now."""
-        self._num_begun -= 1
+        self._num_in_progress -= 1
         return self._begin()
 
     @property
     def is_empty(self) -> bool:
-        """True if no operation is granted that is not computed."""
-        return not self._granted and not self._num_begun
+        """True if every granted operation is computed."""
+        return not self._granted and not self._num_in_progress
 
     def _begin(self) -> list[ComputeBlock]:
         begun = []
-        while self._granted and self._num_begun < self._max_begun:
+        while self._granted and self._num_in_progress < self._max_in_progress:
             begun.append(self._granted.popleft())
-            self._num_begun += 1
+            self._num_in_progress += 1
         return begun
 
 
 class OffloadQueue:
-    """The complete gradients that wait for the way out of the device, in the scheduler's order."""
+    """The complete gradients that wait to be copied off the device, in the scheduler's order."""
 
     def __init__(self, ordering: Ordering, spilled_blocks: frozenset[int]) -> None:
         """Gradients of `spilled_blocks` overwrite states of an older commit on the SSDs."""
-        self._max_leaving = ordering.max_offloading
+        self._max_offloading = ordering.max_offloading
         self._spilled = spilled_blocks
         self._waiting = BlockQueue(ordering.queues)
-        self._num_leaving = 0
+        self._num_offloading = 0
         self._committed = -1
 
     def push(self, step: Step, block: BlockIndex) -> list[tuple[Step, BlockIndex]]:
-        """Adds a gradient. Returns the gradients that leave now."""
+        """Adds a gradient. Returns the gradients whose offload begins now."""
         self._waiting.push(step, block)
         return self._begin()
 
-    def left(self) -> list[tuple[Step, BlockIndex]]:
-        """Records that one of the gradients has left. Returns those that leave now."""
-        self._num_leaving -= 1
+    def offload_finished(self) -> list[tuple[Step, BlockIndex]]:
+        """Records the end of an offload. Returns the gradients whose offload begins now."""
+        self._num_offloading -= 1
         return self._begin()
 
     def commit_reached(self, step: Step) -> list[tuple[Step, BlockIndex]]:
-        """Records a commit. Returns the gradients that leave now."""
+        """Records a commit. Returns the gradients whose offload begins now."""
         self._committed = step
         return self._begin()
 
     def _begin(self) -> list[tuple[Step, BlockIndex]]:
         begun = []
-        while self._waiting and self._num_leaving < self._max_leaving:
+        while self._waiting and self._num_offloading < self._max_offloading:
             step, block = self._waiting.first
             if block in self._spilled and self._committed < step - 1:
                 break
             self._waiting.pop()
-            self._num_leaving += 1
+            self._num_offloading += 1
             begun.append((Step(step), BlockIndex(block)))
         return begun
 
 
-class Turns(NamedTuple):
+class UpdateActions(NamedTuple):
     """The next tasks of an actor with its share of blocks."""
 
     begin: list[UpdateBlock]
@@ -107,7 +105,7 @@ class Turns(NamedTuple):
 
 
 class UpdateQueue:
-    """An actor's blocks that wait for their gradient, for the result of their step, or for their turn to be updated."""
+    """An actor's blocks that wait for their gradient, for the result of their step, or for other updates to end."""
 
     def __init__(self, order: QueueOrder, max_updating: int, num_blocks: int) -> None:
         """`num_blocks` is the number of blocks of which the actor has a share."""
@@ -121,8 +119,8 @@ class UpdateQueue:
         self._results: dict[Step, UpdateStep | SkipStep] = {}
         self._num_to_come: dict[Step, int] = {}
 
-    def take(self, message: GradOffloaded | UpdateStep | SkipStep) -> Turns:
-        """Takes in the gradient of a block, or the result of a step."""
+    def add(self, message: GradOffloaded | UpdateStep | SkipStep) -> UpdateActions:
+        """Adds the gradient of a block, or the result of a step."""
         step = message.step
         if not isinstance(message, GradOffloaded):
             self._results[step], self._num_to_come[step] = message, self._num_blocks
@@ -130,26 +128,26 @@ class UpdateQueue:
         if step in self._results:
             return self._place(self._results[step], [message])
         self._early.setdefault(step, []).append(message)
-        return Turns([], [])
+        return UpdateActions([], [])
 
-    def updated(self) -> Turns:
+    def updated(self) -> UpdateActions:
         """Records the end of an update that had begun."""
         self._num_updating -= 1
-        return Turns(self._begin(), [])
+        return UpdateActions(self._begin(), [])
 
-    def _place(self, result: UpdateStep | SkipStep, grads: list[GradOffloaded]) -> Turns:
+    def _place(self, result: UpdateStep | SkipStep, grads: list[GradOffloaded]) -> UpdateActions:
         step = result.step
         self._num_to_come[step] -= len(grads)
         if not self._num_to_come[step]:
             del self._num_to_come[step], self._results[step]
         if isinstance(result, SkipStep):
-            return Turns([], grads)
+            return UpdateActions([], grads)
         for grad in grads:
             self._waiting.push(step, grad.block)
             self._updates[(step, grad.block)] = UpdateBlock(
                 job=grad.job, step=step, block=grad.block, chunks=grad.chunks, how=result
             )
-        return Turns(self._begin(), [])
+        return UpdateActions(self._begin(), [])
 
     def _begin(self) -> list[UpdateBlock]:
         begun = []

@@ -58,7 +58,7 @@ from windlass.storage.memory import (
     Arena,
     InsufficientSpaceError,
     arena_path,
-    is_for_want_of_room,
+    is_out_of_space,
     may_find_room_later,
     remove_leftovers,
 )
@@ -284,7 +284,7 @@ class Runner:
                     journal.append_outcome(status, message, error, model_dir=None)
                 return
             except OSError as error:
-                if not is_for_want_of_room(error) or time.monotonic() > until_s:
+                if not is_out_of_space(error) or time.monotonic() > until_s:
                     raise
             self._waits_for_room = True
             time.sleep(_ROOM_TRY_S)

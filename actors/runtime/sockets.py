@@ -4,8 +4,8 @@ Ray starts and places the processes and reports their deaths. Messages do not us
 sides ten times the processor time of a socket message (`docs/decisions/0006-messages-over-sockets.md`).
 """
 
+import logging
 import os
-import pickle
 import secrets
 import socket
 import struct
@@ -13,9 +13,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 
-from windlass.actors.messages import Message
+import msgspec
+
+from windlass.actors.messages import Message, decode, encode
 from windlass.storage.ids import ActorName
 
+_logger = logging.getLogger(__name__)
 _UCRED = struct.Struct("3i")  # pid, uid, gid; see unix(7)
 
 
@@ -45,7 +48,7 @@ class MessageServer:
                 sender, _ = self._socket.accept()
             except OSError:
                 return
-            # Any user of this machine can connect, and unpickling can run code.
+            # Any user of this machine can connect.
             if _user_of(sender) != os.getuid():
                 sender.close()
                 continue
@@ -59,7 +62,11 @@ class MessageServer:
                     raw = connection.recv_bytes()
                 except (EOFError, OSError):
                     return  # the sender has ended: Ray reports its death, and every wait for it has a timeout
-                messages = pickle.loads(raw)
+                try:
+                    messages = decode(raw)
+                except (msgspec.DecodeError, KeyError):
+                    _logger.exception("a batch of messages could not be decoded; its connection is closed")
+                    return
                 with self._one_at_a_time:
                     self._post(messages)
 
@@ -75,7 +82,7 @@ class MessageClient:
         """Sends messages; blocks while the receiver's socket buffer is full. Raises OSError if the receiver is gone."""
         if to not in self._connections:
             self._connections[to] = _connect(self._addresses[to])
-        self._connections[to].send_bytes(pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
+        self._connections[to].send_bytes(encode(messages))
 
 
 def _connect(address: str) -> Connection:

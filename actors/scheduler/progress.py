@@ -125,7 +125,7 @@ class Progress:
         self._paced_from = (self._first_step - 1, 0.0)
         self._num_tokens = 0  # trained on in all steps that are over
         self.trained_tokens = 0  # trained on in all reported steps
-        self._told = initial_step or 0  # the last reported step
+        self._last_reported = initial_step or 0  # the last reported step
         self._losses: dict[int, Loss] = {}  # by step
         self._metrics: dict[int, dict[str, Any]] = {}  # by step, for steps that are over but not reported
         self._compute_s: dict[int, float] = {}  # by step, evaluation included
@@ -164,13 +164,17 @@ class Progress:
         self._num_tokens = self.trained_tokens = resumed["trained_tokens"]
         self._kernels = set(resumed["kernels"])
         self._model_kernels = resumed.get("model_kernels", [])
-        self._journal.append("message", f"Resuming after step {self._told}")
+        self._journal.append("message", f"Resuming after step {self._last_reported}")
         if resumed["metrics"]:
-            data: dict[str, Any] = {"step": self._told, "total_steps": self._shape.total_steps, **resumed["metrics"]}
+            data: dict[str, Any] = {
+                "step": self._last_reported,
+                "total_steps": self._shape.total_steps,
+                **resumed["metrics"],
+            }
             data["trained_tokens"] = self.trained_tokens
             data |= self._ssd_metrics()
             self._last_metrics = data
-            if self._told not in self._history.steps:
+            if self._last_reported not in self._history.steps:
                 self._journal.append("metrics", self._step_message(data), **data)
 
     def end_step(self, step: int, end: StepEnd | None) -> dict[str, Any]:
@@ -230,13 +234,13 @@ class Progress:
         """Returns a description of the first result of a step that was not finite."""
         return self._not_finite[step]
 
-    def tell_up_to(self, step: int) -> None:
+    def report_up_to(self, step: int) -> None:
         """Reports all steps up to this one. They must be complete."""
-        while self._told < step:
-            self._told += 1
-            self._tell(self._told)
+        while self._last_reported < step:
+            self._last_reported += 1
+            self._report_step(self._last_reported)
 
-    def tell_export(self, event: ModelExported, reasons: list[str], kept: list[tuple[int, list[str]]]) -> None:
+    def report_export(self, event: ModelExported, reasons: list[str], kept: list[tuple[int, list[str]]]) -> None:
         """Reports an export. `kept` has the steps of all checkpoints that are kept from now on, with their reasons."""
         metrics = {"step": event.step}
         for reported in (self._last_metrics, self._evaluation):
@@ -347,7 +351,7 @@ class Progress:
         self._evaluation = data
         self._on_evaluation(event.step, loss)
 
-    def _tell(self, step: int) -> None:
+    def _report_step(self, step: int) -> None:
         """Reports a step that is committed or, if no commit is due, over."""
         data = self._metrics.pop(step)
         self.trained_tokens = data["trained_tokens"]

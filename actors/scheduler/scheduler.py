@@ -40,10 +40,10 @@ from windlass.actors.messages import (
     UserMessage,
 )
 from windlass.actors.policy import (
+    Action,
     DeadlineMissedError,
     EndStep,
     NotFiniteError,
-    Order,
     Pipeline,
     SchedulerConfig,
     TrainerState,
@@ -137,8 +137,8 @@ def job_shape(context: JobContext) -> SchedulerConfig:
     )
 
 
-def _is_commit(order: Order) -> bool:
-    return not isinstance(order, EndStep) and isinstance(order.message, CommitStore)
+def _is_commit(action: Action) -> bool:
+    return not isinstance(action, EndStep) and isinstance(action.message, CommitStore)
 
 
 class Scheduler:
@@ -171,7 +171,7 @@ class Scheduler:
         self._stop = stop or StopRequest()
         self._journal = Journal(Path(self.spec.job_dir) / JOURNAL_FILE, self.spec.attempt)
         self._progress = Progress(
-            self.pipeline.shape,
+            self.pipeline.config,
             self._journal,
             num_params=context.layout.numel,
             initial_step=initial_step,
@@ -254,7 +254,9 @@ class Scheduler:
     @property
     def _is_to_stop(self) -> bool:
         """True if the attempt is to stop now. A pause in the last step is ignored, because only the export is left."""
-        return self._stop.is_cancelled or (self._stop.is_paused and self.pipeline.begun < self.pipeline.final_step)
+        return self._stop.is_cancelled or (
+            self._stop.is_paused and self.pipeline.last_started_step < self.pipeline.final_step
+        )
 
     def _status(self) -> str:
         if self._exported():
@@ -315,7 +317,7 @@ class Scheduler:
 
     def _take_best(self, step: int) -> None:
         """Makes the checkpoint of an earlier step the job's model, if it still exists."""
-        path = self.pipeline.shape.path_of_checkpoint(step)
+        path = self.pipeline.config.path_of_checkpoint(step)
         if Path(path).is_dir():
             self.pipeline.export_copy_of(path)
             self._remark(f"The model is that of step {step}, which had the lowest validation loss")
@@ -332,10 +334,10 @@ class Scheduler:
         if is_last and self.pipeline.copies_final_model:
             return  # it is a copy of a checkpoint that was already reported
         removed = self._checkpoints.exported(event.step, time.monotonic(), is_last=is_last)
-        self._progress.tell_export(event, self._checkpoints.reasons(event.step), self._checkpoints.kept)
+        self._progress.report_export(event, self._checkpoints.reasons(event.step), self._checkpoints.kept)
         for step in removed:
             try:
-                remove_model_folder(Path(self.pipeline.shape.path_of_checkpoint(step)))
+                remove_model_folder(Path(self.pipeline.config.path_of_checkpoint(step)))
             except OSError as error:  # no reason to fail the job
                 self._journal.append("message", f"A checkpoint could not be removed: {error}", level="warn")
 
@@ -352,16 +354,16 @@ class Scheduler:
                 self._progress.note(event)
             case Event():
                 self._progress.note(event)
-                orders = self._handle(event)
+                actions = self._handle(event)
                 if isinstance(event, ModelLoaded):
                     self._checkpoints.begin(time.monotonic())
                 elif isinstance(event, ModelExported):
                     self._on_exported(event)  # first, so that old checkpoints are removed before the next step begins
                 # The journal is written after all instructions but the commits, so that no work waits for it. Commits
                 # come last: once the next one exists, a resumed attempt can no longer report the steps before it.
-                self._carry_out([order for order in orders if not _is_commit(order)])
-                self._progress.tell_up_to(self.pipeline.commits.settled)
-                self._carry_out([order for order in orders if _is_commit(order)])
+                self._carry_out([action for action in actions if not _is_commit(action)])
+                self._progress.report_up_to(self.pipeline.commits.last_complete_step)
+                self._carry_out([action for action in actions if _is_commit(action)])
 
     def _fail(self, event: ActorFailed) -> NoReturn:
         with contextlib.suppress(OSError):  # a full disk must not hide the actor's error
@@ -375,7 +377,7 @@ class Scheduler:
             case FailureKind.STALLED:
                 self._end_stalled({event.actor: text})
 
-    def _handle(self, event: Event) -> list[Order]:
+    def _handle(self, event: Event) -> list[Action]:
         try:
             return self.pipeline.handle(event, time.monotonic())
         except NotFiniteError as error:
@@ -384,16 +386,16 @@ class Scheduler:
                 "weights or the data are broken; try a lower learning rate, more warm-up or another precision"
             ) from error
 
-    def _carry_out(self, orders: list[Order]) -> None:
-        for order in orders:
-            if isinstance(order, EndStep):
-                self._end_step(order)
-            elif isinstance(order.message, CommitStore):
-                step = order.message.step
-                self._send(order.to, replace(order.message, trainer_state=self._trainer_states[step]))
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, EndStep):
+                self._end_step(action)
+            elif isinstance(action.message, CommitStore):
+                step = action.message.step
+                self._send(action.to, replace(action.message, trainer_state=self._trainer_states[step]))
                 self._trainer_states = {each: state for each, state in self._trainer_states.items() if each >= step}
             else:
-                self._send(order.to, order.message)
+                self._send(action.to, action.message)
 
     def _exported(self) -> bool:
         return Path(self.spec.output_dir).is_dir()

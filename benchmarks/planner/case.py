@@ -9,12 +9,12 @@ from benchmarks.peers.workload import ModelShape, Workload, model_config
 from benchmarks.planner.run import JOB_FILE
 from benchmarks.reporting.machine import num_cores
 from windlass.amounts import GIB
-from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, MemoryTier, placement_json
+from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, MemoryTier
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning import PlanQuestion
+from windlass.planner.planning import JobPlan, PlanQuestion
 from windlass.planner.planning.feasibility import with_part
 from windlass.planner.planning.planner import Profiles, fastest_plan, limits_of
-from windlass.planner.planning.report import choices_of
+from windlass.planner.planning.report import choices_of, report_of
 from windlass.planner.simulation import simulated_step_s
 
 MIB = 2**20
@@ -103,11 +103,15 @@ def predict(case: Case, question: PlanQuestion, profiles: Profiles, folder: Path
         swapped_nbytes=solution.placement.host_activation_nbytes + solution.placement.ssd_activation_nbytes,
         choices=choices_of(job, solution),
     )
+    plan = JobPlan(
+        report=report_of(job, solution, is_cpu=question.hardware.gpus.count == 0, step_s=step_s),
+        placement=solution.placement,
+        arena_nbytes=solution.plan.arena_nbytes,
+    )
     planned = {
         "num_microbatches": case.num_microbatches,
         "clip_norm": case.clip_norm,
-        "placement": placement_json.to_json(solution.placement),
-        "arena_nbytes": solution.plan.arena_nbytes,
+        "job_plan": plan.to_json(),
         "kernel_dir": str(kernel_dir),
         "predicted": asdict(predicted),
     }

@@ -68,7 +68,7 @@ def _run(what: str, folder: Path, environment: dict[str, str]) -> Measured:
 def planned_spec(folder: Path, num_steps: int | None = None) -> "JobSpec":
     """Returns the workload's job with the planned settings. `num_steps`: fewer than the workload's."""
     from benchmarks.peers.windlass_runner import job_spec
-    from windlass.engine.memory_plan import placement_json
+    from windlass.planner.planning import JobPlan
     from windlass.storage.ids import JobId
 
     workload, planned = read_workload(folder), json.loads((folder / JOB_FILE).read_text())
@@ -76,13 +76,15 @@ def planned_spec(folder: Path, num_steps: int | None = None) -> "JobSpec":
     home.mkdir()
     spec = job_spec(workload, folder, home, [ssd_dir])
     hyper = replace(spec.hyperparameters, num_microbatches=planned["num_microbatches"], clip_norm=planned["clip_norm"])
+    plan = JobPlan.model_validate(planned["job_plan"])
+    assert plan.placement is not None, "a case is written only if it fits"
     return replace(
         spec,
         job=JobId(f"planned-{os.getpid()}"),
         hyperparameters=hyper,
         total_steps=num_steps or spec.total_steps,
-        placement=placement_json.from_json(planned["placement"]),
-        host_memory_nbytes=planned["arena_nbytes"],
+        placement=plan.placement,
+        host_memory_nbytes=plan.arena_nbytes,
         kernel_dir=planned["kernel_dir"],
     )
 

@@ -274,7 +274,7 @@ def _rates(case: Case) -> Rates:
         ssd_write_bytes=ssd_rates,
         optimizer_params=math.inf,
         device_params=math.inf,
-        gives_ahead=False,
+        launches_ahead=False,
     )
 
 

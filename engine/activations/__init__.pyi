@@ -7,7 +7,7 @@ from windlass.engine.activations.microbatch import Unit as Unit
 from windlass.engine.activations.operator_costs import LayerCost as LayerCost
 from windlass.engine.activations.operator_costs import OperatorCost as OperatorCost
 from windlass.engine.activations.operator_costs import list_operators as list_operators
-from windlass.engine.activations.saved_graph import LentParams as LentParams
+from windlass.engine.activations.saved_graph import BorrowedParams as BorrowedParams
 from windlass.engine.activations.selective_recompute import Layer as Layer
 from windlass.engine.activations.selective_recompute import generators_of as generators_of
 from windlass.engine.activations.selective_recompute import storage_ref as storage_ref

@@ -2,7 +2,7 @@
 
 import torch
 
-from windlass.engine.activations.saved_graph import LentParams, SavedGraph, keep_graph
+from windlass.engine.activations.saved_graph import BorrowedParams, SavedGraph, keep_graph
 from windlass.engine.activations.saved_tensors import SwappedView, UnitSwaps
 from windlass.engine.activations.selective_recompute import Layer, SelectiveRecompute, record
 from windlass.engine.activations.store import ActivationStore
@@ -13,7 +13,7 @@ class Unit:
     """The forward and backward pass of one block and micro-batch, with the activations that a policy holds."""
 
     def __init__(
-        self, policy: BlockActivations, store: ActivationStore | None, params: LentParams, *, copies: bool
+        self, policy: BlockActivations, store: ActivationStore | None, params: BorrowedParams, *, copies: bool
     ) -> None:
         """`copies`: hold copies of operators' outputs, for a layer that is known to have Python autograd functions."""
         self.has_function = copies  # the layer has a Python autograd function; known after the forward pass
@@ -29,7 +29,7 @@ class Unit:
         policy = self._policy
         if policy.recompute:
             # Swapped first, because the backward pass needs it first.
-            self._entering = self._swaps.leave(entering) if policy.swap_input else entering
+            self._entering = self._swaps.swap_out(entering) if policy.swap_input else entering
         if not policy.recompute:
             output, self._graph = keep_graph(layer, entering, policy, self._swaps, self._params)
         elif policy.needs_grad:

@@ -51,7 +51,7 @@ class PlacedParams(Protocol):
         """Returns the params around a byte offset, for the graph node that runs now, and their first byte's offset."""
 
 
-class LentParams:
+class BorrowedParams:
     """The installed params: whole flat vectors by block, and the params of a layer that is streamed in pieces."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class SavedGraph:
 
 
 def keep_graph(
-    layer: Layer, entering: torch.Tensor, policy: BlockActivations, swaps: UnitSwaps, params: LentParams
+    layer: Layer, entering: torch.Tensor, policy: BlockActivations, swaps: UnitSwaps, params: BorrowedParams
 ) -> tuple[torch.Tensor, SavedGraph]:
     """Computes a layer and keeps its graph. The backward pass reads `params` again."""
     names = Names() if policy.swapped else None
@@ -157,7 +157,7 @@ class _Hooks:
         entering: torch.Tensor,
         policy: BlockActivations,
         swaps: UnitSwaps,
-        params: LentParams,
+        params: BorrowedParams,
         names: Names | None,
     ) -> None:
         self._entering = storage_ref(entering)
@@ -181,7 +181,7 @@ class _Hooks:
         if place is not None:
             return place
         if tensor.device == self._device and is_worth_swapping(tensor) and self._is_swapped(tensor):
-            return self._swaps.leave(tensor)
+            return self._swaps.swap_out(tensor)
         return _Kept(tensor.detach(), tensor._version)
 
     def _is_swapped(self, tensor: torch.Tensor) -> bool:

@@ -14,10 +14,10 @@ class UnitSwaps:
     def __init__(self, store: ActivationStore | None) -> None:
         self._store = store
         # A weak reference keeps the address of a storage from being reused, but does not keep its memory.
-        self._known: dict[tuple[StorageWeakRef, int], Away] = {}
+        self._known: dict[tuple[StorageWeakRef, int], SwappedStorage] = {}
         self._waiting: dict[SwapHandle, None] = {}
 
-    def leave(self, tensor: torch.Tensor) -> "SwappedView":
+    def swap_out(self, tensor: torch.Tensor) -> "SwappedView":
         """Puts a tensor's storage into the store unless it is there. Keeps no reference to the tensor."""
         storage = tensor.untyped_storage()
         key = (StorageWeakRef(storage), tensor._version)  # type: ignore[no-untyped-call]
@@ -26,7 +26,7 @@ class UnitSwaps:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             handle = self._store.put(whole)
             self._waiting[handle] = None
-            self._known[key] = Away(self, handle)
+            self._known[key] = SwappedStorage(self, handle)
         return SwappedView(
             self._known[key], tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.device
         )
@@ -36,7 +36,7 @@ class UnitSwaps:
         self._known.clear()
 
     def prefetch(self, *, latest_first: bool) -> None:
-        """Starts to copy all swapped storages back, in the order of `leave` or in the reverse."""
+        """Starts to copy all swapped storages back, in the order of `swap_out` or in the reverse."""
         for handle in reversed(self._waiting) if latest_first else self._waiting:
             assert self._store is not None
             self._store.prefetch(handle)
@@ -60,7 +60,7 @@ class UnitSwaps:
             self.drop(handle)
 
 
-class Away:
+class SwappedStorage:
     """A storage in the store. After its return to the device it lives as long as the views of it."""
 
     def __init__(self, swaps: UnitSwaps, handle: SwapHandle) -> None:
@@ -83,7 +83,7 @@ class Away:
 class SwappedView:
     """Describes a tensor whose storage is in the store."""
 
-    away: Away
+    swapped: SwappedStorage
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -93,4 +93,4 @@ class SwappedView:
     def tensor(self) -> torch.Tensor:
         """Returns the original tensor on the device; fetches its storage if needed."""
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
-        return empty.set_(self.away.storage(), self.offset, self.shape, self.stride)
+        return empty.set_(self.swapped.storage(), self.offset, self.shape, self.stride)

@@ -153,7 +153,7 @@ class _Operator:
         """Discards the held outputs."""
         for item in self.held or ():
             if isinstance(item, SwappedView):
-                item.away.drop()
+                item.swapped.drop()
         self.held = None
 
 
@@ -281,7 +281,7 @@ class _Recorder(OperatorMode):  # type: ignore[no-untyped-call]
         if self._copies:
             item = item.clone()
         if place is Place.SWAPPED and item.device == self._device and is_worth_swapping(item):
-            return self._swaps.leave(item)
+            return self._swaps.swap_out(item)
         return item.detach()
 
     def finish(self, *, sees_all: bool) -> SelectiveRecompute:

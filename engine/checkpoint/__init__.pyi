@@ -2,9 +2,9 @@
 
 from windlass.engine.checkpoint.atomic_folder import remove_partial_folders as remove_partial_folders
 from windlass.engine.checkpoint.initialization import BlockInitializer as BlockInitializer
+from windlass.engine.checkpoint.model_exporter import ModelExporter as ModelExporter
 from windlass.engine.checkpoint.model_folder import copy_file as copy_file
 from windlass.engine.checkpoint.model_folder import copy_model_folder as copy_model_folder
 from windlass.engine.checkpoint.model_folder import folder_nbytes as folder_nbytes
 from windlass.engine.checkpoint.model_folder import remove_model_folder as remove_model_folder
 from windlass.engine.checkpoint.reader import CheckpointReader as CheckpointReader
-from windlass.engine.checkpoint.writer import ModelExporter as ModelExporter

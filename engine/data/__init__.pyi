@@ -14,4 +14,4 @@ from windlass.engine.data.examples import DataFile as DataFile
 from windlass.engine.data.examples import is_accepted as is_accepted
 from windlass.engine.data.hints import HEAD_NBYTES as HEAD_NBYTES
 from windlass.engine.data.hints import foreign_file as foreign_file
-from windlass.engine.data.hints import told as told
+from windlass.engine.data.hints import format_hint as format_hint

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from windlass.engine.data.hints import HEAD_NBYTES, Hint, foreign_file, near_encoding, near_record, told
+from windlass.engine.data.hints import HEAD_NBYTES, Hint, foreign_file, format_hint, hint_for_encoding, hint_for_record
 
 FORMAT_VERSION = 1  # of the prepared folder
 NO_TARGET = -100  # PyTorch's cross-entropy ignores targets with this value
@@ -160,7 +160,7 @@ class DataFile:
         """Returns the error with a hint appended that shows the expected format."""
         # In a job's messages the file's id follows its name. The hint's command is for the user's own file.
         name = self.told_name.partition(" (file-")[0]
-        return DataError(error.code, f"{error.message}; {told(hint, name, is_accepted)}", error.param)
+        return DataError(error.code, f"{error.message}; {format_hint(hint, name, is_accepted)}", error.param)
 
     def _lines(self) -> Iterator[tuple[int, int, bytes]]:
         nbytes_read = 0
@@ -202,7 +202,7 @@ class _Line:
         try:
             return self.example(record)
         except DataError as error:
-            if (near := near_record(record)) is None or near.record is None or not is_accepted(near.record):
+            if (near := hint_for_record(record)) is None or near.record is None or not is_accepted(near.record):
                 raise
             raise self.file.hinted(error, near) from None
 
@@ -242,7 +242,7 @@ class _Line:
                 f"not UTF-8 text: byte {error.start + 1} of the line is 0x{raw[error.start]:02x}",
                 code=DataErrorCode.INVALID_JSON,
             )
-            if (encoded := near_encoding(raw)) is None:
+            if (encoded := hint_for_encoding(raw)) is None:
                 raise found from None
             raise self.file.hinted(found, encoded) from None
         except json.JSONDecodeError as error:

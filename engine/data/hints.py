@@ -1,7 +1,7 @@
 """Hints for files that have another format: its name, the first record in the expected format, and a command.
 
-The command converts the file; nothing is converted here. `told` shows a record only if the parser of training files
-accepts it.
+The command converts the file; nothing is converted here. `format_hint` shows a record only if the parser of training
+files accepts it.
 """
 
 import csv
@@ -90,7 +90,7 @@ def foreign_file(head: bytes) -> Hint | None:
     return _table(text) or (Hint(form="text without JSON", record={"text": line}) if line else None)
 
 
-def near_encoding(line: bytes) -> Hint | None:
+def hint_for_encoding(line: bytes) -> Hint | None:
     """Returns a hint for a line that is not UTF-8, None if it is no JSON object in a single-byte encoding either."""
     try:
         is_object = isinstance(json.loads(line.decode("latin-1")), dict)
@@ -100,7 +100,7 @@ def near_encoding(line: bytes) -> Hint | None:
     return Hint(form="text in another encoding, such as Windows-1252", command=command) if is_object else None
 
 
-def near_record(record: Mapping[str, Any]) -> Hint | None:
+def hint_for_record(record: Mapping[str, Any]) -> Hint | None:
     """Returns a hint for a record of another format, with the nearest accepted format; None if none is near."""
     keys = {key.casefold(): key for key in reversed(list(record)) if isinstance(key, str)}
     if (hint := _conversation(record, keys) or _two_lists(record)) is not None or {"messages", "text"} & record.keys():
@@ -108,7 +108,7 @@ def near_record(record: Mapping[str, Any]) -> Hint | None:
     return _pair(record, keys) or _text(record, keys)
 
 
-def told(hint: Hint, name: str, accepts: Callable[[dict[str, Any]], bool]) -> str:
+def format_hint(hint: Hint, name: str, accepts: Callable[[dict[str, Any]], bool]) -> str:
     """Returns a hint as text for the end of an error message about the file `name`."""
     parts = [f"this is {hint.form}; a training file has one JSON object a line"]
     if hint.record is not None and (line := _one_line(hint.record, accepts)) is not None:
@@ -147,7 +147,7 @@ def _json_array(text: str) -> Hint:
         whole = _decode(text)
         messages = {"messages": whole} if isinstance(whole, list) else None
         return Hint(form="a list of messages without a name", record=messages, jq="{messages: .}")
-    return _in(near_record(first), first, form=form, jq=".[]")
+    return _in(hint_for_record(first), first, form=form, jq=".[]")
 
 
 def _json_objects(text: str) -> Hint | None:
@@ -165,7 +165,7 @@ def _json_objects(text: str) -> Hint | None:
         form, command = "JSON objects with commas between them", rf"sed 's/,[[:space:]]*$//' {{name}} > {_CONVERTED}"
     else:
         return None
-    hint = _in(near_record(first), first, form=form, jq=".")
+    hint = _in(hint_for_record(first), first, form=form, jq=".")
     return hint if command is None else replace(hint, jq=None, command=command)
 
 
@@ -179,7 +179,7 @@ def _table(text: str) -> Hint | None:
     except (csv.Error, StopIteration):
         return None
     record = dict(zip((name.strip() for name in names), first, strict=False))
-    near = near_record(record)
+    near = hint_for_record(record)
     known = {*_QUESTIONS, *_ANSWERS, *_TEXTS}
     # Prose has commas too, so a table needs a known column name.
     if len(names) != len(first) or not any(name.casefold() in known for name in record):

@@ -70,7 +70,7 @@ class Streams(Protocol):
         """Closes the three streams."""
 
 
-class _Past:
+class _CompletedEvent:
     """An event that is over when it is recorded."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class DirectStream:
 
     def record(self) -> Event:
         """See Stream."""
-        return _Past()
+        return _CompletedEvent()
 
     def then(self, callback: Callable[[], None]) -> None:
         """See Stream."""
@@ -119,25 +119,25 @@ class DirectStream:
         """See Stream."""
 
 
-class _Mark:
+class _ThreadEvent:
     """An event of a stream with a thread."""
 
     def __init__(self) -> None:
-        self._came = threading.Event()
+        self._completed = threading.Event()
         self._time_s = 0.0
         self._failure: Exception | None = None
 
-    def come(self, failure: Exception | None) -> None:
+    def set(self, failure: Exception | None) -> None:
         self._time_s, self._failure = time.monotonic(), failure
-        self._came.set()
+        self._completed.set()
 
     def is_over(self) -> bool:
-        return self._came.is_set() and self._failure is None
+        return self._completed.is_set() and self._failure is None
 
     def wait(self, deadline_s: float) -> None:
-        if not self._came.wait(deadline_s):
+        if not self._completed.wait(deadline_s):
             raise TimeoutError(
-                f"what a stream of the device was given was not done within {deadline_s:g} s; a copy is stuck, or the "
+                f"work queued on a device stream did not finish within {deadline_s:g} s; a copy is stuck, or the "
                 "deadline is too short for this machine"
             )
         if self._failure is not None:
@@ -155,26 +155,26 @@ class ThreadStream:
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._failure: Exception | None = None  # set after a failure or `close`: the stream accepts no more work
-        self._tasks: queue.SimpleQueue[Callable[[], object] | _Mark | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], object] | _ThreadEvent | None] = queue.SimpleQueue()
         start_threads((self._run,))
 
     def run(self, work: Callable[[], object]) -> None:
         """See Stream."""
-        self._give(work)
+        self._submit(work)
 
     def wait(self, event: Event) -> None:
         """See Stream."""
-        self._give(lambda: event.wait(self._deadline_s))
+        self._submit(lambda: event.wait(self._deadline_s))
 
     def record(self) -> Event:
         """See Stream."""
-        mark = _Mark()
-        self._give(mark)
-        return mark
+        event = _ThreadEvent()
+        self._submit(event)
+        return event
 
     def then(self, callback: Callable[[], None]) -> None:
         """See Stream."""
-        self._give(callback)
+        self._submit(callback)
 
     def close(self) -> None:
         """See Stream."""
@@ -182,12 +182,12 @@ class ThreadStream:
             self._failure = self._failure or InterruptedError("the stream was closed")
             self._tasks.put(None)
 
-    def _give(self, task: Callable[[], object] | _Mark) -> None:
+    def _submit(self, task: Callable[[], object] | _ThreadEvent) -> None:
         with self._lock:
             if self._failure is None:
                 self._tasks.put(task)
-            elif isinstance(task, _Mark):
-                task.come(self._failure)
+            elif isinstance(task, _ThreadEvent):
+                task.set(self._failure)
 
     def _run(self) -> None:
         try:
@@ -197,8 +197,8 @@ class ThreadStream:
             with self._lock:
                 self._failure = error
                 while not self._tasks.empty():
-                    if isinstance(task := self._tasks.get(), _Mark):
-                        task.come(error)
+                    if isinstance(task := self._tasks.get(), _ThreadEvent):
+                        task.set(error)
             raise
 
     def _do_next(self) -> bool:
@@ -209,8 +209,8 @@ class ThreadStream:
         task = self._tasks.get()
         if task is None:
             return False
-        if isinstance(task, _Mark):
-            task.come(None)
+        if isinstance(task, _ThreadEvent):
+            task.set(None)
         else:
             task()
         return True

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from windlass.engine.activations import LentParams, SwapCounts, SwapHandle, Unit
+from windlass.engine.activations import BorrowedParams, SwapCounts, SwapHandle, Unit
 from windlass.engine.memory_plan import BlockActivations
 from windlass.engine.model import BlockRunner
 from windlass.storage.ids import BlockIndex
@@ -102,10 +102,10 @@ def _measure(
     has_function = False
     while True:
         scales = _Scales(slot_nbytes)
-        # An empty LentParams is enough, because params are never swapped.
-        unit = Unit(choice, scales, LentParams(), copies=has_function)
+        # An empty BorrowedParams is enough, because params are never swapped.
+        unit = Unit(choice, scales, BorrowedParams(), copies=has_function)
         try:
-            with runner.imagined(block, *shape) as (layer, entering):
+            with runner.fake_layer(block, *shape) as (layer, entering):
                 unit.forward(layer, entering)
         except Exception as error:
             raise ActivationNeedUnknownError(

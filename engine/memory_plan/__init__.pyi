@@ -1,6 +1,5 @@
 """The plan that a job obeys: the places of states, the number of buffers, and the policies for activations."""
 
-from windlass.engine.memory_plan import placement_json as placement_json
 from windlass.engine.memory_plan.activation_policy import ATTENTION as ATTENTION
 from windlass.engine.memory_plan.activation_policy import EVERY_OPERATOR as EVERY_OPERATOR
 from windlass.engine.memory_plan.activation_policy import LEAST_SWAPPED_NBYTES as LEAST_SWAPPED_NBYTES

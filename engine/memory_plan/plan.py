@@ -24,7 +24,7 @@ PARTIAL_GRAD_ITEMSIZE = 4
 CACHED_BLOCKS = 2
 # Minimum number of typical blocks whose gradients fit in host memory: one arrives while another is updated.
 MIN_PASSING_BLOCKS = 2
-# Steps between commits if states rest in memory. Each commit writes all states; a crash loses the steps after the last.
+# Steps between commits if states are resident in memory. A commit writes all states; a crash loses the steps after it.
 COMMIT_EVERY = 10
 
 
@@ -82,8 +82,8 @@ class Placement:
     device_blocks: tuple[int, ...] = ()  # blocks whose model states are resident on the device
     streamed_blocks: tuple[int, ...] = ()  # layers whose params are copied to the device in pieces, to save its memory
     num_host_grad_blocks: int | None = None  # first blocks whose kept gradients stay in host memory; others' spill
-    num_cached_params: int | None = None  # chunks of params that stay in host memory between uses
-    commit_every: int | None = None  # steps; None: 1, or COMMIT_EVERY if states rest in memory
+    num_cached_params: int | None = None  # first chunks on the SSDs whose params stay in host memory too
+    commit_every: int | None = None  # steps; None: 1, or COMMIT_EVERY if states are resident in memory
     group_size: int | None = None  # micro-batches that pass each block together; None: all of a step
     # The policy of each layer in order; (): a layer's input stays on the device, and the rest is recomputed.
     activations: tuple[BlockActivations, ...] = ()
@@ -111,13 +111,13 @@ class Pool:
 class Plan:
     """The arena of a job, its share of the SSDs, and the place of each block's states."""
 
-    params: Pool  # owned by the GPU worker: params in flight to the device, and cached ones
+    params: Pool  # owned by the GPU worker: params in flight to the device; the last slots are those of cached params
     grads: Pool  # owned by the GPU worker; an optimizer holds a gradient's slots until its update
     states: tuple[Pool, ...]  # one for each optimizer: a slot holds a chunk's states, and its gradient if any spill
     host_states: Pool  # a slot holds a chunk's states, for the chunks of `host_blocks` in order
     transit: Pool  # owned by the GPU worker: a slot holds a chunk's states in flight between device and SSDs
     partial_grads: Pool  # owned by the GPU worker: a slot for each use of a chunk, for the sum passed to the next group
-    num_cached_params: int  # slots of `params` for cached chunks
+    num_cached_params: int  # the first chunks on the SSDs; each has its own slot of `params` between uses
     host_blocks: tuple[int, ...]
     device_blocks: tuple[int, ...]
     # Blocks whose params are copied to the device in pieces. While in use, they stay in slots of `params` or in
@@ -194,7 +194,7 @@ def make_plan(
             if host_memory_nbytes is None or placement.num_cached_params is not None or is_naive:
                 return plan
             num_free = (host_memory_nbytes - plan.arena_nbytes) // plan.params.slot_nbytes
-            choice = replace(choice, num_cached=min(choice.num_cached + num_free, model.total_chunks))
+            choice = replace(choice, num_cached=min(choice.num_cached + num_free, _num_on_ssds(model, placement)))
             return _lay_out(model, placement, num_optimizers, grad_itemsize, num_microbatches, choice)
     assert limit_nbytes is not None, "without a limit the first choice fits"
     raise _too_little_host_memory(plan, limit_nbytes, is_budget=host_memory_nbytes is not None)
@@ -206,7 +206,7 @@ def _too_little_host_memory(plan: "Plan", limit_nbytes: int, *, is_budget: bool)
         "params": plan.params.nbytes,
         "gradients": plan.grads.nbytes + plan.partial_grads.nbytes,
         "states at the optimizers": sum(pool.nbytes for pool in plan.states),
-        "states that rest in it": plan.host_states.nbytes,
+        "resident states": plan.host_states.nbytes,
         "states on their way to or from the device": plan.transit.nbytes,
         "activations": plan.activations.nbytes,
     }
@@ -221,8 +221,8 @@ def _too_little_host_memory(plan: "Plan", limit_nbytes: int, *, is_budget: bool)
             f"settings, to at least {least}",
             param="windlass.budgets.host_memory_gib",
         )
-    there = bytes_text(max(0, limit_nbytes))
-    return PlanError(f"{takes}the {there} that the machine has to spare; close other programs, or stop other jobs")
+    spare_text = bytes_text(max(0, limit_nbytes))
+    return PlanError(f"{takes}the {spare_text} that the machine has to spare; close other programs, or stop other jobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,17 +264,18 @@ def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
     streamed = set(placement.streamed_blocks)
     layers = set(model.blocks[1:-1]).difference(placement.device_blocks, model.shared_blocks)
     if len(streamed) < len(placement.streamed_blocks) or not streamed <= layers:
+        surplus = sorted(streamed - layers)
         raise PlanError(
             f"streamed_blocks {placement.streamed_blocks} must name layers, each once: not the embedding (0), the head "
-            f"({len(model.blocks) - 1}), blocks that rest on the device, nor those whose params others use as well; "
-            f"leave out {sorted(streamed - layers) or 'what is named twice'}"
+            f"({len(model.blocks) - 1}), blocks resident on the device, nor those whose params others use as well; "
+            f"{f'leave out {surplus}' if surplus else 'remove duplicates'}"
         )
     num_kept = placement.num_host_grad_blocks
     if num_kept is not None and num_kept < len(model.blocks) and not _may_spill(placement, keep_grads=keep_grads):
         raise PlanError(
             f"num_host_grad_blocks is {num_kept} of {len(model.blocks)}: the others' gradients would go to the SSDs, "
-            "but they do only where they are kept until all are known, every step is committed, and no states rest in "
-            "memory; leave it out"
+            "but they do only where they are kept until all are known, every step is committed, and no states are "
+            "resident in memory; leave it out"
         )
 
 
@@ -298,15 +299,17 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
     kept = placement.num_host_grad_blocks if placement.num_host_grad_blocks is not None else num_blocks
     deepest = placement.depths.states
     depths = (1,) if is_naive else range(deepest, min(deepest, MIN_STATE_DEPTH) - 1, -1)
-    asked, total = placement.num_cached_params, model.total_chunks
-    wanted = asked if asked is not None else 0 if is_naive else CACHED_BLOCKS * model.typical_chunks
+    requested_cached, total = placement.num_cached_params, _num_on_ssds(model, placement)
+    wanted = (
+        requested_cached if requested_cached is not None else 0 if is_naive else CACHED_BLOCKS * model.typical_chunks
+    )
     has_room = keep_grads or placement.num_host_grad_blocks is not None
     choice = _Choice(depth=depths[0], num_cached=min(wanted, total), num_host_grad_blocks=kept if has_room else None)
     if not has_room:
         for num_passing in range(most_passing_blocks(num_blocks), MIN_PASSING_BLOCKS, -1):
             yield replace(choice, num_passing_blocks=num_passing)
     yield choice
-    choice = replace(choice, num_cached=min(asked or 0, total))
+    choice = replace(choice, num_cached=min(requested_cached or 0, total))
     for depth in depths:
         choice = replace(choice, depth=depth)
         yield choice
@@ -316,6 +319,12 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
     if placement.num_host_grad_blocks is None and _may_spill(placement, keep_grads=keep_grads):
         for kept in range(num_blocks - 1, -1, -1):
             yield replace(choice, num_host_grad_blocks=kept)
+
+
+def _num_on_ssds(model: ModelSize, placement: Placement) -> int:
+    """Returns the number of chunks whose states are on the SSDs."""
+    in_memory = {*placement.host_blocks, *placement.device_blocks}
+    return sum(model.num_chunks(block) for block in model.blocks if block not in in_memory)
 
 
 def most_passing_blocks(num_blocks: int) -> int:

@@ -22,9 +22,9 @@ from transformers import DynamicCache
 
 from windlass.engine.activations import (
     ActivationStore,
+    BorrowedParams,
     Layer,
     LayerCost,
-    LentParams,
     Unit,
     generators_of,
     list_operators,
@@ -128,7 +128,7 @@ class BlockRunner:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
         self._mode_on_call: Any = None
-        self._params = LentParams()
+        self._params = BorrowedParams()
         self._streamed: StreamedLayer | None = None  # the installed layer, if its params are streamed
         self._sinks: Mapping[BlockIndex, GradBuffer] = {}
         self._with_functions: set[BlockIndex] = set()  # layers that are known to have Python autograd functions
@@ -300,11 +300,11 @@ class BlockRunner:
 
     def operators(self, block: BlockIndex, num_examples: int, num_tokens: int) -> LayerCost:
         """Returns the output sizes and FLOPs of a layer's operators for one micro-batch. Computes nothing."""
-        with self.imagined(block, num_examples, num_tokens) as (layer, entering):
+        with self.fake_layer(block, num_examples, num_tokens) as (layer, entering):
             return list_operators(layer, entering)
 
     @contextlib.contextmanager
-    def imagined(self, block: BlockIndex, num_examples: int, num_tokens: int) -> Iterator[tuple[Layer, torch.Tensor]]:
+    def fake_layer(self, block: BlockIndex, num_examples: int, num_tokens: int) -> Iterator[tuple[Layer, torch.Tensor]]:
         """Yields a layer and its input for one micro-batch as fake tensors. Nothing is computed or allocated.
 
         No params may be installed. A Python function that passes tensors to its own kernel gets a RuntimeError.
@@ -335,7 +335,10 @@ class BlockRunner:
         self.install(block, flats, {b: GradBuffer(flat) for b, flat in flats.items()})
 
     def _forward_unit(self, block: BlockIndex, microbatch: int, policy: BlockActivations) -> torch.Tensor:
-        """Runs a layer forward for one micro-batch. A unit holds the activations, and the input if the policy says."""
+        """Runs a layer forward for one micro-batch.
+
+        One `Unit` is the saved activations of one block and micro-batch, with the input if the policy says so.
+        """
         entering = self.inputs[-1][microbatch]
         self.inputs[-1][microbatch] = torch.empty(0)
         unit = Unit(policy, self._store, self._params, copies=block in self._with_functions)

@@ -64,7 +64,7 @@ class StreamedLayer:
         backward_pass, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
         last, held = self._nodes.get(backward_pass, (None, []))
         if last is not node:
-            self._let_go(held)
+            self._release(held)
             held = []
         self._nodes[backward_pass] = (node, held)
         with _disable_current_modes():
@@ -75,7 +75,7 @@ class StreamedLayer:
     def begin_microbatch(self, *, is_last: bool) -> None:
         """Releases the pieces of the previous micro-batch's graph. `is_last`: the operation's last one begins."""
         for _, held in self._nodes.values():
-            self._let_go(held)
+            self._release(held)
         self._nodes.clear()
         self._params.buffers.is_last = is_last
 
@@ -93,7 +93,7 @@ class StreamedLayer:
             site.module._parameters[site.attribute] = site.placeholder
         with _disable_current_modes():
             for site in sites:
-                self._params.buffers.let_go(self._piece_at(site.param.offset))
+                self._params.buffers.release(self._piece_at(site.param.offset))
 
     def _leaf(self, site: ParamSite, flat: torch.Tensor) -> nn.Parameter:
         view = flat.view(site.param.shape)
@@ -106,10 +106,10 @@ class StreamedLayer:
             self.on_param(site, leaf)
         return leaf
 
-    def _let_go(self, pieces: list[int]) -> None:
+    def _release(self, pieces: list[int]) -> None:
         with _disable_current_modes():
             for piece in pieces:
-                self._params.buffers.let_go(piece)
+                self._params.buffers.release(piece)
 
     def _piece_at(self, offset: int) -> int:
         bounds = self._params.bounds

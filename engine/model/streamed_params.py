@@ -97,7 +97,7 @@ class PieceBuffers:
         self._stream.close()
 
     def hold(self, piece: int, *, backward: bool) -> torch.Tensor:
-        """Acquires a piece for work of the compute stream until `let_go`. `backward`: for a node of the backward pass.
+        """Acquires a piece for work of the compute stream until `release`. `backward`: for a node of the backward pass.
 
         Raises:
             PieceBuffersHeldError: all buffers are held.
@@ -116,7 +116,7 @@ class PieceBuffers:
         start, stop = self._params.bounds[piece : piece + 2]
         return buffer.flat[: stop - start]
 
-    def let_go(self, piece: int) -> None:
+    def release(self, piece: int) -> None:
         """Releases a piece. Call it once for each `hold`."""
         (buffer,) = (b for b in self._buffers if b.piece == piece)
         buffer.num_holders -= 1

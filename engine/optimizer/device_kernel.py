@@ -17,7 +17,7 @@ import torch.utils.dlpack
 
 from windlass.engine.optimizer.adam_formulas import Format, Scalar, formula
 from windlass.engine.optimizer.kernel_cache import KernelUnavailable, make_private
-from windlass.storage.memory import is_for_want_of_room
+from windlass.storage.memory import is_out_of_space
 
 # Before PyTorch 2.12 the option for division has the misspelt name, and there is none for denormal numbers.
 _EXACT = (
@@ -55,7 +55,7 @@ def compile_here(kernel: Format, device: torch.device, cache_dir: Path | None) -
     try:
         run(*_example(kernel, device))
     except Exception as error:  # whatever Dynamo, Inductor, Triton and the driver raise
-        if is_for_want_of_room(error):
+        if is_out_of_space(error):
             raise OSError(errno.ENOSPC, f"no room to compile the optimizer kernel for {device}") from error
         raise KernelUnavailable(f"compiling the optimizer kernel for {device} failed: {error}") from error
     return run

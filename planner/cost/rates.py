@@ -12,14 +12,12 @@ if TYPE_CHECKING:  # `windlass.planner.hardware.hardware` needs pydantic, which 
 # A GPU's memory bandwidth in bytes/s divided by its FLOP/s, for profiles that lack the bandwidth. It is between an RTX
 # 4090's (1008 GB/s, 165 TFLOPS) and an A100's (1555 GB/s, 312 TFLOPS).
 _MEMORY_BYTES_PER_FLOP = 1 / 180
-# Factor of an SSD server's CPU time per byte over that of the transfer and checksum alone, because of its queues and of
-# other memory traffic. In three jobs a GB took 0.12 to 0.13 core-seconds, where 0.07 were measured alone.
-_SERVER_OVER_ALONE = 1.75
-# If the device is the CPU: compute time lost to copies and updates, divided by the time that they take alone. Caches
-# and memory are shared, and all cores wait for the one that does other work. Measured in a job (of
-# `benchmarks.planner`, with little device memory): 0.36 s of a step instead of 0.17 s. Of the 0.36 s, 0.22 s were the
-# cores' own time.
-_BESIDE_COMPUTE = 2.1
+# An SSD server's CPU time per byte, divided by that of the transfer and checksum alone. Its queues and other memory
+# traffic take the difference.
+_SSD_SERVER_CPU_FACTOR = 1.75
+# If the device is the CPU: compute time lost to copies and updates, divided by the time that they take alone. It is
+# more than 1 because caches and memory are shared, and all cores wait for the one that does other work.
+_CPU_CONTENTION_FACTOR = 2.1
 # Bytes that an update on the device reads and writes per parameter: master and moments in and out, gradient in.
 _UPDATE_NBYTES = 26
 # Bytes to derive a 16-bit param from its master.
@@ -74,7 +72,7 @@ def speeds_of(hardware: "Hardware") -> Speeds:
     share = float("inf") if ssds.combined_gb_per_s is None else ssds.combined_gb_per_s / ssds.count
     is_cpu = hardware.gpus.count == 0
     memory = hardware.host.memory_gb_per_s * GB if is_cpu else flops * _MEMORY_BYTES_PER_FLOP
-    slower = _BESIDE_COMPUTE if is_cpu else 1.0
+    slower = _CPU_CONTENTION_FACTOR if is_cpu else 1.0
     return Speeds(
         device_flops=flops,
         device_memory_bytes=memory,
@@ -84,7 +82,7 @@ def speeds_of(hardware: "Hardware") -> Speeds:
         ssd_read_bytes=min(ssds.read_gb_per_s, share) * GB,
         ssd_write_bytes=min(ssds.write_gb_per_s, share) * GB,
         num_ssds=ssds.count,
-        ssd_cpu_s_per_byte=_SERVER_OVER_ALONE * (ssds.cpu_s_per_gb or 0.0) / GB,
+        ssd_cpu_s_per_byte=_SSD_SERVER_CPU_FACTOR * (ssds.cpu_s_per_gb or 0.0) / GB,
         optimizer_params=hardware.host.adam_params_per_s / slower,
         duplex_bytes=math.inf if hardware.pcie.duplex_gb_per_s is None else hardware.pcie.duplex_gb_per_s * GB,
         shares_cores=is_cpu,

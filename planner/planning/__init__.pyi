@@ -4,6 +4,8 @@ from windlass.planner.planning.bisection import DEFAULT_SLACK as DEFAULT_SLACK
 from windlass.planner.planning.bisection import Goal as Goal
 from windlass.planner.planning.compare import Comparison as Comparison
 from windlass.planner.planning.compare import comparison as comparison
+from windlass.planner.planning.job_plan import JobPlan as JobPlan
+from windlass.planner.planning.job_plan import ReplanRequest as ReplanRequest
 from windlass.planner.planning.limits import find as find
 from windlass.planner.planning.measured_steps import MIN_STEPS as MIN_STEPS
 from windlass.planner.planning.planner import Planned as Planned

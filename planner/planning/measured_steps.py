@@ -21,7 +21,7 @@ from windlass.actors.timeline import (
     union,
 )
 from windlass.engine.model import ModelLayout
-from windlass.planner.planning.rate_correction import Done, MeasuredStep
+from windlass.planner.planning.rate_correction import MeasuredStep, WorkDone
 from windlass.storage.ids import BlockIndex
 
 # Number of steps needed for a correction. With fewer, one step that other work disturbed could decide it.
@@ -59,7 +59,7 @@ def measured_step(
     spans = [span for span in step_spans.spans if step_spans.start_s < span.end_s <= step_spans.end_s]
     amounts, when = _by_rate(spans, layout)
     worked = _computing(spans)
-    done = {name: Done(amount=amounts[name], busy_s=_busy_s(by_resource)) for name, by_resource in when.items()}
+    done = {name: WorkDone(amount=amounts[name], busy_s=_busy_s(by_resource)) for name, by_resource in when.items()}
     done |= _of_ssds(spans, read_to_write)
     share = 1.0
     if shares_cores:
@@ -67,7 +67,7 @@ def measured_step(
         kinds[_COMPUTING] = [part for _, parts in worked for part in parts]
         shares = shared_out(kinds)
         share = shares.pop(_COMPUTING) / (sum(length(parts) for _, parts in worked) or 1.0)
-        done |= {name: Done(amount=amounts[name], busy_s=busy_s) for name, busy_s in shares.items()}
+        done |= {name: WorkDone(amount=amounts[name], busy_s=busy_s) for name, busy_s in shares.items()}
     forward_s: dict[int, float] = defaultdict(float)
     backward_s: dict[int, float] = defaultdict(float)
     for operation, parts in worked:
@@ -117,7 +117,7 @@ def _busy_s(by_resource: dict[str, list[Interval]]) -> float:
     return sum(length(union(intervals)) for intervals in by_resource.values()) / len(by_resource)
 
 
-def _of_ssds(spans: Iterable[WorkSpan], read_to_write: float) -> dict[str, Done]:
+def _of_ssds(spans: Iterable[WorkSpan], read_to_write: float) -> dict[str, WorkDone]:
     """Returns what one SSD read and wrote, as a mean over all SSDs, with its busy times.
 
     How an SSD divides the time in which it both reads and writes is unknown. The division is chosen so that the ratio
@@ -144,7 +144,7 @@ def _of_ssds(spans: Iterable[WorkSpan], read_to_write: float) -> dict[str, Done]
     share_s = min(max(share_s, 0.0), together_s)
     busy_s = (reads_s + share_s, writes_s + together_s - share_s)
     return {
-        name: Done(amount=amount / len(when), busy_s=seconds / len(when))
+        name: WorkDone(amount=amount / len(when), busy_s=seconds / len(when))
         for (name, amount), seconds in zip(amounts.items(), busy_s, strict=True)
         if amount
     }

@@ -1,7 +1,7 @@
 """Corrects the rates and times of a machine and model by a job's first steps, to make its plan again.
 
-A rate is the work of a resource divided by the time in which it was busy. So a resource that waits does not look slow.
-A resource that was hardly busy keeps the rate of the machine's profile. `_SANE` limits how far a measurement can
+A rate is the work of a resource divided by the time in which it was busy. So waiting does not lower its rate.
+A resource that was hardly busy keeps the rate of the machine's profile. `_MAX_FACTOR` limits how far a measurement can
 mislead a plan.
 """
 
@@ -20,13 +20,13 @@ _LEAST_SHARE = 0.05
 _LEAST_NBYTES = 4 << 20
 _LEAST_PARAMS = 1_000_000
 # Maximum factor by which a corrected rate may differ from the assumed one, up or down.
-_SANE = 30.0
+_MAX_FACTOR = 30.0
 # Relative change from which a correction is reported to the user.
-_WORTH_TELLING = 0.05
+_MIN_REPORTED_CHANGE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class WorkDone:
     """Work that a resource did in a step, and its busy time. For parallel resources both are means."""
 
     amount: float = 0.0  # bytes, or parameters
@@ -38,7 +38,7 @@ class MeasuredStep:
     """A step in steady state. Resources have the names of the rates in `Speeds`."""
 
     period_s: float
-    done: Mapping[str, Done]
+    done: Mapping[str, WorkDone]
     forward_s: Mapping[int, float]  # by block, all micro-batches; the head's includes its backward pass
     backward_s: Mapping[int, float]  # by block, with recomputation
 
@@ -96,17 +96,17 @@ def correction_of(
         planned = getattr(costs.speeds, name)
         if (measured := _rate(steps, name, kind.least)) is None:
             continue
-        factors[name] = factor = _sane(measured / planned)
-        if abs(factor - 1) >= _WORTH_TELLING:
-            words.append(kind.words.format(kind.tell(factor * planned), kind.tell(planned)))
+        factors[name] = factor = _clamped(measured / planned)
+        if abs(factor - 1) >= _MIN_REPORTED_CHANGE:
+            words.append(kind.words.format(kind.format_rate(factor * planned), kind.format_rate(planned)))
     steps = [_without_ssds(step, costs.speeds) for step in steps]
     block_s = _block_s(steps, costs, placement)
     compute_s = median(sum(step.forward_s.values()) + sum(step.backward_s.values()) for step in steps)
-    compute_s += median(step.done.get("device_params", Done()).busy_s for step in steps)
+    compute_s += median(step.done.get("device_params", WorkDone()).busy_s for step in steps)
     factor = compute_s / planned_compute_s
-    if (kept := _sane(factor)) != factor:
+    if (kept := _clamped(factor)) != factor:
         block_s = {block: (a * kept / factor, b * kept / factor) for block, (a, b) in block_s.items()}
-    if abs(kept - 1) >= _WORTH_TELLING:
+    if abs(kept - 1) >= _MIN_REPORTED_CHANGE:
         words.append(f"a step computes for {kept * planned_compute_s:.3g} s, the plan said {planned_compute_s:.3g} s")
     return Correction(factors=factors, block_s=block_s, in_words=tuple(words))
 
@@ -119,7 +119,7 @@ class _Kind:
     words: str  # message with the measured rate and that of the profile
     is_bytes: bool = True
 
-    def tell(self, rate: float) -> str:
+    def format_rate(self, rate: float) -> str:
         return f"{rate / 1e9:.3g} GB/s" if self.is_bytes else f"{rate:.3g}"
 
 
@@ -145,7 +145,7 @@ def _rate(steps: Sequence[MeasuredStep], name: str, least: float) -> float | Non
     """Returns the median over the steps with enough work, or None if no step has enough."""
     rates = []
     for step in steps:
-        done = step.done.get(name, Done())
+        done = step.done.get(name, WorkDone())
         if done.amount >= least and done.busy_s >= _LEAST_SHARE * step.period_s:
             rates.append(done.amount / done.busy_s)
     return median(rates) if rates else None
@@ -170,8 +170,8 @@ def _without_ssds(step: MeasuredStep, speeds: Speeds) -> MeasuredStep:
     )
 
 
-def _sane(factor: float) -> float:
-    return min(max(factor, 1 / _SANE), _SANE)
+def _clamped(factor: float) -> float:
+    return min(max(factor, 1 / _MAX_FACTOR), _MAX_FACTOR)
 
 
 def _block_s(steps: Sequence[MeasuredStep], costs: StepCosts, placement: Placement) -> dict[int, tuple[float, float]]:
@@ -188,7 +188,7 @@ def _block_s(steps: Sequence[MeasuredStep], costs: StepCosts, placement: Placeme
         block_times[0] = (forward_s[0], backward_s[0])
     # Skip streamed layers, because they wait for their params while they compute.
     measured = (forward_s.keys() & backward_s.keys()) - {0, head, *placement.streamed_blocks}
-    for layer, blocks in _alike(model, measured):
+    for layer, blocks in _equal_layers(model, measured):
         ways = {way.choice: way for way in ways_of_layer(layer)}
         mean_s = fmean(forward_s[block] for block in blocks)
         # Use the planned time of recomputation, because spans do not separate it from the rest of a backward pass.
@@ -203,7 +203,7 @@ def _in_all(taken: Sequence[Mapping[int, float]]) -> Iterator[int]:
     return (block for block in set(chain.from_iterable(taken)) if all(block in times for times in taken))
 
 
-def _alike(model: ModelProfile, measured: set[int]) -> Iterator[tuple[LayerProfile, list[int]]]:
+def _equal_layers(model: ModelProfile, measured: set[int]) -> Iterator[tuple[LayerProfile, list[int]]]:
     """Groups equal layers. A group is included only if all of its layers were measured."""
     kinds: dict[LayerProfile, list[int]] = {}
     for block, layer in enumerate(model.layers, start=1):

@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +15,16 @@ from windlass.actors.lifecycle import NICENESS_BESIDE_COMPUTE
 from windlass.actors.timeline import SIMULATED_FOLDER, keep_step
 from windlass.engine.data import DatasetError, example_lengths
 from windlass.engine.device import retain_freed_memory
-from windlass.engine.memory_plan import ExampleLengths, UpdateOrder, placement_json
+from windlass.engine.memory_plan import ExampleLengths, UpdateOrder
 from windlass.engine.model import UnsupportedArchitectureError, load_config
 from windlass.planner.hardware import Hardware
+from windlass.planner.planning.job_plan import JobPlan, ReplanRequest, SimulatedStep
 from windlass.planner.planning.measured_steps import MIN_STEPS, load_measured
 from windlass.planner.planning.planner import Planned, PlanQuestion, Profiles, answer
 from windlass.planner.planning.replan import RunningJob, correct
 from windlass.planner.profiling import TimingCache
 from windlass.planner.simulation import Stuck, TooLong, simulate_planned
 from windlass.storage.ids import Formats, Precision, StatePrecision
-
-
-class RunningOrder(BaseModel):
-    """A running job and the plan that it runs with."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    timeline_dir: Path  # spans of its last steps
-    first_step: int  # in steady state
-    found: dict[str, Any]  # the result of `plan_job` that the job runs with
-    num_steps_left: int
-    restart_s: float  # seconds that another attempt costs
 
 
 class DatasetOrder(BaseModel):
@@ -75,17 +64,16 @@ class PlanOrder(BaseModel):
     kept_times_dir: Path | None = None  # folder of stored block times; None: times are not stored
     is_alone: bool = False  # no other job computes on this machine, so new measurements are reliable
     simulation_s: float = 0.0  # maximum seconds of the plan's simulation; 0: do not simulate
-    running: RunningOrder | None = None  # plan again with the measurements of a running job
+    running: ReplanRequest | None = None  # plan again with the measurements of a running job
 
 
 _ASKED = {field.name for field in fields(PlanQuestion)} & PlanOrder.model_fields.keys() - {"hardware"}
 
 
-def plan_job(order: PlanOrder, folder: Path, marker: Path | None = None) -> dict[str, Any]:
-    """Plans a job. Returns the report as `plan` and, if the job fits, the engine's `placement` and `arena_nbytes`.
+def plan_job(order: PlanOrder, folder: Path, marker: Path | None = None) -> JobPlan:
+    """Plans a job, or plans a running job again.
 
-    A simulation adds `simulated`, and writes the spans of a step to `folder`. A running job adds `changes`, whether the
-    plan is a new one, and `told`, a line for the user. `marker`: a file to be there while blocks are measured.
+    A simulation writes the spans of a step to `folder`. `marker`: a file that exists during measurements.
 
     Raises:
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
@@ -97,10 +85,10 @@ def plan_job(order: PlanOrder, folder: Path, marker: Path | None = None) -> dict
         return _plan_again(question, order.running)
     measure_as_worker(order)
     planned = answer(question)
-    result = _in_json(planned)
+    plan = _job_plan(planned)
     if planned.solution is not None and order.simulation_s:
-        result |= _simulated(order, planned, folder)
-    return result
+        return _with_simulation(plan, order, planned, folder)
+    return plan
 
 
 def question_of(order: PlanOrder, config: Any, marker: Path | None = None) -> PlanQuestion:
@@ -112,12 +100,12 @@ def question_of(order: PlanOrder, config: Any, marker: Path | None = None) -> Pl
     if order.kept_times_dir is not None:
         machine = order.hardware.model_dump(mode="json") | {"num_threads": order.compute_threads}
         kept_times = TimingCache(folder=order.kept_times_dir, machine=machine, is_alone=order.is_alone, marker=marker)
-    is_there = order.hardware.gpus.count == 0 or torch.cuda.is_available()
+    device_is_present = order.hardware.gpus.count == 0 or torch.cuda.is_available()
     measures = order.may_measure and order.compute_threads is not None
     return PlanQuestion(
         config=config,
         hardware=order.hardware,
-        measures=measures and is_there,
+        measures=measures and device_is_present,
         lengths=_lengths_of(order),
         kept_times=kept_times,
         **order.model_dump(include=_ASKED),
@@ -146,49 +134,55 @@ def measure_as_worker(order: PlanOrder) -> None:
             retain_freed_memory()
 
 
-def _plan_again(question: PlanQuestion, order: RunningOrder) -> dict[str, Any]:
+def _plan_again(question: PlanQuestion, request: ReplanRequest) -> JobPlan:
     profiles = Profiles(question)
     is_cpu = question.hardware.gpus.count == 0
     steps = load_measured(
-        order.timeline_dir,
+        request.timeline_dir,
         profiles.layout,
-        first_step=order.first_step,
+        first_step=request.first_step,
         shares_cores=is_cpu,
         read_to_write=question.speeds.ssd_read_bytes / question.speeds.ssd_write_bytes,
     )
     if len(steps) < MIN_STEPS:
         raise RuntimeError(
-            f"spans of {len(steps)} steps from step {order.first_step} on are stored; {MIN_STEPS} are needed"
+            f"spans of {len(steps)} steps from step {request.first_step} on are stored; {MIN_STEPS} are needed"
         )
-    plan = order.found["plan"]
-    running = RunningJob(
-        placement=placement_json.from_json(order.found["placement"]),
-        arena_nbytes=order.found["arena_nbytes"],
-        spills_grads=plan["choices"]["kept_grads_on_ssd"] > 0,
-        step_s=plan["bound_s"],
-        compute_s=plan["busy_s"]["compute"],
-        peak_gib=plan["peak_gib"],
-        num_steps_left=order.num_steps_left,
-        restart_s=order.restart_s,
-    )
-    corrected = correct(question, profiles, running, steps)
-    result = _in_json(corrected.planned)
+    corrected = correct(question, profiles, _running_job(request), steps)
+    plan = _job_plan(corrected.planned)
+    changes: dict[str, Any] = {"changes": corrected.changes, "message": corrected.in_words}
     if not corrected.changes:
-        result |= {name: order.found[name] for name in ("placement", "arena_nbytes")}
-    return {**result, "changes": corrected.changes, "told": corrected.in_words}
+        changes |= {"placement": request.plan.placement, "arena_nbytes": request.plan.arena_nbytes}
+    return plan.model_copy(update=changes)
 
 
-def _in_json(planned: Planned) -> dict[str, Any]:
-    result: dict[str, Any] = {"plan": asdict(planned.report)}
-    if (solution := planned.solution) is not None:
-        # The arena needs exactly this size. With less the placement is refused; with more, other buffers grow.
-        placement = placement_json.to_json(solution.placement)
-        result |= {"placement": placement, "arena_nbytes": solution.plan.arena_nbytes}
-    return result
+def _running_job(request: ReplanRequest) -> RunningJob:
+    """Describes the running job. Raises RuntimeError if its plan lacks values, as a plan of an older release may."""
+    plan, report = request.plan, request.plan.report
+    if plan.placement is None or plan.arena_nbytes is None:
+        raise RuntimeError("the job's plan has no placement")
+    if report.choices is None or report.bound_s is None or report.busy_s is None or report.peak_gib is None:
+        raise RuntimeError("the job's plan lacks predicted values")
+    return RunningJob(
+        placement=plan.placement,
+        arena_nbytes=plan.arena_nbytes,
+        spills_grads=report.choices["kept_grads_on_ssd"] > 0,
+        step_s=report.bound_s,
+        compute_s=report.busy_s["compute"],
+        peak_gib=report.peak_gib,
+        num_steps_left=request.num_steps_left,
+        restart_s=request.restart_s,
+    )
 
 
-def _simulated(order: PlanOrder, planned: Planned, folder: Path) -> dict[str, Any]:
-    """Simulates the plan with queues and waits. Returns the step's time and summary, or a warning on failure."""
+def _job_plan(planned: Planned) -> JobPlan:
+    if (solution := planned.solution) is None:
+        return JobPlan(report=planned.report)
+    return JobPlan(report=planned.report, placement=solution.placement, arena_nbytes=solution.plan.arena_nbytes)
+
+
+def _with_simulation(plan: JobPlan, order: PlanOrder, planned: Planned, folder: Path) -> JobPlan:
+    """Simulates the plan with queues and waits. Adds the step's time and summary, or a warning on failure."""
     assert planned.solution is not None, "it fits"
     assert planned.layout is not None, "there is such a model"
     formats, num_cores = Formats(order.precision, order.state_precision), len(os.sched_getaffinity(0))
@@ -204,8 +198,11 @@ def _simulated(order: PlanOrder, planned: Planned, folder: Path) -> dict[str, An
         last = simulated.steps[-1]
         keep_step(folder / SIMULATED_FOLDER, last)
         # The reported step time, which is at least the cost model's bound.
-        return {"simulated": {"step_s": planned.report.step_s, "summary": last.summary}}
-    return {"warnings": [f"the planned job was not simulated, so its steps may take longer than planned: {why}"]}
+        assert planned.report.step_s is not None, "it fits"
+        simulated_step = SimulatedStep(step_s=planned.report.step_s, summary=last.summary)
+        return plan.model_copy(update={"simulated": simulated_step})
+    warning = f"the planned job was not simulated, so its steps may take longer than planned: {why}"
+    return plan.model_copy(update={"warnings": (warning,)})
 
 
 def main() -> None:
@@ -222,7 +219,7 @@ def main() -> None:
         order = PlanOrder.model_validate_json(options.question.read_text())
         if order.running is not None:
             os.nice(NICENESS_BESIDE_COMPUTE)
-        result: dict[str, Any] = {"ok": True, **plan_job(order, options.result.parent, options.measuring)}
+        result: dict[str, Any] = {"ok": True, **plan_job(order, options.result.parent, options.measuring).to_json()}
     except UnsupportedArchitectureError as error:
         result = _refusal("model_not_supported", str(error))
     except (DatasetError, RuntimeError, MemoryError) as error:

@@ -11,8 +11,8 @@ from windlass.planner.simulation.planned_job import simulated_step_s as simulate
 from windlass.planner.simulation.resources import Resource as Resource
 from windlass.planner.simulation.simulate import Stuck as Stuck
 from windlass.planner.simulation.simulate import TooLong as TooLong
-from windlass.planner.simulation.waiting import Finding as Finding
 from windlass.planner.simulation.waiting import Process as Process
+from windlass.planner.simulation.waiting import ProcessReturning as ProcessReturning
 from windlass.planner.simulation.waiting import Queue as Queue
 from windlass.planner.simulation.waiting import Signal as Signal
 from windlass.planner.simulation.waiting import Slots as Slots

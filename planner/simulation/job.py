@@ -21,7 +21,7 @@ from windlass.actors.messages import (
     UpdateStep,
     WorkSpan,
 )
-from windlass.actors.policy import EndStep, Order, Pipeline, SchedulerConfig, TrainerState
+from windlass.actors.policy import Action, EndStep, Pipeline, SchedulerConfig, TrainerState
 from windlass.actors.timeline import NO_BLOCK, WHOLE_BLOCK, Level
 from windlass.planner.simulation.machine import SimulatedMachine
 from windlass.planner.simulation.resources import Rates, Stuck, TooLong, Work
@@ -40,7 +40,9 @@ class SimulatedJob:
         self, context: JobContext, shape: SchedulerConfig, rates: Rates, work: Work, *, keeps_spans: bool = True
     ) -> None:
         """`keeps_spans`: record spans and memory levels; else only the ends of steps are known."""
-        self._world = SimulatedMachine(context, shape, rates, work, self._tell, self._send, keeps_spans=keeps_spans)
+        self._world = SimulatedMachine(
+            context, shape, rates, work, self._send_to_scheduler, self._send, keeps_spans=keeps_spans
+        )
         self._pipeline = Pipeline(shape, TrainerState(scales_loss=False), Step(0))
         self._optimizers = {
             name: Optimizer(self._world, name, context.plan.states[index])
@@ -82,13 +84,13 @@ class SimulatedJob:
                 raise self._stuck() from None  # no event is left
         return ends_s[step - 1] - (ends_s[step - 2] if step > 1 else 0.0)
 
-    def _tell(self, event: Event) -> None:
+    def _send_to_scheduler(self, event: Event) -> None:
         self._later(lambda: self._issue(self._pipeline.handle(event, self._world.env.now)))
 
-    def _issue(self, orders: Sequence[Order]) -> None:
-        for order in orders:
-            if not isinstance(order, EndStep):
-                self._send(order.to, order.message)
+    def _issue(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if not isinstance(action, EndStep):
+                self._send(action.to, action.message)
 
     def _send(self, to: ActorName, message: Message) -> None:
         self._later(functools.partial(self._deliver, to, message))
@@ -104,9 +106,9 @@ class SimulatedJob:
             case FlushBlock() if to in self._optimizers:
                 env.process(self._optimizers[to].flush(message))
             case RestoreStates():
-                self._tell(StatesRestored(job=message.job, step=message.step, actor=to))
+                self._send_to_scheduler(StatesRestored(job=message.job, step=message.step, actor=to))
             case ExportModel():
-                self._tell(ModelExported(job=message.job, step=message.step, actor=to, path=message.path))
+                self._send_to_scheduler(ModelExported(job=message.job, step=message.step, actor=to, path=message.path))
             case UpdateStep() | GradOffloaded() if to in self._optimizers:
                 self._optimizers[to].take(message)
             case _:
@@ -122,4 +124,6 @@ class SimulatedJob:
         yield self._world.env.timeout(self._world.rates.commit_s)
         self._world.note(ssd, SpanKind.COMMIT, message.step, NO_BLOCK, WHOLE_BLOCK, start_s)
         self._world.committed(ssd)
-        self._tell(StoreCommitted(job=message.job, step=message.step, actor=ssd, bytes_read=0, bytes_written=0))
+        self._send_to_scheduler(
+            StoreCommitted(job=message.job, step=message.step, actor=ssd, bytes_read=0, bytes_written=0)
+        )

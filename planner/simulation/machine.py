@@ -1,9 +1,8 @@
 """The state that the actors of a simulated job share: its facts, its resources, and the channel to the scheduler."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from windlass.actors.gpu_worker import ParamCache
 from windlass.actors.job import JobContext, grad_itemsize, piece_bounds, ssd_name
 from windlass.actors.messages import Event, Message, SpanKind
 from windlass.actors.policy import SchedulerConfig
@@ -12,8 +11,7 @@ from windlass.engine.memory_plan import MemoryTier, Pool
 from windlass.planner.simulation.cores import SharedCores
 from windlass.planner.simulation.resources import Log, Rates, Resource, Ssd, Work
 from windlass.planner.simulation.waiting import Process, Signal, Slots
-from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span
-from windlass.storage.memory import SlotPool
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey
 
 # Names of memory uses that occur on several tiers.
 PARAMS = "params"
@@ -32,12 +30,12 @@ class SimulatedMachine(Log):
         shape: SchedulerConfig,
         rates: Rates,
         work: Work,
-        tell: Callable[[Event], None],
+        send_to_scheduler: Callable[[Event], None],
         send: Callable[[ActorName, Message], None],
         *,
         keeps_spans: bool,
     ) -> None:
-        """`tell` sends an actor's event to the scheduler, `send` a message to another actor."""
+        """`send_to_scheduler` sends an actor's event to the scheduler, `send` a message to another actor."""
         super().__init__(rates.num_cores, keeps_spans=keeps_spans)
         self.step_ends_s: list[float] = []  # by step: time at which its backward pass ended
         self.step_ended = Signal(self.env)
@@ -45,7 +43,7 @@ class SimulatedMachine(Log):
         self.shape = shape
         self.rates = rates
         self.work = work
-        self.tell = tell
+        self.send_to_scheduler = send_to_scheduler
         self.send = send
         formats, plan = context.formats, context.plan
         layout = context.layout
@@ -59,9 +57,11 @@ class SimulatedMachine(Log):
         self.grad_itemsize = grad_itemsize(context.spec)
         # Where streamed blocks are cut into pieces.
         self.bounds: dict[BlockIndex, tuple[int, ...]] = piece_bounds(context)
-        self.param_slots = _ParamSlots(self, plan.params)
-        self.param_slots_changed = Signal(self.env)
-        self.cache = ParamCache.of_job(context, self.param_slots)
+        self.cached_params = frozenset(context.cached_params())
+        cached_nbytes = plan.num_cached_params * plan.params.slot_nbytes
+        self._keep(MemoryTier.HOST, PARAMS, cached_nbytes, cached_nbytes)
+        num_slots = plan.params.num_slots - plan.num_cached_params
+        self.param_slots = self.slots(MemoryTier.HOST, PARAMS, plan.params.slot_nbytes, num_slots)
         self.grad_slots = self.pool(GRADIENTS, plan.grads)
         self.compute = Resource(self, COMPUTE)
         spend = None
@@ -77,9 +77,9 @@ class SimulatedMachine(Log):
         # The SSDs always hold one committed generation.
         device_nbytes = formats.update_itemsize * sum(layout.blocks[block].numel for block in plan.device_blocks)
         ssd_nbytes = plan.ssd_nbytes if context.ssds else 0
-        self._keep_states(MemoryTier.DEVICE, device_nbytes, device_nbytes)
-        self._keep_states(MemoryTier.HOST, plan.host_states.nbytes, plan.host_states.nbytes)
-        self._keep_states(MemoryTier.SSD, ssd_nbytes, ssd_nbytes // 2)
+        self._keep(MemoryTier.DEVICE, STATES, device_nbytes, device_nbytes)
+        self._keep(MemoryTier.HOST, STATES, plan.host_states.nbytes, plan.host_states.nbytes)
+        self._keep(MemoryTier.SSD, STATES, ssd_nbytes, ssd_nbytes // 2)
 
     def slots(self, tier: MemoryTier, what: str, slot_nbytes: int, num_slots: int) -> Slots:
         """Creates slots for one use of memory, and records how many bytes are taken."""
@@ -98,7 +98,7 @@ class SimulatedMachine(Log):
     def end_step(self) -> None:
         """Records that a step's backward pass has ended."""
         self.step_ends_s.append(self.env.now)
-        self.step_ended.tell()
+        self.step_ended.notify()
 
     def copy_in(self, nbytes: int, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK) -> Process:
         """Copies from host memory to the device."""
@@ -143,24 +143,6 @@ class SimulatedMachine(Log):
         self.level(MemoryTier.SSD, STATES, -nbytes * len(self._uncommitted[ssd]))
         self._uncommitted[ssd].clear()
 
-    def _keep_states(self, tier: MemoryTier, allocated_nbytes: int, nbytes: int) -> None:
-        self.allocate(tier, STATES, allocated_nbytes)
-        self.level(tier, STATES, nbytes)
-
-
-class _ParamSlots(SlotPool):
-    """The pool that the real cache uses, with a record of its level."""
-
-    def __init__(self, log: Log, pool: Pool) -> None:
-        super().__init__(pool.offset, pool.slot_nbytes, pool.num_slots)
-        self._log = log
-        log.allocate(MemoryTier.HOST, PARAMS, pool.nbytes)
-
-    def try_acquire(self, n: int) -> list[Span]:
-        spans = super().try_acquire(n)
-        self._log.level(MemoryTier.HOST, PARAMS, len(spans) * self.slot_nbytes)
-        return spans
-
-    def release(self, spans: Sequence[Span]) -> None:
-        super().release(spans)
-        self._log.level(MemoryTier.HOST, PARAMS, -len(spans) * self.slot_nbytes)
+    def _keep(self, tier: MemoryTier, what: str, allocated_nbytes: int, nbytes: int) -> None:
+        self.allocate(tier, what, allocated_nbytes)
+        self.level(tier, what, nbytes)

@@ -96,7 +96,7 @@ def rates_of(speeds: Speeds, num_optimizers: int, *, num_cores: int) -> Rates:
         device_params=speeds.device_params,
         device_rounded_params=speeds.device_rounded_params,
         message_s=_MESSAGE_S,
-        gives_ahead=not speeds.shares_cores,
+        launches_ahead=not speeds.shares_cores,
         num_cores=num_cores if speeds.shares_cores else None,
         ssd_cpu_s_per_byte=speeds.ssd_cpu_s_per_byte,
     )

@@ -35,7 +35,7 @@ class Rates:
     commit_s: float = 0.0  # of one SSD, after all writes
     # The device queues an operation while it computes the previous one, as a GPU does and a CPU does not. Then the
     # first piece of a streamed layer is copied meanwhile.
-    gives_ahead: bool = True
+    launches_ahead: bool = True
     # On a CPU: the cores that compute, copies and updates share. None: they share none.
     num_cores: int | None = None
 

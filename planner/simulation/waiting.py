@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar
 
 import simpy
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 # A process that waits for events and returns a result.
-Finding = Generator[simpy.Event, Any, _Found]
-Process = Finding[None]
+ProcessReturning = Generator[simpy.Event, Any, _Result]
+Process = ProcessReturning[None]
 
 
 class Signal:
@@ -24,7 +24,7 @@ class Signal:
         self._env = env
         self._next: simpy.Event | None = None  # the event that processes wait for now
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Notifies all waiting processes of a change."""
         event, self._next = self._next, None
         if event is not None:
@@ -58,7 +58,7 @@ class Queue(Generic[_Item]):
             self._arrived.succeed()
             self._arrived = None
 
-    def get(self) -> Finding[_Item]:
+    def get(self) -> ProcessReturning[_Item]:
         """Returns the first item, and waits if there is none."""
         if not self._items:
             self._arrived = self._env.event()

@@ -1,7 +1,7 @@
 """The planner's integer program. It decides how many of a group of equal blocks use which option, for the shortest
 step.
 
-A step has *parts* that take time (computing forward, reading from SSDs, ...). Each option (`Way`) of a block adds
+A step has *parts* that take time (computing forward, reading from SSDs, ...). Each option (`Option`) of a block adds
 seconds to each part and bytes to each tier. The step time is the largest of some *bounds*. A bound is a weighted sum of
 parts: all work of one resource, or work that cannot overlap. Every tier has a limit. Most bytes on a tier add up. Some
 are in a buffer of limited size, which then counts at most that size.
@@ -32,7 +32,7 @@ _WIDE_GAP = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Option:
     """An option for one block: the seconds and bytes that it adds to a step."""
 
     seconds: tuple[float, ...]  # added to each part
@@ -46,7 +46,7 @@ class BlockGroup:
     """A number of equal blocks, each of which uses one of the options."""
 
     count: int
-    ways: tuple[Way, ...]
+    options: tuple[Option, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +112,13 @@ class Outcome:
 def outcome_of(program: Program, assignment: Assignment) -> Outcome:
     """Computes an assignment's outcome exactly, even if it exceeds the limits."""
     seconds, nbytes, buffered = list(program.seconds), list(program.nbytes), [0.0] * len(program.buffers)
-    for alike, counts in zip(program.blocks, assignment.counts, strict=True):
-        for way, count in zip(alike.ways, counts, strict=True):
-            for part, each in enumerate(way.seconds):
+    for group, counts in zip(program.blocks, assignment.counts, strict=True):
+        for option, count in zip(group.options, counts, strict=True):
+            for part, each in enumerate(option.seconds):
                 seconds[part] += count * each
-            for tier, each in enumerate(way.nbytes):
+            for tier, each in enumerate(option.nbytes):
                 nbytes[tier] += count * each
-            for i, each in enumerate(way.buffered_nbytes):
+            for i, each in enumerate(option.buffered_nbytes):
                 buffered[i] += count * each
     for buffer, each in zip(program.buffers, buffered, strict=True):
         nbytes[buffer.tier] += min(each, buffer.most_nbytes)
@@ -166,25 +166,29 @@ class _Variables:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        ways = [way for alike in program.blocks for way in alike.ways]
-        largest = np.array([way.nbytes for way in ways]).max(axis=0)
+        options = [option for group in program.blocks for option in group.options]
+        largest = np.array([option.nbytes for option in options]).max(axis=0)
         self._units = np.maximum(np.maximum(program.limits, program.nbytes), np.maximum(largest, 1.0))
         overflow, num_parts, num_tiers = program.overflow, len(program.seconds), len(program.limits)
-        self._num_ways = len(ways)
-        columns = [way.seconds for way in ways] + [overflow.seconds if overflow else (0.0,) * num_parts]
+        self._num_options = len(options)
+        columns = [option.seconds for option in options] + [overflow.seconds if overflow else (0.0,) * num_parts]
         self._seconds = np.array(columns).T.reshape(num_parts, len(columns))
-        self._nbytes = np.zeros((num_tiers, len(ways) + 1))
-        self._nbytes[:, : len(ways)] = np.array([way.nbytes for way in ways]).T.reshape(num_tiers, len(ways))
+        self._nbytes = np.zeros((num_tiers, len(options) + 1))
+        self._nbytes[:, : len(options)] = np.array([option.nbytes for option in options]).T.reshape(
+            num_tiers, len(options)
+        )
         # The unit of moved bytes is the source tier's.
         self._moved_unit = self._units[overflow.source] if overflow else 1.0
         self._seconds[:, -1] *= self._moved_unit
         if overflow:
             self._nbytes[overflow.source, -1], self._nbytes[overflow.target, -1] = -self._moved_unit, self._moved_unit
-        self._movable = np.array([way.movable_nbytes for way in ways]) / self._moved_unit
+        self._movable = np.array([option.movable_nbytes for option in options]) / self._moved_unit
         nothing = (0.0,) * len(program.buffers)
-        buffered = np.array([way.buffered_nbytes or nothing for way in ways]).T.reshape(len(nothing), len(ways))
-        for buffer, of_ways in zip(program.buffers, buffered, strict=True):
-            taken = min(buffer.most_nbytes, of_ways.max(initial=0.0))
+        buffered = np.array([option.buffered_nbytes or nothing for option in options]).T.reshape(
+            len(nothing), len(options)
+        )
+        for buffer, of_options in zip(program.buffers, buffered, strict=True):
+            taken = min(buffer.most_nbytes, of_options.max(initial=0.0))
             self._units[buffer.tier] = max(self._units[buffer.tier], taken)
         units = self._units[[buffer.tier for buffer in program.buffers]]
         self._buffered = buffered / units[:, None]
@@ -194,26 +198,31 @@ class _Variables:
         self, *, elastic: Collection[int] = (), only: int | None = None
     ) -> tuple[Assignment, tuple[float, ...]] | None:
         """Minimizes the step time. If tiers are `elastic`, minimizes their missing bytes, of all or of `only` one."""
-        program, num_ways = self._program, self._num_ways
+        program, num_options = self._program, self._num_options
         num_tiers, num_buffers = len(program.limits), len(program.buffers)
-        step = num_ways + 1
+        step = num_options + 1
         width = step + 1 + num_tiers + 2 * num_buffers
-        constraints = [*self._all_go_a_way(width), *self._bounds(width), self._tiers(width), *self._buffers(width)]
+        constraints = [
+            *self._one_option_per_block(width),
+            *self._bounds(width),
+            self._tiers(width),
+            *self._buffers(width),
+        ]
         movable = np.zeros((1, width))
-        movable[0, :num_ways], movable[0, num_ways] = -self._movable, 1.0
+        movable[0, :num_options], movable[0, num_options] = -self._movable, 1.0
         constraints.append(scipy.optimize.LinearConstraint(movable, ub=[0.0]))
         costs = np.zeros(width)
-        costs[: num_ways + 1] = SPARE_WEIGHT * self._seconds.sum(axis=0)
+        costs[: num_options + 1] = SPARE_WEIGHT * self._seconds.sum(axis=0)
         costs[step] = 1.0
         if elastic:
             costs[:] = 0.0
             costs[[step + 1 + tier for tier in (elastic if only is None else (only,))]] = 1.0
         integrality = np.zeros(width)
-        integrality[:num_ways] = 1
+        integrality[:num_options] = 1
         integrality[width - num_buffers :] = 1
         upper = np.full(width, np.inf)
-        upper[:num_ways] = [alike.count for alike in program.blocks for _ in alike.ways]
-        upper[num_ways] = np.inf if program.overflow else 0.0
+        upper[:num_options] = [group.count for group in program.blocks for _ in group.options]
+        upper[num_options] = np.inf if program.overflow else 0.0
         upper[step + 1 : step + 1 + num_tiers] = 0.0
         upper[width - num_buffers :] = 1.0
         upper[[step + 1 + tier for tier in elastic]] = np.inf
@@ -227,25 +236,25 @@ class _Variables:
                 result = search(options={"mip_rel_gap": _WIDE_GAP})
         if result.x is None:
             return None
-        counts = np.rint(result.x[:num_ways]).astype(int).tolist()
-        lengths = [len(alike.ways) for alike in program.blocks]
+        counts = np.rint(result.x[:num_options]).astype(int).tolist()
+        lengths = [len(group.options) for group in program.blocks]
         starts = np.cumsum([0, *lengths]).tolist()
         by_kind = tuple(tuple(counts[start : start + n]) for start, n in zip(starts, lengths, strict=False))
         lacking = result.x[step + 1 : step + 1 + num_tiers] * self._units
-        moved = float(result.x[num_ways] * self._moved_unit)
+        moved = float(result.x[num_options] * self._moved_unit)
         return Assignment(counts=by_kind, moved_nbytes=moved), tuple(lacking.tolist())
 
-    def _all_go_a_way(self, width: int) -> "list[scipy.optimize.LinearConstraint]":
+    def _one_option_per_block(self, width: int) -> "list[scipy.optimize.LinearConstraint]":
         rows = np.zeros((len(self._program.blocks), width))
         start = 0
-        for row, alike in enumerate(self._program.blocks):
-            rows[row, start : start + len(alike.ways)] = 1.0
-            start += len(alike.ways)
-        numbers = [alike.count for alike in self._program.blocks]
+        for row, group in enumerate(self._program.blocks):
+            rows[row, start : start + len(group.options)] = 1.0
+            start += len(group.options)
+        numbers = [group.count for group in self._program.blocks]
         return [scipy.optimize.LinearConstraint(rows, lb=numbers, ub=numbers)] if numbers else []
 
     def _bounds(self, width: int) -> "list[scipy.optimize.LinearConstraint]":
-        program, num_columns = self._program, self._num_ways + 1
+        program, num_columns = self._program, self._num_options + 1
         weights = np.array([bound.weights for bound in program.bounds])
         rows = np.zeros((len(program.bounds), width))
         rows[:, :num_columns] = weights @ self._seconds
@@ -254,7 +263,7 @@ class _Variables:
         return [scipy.optimize.LinearConstraint(rows, ub=-(weights @ np.array(program.seconds) + constants))]
 
     def _tiers(self, width: int) -> "scipy.optimize.LinearConstraint":
-        program, num_columns = self._program, self._num_ways + 1
+        program, num_columns = self._program, self._num_options + 1
         num_tiers, num_buffers = len(program.limits), len(program.buffers)
         first_buffer = num_columns + 1 + num_tiers
         rows = np.zeros((num_tiers, width))
@@ -271,10 +280,10 @@ class _Variables:
         if not num:
             return []
         blocks = self._program.blocks
-        starts = np.cumsum([0, *(len(alike.ways) for alike in blocks[:-1])])
-        most_there = np.maximum.reduceat(self._buffered, starts, axis=1) @ [alike.count for alike in blocks]
+        starts = np.cumsum([0, *(len(group.options) for group in blocks[:-1])])
+        most_there = np.maximum.reduceat(self._buffered, starts, axis=1) @ [group.count for group in blocks]
         all_there = np.zeros((num, width))
-        all_there[:, : self._num_ways] = self._buffered
+        all_there[:, : self._num_options] = self._buffered
         all_there[:, width - 2 * num : width - num] = -np.eye(num)
         all_there[:, width - num :] = -np.diag(most_there)
         full = np.zeros((num, width))

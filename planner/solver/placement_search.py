@@ -54,8 +54,8 @@ _FREE_SHARE = 0.05
 # Maximum share of device memory for swapped activations that have not left the device yet.
 _LEAVING_SHARE = 1 / 8
 # Extra cost, as a share of the step, for streaming layers or for a single gradient buffer, because the bounds count no
-# waits. In simulations of 13B to 175B models it was up to 7 percent where the bound promised less than 1 percent.
-_RESORT_SHARE = 0.01
+# waits. A plan that uses them must be better by more than this share.
+_MEMORY_SAVER_PENALTY = 0.01
 # Maximum number of times that the program is solved again because the arena is larger than it counted.
 _MAX_CORRECTIONS = 5
 
@@ -114,7 +114,7 @@ _RESOURCES = {
     "optimizer": (Part.OPTIMIZER,),
 }
 # Options that save device memory and cost time. The saved memory may be worth more for other uses.
-_RESORTS: tuple[dict[str, Any], ...] = tuple(
+_MEMORY_SAVERS: tuple[dict[str, Any], ...] = tuple(
     {"num_grad_buffers": num_grad_buffers, "streams": streams}
     for num_grad_buffers in (MAX_GRAD_BUFFERS, 1)
     for streams in (False, True)
@@ -141,11 +141,11 @@ def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution
     for spills in _spills(job):
         if solutions_found and min(solutions_found, key=lambda solution: solution.cost).has_room:
             break
-        resorts = iter(_RESORTS)
-        for resort in resorts:
-            solutions = _solutions(job, speeds, limits, {"spills": spills, **resort}, missing)
+        savers = iter(_MEMORY_SAVERS)
+        for saver in savers:
+            solutions = _solutions(job, speeds, limits, {"spills": spills, **saver}, missing)
             if solutions:
-                solutions_found += (*solutions, *_with_resorts(solutions, limits, resorts))
+                solutions_found += (*solutions, *_with_memory_savers(solutions, limits, savers))
                 break
     if not solutions_found:
         raise DoesNotFitError(
@@ -158,10 +158,10 @@ def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution
 
 
 def _solutions(
-    job: PlannedJob, speeds: Speeds, limits: Limits, resort: dict[str, Any], missing: list[DoesNotFitError]
+    job: PlannedJob, speeds: Speeds, limits: Limits, saver: dict[str, Any], missing: list[DoesNotFitError]
 ) -> list[Solution]:
     """Returns the solutions with a memory-saving option. If there are none, appends the reasons to `missing`."""
-    lacking = _programs_without_assignment(job, speeds, limits, resort)
+    lacking = _programs_without_assignment(job, speeds, limits, saver)
     if lacking is not None:
         missing += (DoesNotFitError(functools.partial(_shortfall, program, speeds)) for program in lacking)
         return []
@@ -172,7 +172,7 @@ def _solutions(
         if solutions:
             break
         for group_size in group_sizes(job.num_microbatches):
-            costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, **resort)
+            costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, **saver)
             for variant in _saving_memory(costs, depths):
                 try:
                     solutions.append(_solve(variant))
@@ -184,8 +184,8 @@ def _solutions(
     return solutions
 
 
-def _with_resorts(
-    solutions: Sequence[Solution], limits: Limits, resorts: Iterable[dict[str, Any]]
+def _with_memory_savers(
+    solutions: Sequence[Solution], limits: Limits, savers: Iterable[dict[str, Any]]
 ) -> Iterator[Solution]:
     """Yields the best solution with further memory-saving options, if device memory is short.
 
@@ -194,11 +194,11 @@ def _with_resorts(
     best = min(solutions, key=lambda solution: solution.cost)
     if best.nbytes[MemoryTier.DEVICE] < (1 - _FREE_SHARE) * limits.device_nbytes:
         return
-    for resort in resorts:
-        if sum(getattr(best.costs, name) != value for name, value in resort.items()) > 1:
+    for saver in savers:
+        if sum(getattr(best.costs, name) != value for name, value in saver.items()) > 1:
             continue
         with contextlib.suppress(DoesNotFitError):
-            solution = _solve(replace(best.costs, limits=limits, **resort))
+            solution = _solve(replace(best.costs, limits=limits, **saver))
             best = min(best, solution, key=lambda candidate: candidate.cost)
             yield solution
 
@@ -212,8 +212,8 @@ def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: MemoryTi
     needs: list[float] = []
     # On a CPU the device uses the host's memory, so both limits grow together.
     beside = (TIER_INDEX[MemoryTier.DEVICE],) if speeds.shares_cores and tier is MemoryTier.HOST else ()
-    for resort in _resorts(job):
-        for program in _programs_at_the_border(job, speeds, limits, resort):
+    for saver in _memory_savers(job):
+        for program in _programs_at_the_border(job, speeds, limits, saver):
             lacking = shortfall_of(program, TIER_INDEX[tier], beside=beside)
             if lacking is not None:
                 needs.append(limits.by_tier[tier] + lacking)
@@ -222,12 +222,12 @@ def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: MemoryTi
 
 def may_fit(job: PlannedJob, speeds: Speeds, limits: Limits) -> bool:
     """Checks whether the program has an assignment. A plan may need more. For the groups see `least_nbytes`."""
-    resorts = reversed(_resorts(job))  # the most saving options first
-    return any(_programs_without_assignment(job, speeds, limits, resort) is None for resort in resorts)
+    savers = reversed(_memory_savers(job))  # the most saving options first
+    return any(_programs_without_assignment(job, speeds, limits, saver) is None for saver in savers)
 
 
-def _resorts(job: PlannedJob) -> list[dict[str, Any]]:
-    return [{"spills": spills, **resort} for spills in _spills(job) for resort in _RESORTS]
+def _memory_savers(job: PlannedJob) -> list[dict[str, Any]]:
+    return [{"spills": spills, **saver} for spills in _spills(job) for saver in _MEMORY_SAVERS]
 
 
 def _spills(job: PlannedJob) -> tuple[bool, ...]:
@@ -239,7 +239,7 @@ def _spills(job: PlannedJob) -> tuple[bool, ...]:
 
 
 def _programs_at_the_border(
-    job: PlannedJob, speeds: Speeds, limits: Limits, resort: dict[str, Any]
+    job: PlannedJob, speeds: Speeds, limits: Limits, saver: dict[str, Any]
 ) -> Iterator[Program]:
     """Yields the programs that need least memory. If any program has an assignment, one of these has."""
     depths = QueueDepths(leaving_nbytes=0)
@@ -251,17 +251,17 @@ def _programs_at_the_border(
             group_size=group_size,
             overflows=overflows,
             depths=depths,
-            **resort,
+            **saver,
         )
         yield costs.program(costs.kinds())
 
 
 def _programs_without_assignment(
-    job: PlannedJob, speeds: Speeds, limits: Limits, resort: dict[str, Any]
+    job: PlannedJob, speeds: Speeds, limits: Limits, saver: dict[str, Any]
 ) -> list[Program] | None:
     """Returns the programs of `_programs_at_the_border` if none of them has an assignment, else None."""
     programs = []
-    for program in _programs_at_the_border(job, speeds, limits, resort):
+    for program in _programs_at_the_border(job, speeds, limits, saver):
         if solve(program) is not None:
             return None
         programs.append(program)
@@ -353,7 +353,7 @@ def _solution(costs: StepCosts, placement: Placement, plan: Plan, outcome: Outco
         placement=replace(placement, num_cached_params=plan.num_cached_params),
         plan=plan,
         step_s=outcome.step_s,
-        cost=outcome.cost * (1 + _RESORT_SHARE * (costs.streams + (costs.num_grad_buffers == 1))),
+        cost=outcome.cost * (1 + _MEMORY_SAVER_PENALTY * (costs.streams + (costs.num_grad_buffers == 1))),
         seconds=dict(zip(Part, outcome.seconds, strict=True)),
         nbytes={
             MemoryTier.DEVICE: int(nbytes[MemoryTier.DEVICE]),

@@ -169,7 +169,7 @@ class AccessMiddleware:
             if _bearer(request) is None:
                 return unauthorized(f"an API key is needed: {_HOW}")
             return unauthorized(f"the API key is wrong, expired or revoked: {_HOW}")
-        if caller.key_id is not None and (wait_s := limits.asked(caller.key_id)) is not None:
+        if caller.key_id is not None and (wait_s := limits.count_request(caller.key_id)) is not None:
             return too_many(wait_s)
         if caller.login is not None and request.method not in _SAFE_METHODS and "origin" not in request.headers:
             # Browsers name the page that sends a form. A client that does not is no browser and must send a key.

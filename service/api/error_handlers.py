@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from windlass.service.validation import ApiError, describe_value, hint
-from windlass.storage.memory import is_for_want_of_room
+from windlass.storage.memory import is_out_of_space
 from windlass.storage.sql import IllegalTransition, NotFound, StatusConflict, why_unavailable
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def answer_to_trouble(error: Exception) -> JSONResponse | None:
     """
     if (why := why_unavailable(error)) is not None:
         answer = ApiError(f"the service's database cannot be used: {why}", status=503, code="database_unavailable")
-    elif is_for_want_of_room(error):
+    elif is_out_of_space(error):
         answer = ApiError("a disk of the service is full", status=503, code="disk_full")
     else:
         return None

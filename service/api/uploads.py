@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from windlass.engine.data import MAX_CHECK_S, DataError, DataFile, check_data, foreign_file, is_accepted, told
+from windlass.engine.data import MAX_CHECK_S, DataError, DataFile, check_data, foreign_file, format_hint, is_accepted
 from windlass.service.api.middleware import BusyError, Turnstile
 from windlass.service.preparation.sandbox import LimitedCommand, start_limited
 from windlass.service.validation import ApiError, describe_value
@@ -33,7 +33,7 @@ def check_name(filename: str, head: bytes) -> None:
         return
     hint = foreign_file(head)
     if hint is not None:
-        advice = told(hint, filename, is_accepted)
+        advice = format_hint(hint, filename, is_accepted)
     else:
         advice = f"if it has one JSON object a line, name it {Path(filename).stem or 'train'}.jsonl"
     raise ApiError(

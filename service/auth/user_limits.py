@@ -94,8 +94,8 @@ def check_one_more_job(session: Session, settings: Settings, caller: Caller) -> 
     num_waiting = JobRepository(session).count_waiting(caller.user)
     if num_waiting >= limits.max_waiting_jobs:
         raise ApiError(
-            f"you have {count_text(num_waiting, 'job')} that wait or are paused; at most {limits.max_waiting_jobs} are "
-            f"kept for you. Wait until one of them has begun, or cancel some; {_HOW_TO_GET_MORE}",
+            f"you have {count_text(num_waiting, 'job')} that wait or are paused; your limit is "
+            f"{limits.max_waiting_jobs}. Wait until one of them has begun, or cancel some; {_HOW_TO_GET_MORE}",
             status=403,
             code="job_quota_exceeded",
         )
@@ -109,9 +109,9 @@ def check_one_more_file(session: Session, settings: Settings, caller: Caller, *,
     num_files, stored_nbytes = FileRepository(session).usage(caller.user)
     most_nbytes = int(limits.max_file_gib * GIB)
     if num_files >= limits.max_files:
-        problem = f"you have {count_text(num_files, 'file')}; at most {limits.max_files} are kept for you"
+        problem = f"you have {count_text(num_files, 'file')}; your limit is {limits.max_files}"
     elif stored_nbytes + nbytes > most_nbytes:
-        problem = f"with this one your files would take more than the {bytes_text(most_nbytes)} that are kept for you"
+        problem = f"with this one your files would take more than your limit of {bytes_text(most_nbytes)}"
     else:
         return
     raise ApiError(f"file: {problem}; delete some first", status=403, param="file", code="file_quota_exceeded")
@@ -137,7 +137,7 @@ def check_room_to_store(
     beyond = f", this one has {bytes_text(nbytes)}" if nbytes else ""
     raise ApiError(
         f"{prefix}you have {bytes_text(stored_nbytes)} stored ({bytes_text(file_nbytes)} of files, "
-        f"{bytes_text(left_nbytes)} left by your jobs){beyond}, and at most {bytes_text(most_nbytes)} are kept for you."
+        f"{bytes_text(left_nbytes)} left by your jobs){beyond}, and your limit is {bytes_text(most_nbytes)}."
         " `windlass storage` (GET /v1/storage) lists what takes them; `windlass delete` frees those of jobs, models, "
         f"checkpoints and files, and cancelling a paused job frees its states; {_HOW_TO_GET_MORE}",
         status=403,
@@ -163,8 +163,8 @@ def check_one_more_endpoint(session: Session, settings: Settings, caller: Caller
     num_endpoints = WebhookRepository(session, caller.user).count()
     if num_endpoints >= limits.max_webhook_endpoints:
         raise ApiError(
-            f"you have {count_text(num_endpoints, 'webhook endpoint')}; at most {limits.max_webhook_endpoints} are "
-            f"kept for you. Delete one first; {_HOW_TO_GET_MORE}",
+            f"you have {count_text(num_endpoints, 'webhook endpoint')}; your limit is "
+            f"{limits.max_webhook_endpoints}. Delete one first; {_HOW_TO_GET_MORE}",
             status=403,
             code="webhook_quota_exceeded",
         )

@@ -9,7 +9,7 @@ import typer
 
 from windlass.planner.hardware import YamlFileError
 from windlass.service.validation import ERROR_PREFIX, ReportedError
-from windlass.storage.memory import is_for_want_of_room
+from windlass.storage.memory import is_out_of_space
 from windlass.storage.sql import NewerDatabase
 
 Parameters = ParamSpec("Parameters")
@@ -31,7 +31,7 @@ def reported(command: Callable[Parameters, Result]) -> Callable[Parameters, Resu
             print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
             raise typer.Exit(1) from None
         except OSError as error:
-            if not is_for_want_of_room(error):
+            if not is_out_of_space(error):
                 raise
             print(f"{ERROR_PREFIX}a disk is full ({error}); make room", file=sys.stderr)
             raise typer.Exit(1) from None

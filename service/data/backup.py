@@ -114,7 +114,7 @@ def restore_backup(source: Path, home: Path | None = None) -> Copied:
             (folder / _DATABASE).chmod(0o600)
     try:
         settings = load_settings(home)
-        remarks = _settle(settings, about)
+        remarks = _reconcile_database(settings, about)
         prepare_home(home)
     except BaseException:
         shutil.rmtree(home)
@@ -232,7 +232,7 @@ def _read_manifest(source: Path) -> dict[str, Any]:
     return about
 
 
-def _settle(settings: Settings, about: dict[str, Any]) -> list[str]:
+def _reconcile_database(settings: Settings, about: dict[str, Any]) -> list[str]:
     """Makes the database agree with the copied files. Returns notes for the user."""
     is_own = about["has_database"]
     if is_own and _sqlite_path(settings) != settings.home / _DATABASE:

@@ -2,8 +2,8 @@
 
 from windlass.service.dispatcher.outcomes import cancel_job as cancel_job
 from windlass.service.dispatcher.outcomes import fail_job as fail_job
+from windlass.service.dispatcher.outcomes import handle_loss as handle_loss
+from windlass.service.dispatcher.outcomes import import_records as import_records
 from windlass.service.dispatcher.outcomes import open_journal as open_journal
-from windlass.service.dispatcher.outcomes import resume as resume
-from windlass.service.dispatcher.outcomes import take_in as take_in
 from windlass.service.dispatcher.process import RayLostError as RayLostError
 from windlass.service.dispatcher.process import run_dispatcher as run_dispatcher

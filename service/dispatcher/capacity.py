@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from windlass.actors.job import disk_of
 from windlass.amounts import GIB
+from windlass.planner.planning import JobPlan
 from windlass.service.data import has_volume
 from windlass.service.dispatcher.queue_policy import Amounts
 from windlass.service.installation import Settings
@@ -55,9 +55,9 @@ class MachineCapacity:
     buffers: Mapping[str, int] = field(default_factory=dict)
     ssds: Sequence[SsdSpace] = ()  # empty if one of them cannot be read
 
-    def has(self, machinery: MachineResources, holders: Collection[str]) -> Amounts:
+    def has(self, resources: MachineResources, holders: Collection[str]) -> Amounts:
         """Returns the total of each resource: the free amount and the amounts of the jobs `holders`."""
-        found = {DEVICES: machinery.num_devices, BUFFERS: self.room_nbytes}
+        found = {DEVICES: resources.num_devices, BUFFERS: self.room_nbytes}
         found[BUFFERS] += sum(self.buffers.get(job_id, 0) for job_id in holders)
         if self.host_nbytes is not None:
             found[HOST_MEMORY] = self.host_nbytes
@@ -95,19 +95,19 @@ class MachineCapacity:
         return [weight / sum(weights) for weight in weights]
 
 
-def demand_of(found: dict[str, Any] | None, *, budget_nbytes: int | None, is_cpu: bool) -> Demand:
-    """Returns the demand of a plan (`load_plan`). Without a plan, it is the job's budget of buffers, if it has one."""
-    if found is None:
+def demand_of(plan: JobPlan | None, *, budget_nbytes: int | None, is_cpu: bool) -> Demand:
+    """Returns the demand of a plan. Without a plan, it is the job's budget of buffers, if it has one."""
+    if plan is None:
         return Demand(buffers_nbytes=budget_nbytes or 0)
-    peaks = {name: int(gib * GIB) for name, gib in (found["plan"].get("peak_gib") or {}).items()}
+    peaks = {name: int(gib * GIB) for name, gib in (plan.report.peak_gib or {}).items()}
     return Demand(
         host_nbytes=peaks.get("host", 0) + (peaks.get("gpu", 0) if is_cpu else 0),
-        buffers_nbytes=found.get("arena_nbytes", 0),
+        buffers_nbytes=plan.arena_nbytes or 0,
         ssd_nbytes=peaks.get("ssd", 0),
     )
 
 
-def look_at_box(settings: Settings) -> MachineCapacity:
+def read_capacity(settings: Settings) -> MachineCapacity:
     """Reads this machine's current capacity."""
     hardware = measured_hardware(settings)
     return MachineCapacity(
@@ -138,7 +138,8 @@ def _ssd(path: Path, disk: str) -> SsdSpace:
     volume = Volume.open(path, direct=False)
     try:
         held = {
-            str(job): UNIT_NBYTES * sum(part.count for part in each.taken) for job, each in volume.allocations().items()
+            str(job): UNIT_NBYTES * sum(part.count for part in space.taken)
+            for job, space in volume.allocations().items()
         }
         # In a file, the space of a killed process is not reclaimed, because reading the free space must not change the
         # volume.

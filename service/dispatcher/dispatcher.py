@@ -9,30 +9,38 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum, auto
 from pathlib import Path
 
-from windlass.actors.job import OUTCOME, JournalReader, JournalRecord
+from windlass.actors.job import OUTCOME, JournalRecord
 from windlass.actors.lifecycle import close_attempt, has_begun, kill_attempt, last_sign_of_life
 from windlass.actors.scheduler import ROOM
+from windlass.planner.planning import JobPlan
 from windlass.service.data import free_space, jobs_with_states, remove_arenas, remove_states
-from windlass.service.dispatcher.capacity import MachineCapacity, look_at_box
+from windlass.service.dispatcher.capacity import MachineCapacity, read_capacity
 from windlass.service.dispatcher.housekeeping import Housekeeping
+from windlass.service.dispatcher.job_watch import AttemptPhase, AttemptWatch, JobWatch, JobWatches, StopKind
 from windlass.service.dispatcher.lease import Lease
 from windlass.service.dispatcher.outcomes import (
-    cut_short,
     fail_attempt,
     fail_job,
+    handle_loss,
+    handle_preemption,
     has_step,
+    import_records,
     open_journal,
-    resume,
-    take_in,
 )
-from windlass.service.dispatcher.plan_corrections import Ask, PlanCorrections, ask_planner
-from windlass.service.dispatcher.plan_renewal import PlanRenewals
 from windlass.service.dispatcher.preparations import Preparations
 from windlass.service.dispatcher.queue import JobQueue, Verdict, is_starting
+from windlass.service.dispatcher.replanner import (
+    Ask,
+    ChangedMachine,
+    MeasuredSteps,
+    Replanner,
+    ask_planner,
+    must_end_for_plan,
+)
 from windlass.service.dispatcher.runners import RunnerLostError, Runners
 from windlass.service.installation import Settings, about, is_out_of_room, room_reason
 from windlass.service.jobs import (
@@ -61,15 +69,13 @@ from windlass.storage.sql.repositories import DeletionRepository, EventRepositor
 
 _LOG = logging.getLogger(__name__)
 
-# Request to end a runner that has only just begun, for a job of higher priority.
-_CUT_SHORT = "make room at once"
-# Time after which a runner is requested again to end.
-_TELL_AGAIN_S = 10.0
-# Time for a runner whose attempt is over to close its files and end its other actors.
+# Seconds after which a runner is requested again to end.
+_STOP_RETRY_S = 10.0
+# Seconds for a runner whose attempt is over to close its files and end its other actors.
 _KILL_AFTER_S = 180.0
-# Time for the other actors to outlive their runner; Ray ends them with it.
+# Seconds for the other actors to outlive their runner; Ray ends them with it.
 _KILL_ORPHANS_AFTER_S = 5.0
-# Time without a sign of life after which a runner counts as hung. It gives a sign every second.
+# Seconds without a sign of life after which a runner counts as hung. It gives a sign every second.
 _SILENT_S = 60.0
 _HANGS = f"its runner hung: it gave no sign of life for {_SILENT_S:g} s"
 _LOST = (
@@ -77,20 +83,18 @@ _LOST = (
     "or the disk was too full to write one"
 )
 
-
-# If the home's disk was full within this time, a lost runner counts as a victim of the full disk.
+# If the home's disk was full within these seconds, a lost runner counts as a victim of the full disk.
 _FULL_LATELY_S = 30.0
 _ROOM_AGAIN = "There is room on the disk again"
 _GOES_ON_WITHOUT_ROOM = "The job goes on, though the disk is still nearly full"
 
 
-@dataclass(slots=True, kw_only=True)
-class _Over:
-    """An ended attempt, watched until the job's next attempt begins or the job's space is freed."""
+class _Runner(Enum):
+    """The state of an attempt's runner."""
 
-    attempt: Attempt
-    kill_at: float
-    is_gone: bool = False  # the attempt's processes are gone, so that their resources are free
+    ALIVE = auto()
+    HUNG = auto()  # it exists, but gives no signs of life
+    GONE = auto()
 
 
 class Dispatcher:
@@ -101,7 +105,7 @@ class Dispatcher:
         database: Database,
         settings: Settings,
         runners: Runners,
-        machinery: MachineResources,
+        resources: MachineResources,
         lease: Lease,
         *,
         prepare: Callable[[PreparationOrder], Preparation] = preparation_of,
@@ -115,37 +119,36 @@ class Dispatcher:
         self._database = database
         self._settings = settings
         self._runners = runners
-        self._machinery = machinery
+        self._resources = resources
         self._lease = lease
         self._clock = clock
         self._housekeeping = housekeeping or Housekeeping(database, settings, node=lease.node, clock=clock)
-        self._corrections = PlanCorrections(database, settings, ask=ask)
-        self._renewals = PlanRenewals(database, settings, ask=ask)
+        by_steps = MeasuredSteps(database=database, settings=settings)
+        self._corrections = Replanner(database, settings, by_steps, ask=ask)
+        self._renewals = Replanner(database, settings, ChangedMachine(settings=settings), ask=ask)
+        self._watches: JobWatches = JobWatches(JobWatch)
         self._queue = JobQueue(
             database,
             settings,
-            machinery,
+            resources,
             lease,
-            look=look or functools.partial(look_at_box, settings),
+            self._watches,
+            look=look or functools.partial(read_capacity, settings),
             clock=clock,
             jitter=jitter,
         )
         self._preparations = Preparations(
             database,
             settings,
-            machinery,
+            resources,
+            self._watches,
             prepare=prepare,
             is_box_free=self._queue.is_box_free,
             clock=clock,
             memory=preparation_memory,
         )
-        self._readers: dict[str, JournalReader] = {}  # of running jobs
-        self._over: dict[str, _Over] = {}  # the last attempts of jobs that ended or wait for their next attempt
-        self._told: dict[str, tuple[str, float]] = {}  # the last request to end that a job's runner got, and its time
-        # the last sign of life of a job's runner, and the time of its first sight
-        self._signs: dict[str, tuple[int | None, float]] = {}
         self._full = (-math.inf, -math.inf)  # when the home's disk became full, and when it was last seen full
-        self._was_cut_short = False  # the last pass raised, so some of its work is undone
+        self._last_pass_failed = False  # it raised, so some of its work is undone
 
     def tick(self) -> None:
         """Makes one pass over all unfinished jobs. An error of one job is logged and does not delay the others.
@@ -155,27 +158,29 @@ class Dispatcher:
         if is_out_of_room(self._settings.home):  # noted first, because the database may be on the same disk
             since = self._full[0] if self._was_full_lately else self._clock()
             self._full = (since, self._clock())
-        was_cut_short, self._was_cut_short = self._was_cut_short, True
+        must_adopt, self._last_pass_failed = self._last_pass_failed, True
         if self._lease.renew():
             self._forget()
-            was_cut_short = True
-        if was_cut_short:
-            self._take_up_all()
+            must_adopt = True
+        if must_adopt:
+            self._adopt_all()
         for job in self._lease.claim():
-            self._guarded(about(job.id, job.attempt), self._take_up, job)
+            self._guarded(about(job.id, job.attempt), self._adopt, job)
         running = self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)
         for job in running:
             self._guarded(about(job.id, job.attempt), self._watch, job)
         self._corrections.drop(keep={job.id for job in running})
-        for job_id, over in tuple(self._over.items()):
-            self._guarded(about(job_id, over.attempt), self._see_off, job_id, over)
+        for job_id, attempt in self._attempts_over().items():
+            self._guarded(about(job_id, attempt.attempt), self._clean_up_ended, job_id, attempt)
         validating = self._jobs(JobStatus.VALIDATING_FILES)
         self._preparations.arrange(validating, starting=[job for job in running if is_starting(job)])
         for job in validating:
-            self._guarded(about(job.id, job.attempt), self._preparations.tend, job, validating)
+            self._guarded(about(job.id, job.attempt), self._preparations.advance, job, validating)
         self._launch_next()
-        self._housekeeping.tick(busy={*self._over, *self._preparations.job_ids})
-        self._was_cut_short = False
+        busy = {*self._attempts_over(), *self._preparations.job_ids}
+        self._housekeeping.tick(busy=busy)
+        self._forget_all_but({*busy, *self._queue.job_ids, *(job.id for job in (*running, *validating))})
+        self._last_pass_failed = False
 
     @property
     def is_preparing(self) -> bool:
@@ -197,65 +202,83 @@ class Dispatcher:
         self._preparations.drop(keep=())
         self._corrections.drop(keep=())
         self._renewals.drop(keep=())
-        self._queue.forget()
-        for remembered in (self._readers, self._over, self._told, self._signs):
-            remembered.clear()
+        self._watches.clear()
 
-    def _take_up_all(self) -> None:
+    def _forget_all_but(self, job_ids: Collection[str]) -> None:
+        """Forgets jobs that no longer wait or run here."""
+        for job_id in self._watches.keys() - set(job_ids):
+            del self._watches[job_id]
+
+    def _adopt_all(self) -> None:
         for job_id in jobs_with_states(self._settings):
             with self._database.read() as session:
                 job = JobRepository(session).find(job_id)
                 deleted = DeletionRepository(session).deleted_job(job_id)
             if job is not None and job.status in TERMINAL_STATUSES:
-                self._await_end(job.id, job.attempt)
+                self._await_exit(job.id, job.attempt)
             elif deleted is not None:  # this SSD was absent when the job was removed
-                self._await_end(job_id, deleted.attempt)
+                self._await_exit(job_id, deleted.attempt)
         with self._database.read() as session:
             doomed = DeletionRepository(session).jobs_to_remove(self._lease.node)
-        for each in doomed:
-            self._await_end(each.id, each.attempt)
+        for deleted_job in doomed:
+            self._await_exit(deleted_job.id, deleted_job.attempt)
         for job in self._jobs(*ACTIVE_STATUSES):
-            self._guarded(about(job.id, job.attempt), self._take_up, job)
+            self._guarded(about(job.id, job.attempt), self._adopt, job)
 
-    def _take_up(self, job: Job) -> None:
+    def _adopt(self, job: Job) -> None:
         if job.status in (JobStatus.RUNNING, JobStatus.PAUSING):
             self._end_unless_begun(job)
         elif job.attempt:
-            self._await_end(job.id, job.attempt)
+            self._await_exit(job.id, job.attempt)
 
     # --- running jobs -----------------------------------------------------------------------------------------------
 
     def _watch(self, job: Job) -> None:
+        attempt = self._running_attempt(job)
         # The runner is checked before the journal is read, because an ended runner has already written its outcome.
-        alive = self._runners.is_alive(JobId(job.id), Attempt(job.attempt))
-        hangs = alive and self._is_silent(job)
-        is_cut_short = not alive and job.status is JobStatus.RUNNING and self._yields_at_once(job)
-        lost = _HANGS if hangs else self._why_lost()
-        if alive:  # an error in this request must not keep the journal from being read
-            self._guarded(about(job.id, job.attempt), self._tell_to_end, job)
-        reader = self._readers.pop(job.id, None) or open_journal(self._settings, job)
+        runner = self._runner_of(job, attempt)
+        is_preempted = runner is _Runner.GONE and job.status is JobStatus.RUNNING and self._yields_at_once(job)
+        lost = {_Runner.ALIVE: None, _Runner.HUNG: _HANGS, _Runner.GONE: self._why_lost()}[runner]
+        if runner is not _Runner.GONE:  # an error in this request must not keep the journal from being read
+            self._guarded(about(job.id, job.attempt), self._stop_if_requested, job, attempt)
+        reader, attempt.reader = attempt.reader or open_journal(self._settings, job), None
         records = reader.read_new()
         try:
-            is_over = take_in(
+            is_over = import_records(
                 self._database,
                 self._settings,
                 job,
                 records,
-                lost=lost if hangs or not alive else None,
-                when_lost=functools.partial(cut_short if is_cut_short else resume, self._settings),
+                lost=lost,
+                when_lost=functools.partial(handle_preemption if is_preempted else handle_loss, self._settings),
             )
         except JournalError as error:
             with self._database.write() as session:
                 fail_job(session, job, "journal_damaged", str(error))
             is_over = True
         if is_over:
-            self._await_end(job.id, job.attempt, 0.0 if hangs else _KILL_AFTER_S)
+            self._await_exit(job.id, job.attempt, 0.0 if runner is _Runner.HUNG else _KILL_AFTER_S)
             self._note_room_needed(job, records)
-            self._tell_full(job)
+            self._report_full_disk(job)
         else:
             self._explain_room(job, why_it_waits_for_room(self._settings, job))
             # Not kept if an error occurred above, because unimported records must be read again.
-            self._readers[job.id] = reader
+            attempt.reader = reader
+
+    def _running_attempt(self, job: Job) -> AttemptWatch:
+        """Returns the watch of the attempt in a running job's row.
+
+        It begins anew if the attempt seemed to be over, but its end could not be written to the row.
+        """
+        watch = self._watches[job.id]
+        if watch.attempt is None or watch.attempt.attempt != job.attempt or watch.attempt.is_over:
+            watch.attempt = AttemptWatch(attempt=Attempt(job.attempt))
+        return watch.attempt
+
+    def _runner_of(self, job: Job, attempt: AttemptWatch) -> _Runner:
+        if not self._runners.is_alive(JobId(job.id), attempt.attempt):
+            return _Runner.GONE
+        return _Runner.HUNG if self._is_silent(job, attempt) else _Runner.ALIVE
 
     def _why_lost(self) -> str:
         if self._was_full_lately:
@@ -268,7 +291,7 @@ class Dispatcher:
     def _was_full_lately(self) -> bool:
         return self._clock() - self._full[1] <= _FULL_LATELY_S
 
-    def _tell_full(self, job: Job) -> None:
+    def _report_full_disk(self, job: Job) -> None:
         """Writes an event about a full disk once it has space again, because a full disk cannot store an event."""
         since, until = self._full
         if not self._was_full_lately or job.waiting_reason is not None or is_out_of_room(self._settings.home):
@@ -301,26 +324,28 @@ class Dispatcher:
         if not has_begun(job_dir(self._settings, job.id), Attempt(job.attempt)):
             self._runners.kill(JobId(job.id), Attempt(job.attempt))
 
-    def _is_silent(self, job: Job) -> bool:
+    def _is_silent(self, job: Job, attempt: AttemptWatch) -> bool:
         """Returns whether a runner gave no sign of life for too long, by this process's monotonic clock.
 
         The file's time is not used, because the wall clock may be set and the machine may sleep.
         """
         sign, now = last_sign_of_life(job_dir(self._settings, job.id), Attempt(job.attempt)), self._clock()
-        known, since = self._signs.get(job.id, (None, now))
+        known, since = attempt.last_sign or (None, now)
         if sign != known:
             since = now
-        self._signs[job.id] = (sign, since)
+        attempt.last_sign = (sign, since)
         return sign is not None and now - since > _SILENT_S
 
-    def _tell_to_end(self, job: Job) -> None:
+    def _stop_if_requested(self, job: Job, attempt: AttemptWatch) -> None:
         """Requests the runner to end the job or the attempt, if there is a reason."""
         if job.cancel_requested:
-            self._tell(job, "cancel", self._runners.cancel)
+            self._request_stop(job, attempt, StopKind.CANCEL, self._runners.cancel)
         elif job.status is JobStatus.RUNNING and self._yields_at_once(job):
-            self._tell(job, _CUT_SHORT, self._runners.kill)
-        elif job.status is JobStatus.PAUSING or job.yields_to is not None or self._corrections.tend(job):
-            self._tell(job, "pause", self._runners.pause)
+            self._request_stop(job, attempt, StopKind.PREEMPT, self._runners.kill)
+        elif job.status is JobStatus.PAUSING or job.yields_to is not None or must_end_for_plan(self._settings, job):
+            self._request_stop(job, attempt, StopKind.PAUSE, self._runners.pause)
+        else:
+            self._corrections.poll(job)
 
     def _yields_at_once(self, job: Job) -> bool:
         """Returns whether the attempt ends for another job and has no step yet, so that it need not end by itself."""
@@ -329,22 +354,31 @@ class Dispatcher:
         with self._database.read() as session:
             return not has_step(session, job)
 
-    def _tell(self, job: Job, what: str, tell: Callable[[JobId, Attempt], None]) -> None:
-        told, told_at = self._told.get(job.id, ("", 0.0))
-        if told != what:
-            _LOG.info("asked to %s", what, extra=about(job.id, job.attempt))
-        if told != what or self._clock() - told_at >= _TELL_AGAIN_S:
-            self._told[job.id] = (what, self._clock())
-            tell(JobId(job.id), Attempt(job.attempt))
+    def _request_stop(
+        self, job: Job, attempt: AttemptWatch, kind: StopKind, send: Callable[[JobId, Attempt], None]
+    ) -> None:
+        last_kind, last_at = attempt.last_stop_request or (None, -math.inf)
+        if last_kind is not kind:
+            _LOG.info("sent %s to the runner", kind, extra=about(job.id, job.attempt))
+        if last_kind is not kind or self._clock() - last_at >= _STOP_RETRY_S:
+            attempt.last_stop_request = (kind, self._clock())
+            if attempt.phase is AttemptPhase.RUNNING:
+                attempt.enter(AttemptPhase.STOPPING)
+            send(JobId(job.id), attempt.attempt)
 
-    def _see_off(self, job_id: str, over: _Over) -> None:
+    # --- ended attempts ---------------------------------------------------------------------------------------------
+
+    def _attempts_over(self) -> Mapping[str, AttemptWatch]:
+        """Returns the ended attempts whose processes or states remain, by job."""
+        watches = self._watches.items()
+        return {job_id: last for job_id, watch in watches if (last := watch.attempt) is not None and last.is_over}
+
+    def _clean_up_ended(self, job_id: str, attempt: AttemptWatch) -> None:
         """Frees the memory and SSD space of an ended attempt once its processes are gone."""
-        if not over.is_gone:
-            if not self._are_gone(job_id, over):
+        if attempt.phase is AttemptPhase.EXITING:
+            if not self._have_exited(job_id, attempt):
                 return
-            over.is_gone = True
-            self._told.pop(job_id, None)
-            self._signs.pop(job_id, None)
+            attempt.enter(AttemptPhase.EXITED)
             remove_arenas()
         with self._database.read() as session:
             job = JobRepository(session).find(job_id)
@@ -352,62 +386,74 @@ class Dispatcher:
         if job is None:
             if deleted is not None:
                 free_space(self._settings, JobId(job_id), self._settings.fine_tuned_dir / deleted.model)
-            del self._over[job_id]
+            del self._watches[job_id]
         elif job.status in TERMINAL_STATUSES:  # else the next attempt needs the states
             remove_states(self._settings, job)
-            del self._over[job_id]
+            del self._watches[job_id]
 
-    def _are_gone(self, job_id: str, over: _Over) -> bool:
+    def _have_exited(self, job_id: str, attempt: AttemptWatch) -> bool:
         """Returns whether all processes of the attempt are gone, so that none can write.
 
         Kills those that stay too long.
         """
         now = self._clock()
-        if self._runners.is_alive(JobId(job_id), over.attempt):
-            if now >= over.kill_at:
-                self._runners.kill(JobId(job_id), over.attempt)
+        if self._runners.is_alive(JobId(job_id), attempt.attempt):
+            if now >= attempt.kill_at:
+                self._runners.kill(JobId(job_id), attempt.attempt)
             return False
         folder = job_dir(self._settings, job_id)
-        if close_attempt(folder, over.attempt):
+        if close_attempt(folder, attempt.attempt):
             return True
-        over.kill_at = min(over.kill_at, now + _KILL_ORPHANS_AFTER_S)
-        if now >= over.kill_at and (killed := kill_attempt(folder, over.attempt)):
+        attempt.kill_at = min(attempt.kill_at, now + _KILL_ORPHANS_AFTER_S)
+        if now >= attempt.kill_at and (killed := kill_attempt(folder, attempt.attempt)):
             _LOG.warning(
-                "processes %s outlived their runner and were killed", killed, extra=about(job_id, over.attempt)
+                "processes %s outlived their runner and were killed", killed, extra=about(job_id, attempt.attempt)
             )
         return False
 
-    def _await_end(self, job_id: str, attempt: int, kill_after_s: float = _KILL_AFTER_S) -> None:
-        self._over[job_id] = _Over(attempt=Attempt(attempt), kill_at=self._clock() + kill_after_s)
+    def _await_exit(self, job_id: str, number: int, kill_after_s: float = _KILL_AFTER_S) -> None:
+        """Watches the processes of an ended attempt, until they exit or are killed."""
+        watch = self._watches[job_id]
+        if watch.attempt is None or watch.attempt.attempt != number or watch.attempt.is_over:
+            watch.attempt = AttemptWatch(attempt=Attempt(number))
+        watch.attempt.enter(AttemptPhase.EXITING)
+        watch.attempt.kill_at = self._clock() + kill_after_s
 
     # --- the queue --------------------------------------------------------------------------------------------------
 
     def _launch_next(self) -> None:
-        leaving = {job_id for job_id, over in self._over.items() if not over.is_gone}
+        """Launches the jobs whose turn it is, and stores why the others wait."""
+        over = self._attempts_over().items()
+        leaving = {job_id for job_id, attempt in over if attempt.phase is AttemptPhase.EXITING}
         verdicts = self._queue.verdicts(leaving, self._preparations.soon_ready)
         self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
         for verdict in verdicts:
-            self._guarded(about(verdict.job.id, verdict.job.attempt), self._carry_out, verdict)
+            self._guarded(about(verdict.job.id, verdict.job.attempt), self._execute, verdict)
 
-    def _carry_out(self, verdict: Verdict) -> None:
+    def _execute(self, verdict: Verdict) -> None:
         job = verdict.job
         if verdict.is_ready and (reason := room_reason(self._settings.home)) is not None:
             self._queue.explain(job, reason)
             return
+        try:
+            plan = load_plan(self._settings, job) if verdict.may_move else None
+        except ValueError as error:
+            with self._database.write() as session:
+                fail_job(session, job, "start_failed", f"the job's plan cannot be read: {error}")
+            return
         # A renewal that has begun is completed, because other jobs wait for the planner.
-        if (verdict.may_move or job.id in self._renewals.pending) and self._renewals.is_pending(job):
+        if (verdict.may_move or job.id == self._renewals.job_id) and self._renewals.poll(job):
             self._queue.explain(job, "its plan is made again, as the machine or the settings have changed since")
         elif verdict.is_ready and verdict.decision.begins:
-            self._launch(job)
+            self._launch(job, plan)
         else:
             self._queue.make_room(job, verdict.decision.pauses)
             self._queue.explain(job, verdict.reason)
 
-    def _launch(self, job: Job) -> None:
+    def _launch(self, job: Job, plan: JobPlan | None) -> None:
         attempt = Attempt(job.attempt + 1)
-        planned = load_plan(self._settings, job)
         with self._database.write() as session:
-            pace = expected_pace(planned, EventRepository(session).last_paced_step(job.id))
+            pace = expected_pace(plan, EventRepository(session).last_paced_step(job.id))
             left_s = seconds_left(pace, job)
             claimed = JobRepository(session).transition(
                 job.id,
@@ -419,23 +465,23 @@ class Dispatcher:
                 estimated_finish=None if left_s is None else time.time() + left_s,
                 finish_is_measured=pace is not None and pace.is_measured,
             )
-        self._over.pop(job.id, None)
+        self._watches[job.id].attempt = AttemptWatch(attempt=attempt)
         try:
-            self._runners.start(build_job_spec(self._settings, self._machinery, claimed, planned, pace))
+            self._runners.start(build_job_spec(self._settings, self._resources, claimed, plan, pace))
         except Exception as error:  # noqa: BLE001  # any error here is this job's error
             _LOG.exception("could not be started", extra=about(job.id, attempt))
             # All started processes must be gone before the next job gets the device.
-            self._await_end(job.id, attempt)
+            self._await_exit(job.id, attempt)
             self._runners.kill(JobId(job.id), attempt)
             with self._database.write() as session:
                 if isinstance(error, RunnerLostError) or may_find_room_later(error, attempt):
-                    resume(self._settings, session, claimed, str(error))
+                    handle_loss(self._settings, session, claimed, str(error))
                 else:
                     code, message = getattr(error, "code", "start_failed"), str(error) or repr(error)
                     param = getattr(error, "param", None)
                     fail_attempt(self._settings, session, claimed, code, message, param)
         else:
-            device = "the CPU" if self._machinery.num_gpus == 0 else f"one of {self._machinery.num_gpus} GPUs"
+            device = "the CPU" if self._resources.num_gpus == 0 else f"one of {self._resources.num_gpus} GPUs"
             _LOG.info("launched on %s", device, extra=about(job.id, attempt))
 
     # --- helpers ----------------------------------------------------------------------------------------------------
@@ -454,4 +500,4 @@ class Dispatcher:
         except Exception as error:  # one job's error must not stop the other jobs
             if why_unavailable(error) is not None:
                 raise  # the database fails for all jobs
-            _LOG.exception("could not be handled; it will be tried again", extra=subject)
+            _LOG.exception("%s failed; it will be tried again", handle.__qualname__, extra=subject)

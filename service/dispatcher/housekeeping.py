@@ -17,18 +17,18 @@ from windlass.storage.sql.repositories import AuditRepository, DeletionRepositor
 _LOG = logging.getLogger(__name__)
 
 _DAY_S = 86400.0
-_LOOK_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 _RETRY_S = 30.0  # after a failed removal
 # Interval between deletions of old data, and the maximum of each. A pass over the jobs must not wait longer.
-_RETENTION_S = 600.0
-_MOST_AT_ONCE = 20
+_DELETE_OLD_INTERVAL_S = 600.0
+_MAX_DELETED_AT_ONCE = 20
 # Interval between measurements of what users' jobs leave, and the largest share of time that they may take.
-_MEASURE_S = 60.0
+_MEASURE_INTERVAL_S = 60.0
 _MEASURE_SHARE = 0.02
 # A clock set ahead by more than this makes everything look old. Nothing old is then deleted for a day, so that the
 # administrator can notice.
 _JUMP_S = 3600.0
-_DOUBT_S = _DAY_S
+_DISTRUST_S = _DAY_S
 _PEER = "retention"  # the origin of a deletion in the audit
 
 
@@ -57,20 +57,20 @@ class Housekeeping:
         self._wall_clock = wall_clock
         self._removal: Future[bool] | None = None
         self._measurement: Future[float] | None = None
-        self._look_at = self._retain_at = self._believe_at = self._measure_at = clock()
-        self._offset_s = wall_clock() - self._look_at
+        self._check_at = self._delete_old_at = self._trust_clock_at = self._measure_at = clock()
+        self._offset_s = wall_clock() - self._check_at
 
     def tick(self, busy: Collection[str] = ()) -> None:
         """Continues the removal. `busy`: jobs that may still have processes, or whose processes are being ended."""
         now = self._clock()
-        if now >= self._retain_at and self._believes_clock(now):
-            is_done = self._delete_what_is_old()
-            self._retain_at = now + _RETENTION_S if is_done else now
+        if now >= self._delete_old_at and self._trusts_clock(now):
+            is_done = self._delete_old()
+            self._delete_old_at = now + _DELETE_OLD_INTERVAL_S if is_done else now
         if self._removal is not None and self._removal.done():
-            self._look_at = now + (0.0 if self._removal.result() else _RETRY_S)
+            self._check_at = now + (0.0 if self._removal.result() else _RETRY_S)
             self._removal = None
-        if self._removal is None and now >= self._look_at:
-            self._look_at = now + _LOOK_S
+        if self._removal is None and now >= self._check_at:
+            self._check_at = now + _CHECK_INTERVAL_S
             jobs, removals = self._deleted()
             jobs = [job for job in jobs if job.id not in busy]
             if jobs or removals:
@@ -107,11 +107,11 @@ class Housekeeping:
     def _measure_sometimes(self, now: float) -> None:
         """Measures the stored bytes of users' jobs at intervals, if any user's stored bytes are limited."""
         if self._measurement is not None and self._measurement.done():
-            self._measure_at = now + max(_MEASURE_S, self._measurement.result() / _MEASURE_SHARE)
+            self._measure_at = now + max(_MEASURE_INTERVAL_S, self._measurement.result() / _MEASURE_SHARE)
             self._measurement = None
         if self._measurement is not None or now < self._measure_at:
             return
-        self._measure_at = now + _MEASURE_S
+        self._measure_at = now + _MEASURE_INTERVAL_S
         with self._database.read() as session:
             is_limited = are_stored_bytes_limited(session, self._settings)
         if is_limited:
@@ -128,18 +128,18 @@ class Housekeeping:
 
     # --- deletion of old data -----------------------------------------------------------------------------------------
 
-    def _believes_clock(self, now: float) -> bool:
+    def _trusts_clock(self, now: float) -> bool:
         offset_s = self._wall_clock() - now
         if offset_s - self._offset_s > _JUMP_S:
-            self._believe_at = now + _DOUBT_S
+            self._trust_clock_at = now + _DISTRUST_S
             _LOG.warning(
                 "the clock is %.1f h ahead of where it was: for a day, nothing is deleted because it is old",
                 (offset_s - self._offset_s) / 3600,
             )
         self._offset_s = offset_s
-        return now >= self._believe_at
+        return now >= self._trust_clock_at
 
-    def _delete_what_is_old(self) -> bool:
+    def _delete_old(self) -> bool:
         """Deletes old jobs, checkpoints and files. Returns False if there may be more."""
         settings = self._settings
         kinds: tuple[tuple[str, float | None, Callable[..., Sequence[str]], Callable[..., Removal | None]], ...] = (
@@ -147,7 +147,7 @@ class Housekeeping:
             ("checkpoint", settings.keep_checkpoints_days, self._old_checkpoints, deletion.delete_model),
             ("file", settings.keep_files_days, self._old_files, deletion.delete_file),
         )
-        num_left = _MOST_AT_ONCE
+        num_left = _MAX_DELETED_AT_ONCE
         for kind, days, find, delete in kinds:
             if days is None:
                 continue

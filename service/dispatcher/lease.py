@@ -51,7 +51,7 @@ class Lease:
         self._is_lost = True  # the lease expired, or this dispatcher is not registered yet
         self._may_have_changed = False  # jobs may have another holder; reset when `renew` reports it
         self._beat_at = 0.0
-        self._looked_at = 0.0
+        self._checked_at = 0.0
         self._renewed_at = clock()
         # of other dispatchers: the last counter, and the time of its first sight
         self._signs: dict[str, tuple[int, float]] = {}
@@ -72,7 +72,7 @@ class Lease:
         if self._is_lost:
             self._register()
             self._may_have_changed = True
-        if self._end_the_dead():
+        if self._end_expired_leases():
             self._may_have_changed = True
         may_have_changed, self._may_have_changed = self._may_have_changed, False
         return may_have_changed
@@ -92,7 +92,9 @@ class Lease:
                 is_alive = LeaseRepository(session).beat(self._holder, LEASE_S)
             self._beat_at = now
             if not is_alive:
-                _LOG.warning("%s gave no sign of life for too long, and its jobs are others' by now", self._holder)
+                _LOG.warning(
+                    "%s gave no sign of life for too long; other dispatchers may have claimed its jobs", self._holder
+                )
                 self._is_lost = True
 
     def beat_until(self, ended: threading.Event) -> None:
@@ -134,28 +136,28 @@ class Lease:
         with self._lock, self._database.write() as session:
             self._holder = LeaseRepository(session).register(node=self.node, machine=self._machine, lasts_s=LEASE_S)
             self._is_lost = False
-        self._beat_at, self._looked_at = self._clock(), float("-inf")
+        self._beat_at, self._checked_at = self._clock(), float("-inf")
 
-    def _end_the_dead(self) -> bool:
+    def _end_expired_leases(self) -> bool:
         """Ends the leases of dead dispatchers. Returns whether one of them was of this node."""
         now = self._clock()
-        if now - self._looked_at < BEAT_S:
+        if now - self._checked_at < BEAT_S:
             return False
         # A counter only counts as standing still while this process checked it regularly.
-        counts = now - self._looked_at < 2 * BEAT_S
-        self._looked_at = now
+        counts = now - self._checked_at < 2 * BEAT_S
+        self._checked_at = now
         with self._database.read() as session:
-            others = [each for each in LeaseRepository(session).holders() if each.id != self._holder]
+            others = [holder for holder in LeaseRepository(session).holders() if holder.id != self._holder]
         known, self._signs = self._signs, {}
-        dead = [each for each in others if self._is_dead(each, known.get(each.id) if counts else None, now)]
+        dead = [other for other in others if self._is_dead(other, known.get(other.id) if counts else None, now)]
         if not dead:
             return False
         with self._database.write() as session:
             leases = LeaseRepository(session)
-            ended = [each for each in dead if leases.end(each.id, each.heartbeat)]
-        for each in ended:
-            _LOG.warning("%s of %s is taken for dead; its jobs can be claimed", each.id, each.node)
-        return any(each.node == self.node for each in ended)
+            ended = [other for other in dead if leases.end(other.id, other.heartbeat)]
+        for other in ended:
+            _LOG.warning("%s of %s is considered dead; its jobs can be claimed", other.id, other.node)
+        return any(other.node == self.node for other in ended)
 
     def _is_dead(self, other: Holder, known: tuple[int, float] | None, now: float) -> bool:
         if self._is_alone and (other.node, other.machine) == (self.node, self._machine):

@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 RESULT_FILENAME = "step_metrics.csv"
 RESULTS_PURPOSE = "fine-tune-results"
 # Consecutive attempts by a corrected plan without a newly committed step, after which the previous plan is used again.
-_MAX_FRUITLESS_BY_A_PLAN = 2
+_MAX_ATTEMPTS_WITHOUT_PROGRESS = 2
 _NUM_METRICS_TO_SEARCH = 100
 _ID_CHARS = 24
 # The columns of the result file, with their names in the metrics.
@@ -67,7 +67,7 @@ def cancel_job(session: Session, job: Job) -> None:
     _change(session, job, JobStatus.CANCELLED, "Fine-tuning job cancelled")
 
 
-def in_words_to(session: Session, job: Job, other: str) -> str:
+def name_for_owner_of(session: Session, job: Job, other: str) -> str:
     """Names another job for this job's owner. Users see the ids of their own jobs only."""
     found = JobRepository(session).find(other)
     return f"job {other}" if found is not None and found.owner == job.owner else "a job"
@@ -78,7 +78,7 @@ def open_journal(settings: Settings, job: Job) -> JournalReader:
     return JournalReader(journal_path(settings, job.id), (job.journal_attempt, job.journal_seq))
 
 
-def take_in(
+def import_records(
     database: Database,
     settings: Settings,
     job: Job,
@@ -110,33 +110,33 @@ def take_in(
     return True
 
 
-def resume(settings: Settings, session: Session, job: Job, reason: str) -> None:
+def handle_loss(settings: Settings, session: Session, job: Job, reason: str) -> None:
     """Handles a lost attempt: queues or pauses the job for another one, or fails it after too many without progress.
 
     Raises StatusConflict if the job has ended or changed meanwhile.
     """
     _log_once_committed(session, job, f"lost: {reason}")
-    last_fruitful = last_fruitful_attempt(session, job.id)
-    num_lost = 0 if last_fruitful == job.attempt else job.num_lost + 1
+    last_with_progress = last_attempt_with_progress(session, job.id)
+    num_lost = 0 if last_with_progress == job.attempt else job.num_lost + 1
     if JobRepository(session).get(job.id).cancel_requested:
         cancel_job(session, job)
     elif job.status is JobStatus.PAUSING:
         message = f"Paused at the last committed step: attempt {job.attempt} was lost: {reason}"
-        _leave(session, job, message, level="warn", num_lost=num_lost)
-    elif job.attempt - last_fruitful >= _MAX_FRUITLESS_BY_A_PLAN and _fall_back(
+        _end_attempt(session, job, message, level="warn", num_lost=num_lost)
+    elif job.attempt - last_with_progress >= _MAX_ATTEMPTS_WITHOUT_PROGRESS and _fall_back(
         settings, session, job, reason, num_lost
     ):
         pass
     elif num_lost < settings.max_attempts:
         message = f"Attempt {job.attempt} was lost: {reason}; going on from the last committed step"
-        _leave(session, job, message, level="warn", num_lost=num_lost)
+        _end_attempt(session, job, message, level="warn", num_lost=num_lost)
     else:
         tried = f"; {num_lost} attempts in a row brought no newly committed step" if num_lost > 1 else ""
         advice = "check `windlass doctor` and the kernel log, and submit the job again"
         fail_job(session, job, "runner_lost", f"{reason}{tried}; {advice}")
 
 
-def _leave(
+def _end_attempt(
     session: Session, job: Job, message: str, *, level: str, num_lost: int, plan_number: int | None = None
 ) -> None:
     """Ends the attempt but not the job. The next attempt goes ahead of jobs of its priority that have not begun.
@@ -167,17 +167,17 @@ def _fall_back(settings: Settings, session: Session, job: Job, reason: str, num_
     Returns False otherwise.
     """
     plans = plans_of(settings, job)
-    if len(plans) < 2 or not plans[-1].get("corrected") or (first := plans[-1]["from_attempt"]) is None:
+    if len(plans) < 2 or not plans[-1].corrected or (first := plans[-1].from_attempt) is None:
         return False
-    if job.attempt < first or last_fruitful_attempt(session, job.id) >= first:
+    if job.attempt < first or last_attempt_with_progress(session, job.id) >= first:
         return False
-    number = keep_plan(settings, job, {**plans[-2], "from_attempt": job.attempt + 1})
+    number = keep_plan(settings, job, plans[-2].model_copy(update={"from_attempt": job.attempt + 1}))
     message = f"Attempt {job.attempt} failed: {reason}; going on by the plan before, from the last committed step"
-    _leave(session, job, message, level="warn", num_lost=num_lost, plan_number=number)
+    _end_attempt(session, job, message, level="warn", num_lost=num_lost, plan_number=number)
     return True
 
 
-def last_fruitful_attempt(session: Session, job_id: str) -> int:
+def last_attempt_with_progress(session: Session, job_id: str) -> int:
     """Returns the last attempt that committed a step with a training loss, or 0."""
     # Newest first. Only a few evaluations or attempts without a training loss can be newer.
     page = EventRepository(session).page(job_id, limit=_NUM_METRICS_TO_SEARCH, after=None, type="metrics")
@@ -186,7 +186,7 @@ def last_fruitful_attempt(session: Session, job_id: str) -> int:
 
 def has_step(session: Session, job: Job) -> bool:
     """Returns whether the job's current attempt has committed a step with a training loss."""
-    return last_fruitful_attempt(session, job.id) == job.attempt
+    return last_attempt_with_progress(session, job.id) == job.attempt
 
 
 def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> None:
@@ -196,7 +196,7 @@ def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> 
     elif status == JobStatus.CANCELLED:
         cancel_job(session, job)
     elif status == PAUSED:
-        _go_on(settings, session, job)
+        _requeue_after_pause(settings, session, job)
     elif status == JobStatus.FAILED:
         error = outcome.data.get("error") or {}
         message = error.get("message") or outcome.message
@@ -206,39 +206,39 @@ def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> 
         fail_job(session, job, "runner_failed", f"the runner ended with the unknown status {status!r}")
 
 
-def _go_on(settings: Settings, session: Session, job: Job) -> None:
+def _requeue_after_pause(settings: Settings, session: Session, job: Job) -> None:
     """Handles an attempt that ended on request. Its states stay for the next one."""
     now = JobRepository(session).get(job.id)  # a new read, because the last steps were imported since `job` was read
     if now.cancel_requested:
         cancel_job(session, job)
     elif job.status is JobStatus.PAUSING:
-        _leave(session, job, f"Paused after step {now.step}", level="info", num_lost=0)
+        _end_attempt(session, job, f"Paused after step {now.step}", level="info", num_lost=0)
     elif now.yields_to is not None:
-        paused = f"Paused after step {now.step} for {in_words_to(session, now, now.yields_to)} of higher priority"
+        paused = f"Paused after step {now.step} for {name_for_owner_of(session, now, now.yields_to)} of higher priority"
         message = f"{paused}; it goes on by itself when there is room"
-        _leave(session, job, message, level="info", num_lost=0)
+        _end_attempt(session, job, message, level="info", num_lost=0)
     else:
         plans = plans_of(settings, job)
-        has_new_plan = bool(plans) and plans[-1].get("from_attempt") == job.attempt + 1
+        has_new_plan = bool(plans) and plans[-1].from_attempt == job.attempt + 1
         why = "so that another goes on with the new plan" if has_new_plan else "and was resumed before: it goes on"
         message = f"Attempt {job.attempt} ended after step {now.step}, {why}"
-        _leave(session, job, message, level="info", num_lost=0)
+        _end_attempt(session, job, message, level="info", num_lost=0)
 
 
-def cut_short(settings: Settings, session: Session, job: Job, reason: str) -> None:
+def handle_preemption(settings: Settings, session: Session, job: Job, reason: str) -> None:
     """Handles an attempt that was ended before its first step for a job of higher priority.
 
     The next one starts anew.
     """
     now = JobRepository(session).get(job.id)  # its owner may have requested something meanwhile
     if now.yields_to is None or now.cancel_requested or has_step(session, job):
-        _go_on(settings, session, job)
+        _requeue_after_pause(settings, session, job)
         return
     _log_once_committed(session, job, f"ended to make room: {reason}")
-    other = in_words_to(session, now, now.yields_to)
+    other = name_for_owner_of(session, now, now.yields_to)
     message = f"Attempt {job.attempt} ended as it began, for {other} of higher priority; "
     message += "the job goes on by itself when there is room"
-    _leave(session, job, message, level="info", num_lost=job.num_lost)
+    _end_attempt(session, job, message, level="info", num_lost=job.num_lost)
 
 
 def _succeed(session: Session, settings: Settings, job: Job, outcome: Outcome) -> None:

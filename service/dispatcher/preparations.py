@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from windlass.service.dispatcher.job_watch import JobWatches, PreparationWatch
 from windlass.service.dispatcher.outcomes import fail_job
 from windlass.service.installation import CORES_TO_DIVIDE, Settings, about, is_about_room, room_reason
 from windlass.service.jobs import MachineResources, job_dir, preparation_order, resolve_job
@@ -21,8 +22,8 @@ from windlass.service.preparation import (
     PreparationOrder,
     PreparationStep,
     check_model_room,
+    choose_running,
     tell_warnings,
-    who_computes,
 )
 from windlass.service.preparation.sandbox import LimitedProcess
 from windlass.service.validation import model_dir, told_jobs_beside
@@ -35,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 # A preparation that computed longer than this leaves the cores to a starting job, if the machine has few cores.
 _LONG_S = 5.0
 # Interval between writes of the progress, and of a waiting reason in which only numbers or jobs changed.
-_TELL_EVERY_S = 2.0
+_REPORT_INTERVAL_S = 2.0
 _NUMBER_OR_JOB = re.compile(r"ftjob-\w+|\d+(\.\d+)?")
 _ROOM_AGAIN = "There is room on the disk again"
 
@@ -47,7 +48,8 @@ class Preparations:
         self,
         database: Database,
         settings: Settings,
-        machinery: MachineResources,
+        resources: MachineResources,
+        watches: JobWatches,
         *,
         prepare: Callable[[PreparationOrder], Preparation],
         is_box_free: Callable[[], bool],
@@ -56,27 +58,23 @@ class Preparations:
     ) -> None:
         self._database = database
         self._settings = settings
-        self._machinery = machinery
+        self._resources = resources
+        self._watches = watches
         self._prepare = prepare
         self._is_box_free = is_box_free
         self._clock = clock
         self._memory = memory or PreparationMemory()
         # Each preparation computes with one thread for most of its time. Jobs use the other cores.
-        self._num_side_by_side = max(1, machinery.num_cores // 2)
-        self._running: dict[str, Preparation] = {}
-        self._computed_s: dict[str, float] = {}  # computing time of running ones at the last check
+        self._num_side_by_side = max(1, resources.num_cores // 2)
         self._shares = OwnerShares()
-        self._nbytes: dict[str, int] = {}  # of jobs' files
-        self._began_at: dict[str, float] = {}
-        self._told_at: dict[str, float] = {}
-        self._going_on: Sequence[str] = ()
+        self._chosen: Collection[str] = ()  # the jobs whose preparations compute now
         # Priorities of the jobs that are probably prepared in a moment, because their preparation is not a long one.
         self.soon_ready: Collection[int] = ()
 
     @property
     def job_ids(self) -> Collection[str]:
         """Jobs whose preparation has begun."""
-        return self._running.keys()
+        return self._running().keys()
 
     def arrange(self, jobs: Sequence[Job], *, starting: Sequence[Job] = ()) -> None:
         """Chooses the jobs that are prepared now. Their preparations continue or may begin, and the others are halted.
@@ -86,51 +84,53 @@ class Preparations:
         for the first step.
         """
         self.drop(keep={job.id for job in jobs})
-        has_few_cores = self._machinery.num_cores < CORES_TO_DIVIDE
+        has_few_cores = self._resources.num_cores < CORES_TO_DIVIDE
         candidates = [self._candidate(job, starting=starting if has_few_cores else ()) for job in jobs]
         self._account(jobs)
-        self._shares.meet({each.owner for each in candidates if each.uses_cores})
-        chosen = who_computes(candidates, self._shares.used_s, num_side_by_side=self._num_side_by_side)
-        for job_id, preparation in self._running.items():
+        self._shares.update_present({each.owner for each in candidates if each.uses_cores})
+        chosen = choose_running(candidates, self._shares.used_s, num_side_by_side=self._num_side_by_side)
+        for job_id, preparation in self._running().items():
             if job_id in chosen or preparation.measures:
                 preparation.proceed()
             else:
                 preparation.halt()
                 if preparation.measures:  # it has begun to measure just before it was halted
                     preparation.proceed()
-        self._going_on = chosen
+        self._chosen = chosen
         self.soon_ready = {
             each.priority
             for each in candidates
             if each.job_id in chosen and each.uses_cores and each.computed_s < _LONG_S
         }
 
-    def tend(self, job: Job, jobs: Sequence[Job]) -> None:
+    def advance(self, job: Job, jobs: Sequence[Job]) -> None:
         """Begins a job's preparation in its turn, checks its progress, and queues the job once it is prepared.
 
         `jobs`: all jobs to be validated.
         """
-        preparation = self._running.get(job.id)
-        if preparation is None:
+        watch = self._watches[job.id].preparing
+        if watch.preparation is None:
             reason = room_reason(self._settings.home)
-            if reason is None and job.id not in self._going_on:
-                reason = self._why_it_stands_back(job, jobs)
+            if reason is None and job.id not in self._chosen:
+                reason = self._why_it_waits(job, jobs)
             if reason is not None:
-                self._tell(job, reason, None)
+                self._report(job, reason, None)
                 return
-            preparation = self._running[job.id] = self._begin(job)
+            self._begin(job, watch)
+        preparation = watch.preparation
+        assert preparation is not None, "it has begun"
         try:
             results = preparation.poll()
             tell_warnings(self._database, job, preparation)
             if results is None:
-                self._tell_state(job, preparation, jobs)
+                self._report_state(job, preparation, jobs)
                 return
             self._enqueue(job, results)
         except PreparationError as error:
             tell_warnings(self._database, job, preparation)
             self._drop(job.id)
             if (reason := room_reason(self._settings.home)) is not None:
-                self._tell(job, reason, None)
+                self._report(job, reason, None)
                 _LOG.warning("the disk is full, and the preparation begins anew: %s", error, extra=about(job.id))
                 return
             with self._database.write() as session:
@@ -140,11 +140,15 @@ class Preparations:
 
     def drop(self, *, keep: Collection[str]) -> None:
         """Ends the preparations of all other jobs."""
-        for job_id in self._running.keys() - set(keep):
+        for job_id in self._running().keys() - set(keep):
             self._drop(job_id)
-        for remembered in (self._nbytes, self._began_at, self._told_at):
-            for job_id in remembered.keys() - set(keep):
-                del remembered[job_id]
+        for job_id in self._watches.keys() - set(keep):
+            self._watches[job_id].preparing = PreparationWatch()
+
+    def _running(self) -> Mapping[str, Preparation]:
+        """Returns the preparations that have begun, by job."""
+        watches = self._watches.items()
+        return {job_id: begun for job_id, watch in watches if (begun := watch.preparing.preparation) is not None}
 
     # --- order of preparations ---------------------------------------------------------------------------------------
 
@@ -152,15 +156,15 @@ class Preparations:
         """Adds the computing time since the last check to its owners' shares."""
         seconds: dict[str | None, float] = {}
         for job in jobs:
-            if (preparation := self._running.get(job.id)) is not None:
-                computed_s = preparation.computed_s
-                new_s = computed_s - self._computed_s.get(job.id, 0.0)
-                seconds[job.owner] = seconds.get(job.owner, 0.0) + new_s
-                self._computed_s[job.id] = computed_s
+            watch = self._watches[job.id].preparing
+            if watch.preparation is not None:
+                computed_s = watch.preparation.computed_s
+                seconds[job.owner] = seconds.get(job.owner, 0.0) + computed_s - watch.computed_s
+                watch.computed_s = computed_s
         self._shares.add(seconds)
 
     def _candidate(self, job: Job, *, starting: Sequence[Job]) -> Candidate:
-        preparation = self._running.get(job.id)
+        preparation = self._watches[job.id].preparing.preparation
         if preparation is None:
             folder = model_dir(
                 job.model, models_dir=self._settings.models_dir, fine_tuned_dir=self._settings.fine_tuned_dir
@@ -182,17 +186,18 @@ class Preparations:
         )
 
     def _nbytes_of(self, job: Job) -> int:
-        if job.id not in self._nbytes:
+        watch = self._watches[job.id].preparing
+        if watch.files_nbytes is None:
             total = 0
             for file_id in (job.training_file, job.validation_file):
                 with contextlib.suppress(OSError):  # its preparation reports the error
                     total += 0 if file_id is None else (self._settings.files_dir / file_id).stat().st_size
-            self._nbytes[job.id] = total
-        return self._nbytes[job.id]
+            watch.files_nbytes = total
+        return watch.files_nbytes
 
-    def _why_it_stands_back(self, job: Job, jobs: Sequence[Job]) -> str:
+    def _why_it_waits(self, job: Job, jobs: Sequence[Job]) -> str:
         """Explains to a job's owner why its preparation waits. Other users' jobs are counted, not named."""
-        first = [each for each in jobs if each.id in self._going_on]
+        first = [each for each in jobs if each.id in self._chosen]
         if not first:
             return "its turn to be prepared, after a job that starts"
         told = told_jobs_beside([each.id for each in first if each.owner == job.owner], len(first))
@@ -200,22 +205,21 @@ class Preparations:
 
     # --- a single preparation ----------------------------------------------------------------------------------------
 
-    def _begin(self, job: Job) -> Preparation:
+    def _begin(self, job: Job, watch: PreparationWatch) -> None:
         hardware = measured_hardware(self._settings)
         with self._database.read() as session:
             filenames = FileRepository(session).filenames([job.training_file, job.validation_file])
         order = preparation_order(
             self._settings,
-            self._machinery,
+            self._resources,
             job,
             hardware,
             filenames=filenames,
-            is_alone=lambda: self._is_box_free() and len(self._running) == 1,
+            is_alone=lambda: self._is_box_free() and len(self._running()) == 1,
         )
         preparation = self._prepare(order)
         preparation.admit = functools.partial(self._admit, job.id, job.owner)
-        self._began_at[job.id] = self._clock()
-        return preparation
+        watch.preparation, watch.began_at = preparation, self._clock()
 
     def _admit(self, job_id: str, owner: str | None, step: PreparationStep) -> int | None:
         return self._memory.grant(
@@ -223,28 +227,30 @@ class Preparations:
         )
 
     def _process_of(self, job_id: str) -> LimitedProcess | None:
-        preparation = self._running.get(job_id)
+        preparation = self._watches[job_id].preparing.preparation
         return None if preparation is None else preparation.process
 
-    def _tell_state(self, job: Job, preparation: Preparation, jobs: Sequence[Job]) -> None:
+    def _report_state(self, job: Job, preparation: Preparation, jobs: Sequence[Job]) -> None:
         """Stores a preparation's progress, and the reason why it waits."""
         reason = None
         if preparation.is_halted:
-            reason = self._why_it_stands_back(job, jobs)
+            reason = self._why_it_waits(job, jobs)
         elif preparation.waits_for_memory:
             reason = self._memory.why_not()
         progress = preparation.progress()
         if progress is not None:
-            progress["elapsed_s"] = round(self._clock() - self._began_at[job.id], 1)
-        self._tell(job, reason, progress)
+            progress["elapsed_s"] = round(self._clock() - self._watches[job.id].preparing.began_at, 1)
+        self._report(job, reason, progress)
 
-    def _tell(self, job: Job, reason: str | None, progress: dict[str, Any] | None) -> None:
+    def _report(self, job: Job, reason: str | None, progress: dict[str, Any] | None) -> None:
         before, now = job.waiting_reason, self._clock()
         is_new = _without_numbers(reason) != _without_numbers(before)
         has_changed = reason != before or progress != job.preparation
-        if not is_new and not (has_changed and now - self._told_at.get(job.id, -_TELL_EVERY_S) >= _TELL_EVERY_S):
+        watch = self._watches[job.id].preparing
+        is_due = watch.reported_at is None or now - watch.reported_at >= _REPORT_INTERVAL_S
+        if not is_new and not (has_changed and is_due):
             return
-        self._told_at[job.id] = now
+        watch.reported_at = now
         with self._database.write() as session:
             rows = JobRepository(session)
             if reason is not None and before is None and progress is None:  # only once: later changes are no events
@@ -274,8 +280,10 @@ class Preparations:
                 EventRepository(session).add(job.id, attempt=job.attempt, message=warning, level="warn")
 
     def _drop(self, job_id: str) -> None:
-        self._running.pop(job_id).stop()
-        self._computed_s.pop(job_id, None)
+        watch = self._watches[job_id].preparing
+        if watch.preparation is not None:
+            watch.preparation.stop()
+        watch.preparation, watch.computed_s = None, 0.0
         self._memory.give_back(job_id)
 
 

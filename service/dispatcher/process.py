@@ -14,7 +14,7 @@ from windlass.actors.job import JobSpec
 from windlass.actors.runtime import ray_runner as deploy
 from windlass.service.dispatcher.dispatcher import Dispatcher
 from windlass.service.dispatcher.lease import Lease
-from windlass.service.dispatcher.plan_corrections import ask_planner
+from windlass.service.dispatcher.replanner import ask_planner
 from windlass.service.dispatcher.runners import RunnerLostError
 from windlass.service.installation import DispatcherLock, Settings, boot_id, node_of
 from windlass.service.jobs import MachineResources
@@ -27,7 +27,7 @@ from windlass.storage.sql import Database, why_unavailable
 _LOG = logging.getLogger(__name__)
 _INTERVAL_S = 0.5
 # Longest interval between passes while the database is unavailable. The interval doubles each time.
-_LONGEST_INTERVAL_S = 5.0
+_MAX_INTERVAL_S = 5.0
 # Interval while a job is prepared, because each step of the preparation waits for the next pass.
 _SHORT_INTERVAL_S = 0.1
 
@@ -78,7 +78,7 @@ def run_dispatcher(settings: Settings) -> None:
     def end(_signum: int, _frame: FrameType | None) -> None:
         ending.set()
 
-    ray_side, machinery = _connect(settings)
+    ray_connection, resources = _connect(settings)
     # After the connection, because Ray sets its own handlers when it connects.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, end)
@@ -94,34 +94,34 @@ def run_dispatcher(settings: Settings) -> None:
         database,
         settings,
         RayRunners(),
-        machinery,
+        resources,
         lease,
         prepare=functools.partial(preparation_of, start=server.start),
         ask=functools.partial(ask_planner, start=server.start),
     )
-    pulse = threading.Thread(target=lease.beat_until, args=(ending,), name="lease", daemon=True)
-    pulse.start()
+    heartbeat = threading.Thread(target=lease.beat_until, args=(ending,), name="lease", daemon=True)
+    heartbeat.start()
     sender = WebhookSender(database, settings)
     sender.start()
     _LOG.info("dispatching")
     try:
         with contextlib.suppress(OSError):  # disk space for its log, or memory, may be available later
             server.begin()
-        dispatch_until(ending, dispatcher, ray_side)
+        dispatch_until(ending, dispatcher, ray_connection)
     finally:
         ending.set()
-        pulse.join()
+        heartbeat.join()
         sender.close()
         dispatcher.close()
         server.close()
         database.close()
 
 
-def dispatch_until(ending: threading.Event, dispatcher: Dispatcher, ray_side: RayCluster | RayNode) -> None:
+def dispatch_until(ending: threading.Event, dispatcher: Dispatcher, ray_connection: RayCluster | RayNode) -> None:
     """Runs pass after pass, also while the database is unavailable for a while. Raises RayLostError."""
     interval_s = _INTERVAL_S
     while not ending.is_set():
-        if not ray_side.is_running:
+        if not ray_connection.is_running:
             raise RayLostError("Ray has ended here; when it is back, its jobs go on there")
         try:
             dispatcher.tick()
@@ -129,7 +129,7 @@ def dispatch_until(ending: threading.Event, dispatcher: Dispatcher, ray_side: Ra
         except SQLAlchemyError as error:
             if (why := why_unavailable(error)) is None:
                 raise
-            interval_s = min(2 * max(interval_s, _INTERVAL_S), _LONGEST_INTERVAL_S)
+            interval_s = min(2 * max(interval_s, _INTERVAL_S), _MAX_INTERVAL_S)
             _LOG.warning("nothing can be done now, as the database cannot be used: %s (%s)", why, error)
         ending.wait(interval_s)
 
@@ -147,12 +147,12 @@ def _connect(settings: Settings) -> tuple[RayCluster | RayNode, MachineResources
     cluster.ensure_running(num_cpus=here.num_cores, num_gpus=here.num_gpus)
     cluster.connect()
     # An adopted daemon may be older than a GPU's driver. Jobs get the GPUs that Ray was started with.
-    machinery = RayNode.of_this_process().machinery
-    if machinery.num_gpus != here.num_gpus:
+    resources = RayNode.of_this_process().machinery
+    if resources.num_gpus != here.num_gpus:
         _LOG.warning(
             "the driver lists %d GPUs, but Ray was started when there were %d, and jobs get those; "
             "`windlass down` and `windlass up` once no job runs",
             here.num_gpus,
-            machinery.num_gpus,
+            resources.num_gpus,
         )
-    return cluster, machinery
+    return cluster, resources

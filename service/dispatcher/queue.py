@@ -12,12 +12,13 @@ from pathlib import Path
 from windlass.amounts import GIB
 from windlass.service.auth import most_running_jobs
 from windlass.service.dispatcher.capacity import BUFFERS, DEVICES, HOST_MEMORY, Demand, MachineCapacity, demand_of
+from windlass.service.dispatcher.job_watch import JobWatches, QueueWatch, Retry
 from windlass.service.dispatcher.lease import Lease
-from windlass.service.dispatcher.outcomes import has_step, in_words_to, last_fruitful_attempt
+from windlass.service.dispatcher.outcomes import has_step, last_attempt_with_progress, name_for_owner_of
 from windlass.service.dispatcher.queue_policy import Decision, Holder, Queued, Turn, decide, in_turn
 from windlass.service.installation import Settings, about, needs_room
 from windlass.service.jobs import MachineResources, load_plan, plan_bounds
-from windlass.service.validation import count_text, told_jobs_beside
+from windlass.service.validation import told_jobs_beside
 from windlass.storage.ids import Attempt
 from windlass.storage.memory import directory_free_nbytes, directory_nbytes
 from windlass.storage.sql import TERMINAL_STATUSES, Database, Job, JobStatus
@@ -28,20 +29,20 @@ _LOG = logging.getLogger(__name__)
 # Pauses between a lost attempt without progress and the next one; each pause is longer. A random part, up to half, is
 # left out, so that jobs lost together do not start together.
 _FIRST_PAUSE_S = 2.0
-_PAUSE_GROWS = 4.0
-_LONGEST_PAUSE_S = 300.0
+_PAUSE_FACTOR = 4.0
+_MAX_PAUSE_S = 300.0
 # Seconds for which a read of the machine's capacity is reused, while the same jobs hold resources.
-_LOOK_AGAIN_S = 5.0
+_MAX_CAPACITY_AGE_S = 5.0
 # Minimum time before updating a waiting reason in which only numbers changed. Such updates create no event.
-_SAY_AGAIN_S = 60.0
+_REWRITE_INTERVAL_S = 60.0
 # Seconds in which an attempt counts as starting. Its processes only import then, and ending them loses no progress.
 _STARTING_S = 20.0
 # Consecutive attempts of a job that may be ended while they start. The next attempt may run to its first step, whatever
 # jobs come.
-_MOST_CUT_SHORT = 3
+_MAX_PREEMPTED_STARTS = 3
 # Seconds that a job waits in all, each time that it is queued, while jobs of higher priority are prepared. Else its
 # attempt would be ended while it starts.
-_LETS_PREPARE_S = 20.0
+_MAX_YIELD_S = 20.0
 _AMOUNT = re.compile(r"[\d.]+ [KMGTP]?i?B")
 
 
@@ -68,15 +69,6 @@ class Verdict:
         return self.is_ready and (self.decision.begins or bool(self.decision.pauses) or self.decision.never)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Retry:
-    """The time of a lost job's next attempt."""
-
-    after: Attempt
-    pause_s: float
-    at: float
-
-
 class JobQueue:
     """The queue of one machine, as one of its dispatchers sees it. Its memory may be lost at any time."""
 
@@ -84,8 +76,9 @@ class JobQueue:
         self,
         database: Database,
         settings: Settings,
-        machinery: MachineResources,
+        resources: MachineResources,
         lease: Lease,
+        watches: JobWatches,
         *,
         look: Callable[[], MachineCapacity],
         clock: Callable[[], float],
@@ -93,34 +86,22 @@ class JobQueue:
     ) -> None:
         self._database = database
         self._settings = settings
-        self._machinery = machinery
+        self._resources = resources
         self._lease = lease
+        self._watches = watches
         self._look = look
         self._clock = clock
         self._jitter = jitter
-        self._retries: dict[str, _Retry] = {}  # of lost jobs
-        self._demands: dict[str, tuple[int, Demand]] = {}  # with the number of the plan
-        self._said_at: dict[str, float] = {}  # of waiting jobs
-        # of jobs whose attempt found too little space: the disk, and the needed bytes
-        self._rooms: dict[str, tuple[Path, int]] = {}
-        # Of queued jobs: seconds that they let others be prepared, and since when they do so now (None: they do not).
-        self._let_prepare: dict[str, tuple[float, float | None]] = {}
+        # The queued jobs of this home in the last pass, under any dispatcher.
+        self.job_ids: Collection[str] = ()
         self._seen: tuple[float, Collection[str], MachineCapacity] | None = None
-
-    def forget(self) -> None:
-        """Forgets all jobs, because other dispatchers may have held them meanwhile."""
-        self._retries.clear()
-        self._demands.clear()
-        self._said_at.clear()
-        self._rooms.clear()
-        self._let_prepare.clear()
 
     def wait_for_room(self, job_id: str, path: Path, nbytes: int) -> None:
         """Makes a job wait until a disk has `nbytes` free, because its attempt was lost with less.
 
         If this is lost, the next attempt finds it out again.
         """
-        self._rooms[job_id] = (path, nbytes)
+        self._watches[job_id].queued.required_space = (path, nbytes)
 
     def is_box_free(self) -> bool:
         """Returns whether no job runs on this machine."""
@@ -133,27 +114,29 @@ class JobQueue:
         probably be queued in a moment.
         """
         queued = self._queued()
-        self._forget_all_but({job.id for job in queued})
+        self.job_ids = {job.id for job in queued}
+        self._forget_all_but(self.job_ids)
         if not queued:
             return []
         present = self._present(leaving)
         queued = self._in_turn(queued, present)
-        too_many = self._over_their_limit(queued, present)
-        box = self._box({job.id for job in present})
-        self._demands = {job.id: self._demand(job) for job in (*present, *queued)}
+        too_many = self._over_owner_limit(queued, present)
+        capacity = self._capacity({job.id for job in present})
+        for job_id in self._watches.keys() - {job.id for job in (*present, *queued)}:
+            self._watches[job_id].demand = None
         pauses = {job.id: self._pause_before_retry(job) for job in queued}
         lacks = {job.id: self._lacks_room(job.id) for job in queued}
         decisions = decide(
-            box.has(self._machinery, [job.id for job in present]),
-            [self._holder(job, box, job.id in leaving, highest=queued[0].priority) for job in present],
+            capacity.has(self._resources, [job.id for job in present]),
+            [self._holder(job, capacity, job.id in leaving, highest=queued[0].priority) for job in present],
             [
-                self._in_queue(job, box, is_ready=pauses[job.id] is None and lacks[job.id] is None)
+                self._in_queue(job, capacity, is_ready=pauses[job.id] is None and lacks[job.id] is None)
                 for job in queued
                 if job.id not in leaving and job.id not in too_many
             ],
         )
         by_job = {decision.job_id: decision for decision in decisions}
-        verdicts, there, num_before = list[Verdict](), list(present), 0
+        verdicts, holders, num_before = list[Verdict](), list(present), 0
         for job in queued:
             decision, pause_s = by_job.get(job.id, Decision(job_id=job.id)), pauses[job.id]
             if job.id in leaving:
@@ -161,19 +144,19 @@ class JobQueue:
             elif (lack := lacks[job.id]) is not None:
                 reason = lack
             elif (most := too_many.get(job.id)) is not None:
-                reason = f"one of your jobs to end: {count_text(most, 'job')} of yours may run at once"
+                reason = f"one of your running jobs must end first (your limit: {most})"
             elif pause_s is not None:
                 reason = f"attempt {job.attempt} was lost; the next one begins about {pause_s:.0f} s later"
             else:
-                reason = "" if decision.begins else self._reason(job, decision, box, there, num_before)
+                reason = "" if decision.begins else self._reason(job, decision, capacity, holders, num_before)
             is_ready = job.id not in (*leaving, *too_many) and pause_s is None and lacks[job.id] is None
-            takes_last_device = is_ready and decision.begins and len(there) + 1 >= self._machinery.num_devices
-            if self._lets_prepare(job, soon_ready if takes_last_device else ()):
+            takes_last_device = is_ready and decision.begins and len(holders) + 1 >= self._resources.num_devices
+            if self._yields_to_preparation(job, soon_ready if takes_last_device else ()):
                 decision, reason = replace(decision, begins=False), "a job of higher priority that is being prepared"
             if job.lease_holder == self._lease.holder:
                 verdicts.append(Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready))
             if decision.begins:
-                there.append(job)
+                holders.append(job)
             if not (is_ready and (decision.begins or decision.never)):
                 num_before += 1
         return verdicts
@@ -183,33 +166,33 @@ class JobQueue:
         before = job.waiting_reason or ""
         if reason == before:
             return
-        now = self._clock()
+        watch, now = self._watches[job.id].queued, self._clock()
         if _AMOUNT.sub("", reason) != _AMOUNT.sub("", before):
             with self._database.write() as session:
                 JobRepository(session).set_waiting_reason(job.id, reason, seen=job)
-        elif now - self._said_at.get(job.id, now - _SAY_AGAIN_S) >= _SAY_AGAIN_S:
+        elif watch.reason_written_at is None or now - watch.reason_written_at >= _REWRITE_INTERVAL_S:
             with self._database.write() as session:
                 JobRepository(session).set_fields(job.id, seen=job, waiting_reason=reason)
         else:
             return
-        self._said_at[job.id] = now
+        watch.reason_written_at = now
 
     def make_room(self, job: Job, victims: Collection[str]) -> None:
         """Requests jobs of lower priority to pause. They continue by themselves when there is room again."""
         for victim in victims:
             with self._database.write() as session:
-                found = JobRepository(session).get(victim)
-                is_kept = has_step(session, found)
+                running = JobRepository(session).get(victim)
+                is_kept = has_step(session, running)
                 how = "the runner ends its attempt after its step" if is_kept else "its attempt has only just begun"
+                preferred = name_for_owner_of(session, running, job.id)
                 message = (
-                    f"Pausing for {in_words_to(session, found, job.id)} of higher priority: {how}; the job goes on by "
-                    "itself when there is room"
+                    f"Pausing for {preferred} of higher priority: {how}; the job goes on by itself when there is room"
                 )
-                JobRepository(session).ask_to_yield(victim, job.id, message=message, seen=found)
+                JobRepository(session).ask_to_yield(victim, job.id, message=message, seen=running)
             _LOG.info(
                 "of priority %d, it makes room for job %s, of priority %d",
-                *(found.priority, job.id, job.priority),
-                extra=about(victim, found.attempt),
+                *(running.priority, job.id, job.priority),
+                extra=about(victim, running.attempt),
             )
 
     # --- state of the queue and the machine --------------------------------------------------------------------------
@@ -242,17 +225,17 @@ class JobQueue:
         by_id = {job.id: job for job in queued}
         return [by_id[job_id] for job_id in in_turn(turns, Counter(job.owner for job in present), last_began)]
 
-    def _over_their_limit(self, queued: Sequence[Job], present: Sequence[Job]) -> Mapping[str, int]:
+    def _over_owner_limit(self, queued: Sequence[Job], present: Sequence[Job]) -> Mapping[str, int]:
         """Returns the jobs that may not begin because of their owner's limit of jobs at once, with that limit."""
-        num_running, found = Counter(job.owner for job in present), dict[str, int]()
+        num_running, over_limit = Counter(job.owner for job in present), dict[str, int]()
         with self._database.read() as session:
             most = {owner: most_running_jobs(session, self._settings, owner) for owner in {job.owner for job in queued}}
         for job in queued:
             limit = most[job.owner]
             num_running[job.owner] += 1
             if limit is not None and num_running[job.owner] > limit:
-                found[job.id] = limit
-        return found
+                over_limit[job.id] = limit
+        return over_limit
 
     def _present(self, leaving: Collection[str]) -> Sequence[Job]:
         """Returns the jobs that hold resources of this machine, under any dispatcher."""
@@ -263,37 +246,40 @@ class JobQueue:
             others = [job for job_id in leaving if job_id not in known and (job := jobs.find(job_id)) is not None]
         return [*running, *others]
 
-    def _box(self, present: Collection[str]) -> MachineCapacity:
+    def _capacity(self, present: Collection[str]) -> MachineCapacity:
         now = self._clock()
-        if self._seen is None or self._seen[1] != present or now - self._seen[0] >= _LOOK_AGAIN_S:
+        if self._seen is None or self._seen[1] != present or now - self._seen[0] >= _MAX_CAPACITY_AGE_S:
             self._seen = (now, present, self._look())
         return self._seen[2]
 
-    def _demand(self, job: Job) -> tuple[int, Demand]:
-        known = self._demands.get(job.id)
-        if known is not None and known[0] == job.plan_number:
-            return known
+    def _demand(self, job: Job) -> Demand:
+        watch = self._watches[job.id]
+        if watch.demand is None or watch.demand[0] != job.plan_number:
+            watch.demand = (job.plan_number, self._read_demand(job))
+        return watch.demand[1]
+
+    def _read_demand(self, job: Job) -> Demand:
         try:
             budget_nbytes = plan_bounds(self._settings, job)["host_memory_nbytes"]
-            found, is_cpu = load_plan(self._settings, job), self._machinery.num_gpus == 0
-            return job.plan_number, demand_of(found, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
+            plan, is_cpu = load_plan(self._settings, job), self._resources.num_gpus == 0
+            return demand_of(plan, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
         # the job's own launch will fail, and other jobs are not affected
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            _LOG.warning("what it takes cannot be read: %s", error, extra=about(job.id, job.attempt))
-            return job.plan_number, Demand()
+        except ValueError as error:
+            _LOG.warning("its demand cannot be read from the plan: %s", error, extra=about(job.id, job.attempt))
+            return Demand()
 
-    def _in_queue(self, job: Job, box: MachineCapacity, *, is_ready: bool) -> Queued:
-        needs = box.needs(job.id, self._demands[job.id][1])
+    def _in_queue(self, job: Job, capacity: MachineCapacity, *, is_ready: bool) -> Queued:
+        needs = capacity.needs(job.id, self._demand(job))
         return Queued(job_id=job.id, needs=needs, priority=job.priority, is_ready=is_ready)
 
-    def _holder(self, job: Job, box: MachineCapacity, is_leaving: bool, *, highest: int) -> Holder:
-        demand = self._demands[job.id][1]
+    def _holder(self, job: Job, capacity: MachineCapacity, is_leaving: bool, *, highest: int) -> Holder:
+        demand = self._demand(job)
         is_leaving |= job.status is not JobStatus.RUNNING or job.cancel_requested or job.yields_to is not None
         may_be_paused = not is_leaving and job.priority > highest
         return Holder(
             job_id=job.id,
-            takes=box.takes(job.id, demand),
-            keeps={} if job.status in TERMINAL_STATUSES else box.keeps(job.id, demand),
+            takes=capacity.takes(job.id, demand),
+            keeps={} if job.status in TERMINAL_STATUSES else capacity.keeps(job.id, demand),
             priority=job.priority,
             created_at=job.created_at,
             is_leaving=is_leaving,
@@ -307,32 +293,31 @@ class JobQueue:
         Its attempt has a step, or it just starts and was not ended too often.
         """
         with self._database.read() as session:
-            num_fruitless = job.attempt - last_fruitful_attempt(session, job.id)
-        return num_fruitless == 0 or (num_fruitless <= _MOST_CUT_SHORT and is_starting(job))
+            num_without_progress = job.attempt - last_attempt_with_progress(session, job.id)
+        return num_without_progress == 0 or (num_without_progress <= _MAX_PREEMPTED_STARTS and is_starting(job))
 
-    def _lets_prepare(self, job: Job, soon_ready: Collection[int]) -> bool:
+    def _yields_to_preparation(self, job: Job, soon_ready: Collection[int]) -> bool:
         """Returns whether a job does not begin yet, because one of higher priority may need the room in a moment."""
-        waited_s, since = self._let_prepare.get(job.id, (0.0, None))
-        now = self._clock()
+        watch, now = self._watches[job.id].queued, self._clock()
         if any(priority < job.priority for priority in soon_ready):
-            since = now if since is None else since
-            self._let_prepare[job.id] = waited_s, since
-            return waited_s + now - since < _LETS_PREPARE_S
-        if since is not None:
-            self._let_prepare[job.id] = waited_s + now - since, None
+            if watch.yields_since is None:
+                watch.yields_since = now
+            return watch.yielded_s + now - watch.yields_since < _MAX_YIELD_S
+        if watch.yields_since is not None:
+            watch.yielded_s += now - watch.yields_since
+            watch.yields_since = None
         return False
 
     def _pause_before_retry(self, job: Job) -> float | None:
         """Returns how long a job waits after an attempt that was lost without progress, or None if it need not wait."""
         if not job.num_lost:
             return None
-        retry = self._retries.get(job.id)
+        watch = self._watches[job.id].queued
+        retry = watch.retry
         if retry is None or retry.after != job.attempt:
-            longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * _PAUSE_GROWS ** (job.num_lost - 1))
+            longest_s = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * _PAUSE_FACTOR ** (job.num_lost - 1))
             pause_s = longest_s * (1 - self._jitter() / 2)
-            retry = self._retries[job.id] = _Retry(
-                after=Attempt(job.attempt), pause_s=pause_s, at=self._clock() + pause_s
-            )
+            retry = watch.retry = Retry(after=Attempt(job.attempt), pause_s=pause_s, at=self._clock() + pause_s)
         return None if self._clock() >= retry.at else retry.pause_s
 
     def _lacks_room(self, job_id: str) -> str | None:
@@ -341,9 +326,10 @@ class JobQueue:
         Returns None also if the whole disk is smaller. The job would wait forever, while attempts that fail for lack of
         space are limited.
         """
-        if job_id not in self._rooms:
+        required = self._watches[job_id].queued.required_space
+        if required is None:
             return None
-        path, nbytes = self._rooms[job_id]
+        path, nbytes = required
         try:
             free_nbytes, disk_nbytes = directory_free_nbytes(path), directory_nbytes(path)
         except OSError:  # the folder is gone; the next attempt reports it
@@ -351,20 +337,21 @@ class JobQueue:
         return needs_room(path, nbytes, free_nbytes) if free_nbytes < nbytes <= disk_nbytes else None
 
     def _forget_all_but(self, queued: Collection[str]) -> None:
-        for remembered in (self._retries, self._said_at, self._rooms, self._let_prepare):
-            for job_id in remembered.keys() - queued:
-                del remembered[job_id]
+        for job_id in self._watches.keys() - set(queued):
+            self._watches[job_id].queued = QueueWatch()
 
     # --- reasons for waiting -----------------------------------------------------------------------------------------
 
-    def _reason(self, job: Job, decision: Decision, box: MachineCapacity, there: Sequence[Job], num_before: int) -> str:
+    def _reason(
+        self, job: Job, decision: Decision, capacity: MachineCapacity, holders: Sequence[Job], num_before: int
+    ) -> str:
         """Explains to its owner why a job waits. Other users' jobs are counted, not named."""
-        needs = box.needs(job.id, self._demands[job.id][1])
+        needs = capacity.needs(job.id, self._demand(job))
         if decision.never:
             lacks = [_short_of(name, needs[name], lack) for name, lack in decision.missing.items()]
             return f"{'; '.join(lacks)}, also with no other job here"
         parts = []
-        beside = told_jobs_beside([other.id for other in there if other.owner == job.owner], len(there))
+        beside = told_jobs_beside([other.id for other in holders if other.owner == job.owner], len(holders))
         for name, lack in decision.missing.items():
             if name == DEVICES:
                 parts.append(f"{self._devices} in use by {beside}")
@@ -372,7 +359,7 @@ class JobQueue:
                 parts.append(f"{_short_of(name, needs[name], lack)} beside {beside}")
         if decision.waits_behind is not None:
             parts.append("there is room for it, but a job before it would have to wait longer")
-        if decision.pauses or decision.will_pause or any(other.yields_to == job.id for other in there):
+        if decision.pauses or decision.will_pause or any(other.yields_to == job.id for other in holders):
             parts.append("jobs of lower priority are paused for it after their step")
         if num_before:
             parts.append(f"{num_before} queued job{'s are' if num_before > 1 else ' is'} before this one")
@@ -380,7 +367,7 @@ class JobQueue:
 
     @property
     def _devices(self) -> str:
-        return "the CPU is" if self._machinery.num_gpus == 0 else "every GPU is"
+        return "the CPU is" if self._resources.num_gpus == 0 else "every GPU is"
 
 
 def _short_of(resource: str, needed_nbytes: int, lack_nbytes: int) -> str:

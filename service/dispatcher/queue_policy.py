@@ -13,7 +13,7 @@ from itertools import combinations
 Amounts = Mapping[str, int]
 
 # With more jobs than this, not every subset of them is checked. No job then begins ahead of a waiting one.
-_MOST_HOLDERS = 12
+_MAX_HOLDERS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,39 +77,39 @@ def in_turn(
     """
     numbers: Counter[tuple[int, str | None]] = Counter()
     places: list[tuple[tuple[int, bool, int, float, float, str], str]] = []
-    for each in sorted(queued, key=lambda turn: (turn.priority, not turn.keeps_place, turn.created_at, turn.job_id)):
-        number = num_running.get(each.owner, 0) + numbers[each.priority, each.owner]
-        numbers[each.priority, each.owner] += 1
+    for turn in sorted(queued, key=lambda turn: (turn.priority, not turn.keeps_place, turn.created_at, turn.job_id)):
+        number = num_running.get(turn.owner, 0) + numbers[turn.priority, turn.owner]
+        numbers[turn.priority, turn.owner] += 1
         place = (
-            *(each.priority, not each.keeps_place, 0 if each.keeps_place else number),
-            *(0.0 if each.keeps_place else last_began.get(each.owner, 0.0), each.created_at, each.job_id),
+            *(turn.priority, not turn.keeps_place, 0 if turn.keeps_place else number),
+            *(0.0 if turn.keeps_place else last_began.get(turn.owner, 0.0), turn.created_at, turn.job_id),
         )
-        places.append((place, each.job_id))
+        places.append((place, turn.job_id))
     return [job_id for _, job_id in sorted(places)]
 
 
 def decide(has: Amounts, holders: Sequence[Holder], queued: Sequence[Queued]) -> Sequence[Decision]:
     """Decides about each queued job, in the order of the queue. `has`: the machine's total resources."""
     present, waiting, decisions = list(holders), list[Queued](), list[Decision]()
-    for each in queued:
-        decision = _decide(has, present, waiting, each)
+    for candidate in queued:
+        decision = _decide(has, present, waiting, candidate)
         decisions.append(decision)
         if decision.begins:
-            present.append(Holder(job_id=each.job_id, takes=each.needs, priority=each.priority))
+            present.append(Holder(job_id=candidate.job_id, takes=candidate.needs, priority=candidate.priority))
         else:
-            waiting.append(each)
+            waiting.append(candidate)
         present = [
             replace(holder, is_leaving=True) if holder.job_id in decision.pauses else holder for holder in present
         ]
     return decisions
 
 
-def total(each: Iterable[Amounts]) -> Amounts:
+def total(several: Iterable[Amounts]) -> Amounts:
     """Sums amounts by resource."""
-    found: Counter[str] = Counter()
-    for amounts in each:
-        found.update(amounts)
-    return found
+    sums: Counter[str] = Counter()
+    for amounts in several:
+        sums.update(amounts)
+    return sums
 
 
 def missing(has: Amounts, taken: Amounts, needs: Amounts) -> Amounts:
@@ -118,27 +118,27 @@ def missing(has: Amounts, taken: Amounts, needs: Amounts) -> Amounts:
     return {name: amount for name, amount in lacks.items() if amount > 0}
 
 
-def _decide(has: Amounts, present: Sequence[Holder], waiting: Sequence[Queued], each: Queued) -> Decision:
-    lacks = missing(has, total(holder.takes for holder in present), each.needs)
+def _decide(has: Amounts, present: Sequence[Holder], waiting: Sequence[Queued], candidate: Queued) -> Decision:
+    lacks = missing(has, total(holder.takes for holder in present), candidate.needs)
     if not lacks:
-        behind = _first_delayed(has, waiting, each, present)
+        behind = _first_delayed(has, waiting, candidate, present)
         if behind is None:
-            return Decision(job_id=each.job_id, begins=True)
-        found = Decision(job_id=each.job_id, waits_behind=behind)
-    elif alone := missing(has, {}, each.needs):
-        return Decision(job_id=each.job_id, missing=alone, never=True)
+            return Decision(job_id=candidate.job_id, begins=True)
+        decision = Decision(job_id=candidate.job_id, waits_behind=behind)
+    elif alone := missing(has, {}, candidate.needs):
+        return Decision(job_id=candidate.job_id, missing=alone, never=True)
     else:
-        found = Decision(job_id=each.job_id, missing=lacks)
-    chosen = _who_makes_room(has, present, waiting, each) if each.is_ready else None
+        decision = Decision(job_id=candidate.job_id, missing=lacks)
+    chosen = _jobs_to_pause(has, present, waiting, candidate) if candidate.is_ready else None
     if not chosen:
-        return found
+        return decision
     if not all(holder.may_leave_now for holder in chosen):
-        return replace(found, will_pause=True)
-    return replace(found, pauses=tuple(holder.job_id for holder in chosen))
+        return replace(decision, will_pause=True)
+    return replace(decision, pauses=tuple(holder.job_id for holder in chosen))
 
 
-def _who_makes_room(
-    has: Amounts, present: Sequence[Holder], waiting: Sequence[Queued], each: Queued
+def _jobs_to_pause(
+    has: Amounts, present: Sequence[Holder], waiting: Sequence[Queued], candidate: Queued
 ) -> Sequence[Holder] | None:
     """Returns the fewest jobs of lower priority whose pause makes room.
 
@@ -148,42 +148,42 @@ def _who_makes_room(
     """
     leaving = [holder for holder in present if holder.is_leaving]
     staying = [holder for holder in present if not holder.is_leaving]
-    weaker = [holder for holder in staying if holder.may_be_paused and holder.priority > each.priority]
+    weaker = [holder for holder in staying if holder.may_be_paused and holder.priority > candidate.priority]
     weaker.sort(key=lambda holder: (-holder.priority, -holder.created_at, holder.job_id))
     for chosen in _sets_of(weaker):
         kept = [holder.keeps for holder in (*leaving, *chosen)]
         # A paused job keeps its `keeps` amounts until it ends.
-        rest = [*(holder for holder in staying if holder not in chosen), *(_nobody(amounts) for amounts in kept)]
-        if not missing(has, total(holder.takes for holder in rest), each.needs) and (
-            _first_delayed(has, waiting, each, rest) is None
+        rest = [*(holder for holder in staying if holder not in chosen), *(_reserved(amounts) for amounts in kept)]
+        if not missing(has, total(holder.takes for holder in rest), candidate.needs) and (
+            _first_delayed(has, waiting, candidate, rest) is None
         ):
             return chosen
     return None
 
 
-def _first_delayed(has: Amounts, waiting: Sequence[Queued], each: Queued, present: Sequence[Holder]) -> str | None:
-    return next((ahead.job_id for ahead in waiting if _delays(has, ahead, each, present)), None)
+def _first_delayed(has: Amounts, waiting: Sequence[Queued], candidate: Queued, present: Sequence[Holder]) -> str | None:
+    return next((ahead.job_id for ahead in waiting if _delays(has, ahead, candidate, present)), None)
 
 
-def _delays(has: Amounts, ahead: Queued, each: Queued, present: Sequence[Holder]) -> bool:
-    """Returns whether `each` would delay `ahead`.
+def _delays(has: Amounts, ahead: Queued, candidate: Queued, present: Sequence[Holder]) -> bool:
+    """Returns whether `candidate` would delay `ahead`.
 
-    Then some jobs may end so that `ahead` could begin, but not beside `each`.
+    Then some jobs may end so that `ahead` could begin, but not beside `candidate`.
     """
-    if len(present) > _MOST_HOLDERS:
+    if len(present) > _MAX_HOLDERS:
         return True
     for staying in _sets_of(present):
         taken = total(holder.takes for holder in staying)
-        if not missing(has, taken, ahead.needs) and missing(has, total((taken, each.needs)), ahead.needs):
+        if not missing(has, taken, ahead.needs) and missing(has, total((taken, candidate.needs)), ahead.needs):
             return True
     return False
 
 
 def _sets_of(holders: Sequence[Holder]) -> Iterator[Sequence[Holder]]:
-    """Yields all subsets of at most `_MOST_HOLDERS` jobs, smallest first."""
-    for number in range(min(len(holders), _MOST_HOLDERS) + 1):
+    """Yields all subsets of at most `_MAX_HOLDERS` jobs, smallest first."""
+    for number in range(min(len(holders), _MAX_HOLDERS) + 1):
         yield from combinations(holders, number)
 
 
-def _nobody(takes: Amounts) -> Holder:
+def _reserved(takes: Amounts) -> Holder:
     return Holder(job_id="", takes=takes)

@@ -14,7 +14,7 @@ from windlass.amounts import bytes_text
 from windlass.service.installation.process_ids import ProcessId, find_process
 from windlass.service.validation import ReportedError
 from windlass.storage.files import open_lock_file, sync_path, try_lock
-from windlass.storage.memory import is_for_want_of_room
+from windlass.storage.memory import is_out_of_space
 
 # Minimum free bytes on the home's disk. Uploads, journals and the database need them.
 LEAST_FREE_NBYTES = 64 * 1024**2
@@ -80,7 +80,7 @@ def telling_of_disk(home: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not is_for_want_of_room(error):
+        if not is_out_of_space(error):
             raise
         raise HomeError(
             f"a disk is full, that of the home {home} or of an SSD directory ({error}); make room"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from windlass.actors.job import Pace, pace_of_metrics
+from windlass.planner.planning import JobPlan
 from windlass.service.installation import Settings
-from windlass.service.jobs.plan_view import predicted_of
 from windlass.service.jobs.spec_builder import dataset_dir, job_dir
 from windlass.service.preparation import PLAN_JOB, QUESTION_FILE
 from windlass.service.validation import model_dir
@@ -19,11 +19,8 @@ from windlass.storage.files import sync_path, write_durably
 from windlass.storage.sql import Job, JobMetrics
 
 
-def load_plan(settings: Settings, job: Job) -> dict[str, Any] | None:
-    """Returns the current plan (fields: `planner.planning`), or None if none was made.
-
-    A later plan also has `from_attempt`: the first attempt that runs by it, if it differs from the previous plan.
-    """
+def load_plan(settings: Settings, job: Job) -> JobPlan | None:
+    """Returns the current plan, or None if none was made. Raises ValueError if a field has a wrong value."""
     return _load(_path(settings, job, job.plan_number))
 
 
@@ -42,13 +39,13 @@ def _holds_plan(path: Path, _changed_ns: int) -> bool:
     return _load(path) is not None
 
 
-def plans_of(settings: Settings, job: Job) -> Sequence[dict[str, Any]]:
+def plans_of(settings: Settings, job: Job) -> Sequence[JobPlan]:
     """Returns all plans of the job, the current one last."""
-    found = (_load(_path(settings, job, number)) for number in range(job.plan_number + 1))
-    return [plan for plan in found if plan is not None]
+    plans = (_load(_path(settings, job, number)) for number in range(job.plan_number + 1))
+    return [plan for plan in plans if plan is not None]
 
 
-def keep_plan(settings: Settings, job: Job, found: dict[str, Any]) -> int:
+def keep_plan(settings: Settings, job: Job, plan: JobPlan) -> int:
     """Stores a plan as the job's next one and returns its number. It becomes current once the row has that number.
 
     An existing file with that number is overwritten, because the row does not name it.
@@ -56,14 +53,14 @@ def keep_plan(settings: Settings, job: Job, found: dict[str, Any]) -> int:
     number = job.plan_number + 1
     path = _path(settings, job, number)
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    write_durably(path, json.dumps(found))
+    write_durably(path, json.dumps(plan.to_json()))
     sync_path(path.parent.parent)
     return number
 
 
 def load_question(settings: Settings, job: Job) -> dict[str, Any] | None:
     """Returns the planner's question for the current plan, or None if it is no longer known."""
-    found = load_plan(settings, job) or {}
+    plan = load_plan(settings, job)
     try:
         question: dict[str, Any] = json.loads((job_dir(settings, job.id) / "prepare" / QUESTION_FILE).read_text())
     except (OSError, ValueError):
@@ -74,26 +71,21 @@ def load_question(settings: Settings, job: Job) -> dict[str, Any] | None:
         here = {"dataset_dir": str(dataset_dir(job_dir(settings, job.id)))}
         question["dataset"] = question["dataset"] | here
     # Other jobs may run now.
-    return question | {"model_dir": str(folder), "is_alone": False} | made_for(found)
+    return question | {"model_dir": str(folder), "is_alone": False} | (plan.changed_inputs if plan is not None else {})
 
 
-def made_for(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the facts for which a renewed plan was made, such as a changed machine or settings."""
-    names = ("hardware", "num_optimizers", "host_memory_nbytes", "device_memory_nbytes")
-    return {name: found[name] for name in names if name in found}
-
-
-def expected_pace(found: dict[str, Any] | None, last_step: JobMetrics | None) -> Pace | None:
+def expected_pace(plan: JobPlan | None, last_step: JobMetrics | None) -> Pace | None:
     """Returns the expected time of a step in a job's next attempt.
 
     It is the time that the last step reported (`EventRepository.last_paced_step`), else the plan's. Returns None if
     neither is known, or if the steps contradict the plan. Steps measured under an earlier plan do not count.
     """
-    from_attempt = (found or {}).get("from_attempt") or 0
+    from_attempt = 0 if plan is None else plan.from_attempt or 0
     if last_step is not None and last_step.attempt >= from_attempt:
         return pace_of_metrics(last_step.data)
-    predicted = predicted_of(found)
-    return None if predicted is None else Pace(step_s=float(predicted["step_s"]), is_measured=False)
+    if plan is None or plan.report.step_s is None:
+        return None
+    return Pace(step_s=plan.report.step_s, is_measured=False)
 
 
 def seconds_left(pace: Pace | None, job: Job) -> float | None:
@@ -108,9 +100,9 @@ def _path(settings: Settings, job: Job, number: int) -> Path:
     return folder / "plans" / f"{number}.json" if number else folder / "prepare" / f"{PLAN_JOB}.json"
 
 
-def _load(path: Path) -> dict[str, Any] | None:
+def _load(path: Path) -> JobPlan | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        values: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return found if "plan" in found else None
+    return JobPlan.from_json(values)

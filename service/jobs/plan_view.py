@@ -1,42 +1,39 @@
 """A job's plan as users see it: predicted values, measured values, and their difference."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from windlass.actors.job import MIN_MEASURED_STEPS
 from windlass.amounts import GIB, bytes_text
 from windlass.engine.memory_plan import MemoryTier, tokens_in_words
-from windlass.planner.planning import PlanReport
+from windlass.planner.planning import JobPlan, PlanReport
 
 _TIERS = tuple(tier.value for tier in MemoryTier)
 _NAMES = {"gpu": "device memory", "host": "host buffers", "ssd": "SSD space"}
 
 
-def view_of(found: dict[str, Any] | None, measured: dict[str, Any] | None) -> dict[str, Any]:
-    """Makes the API's answer.
-
-    `found`: see `plan_files.load_plan`; without a plan, its fields are null. `measured`: the runner's last measurement.
-    """
-    plan = dict.fromkeys(field.name for field in fields(PlanReport)) if found is None else found["plan"]
-    predicted, told = predicted_of(found), measured_of(measured)
+def view_of(plan: JobPlan | None, measured: dict[str, Any] | None) -> dict[str, Any]:
+    """Makes the API's answer. Without a plan, its fields are null. `measured`: the runner's last measurement."""
+    report = dict.fromkeys(field.name for field in fields(PlanReport)) if plan is None else asdict(plan.report)
+    simulated = None if plan is None else plan.simulated
+    predicted, shown = predicted_of(plan), measured_of(measured)
     return {
-        **plan,
-        "simulated": None if found is None else found.get("simulated"),
+        **report,
+        "simulated": None if simulated is None else simulated.model_dump(),
         "predicted": predicted,
-        "measured": told,
-        "error": _error_of(predicted, told),
-        "is_estimate": _is_estimate(predicted, told),
+        "measured": shown,
+        "error": _error_of(predicted, shown),
+        "is_estimate": _is_estimate(predicted, shown),
         "min_measured_steps": MIN_MEASURED_STEPS,
     }
 
 
-def predicted_of(found: dict[str, Any] | None) -> dict[str, Any] | None:
+def predicted_of(plan: JobPlan | None) -> dict[str, Any] | None:
     """Returns the predicted values that can be measured, or None without a plan that fits."""
-    if found is None or not found["plan"]["feasible"]:
+    if plan is None or not plan.report.feasible:
         return None
-    plan = found["plan"]
-    return {"step_s": plan["step_s"], "peak_gib": plan.get("engine_gib") or dict.fromkeys(_TIERS)}
+    return {"step_s": plan.report.step_s, "peak_gib": plan.report.engine_gib or dict.fromkeys(_TIERS)}
 
 
 def measured_of(measured: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -74,24 +71,24 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 def in_words(view: dict[str, Any]) -> dict[str, str]:
     """Describes each predicted or measured number, and the difference, for users."""
     predicted, measured, error = (view[name] or {} for name in ("predicted", "measured", "error"))
-    promised, came, apart = (each.get("step_s") for each in (predicted, measured, error))
-    found = {"step time": _line(promised, came, apart, "{:.3g} s".format)}
-    if found["step time"] and view["is_estimate"]:
-        found["step time"] += f"; an estimate until {MIN_MEASURED_STEPS} steps are measured"
+    step_s = (values.get("step_s") for values in (predicted, measured, error))
+    lines = {"step time": _line("{:.3g} s".format, *step_s)}
+    if lines["step time"] and view["is_estimate"]:
+        lines["step time"] += f"; an estimate until {MIN_MEASURED_STEPS} steps are measured"
     if (tokens := view.get("example_tokens")) is not None:
-        found["planned for"] = tokens_in_words(tokens)
+        lines["planned for"] = tokens_in_words(tokens)
     for tier, name in _NAMES.items():
-        promised, came, apart = ((each.get("peak_gib") or {}).get(tier) for each in (predicted, measured, error))
-        found[name] = _line(promised, came, apart, lambda gib: bytes_text(gib * GIB))
-    return {name: line for name, line in found.items() if line}
+        peak_gib = ((values.get("peak_gib") or {}).get(tier) for values in (predicted, measured, error))
+        lines[name] = _line(lambda gib: bytes_text(gib * GIB), *peak_gib)
+    return {name: line for name, line in lines.items() if line}
 
 
-def _line(predicted: float | None, measured: float | None, error: float | None, told: Callable[[float], str]) -> str:
+def _line(text: Callable[[float], str], predicted: float | None, measured: float | None, error: float | None) -> str:
     parts = []
     if predicted is not None:
-        parts.append(f"predicted {told(predicted)}")
+        parts.append(f"predicted {text(predicted)}")
     if measured is not None:
-        parts.append(f"measured {told(measured)}")
+        parts.append(f"measured {text(measured)}")
     if error is None:
         return ", ".join(parts)
     # From twice as much on, a factor is clearer than a percentage.

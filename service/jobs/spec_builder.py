@@ -22,8 +22,9 @@ from windlass.actors.job import (
 )
 from windlass.actors.lifecycle import cores_of, numa_nodes
 from windlass.amounts import GIB
-from windlass.engine.memory_plan import Placement, UpdateOrder, placement_json
+from windlass.engine.memory_plan import Placement, UpdateOrder
 from windlass.planner.hardware import Hardware
+from windlass.planner.planning import JobPlan
 from windlass.service.installation import CORES_TO_DIVIDE, Settings, find_gpus, num_cores
 from windlass.service.preparation import (
     CHECK_MODEL,
@@ -249,10 +250,10 @@ def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
     Raises:
         PreparationError: no plan fits the machine.
     """
-    plan = results.get(PLAN_JOB, {}).get("plan")
-    if plan is not None and not plan["feasible"]:
-        param = _budget_that_lacks(_settings_of(job).windlass, plan.get("missing_bytes") or {})
-        raise PreparationError("does_not_fit", "; ".join(plan["reasons"]), param)
+    plan = JobPlan.from_json(results.get(PLAN_JOB, {}))
+    if plan is not None and not plan.report.feasible:
+        param = _budget_that_lacks(_settings_of(job).windlass, plan.report.missing_bytes or {})
+        raise PreparationError("does_not_fit", "; ".join(plan.report.reasons), param)
     data, model = results[PREPARE_DATA], results[CHECK_MODEL]
     num_examples: int = data["num_examples"]
     hyper = resolve(_settings_of(job), num_examples)
@@ -273,15 +274,15 @@ def build_job_spec(
     settings: Settings,
     machinery: MachineResources,
     job: Job,
-    planned: dict[str, Any] | None = None,
+    plan: JobPlan | None = None,
     expected_pace: Pace | None = None,
 ) -> JobSpec:
-    """Builds the specification for the runner of the attempt in the job's row. `planned`: the job's current plan."""
+    """Builds the specification for the runner of the attempt in the job's row. `plan`: the job's current plan."""
     assert job.hyperparameters is not None, f"job {job.id} is {job.status} without hyperparameters"
     assert job.total_steps is not None, f"job {job.id} is {job.status} without a number of steps"
     prepared = json.loads((job_dir(settings, job.id) / "prepare" / f"{PREPARE_DATA}.json").read_text())
     hyper, num_validation_examples = _hyperparameters(job.hyperparameters), prepared["num_validation_examples"]
-    spec = _job_spec(settings, machinery, job, hyper, job.total_steps, num_validation_examples, planned)
+    spec = _job_spec(settings, machinery, job, hyper, job.total_steps, num_validation_examples, plan)
     return replace(spec, expected_pace=expected_pace)
 
 
@@ -292,13 +293,15 @@ def _job_spec(
     hyper: Hyperparameters,
     total_steps: int,
     num_validation_examples: int,
-    planned: dict[str, Any] | None,
+    plan: JobPlan | None,
 ) -> JobSpec:
     asked = _settings_of(job)
     stopping = asked.windlass.early_stopping
     folder = job_dir(settings, job.id)
     compute_threads, optimizer_threads = threads_of(settings, machinery)
     bounds = _bounds(settings, asked.windlass)
+    if plan is not None and plan.placement is None:
+        raise ValueError("the job's plan has no placement")
     return JobSpec(
         job=JobId(job.id),
         attempt=Attempt(job.attempt),
@@ -325,11 +328,11 @@ def _job_spec(
         optimizer_threads=optimizer_threads,
         kernel_dir=str(settings.home / "kernels"),
         # A planned job gets exactly the planned memory.
-        host_memory_nbytes=bounds["host_memory_nbytes"] if planned is None else planned["arena_nbytes"],
+        host_memory_nbytes=bounds["host_memory_nbytes"] if plan is None else plan.arena_nbytes,
         device_memory_nbytes=bounds["device_memory_nbytes"],
-        planned_device_nbytes=None if planned is None else _planned_device_nbytes(planned["plan"]),
+        planned_device_nbytes=None if plan is None else _planned_device_nbytes(plan),
         deadline_s=_DEADLINE_S,
-        placement=Placement() if planned is None else placement_json.from_json(planned["placement"]),
+        placement=(plan.placement if plan is not None else None) or Placement(),
     )
 
 
@@ -337,16 +340,16 @@ def _has_budget(bounds: dict[str, int | None]) -> bool:
     return bounds["host_memory_nbytes"] is not None or bounds["device_memory_nbytes"] is not None
 
 
-def _budget_that_lacks(asked: WindlassSettings, missing_nbytes: dict[str, int]) -> str | None:
+def _budget_that_lacks(asked: WindlassSettings, missing_nbytes: Mapping[str, int]) -> str | None:
     """Returns the request's budget field that is too small, or None if the request set no such budget."""
     budgets = {"gpu": "gpu_memory_gib", "host": "host_memory_gib"}
     lacking = (budgets[tier] for tier, nbytes in missing_nbytes.items() if nbytes and tier in budgets)
     return next((f"windlass.budgets.{name}" for name in lacking if getattr(asked.budgets, name) is not None), None)
 
 
-def _planned_device_nbytes(plan: dict[str, Any]) -> int | None:
+def _planned_device_nbytes(plan: JobPlan) -> int | None:
     """Returns None for a plan of an older version, which lacks this field."""
-    of_engine = plan.get("engine_gib")
+    of_engine = plan.report.engine_gib
     return None if of_engine is None else int(of_engine["gpu"] * GIB)
 
 

@@ -22,4 +22,4 @@ from windlass.service.preparation.pipeline import preparation_of as preparation_
 from windlass.service.preparation.pipeline import step_server as step_server
 from windlass.service.preparation.turns import Candidate as Candidate
 from windlass.service.preparation.turns import OwnerShares as OwnerShares
-from windlass.service.preparation.turns import who_computes as who_computes
+from windlass.service.preparation.turns import choose_running as choose_running

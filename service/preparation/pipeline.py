@@ -33,7 +33,7 @@ from windlass.service.preparation.sandbox import (
     start_limited,
 )
 from windlass.storage.ids import Precision
-from windlass.storage.memory import describe_process_end, last_line, tells_of_no_memory
+from windlass.storage.memory import describe_process_end, last_line, reports_out_of_memory
 
 _LOG = logging.getLogger(__name__)
 
@@ -408,10 +408,10 @@ class Preparation:
         after_s = self._ran_s
         how = f"{step.title} {describe_process_end(exit_code, after_s=after_s, limit_nbytes=limit_nbytes)}"
         line = self._last_line()
-        if tells_of_no_memory(line):
+        if reports_out_of_memory(line):
             limit = "" if limit_nbytes is None else f" of at most {limit_nbytes / GIB:.1f} GiB"
             return f"{how}, and left no result: it got no more memory{limit} ({line})", _MEMORY_ADVICE
-        said = f"; it said last: {line}" if line else ""
+        said = f"; last output line: {line}" if line else ""
         advice = _MEMORY_ADVICE if exit_code == -signal.SIGKILL else _OTHER_ADVICE
         return f"{how}, and left no result{said}", advice
 

@@ -39,8 +39,8 @@ class Candidate:
 class OwnerShares:
     """Counts the computing time of owners' preparations, so that the owners who want cores now share them evenly.
 
-    Time that an owner used while no other owner waited does not count against it, and an owner that was away is owed
-    nothing. So an owner that comes starts at the virtual time, which is that of the owners who compute, less one turn.
+    Time that an owner used while no other owner waited does not count against it, and an owner gets no credit for time
+    away. So an owner that comes starts at the virtual time, which is that of the owners who compute, less one turn.
     It therefore goes first at first, also beside an owner with many short preparations. This is start-time fair
     queueing (Goyal, Vin and Cheng, 1996) with a small advantage for those who come.
     """
@@ -55,8 +55,8 @@ class OwnerShares:
         """Computing seconds by owner, to compare with each other only."""
         return self._used_s
 
-    def meet(self, owners: Collection[str | None]) -> None:
-        """Notes the owners who want cores now. A preparation that downloads or waits for memory wants none."""
+    def update_present(self, owners: Collection[str | None]) -> None:
+        """Records the owners who want cores now. A preparation that downloads or waits for memory wants none."""
         present = frozenset(owners)
         first_s = self._now_s - _TURN_S
         if not present & self._present:  # no owner waited for another before
@@ -74,7 +74,7 @@ class OwnerShares:
         self._now_s = max(self._now_s, min(computed, default=self._now_s))
 
 
-def who_computes(
+def choose_running(
     candidates: Sequence[Candidate], used_s: Mapping[str | None, float], *, num_side_by_side: int
 ) -> Sequence[str]:
     """Chooses the jobs whose preparations continue now. All others are halted or wait.

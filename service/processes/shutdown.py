@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 
 from windlass.service.auth import record_command
 from windlass.service.data import remove_arenas, remove_states
-from windlass.service.dispatcher import cancel_job, fail_job, open_journal, resume, take_in
+from windlass.service.dispatcher import cancel_job, fail_job, handle_loss, import_records, open_journal
 from windlass.service.installation import Serving, Settings, end_processes, find_serving, forget_killed, node_of
 from windlass.service.machine import RayCluster
 from windlass.service.validation import ReportedError, report_database_errors, told_jobs
@@ -77,14 +77,14 @@ def _fail_jobs_left(settings: Settings) -> tuple[str, ...]:
         if job.cancel_requested:
             cancel_job(session, job)
         elif job.status is JobStatus.PAUSING:
-            resume(settings, session, job, "the service was ended")
+            handle_loss(settings, session, job, "the service was ended")
         else:
             fail_job(session, job, "service_stopped", lost)
 
     with _database(settings) as database:
         left = _jobs_here(database, settings)
         for job in left:
-            take_in(database, settings, job, open_journal(settings, job).read_new(), lost=lost, when_lost=end)
+            import_records(database, settings, job, open_journal(settings, job).read_new(), lost=lost, when_lost=end)
         with database.read() as session:
             statuses = {job.id: JobRepository(session).get(job.id).status for job in left}
         for job in left:

@@ -10,7 +10,7 @@ from windlass.storage.memory.capacity import InsufficientSpaceError as Insuffici
 from windlass.storage.memory.capacity import arena_room_nbytes as arena_room_nbytes
 from windlass.storage.memory.capacity import directory_free_nbytes as directory_free_nbytes
 from windlass.storage.memory.capacity import directory_nbytes as directory_nbytes
-from windlass.storage.memory.capacity import is_for_want_of_room as is_for_want_of_room
+from windlass.storage.memory.capacity import is_out_of_space as is_out_of_space
 from windlass.storage.memory.capacity import may_find_room_later as may_find_room_later
 from windlass.storage.memory.capacity import memory_available_nbytes as memory_available_nbytes
 from windlass.storage.memory.capacity import require_arena_room as require_arena_room
@@ -18,4 +18,4 @@ from windlass.storage.memory.capacity import require_disk_room as require_disk_r
 from windlass.storage.memory.process_end import describe_process_end as describe_process_end
 from windlass.storage.memory.process_end import explain_process_end as explain_process_end
 from windlass.storage.memory.process_end import last_line as last_line
-from windlass.storage.memory.process_end import tells_of_no_memory as tells_of_no_memory
+from windlass.storage.memory.process_end import reports_out_of_memory as reports_out_of_memory

@@ -41,7 +41,7 @@ class DiskFull(InsufficientSpaceError):
         return self.path
 
 
-def is_for_want_of_room(error: BaseException | None) -> bool:
+def is_out_of_space(error: BaseException | None) -> bool:
     """Checks whether a full disk or a quota caused the error, directly or through its causes. A retry may succeed."""
     while error is not None:
         if getattr(error, "errno", None) in _FULL:
@@ -56,7 +56,7 @@ def may_find_room_later(error: BaseException, attempt: int) -> bool:
 
     A first attempt that needs more than the machine has fails at once. A job that has already trained waits.
     """
-    return is_for_want_of_room(error) and (attempt > 1 or not isinstance(error, InsufficientSpaceError))
+    return is_out_of_space(error) and (attempt > 1 or not isinstance(error, InsufficientSpaceError))
 
 
 def directory_free_nbytes(directory: Path) -> int:

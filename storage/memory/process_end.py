@@ -39,7 +39,7 @@ def explain_process_end(exit_code: int, output: str) -> str:
     line = last_line(output)
     if exit_code > 0 and line:
         return line
-    return f"its process {describe_process_end(exit_code)}" + (f"; it said last: {line}" if line else "")
+    return f"its process {describe_process_end(exit_code)}" + (f"; last output line: {line}" if line else "")
 
 
 def last_line(output: str) -> str:
@@ -49,7 +49,7 @@ def last_line(output: str) -> str:
     return printable if len(printable) <= _MOST_CHARS else f"{printable[:_MOST_CHARS]}…"
 
 
-def tells_of_no_memory(line: str) -> bool:
+def reports_out_of_memory(line: str) -> bool:
     """Checks whether a process's last line says that an allocation failed."""
     return _OUT_OF_MEMORY.search(line) is not None
 

@@ -1,4 +1,8 @@
-"""Reads and writes the bytes of one SSD: a preallocated file or a raw block device. All of a store's I/O is here."""
+"""Reads and writes the bytes of one SSD: a preallocated file or a raw block device.
+
+A store's records, allocation and syncs go through this module. The io_uring engine of `storage.io` transfers chunks
+through `data_fd`.
+"""
 
 import ctypes
 import errno

@@ -65,7 +65,7 @@ class Volume:
         device = make_device(file, is_raw=is_raw, direct=direct)
         try:
             volume = cls(path, device)
-            with volume._naming("open the volume"), device.lock():
+            with volume._as_store_error("open the volume"), device.lock():
                 if is_raw:
                     require_not_in_use(path)
                     if not volume._has_first_superblock():
@@ -93,7 +93,7 @@ class Volume:
     def allocation(self, job: JobId) -> Allocation:
         """Returns a job's allocation. Raises StoreMissing if it has none."""
         with self._locked_table("read the allocation table") as table:
-            return self._of(table, job)
+            return self._require_allocation(table, job)
 
     def held_nbytes(self, job: JobId) -> int:
         """Returns the bytes that a job's space uses on the SSD, by the file system if it can say, else by the table.
@@ -102,7 +102,7 @@ class Volume:
             StoreMissing: the job has no space here.
         """
         taken = self.allocation(job).taken
-        with self._naming(f"look how much space job {job} takes"):
+        with self._as_store_error(f"look how much space job {job} takes"):
             backed = [self.device.backed_nbytes(part.start * UNIT_NBYTES, part.count * UNIT_NBYTES) for part in taken]
         known = [nbytes for nbytes in backed if nbytes is not None]
         return sum(known) if len(known) == len(taken) else sum(part.count for part in taken) * UNIT_NBYTES
@@ -130,9 +130,9 @@ class Volume:
             InsufficientSpaceError: the scratch does not fit; the job has none afterwards.
         """
         with self._locked_table(f"reserve scratch for job {job}") as table:
-            allocation = self._of(table, job)
+            allocation = self._require_allocation(table, job)
             if allocation.nonce != nonce:
-                raise StoreMissing(f"{self.path}: the space of job {job} was given to it anew meanwhile")
+                raise StoreMissing(f"{self.path}: the space of job {job} was freed and reserved again")
             num_units = sum(part.count for part in allocation.scratch)
             num_extents = len(allocation.scratch_offsets(demand))
             if num_units == demand.nbytes // UNIT_NBYTES and num_extents >= demand.num_extents:
@@ -157,7 +157,7 @@ class Volume:
             StoreMissing: the space was freed meanwhile; nothing was written.
         """
         with self._locked_table(f"set up job {allocation.job}") as table:
-            if self._of(table, allocation.job) != allocation:
+            if self._require_allocation(table, allocation.job) != allocation:
                 raise StoreMissing(f"{self.path}: what was reserved for job {allocation.job} was freed meanwhile")
             self._write_head(allocation, records)
             allocation = replace(allocation, is_ready=True)
@@ -203,20 +203,20 @@ class Volume:
 
     def calibration(self) -> dict[str, object] | None:
         """Returns this SSD's stored calibration, None if it is missing or damaged and must be measured again."""
-        with self._naming("read what was measured"):
+        with self._as_store_error("read what was measured"):
             raw = self.device.read_records(layout.CALIBRATION_OFFSET, RECORD_NBYTES)
         return layout.unpack_json(raw) if is_intact(raw, layout.CALIBRATION_MAGIC) else None
 
     def keep_calibration(self, facts: dict[str, object]) -> None:
         """Stores a calibration."""
-        with self._naming("keep what was measured"):
+        with self._as_store_error("keep what was measured"):
             self.device.write_records(layout.CALIBRATION_OFFSET, layout.pack_json(layout.CALIBRATION_MAGIC, facts))
             self.device.sync()
 
     # --- private ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _naming(self, verb: str) -> Iterator[None]:
+    def _as_store_error(self, verb: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -225,7 +225,7 @@ class Volume:
     @contextmanager
     def _locked_table(self, verb: str) -> Iterator[AllocationTable]:
         """Yields the table under the volume's lock, which excludes all other threads and processes."""
-        with self._naming(verb), self.device.lock():
+        with self._as_store_error(verb), self.device.lock():
             yield self._read_table()
 
     def _write_head(self, allocation: Allocation, records: Sequence[tuple[int, bytes]]) -> None:
@@ -271,7 +271,7 @@ class Volume:
     def _capacity(self) -> int:
         return device_nbytes(self.path) // UNIT_NBYTES
 
-    def _of(self, table: AllocationTable, job: JobId) -> Allocation:
+    def _require_allocation(self, table: AllocationTable, job: JobId) -> Allocation:
         allocation = table.allocations.get(job)
         if allocation is None:
             raise StoreMissing(f"{self.path} holds no states of job {job}")
@@ -295,7 +295,7 @@ class Volume:
         try:
             raw = layout.pack_table(table)
         except ValueError as error:
-            raise StoreError(f"{self.path} has too many jobs to note another: delete some ({error})") from error
+            raise StoreError(f"{self.path} has no room in the table for another job: delete some ({error})") from error
         sequences = {offset: copy.sequence for offset, copy in self._read_tables().items()}
         # The damaged or older copy first, because a torn write must not destroy the only intact one.
         for offset in sorted(layout.TABLE_OFFSETS, key=lambda offset: sequences.get(offset, -1)):

@@ -1,8 +1,8 @@
 """The tensor store: copy-on-write states of chunks, commits, and scratch space."""
 
+from windlass.storage.store.common_commit import last_common_commit as last_common_commit
 from windlass.storage.store.format import CommitRecord as CommitRecord
 from windlass.storage.store.format import StoreGeometry as StoreGeometry
-from windlass.storage.store.format import last_common_commit as last_common_commit
 from windlass.storage.store.job_space import JobSpace as JobSpace
 from windlass.storage.store.regions import Region as Region
 from windlass.storage.store.scratch import Scratch as Scratch

@@ -331,7 +331,7 @@ class TensorStore:
 
     def _check_follows_commit(self, step: Step, verb: str) -> None:
         if not self._begun:
-            raise StepNotAllowed(f"{self.name}: cannot {verb} step {step} before it is said where to resume")
+            raise StepNotAllowed(f"{self.name}: cannot {verb} step {step} before resume_from is called")
         last = self.last_commit()
         if last is not None and step <= last.step:
             raise StepNotAllowed(
@@ -343,8 +343,8 @@ class TensorStore:
         label, what = self._working.label(chunk), "gradient" if is_gradient else "states"
         if label is not None and (step < label or (is_gradient and self._working.states_step(chunk) is not None)):
             raise StepNotAllowed(
-                f"{self.name}: cannot write the {what} of block {key.block}, chunk {key.chunk}, step {step}: what step "
-                f"{label} has written lies in their place, and is not committed"
+                f"{self.name}: cannot write the {what} of block {key.block}, chunk {key.chunk}, step {step}: "
+                f"uncommitted data of step {label} is stored there"
             )
 
     def _collect_free(self) -> None:
@@ -365,8 +365,8 @@ class TensorStore:
             fences = [fence for part in parts if (fence := layout.unpack_fence(part, nonce)) is not None]
         if not fences:
             raise StaleAttempt(
-                f"{self.name}: both fence records are damaged, or the job was deleted and its space is another's; "
-                f"attempt {self.attempt} may not change it"
+                f"{self.name}: both fence records are damaged, or the job was deleted and its space belongs to another "
+                f"job; attempt {self.attempt} may not change it"
             )
         if max(fences) == layout.CLOSED:
             raise StaleAttempt(f"{self.name}: the job was deleted; attempt {self.attempt} may not change it")

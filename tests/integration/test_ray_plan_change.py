@@ -1,13 +1,12 @@
 """Jobs that continue with another plan, on real Ray and through the real dispatcher, without loss."""
 
-from typing import Any
-
 import pytest
 
 from tests.integration.resume_stage import NUM_STEPS, ResumeStage, Undisturbed
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
-from windlass.engine.memory_plan.placement_json import to_json
 from windlass.engine.memory_plan.plan import Placement
+from windlass.planner.planning.job_plan import JobPlan
+from windlass.planner.planning.report import PlanReport
 from windlass.service.jobs.plan_files import keep_plan
 from windlass.storage.sql.repositories.jobs import JobRepository
 
@@ -24,9 +23,14 @@ OTHER = Placement(
 def change_plan(stage: ResumeStage, job_id: str) -> None:
     """Changes the job's plan as if the planner had found a better one."""
     job = stage.job(job_id)
-    facts: dict[str, Any] = {"plan": {"feasible": True, "reasons": [], "step_s": 0.1}, "arena_nbytes": None}
-    facts |= {"corrected": True, "told": "Measured: [...]", "from_attempt": job.attempt + 1}
-    number = keep_plan(stage.settings, job, {**facts, "placement": to_json(OTHER)})
+    plan = JobPlan(
+        report=PlanReport(feasible=True, reasons=(), step_s=0.1),
+        placement=OTHER,
+        message="Measured: [...]",
+        corrected=True,
+        from_attempt=job.attempt + 1,
+    )
+    number = keep_plan(stage.settings, job, plan)
     with stage.database.write() as session:
         JobRepository(session).set_fields(job_id, plan_number=number)
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.training import has_direct_io, make_partition
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import ComputeProgressed, Event, Message, Phase
-from windlass.actors.policy import Order, Pipeline
+from windlass.actors.policy import Action, Pipeline
 from windlass.actors.runtime.local_runner import run_local
 from windlass.storage.ids import ActorName, Attempt
 
@@ -25,7 +25,7 @@ def cut_off_at_gradient(step: int, block: int | None = None) -> Iterator[None]:
     """Cuts attempts off as the scheduler hears of a gradient of `step`, of any block or of `block`."""
     handle = Pipeline.handle
 
-    def hear(self: Pipeline, event: Event, now_s: float) -> list[Order]:
+    def hear(self: Pipeline, event: Event, now_s: float) -> list[Action]:
         grads = event.grads if isinstance(event, ComputeProgressed) else ()
         if any(grad.step == step and block in (None, grad.block) for grad in grads):
             raise CutOff

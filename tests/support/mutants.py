@@ -1,9 +1,9 @@
 """Tests the tests: changes the product in one place at a time, and looks which test notices.
 
 `python -m tests.support.mutants --number 200 --seed 1 --results FILE` appends a line of JSON for each mutant. Run
-again, it goes on where it was stopped. Run it before and after tests are removed: the same seed makes the same
-mutants of the same code, and those that a test caught before must be caught after. It works in a copy of the
-repository. A mutant takes about half a minute.
+again, it goes on where it was stopped. What the tests of `make test` do not notice is tried with those of
+`make test-long` too: a mutant that only the latter catch says what moving tests there has cost. The same seed makes the
+same mutants of the same code. It works in a copy of the repository. A mutant takes about half a minute.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FLOORS = ("storage", "engine", "actors", "planner", "service")
 TIMEOUT_S = 400  # of one run of tests; a mutant that hangs them is caught
+LONG_TIMEOUT_S = 900  # of one run of `make test-long`'s tests; they can need more, so that says nothing
 # Tests of other rooms that see most of a floor work together. They run if the room's own tests notice nothing.
 WIDER_TESTS = {
     "storage": ("tests/unit/storage", "tests/unit/actors/ssd"),
@@ -108,16 +109,20 @@ def chosen_mutants(number: int, seed: int) -> list[Mutant]:
     return chosen
 
 
-def caught_by(copy: Path, tests: list[str]) -> str | None:
+def caught_by(copy: Path, tests: list[str], *, with_long: bool = False) -> str | None:
     """The first test that fails in the copy of the repository; None: none does."""
     environment = {**os.environ, "PYTHONPATH": f"{copy / 'src'}:{copy}", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    if with_long:
+        environment["WINDLASS_TEST_LONG"] = "1"
+        command += ["-m", "not gpu"]
+    timeout_s = LONG_TIMEOUT_S if with_long else TIMEOUT_S
     try:
         done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return "time-out"
+        return None if with_long else "time-out"
     if done.returncode in (0, 5):  # 5: there is no test
         return None
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
@@ -128,6 +133,14 @@ def tests_of(path: str) -> list[list[str]]:
     """The tests of a file's room, and then wider ones."""
     room = Path("tests/unit") / Path(path).parent
     return [[str(room)] if (ROOT / room).is_dir() else [], list(WIDER_TESTS[path.split("/")[0]])]
+
+
+def first_of(copy: Path, path: str, *, with_long: bool = False) -> str | None:
+    """The first test that notices the change of a file."""
+    for tests in tests_of(path):
+        if tests and (test := caught_by(copy, tests, with_long=with_long)):
+            return test
+    return None
 
 
 def main() -> None:
@@ -150,15 +163,20 @@ def main() -> None:
             text = (copy / mutant.path).read_text()
             begun_s = time.monotonic()
             (copy / mutant.path).write_text(mutant.apply(text))
-            test = next((test for tests in tests_of(mutant.path) if tests and (test := caught_by(copy, tests))), None)
+            test, long_test = first_of(copy, mutant.path), None
+            if test is None:
+                long_test = first_of(copy, mutant.path, with_long=True)
             (copy / mutant.path).write_text(text)
-            result = {**asdict(mutant), "caught_by": test, "took_s": round(time.monotonic() - begun_s, 1)}
+            took_s = round(time.monotonic() - begun_s, 1)
+            result = {**asdict(mutant), "caught_by": test, "caught_by_long": long_test, "took_s": took_s}
             results.append(result)
             with options.results.open("a") as file:
                 file.write(json.dumps(result) + "\n")
-            print(f"{mutant.path}:{mutant.line}: {mutant.before!r} -> {mutant.after!r}: {test}", flush=True)
+            change = f"{mutant.before!r} -> {mutant.after!r}"
+            print(f"{mutant.path}:{mutant.line}: {change}: {test or long_test}", flush=True)
     num_caught = sum(result["caught_by"] is not None for result in results)
-    print(f"{num_caught} of {len(results)} mutants were caught")
+    num_long = sum(result["caught_by_long"] is not None for result in results)
+    print(f"{num_caught} of {len(results)} mutants were caught, {num_long} more by tests of `make test-long`")
 
 
 if __name__ == "__main__":

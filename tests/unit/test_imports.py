@@ -57,7 +57,8 @@ def name_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", python_files("actors/messages"), ids=name_of)
 def test_messages_import_only_ids(path: Path) -> None:
-    assert outside(path, "windlass.storage.ids", "windlass.actors.messages", "windlass.exports") == []
+    allowed = ("windlass.storage.ids", "windlass.actors.messages", "windlass.exports")
+    assert outside(path, *allowed) == (["msgspec"] if path.name == "codec.py" else [])
 
 
 def test_ids_import_nothing() -> None:

@@ -36,17 +36,18 @@ def marked_targets(template: ChatTemplate, conversation: Conversation, learned: 
         is_inside = any(start <= place.start < stop for start, stop in spans_with_parts)
         if place.message in learned and place.part.is_said and not is_inside:
             raise ChatTemplateError(
-                "the chat template's {% generation %} marks leave it out, so it would not be learned; give the message "
-                "weight 0, or use a chat template that marks it",
+                f"the chat template's {{% generation %}} marks do not cover {place.part.field}, so it would not be "
+                "learned; give the message weight 0, or use a chat template that marks it",
                 place.part.field,
             )
         if roles[place.message] != "assistant" and is_inside:
             raise ChatTemplateError(
-                f"the chat template's {{% generation %}} marks hold it, a part of a {roles[place.message]} message",
+                f"the chat template's {{% generation %}} marks cover {place.part.field}, a part of a "
+                f"{roles[place.message]} message",
                 place.part.field,
             )
     if not spans:
-        raise ChatTemplateError("the chat template's {% generation %} marks hold nothing of the conversation")
+        raise ChatTemplateError("the chat template's {% generation %} marks cover nothing of the conversation")
     if all(role != "assistant" or i in learned for i, role in enumerate(roles)):
         return tuple(spans)
     if len(spans) != len(spans_with_parts):
@@ -70,6 +71,6 @@ def _is_learned(span: Span, places: list[_Place], roles: list[str], learned: fro
 
 def _not_told_apart(num_blocks: int) -> ChatTemplateError:
     return ChatTemplateError(
-        f"the chat template marks {num_blocks} parts as the assistant's, and it cannot be told which belong to the "
+        f"the chat template marks {num_blocks} parts as the assistant's, and it is unclear which belong to the "
         "messages of weight 0"
     )

@@ -8,7 +8,7 @@ from windlass.actors.activations import Moment, SsdSwap
 from windlass.actors.messages import SpanKind
 from windlass.actors.timeline import COMPUTE, WHOLE_BLOCK
 from windlass.engine.memory_plan import MemoryTier
-from windlass.planner.simulation import ACTIVATIONS, LEAVING, Finding, Process, Queue, Signal, SimulatedMachine
+from windlass.planner.simulation import ACTIVATIONS, LEAVING, Process, ProcessReturning, Queue, Signal, SimulatedMachine
 from windlass.planner.simulation.workers.ssd_activations import SsdActivations
 
 _BACK = "activations back, or coming"
@@ -48,7 +48,7 @@ class Activations:
         """Sets the operation that the following calls belong to."""
         self._now = moment
 
-    def put(self, nbytes: int) -> Finding[Away]:
+    def put(self, nbytes: int) -> ProcessReturning[Away]:
         """Swaps a tensor out. Waits while too many bytes are on their way."""
         start_s, host_nbytes, ssd, host = self.world.env.now, nbytes, None, None
         if self._ssds is not None:
@@ -107,13 +107,13 @@ class _HostActivations:
         world.env.process(self._run_outward())
         world.env.process(self._run_inward())
 
-    def room_nbytes(self, wanted_nbytes: int) -> Finding[int]:
+    def room_nbytes(self, wanted_nbytes: int) -> ProcessReturning[int]:
         """Returns how many of the wanted bytes fit into host memory. Waits for slots that are about to become free."""
         num_slots = -(-wanted_nbytes // self._slot_nbytes)
         yield from self._changed.until(lambda: self._num_free >= num_slots or not self._num_returning)
         return min(wanted_nbytes, self._num_free * self._slot_nbytes)
 
-    def put(self, nbytes: int, now: Moment) -> Finding[_HostSwap]:
+    def put(self, nbytes: int, now: Moment) -> ProcessReturning[_HostSwap]:
         """Queues the copy of a tensor to host memory, and returns its swap."""
         env, limit = self.world.env, self.world.context.plan.max_leaving_nbytes
         num_slots = -(-nbytes // self._slot_nbytes)
@@ -140,7 +140,7 @@ class _HostActivations:
             self._leaving_nbytes -= swap.nbytes
             self.world.level(MemoryTier.DEVICE, LEAVING, -swap.nbytes)
             swap.left.succeed()
-            self._changed.tell()
+            self._changed.notify()
 
     def _run_inward(self) -> Process:
         while True:
@@ -152,4 +152,4 @@ class _HostActivations:
             self.world.level(MemoryTier.HOST, ACTIVATIONS, -swap.num_slots * self._slot_nbytes)
             self._num_returning -= 1
             swap.back.succeed()
-            self._changed.tell()
+            self._changed.notify()

@@ -31,7 +31,7 @@ class Grads:
         """`report` tells the scheduler of a gradient: the operation that completed it."""
         self.world = world
         self._report = report
-        self._order = OffloadQueue(world.shape.ordering, frozenset(world.context.plan.spilled_blocks))
+        self._offload_queue = OffloadQueue(world.shape.ordering, frozenset(world.context.plan.spilled_blocks))
         self._waiting: dict[tuple[Step, BlockIndex], ComputeBlock] = {}
         env, layout, plan = world.env, world.context.layout, world.context.plan
         self._tied = {block for shared in layout.shared for block in shared[1:]}
@@ -64,7 +64,7 @@ class Grads:
         """Prefetches the partial sums that an earlier group left for an operation."""
         if operation.group > 0 and operation.phase in (Phase.HEAD, Phase.BACKWARD) and self._uses(operation):
             self._expected.append(operation)
-            self._changed.tell()
+            self._changed.notify()
 
     def take(self, operation: ComputeBlock) -> Process:
         """Acquires buffers for an operation's sums, with the partial sums of the previous group."""
@@ -80,7 +80,7 @@ class Grads:
             for block in self._resident.intersection(operation.blocks):
                 self._stays(block, 1)
 
-    def set_aside(self, operation: ComputeBlock) -> None:
+    def queue_partial_sums(self, operation: ComputeBlock) -> None:
         """Offloads an operation's partial sums, which the next group will continue."""
         for use in self._uses(operation):
             self._being_summed.remove(use)
@@ -98,7 +98,7 @@ class Grads:
             self._report(operation)
         else:
             self._waiting[(operation.step, block)] = operation
-            self._let_leave(self._order.push(operation.step, block))
+            self._start_offloads(self._offload_queue.push(operation.step, block))
 
     def updated(self, block: BlockIndex) -> None:
         """Frees the gradient of a block whose states are resident on the device."""
@@ -106,9 +106,9 @@ class Grads:
 
     def commit_reached(self, step: Step) -> None:
         """Records a commit, after which gradients may overwrite the states of earlier ones."""
-        self._let_leave(self._order.commit_reached(step))
+        self._start_offloads(self._offload_queue.commit_reached(step))
 
-    def _let_leave(self, keys: Sequence[tuple[Step, BlockIndex]]) -> None:
+    def _start_offloads(self, keys: Sequence[tuple[Step, BlockIndex]]) -> None:
         for key in keys:
             self._to_offload.put(self._waiting.pop(key))
 
@@ -133,7 +133,7 @@ class Grads:
         while True:
             request = yield from self._to_offload.get()
             if isinstance(request, _Partial):
-                yield from self._leave(request)
+                yield from self._copy_out_partial(request)
                 continue
             keys = world.context.layout.chunk_keys(request.block)
             yield from world.grad_slots.take(len(keys))
@@ -166,16 +166,16 @@ class Grads:
                 name, GradOffloaded(job=operation.job, step=operation.step, block=operation.block, chunks=share)
             )
         self._report(operation)
-        self._let_leave(self._order.left())
+        self._start_offloads(self._offload_queue.offload_finished())
 
     # --- between groups ---------------------------------------------------------------------------------------------
 
     def _take_back(self, use: Use) -> Process:
         yield from self._changed.until(lambda: use in self._back)
         self._back.remove(use)
-        self._changed.tell()
+        self._changed.notify()
 
-    def _leave(self, partial: _Partial) -> Process:
+    def _copy_out_partial(self, partial: _Partial) -> Process:
         user, block = partial.use
         if user == block:
             self._permits.give_back()
@@ -185,7 +185,7 @@ class Grads:
             yield from self.world.copy_out(nbytes, SpanKind.COPY_PARTIAL_OUT, step, key.block, key.chunk)
         self._flat(block).give_back()
         self._left.add(partial.use)
-        self._changed.tell()
+        self._changed.notify()
 
     def _bring_back(self) -> Process:
         while True:
@@ -200,7 +200,7 @@ class Grads:
                     yield from self.world.copy_in(nbytes, SpanKind.COPY_PARTIAL_IN, step, key.block, key.chunk)
                 self._leaves_partial(use[1], -1)
             self._back.update(uses)
-            self._changed.tell()
+            self._changed.notify()
 
     def _is_due(self) -> bool:
         return bool(self._expected) and not self._back and self._left.issuperset(self._uses(self._expected[0]))

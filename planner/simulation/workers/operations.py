@@ -97,7 +97,7 @@ class Operations:
                 )
             )
             if goes_backward and operation.group < plan.num_groups - 1:
-                self._grads.set_aside(operation)
+                self._grads.queue_partial_sums(operation)
             elif goes_backward:
                 self._grads.complete(operation)
 
@@ -119,7 +119,7 @@ class Operations:
         peak_nbytes = world.work.peak_nbytes.get(block, 0)
         self._activations.begin(Moment(operation.step, operation.op, block))
         is_streamed = bool(self._pieces.shares(block))
-        if is_streamed and not world.rates.gives_ahead:
+        if is_streamed and not world.rates.launches_ahead:
             self.begin_pieces(request)
         if operation.phase is Phase.HEAD:
             self._prefetch(block - 1, 0)

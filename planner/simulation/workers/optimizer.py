@@ -1,7 +1,6 @@
 """Simulates one CPU optimizer, as the real `CpuOptimizer` works."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from windlass.actors.messages import (
     BlockFlushed,
@@ -14,10 +13,10 @@ from windlass.actors.messages import (
     UpdateStep,
 )
 from windlass.actors.optimizer import Ahead, UrgentQueue
-from windlass.actors.policy import Turns, UpdateQueue
+from windlass.actors.policy import UpdateActions, UpdateQueue
 from windlass.engine.memory_plan import Pool
 from windlass.planner.simulation import Process, Queue, Resource, Signal, SimulatedMachine
-from windlass.storage.ids import ActorName, ChunkKey
+from windlass.storage.ids import ActorName
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +25,6 @@ class _Chunk:
 
     update: UpdateBlock
     grad: GradChunk
-    loan: Any = None
 
 
 class Optimizer:
@@ -42,19 +40,18 @@ class Optimizer:
         self._ahead = Ahead()
         self._changed = Signal(world.env)
         self._num_left: dict[tuple[int, int], int] = {}
-        self._loans: dict[tuple[int, int], dict[ChunkKey, Any]] = {}
         ordering = world.shape.ordering
         num_blocks = sum(name in world.shape.holders(block) for block in range(world.shape.num_blocks))
-        self._turns = UpdateQueue(ordering.queues, ordering.max_updating, num_blocks)
+        self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating, num_blocks)
         world.env.process(self._feed())
         world.env.process(self._run_updates())
 
     def take(self, message: GradOffloaded | UpdateStep) -> None:
         """Takes in a gradient, or that a step may be updated."""
-        self._take_turns(self._turns.take(message))
+        self._carry_out(self._update_queue.add(message))
 
-    def _take_turns(self, turns: Turns) -> None:
-        for update in turns.begin:
+    def _carry_out(self, actions: UpdateActions) -> None:
+        for update in actions.begin:
             self._update(update)
 
     def _update(self, message: UpdateBlock) -> None:
@@ -62,7 +59,7 @@ class Optimizer:
         self._num_left[(message.step, message.block)] = len(message.chunks)
         for grad in message.chunks:
             self._to_begin.put(message.step, message.block, _Chunk(message, grad))
-        self._changed.tell()
+        self._changed.notify()
 
     def flush(self, message: FlushBlock) -> Process:
         """Writes the states of a block that is resident in host memory."""
@@ -79,7 +76,7 @@ class Optimizer:
             if world.shape.optimizer_of(key) == self.name
         ]
         yield world.env.all_of([world.env.process(write) for write in writes])
-        world.tell(BlockFlushed(job=message.job, step=message.step, block=message.block, actor=self.name))
+        world.send_to_scheduler(BlockFlushed(job=message.job, step=message.step, block=message.block, actor=self.name))
 
     def _feed(self) -> Process:
         world, ahead = self.world, self._ahead
@@ -90,27 +87,16 @@ class Optimizer:
             chunk = self._to_begin.get()
             if chunk.grad.key in world.host_slots:
                 self._slots.give_back()
-                ahead.num_at_hand += 1
+                ahead.num_ready += 1
                 self._arrived.put(chunk)
                 continue
-            chunk.loan = self._borrow(chunk)
             world.env.process(self._read(chunk))
-
-    def _borrow(self, chunk: _Chunk) -> Any:
-        world, update = self.world, chunk.update
-        if not world.context.plan.num_cached_params:
-            return None
-        key = (update.step, update.block)
-        if key not in self._loans:
-            loans = (world.cache.lend(grad.key, update.how.from_step) for grad in update.chunks)
-            self._loans[key] = {loan.key: loan for loan in loans if loan is not None}
-        return self._loans[key].get(chunk.grad.key)
 
     def _read(self, chunk: _Chunk) -> Process:
         world, update, key = self.world, chunk.update, chunk.grad.key
         formats, numel = world.context.formats, world.chunk_numel(key)
         kinds = set(formats.kinds_to_update)
-        if chunk.loan is not None and chunk.loan.is_filled:
+        if key in world.cached_params:
             kinds.discard(formats.param_kind)
         moves = [(sum(formats.itemsizes[kind] for kind in kinds) * numel, SpanKind.READ_STATES)]
         if chunk.grad.span is None:
@@ -118,7 +104,7 @@ class Optimizer:
         # Both reads are from the same SSD with the same priority, so they run one after the other.
         for nbytes, kind in moves:
             yield from world.chunk_move(key, nbytes, kind, update.how.from_step, (update.step, key.block))
-        self._ahead.num_at_hand += 1
+        self._ahead.num_ready += 1
         self._arrived.put(chunk)
 
     def _run_updates(self) -> Process:
@@ -126,12 +112,12 @@ class Optimizer:
         while True:
             chunk = yield from self._arrived.get()
             self._ahead.num_ahead -= 1
-            self._changed.tell()
+            self._changed.notify()
             update, key = chunk.update, chunk.grad.key
             duration_s = world.chunk_numel(key) / world.rates.optimizer_params
             yield from self._resource.work(duration_s, SpanKind.UPDATE, update.step, key.block, key.chunk)
-            self._ahead.num_at_hand -= 1
-            self._changed.tell()
+            self._ahead.num_ready -= 1
+            self._changed.notify()
             if chunk.grad.span is not None:
                 world.grad_slots.give_back()
             if key in world.host_slots:
@@ -144,8 +130,6 @@ class Optimizer:
         nbytes = world.state_itemsize * world.chunk_numel(key)
         yield from world.chunk_move(key, nbytes, SpanKind.WRITE_STATES, update.step, (update.step, key.block))
         self._slots.give_back()
-        if chunk.loan is not None:
-            world.cache.take_back(key, update.step, chunk.loan.span)
         self._done(update)
 
     def _done(self, update: UpdateBlock) -> None:
@@ -153,6 +137,7 @@ class Optimizer:
         self._num_left[key] -= 1
         if not self._num_left[key]:
             del self._num_left[key]
-            self._loans.pop(key, None)
-            self.world.tell(BlockUpdated(job=update.job, step=update.step, block=update.block, actor=self.name))
-            self._take_turns(self._turns.updated())
+            self.world.send_to_scheduler(
+                BlockUpdated(job=update.job, step=update.step, block=update.block, actor=self.name)
+            )
+            self._carry_out(self._update_queue.updated())

@@ -1,14 +1,14 @@
 """Simulates the prefetch of params to the device, as the GPU worker's real `ParamFeed` does."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import simpy
 
 from windlass.actors.messages import ComputeBlock, ParamRequest, SpanKind
 from windlass.engine.memory_plan import MemoryTier, param_buffers
-from windlass.planner.simulation import PARAMS, Finding, Process, Queue, Signal, SimulatedMachine
-from windlass.storage.ids import BlockIndex, ChunkKey, Span
+from windlass.planner.simulation import PARAMS, Process, ProcessReturning, Queue, Signal, SimulatedMachine
+from windlass.storage.ids import BlockIndex, ChunkKey
 
 
 @dataclass(slots=True, eq=False)
@@ -17,24 +17,24 @@ class Fetch:
 
     request: ParamRequest
     arrived: simpy.Event
-    ready: simpy.Event  # set after `arrived`, when `is_ready` has been called
+    ready: simpy.Event  # set after `arrived`, when `on_params_ready` has been called
     num_missing: int = 0
     numel: int | None = None  # elements of the buffer; None: the params are resident
     is_rounded: bool = False  # derived on the device from the resident master, when they are needed
-    # Chunks of a streamed block, kept until it is computed.
-    held: list[tuple[ChunkKey, Span]] = field(default_factory=list)
+    num_held: int = 0  # slots with chunks of a streamed block, held until it is computed
 
 
 class ParamFeed:
     """Copies chunks of params from their tier to a block's buffer."""
 
-    def __init__(self, world: SimulatedMachine, is_ready: Callable[[Fetch], None]) -> None:
-        """`is_ready` is called with each fetch when it is complete, in the order of the requests."""
+    def __init__(self, world: SimulatedMachine, on_params_ready: Callable[[Fetch], None]) -> None:
+        """`on_params_ready` is called with each fetch when it is complete, in the order of the requests."""
         self.world = world
-        self._is_ready = is_ready
+        self._on_params_ready = on_params_ready
         env, context = world.env, world.context
         self._requests: Queue[ParamRequest] = Queue(env)
-        self._arrived: Queue[tuple[Fetch, ChunkKey, Span | None]] = Queue(env)
+        self._arrived: Queue[tuple[Fetch, ChunkKey, bool]] = Queue(env)  # True: the chunk is in a slot
+        self._filled: set[ChunkKey] = set()  # cached params that were read
         self._fetching: Queue[Fetch] = Queue(env)
         self._fetches: dict[tuple[int, BlockIndex], Fetch] = {}
         self._created = Signal(env)
@@ -56,7 +56,7 @@ class ParamFeed:
         for request in ParamRequest.of(operation):
             self._requests.put(request)
 
-    def wait_for(self, operation: ComputeBlock, block: BlockIndex) -> Finding[Fetch]:
+    def wait_for(self, operation: ComputeBlock, block: BlockIndex) -> ProcessReturning[Fetch]:
         """Returns the params of a block for an operation, when they are ready."""
         key = (operation.op, block)
         yield from self._created.until(lambda: key in self._fetches)
@@ -68,8 +68,8 @@ class ParamFeed:
         """Releases the params after the operation."""
         if fetch.numel is not None:
             self._buffers[fetch.numel].give_back()
-        for key, span in fetch.held:
-            self._give_back(fetch, key, span)
+        if fetch.num_held:
+            self.world.param_slots.give_back(fetch.num_held)
 
     def _first(self, block: BlockIndex) -> int:
         """Returns the first element with a buffer of its own. The elements before it are copied in pieces."""
@@ -93,7 +93,7 @@ class ParamFeed:
                 fetch.num_missing = len(keys)
                 yield from self._buffers[fetch.numel].take()
             self._fetches[(request.operation.op, request.block)] = fetch
-            self._created.tell()
+            self._created.notify()
             self._fetching.put(fetch)
             if fetch.num_missing:
                 yield from self._fetch(fetch, keys)
@@ -101,52 +101,46 @@ class ParamFeed:
     def _fetch(self, fetch: Fetch, keys: list[ChunkKey]) -> Process:
         world, missing = self.world, []
         for key in keys:
-            if key in world.host_slots:
-                self._arrived.put((fetch, key, None))
-            elif (kept := world.cache.take(key, fetch.request.step)) is not None:
-                self._arrived.put((fetch, key, kept))
+            if key in world.host_slots or key in self._filled:
+                self._arrived.put((fetch, key, False))
             else:
                 missing.append(key)
         batch = world.context.plan.fetch_batch
         for start in range(0, len(missing), batch):
             some = missing[start : start + batch]
-            while not (spans := world.param_slots.try_acquire(len(some))):
-                yield world.param_slots_changed.next
-            for key, span in zip(some, spans, strict=True):
-                world.env.process(self._read(fetch, key, span))
+            if num_slots := sum(key not in world.cached_params for key in some):
+                yield from world.param_slots.take(num_slots)
+            for key in some:
+                world.env.process(self._read(fetch, key))
 
-    def _read(self, fetch: Fetch, key: ChunkKey, span: Span) -> Process:
+    def _read(self, fetch: Fetch, key: ChunkKey) -> Process:
         world, step = self.world, fetch.request.step
+        is_cached = key in world.cached_params
         nbytes = world.param_itemsize * world.chunk_numel(key)
         yield from world.chunk_move(key, nbytes, SpanKind.READ_PARAMS, step, (step, 0))
-        self._arrived.put((fetch, key, span))
+        if is_cached:
+            self._filled.add(key)
+        self._arrived.put((fetch, key, not is_cached))
 
     def _run_arrivals(self) -> Process:
         world = self.world
         while True:
-            fetch, key, span = yield from self._arrived.get()
+            fetch, key, is_slot = yield from self._arrived.get()
             start, stop = world.chunk_ranges[key]
             nbytes = world.param_itemsize * max(0, stop - max(start, self._first(key.block)))
             if nbytes:
                 yield from world.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, fetch.request.step, key.block, key.chunk)
-            if span is not None and key.block in world.bounds:
-                fetch.held.append((key, span))
-            elif span is not None:
-                self._give_back(fetch, key, span)
+            if is_slot and key.block in world.bounds:
+                fetch.num_held += 1
+            elif is_slot:
+                world.param_slots.give_back()
             fetch.num_missing -= 1
             if not fetch.num_missing:
                 fetch.arrived.succeed()
-
-    def _give_back(self, fetch: Fetch, key: ChunkKey, span: Span) -> None:
-        world, request = self.world, fetch.request
-        operation = request.operation
-        is_last_group = operation.group == world.context.plan.num_groups - 1
-        world.cache.put(key, request.step, span, operation.phase, is_last_group=is_last_group)
-        world.param_slots_changed.tell()
 
     def _tell(self) -> Process:
         while True:
             fetch = yield from self._fetching.get()
             yield fetch.arrived
-            self._is_ready(fetch)
+            self._on_params_ready(fetch)
             fetch.ready.succeed()

@@ -81,17 +81,17 @@ class Pieces:
 
     def hold(self, operation: ComputeBlock) -> Process:
         """Waits for the operation's next piece, and frees the previous one."""
-        self._let_go()
+        self._release_held()
         self._held = self._uses[operation.op].popleft()
         yield self._held.copied
 
     def end(self, operation: ComputeBlock) -> None:
         """Frees the last piece of an operation."""
-        self._let_go()
+        self._release_held()
         unused = self._uses.pop(operation.op)
         assert not unused, "all pieces were used"
 
-    def _let_go(self) -> None:
+    def _release_held(self) -> None:
         if self._held is not None:
             self._held.over.succeed()
             self.world.level(MemoryTier.DEVICE, _PIECES, -self._held.nbytes)

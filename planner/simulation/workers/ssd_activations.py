@@ -6,7 +6,7 @@ from windlass.actors.activations import At, BufferQueue, Moment, Part, ScratchSl
 from windlass.actors.job import aligned
 from windlass.actors.messages import SpanKind
 from windlass.engine.memory_plan import MemoryTier
-from windlass.planner.simulation import ACTIVATIONS, LEAVING, Finding, Process, Queue, Signal, SimulatedMachine
+from windlass.planner.simulation import ACTIVATIONS, LEAVING, Process, ProcessReturning, Queue, Signal, SimulatedMachine
 
 _STAGED = "activations to and from the SSDs"
 
@@ -33,7 +33,7 @@ class SsdActivations:
         world.env.process(self._run_out())
         world.env.process(self._run_in())
 
-    def put(self, nbytes: int, now: Moment) -> Finding[SsdSwap]:
+    def put(self, nbytes: int, now: Moment) -> ProcessReturning[SsdSwap]:
         """Returns the swap of a tensor when the device has room for bytes on their way out. The copies follow."""
         limit = self.world.context.plan.max_leaving_nbytes
         yield from self._changed.until(lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= limit)
@@ -86,7 +86,7 @@ class SsdActivations:
             part.swap.num_on_device -= 1
             if not part.swap.num_on_device:  # the tensor is freed as a whole
                 self.world.level(MemoryTier.DEVICE, LEAVING, -part.swap.nbytes)
-            self._changed.tell()
+            self._changed.notify()
             self.world.env.process(self._write(part))
 
     def _write(self, part: Part) -> Process:
@@ -115,7 +115,7 @@ class SsdActivations:
             self._level_of_slots([part], -1)
             self._take_buffers(-1)
             swap.num_missing -= 1
-            self._changed.tell()
+            self._changed.notify()
             self._hand_out_buffers()
 
     def _take_buffers(self, number: int) -> None:

@@ -16,7 +16,7 @@ from windlass.actors.messages import (
     UpdateBlock,
     UpdateStep,
 )
-from windlass.actors.policy import ComputeReports, OperationWindow, Turns, UpdateQueue
+from windlass.actors.policy import ComputeReports, OperationWindow, UpdateActions, UpdateQueue
 from windlass.planner.simulation import Process, Queue, SimulatedMachine
 from windlass.planner.simulation.workers.grads import Grads
 from windlass.planner.simulation.workers.operations import Operations
@@ -30,13 +30,13 @@ class Worker:
 
     def __init__(self, world: SimulatedMachine) -> None:
         self.world = world
-        self._feed = ParamFeed(world, self._is_ready)
+        self._feed = ParamFeed(world, self._on_params_ready)
         self._grads = Grads(world, self._report_grad)
         self._operations = Operations(world, self._feed, self._grads, Pieces(world), self._report_computed)
         self._window = OperationWindow(world.shape.ordering)
         self._reports = ComputeReports(world.shape.job, world.shape.gpu_worker)
         ordering, num_blocks = world.shape.ordering, len(world.shape.device_blocks)
-        self._turns = UpdateQueue(ordering.queues, ordering.max_updating_on_device, num_blocks)
+        self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating_on_device, num_blocks)
         self._commands: Queue[UpdateBlock | FlushBlock] = Queue(world.env)
         self._transit = world.pool("states in transit", world.context.plan.transit)
         world.env.process(self._run_commands())
@@ -49,12 +49,12 @@ class Worker:
             case CommitReached():
                 self._grads.commit_reached(message.step)
             case UpdateStep():
-                self._take_turns(self._turns.take(message))
+                self._carry_out(self._update_queue.add(message))
             case FlushBlock():
                 self._commands.put(message)
 
-    def _take_turns(self, turns: Turns) -> None:
-        for update in turns.begin:
+    def _carry_out(self, actions: UpdateActions) -> None:
+        for update in actions.begin:
             self._commands.put(update)
 
     def _begin(self, operations: Sequence[ComputeBlock]) -> None:
@@ -67,16 +67,16 @@ class Worker:
         self._begin(self._window.computed())
         report = self._reports.computed(computed, self.world.env.now, is_idle=self._window.is_empty)
         if report is not None:
-            self.world.tell(report)
+            self.world.send_to_scheduler(report)
 
     def _report_grad(self, operation: ComputeBlock) -> None:
-        self.world.tell(self._reports.gradient(operation, 1.0, self.world.env.now))
+        self.world.send_to_scheduler(self._reports.gradient(operation, 1.0, self.world.env.now))
         job, step, block = operation.job, operation.step, operation.block
         if block in self.world.shape.device_blocks:
-            self._take_turns(self._turns.take(GradOffloaded(job=job, step=step, block=block, chunks=())))
+            self._carry_out(self._update_queue.add(GradOffloaded(job=job, step=step, block=block, chunks=())))
 
-    def _is_ready(self, fetch: Fetch) -> None:
-        if self.world.rates.gives_ahead and fetch.request.block in self.world.bounds:
+    def _on_params_ready(self, fetch: Fetch) -> None:
+        if self.world.rates.launches_ahead and fetch.request.block in self.world.bounds:
             self._operations.begin_pieces(fetch.request)
 
     def _run_commands(self) -> Process:
@@ -89,12 +89,12 @@ class Worker:
                 duration_s = world.context.layout.blocks[block].numel / world.rates.device_params
                 yield from world.compute.work(duration_s, SpanKind.UPDATE, command.step, block)
                 self._grads.updated(block)
-                world.tell(BlockUpdated(job=command.job, step=command.step, block=block, actor=name))
-                self._take_turns(self._turns.updated())
+                world.send_to_scheduler(BlockUpdated(job=command.job, step=command.step, block=block, actor=name))
+                self._carry_out(self._update_queue.updated())
             else:
                 keys = world.context.layout.chunk_keys(block)
                 yield world.env.all_of([world.env.process(self._flush(command, key)) for key in keys])
-                world.tell(BlockFlushed(job=command.job, step=command.step, block=block, actor=name))
+                world.send_to_scheduler(BlockFlushed(job=command.job, step=command.step, block=block, actor=name))
 
     def _flush(self, command: FlushBlock, key: ChunkKey) -> Process:
         world, step = self.world, command.step

@@ -36,7 +36,7 @@ class RateLimits:
         self._requests = SlidingCounts(requests_per_minute, clock)
         self._failures = SlidingCounts(_FAILURES_PER_MINUTE, clock)
 
-    def asked(self, key_id: str) -> int | None:
+    def count_request(self, key_id: str) -> int | None:
         """Counts a request of a key. Returns None if it is allowed, else the seconds until the next one is."""
         return self._requests.hit(key_id)
 

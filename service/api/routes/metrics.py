@@ -25,7 +25,7 @@ from windlass.storage.ssd import is_device_path
 
 # Gauges of a running job's last step: the metric's name, its description, and its key in the step's metrics.
 _OF_STEP = (
-    ("train_loss", "Loss of the last step that was told", "train_loss"),
+    ("train_loss", "Loss of the last reported step", "train_loss"),
     ("valid_loss", "Loss of the last evaluation", "valid_loss"),
     ("tokens_per_second", "Target tokens trained on in a second, in the last step", "tokens_per_s"),
     ("step_seconds", "Length of the last step", "step_s"),

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from pydantic import ConfigDict, Field
 
 from windlass.actors.timeline import SIMULATED_FOLDER, held_steps, load_step, trace_of
 from windlass.planner.hardware import Hardware, unusual
+from windlass.planner.planning import JobPlan, PlanReport
 from windlass.service.api import CallerDep, ContextDep, is_visible, model_hint
 from windlass.service.api.middleware import BusyError
 from windlass.service.api.schemas import JobPlanObject, PlanObject, TraceObject
@@ -95,7 +97,7 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
     )
     try:
         with context.limits.plans.entered(caller.user or ""):
-            plan, warnings = _run(settings, question)
+            report, warnings = _run(settings, question)
     except BusyError as error:
         raise ApiError(
             f"plans are made one by one: {error}", status=429, code="plan_in_progress", kind="requests"
@@ -105,7 +107,7 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
         "hardware": hardware.model_dump(),
         "warnings": [*unusual(hardware), *warnings],
     }
-    return {"object": "fine_tuning.plan", **about, **plan}
+    return {"object": "fine_tuning.plan", **about, **asdict(report)}
 
 
 @router.get("/jobs/{job_id}/plan", response_model=JobPlanObject)
@@ -115,15 +117,17 @@ def get_plan(context: ContextDep, caller: CallerDep, job_id: str) -> dict[str, A
         job = JobRepository(session, caller.only_of).get(job_id)
         measured = EventRepository(session).last_measured(job_id)
     check_is_here(context.settings, job)
-    *before, found = plans_of(context.settings, job) or (None,)
-    if found is None and measured is None:
+    plans = plans_of(context.settings, job)
+    plan = plans[-1] if plans else None
+    if plan is None and measured is None:
         raise ApiError(
             f"job {job_id} has no plan: it is not validated yet, or this machine was not measured (`windlass doctor`) "
             "when it was",
             status=404,
             code="plan_not_found",
         )
-    shown = {**view_of(found, measured), **_correction_of(found), "before": [_with_correction(each) for each in before]}
+    earlier = [{**asdict(each.report), **_correction_of(each)} for each in plans[:-1]]
+    shown = {**view_of(plan, measured), **_correction_of(plan), "before": earlier}
     return {"object": "fine_tuning.job.plan", "job_id": job_id, **shown}
 
 
@@ -146,22 +150,11 @@ def get_planned_timeline(context: ContextDep, caller: CallerDep, job_id: str) ->
     return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about, levels=found.levels))
 
 
-def _with_correction(found: dict[str, Any]) -> dict[str, Any]:
-    return {**found["plan"], **_correction_of(found)}
-
-
-def _correction_of(found: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the fields about a plan's correction.
-
-    `corrected`: the planner corrected the plan by the measurements of the job's first steps. `from_attempt`: the first
-    attempt that runs by the corrected plan.
-    """
-    found = found or {}
-    return {
-        "corrected": bool(found.get("corrected")),
-        "told": found.get("told"),
-        "from_attempt": found.get("from_attempt"),
-    }
+def _correction_of(plan: JobPlan | None) -> dict[str, Any]:
+    """Returns the fields about a plan's correction."""
+    if plan is None:
+        return {"corrected": False, "told": None, "from_attempt": None}
+    return {"corrected": plan.corrected, "told": plan.message, "from_attempt": plan.from_attempt}
 
 
 def _folder(settings: Settings, model: str) -> Path:
@@ -171,7 +164,7 @@ def _folder(settings: Settings, model: str) -> Path:
     return folder
 
 
-def _run(settings: Settings, question: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _run(settings: Settings, question: dict[str, Any]) -> tuple[PlanReport, list[str]]:
     """Makes the plan in a child process. Returns it with warnings about processes that died meanwhile."""
     with tempfile.TemporaryDirectory(dir=settings.home, prefix="plan-") as name:
         preparation = Preparation([plan_step(Path(name), question)], work_dir=Path(name))
@@ -193,11 +186,10 @@ def _run(settings: Settings, question: dict[str, Any]) -> tuple[dict[str, Any], 
             raise ApiError(error.message, param=error.param, code=error.code) from None
         finally:
             preparation.stop()
-    found = results[PLAN_JOB]
-    if "plan" not in found:
-        raise ApiError(f"model: {'; '.join(found['warnings'])}", param="model", code="not_planned")
-    plan: dict[str, Any] = found["plan"]
-    return plan, preparation.warnings
+    plan = JobPlan.from_json(results[PLAN_JOB])
+    if plan is None:
+        raise ApiError(f"model: {'; '.join(results[PLAN_JOB]['warnings'])}", param="model", code="not_planned")
+    return plan.report, preparation.warnings
 
 
 def _tell_log(error: StepFailedError) -> None:

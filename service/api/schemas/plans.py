@@ -8,7 +8,7 @@ from windlass.planner.hardware import Hardware
 
 
 class PlanFields(BaseModel):
-    """The planner's result. A plan of an older release may have fewer fields, one of a newer release more."""
+    """The planner's result. A plan of an older release may have fewer fields."""
 
     model_config = ConfigDict(extra="allow")
 

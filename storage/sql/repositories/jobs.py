@@ -310,7 +310,7 @@ class JobRepository:
         job = self.get(job_id)
         self._event(job, message, level, data)
         if target in TERMINAL_STATUSES:
-            WebhookRepository(self._session).tell(job, target)
+            WebhookRepository(self._session).enqueue_deliveries(job, target)
         return job
 
     def set_fields(self, job_id: str, *, seen: Job | None = None, **fields: Unpack[JobFields]) -> Job:

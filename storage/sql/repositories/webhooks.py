@@ -115,7 +115,7 @@ class WebhookRepository:
 
     # --- deliveries -------------------------------------------------------------------------------------------------
 
-    def tell(self, job: Job, status: JobStatus) -> None:
+    def enqueue_deliveries(self, job: Job, status: JobStatus) -> None:
         """Queues a delivery about a job's end for each of its owner's endpoints that subscribes to this event."""
         event_type, now_s = f"fine_tuning.job.{status.value}", time.time()
         event_id = new_event_id()

@@ -12,12 +12,10 @@ import pytest
 
 from tests.support.actors.faults import FaultKind
 from tests.support.training import make_spec
-from windlass.actors import messages
 from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.job.context import GPU_WORKER, SCHEDULER, optimizer_name, ssd_name
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import (
-    AcquireParamSlots,
     ActivationIoDone,
     ActorFailed,
     BlockComputed,
@@ -43,14 +41,11 @@ from windlass.actors.messages import (
     ModelExported,
     ModelKernelsChosen,
     ModelLoaded,
-    ParamSlotReleased,
-    ParamSlotsGranted,
     ReadActivations,
     ReadChunks,
     RestoreStates,
     SkipStep,
     SpansReported,
-    SsdRequest,
     StatesRestored,
     StoreCommitted,
     UpdateBlock,
@@ -121,8 +116,6 @@ ROWS = (
     Row(message=RestoreStates, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
     Row(message=ChunkIoDone, to=(GPU_WORKER,), modes=_FROM_SSDS),
     Row(message=ActivationIoDone, to=(GPU_WORKER,), modes=("swapped",)),
-    Row(message=AcquireParamSlots, to=(GPU_WORKER,), modes=_FROM_SSDS),
-    Row(message=ParamSlotReleased, to=(GPU_WORKER,), modes=_FROM_SSDS, is_awaited=False),
     Row(message=GradSlotsReleased, to=(GPU_WORKER,), is_awaited=False),
     Row(message=CommitReached, to=(GPU_WORKER,), modes=("spilled",)),
     Row(message=LoadModel, to=(OPTIMIZER,)),
@@ -133,7 +126,6 @@ ROWS = (
     Row(message=RestoreStates, to=(OPTIMIZER,), modes=_RESTING, in_thread=True),
     Row(message=ExportModel, to=(OPTIMIZER,), in_thread=True),
     Row(message=ChunkIoDone, to=(OPTIMIZER,)),
-    Row(message=ParamSlotsGranted, to=(OPTIMIZER,), modes=_FROM_SSDS),
     Row(message=ModelLoaded, to=(SCHEDULER,)),
     Row(message=StatesRestored, to=(SCHEDULER,), modes=_RESTING),
     Row(message=BlockComputed, to=(SCHEDULER,)),
@@ -154,17 +146,10 @@ WITHOUT_CASES = {
     UserMessage,
     ModelKernelsChosen,
     ActorFailed,
-    SsdRequest,
     ComputeBlocks,
     ComputeProgressed,
     UpdateBlock,
 }
-
-
-def all_messages() -> set[type[Message]]:
-    """Every message type in the module."""
-    kinds = {each for each in vars(messages).values() if isinstance(each, type) and issubclass(each, Message)}
-    return kinds - {Message}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,9 @@ import torch
 
 from windlass.actors.job.context import JobContext
 from windlass.actors.messages import (
-    AcquireParamSlots,
     ChunkIo,
     ChunkIoDone,
     Message,
-    ParamSlotLease,
-    ParamSlotsGranted,
     ReadChunks,
     WriteChunks,
 )
@@ -37,7 +34,6 @@ class MemorySsds:
         self.states: dict[tuple[Step, ChunkKey, StateKind], bytes] = {}
         self.sent: list[tuple[ActorName, Message]] = []
         self.answer: Callable[[Message], None] = lambda message: None  # the actor's `post`
-        self.lend: Callable[[AcquireParamSlots], tuple[ParamSlotLease, ...]] = lambda message: ()
         self.hold = False
         self.held: list[ReadChunks | WriteChunks] = []
         self.num_open_writes = 0  # chunks whose write was requested and not answered
@@ -48,10 +44,7 @@ class MemorySsds:
         with self._changed:
             self.sent.append((to, message))
             self._changed.notify_all()
-        if isinstance(message, AcquireParamSlots):
-            lent = ParamSlotsGranted(job=message.job, step=message.step, block=message.block, loans=self.lend(message))
-            self.answer(lent)
-        elif isinstance(message, ReadChunks | WriteChunks):
+        if isinstance(message, ReadChunks | WriteChunks):
             for item in message.items:
                 assert to == f"ssd-{self.context.geometry(0).ssd_of(item.key)}"
             if self.hold:

@@ -173,7 +173,7 @@ class Stage:
             return []
         found: list[Message] = []
         for key in sorted(key for key in self.grads if key[0] == step):
-            holders = self.scheduler.pipeline.shape.holders(key[1])
+            holders = self.scheduler.pipeline.config.holders(key[1])
             if self.updating.get(step, set()) >= set(holders):
                 self.grads.remove(key)
                 facts: dict[str, Any] = {"job": self.spec.job, "step": Step(step), "block": BlockIndex(key[1])}

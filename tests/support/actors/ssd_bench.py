@@ -26,7 +26,8 @@ from windlass.actors.messages import (
 from windlass.actors.ssd.server import SsdServer
 from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, CorrelationId, JobId, Span, Step
 from windlass.storage.memory.arena import Arena
-from windlass.storage.store.format import StoreGeometry, last_common_commit
+from windlass.storage.store.common_commit import last_common_commit
+from windlass.storage.store.format import StoreGeometry
 
 WORKER = ActorName("optimizer-0")
 

@@ -37,7 +37,7 @@ from windlass.actors.messages import (
     UpdateStep,
 )
 from windlass.actors.policy.config import SchedulerConfig
-from windlass.actors.policy.worker_queues import OffloadQueue, Turns, UpdateQueue
+from windlass.actors.policy.worker_queues import OffloadQueue, UpdateActions, UpdateQueue
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 
@@ -70,7 +70,7 @@ class Facts(Expected):
         self.offloading: set[tuple[int, int]] = set()
         self.num_unreported_grads = 0
         self.reported: set[tuple[int, int]] = set()
-        self.turns = {actor: self._queue_of(actor) for actor in shape.updating_actors}
+        self.update_queues = {actor: self._queue_of(actor) for actor in shape.updating_actors}
         self.how: dict[int, UpdateStep] = {}  # by step
         self.updating: dict[tuple[int, int], set[ActorName]] = {}  # updates that have begun
         self.updated: dict[tuple[int, int], set[ActorName]] = {}  # shares that are updated, until all of a block are
@@ -93,7 +93,7 @@ class Facts(Expected):
         self.kept: set[tuple[int, int, ActorName]] = set()  # gradients, by holder, that are neither used nor discarded
         self.asked_commits: list[int] = []
         self.committed = first
-        self.told = max(first, 0)  # last step that was reported as settled
+        self.last_complete = max(first, 0)  # last step that was reported as complete
         self.exports: list[tuple[int, str]] = []
         self.delivered: list[Message] = []
         self.stopped_at: int | None = None  # last step of which anything was granted when the job was stopped
@@ -216,7 +216,7 @@ class Facts(Expected):
                 self.loading = False
                 self._relabel(0)
                 self.content, self.on_ssd = list(self.written), list(self.written)
-                self._settle_without_ssds()
+                self._complete_without_ssds()
             case StatesRestored():
                 del self.restoring[event.actor]
                 self.restored.append(event.actor)
@@ -233,7 +233,7 @@ class Facts(Expected):
                 self.owed.discard((*key, event.actor))
                 self.updated.setdefault(key, set()).add(event.actor)
                 self._note_updated(key)
-                self.take_turns(event.actor, self.turns[event.actor].updated())
+                self.carry_out(event.actor, self.update_queues[event.actor].updated())
             case BlockFlushed():
                 flushes = self.flushing[event.block]
                 del flushes[event.actor]
@@ -267,9 +267,9 @@ class Facts(Expected):
             if compute.block in self.shape.device_blocks:
                 self._store(compute.step, compute.block)
             else:
-                self.let_leave(self.offload_order.push(compute.step, compute.block))
+                self.offload(self.offload_order.push(compute.step, compute.block))
 
-    def let_leave(self, keys: list[tuple[Step, BlockIndex]]) -> None:
+    def offload(self, keys: list[tuple[Step, BlockIndex]]) -> None:
         """Lets gradients leave the device. Their holders have them at once, the policy learns of them later."""
         for step, block in keys:
             is_safe = self.committed >= step - 1
@@ -281,17 +281,17 @@ class Facts(Expected):
         for actor in holders(self.shape, block):
             self.kept.add((step, block, actor))
             grad = GradOffloaded(job=JOB, step=Step(step), block=BlockIndex(block), chunks=())
-            self.take_turns(actor, self.turns[actor].take(grad))
+            self.carry_out(actor, self.update_queues[actor].add(grad))
 
-    def take_turns(self, actor: ActorName, turns: Turns) -> None:
+    def carry_out(self, actor: ActorName, actions: UpdateActions) -> None:
         """Begins an actor's updates, and discards its gradients."""
-        for update in turns.begin:
+        for update in actions.begin:
             key = (int(update.step), int(update.block))
             assert update.how == self.how[update.step]
             self.kept.remove((*key, actor))
             self.updating.setdefault(key, set()).add(actor)
             self.check_update(*key)
-        for grad in turns.discard:
+        for grad in actions.discard:
             assert grad.step in self.skipped
             self.kept.remove((grad.step, grad.block, actor))
 
@@ -308,7 +308,7 @@ class Facts(Expected):
         self.written[block] = self.labels[block] = self.content[block] = step
         if block not in self.resident:
             self.on_ssd[block] = step
-        self._settle_without_ssds()
+        self._complete_without_ssds()
 
     def _note_gradient(self, grad: GradReady) -> None:
         """Records the report of a gradient. A skipped step has no updates, so it is over."""
@@ -319,11 +319,11 @@ class Facts(Expected):
         self.expect_updates(int(step))
         self._note_updated(key)
         if grad.block not in self.shape.device_blocks:
-            self.let_leave(self.offload_order.left())
+            self.offload(self.offload_order.offload_finished())
         if self.shape.keeps_grads and self._gradients_complete(step):
             if step in self.skipped and not self.is_commit_step(step):
                 self.written = [step] * self.shape.num_blocks
-            self._settle_without_ssds()
+            self._complete_without_ssds()
 
     def expect_updates(self, step: int) -> None:
         """Adds what the policy waits for: updates that the actors may begin and whose gradient is reported."""
@@ -334,7 +334,7 @@ class Facts(Expected):
                 done = self.updated.get((step, block), set())
                 self.owed |= {(step, block, actor) for actor in holders(self.shape, block) if actor not in done}
 
-    def _settle_without_ssds(self) -> None:
+    def _complete_without_ssds(self) -> None:
         if not self.shape.ssd_servers and self._last_over() > self.committed:
             self.committed = self._last_over()
             if self.committed in self.skipped:

@@ -34,7 +34,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.policy.config import SchedulerConfig
 from windlass.actors.policy.pending_replies import Instruction
-from windlass.actors.policy.scheduler_core import EndStep, NotFiniteError, Order, Pipeline
+from windlass.actors.policy.scheduler_core import Action, EndStep, NotFiniteError, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
 from windlass.actors.policy.worker_queues import GRANTED_AHEAD
 from windlass.storage.ids import ActorName, Step
@@ -61,7 +61,7 @@ class World(Facts):
         self.pipeline = Pipeline(self.shape, trainer, None if initial_step is None else Step(initial_step))
         # Steps whose end was recorded; at first no step is decided.
         self.captured = [self.last_good(self.committed)]
-        self.told_by_policy = self.told
+        self.complete_by_policy = self.last_complete
 
     def fork(self) -> "World":
         """An independent copy. The policy's program must be copyable."""
@@ -104,7 +104,7 @@ class World(Facts):
     def start(self, now_s: float = 0.0) -> None:
         self._take(self.pipeline.start(now_s))
 
-    def deliver(self, pending: Pending, now_s: float = 0.0) -> list[Order]:
+    def deliver(self, pending: Pending, now_s: float = 0.0) -> list[Action]:
         """Delivers an event, and checks the instructions that the policy answers with."""
         event = pending.event
         self.account(event)
@@ -116,9 +116,9 @@ class World(Facts):
             return []
         if self.shape.evaluation_decides and self.is_end_of_evaluation(event):
             self._decide(int(event.step))
-        orders = self.pipeline.handle(event, now_s)
-        self._take(orders)
-        return orders
+        actions = self.pipeline.handle(event, now_s)
+        self._take(actions)
+        return actions
 
     def _decide(self, step: int) -> None:
         """Does what the shell does before the policy receives the end of an evaluation."""
@@ -150,13 +150,13 @@ class World(Facts):
 
     # --- checking what the policy issues ----------------------------------------------------------------------------
 
-    def _take(self, orders: Sequence[Order]) -> None:
-        for order in orders:
-            if isinstance(order, EndStep):
-                self._take_end(order)
+    def _take(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, EndStep):
+                self._take_end(action)
             else:
-                assert order.message.job == JOB
-                self._take_one(order.to, order.message)
+                assert action.message.job == JOB
+                self._take_one(action.to, action.message)
         self.pipeline.check_invariants()
         self._check_commit_is_whole()
         limits = self.shape.ordering
@@ -190,13 +190,13 @@ class World(Facts):
             case CommitReached():
                 assert to == GPU
                 assert message.step == self.committed
-                self.let_leave(self.offload_order.commit_reached(message.step))
+                self.offload(self.offload_order.commit_reached(message.step))
             case UpdateStep():
                 self._take_update(to, message)
             case SkipStep():
                 assert message.step in self.skipped, "gradients are discarded of a step that is not skipped"
                 assert self._gradients_complete(message.step)
-                self.take_turns(to, self.turns[to].take(message))
+                self.carry_out(to, self.update_queues[to].add(message))
             case FlushBlock():
                 self._take_flush(to, message)
             case RestoreStates():
@@ -264,15 +264,15 @@ class World(Facts):
         assert self.captured[-1] == self._last_decided()
 
     def _check_told(self) -> None:
-        """Checks that steps are settled in order: with their commit or, where none is due, when they are over."""
-        while self.told < max(self.committed, 0) or (
-            not self.is_commit_step(self.told + 1)
-            and self.committed >= self.commit_before(self.told + 1)
-            and min(self.written) > self.told
+        """Checks that steps are complete in order: with their commit or, where none is due, when they are over."""
+        while self.last_complete < max(self.committed, 0) or (
+            not self.is_commit_step(self.last_complete + 1)
+            and self.committed >= self.commit_before(self.last_complete + 1)
+            and min(self.written) > self.last_complete
         ):
-            self.told += 1
-        self.told_by_policy = max(self.told_by_policy, self.pipeline.commits.settled)
-        assert self.told_by_policy == self.told
+            self.last_complete += 1
+        self.complete_by_policy = max(self.complete_by_policy, self.pipeline.commits.last_complete_step)
+        assert self.complete_by_policy == self.last_complete
 
     def _check_skipped(self) -> None:
         """Checks that a skipped step keeps no gradient slots and has no updates."""
@@ -320,7 +320,7 @@ class World(Facts):
             assert step not in self.skipped
         assert self.how.setdefault(step, message) == message
         self.expect_updates(step)
-        self.take_turns(to, self.turns[to].take(message))
+        self.carry_out(to, self.update_queues[to].add(message))
 
     def check_update(self, step: int, block: int) -> None:
         """Checks that an update may begin, which an actor decides by itself."""
@@ -396,6 +396,6 @@ def sent(world: World, *kinds: type[Message]) -> list[Message]:
     """Runs the world to its end, and returns the messages of some types that the policy sends."""
     found: list[Message] = []
     while choices := world.choices():
-        orders = world.deliver(choices[0])
-        found += [o.message for o in orders if isinstance(o, Instruction) and isinstance(o.message, kinds)]
+        actions = world.deliver(choices[0])
+        found += [o.message for o in actions if isinstance(o, Instruction) and isinstance(o.message, kinds)]
     return found

@@ -17,8 +17,9 @@ from windlass.actors.job.journal import Journal
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.lifecycle.attempt_lock import begin_attempt
 from windlass.amounts import GIB
-from windlass.engine.memory_plan import placement_json
 from windlass.engine.memory_plan.plan import Placement
+from windlass.planner.planning.job_plan import JobPlan
+from windlass.planner.planning.report import PlanReport
 from windlass.service.dispatcher.capacity import MachineCapacity
 from windlass.service.dispatcher.dispatcher import Dispatcher
 from windlass.service.dispatcher.housekeeping import Housekeeping
@@ -54,12 +55,12 @@ PREPARED: Mapping[str, dict[str, Any]] = {
 def planned(host_gib: float, *, buffers_gib: float = 0.0, ssd_gib: float = 0.0) -> Mapping[str, dict[str, Any]]:
     """The results of a job's preparation whose plan needs this much memory and SSD space, in GiB."""
     peaks = {"gpu": 0.0, "host": host_gib, "ssd": ssd_gib}
-    plan = {
-        "plan": {"feasible": True, "reasons": [], "step_s": 1.0, "peak_gib": peaks},
-        "placement": placement_json.to_json(Placement()),
-        "arena_nbytes": int(buffers_gib * GIB),
-    }
-    return {**PREPARED, PLAN_JOB: {"ok": True, **plan}}
+    plan = JobPlan(
+        report=PlanReport(feasible=True, reasons=(), step_s=1.0, peak_gib=peaks),
+        placement=Placement(),
+        arena_nbytes=int(buffers_gib * GIB),
+    )
+    return {**PREPARED, PLAN_JOB: {"ok": True, **plan.to_json()}}
 
 
 def _leave_results(folder: Path, prepared: Mapping[str, dict[str, Any]]) -> None:

@@ -26,7 +26,8 @@ from windlass.storage.io.engines import Backend, IoSettings
 from windlass.storage.io_scheduler.requests import CommitRequest, IoResult, IoTerms
 from windlass.storage.io_scheduler.scheduler import IoScheduler
 from windlass.storage.memory.arena import Arena
-from windlass.storage.store.format import StoreGeometry, last_common_commit
+from windlass.storage.store.common_commit import last_common_commit
+from windlass.storage.store.format import StoreGeometry
 from windlass.storage.store.job_space import JobSpace
 
 JOB = JobId("ftjob-1")

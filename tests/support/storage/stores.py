@@ -162,3 +162,16 @@ def volume_file(directory: Path) -> Path:
 def used_nbytes(file: Path) -> int:
     """Bytes that a file occupies on its file system."""
     return file.stat().st_blocks * 512
+
+
+def make_record(sequence: int, step: int, attempt: int = 1, state: str = "{}") -> CommitRecord:
+    """Returns an entry of the commit journal."""
+    return CommitRecord(
+        sequence=sequence,
+        step=StepId(step),
+        attempt=Attempt(attempt),
+        rank=Rank(1),
+        manifest=sequence % 7,
+        manifest_digest=(1 << 64) - 1 - sequence,
+        trainer_state=state,
+    )

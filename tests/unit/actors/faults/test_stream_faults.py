@@ -19,7 +19,7 @@ from tests.support.training import has_direct_io, journal_of, leftovers_of, loss
 from windlass.actors.gpu_worker.compute import Computation
 from windlass.actors.gpu_worker.grad_offload import GradOffload
 from windlass.actors.gpu_worker.operation import LaunchedOperation
-from windlass.actors.gpu_worker.param_cache import ParamCache
+from windlass.actors.gpu_worker.param_prefetcher import ParamFeed
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import Phase
 from windlass.actors.runtime.local_runner import run_local
@@ -161,7 +161,7 @@ def test_kernel_error_is_reported_with_its_operation(tmp_path: Path, gpu: FakeCu
     ("owner", "name", "told"),
     [
         (LaunchedOperation, "report", f"compute block, backward, of step {STEP}"),
-        (ParamCache, "put", r"compute block, \w+, of step \d"),
+        (ParamFeed, "_release_slots", r"compute block, \w+, of step \d"),
         (GradOffload, "_note", f"compute block, (head|backward), of step {STEP}"),
     ],
     ids=["compute", "h2d", "d2h"],

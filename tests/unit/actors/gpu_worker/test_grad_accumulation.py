@@ -61,7 +61,7 @@ class Bench:
         for use in self.partials.uses(operation):
             flat = torch.randn(NUMELS[use[1]], dtype=dtype)
             found[int(use[1])] = flat.clone()
-            self.partials.leave(operation, use, GradBuffer(flat, [f"{use[0]} in {use[1]}"]))
+            self.partials.copy_out(operation, use, GradBuffer(flat, [f"{use[0]} in {use[1]}"]))
         return found
 
     def take(self, block: int, group: int) -> dict[int, GradBuffer]:

@@ -244,5 +244,5 @@ def test_stop_does_not_wait_for_missing_params(tmp_path: Path, waits_for: str, m
 
 def test_worker_with_foreign_message_raises(bench: Bench) -> None:
     stray = BlockUpdated(job=JobId("ftjob-1"), step=STEP, block=BlockIndex(0), actor=GpuWorker.name)
-    with pytest.raises(ValueError, match="gpu-0 does not take BlockUpdated"):
+    with pytest.raises(ValueError, match="gpu-0 has no handler for BlockUpdated"):
         bench.worker.post(stray)

@@ -84,7 +84,7 @@ def test_so_many_of_the_granted_operations_are_prefetched_and_given_at_a_time(
     request, prefetched = bench.worker._feed.request, list[int]()
 
     def note(operation: ComputeBlock) -> None:
-        assert len(bench.worker._given) < limit
+        assert len(bench.worker._launched) < limit
         prefetched.append(operation.op)
         request(operation)
 
@@ -109,7 +109,7 @@ def test_a_gradient_leaves_when_it_is_computed(bench: LateBench, monkeypatch: py
     def note(request: ComputeBlock, grad: Any) -> Any:
         nonlocal num_copies
         num_copies += 1
-        assert bench.worker._given == [], "the head is not computed yet"
+        assert bench.worker._launched == [], "the head is not computed yet"
         return copy_out(request, grad)
 
     bench.streams.is_held_up = True

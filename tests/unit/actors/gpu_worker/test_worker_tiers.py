@@ -1,5 +1,6 @@
 """One rank whose params and gradients are resident in memory or on the device, or whose gradients spill to the SSDs."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,12 @@ import torch
 
 from tests.support.actors.worker_bench import STEP, Bench, of_bench, running
 from windlass.actors.messages import (
-    AcquireParamSlots,
     ActorFailed,
     BlockFlushed,
     BlockUpdated,
     FlushBlock,
     GradOffloaded,
     KernelChosen,
-    ParamSlotLease,
-    ParamSlotReleased,
-    ParamSlotsGranted,
     Phase,
     ReadChunks,
     RestoreStates,
@@ -56,50 +53,34 @@ def test_params_that_stay_are_read_once(bench: Bench) -> None:
     assert sorted(keys_read(bench)) == every
 
 
-def borrow(bench: Bench, block: int) -> list[ParamSlotLease]:
-    """The slots that the worker lends for the update of a block."""
-    keys = tuple(bench.layout.chunk_keys(BlockIndex(block)))
-    before = len(bench.ssds.of(ParamSlotsGranted))
-    message = AcquireParamSlots(
-        job=bench.spec.job, step=STEP, actor=OPTIMIZER, block=BlockIndex(block), from_step=Step(0), keys=keys
-    )
-    bench.worker.post(message)
-    lent = bench.ssds.receive(ParamSlotsGranted, before + 1)[-1]
-    assert (lent.step, lent.block) == (STEP, block)
-    return list(lent.loans)
-
-
 @pytest.mark.parametrize("bench", [of_bench(placement=Placement(num_cached_params=100))], indirect=True)
 def test_the_next_forward_pass_takes_params_from_where_they_were_updated(bench: Bench) -> None:
     bench.train_step()
     num_read = len(keys_read(bench))
-    loans = borrow(bench, 1)
-    assert [loan.key for loan in loans] == bench.layout.chunk_keys(BlockIndex(1))
-    kind = bench.context.formats.param_kind
-    for loan in loans:
-        assert loan.is_filled
-        stored = bench.ssds.states[(Step(0), loan.key, kind)]
-        buffer = bench.arena.buffer(loan.span)
+    kind, cached = bench.context.formats.param_kind, bench.context.cached_params()
+    for key in bench.layout.chunk_keys(BlockIndex(1)):
+        stored = bench.ssds.states[(Step(0), key, kind)]
+        buffer = bench.arena.buffer(cached[key])
         assert bytes(buffer[: len(stored)]) == stored
         buffer[:] = b"\0" * len(buffer)  # stands for the update
-        bench.worker.post(ParamSlotReleased(job=bench.spec.job, step=STEP, key=loan.key, span=loan.span))
-    updated, not_updated = (
-        replace(
-            bench.operation(Phase.FORWARD, block, op), step=Step(2), params=(StoredParams(BlockIndex(block), step),)
-        )
-        for block, op, step in ((1, 90, STEP), (2, 91, Step(0)))
+    operation = replace(
+        bench.operation(Phase.FORWARD, 1, 90), step=Step(2), params=(StoredParams(BlockIndex(1), STEP),)
     )
-    for operation in (updated, not_updated):
-        bench.worker._feed.request(operation)
-    fetch = bench.worker._feed.wait_for(updated, BlockIndex(1))
+    bench.worker._feed.request(operation)
+    fetch = bench.worker._feed.wait_for(operation, BlockIndex(1))
     assert fetch.ready.wait(60)
     assert not fetch.buffer.any()
     assert len(keys_read(bench)) == num_read
 
 
-@pytest.mark.parametrize("bench", [of_bench(placement=Placement(num_cached_params=0))], indirect=True)
-def test_a_worker_without_room_lends_nothing(bench: Bench) -> None:
-    assert borrow(bench, 1) == []
+@pytest.mark.parametrize("bench", [of_bench(placement=Placement(num_cached_params=3))], indirect=True)
+def test_only_the_first_chunks_are_cached(bench: Bench) -> None:
+    bench.train_step()
+    counts = Counter(keys_read(bench))
+    every = [key for block in bench.layout.blocks for key in bench.layout.chunk_keys(block.index)]
+    assert list(bench.context.cached_params()) == every[:3]
+    head = len(bench.layout.blocks) - 1  # it goes forward and backward at once
+    assert counts == {key: 1 if key in every[:3] or key.block == head else 2 for key in every}
 
 
 # --- gradients on the SSDs ----------------------------------------------------------------------------------------

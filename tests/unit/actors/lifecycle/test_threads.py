@@ -30,7 +30,7 @@ class Bench:
             JOB,
             lambda to, message: self.told.put((to, message)),
             lambda: self.stopping,
-            owed=lambda: "ssd-1 owes a read",
+            describe_pending=lambda: "ssd-1 owes a read",
             under_way=lambda: under_way,
         )
 

@@ -14,7 +14,6 @@ from tests.support.storage.stores import FP32
 from windlass.actors.job.context import JobContext, make_context
 from windlass.actors.job.spec import Optimizer
 from windlass.actors.messages import (
-    AcquireParamSlots,
     ActorFailed,
     BlockFlushed,
     BlockUpdated,
@@ -25,8 +24,6 @@ from windlass.actors.messages import (
     GradSlotsReleased,
     KernelChosen,
     LoadModel,
-    ParamSlotLease,
-    ParamSlotReleased,
     ReadChunks,
     RestoreStates,
     SkipStep,
@@ -48,6 +45,7 @@ from windlass.storage.ids import (
     Formats,
     JobId,
     Kernel,
+    Precision,
     Span,
     StateKind,
     StatePrecision,
@@ -100,7 +98,7 @@ class Bench:
         # them.
         hyper = {"precision": formats.precision, "state_precision": formats.states, "clip_norm": 1.0}
         spec = make_spec(num_cpu_optimizers=1, hyperparameters={**hyper, **hyperparameters})
-        spec = replace(spec, placement=placement or Placement(), ordering=ordering or Ordering())
+        spec = replace(spec, placement=placement or Placement(num_cached_params=0), ordering=ordering or Ordering())
         context = make_context(spec, layout, str(directory / "arena"))
         self.context: JobContext = context
         self.arena = Arena.create(context.arena_path, context.plan.arena_nbytes)
@@ -377,7 +375,7 @@ def test_stopping_does_not_wait_for_slots(tmp_path: Path) -> None:
 
 def test_optimizer_with_foreign_message_raises(bench: Bench) -> None:
     stray = CommitReached(job=JobId("ftjob-1"), step=Step(1))
-    with pytest.raises(ValueError, match="optimizer-0 does not take CommitReached"):
+    with pytest.raises(ValueError, match="optimizer-0 has no handler for CommitReached"):
         bench.optimizer.post(stray)
 
 
@@ -394,82 +392,35 @@ def test_a_key_belongs_to_one_ssd(bench: Bench) -> None:
 # --- params updated in slots of the GPU worker ----------------------------------------------------------------------
 
 
-class Lender:
-    """The GPU worker's slots for some of the chunks, and their content."""
-
-    def __init__(self, bench: Bench, is_filled: dict[ChunkKey, bool]) -> None:
-        self.bench = bench
-        pool, self.kind = bench.context.plan.params, bench.context.formats.param_kind
-        self.spans = {
-            key: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, key in enumerate(is_filled)
-        }
-        for key, is_full in is_filled.items():
-            buffer = bench.arena.buffer(self.spans[key])
-            buffer[:] = b"\xff" * len(buffer)
-            if is_full:
-                state = bench.ssds.states.pop((Step(2), key, self.kind))  # the SSDs no longer have it
-                buffer[: len(state)] = state
-        self.loans = tuple(ParamSlotLease(key, self.spans[key], is_full) for key, is_full in is_filled.items())
-
-    def __call__(self, message: AcquireParamSlots) -> tuple[ParamSlotLease, ...]:
-        assert (message.block, message.from_step, message.step, message.actor) == (0, 2, 3, "optimizer-0")
-        assert list(message.keys) == KEYS
-        return self.loans
+def fill_cached(bench: Bench) -> dict[ChunkKey, Span]:
+    """Fills the slots of cached params as the GPU worker does; the SSDs no longer have these params."""
+    cached, kind = bench.context.cached_params(), bench.context.formats.param_kind
+    for key, span in cached.items():
+        state, buffer = bench.ssds.states.pop((Step(2), key, kind)), bench.arena.buffer(span)
+        buffer[:] = b"\xff" * len(buffer)
+        buffer[: len(state)] = state
+    return cached
 
 
-@pytest.mark.parametrize("is_filled", [True, False])
-def test_params_are_updated_in_lent_slots_and_stay_there(bench: Bench, is_filled: bool) -> None:
-    # Two chunks of five, one of them the short one.
-    lender = Lender(bench, {KEYS[1]: is_filled, KEYS[4]: is_filled})
-    bench.ssds.lend = lender
-    check_update(bench)
-    returned = {message.key: message for message in bench.ssds.of(ParamSlotReleased)}
-    assert {key: message.span for key, message in returned.items()} == lender.spans
-    assert {message.step for message in returned.values()} == {3}
-    for key, span in lender.spans.items():
-        state = bench.ssds.states[(Step(3), key, lender.kind)]
-        assert bytes(bench.arena.buffer(span))[: len(state)] == state
-    kinds = [type(message) for _, message in bench.ssds.sent]
-    assert kinds.index(BlockUpdated) > max(i for i, kind in enumerate(kinds) if kind is ParamSlotReleased)
-
-
-def test_params_in_lent_slot_are_not_read_from_ssd(bench: Bench) -> None:
-    bench.ssds.lend = Lender(bench, {KEYS[0]: True, KEYS[2]: False})
-    bench.update()
-    bench.ssds.receive(BlockUpdated)
-    read = {item.key: {part.kind for part in item.parts} for m in bench.ssds.of(ReadChunks) for item in m.items}
-    assert bench.context.formats.param_kind not in read[KEYS[0]]
-    assert read[KEYS[2]] == read[KEYS[1]]
-
-
-def test_a_slot_is_returned_only_when_its_params_are_written(bench: Bench) -> None:
-    """Until then the SSD server reads from the slot."""
-    bench.ssds.lend = Lender(bench, {KEYS[0]: False})
-    bench.ssds.hold = True
-    bench.update()
-    for read in bench.ssds.receive(ReadChunks):
-        bench.ssds.serve(read)
-    (write, *_) = bench.ssds.receive(WriteChunks)
-    assert bench.ssds.of(ParamSlotReleased) == []
-    bench.ssds.serve(write)
-    bench.ssds.receive(ParamSlotReleased)
-
-
-def test_optimizer_without_param_cache_acquires_no_slots(tmp_path: Path) -> None:
-    for bench in _started(Bench(tmp_path, FP32, placement=Placement(num_cached_params=0))):
+@pytest.mark.parametrize("formats", ALL_FORMATS)
+def test_cached_params_are_updated_in_their_slots_and_written_from_there(tmp_path: Path, formats: Formats) -> None:
+    for bench in _started(Bench(tmp_path, formats, placement=Placement(num_cached_params=2))):
+        cached = fill_cached(bench)
+        assert list(cached) == KEYS[:2]
         check_update(bench)
-        assert bench.ssds.of(AcquireParamSlots) == []
+        for key, span in cached.items():
+            state = bench.ssds.states[(Step(3), key, formats.param_kind)]
+            assert bytes(bench.arena.buffer(span))[: len(state)] == state
 
 
-def test_a_worker_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, FP32)
-    bench.optimizer.spec = replace(bench.optimizer.spec, deadline_s=0.1)
-    bench.optimizer.setup()
-    bench.ssds.answer = lambda message: None
-    bench.update()
-    (failed,) = bench.ssds.receive(ActorFailed)
-    assert "gpu-0 did not answer within 0.1 s to the request for slots for the params of block 0" in failed.error
-    bench.optimizer.stop()
+def test_cached_params_are_not_read(tmp_path: Path) -> None:
+    formats = Formats(Precision.BF16, StatePrecision.SPLIT)
+    for bench in _started(Bench(tmp_path, formats, placement=Placement(num_cached_params=1))):
+        fill_cached(bench)
+        bench.update()
+        bench.ssds.receive(BlockUpdated)
+        read = {item.key: {part.kind for part in item.parts} for m in bench.ssds.of(ReadChunks) for item in m.items}
+        assert read[KEYS[1]] - read[KEYS[0]] == {StateKind.PARAM}
 
 
 # --- gradients on an SSD -------------------------------------------------------------------------------------------
@@ -477,7 +428,7 @@ def test_a_worker_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("formats", ALL_FORMATS)
 def test_a_gradient_on_an_ssd_is_read_beside_the_states(tmp_path: Path, formats: Formats) -> None:
-    for bench in _started(Bench(tmp_path, formats, placement=Placement(num_host_grad_blocks=0))):
+    for bench in _started(Bench(tmp_path, formats, placement=Placement(num_host_grad_blocks=0, num_cached_params=0))):
         for key in KEYS:
             start, stop = LAYOUT.chunk_range(key)
             bench.ssds.put(3, key, StateKind.GRAD, bench.grad[start:stop])
@@ -513,7 +464,6 @@ def test_states_in_host_memory_are_updated_there_and_written_when_asked(resident
     resident.ssds.receive(BlockUpdated)
     assert len(resident.ssds.of(ReadChunks)) == num_reads
     assert resident.ssds.of(WriteChunks) == []
-    assert resident.ssds.of(AcquireParamSlots) == []
     assert len(resident.ssds.of(GradSlotsReleased)) == len(KEYS)
     flush(resident, 3)
     check_new_states(resident)

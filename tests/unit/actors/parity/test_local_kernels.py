@@ -10,7 +10,7 @@ import torch
 from tests.support.cut_off import CutOff
 from tests.support.fake_liger import FakeLiger
 from tests.support.training import has_direct_io, journal_of, losses_of, make_partition, make_spec
-from windlass.actors.gpu_worker import kernel_selection as settled_kernels
+from windlass.actors.gpu_worker import kernel_selection
 from windlass.actors.job.context import make_context
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import Message, UpdateStep
@@ -28,7 +28,7 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> FakeLiger:
     """A fake Liger, which jobs consider available on this machine's CPU."""
     liger = FakeLiger()
     liger.install(monkeypatch)
-    monkeypatch.setattr(settled_kernels, "kernels_here", lambda *_: (LIGER,))
+    monkeypatch.setattr(kernel_selection, "kernels_here", lambda *_: (LIGER,))
     return liger
 
 
@@ -78,11 +78,11 @@ def test_flash_attention_is_for_micro_batches_of_several_examples(
     spec = job(tmp_path / "job", num_microbatches=num_microbatches)  # of four examples
     partition = make_partition(spec)
     applied: list[object] = []
-    monkeypatch.setattr(settled_kernels, "kernels_here", lambda *_: (FLASH, LIGER))
-    monkeypatch.setattr(settled_kernels, "check_kernels", lambda *_: None)
-    monkeypatch.setattr(settled_kernels, "apply_kernels", lambda model, kernels: applied.append(kernels))
+    monkeypatch.setattr(kernel_selection, "kernels_here", lambda *_: (FLASH, LIGER))
+    monkeypatch.setattr(kernel_selection, "check_kernels", lambda *_: None)
+    monkeypatch.setattr(kernel_selection, "apply_kernels", lambda model, kernels: applied.append(kernels))
     context = make_context(spec, partition.layout, "/dev/shm/arena")
-    assert settled_kernels.settle_kernels(context, partition, torch.device("cpu"), print) == expected
+    assert kernel_selection.choose_kernels(context, partition, torch.device("cpu"), print) == expected
     assert applied == [expected]
 
 
@@ -106,9 +106,9 @@ def test_resumed_job_keeps_its_kernels(
     whole = job(tmp_path / "whole", model_kernels=None if begins_with_liger else ())
     run(whole)
     there: tuple[ModelKernel, ...] = (LIGER,) if begins_with_liger else ()
-    monkeypatch.setattr(settled_kernels, "kernels_here", lambda *_: there)
+    monkeypatch.setattr(kernel_selection, "kernels_here", lambda *_: there)
     again = cut_off(job(tmp_path / "job"))
-    monkeypatch.setattr(settled_kernels, "kernels_here", lambda *_: (LIGER,))
+    monkeypatch.setattr(kernel_selection, "kernels_here", lambda *_: (LIGER,))
     assert run(again)["status"] == "succeeded"
     assert told(again) == [CHOSEN] * (2 * begins_with_liger)
     assert losses_of(again) == losses_of(whole)

@@ -91,10 +91,16 @@ def test_holders_of_a_block_are_the_actors_that_update_it() -> None:
     [
         ({"commit_every": 0}, "commit_every is 0"),
         ({"num_groups": 0}, "num_groups is 0"),
-        ({"host_blocks": {0, 1}, "device_blocks": {1, 2}}, r"blocks \[1\] rest either in host memory or on the device"),
-        ({"num_ssds": 0, "host_blocks": {0, 1, 2}}, "without SSDs the states of all 4 blocks must rest in host memory"),
+        (
+            {"host_blocks": {0, 1}, "device_blocks": {1, 2}},
+            r"blocks \[1\] must be resident in host memory or on the device",
+        ),
+        (
+            {"num_ssds": 0, "host_blocks": {0, 1, 2}},
+            "without SSDs the states of all 4 blocks must be resident in host memory",
+        ),
         ({"spilled_blocks": {1}, "commit_every": 2}, r"blocks \[1\] go to the SSDs: .* not every 2"),
-        ({"spilled_blocks": {1}, "host_blocks": {0}}, r"blocks \[1\] go to the SSDs: .* as those of \(0,\) do"),
+        ({"spilled_blocks": {1}, "host_blocks": {0}}, r"blocks \[1\] go to the SSDs: .* as those of \(0,\) are"),
     ],
 )
 def test_tiers_that_exclude_each_other_are_refused(options: dict[str, Any], message: str) -> None:

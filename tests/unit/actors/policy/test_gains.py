@@ -24,9 +24,9 @@ from windlass.actors.messages import (
     UpdateStep,
 )
 from windlass.actors.policy.block_queue import QueueOrder
-from windlass.actors.policy.scheduler_core import EndStep, Order, Pipeline
+from windlass.actors.policy.scheduler_core import Action, EndStep, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
-from windlass.actors.policy.worker_queues import OffloadQueue, Turns, UpdateQueue
+from windlass.actors.policy.worker_queues import OffloadQueue, UpdateActions, UpdateQueue
 from windlass.engine.memory_plan.plan import most_passing_blocks
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
@@ -42,8 +42,8 @@ FORWARD_S, BACKWARD_S, OFFLOAD_S = 1.0, 3.0, 0.2
 Key = tuple[Step, BlockIndex]
 
 
-def keys_of(turns: Turns) -> list[Key]:
-    return [(update.step, update.block) for update in turns.begin]
+def keys_of(actions: UpdateActions) -> list[Key]:
+    return [(update.step, update.block) for update in actions.begin]
 
 
 class Timed:
@@ -63,7 +63,7 @@ class Timed:
         self.now_s = 0.0
         self.events: list[tuple[float, int, list[Message], str]] = []
         self.waiting: dict[str, deque[ComputeBlock | Key]] = {name: deque() for name in (GPU, LINK, OPTIMIZER)}
-        ordering = self.pipeline.shape.ordering
+        ordering = self.pipeline.config.ordering
         self.offloads = OffloadQueue(ordering, frozenset())
         self.updates = UpdateQueue(ordering.queues, ordering.max_updating, NUM_BLOCKS)
         self.busy: set[str] = set()
@@ -94,26 +94,26 @@ class Timed:
             if done.phase in (Phase.HEAD, Phase.BACKWARD):
                 self.waiting[LINK] += self.offloads.push(done.step, done.block)
         for grad in event.grads:
-            self.waiting[LINK] += self.offloads.left()
+            self.waiting[LINK] += self.offloads.offload_finished()
             stored = GradOffloaded(job=JOB, step=grad.step, block=grad.block, chunks=())
-            self.waiting[OPTIMIZER] += keys_of(self.updates.take(stored))
+            self.waiting[OPTIMIZER] += keys_of(self.updates.add(stored))
 
-    def take(self, orders: Sequence[Order]) -> None:
-        for order in orders:
-            if isinstance(order, EndStep):
+    def take(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, EndStep):
                 continue
-            match message := order.message:
+            match message := action.message:
                 case ComputeBlocks():
                     self.waiting[GPU] += message.operations
                 case UpdateStep():
-                    self.waiting[OPTIMIZER] += keys_of(self.updates.take(message))
+                    self.waiting[OPTIMIZER] += keys_of(self.updates.add(message))
                 case CommitStore():
                     answer = StoreCommitted(
                         job=JOB, step=message.step, actor=ActorName("ssd-0"), bytes_read=0, bytes_written=0
                     )
                     self.at(0.0, [answer], "")
                 case ExportModel():
-                    self.at(0.0, [ModelExported(job=JOB, step=message.step, actor=order.to, path=message.path)], "")
+                    self.at(0.0, [ModelExported(job=JOB, step=message.step, actor=action.to, path=message.path)], "")
         self.pump()
 
     def at(self, in_s: float, events: list[Message], resource: str) -> None:
@@ -147,7 +147,7 @@ class Timed:
 
     def start_chunk(self, waiting: "deque[ComputeBlock | Key]") -> None:
         updates = [update for update in waiting if isinstance(update, tuple)]
-        in_order = self.pipeline.shape.ordering.queues is QueueOrder.FIFO
+        in_order = self.pipeline.config.ordering.queues is QueueOrder.FIFO
         step, block = update = updates[0] if in_order else min(updates)
         left = self.num_left[block] = self.num_left.get(block, self.num_chunks) - 1
         done: list[Message] = []

@@ -30,15 +30,15 @@ from windlass.actors.messages import (
     UpdateStep,
 )
 from windlass.actors.policy.pending_replies import DeadlineMissedError, Instruction, UnexpectedEventError
-from windlass.actors.policy.scheduler_core import EndStep, NotFiniteError, Order, Pipeline
+from windlass.actors.policy.scheduler_core import Action, EndStep, NotFiniteError, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 STEP, BLOCK = Step(1), BlockIndex(2)
 
 
-def messages_of(orders: Sequence[Order]) -> list[Message]:
-    return [order.message for order in orders if isinstance(order, Instruction)]
+def messages_of(actions: Sequence[Action]) -> list[Message]:
+    return [action.message for action in actions if isinstance(action, Instruction)]
 
 
 def updated(update: UpdateStep, num_blocks: int) -> list[BlockUpdated]:
@@ -129,9 +129,9 @@ def test_the_clipping_factor_is_torchs(size: float, scales_loss: bool) -> None:
             scales.append(message.grad_scale)
             events += updated(message, len(grads))
         for event in events:
-            orders = pipeline.handle(event, 0.0)
-            messages += messages_of(orders)
-            ends += [order.end for order in orders if isinstance(order, EndStep)]
+            actions = pipeline.handle(event, 0.0)
+            messages += messages_of(actions)
+            ends += [action.end for action in actions if isinstance(action, EndStep)]
     parameters = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in grads]
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad.clone()
@@ -153,16 +153,16 @@ def test_pipeline_with_squared_norms_in_any_order_gives_the_bits_of_one_worker(
     shape = make_shape(chunks_per_block=(1,) * 6, clip_norm=0.75, total_steps=1, max_prefetched=20)
     pipeline = Pipeline(shape, TrainerState(scales_loss=False), Step(0))
     pipeline.start(0.0)
-    orders: list[Order] = []
+    actions: list[Action] = []
     for block in order:
-        orders += pipeline.handle(grad_ready(STEP, block, sq_sums[block]), 0.0)
-    (update,) = (message for message in messages_of(orders) if isinstance(message, UpdateStep))
+        actions += pipeline.handle(grad_ready(STEP, block, sq_sums[block]), 0.0)
+    (update,) = (message for message in messages_of(actions) if isinstance(message, UpdateStep))
     for event in updated(update, 6):
-        orders += pipeline.handle(event, 0.0)
+        actions += pipeline.handle(event, 0.0)
     total = 0.0
     for sq_sum in reversed(sq_sums):
         total += sq_sum
-    (end,) = (order.end for order in orders if isinstance(order, EndStep))
+    (end,) = (action.end for action in actions if isinstance(action, EndStep))
     assert end is not None
     assert end.grad_norm == math.sqrt(total)
     assert update.grad_scale == min(0.75 / (math.sqrt(total) + 1e-6), 1.0)

@@ -75,7 +75,7 @@ def test_skipped_steps_between_commits_do_not_wait_for_one() -> None:
     world = begun(keeps_grads=True, commit_every=3, total_steps=6, host_blocks=ALL, bad=bad)
     deliver_all_but(world, "commit 3")
     assert (6, Phase.BACKWARD, 0, 0) in world.computed
-    assert world.told == 2
+    assert world.last_complete == 2
     deliver_all_but(world)
     world.check_end()
 
@@ -101,7 +101,7 @@ def test_where_all_steps_since_the_last_commit_are_skipped_nothing_is_flushed() 
 def test_a_stop_between_commits_commits_the_step_that_is_over() -> None:
     world = begun(commit_every=5, total_steps=9, num_evaluation_groups=1, evaluate_every=2, **HOST_0_DEVICE_3)
     deliver_all_but(world, "compute 15")  # the first operation of the evaluation after step 2
-    assert world.told == 2
+    assert world.last_complete == 2
     world.stop()
     assert {block: {flush.step for flush in flushes.values()} for block, flushes in world.flushing.items()} == {
         0: {2},
@@ -109,7 +109,7 @@ def test_a_stop_between_commits_commits_the_step_that_is_over() -> None:
     }
     deliver_all_but(world, "compute 15")
     assert world.committed == 2
-    assert world.told == 2
+    assert world.last_complete == 2
     deliver_all_but(world)
     world.check_end()
 

@@ -14,7 +14,7 @@ from windlass.actors.policy.worker_queues import (
     ComputeReports,
     OffloadQueue,
     OperationWindow,
-    Turns,
+    UpdateActions,
     UpdateQueue,
 )
 from windlass.storage.ids import BlockIndex, Step
@@ -63,7 +63,7 @@ def order_of_offloads(ordering: Ordering) -> list[int]:
     for block in reversed(range(6)):
         leave(queue.push(STEP, BlockIndex(block)))
     while len(left) < 6:
-        leave(queue.left())
+        leave(queue.offload_finished())
     return left
 
 
@@ -83,12 +83,12 @@ def test_a_spilled_gradient_waits_for_the_commit_before_its_step() -> None:
     queue = OffloadQueue(Ordering(), frozenset({1}))
     queue.commit_reached(STEP)
     assert queue.push(Step(2), BlockIndex(1)) == [(2, 1)]
-    queue.left()
+    queue.offload_finished()
     assert queue.push(Step(3), BlockIndex(1)) == []
     assert queue.push(Step(3), BlockIndex(2)) == []  # it would overtake
     assert queue.push(Step(3), BlockIndex(0)) == [(3, 0)]
     assert queue.commit_reached(Step(2)) == [(3, 1)]
-    assert queue.left() == [(3, 2)]
+    assert queue.offload_finished() == [(3, 2)]
 
 
 def order_of_updates(max_updating: int, order: QueueOrder, *, is_late: bool) -> list[int]:
@@ -98,17 +98,17 @@ def order_of_updates(max_updating: int, order: QueueOrder, *, is_late: bool) -> 
     """
     queue, begun = UpdateQueue(order, max_updating, 6), list[int]()
 
-    def take(turns: Turns) -> None:
-        assert turns.discard == []
-        begun.extend(update.block for update in turns.begin)
+    def take(actions: UpdateActions) -> None:
+        assert actions.discard == []
+        begun.extend(update.block for update in actions.begin)
 
     if not is_late:
-        take(queue.take(update(STEP)))
+        take(queue.add(update(STEP)))
     for block in reversed(range(6)):
-        take(queue.take(offloaded(STEP, block)))
+        take(queue.add(offloaded(STEP, block)))
     if is_late:
         assert begun == []
-        take(queue.take(update(STEP)))
+        take(queue.add(update(STEP)))
     while len(begun) < 6:
         take(queue.updated())
     return begun
@@ -136,14 +136,14 @@ def test_the_gradients_of_a_skipped_step_are_discarded_whenever_they_come(num_ea
     discarded: list[GradOffloaded] = []
     for number in range(4):
         if number == num_early:
-            discarded += queue.take(SkipStep(job=JOB, step=STEP)).discard
+            discarded += queue.add(SkipStep(job=JOB, step=STEP)).discard
         if number < 3:
-            turns = queue.take(offloaded(STEP, number))
-            assert turns.begin == []
-            discarded += turns.discard
+            actions = queue.add(offloaded(STEP, number))
+            assert actions.begin == []
+            discarded += actions.discard
     assert discarded == [offloaded(STEP, block) for block in range(3)]
-    queue.take(offloaded(Step(2), 1))
-    (begun,) = queue.take(update(Step(2))).begin
+    queue.add(offloaded(Step(2), 1))
+    (begun,) = queue.add(update(Step(2))).begin
     assert (begun.step, begun.block, begun.how) == (2, 1, update(Step(2)))
 
 

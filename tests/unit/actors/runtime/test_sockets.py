@@ -1,5 +1,4 @@
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from windlass.actors.messages import LoadModel, Message
+from windlass.actors.messages.codec import encode
 from windlass.actors.runtime import sockets as mail
 from windlass.actors.runtime.sockets import MessageClient, MessageServer
 from windlass.storage.ids import ActorName, JobId, Step
@@ -108,7 +108,7 @@ def test_the_address_is_free_once_its_process_was_killed() -> None:
         MessageClient({TO: address}).deliver(TO, [message(1)])
 
 
-def test_another_users_messages_are_not_even_unpickled(
+def test_another_users_messages_are_not_read(
     receiver: Receiver, mailbox: MessageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     me = os.getuid()
@@ -125,7 +125,21 @@ def test_another_users_messages_are_not_even_unpickled(
 def test_sender_that_dies_within_a_message_affects_no_other(receiver: Receiver, mailbox: MessageServer) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dying:
         dying.connect(mailbox.address)
-        raw = pickle.dumps([message(1)])
+        raw = encode([message(1)])
         dying.sendall(len(raw).to_bytes(4, "big") + raw[: len(raw) // 2])  # with the framing of Connection
+    MessageClient({TO: mailbox.address}).deliver(TO, [message(2)])
+    assert receiver.wait_for(1) == [2]
+
+
+def test_bytes_that_are_no_messages_close_their_connection_only(
+    receiver: Receiver, mailbox: MessageServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as confused:
+        confused.settimeout(WAIT_S)
+        confused.connect(mailbox.address)
+        raw = b"no messages"
+        confused.sendall(len(raw).to_bytes(4, "big") + raw)
+        assert confused.recv(1) == b""
+    assert "could not be decoded" in caplog.text
     MessageClient({TO: mailbox.address}).deliver(TO, [message(2)])
     assert receiver.wait_for(1) == [2]

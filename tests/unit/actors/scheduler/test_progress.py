@@ -40,7 +40,7 @@ def stage(tmp_path: Path) -> Stage:
 
 def test_progress_with_groups_in_any_order_tells_the_evaluation_loss_of_one_worker(stage: Stage) -> None:
     progress, expected = stage.scheduler._progress, 0.0
-    assert stage.scheduler.pipeline.shape.num_evaluation_groups == 4
+    assert stage.scheduler.pipeline.config.num_evaluation_groups == 4
     for each in LOSSES:
         expected += each
     assert len({((a + b) + c) + d for a, b, c, d in itertools.permutations(LOSSES)}) > 1

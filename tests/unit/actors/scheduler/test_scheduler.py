@@ -66,7 +66,7 @@ def test_a_job_from_its_first_message_to_its_outcome(tmp_path: Path) -> None:
     assert losses_of(stage.spec) == [3.0] * 4
     assert metrics_of(stage.spec, "train_mean_token_accuracy") == dict.fromkeys(range(1, 5), 0.4)
     assert metrics_of(stage.spec, "valid_loss") == {2: 3.0, 4: 3.0}
-    shape = stage.scheduler.pipeline.shape
+    shape = stage.scheduler.pipeline.config
     assert metrics_of(stage.spec, "learning_rate") == {step: shape.learning_rate(step) for step in range(1, 5)}
     assert metrics_of(stage.spec, "ssd_bytes_read") == dict.fromkeys(range(1, 5), 200)
     checkpoints = [record.data for record in records if record.kind == "checkpoint"]
@@ -165,7 +165,7 @@ def test_the_policy_knows_the_order_of_updates(
     tmp_path: Path, order: UpdateOrder, keeps_grads: bool, overlaps_steps: bool
 ) -> None:
     stage = Stage(tmp_path, hyperparameters={"update_order": order, "max_bad_steps": 7})
-    shape = stage.scheduler.pipeline.shape
+    shape = stage.scheduler.pipeline.config
     assert (shape.keeps_grads, shape.max_bad_steps) == (keeps_grads, 7)
     assert shape.ordering == Ordering(overlaps_steps=overlaps_steps)
     assert stage.run()["status"] == "succeeded"
@@ -174,7 +174,7 @@ def test_the_policy_knows_the_order_of_updates(
 def test_the_policy_has_the_jobs_ordering(tmp_path: Path) -> None:
     ordering = Ordering(queues=QueueOrder.FIFO, overlaps_steps=False, max_updating=1, max_prefetched=3)
     stage = Stage(tmp_path, ordering=ordering)
-    assert stage.scheduler.pipeline.shape.ordering == ordering
+    assert stage.scheduler.pipeline.config.ordering == ordering
     assert stage.run()["status"] == "succeeded"
 
 
@@ -186,8 +186,8 @@ def test_a_job_in_another_systems_order(tmp_path: Path, system: System, host_blo
     stage = Stage(tmp_path / "other", total_steps=2, system=system, placement=room)
     swaps = {choice.swaps for choice in stage.context.plan.layer_activations}
     assert swaps == {system is System.ZERO_INFINITY}
-    assert stage.scheduler.pipeline.shape.host_blocks == set(host_blocks)
-    assert stage.scheduler.pipeline.shape.ordering == Ordering(queues=QueueOrder.FIFO, overlaps_steps=False)
+    assert stage.scheduler.pipeline.config.host_blocks == set(host_blocks)
+    assert stage.scheduler.pipeline.config.ordering == Ordering(queues=QueueOrder.FIFO, overlaps_steps=False)
     assert plain.run()["status"] == stage.run()["status"] == "succeeded"
     assert updates_of(stage) == updates_of(plain)
     kinds = [type(m).__name__ for _, m in stage.received if isinstance(m, ComputeBlock | UpdateStep)]
@@ -557,7 +557,7 @@ def test_a_later_attempt_appends_to_the_journal(tmp_path: Path) -> None:
 
 def kernel_chosen(stage: Stage, *kernels: Kernel) -> None:
     """Each optimizer reports its kernel, as in its set-up."""
-    for name, kernel in zip(stage.scheduler.pipeline.shape.optimizers, kernels, strict=True):
+    for name, kernel in zip(stage.scheduler.pipeline.config.optimizers, kernels, strict=True):
         stage.scheduler.post(KernelChosen(job=stage.spec.job, step=Step(0), actor=name, kernel=kernel))
 
 

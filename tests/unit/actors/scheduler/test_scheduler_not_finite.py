@@ -120,7 +120,7 @@ def told_late(stage: Stage, step: int) -> None:
         is_backward = isinstance(message, ComputeBlock) and message.phase is Phase.BACKWARD
         if is_backward and (message.step, message.block) == (step + 1, 0):
             stage.silent.clear()
-            for name in stage.scheduler.pipeline.shape.ssd_servers:
+            for name in stage.scheduler.pipeline.config.ssd_servers:
                 facts: dict[str, Any] = {"bytes_read": 100, "bytes_written": 100}
                 stage.scheduler.post(StoreCommitted(job=message.job, step=Step(step), actor=name, **facts))
 

@@ -36,7 +36,7 @@ def told_steps(spec: JobSpec, attempt: int = 2) -> list[int]:
 
 def test_the_policy_knows_where_states_rest(tmp_path: Path) -> None:
     stage = Stage(tmp_path, **TIERED)
-    shape = stage.scheduler.pipeline.shape
+    shape = stage.scheduler.pipeline.config
     assert (shape.host_blocks, shape.device_blocks, shape.spilled_blocks) == ({0}, {2}, frozenset())
     assert shape.commit_every == 3
     assert stage.run()["status"] == "succeeded"
@@ -47,7 +47,7 @@ def test_the_policy_knows_where_states_rest(tmp_path: Path) -> None:
     restored = [(to, message.step) for to, message in stage.received if isinstance(message, RestoreStates)]
     assert restored == [("gpu-0", 0), ("optimizer-0", 0)]
     spilled = Stage(tmp_path / "spilled", hyperparameters=FP16, placement=Placement(num_host_grad_blocks=1))
-    assert spilled.scheduler.pipeline.shape.spilled_blocks == {1, 2}
+    assert spilled.scheduler.pipeline.config.spilled_blocks == {1, 2}
     assert spilled.run()["status"] == "succeeded"
 
 

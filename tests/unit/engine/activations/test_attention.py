@@ -12,7 +12,7 @@ import torch
 from tests.support.engine.activation_runs import MemoryStore
 from windlass.engine.activations.microbatch import Unit
 from windlass.engine.activations.operator_costs import list_operators
-from windlass.engine.activations.saved_graph import LentParams
+from windlass.engine.activations.saved_graph import BorrowedParams
 from windlass.engine.memory_plan.activation_policy import ATTENTION, BlockActivations
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
@@ -102,7 +102,7 @@ def test_a_choice_holds_what_the_other_kernel_puts_out(policy: BlockActivations,
     x = entering().requires_grad_()
     on_cpu(x).backward(grad)
     store = MemoryStore()
-    unit = Unit(policy, store, LentParams(), copies=False)
+    unit = Unit(policy, store, BorrowedParams(), copies=False)
     unit.forward(on_gpu, entering())
     found = unit.backward(on_gpu, grad)
     assert torch.equal(found, x.grad)  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def test_a_choice_holds_what_the_other_kernel_puts_out(policy: BlockActivations,
 
 def test_seeds_stay_on_the_device_and_take_no_slots(calls: list[str]) -> None:
     store = MemoryStore()
-    unit = Unit(POLICIES["swapped"], store, LentParams(), copies=False)
+    unit = Unit(POLICIES["swapped"], store, BorrowedParams(), copies=False)
     unit.forward(on_gpu, entering())
     output_nbytes = entering().nbytes
     assert store.counts.held_nbytes == output_nbytes + BATCH * HEADS * PADDED * 4

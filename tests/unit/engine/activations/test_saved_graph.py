@@ -6,7 +6,7 @@ import torch
 
 from tests.support.engine.activation_runs import MemoryStore
 from windlass.engine.activations.saved_graph import (
-    LentParams,
+    BorrowedParams,
     ParamsNotLentError,
     SavedGraph,
     SavedTensorChangedError,
@@ -34,7 +34,7 @@ class Stage:
         self.policy = policy
         self.store = store or MemoryStore()
         self.swaps = UnitSwaps(self.store)
-        self.params = LentParams()
+        self.params = BorrowedParams()
         self.weight = self.lend()
 
     def lend(self) -> torch.Tensor:
@@ -98,9 +98,9 @@ def test_a_storage_leaves_once_and_again_when_it_has_changed() -> None:
 
     swaps = UnitSwaps(stage.store)
     tensor = torch.ones(N)
-    views = [swaps.leave(tensor)]
+    views = [swaps.swap_out(tensor)]
     tensor += 1
-    views += [swaps.leave(tensor), swaps.leave(tensor[2:4])]
+    views += [swaps.swap_out(tensor), swaps.swap_out(tensor[2:4])]
     assert stage.store.counts.out_nbytes == 4 * N * N + 2 * 4 * N
     assert [view.tensor().tolist() for view in views] == [[1.0] * N, [2.0] * N, [2.0] * 2]
 
@@ -108,7 +108,7 @@ def test_a_storage_leaves_once_and_again_when_it_has_changed() -> None:
 def test_another_tensor_at_the_address_of_one_that_left_is_another_storage() -> None:
     store = MemoryStore()
     swaps = UnitSwaps(store)
-    views = [swaps.leave(torch.full((1000,), float(i))) for i in range(20)]
+    views = [swaps.swap_out(torch.full((1000,), float(i))) for i in range(20)]
     assert [float(view.tensor()[7]) for view in views] == list(range(20))
 
 

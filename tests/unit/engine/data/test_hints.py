@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from windlass.engine.data.examples import DataError, DataFile
-from windlass.engine.data.hints import Hint, told
+from windlass.engine.data.hints import Hint, format_hint
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
@@ -203,7 +203,7 @@ def test_hint_has_the_senders_name_of_an_uploaded_file_in_its_command(tmp_path: 
 
 def test_hint_shows_no_record_that_the_parser_refuses() -> None:
     hint = Hint(form="of another form", record=CHAT, jq=".[]")
-    assert told(hint, "a.json", lambda _record: False) == (
+    assert format_hint(hint, "a.json", lambda _record: False) == (
         "this is of another form; a training file has one JSON object a line; "
         "convert it: jq -c '.[]' a.json > converted.jsonl"
     )

@@ -133,7 +133,7 @@ class TestThreadStream:
     def test_an_event_that_does_not_come_is_an_error(self, threads: Threads) -> None:
         stream, gate = ThreadStream(DEADLINE_S, threads.start), threading.Event()
         stream.run(lambda: gate.wait(DEADLINE_S))
-        with pytest.raises(TimeoutError, match=r"not done within 0\.05 s"):
+        with pytest.raises(TimeoutError, match=r"did not finish within 0\.05 s"):
             stream.record().wait(0.05)
         gate.set()
         stream.close()

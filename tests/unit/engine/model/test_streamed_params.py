@@ -50,7 +50,7 @@ def use(buffers: PieceBuffers, pieces: Sequence[tuple[int, bool]]) -> list[list[
     found = []
     for piece, backward in pieces:
         found.append(buffers.hold(piece, backward=backward).tolist())
-        buffers.let_go(piece)
+        buffers.release(piece)
     return found
 
 
@@ -139,10 +139,10 @@ def test_a_piece_more_than_there_are_buffers_is_refused(device: Device) -> None:
         buffers.hold(piece, backward=False)
     with pytest.raises(PieceBuffersHeldError, match=r"needs more than 2 pieces at once; leave its block out of"):
         buffers.hold(1, backward=False)
-    buffers.let_go(2)
+    buffers.release(2)
     with pytest.raises(PieceBuffersHeldError):
         buffers.hold(1, backward=False)
-    buffers.let_go(2)
+    buffers.release(2)
     assert buffers.hold(1, backward=False).tolist() == [3.0, 4.0]
     buffers.end()
     buffers.close()
@@ -154,9 +154,9 @@ def test_released_buffer_is_filled_with_nan_on_request(device: Device) -> None:
     buffers.begin(params, BlockIndex(1), goes_backward=False)
     held = buffers.hold(0, backward=False)
     buffers.hold(0, backward=False)
-    buffers.let_go(0)
+    buffers.release(0)
     assert held.tolist() == [0.0, 1.0, 2.0]
-    buffers.let_go(0)
+    buffers.release(0)
     assert held.isnan().all()
     buffers.close()
 
@@ -223,7 +223,7 @@ def test_copies_and_computation_take_turns_in_a_buffer_and_wait_for_nothing_else
         buffers.begin(params, BlockIndex(1), goes_backward=True)
         for piece, backward in FORWARD + BACKWARD:
             device.use(device.compute, "use", buffers.hold(piece, backward=backward))
-            buffers.let_go(piece)
+            buffers.release(piece)
             device.use(device.compute, "something else", elsewhere)
         buffers.end()
     others = [number for number, _, _ in device.uses.pop(elsewhere.data_ptr())]

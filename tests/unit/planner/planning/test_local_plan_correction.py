@@ -26,10 +26,10 @@ from windlass.actors.messages import ComputeBlocks, Message, UpdateStep
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.actors.timeline.span_files import FOLDER
-from windlass.engine.memory_plan.placement_json import from_json
 from windlass.engine.model.partition import Partition, build_meta_model, load_config
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
-from windlass.planner.planning.worker import PlanOrder, RunningOrder, plan_job
+from windlass.planner.planning.job_plan import JobPlan, ReplanRequest
+from windlass.planner.planning.worker import PlanOrder, plan_job
 from windlass.storage.ids import ActorName, Attempt
 
 NUM_STEPS, NUM_MEASURED = 12, 6
@@ -67,7 +67,7 @@ def partition_of(spec: JobSpec) -> Partition:
     return Partition(build_meta_model(load_config(spec.model_dir), spec.hyperparameters.precision))
 
 
-def order(spec: JobSpec, running: RunningOrder | None = None, *, host_memory_nbytes: int = BUDGET_NBYTES) -> PlanOrder:
+def order(spec: JobSpec, running: ReplanRequest | None = None, *, host_memory_nbytes: int = BUDGET_NBYTES) -> PlanOrder:
     ssd_gb_per_s = 100 * SSD_BYTES / 1e9
     hyper = spec.hyperparameters
     return PlanOrder(
@@ -94,12 +94,13 @@ def order(spec: JobSpec, running: RunningOrder | None = None, *, host_memory_nby
     )
 
 
-def by_plan(spec: JobSpec, attempt: int, found: dict[str, Any]) -> JobSpec:
+def by_plan(spec: JobSpec, attempt: int, found: JobPlan) -> JobSpec:
+    assert found.placement is not None
     return dataclasses.replace(
         spec,
         attempt=Attempt(attempt),
-        placement=from_json(found["placement"]),
-        host_memory_nbytes=found["arena_nbytes"],
+        placement=found.placement,
+        host_memory_nbytes=found.arena_nbytes,
     )
 
 
@@ -136,18 +137,19 @@ def test_the_plan_changes_after_the_first_steps_and_the_losses_do_not(tmp_path: 
         paused = run(by_plan(spec, 1, first), pause_in=NUM_MEASURED)
     assert paused is not None
     assert paused["status"] == PAUSED
-    running = RunningOrder(
+    running = ReplanRequest(
         timeline_dir=Path(spec.job_dir) / FOLDER,
         first_step=3,
-        found={name: first[name] for name in ("plan", "placement", "arena_nbytes")},
+        plan=first,
         num_steps_left=1000,
         restart_s=1.0,
     )
     second = plan_job(order(spec, running), tmp_path)
-    assert "each SSD reads" in second["told"]
-    assert "the profile said 3 GB/s" in second["told"]
-    assert second["changes"], second["told"]
-    assert second["placement"] != first["placement"]
+    assert second.message is not None
+    assert "each SSD reads" in second.message
+    assert "the profile said 3 GB/s" in second.message
+    assert second.changes, second.message
+    assert second.placement != first.placement
     if cut_off_in is not None:
         assert run(by_plan(spec, 2, second), cut_off_in=cut_off_in) is None
     outcome = run(by_plan(spec, 3, second))

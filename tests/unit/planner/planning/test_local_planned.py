@@ -43,8 +43,9 @@ def test_planned_job_with_any_gradient_settings_spills_the_gradients_that_were_p
         clip_norm=clip_norm,
     )
     found = plan_job(order(spec, host_memory_nbytes=HOST_MEMORY_NBYTES), tmp_path)
-    assert found["plan"]["feasible"], found["plan"]["reasons"]
-    assert found["arena_nbytes"] <= HOST_MEMORY_NBYTES
+    assert found.report.feasible, found.report.reasons
+    assert found.arena_nbytes is not None
+    assert found.arena_nbytes <= HOST_MEMORY_NBYTES
     spilled: set[BlockIndex] = set()
 
     def look(_: ActorName, message: Message) -> None:
@@ -55,5 +56,6 @@ def test_planned_job_with_any_gradient_settings_spills_the_gradients_that_were_p
     direct = has_direct_io(Path(spec.model_dir))
     outcome = run_local(planned, partition=partition_of(spec), direct=direct, on_message=look)
     assert outcome["status"] == "succeeded"
-    assert len(spilled) == found["plan"]["choices"]["kept_grads_on_ssd"] == num_spilled
+    assert found.report.choices is not None
+    assert len(spilled) == found.report.choices["kept_grads_on_ssd"] == num_spilled
     assert leftovers_of(spec) == []

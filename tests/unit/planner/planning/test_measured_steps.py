@@ -9,7 +9,7 @@ from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.timeline.recorder import COMPUTE, FROM_DEVICE, NO_BLOCK, TO_DEVICE, WHOLE_BLOCK
 from windlass.actors.timeline.span_files import StepSpans, keep_step
 from windlass.planner.planning.measured_steps import load_measured, measured_step
-from windlass.planner.planning.rate_correction import Done, MeasuredStep
+from windlass.planner.planning.rate_correction import MeasuredStep, WorkDone
 
 # Blocks of 2000, 5000 and 3000 params, in chunks of at most 2048.
 LAYOUT = make_layout(2000, 5000, 3000)
@@ -56,7 +56,7 @@ def test_a_link_that_waits_is_not_a_slow_one() -> None:
         span(SpanKind.WAIT_PARAMS, COMPUTE, 101, 109),
         span(SpanKind.COPY_GRAD_OUT, FROM_DEVICE, 103, 104, nbytes=40),
     )
-    assert found.done == {"h2d_bytes": Done(amount=150, busy_s=2.0), "d2h_bytes": Done(amount=40, busy_s=1.0)}
+    assert found.done == {"h2d_bytes": WorkDone(amount=150, busy_s=2.0), "d2h_bytes": WorkDone(amount=40, busy_s=1.0)}
 
 
 def test_an_ssd_that_reads_and_writes_at_once_is_as_fast_at_both_as_its_profile_says() -> None:
@@ -68,18 +68,18 @@ def test_an_ssd_that_reads_and_writes_at_once_is_as_fast_at_both_as_its_profile_
     )
     # The mean of the SSDs: for 2 s and 1 s they only read, for 1 s one only writes, for 1 s it does both.
     found = measured(*spans).done
-    assert found["ssd_read_bytes"] == Done(amount=40, busy_s=pytest.approx((3 + 1 / 3) / 2))
-    assert found["ssd_write_bytes"] == Done(amount=20, busy_s=pytest.approx((1 + 2 / 3) / 2))
+    assert found["ssd_read_bytes"] == WorkDone(amount=40, busy_s=pytest.approx((3 + 1 / 3) / 2))
+    assert found["ssd_write_bytes"] == WorkDone(amount=20, busy_s=pytest.approx((1 + 2 / 3) / 2))
     # Transfers in one direction count more than the profile: 80 bytes in 3 s, so their work is at most 4 s.
     for read_to_write, read_s, write_s in ((0.5, 4.0, 1.0), (10.0, 3.0, 2.0)):
         found = measured(*spans, read_to_write=read_to_write).done
-        assert found["ssd_read_bytes"] == Done(amount=40, busy_s=pytest.approx(read_s / 2))
-        assert found["ssd_write_bytes"] == Done(amount=20, busy_s=pytest.approx(write_s / 2))
+        assert found["ssd_read_bytes"] == WorkDone(amount=40, busy_s=pytest.approx(read_s / 2))
+        assert found["ssd_write_bytes"] == WorkDone(amount=20, busy_s=pytest.approx(write_s / 2))
 
 
 def test_an_ssd_that_only_reads_says_nothing_of_writes() -> None:
     found = measured(span(SpanKind.READ_STATES, "ssd-0", 100, 103, nbytes=60))
-    assert found.done == {"ssd_read_bytes": Done(amount=60, busy_s=3.0)}
+    assert found.done == {"ssd_read_bytes": WorkDone(amount=60, busy_s=3.0)}
 
 
 def test_updates_count_the_params_of_their_chunk() -> None:
@@ -90,8 +90,8 @@ def test_updates_count_the_params_of_their_chunk() -> None:
     )
     last = 5000 - 2 * LAYOUT.chunk_numel
     # Both together: as if one did all of it in the mean of their times.
-    assert found.done["optimizer_params"] == Done(amount=LAYOUT.chunk_numel + last, busy_s=1.5)
-    assert found.done["device_params"] == Done(amount=3000, busy_s=1.0)
+    assert found.done["optimizer_params"] == WorkDone(amount=LAYOUT.chunk_numel + last, busy_s=1.5)
+    assert found.done["device_params"] == WorkDone(amount=3000, busy_s=1.0)
 
 
 def test_concurrent_work_on_a_cpu_device_shares_its_time() -> None:
@@ -107,15 +107,15 @@ def test_concurrent_work_on_a_cpu_device_shares_its_time() -> None:
     assert found.forward_s == {1: pytest.approx(4 * 4.5 / 6)}
     assert found.backward_s == {1: pytest.approx(2 * 4.5 / 6)}
     assert found.done["optimizer_params"].busy_s == pytest.approx(3.0)
-    assert found.done["h2d_bytes"] == Done(amount=50, busy_s=0.5)
-    assert found.done["ssd_read_bytes"] == Done(amount=60, busy_s=8.0)
+    assert found.done["h2d_bytes"] == WorkDone(amount=50, busy_s=0.5)
+    assert found.done["ssd_read_bytes"] == WorkDone(amount=60, busy_s=8.0)
 
 
 def test_span_that_ended_in_another_period_counts_once() -> None:
     before, later = (span(SpanKind.COPY_PARAMS_IN, TO_DEVICE, *when, nbytes=50) for when in ((98, 100), (109, 111)))
     over_the_edge = span(SpanKind.COPY_PARAMS_IN, TO_DEVICE, 99, 101, nbytes=30)
     found = measured(before, later, over_the_edge)
-    assert found.done == {"h2d_bytes": Done(amount=30, busy_s=2.0)}
+    assert found.done == {"h2d_bytes": WorkDone(amount=30, busy_s=2.0)}
 
 
 def test_steps_are_read_from_their_folder(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from windlass.engine.memory_estimate.dry_run import DryRunResult
 from windlass.engine.memory_plan.device_moments import Pass
 from windlass.engine.memory_plan.example_lengths import ExampleLengths
 from windlass.engine.memory_plan.memory_tier import MemoryTier
-from windlass.engine.memory_plan.placement_json import from_json
 from windlass.engine.model.partition import Partition, build_meta_model, load_config
 from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
@@ -187,8 +186,10 @@ def test_planned_memory_suffices_for_every_batch_and_evaluation(
     spec = make_spec(tmp_path, num_microbatches=num_microbatches, precision=precision, tied=tied, total_steps=2)
     redraw_lengths(spec, seed)
     found = plan_job(order_of(spec, sequence_length=48), tmp_path)
-    planned_nbytes = round(found["plan"]["engine_gib"]["gpu"] * GIB)
-    spec = replace(spec, placement=from_json(found["placement"]), host_memory_nbytes=found["arena_nbytes"])
+    assert found.report.engine_gib is not None
+    assert found.placement is not None
+    planned_nbytes = round(found.report.engine_gib["gpu"] * GIB)
+    spec = replace(spec, placement=found.placement, host_memory_nbytes=found.arena_nbytes)
     partition = make_partition(spec)
     context = make_context(spec, partition.layout, "")
     # The engine uses the planner's chunks, not those of other tests. Buffers on the device hold whole blocks.
@@ -222,13 +223,17 @@ def test_a_job_of_mixed_lengths_runs_within_its_plan(tmp_path: Path, monkeypatch
     spec = make_spec(tmp_path, total_steps=5, evaluate_every=5, num_microbatches=2)
     redraw_lengths(spec, seed=1)
     found = plan_job(order_of(spec), tmp_path)
-    assert found["plan"]["example_tokens"]["widest"] <= 48
-    spec = replace(spec, placement=from_json(found["placement"]), host_memory_nbytes=found["arena_nbytes"])
+    report = found.report
+    assert report.example_tokens is not None
+    assert report.engine_gib is not None
+    assert report.example_tokens.widest <= 48
+    assert found.placement is not None
+    spec = replace(spec, placement=found.placement, host_memory_nbytes=found.arena_nbytes)
     seen = Found(monkeypatch)
     outcome = run_local(spec, partition=planner_partition(spec), direct=has_direct_io(tmp_path))
     assert outcome["status"] == "succeeded", outcome
     taken = sum(seen.buffers.values()) + seen.states_nbytes + seen.activations_nbytes - LOSS_SUMS_NBYTES
-    assert taken <= found["plan"]["engine_gib"]["gpu"] * GIB
+    assert taken <= report.engine_gib["gpu"] * GIB
 
 
 def planner_partition(spec: JobSpec) -> Partition:

@@ -9,7 +9,7 @@ from windlass.engine.memory_plan.activation_policy import BlockActivations
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.cost.activation_options import holding_ways, ways_of_layer
 from windlass.planner.cost.model_profile import AgainTimes
-from windlass.planner.planning.rate_correction import Correction, Done, MeasuredStep, correction_of
+from windlass.planner.planning.rate_correction import Correction, MeasuredStep, WorkDone, correction_of
 from windlass.planner.solver.placement_search import solution_of, solve_job
 from windlass.planner.solver.step_cost import Limits, StepCosts
 
@@ -28,7 +28,7 @@ def costs(num_microbatches: int = 1) -> StepCosts:
 
 
 def step(
-    *, forward_s: float = 0.1, backward_s: float = 0.2, head_s: float = 0.06, period_s: float = 2.0, **done: Done
+    *, forward_s: float = 0.1, backward_s: float = 0.2, head_s: float = 0.06, period_s: float = 2.0, **done: WorkDone
 ) -> MeasuredStep:
     layers = range(1, HEAD)
     return MeasuredStep(
@@ -49,7 +49,7 @@ def correct(*steps: MeasuredStep, choice: BlockActivations = KEEP, num_microbatc
 
 
 def test_a_machine_that_does_what_was_said_is_not_corrected() -> None:
-    found = correct(step(ssd_read_bytes=Done(amount=2 * GB, busy_s=1.0)))
+    found = correct(step(ssd_read_bytes=WorkDone(amount=2 * GB, busy_s=1.0)))
     assert found.factors == {"ssd_read_bytes": 1.0}
     assert found.in_words == ()
     assert found.of_speeds(make_speeds()) == make_speeds()
@@ -59,9 +59,9 @@ def test_rates_are_amounts_over_the_time_of_work() -> None:
     """The profile has 2 and 1 GB/s, and 1e8 parameters a second."""
     found = correct(
         step(
-            ssd_read_bytes=Done(amount=1.8 * GB, busy_s=1.5),
-            h2d_bytes=Done(amount=1 * GB, busy_s=0.5),
-            optimizer_params=Done(amount=3e7, busy_s=0.6),
+            ssd_read_bytes=WorkDone(amount=1.8 * GB, busy_s=1.5),
+            h2d_bytes=WorkDone(amount=1 * GB, busy_s=0.5),
+            optimizer_params=WorkDone(amount=3e7, busy_s=0.6),
         )
     )
     speeds = found.of_speeds(make_speeds())
@@ -79,8 +79,8 @@ def test_rates_are_amounts_over_the_time_of_work() -> None:
 def test_cpu_time_for_ssds_does_not_slow_layers() -> None:
     """2 GB are read and 1 GB is written, each with a tenth of a second of CPU time while the cores compute."""
     ssds = {
-        "ssd_read_bytes": Done(amount=2 * GB, busy_s=1.0),
-        "ssd_write_bytes": Done(amount=GB, busy_s=make_speeds().ssd_write_bytes / GB),
+        "ssd_read_bytes": WorkDone(amount=2 * GB, busy_s=1.0),
+        "ssd_write_bytes": WorkDone(amount=GB, busy_s=make_speeds().ssd_write_bytes / GB),
     }
     longer = 1 + 0.3 / PLANNED_COMPUTE_S
     taken = step(forward_s=0.1 * longer, backward_s=0.2 * longer, head_s=0.06 * longer, **ssds)
@@ -95,26 +95,26 @@ def test_cpu_time_for_ssds_does_not_slow_layers() -> None:
 @pytest.mark.parametrize(
     "done",
     [
-        Done(amount=3 << 20, busy_s=1.0),  # hardly any bytes moved, however long it waited
-        Done(amount=1 * GB, busy_s=0.05),  # too fast to matter
-        Done(),
+        WorkDone(amount=3 << 20, busy_s=1.0),  # hardly any bytes moved, however long it waited
+        WorkDone(amount=1 * GB, busy_s=0.05),  # too fast to matter
+        WorkDone(),
     ],
 )
-def test_resource_with_little_work_keeps_its_rate(done: Done) -> None:
+def test_resource_with_little_work_keeps_its_rate(done: WorkDone) -> None:
     found = correct(step(d2h_bytes=done))
     assert found.factors == {}
     assert found.of_speeds(make_speeds()) == make_speeds()
 
 
 def test_one_step_that_was_disturbed_decides_nothing() -> None:
-    usual, hangs = Done(amount=GB, busy_s=0.5), Done(amount=GB, busy_s=50.0)
+    usual, hangs = WorkDone(amount=GB, busy_s=0.5), WorkDone(amount=GB, busy_s=50.0)
     found = correct(*(step(ssd_read_bytes=each) for each in (usual, hangs, usual)))
     assert found.factors == {"ssd_read_bytes": 1.0}
 
 
 def test_steps_without_a_commit_say_nothing_of_writes() -> None:
     """Resident states are written only every few steps."""
-    nothing, written = Done(amount=1 << 20, busy_s=0.5), Done(amount=0.5 * GB, busy_s=1.0)
+    nothing, written = WorkDone(amount=1 << 20, busy_s=0.5), WorkDone(amount=0.5 * GB, busy_s=1.0)
     found = correct(*(step(ssd_write_bytes=each) for each in (nothing, nothing, written)))
     assert found.factors == {"ssd_write_bytes": 0.5}
 
@@ -122,8 +122,8 @@ def test_steps_without_a_commit_say_nothing_of_writes() -> None:
 def test_no_rate_is_believed_that_is_out_of_any_sane_range() -> None:
     found = correct(
         step(
-            ssd_read_bytes=Done(amount=10 << 20, busy_s=2.0),
-            h2d_bytes=Done(amount=1000 * GB, busy_s=1.0),
+            ssd_read_bytes=WorkDone(amount=10 << 20, busy_s=2.0),
+            h2d_bytes=WorkDone(amount=1000 * GB, busy_s=1.0),
         )
     )
     assert found.factors == {"ssd_read_bytes": pytest.approx(1 / 30), "h2d_bytes": 30.0}

@@ -11,12 +11,12 @@ from transformers import PretrainedConfig
 
 from tests.support.engine.architectures import ARCHITECTURES
 from windlass.actors.timeline.span_files import SIMULATED_FOLDER, held_steps, load_step
-from windlass.engine.memory_plan.placement_json import from_json
 from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import planner as planning
 from windlass.planner.planning import worker as plan_job
+from windlass.planner.planning.job_plan import JobPlan
 from windlass.planner.profiling.measure_model import BlockTimes, MeasuredBlocks
 
 
@@ -53,8 +53,10 @@ def test_a_plan_and_what_the_engine_does(tmp_path: Path, monkeypatch: pytest.Mon
     found = plan(tmp_path, config_of("Qwen2"), monkeypatch)
     assert found["ok"]
     assert found["plan"]["feasible"]
-    placement = from_json(found["placement"])
-    assert len(placement.activations) == len(config_of("Qwen2").layer_types)
+    job_plan = JobPlan.from_json(found)
+    assert job_plan is not None
+    assert job_plan.placement is not None
+    assert len(job_plan.placement.activations) == len(config_of("Qwen2").layer_types)
     assert found["arena_nbytes"] > 0
     assert found["plan"]["engine_gib"]["host"] == found["arena_nbytes"] / 2**30
     assert all(found["plan"]["engine_gib"][tier] <= gib for tier, gib in found["plan"]["limit_gib"].items())

@@ -1,6 +1,5 @@
 """Simulated groups of micro-batches: params are read once per group and direction; sums move between groups."""
 
-from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -8,11 +7,10 @@ import pytest
 
 from tests.support.actors.specs import make_layout
 from tests.support.planner.simulated import CHUNK, Simulated, job, moved, rates, run
-from windlass.actors.gpu_worker.param_cache import ParamCache
-from windlass.actors.messages import Phase, SpanKind
+from windlass.actors.messages import SpanKind
 from windlass.actors.policy.block_queue import Ordering
 from windlass.engine.memory_plan.plan import Placement
-from windlass.storage.ids import BlockIndex, ChunkKey, Span, Step
+from windlass.storage.ids import BlockIndex
 
 NUM_MICROBATCHES = 4
 NUM_BLOCKS = 6
@@ -63,20 +61,6 @@ def test_the_head_has_a_sum_of_its_own_for_the_embedding_it_shares() -> None:
 def test_where_all_else_is_fast_a_step_is_the_compute_of_its_groups(group_size: int, num_operations: int) -> None:
     for step in run(**grouped(group_size))[1:]:
         assert step.summary["period_s"] == pytest.approx(num_operations, rel=1e-6)
-
-
-def test_the_cache_knows_which_group_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    uses: dict[tuple[int, int, Phase], list[bool]] = defaultdict(list)
-    put = ParamCache.put
-
-    def noting(cache: ParamCache, key: ChunkKey, step: Step, span: Span, phase: Phase, *, is_last_group: bool) -> None:
-        uses[(step, key.block, phase)].append(is_last_group)
-        put(cache, key, step, span, phase, is_last_group=is_last_group)
-
-    monkeypatch.setattr(ParamCache, "put", noting)
-    job(num_chunks=1, **grouped(1)).spans()
-    assert len(uses) == 4 * (2 * NUM_BLOCKS - 1)
-    assert all(found == [False, False, False, True] for found in uses.values())
 
 
 def test_a_smaller_last_group_takes_its_share() -> None:

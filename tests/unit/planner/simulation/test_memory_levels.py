@@ -159,7 +159,7 @@ def test_only_resident_memory_is_in_use_at_the_end(name: str) -> None:
     for (tier, what), level in levels_of(found).items():
         end_nbytes = level.points[-1][1]
         if (tier, what) == (MemoryTier.HOST, "params"):
-            assert end_nbytes <= plan.num_cached_params * plan.params.slot_nbytes
+            assert end_nbytes == plan.num_cached_params * plan.params.slot_nbytes
         elif what == "states":
             assert end_nbytes == level.points[0][1]
             assert end_nbytes == (plan.ssd_nbytes // 2 if tier is MemoryTier.SSD else level.allocated_nbytes)

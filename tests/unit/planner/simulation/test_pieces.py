@@ -65,9 +65,9 @@ def test_a_layer_of_norms_only_has_no_pieces() -> None:
     assert moved(spans, SpanKind.COPY_PARAMS_IN, 1) == ITEMSIZE * (len(LAYERS) * 2 + 3) * CHUNK
 
 
-@pytest.mark.parametrize("gives_ahead", [False, True])
-def test_where_all_else_is_fast_a_step_is_its_compute(gives_ahead: bool) -> None:
-    for step in run(machine=rates(gives_ahead=gives_ahead), **streamed(2))[1:]:
+@pytest.mark.parametrize("launches_ahead", [False, True])
+def test_where_all_else_is_fast_a_step_is_its_compute(launches_ahead: bool) -> None:
+    for step in run(machine=rates(launches_ahead=launches_ahead), **streamed(2))[1:]:
         assert step.summary["period_s"] == pytest.approx(11.0, rel=1e-6)
 
 
@@ -78,13 +78,13 @@ def test_where_the_way_in_is_slow_a_step_is_its_bytes(choice: ActivationChoice) 
     assert step.summary["period_s"] == pytest.approx(nbytes / 1e5, rel=0.02)
 
 
-@pytest.mark.parametrize(("gives_ahead", "exposed_s"), [(True, 0.0), (False, 1.0)])
-def test_one_piece_is_copied_while_another_is_computed_with(gives_ahead: bool, exposed_s: float) -> None:
+@pytest.mark.parametrize(("launches_ahead", "exposed_s"), [(True, 0.0), (False, 1.0)])
+def test_one_piece_is_copied_while_another_is_computed_with(launches_ahead: bool, exposed_s: float) -> None:
     """A copy takes as long as the use of a piece.
 
     If an operation is given only when it begins, its first piece is late.
     """
-    machine = rates(h2d_bytes=ITEMSIZE * PIECE, gives_ahead=gives_ahead)
+    machine = rates(h2d_bytes=ITEMSIZE * PIECE, launches_ahead=launches_ahead)
     simulated = job(machine=machine, compute_s=3.0, num_steps=2, **streamed(1))
     # Recomputation, and backward for twice as long.
     seconds = {each: s * (3 if each[0] is Phase.BACKWARD else 1) for each, s in simulated.work.compute_s.items()}

@@ -143,7 +143,7 @@ def test_waiter_checks_its_condition_after_a_signal() -> None:
         for _ in range(3):
             yield env.timeout(1.0)
             number[0] += 1
-            signal.tell()
+            signal.notify()
 
     for least in (2, 0, 3):
         env.process(wait(least))

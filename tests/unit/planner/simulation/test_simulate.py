@@ -199,7 +199,7 @@ def test_any_job_ends_and_keeps_the_order_of_things(data: st.DataObject) -> None
         optimizer_params=CHUNK / (data.draw(SECONDS) + 1e-9),
         message_s=data.draw(st.sampled_from([0.0, 0.01])),
         commit_s=data.draw(SECONDS),
-        gives_ahead=data.draw(st.booleans()),
+        launches_ahead=data.draw(st.booleans()),
     )
     steps = featured(
         data.draw(SPILLED if spills else PLACEMENTS),

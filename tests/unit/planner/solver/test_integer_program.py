@@ -15,10 +15,10 @@ from windlass.planner.solver.integer_program import (
     BlockGroup,
     Bound,
     Buffer,
+    Option,
     Outcome,
     Overflow,
     Program,
-    Way,
     outcome_of,
     shortfall,
     shortfall_of,
@@ -30,9 +30,9 @@ SECONDS = st.integers(0, 20).map(lambda tenths: tenths / 10)
 NBYTES = st.integers(0, 12).map(lambda gigabytes: gigabytes * 1e9)
 
 
-def ways() -> st.SearchStrategy[Way]:
+def options() -> st.SearchStrategy[Option]:
     return st.builds(
-        lambda seconds, nbytes, share, buffered: Way(
+        lambda seconds, nbytes, share, buffered: Option(
             seconds=tuple(seconds),
             nbytes=tuple(nbytes),
             movable_nbytes=nbytes[1] * share,
@@ -45,8 +45,8 @@ def ways() -> st.SearchStrategy[Way]:
     )
 
 
-def alike(count: int, its_ways: list[Way]) -> BlockGroup:
-    return BlockGroup(count=count, ways=tuple(its_ways))
+def group_of(count: int, its_options: list[Option]) -> BlockGroup:
+    return BlockGroup(count=count, options=tuple(its_options))
 
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=NUM_PARTS, max_size=NUM_PARTS)
@@ -62,7 +62,9 @@ PROGRAMS = st.builds(
     ),
     st.lists(
         st.builds(
-            lambda n, w: BlockGroup(count=n, ways=tuple(w)), st.integers(1, 4), st.lists(ways(), min_size=1, max_size=3)
+            lambda n, w: BlockGroup(count=n, options=tuple(w)),
+            st.integers(1, 4),
+            st.lists(options(), min_size=1, max_size=3),
         ),
         min_size=1,
         max_size=3,
@@ -82,27 +84,27 @@ PROGRAMS = st.builds(
 )
 
 
-def splits(count: int, num_ways: int) -> Iterator[tuple[int, ...]]:
-    if num_ways == 1:
+def splits(count: int, num_options: int) -> Iterator[tuple[int, ...]]:
+    if num_options == 1:
         yield (count,)
         return
     for first in range(count + 1):
-        for rest in splits(count - first, num_ways - 1):
+        for rest in splits(count - first, num_options - 1):
             yield (first, *rest)
 
 
 def best_of_all(program: Program) -> Outcome | None:
     """Searches all solutions. It moves the minimum that fits, because moving alone never saves time."""
     best = None
-    for counts in itertools.product(*(splits(alike.count, len(alike.ways)) for alike in program.blocks)):
+    for counts in itertools.product(*(splits(group.count, len(group.options)) for group in program.blocks)):
         moved = 0.0
         if (overflow := program.overflow) is not None:
             unmoved = outcome_of(program, Assignment(counts=counts, moved_nbytes=0.0))
             moved = max(0.0, unmoved.nbytes[overflow.source] - program.limits[overflow.source])
             movable = sum(
-                n * way.movable_nbytes
-                for alike, ns in zip(program.blocks, counts, strict=True)
-                for way, n in zip(alike.ways, ns, strict=True)
+                n * option.movable_nbytes
+                for group, ns in zip(program.blocks, counts, strict=True)
+                for option, n in zip(group.options, ns, strict=True)
             )
             if moved > movable:
                 continue
@@ -143,7 +145,7 @@ def assert_best(program: Program, rel: float = 2e-6) -> None:
     assert (best is None) == (found is None)
     if best is None or found is None:
         return
-    assert [sum(counts) for counts in found.counts] == [alike.count for alike in program.blocks]
+    assert [sum(counts) for counts in found.counts] == [group.count for group in program.blocks]
     outcome = outcome_of(program, found)
     assert fits(program, outcome)
     assert outcome.cost == pytest.approx(best.cost, rel=rel, abs=1e-6)
@@ -165,7 +167,9 @@ def test_with_what_is_missing_it_fits(program: Program) -> None:
 def test_with_what_one_tier_lacks_it_fits_or_that_does_not_help(program: Program) -> None:
     for tier, limit in enumerate(program.limits):
         lacks = shortfall_of(program, tier)
-        all_nbytes = sum(alike.count * max(map(sum, (way.nbytes for way in alike.ways))) for alike in program.blocks)
+        all_nbytes = sum(
+            group.count * max(map(sum, (option.nbytes for option in group.options))) for group in program.blocks
+        )
         all_nbytes += sum(buffer.most_nbytes for buffer in program.buffers)
         more = (sum(program.nbytes) + all_nbytes if lacks is None else lacks) + 1e5
         limits = (*program.limits[:tier], limit + more, *program.limits[tier + 1 :])
@@ -176,7 +180,9 @@ def test_with_what_one_tier_lacks_it_fits_or_that_does_not_help(program: Program
 def test_the_step_is_the_largest_bound() -> None:
     program = Program(
         blocks=(
-            BlockGroup(count=2, ways=(Way(seconds=(1.0, 2.0), nbytes=(5.0,)), Way(seconds=(3.0, 0.0), nbytes=(0.0,)))),
+            BlockGroup(
+                count=2, options=(Option(seconds=(1.0, 2.0), nbytes=(5.0,)), Option(seconds=(3.0, 0.0), nbytes=(0.0,)))
+            ),
         ),
         seconds=(0.5, 0.0),
         nbytes=(0.0,),
@@ -194,10 +200,10 @@ def test_a_buffer_takes_what_goes_there_until_it_is_full() -> None:
 
     One alone is not, because the buffer is too large for it.
     """
-    rests = Way(seconds=(1.0,), nbytes=(4.0,))
-    passes = Way(seconds=(0.0,), nbytes=(0.0,), buffered_nbytes=(5.0,))
+    rests = Option(seconds=(1.0,), nbytes=(4.0,))
+    passes = Option(seconds=(0.0,), nbytes=(0.0,), buffered_nbytes=(5.0,))
     program = Program(
-        blocks=(BlockGroup(count=3, ways=(rests, passes, Way(seconds=(9.0,), nbytes=(0.0,)))),),
+        blocks=(BlockGroup(count=3, options=(rests, passes, Option(seconds=(9.0,), nbytes=(0.0,)))),),
         seconds=(0.0,),
         nbytes=(1.0,),
         limits=(7.0,),

@@ -60,7 +60,7 @@ def test_a_user_has_so_many_jobs_that_wait(settings: Settings) -> None:
         job = _submit(world, "alice").json()["id"]
         refused = _submit(world, "alice")
         assert _refusal(refused) == (403, "job_quota_exceeded", None)
-        assert "you have 2 jobs that wait or are paused; at most 2 are kept for you" in refused.text
+        assert "you have 2 jobs that wait or are paused; your limit is 2" in refused.text
         assert _submit(world, "bob").status_code == 200
         assert _submit(world, "root").status_code == 200
         assert world.ask("alice", "POST", f"{_JOBS}/{job}/pause").status_code == 200
@@ -136,7 +136,7 @@ def test_a_user_runs_so_many_jobs_at_once_and_the_others_say_why_they_wait(four_
     stage.tick()
     assert [stage.status(job_id) for job_id in (*own[:2], other)] == [JobStatus.RUNNING] * 3
     assert stage.status(own[2]) is JobStatus.QUEUED
-    assert stage.job(own[2]).waiting_reason == "one of your jobs to end: 2 jobs of yours may run at once"
+    assert stage.job(own[2]).waiting_reason == "one of your running jobs must end first (your limit: 2)"
     late = _queue(stage, "cat")
     stage.tick()
     assert stage.status(late) is JobStatus.RUNNING, "one that may not begin yet holds up nobody"
@@ -249,7 +249,12 @@ def test_what_a_users_jobs_leave_counts_as_stored(settings: Settings) -> None:
         refused = _submit(world, "alice")
         assert _refusal(refused) == _QUOTA
         message = refused.json()["error"]["message"]
-        for part in ("MiB stored (14 bytes of files, ", "at most 20.00 MiB", "`windlass storage`", "`windlass delete`"):
+        for part in (
+            "MiB stored (14 bytes of files, ",
+            "your limit is 20.00 MiB",
+            "`windlass storage`",
+            "`windlass delete`",
+        ):
             assert part in message
         assert _refusal(_upload(world, "alice", 100)) == (403, "storage_quota_exceeded", "file")
         assert _submit(world, "bob").status_code == 200
@@ -279,7 +284,7 @@ def test_files_count_as_stored_and_one_that_fits_no_more_leaves_nothing(settings
         before = sorted(few.files_dir.iterdir())
         refused = _upload(world, "alice", _MIB // 2)
         assert _refusal(refused) == (403, "storage_quota_exceeded", "file")
-        assert "this one has 0.50 MiB, and at most 1.00 MiB are kept for you" in refused.text
+        assert "this one has 0.50 MiB, and your limit is 1.00 MiB" in refused.text
         assert sorted(few.files_dir.iterdir()) == before
         assert _upload(world, "alice", 1000).status_code == 200
 

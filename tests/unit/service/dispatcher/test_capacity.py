@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from windlass.amounts import GIB
+from windlass.planner.planning.job_plan import JobPlan
+from windlass.planner.planning.report import PlanReport
 from windlass.service.dispatcher import capacity as box
 from windlass.service.dispatcher.capacity import (
     BUFFERS,
@@ -15,7 +17,7 @@ from windlass.service.dispatcher.capacity import (
     MachineCapacity,
     SsdSpace,
     demand_of,
-    look_at_box,
+    read_capacity,
 )
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.spec_builder import MachineResources
@@ -48,12 +50,12 @@ def put(path: Path, job: str, num_extents: int) -> int:
 
 def test_a_look_finds_buffers_and_states_by_job_and_makes_nothing(settings: Settings) -> None:
     first = settings.ssd_dirs[0]
-    assert [ssd.held for ssd in look_at_box(settings).ssds] == [{}, {}]
+    assert [ssd.held for ssd in read_capacity(settings).ssds] == [{}, {}]
     assert list(first.iterdir()) == []
     held = put(first, "ftjob-1", 3)
     with_buffers = arena_path(box.ARENA_DIR, JobId("ftjob-2"), Attempt(1))
     arena = Arena.create(with_buffers, 2 * MIB)
-    found = look_at_box(settings)
+    found = read_capacity(settings)
     arena.close()
     assert found.buffers == {"ftjob-2": 2 * MIB}
     assert found.host_nbytes is None  # it was not measured
@@ -67,7 +69,7 @@ def test_a_look_finds_buffers_and_states_by_job_and_makes_nothing(settings: Sett
 def test_unreadable_ssds_have_unknown_capacity(settings: Settings) -> None:
     put(settings.ssd_dirs[0], "ftjob-1", 1)
     settings.ssd_dirs[1].rmdir()
-    assert look_at_box(settings).ssds == ()
+    assert read_capacity(settings).ssds == ()
 
 
 def test_what_jobs_have_taken_belongs_to_the_box_as_long_as_they_are_on_it() -> None:
@@ -96,10 +98,12 @@ def test_states_are_shared_out_as_they_are_striped() -> None:
 
 
 def test_a_plan_tells_what_a_job_takes() -> None:
-    plan = {"plan": {"peak_gib": {"gpu": 4.0, "host": 6.5, "ssd": 20.0}}, "arena_nbytes": 5 * GIB}
+    report = PlanReport(feasible=True, reasons=(), peak_gib={"gpu": 4.0, "host": 6.5, "ssd": 20.0})
+    plan = JobPlan(report=report, arena_nbytes=5 * GIB)
     of_gpu = demand_of(plan, budget_nbytes=None, is_cpu=False)
     assert of_gpu == Demand(host_nbytes=int(6.5 * GIB), buffers_nbytes=5 * GIB, ssd_nbytes=20 * GIB)
     assert demand_of(plan, budget_nbytes=None, is_cpu=True).host_nbytes == int(10.5 * GIB)
-    assert demand_of({"plan": {}}, budget_nbytes=7, is_cpu=True) == Demand()  # from an older version
+    from_older_version = JobPlan.from_json({"plan": {"feasible": True, "reasons": []}})
+    assert demand_of(from_older_version, budget_nbytes=7, is_cpu=True) == Demand()
     assert demand_of(None, budget_nbytes=None, is_cpu=True) == Demand()
     assert demand_of(None, budget_nbytes=7, is_cpu=True) == Demand(buffers_nbytes=7)

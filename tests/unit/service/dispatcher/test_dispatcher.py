@@ -136,7 +136,7 @@ def test_a_job_cancelled_while_its_preparation_ends_stays_cancelled(stage: Stage
     stage.preparations[0].ending = PREPARED
     seen = stage.job(job_id)
     stage.request_cancel(job_id)
-    stage.dispatcher._guarded(job_id, stage.dispatcher._preparations.tend, seen, [seen])
+    stage.dispatcher._guarded(job_id, stage.dispatcher._preparations.advance, seen, [seen])
     assert stage.status(job_id) is JobStatus.CANCELLED
     assert stage.runners.started == []
 

@@ -50,7 +50,7 @@ def test_a_jobs_life_is_told_with_job_and_attempt(stage: Stage, caplog: pytest.L
         (1, "lost: ssd-1 died"),
         (1, "ended: queued"),
         (2, "launched on the CPU"),
-        (2, "asked to pause"),
+        (2, "sent pause to the runner"),
         (2, "ended: paused"),
         (3, "launched on the CPU"),
         (3, "ended: succeeded"),
@@ -73,7 +73,7 @@ def test_trouble_with_a_job_is_told_with_its_attempt(
     job_id, _ = stage.run()
     monkeypatch.setattr(stage.runners, "is_alive", lambda *_: 1 / 0)
     stage.tick()
-    assert told(caplog, job_id)[-1] == (1, "could not be handled; it will be tried again")
+    assert told(caplog, job_id)[-1] == (1, "Dispatcher._watch failed; it will be tried again")
 
 
 def test_an_end_that_is_undone_is_not_told(stage: Stage, database: Database, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.power_cut import PowerCut
 from tests.support.service.dispatcher_stage import PREPARED, Stage
+from windlass.planner.planning.job_plan import JobPlan
+from windlass.planner.planning.report import PlanReport
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.plan_files import keep_plan
 from windlass.storage.sql.database import Database
@@ -54,5 +56,6 @@ def test_dispatcher_power_loss_once_a_job_has_succeeded_leaves_its_result_file(
 def test_keep_plan_power_loss_afterwards_leaves_the_plan(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = stage.queue()
     cut = PowerCut(stage.settings.jobs_dir, monkeypatch)
-    number = keep_plan(stage.settings, stage.job(job_id), {"plan": {}})
-    assert json.loads(cut.left()[f"{job_id}/plans/{number}.json"]) == {"plan": {}}
+    plan = JobPlan(report=PlanReport(feasible=True, reasons=("it fits",)))
+    number = keep_plan(stage.settings, stage.job(job_id), plan)
+    assert json.loads(cut.left()[f"{job_id}/plans/{number}.json"]) == plan.to_json()

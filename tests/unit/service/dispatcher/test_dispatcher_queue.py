@@ -357,7 +357,7 @@ def test_the_time_that_a_job_lets_others_be_prepared_is_counted_in_all(stage: St
     assert started(stage)[-1] == (low, 1)
 
 
-def test_attempts_are_not_cut_short_again_and_again(stage: Stage) -> None:
+def test_starting_attempt_is_preempted_only_a_few_times(stage: Stage) -> None:
     """However many urgent jobs arrive, the job makes progress."""
     low = stage.queue(priority=1)
     stage.tick()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.service.dispatcher_stage import PREPARED, Stage
-from tests.unit.service.dispatcher.test_plan_corrections import asked
-from tests.unit.service.dispatcher.test_plan_renewal import Measured, machine, measured, paused_job
+from tests.unit.service.dispatcher.test_replanner_changed_machine import Measured, machine, measured, paused_job
+from tests.unit.service.dispatcher.test_replanner_measured_steps import asked
 from windlass.service.api.routes import plans
 from windlass.service.installation.settings import Settings
 from windlass.service.preparation.pipeline import (
@@ -104,11 +104,11 @@ def test_a_job_whose_measuring_planner_is_killed_is_told_and_planned_without_mea
 
 def test_a_plan_that_is_corrected_by_a_planner_that_is_killed_stays_and_the_job_is_told(stage: Stage) -> None:
     job_id, _ = asked(stage)
-    held = stage.dispatcher._corrections._asked
+    held = stage.dispatcher._corrections._running
     assert held is not None
     folder = stage.settings.home / "killed"
     killed = Preparation([_step(folder, PLAN_JOB, _KILLED)], work_dir=folder)
-    stage.dispatcher._corrections._asked = dataclasses.replace(held, preparation=killed)
+    stage.dispatcher._corrections._running = dataclasses.replace(held, preparation=killed)
     _tick_until(stage, lambda: stage.job(job_id).plan_number == 1)
     last = _events(stage, job_id)[-1]
     assert last.level == "warn"
@@ -129,7 +129,7 @@ def test_a_plan_that_is_renewed_by_a_planner_that_is_killed_stays_and_the_job_is
     stage.request_resume(job_id)
     _tick_until(stage, lambda: stage.status(job_id) is JobStatus.RUNNING)
     told = [event for event in _events(stage, job_id) if event.level == "warn"][-1].message
-    assert re.match(rf"The machine was measured again, but .* the one before stays: planning {_BY_SIGNAL}", told)
+    assert re.match(rf"The machine was measured again, but .* the previous plan is kept: planning {_BY_SIGNAL}", told)
 
 
 def test_a_plan_over_http_whose_planner_is_killed_is_a_failure_of_the_service(
@@ -143,6 +143,6 @@ def test_a_plan_over_http_whose_planner_is_killed_is_a_failure_of_the_service(
         plans._run(settings, {})
     error = raised.value
     assert (error.status, error.kind, error.code) == (500, "server_error", "plan_job_failed")
-    assert re.match(rf"planning {_BY_SIGNAL}.* it said last: at block 3\. Wait until", error.message)
+    assert re.match(rf"planning {_BY_SIGNAL}.* last output line: at block 3\. Wait until", error.message)
     assert str(tmp_path) not in error.message
     assert "its output ended with:\nat block 3" in caplog.text

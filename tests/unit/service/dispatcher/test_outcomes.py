@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 
 from windlass.actors.job.journal import JournalRecord
 from windlass.actors.scheduler.scheduler import INTERRUPTED
-from windlass.service.dispatcher.outcomes import resume, take_in
+from windlass.service.dispatcher.outcomes import handle_loss, import_records
 from windlass.service.installation.settings import Settings
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.errors import StatusConflict
@@ -58,7 +58,7 @@ def record(kind: str, attempt: int = 1, seq: int = 1, **data: object) -> Journal
 
 def take(database: Database, job: Job, *records: JournalRecord, lost: str | None) -> tuple[bool, list[str]]:
     losses = Losses()
-    return take_in(database, SETTINGS, job, records, lost=lost, when_lost=losses), losses.reasons
+    return import_records(database, SETTINGS, job, records, lost=lost, when_lost=losses), losses.reasons
 
 
 def status(database: Database, job: Job) -> JobStatus:
@@ -91,13 +91,13 @@ def test_failed_handling_imports_no_records(database: Database, running: Job) ->
     with database.write() as session:
         JobRepository(session).transition(running.id, JobStatus.RUNNING, JobStatus.QUEUED, message="")
     with pytest.raises(StatusConflict):
-        take_in(
+        import_records(
             database,
             SETTINGS,
             running,
             [record("message")],
             lost="killed",
-            when_lost=functools.partial(resume, SETTINGS),
+            when_lost=functools.partial(handle_loss, SETTINGS),
         )
     with database.read() as session:
         job = JobRepository(session).get(running.id)
@@ -108,7 +108,9 @@ def test_a_lost_attempt_leaves_no_estimate(database: Database, running: Job) -> 
     metrics = record("metrics", step=1, train_loss=1.0, remaining_s=50.0)
     with database.write() as session:
         JobRepository(session).set_fields(running.id, estimated_finish=51.0)
-    assert take_in(database, SETTINGS, running, [metrics], lost="killed", when_lost=functools.partial(resume, SETTINGS))
+    assert import_records(
+        database, SETTINGS, running, [metrics], lost="killed", when_lost=functools.partial(handle_loss, SETTINGS)
+    )
     with database.read() as session:
         job = JobRepository(session).get(running.id)
     assert (job.status, job.attempt, job.step, job.estimated_finish) == (JobStatus.QUEUED, 1, 1, None)
@@ -119,7 +121,7 @@ def test_a_cancellation_that_came_meanwhile_counts(database: Database, running: 
     with database.write() as session:
         JobRepository(session).request_cancel(running.id)
     with database.write() as session:
-        resume(SETTINGS, session, running, "killed")
+        handle_loss(SETTINGS, session, running, "killed")
     assert status(database, running) is JobStatus.CANCELLED
 
 
@@ -127,7 +129,7 @@ def test_a_pausing_job_that_is_lost_is_paused_at_its_last_commit(database: Datab
     with database.write() as session:
         pausing = JobRepository(session).transition(running.id, JobStatus.RUNNING, JobStatus.PAUSING, message="")
     with database.write() as session:
-        resume(SETTINGS, session, pausing, "killed")
+        handle_loss(SETTINGS, session, pausing, "killed")
     assert status(database, running) is JobStatus.PAUSED
 
 

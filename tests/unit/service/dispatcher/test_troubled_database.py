@@ -179,7 +179,7 @@ class Ray:
 
 
 def test_passes_fail_and_go_on(sqlite_stage: Stage, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.service.dispatcher.process._LONGEST_INTERVAL_S", 0.01)
+    monkeypatch.setattr("windlass.service.dispatcher.process._MAX_INTERVAL_S", 0.01)
     monkeypatch.setattr("windlass.service.dispatcher.process._INTERVAL_S", 0.01)
     job_id = sqlite_stage.submit()
     ending = threading.Event()

@@ -102,7 +102,7 @@ def test_a_killed_step_is_told_by_signal_time_limit_and_remedy(tmp_path: Path, n
     told = raised.value.message
     assert re.fullmatch(
         rf"{title} was killed by signal 9 \(SIGKILL\) after \d+ s, most likely because the machine ran out of memory "
-        r"\([\d.]+ GiB are free without it; its limit was [\d.]+ GiB\), and left no result; it said last: on it\. "
+        r"\([\d.]+ GiB are free without it; its limit was [\d.]+ GiB\), and left no result; last output line: on it\. "
         rf"Wait until other jobs .*, or add memory, and submit the job again$",
         told,
     )

@@ -113,6 +113,6 @@ def test_lack_of_space_is_recognized_in_wrapped_errors() -> None:
         InsufficientSpaceError("it", "/", 2, 1, "less"),
         wrapped,
     ):
-        assert room.is_for_want_of_room(error)
+        assert room.is_out_of_space(error)
     for other in (None, OSError(errno.EIO, "Input/output error"), RuntimeError("full"), StoreError("broken")):
-        assert not room.is_for_want_of_room(other)
+        assert not room.is_out_of_space(other)

@@ -6,7 +6,12 @@ import sys
 
 import pytest
 
-from windlass.storage.memory.process_end import describe_process_end, explain_process_end, last_line, tells_of_no_memory
+from windlass.storage.memory.process_end import (
+    describe_process_end,
+    explain_process_end,
+    last_line,
+    reports_out_of_memory,
+)
 
 
 def _end_of(code: str) -> tuple[int, str]:
@@ -44,14 +49,14 @@ def test_the_error_that_a_process_printed_explains_its_end() -> None:
 def test_what_a_killed_process_printed_does_not_hide_its_signal() -> None:
     told = explain_process_end(*_end_of("print('loading', file=sys.stderr, flush=True); os.abort()"))
     assert told.startswith("its process crashed with signal 6 (SIGABRT)")
-    assert told.endswith("; it said last: loading")
+    assert told.endswith("; last output line: loading")
 
 
 def test_a_failed_allocation_is_found_in_the_last_line() -> None:
     limit = "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))"
     _, output = _end_of(f"{limit}; bytearray(2 << 30)")
-    assert tells_of_no_memory(last_line(output))
-    assert not tells_of_no_memory("ValueError: MemoryErrors are rare")
+    assert reports_out_of_memory(last_line(output))
+    assert not reports_out_of_memory("ValueError: MemoryErrors are rare")
 
 
 def test_a_last_line_is_short_and_printable() -> None:

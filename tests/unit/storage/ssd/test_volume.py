@@ -343,7 +343,7 @@ class TestAllocations:
             raise ValueError("a record of 9 bytes does not fit into 8")
 
         monkeypatch.setattr(layout, "pack_table", outgrown)
-        with pytest.raises(StoreError, match="has too many jobs to note another: delete some"):
+        with pytest.raises(StoreError, match="has no room in the table for another job: delete some"):
             volume.reserve(JOB, DEMAND)
         monkeypatch.undo()
         assert volume.allocations() == {}

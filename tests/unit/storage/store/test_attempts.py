@@ -30,7 +30,8 @@ from windlass.storage.integrity.errors import StaleAttempt, StepNotAllowed, Stor
 from windlass.storage.ssd import volume as volume_module
 from windlass.storage.ssd.volume import Volume
 from windlass.storage.store import format as layout
-from windlass.storage.store.format import CommitRecord, last_common_commit
+from windlass.storage.store.common_commit import last_common_commit
+from windlass.storage.store.format import CommitRecord
 from windlass.storage.store.tensor_store import last_attempt
 
 
@@ -94,7 +95,7 @@ class TestRefused:
         owner = new_store(volume, make_geometry(job))
         assert volume.allocation(owner.geometry.job).head_offset == lost._allocation.head_offset
         commit(owner, 0)
-        _everything_is_refused(lost, 1, "its space is another's; attempt 1")
+        _everything_is_refused(lost, 1, "its space belongs to another job; attempt 1")
         check(owner, 0)
         commit(owner, 1)
         check(resume(volume, 2, owner.geometry.job), 1)

@@ -13,7 +13,8 @@ from tests.support.storage.stores import keys, make_geometry, open_volume, page_
 from windlass.storage.ids import Attempt, ChunkKey, JobId, SsdIndex, StateKind, Step
 from windlass.storage.integrity.errors import StoreMissing
 from windlass.storage.ssd.volume import VOLUME_FILE, Volume
-from windlass.storage.store.format import CommitRecord, StoreGeometry, last_common_commit
+from windlass.storage.store.common_commit import last_common_commit
+from windlass.storage.store.format import CommitRecord, StoreGeometry
 
 JOB = JobId("ftjob-1")
 # The actions of jobs in order: write all states, or gradients, of a step; commit a step with the states that were

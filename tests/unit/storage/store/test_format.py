@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.storage.stores import FP32, make_geometry
+from tests.support.storage.stores import FP32, make_geometry, make_record
 from windlass.storage.ids import (
     ALL_FORMATS,
     Attempt,
@@ -20,7 +20,6 @@ from windlass.storage.ids import (
     Rank,
     SsdIndex,
     StateKind,
-    Step,
 )
 from windlass.storage.integrity.errors import StoreCorrupt
 from windlass.storage.integrity.records import RECORD_NBYTES
@@ -29,7 +28,6 @@ from windlass.storage.store.format import (
     NUM_COMMIT_RECORDS,
     TRAINER_STATE_MAX_NBYTES,
     CommitRecord,
-    last_common_commit,
     pack_commit,
     pack_fence,
     pack_superblock,
@@ -41,18 +39,6 @@ from windlass.storage.store.format import (
 
 NONCE, OTHER_NONCE = "0123456789abcdef", "f123456789abcdef"
 weights = st.lists(st.integers(1, 12), min_size=1, max_size=5).map(tuple)
-
-
-def _record(sequence: int, step: int, attempt: int = 1, state: str = "{}") -> CommitRecord:
-    return CommitRecord(
-        sequence=sequence,
-        step=Step(step),
-        attempt=Attempt(attempt),
-        rank=Rank(1),
-        manifest=sequence % 7,
-        manifest_digest=(1 << 64) - 1 - sequence,
-        trainer_state=state,
-    )
 
 
 class TestGeometry:
@@ -209,7 +195,7 @@ class TestCommitRecord:
         state=st.text(max_size=400),
     )
     def test_comes_back(self, sequence: int, step: int, attempt: int, state: str) -> None:
-        record = replace(_record(0, step, attempt, state), sequence=sequence)
+        record = replace(make_record(0, step, attempt, state), sequence=sequence)
         raw = pack_commit(record, NONCE)
         assert len(raw) == RECORD_NBYTES
         assert unpack_commit(raw, NONCE) == record
@@ -218,7 +204,7 @@ class TestCommitRecord:
 
     def test_longest_state_fits(self) -> None:
         longest = "é" * (TRAINER_STATE_MAX_NBYTES // 2)
-        record = _record(1, 2, state=longest)
+        record = make_record(1, 2, state=longest)
         assert unpack_commit(pack_commit(record, NONCE), NONCE) == record
         with pytest.raises(ValueError, match="the trainer's state takes 3073 bytes; a commit holds 3072"):
             pack_commit(replace(record, trainer_state=longest + "x"), NONCE)
@@ -245,13 +231,13 @@ class TestJournals:
         self, num: int, damage: dict[int, tuple[int, int]], torn: tuple[int, int] | None
     ) -> None:
         """Also if the crash that tore the last entry tore both of its copies."""
-        records = [_record(sequence, step=sequence) for sequence in range(num)]
+        records = [make_record(sequence, step=sequence) for sequence in range(num)]
         copies = [_journal(records), _journal(records)]
         next_place = num % NUM_COMMIT_RECORDS
         for place, (copy, byte) in damage.items():
             copies[copy][place * RECORD_NBYTES + byte] ^= 4
         if torn is not None:
-            new = pack_commit(_record(num, step=num), NONCE)
+            new = pack_commit(make_record(num, step=num), NONCE)
             for copy, num_sectors in zip(copies, torn, strict=True):
                 at = next_place * RECORD_NBYTES
                 copy[at : at + 512 * num_sectors] = new[: 512 * num_sectors]
@@ -264,7 +250,7 @@ class TestJournals:
         assert {each.sequence for each in found} <= set(range(num))
 
     def test_both_copies_of_an_acknowledged_entry_damaged(self) -> None:
-        copies = [_journal([_record(sequence, step=sequence) for sequence in range(70)]) for _ in range(2)]
+        copies = [_journal([make_record(sequence, step=sequence) for sequence in range(70)]) for _ in range(2)]
         for copy in copies:
             for sequence in (68, 69):
                 copy[sequence % NUM_COMMIT_RECORDS * RECORD_NBYTES + 100] ^= 1
@@ -272,7 +258,7 @@ class TestJournals:
             unpack_journals([bytes(copy) for copy in copies], NONCE, "SSD x")
 
     def test_whole_journal_damaged_is_not_an_empty_one(self) -> None:
-        journal = _journal([_record(0, 0), _record(1, 1)])
+        journal = _journal([make_record(0, 0), make_record(1, 1)])
         for sequence in range(2):
             journal[sequence * RECORD_NBYTES + 4000] ^= 1
         with pytest.raises(StoreCorrupt, match="which step was committed last is unknown"):
@@ -280,38 +266,7 @@ class TestJournals:
         assert unpack_journals([bytes(journal)] * 2, OTHER_NONCE, "SSD x") == []
 
     def test_entry_in_the_wrong_place_does_not_count(self) -> None:
-        journal = _journal([_record(5, 5)])
+        journal = _journal([make_record(5, 5)])
         moved = journal[RECORD_NBYTES:] + journal[:RECORD_NBYTES]
         with pytest.raises(StoreCorrupt):
             unpack_journals([bytes(moved)] * 2, NONCE, "SSD x")
-
-
-class TestLastCommonCommit:
-    def test_newest_that_all_have(self) -> None:
-        a = [_record(0, 0), _record(1, 1), _record(2, 2)]
-        b = [_record(7, 0), _record(8, 1)]
-        assert last_common_commit([a, b]) == a[1]
-        assert last_common_commit([b, a]) == b[1]
-        assert last_common_commit([a]) == a[2]
-
-    def test_adopted_commit_wins_over_higher_steps_of_older_attempts(self) -> None:
-        old = [_record(sequence, sequence) for sequence in range(4)]
-        adopted = _record(4, 2, attempt=2)
-        assert last_common_commit([[*old, adopted], [*old, adopted]]) == adopted
-        # The crash came before the second SSD adopted it: the earlier commit still counts.
-        assert last_common_commit([[*old, adopted], old]) == old[3]
-
-    def test_same_step_of_another_history_does_not_pair(self) -> None:
-        a = [_record(0, 0), _record(1, 1, attempt=1, state="a")]
-        for other in (_record(1, 1, attempt=2, state="a"), _record(1, 1, attempt=1, state="b")):
-            assert last_common_commit([a, [_record(0, 0), other]]) == a[0]
-
-    def test_none_before_the_first_step_is_on_all(self) -> None:
-        assert last_common_commit([[], []]) is None
-        assert last_common_commit([[_record(0, 0), _record(1, 0, attempt=2)], []]) is None
-
-    @pytest.mark.parametrize("other", [[], [_record(0, 0, attempt=9)]])
-    def test_lost_journal_is_not_a_new_job(self, other: list[CommitRecord]) -> None:
-        """An SSD was replaced, or is not mounted and an empty directory is in its place."""
-        with pytest.raises(StoreCorrupt, match=r"those of the steps \[5, (None|0)\], and none is the same on all"):
-            last_common_commit([[_record(0, 4), _record(1, 5)], other])

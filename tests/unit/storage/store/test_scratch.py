@@ -175,7 +175,7 @@ class TestAttempts:
         fill(volume, newer.reserve_scratch(SLOT_NBYTES, 2), 2, seed=2)
         DirectStore.delete(volume, JOB)
         new_store(volume)
-        with pytest.raises(StoreMissing, match="was given to it anew meanwhile"):
+        with pytest.raises(StoreMissing, match="was freed and reserved again"):
             volume.reserve_scratch(JOB, make_geometry().demand, nonce="00" * 8)
 
     def test_goes_with_the_job(self, volume: Volume, tmp_path: Path) -> None:

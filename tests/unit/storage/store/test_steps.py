@@ -90,7 +90,7 @@ class TestSteps:
         store = DirectStore.open(volume, JOB, Attempt(2))
         assert store.last_commit() is None
         for kind in (StateKind.PARAM, StateKind.GRAD):
-            with pytest.raises(StepNotAllowed, match="cannot write step 1 before it is said where to resume"):
+            with pytest.raises(StepNotAllowed, match="cannot write step 1 before resume_from is called"):
                 store.write(KEY, kind, Step(1), page())
         for states_step in (None, Step(0)):
             with pytest.raises(StepNotAllowed, match="cannot commit step 1 before"):
@@ -189,7 +189,7 @@ class TestInPlace:
         for step in (1, 2):
             with pytest.raises(
                 StepNotAllowed,
-                match=f"cannot write the states of block 0, chunk 1, step {step}: what step 3 has written lies in",
+                match=f"cannot write the states of block 0, chunk 1, step {step}: uncommitted data of step 3 is stored",
             ):
                 write(store, KEY, StateKind.MASTER, step)
         check(store, 3)
@@ -444,7 +444,7 @@ class TestGradients:
         for step in (1, 2):
             with pytest.raises(
                 StepNotAllowed,
-                match=f"cannot write the gradient of block 0, chunk 1, step {step}: what step 1 has written lies in",
+                match=f"cannot write the gradient of block 0, chunk 1, step {step}: uncommitted data of step 1 is",
             ):
                 write_gradient(store, KEY, step)
         commit(store, 1)
@@ -458,7 +458,7 @@ class TestGradients:
             write_gradient(store, KEY, step)
             check_gradient(store, KEY, step)
         for kind in (StateKind.GRAD, StateKind.PARAM):
-            with pytest.raises(StepNotAllowed, match="step 1: what step 2 has written lies in their place"):
+            with pytest.raises(StepNotAllowed, match="step 1: uncommitted data of step 2 is stored there"):
                 store.write(KEY, kind, Step(1), page())
         with pytest.raises(StepNotAllowed, match="0 bytes of it are held"):
             check_gradient(store, KEY, 1)

@@ -21,10 +21,10 @@ from windlass.actors.timeline.span_files import SIMULATED_FOLDER, StepSpans, kee
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.activation_policy import BlockActivations
 from windlass.engine.memory_plan.memory_tier import MemoryTier
-from windlass.engine.memory_plan.placement_json import from_json, to_json
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.hardware.hardware import example_machines
 from windlass.planner.planning import worker as plan_job
+from windlass.planner.planning.job_plan import JobPlan
 from windlass.service.api.routes import plans
 from windlass.service.cli import ids as cli_ids
 from windlass.service.cli import jobs as cli_jobs
@@ -178,7 +178,7 @@ def test_a_corrected_plan_is_shown_with_the_one_before(client: TestClient, file_
     keep_plan(context.settings, job["id"])
     with context.database.write() as session:
         row = JobRepository(session).get(job["id"])
-        better = {"plan": {**PLAN, "step_s": 2.0}, "corrected": True, "told": "Measured: [...]", "from_attempt": 2}
+        better = plan_of(plan={**PLAN, "step_s": 2.0}, corrected=True, told="Measured: [...]", from_attempt=2)
         assert job_plans.keep_plan(context.settings, row, better) == 1
     path = f"/v1/fine_tuning/jobs/{job['id']}/plan"
     assert client.get(path).json()["corrected"] is False  # until the row says so
@@ -189,11 +189,15 @@ def test_a_corrected_plan_is_shown_with_the_one_before(client: TestClient, file_
     assert [(each["corrected"], each["step_s"]) for each in plan["before"]] == [(False, 3.0)]
 
 
+def plan_of(**values: Any) -> JobPlan:
+    return JobPlan.model_validate({"plan": PLAN, **values})
+
+
 def keep_plan(settings: Settings, job_id: str, **more: Any) -> None:
     folder = job_dir(settings, job_id) / "prepare"
     folder.mkdir(parents=True, exist_ok=True)
-    found = {"ok": True, "plan": PLAN, "placement": to_json(PLACEMENT), "arena_nbytes": 1 << 20, **more}
-    (folder / "plan_job.json").write_text(json.dumps(found))
+    plan = plan_of(placement=PLACEMENT, arena_nbytes=1 << 20, **more)
+    (folder / "plan_job.json").write_text(json.dumps({"ok": True, **plan.to_json()}))
 
 
 def tell_measured(client: TestClient, job_id: str, *steps: tuple[int, dict[str, Any]]) -> None:
@@ -443,15 +447,15 @@ def test_a_later_attempt_goes_on_with_the_pace_of_the_earlier_one(
     data = {"step": 2, "total_steps": 4, "remaining_s": remaining_s, "remaining_is_estimate": is_estimate}
     last = JobMetrics(job_id="job", step=2, attempt=1, data=data)
     by_plan = Pace(step_s=3.0, is_measured=False)
-    assert expected_pace({"plan": PLAN}, last) == expected_pace(None, last) == found
-    assert expected_pace({"plan": PLAN, "from_attempt": 1}, last) == found
-    assert expected_pace({"plan": PLAN, "from_attempt": 2}, last) == by_plan, "steps before a plan say nothing of it"
-    assert expected_pace({"plan": PLAN}, None) == by_plan
+    assert expected_pace(plan_of(), last) == expected_pace(None, last) == found
+    assert expected_pace(plan_of(from_attempt=1), last) == found
+    assert expected_pace(plan_of(from_attempt=2), last) == by_plan, "steps before a plan say nothing of it"
+    assert expected_pace(plan_of(), None) == by_plan
     assert expected_pace(None, None) is None
 
 
 def test_a_prediction_is_an_estimate_until_enough_steps_are_measured() -> None:
-    found = {"plan": PLAN | {"example_tokens": {"limit": 2048, "widest": 16, "mean": 14.2, "of_data": True}}}
+    found = plan_of(plan=PLAN | {"example_tokens": {"limit": 2048, "widest": 16, "mean": 14.2, "of_data": True}})
 
     def view(num_steps: int | None) -> dict[str, Any]:
         measured = None if num_steps is None else {"step_s": 1.9, "num_steps": num_steps, "peak_bytes": {}}
@@ -475,12 +479,6 @@ def test_a_job_runs_as_it_was_planned(stage: Stage) -> None:
     assert spec.placement == PLACEMENT
     assert spec.host_memory_nbytes == 1 << 20
     assert (spec.device_memory_nbytes, spec.planned_device_nbytes) == (3 * GIB, 2 * GIB)
-
-
-def test_placements_survive_json() -> None:
-    assert from_json(json.loads(json.dumps(to_json(PLACEMENT)))) == PLACEMENT
-    with pytest.raises(ValueError, match="host_blocks"):
-        from_json({"host_blocks": "all"})
 
 
 def test_a_job_without_a_plan_is_queued_with_a_warning(stage: Stage) -> None:

@@ -17,7 +17,7 @@ from windlass.engine.checkpoint.safetensors_file import encode_header
 from windlass.engine.model import ModelLayout, ParamSlice, build_meta_model
 from windlass.storage.files import sync_path, sync_tree
 from windlass.storage.ids import ChunkKey, Precision
-from windlass.storage.memory import is_for_want_of_room, require_disk_room
+from windlass.storage.memory import is_out_of_space, require_disk_room
 
 MAX_SHARD_NBYTES = 5 * 10**9
 _MARGIN_NBYTES = 64 * 2**20  # disk space required for the small files beside the weights
@@ -90,7 +90,7 @@ class ModelExporter:
             self._preallocate(shards)
         except OSError as error:
             self.abort()
-            if is_for_want_of_room(error):
+            if is_out_of_space(error):
                 raise  # the caller may retry: space may become free
             raise ExportError(f"cannot write the model to {self._path}: {error}") from error
 
@@ -103,7 +103,7 @@ class ModelExporter:
         self._written.add(key)
 
     def finish(self) -> None:
-        """Completes the folder, syncs it and renames it to its name. Raises `ExportError` if chunks are missing."""
+        """Completes the folder and renames it to its final path. Raises `ExportError` if chunks are missing."""
         keys = [key for block in self._layout.blocks for key in self._layout.chunk_keys(block.index)]
         missing = [key for key in keys if key not in self._written]
         if missing:

@@ -7,19 +7,20 @@ import pytest
 
 from tests.support.service.dispatcher_stage import PREPARED, Stage
 from windlass.actors.scheduler.scheduler import PAUSED
-from windlass.engine.memory_plan.placement_json import to_json
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.hardware.hardware import Hardware
-from windlass.service.dispatcher import plan_renewal
+from windlass.planner.planning.job_plan import JobPlan
+from windlass.planner.planning.report import PlanReport
+from windlass.service.dispatcher import replanner
 from windlass.service.dispatcher.capacity import MachineCapacity
 from windlass.service.jobs.spec_builder import job_dir
 from windlass.service.preparation.pipeline import PreparationError
 from windlass.storage.sql.job_status import JobStatus
 
 OLD, NEW = Placement(num_cached_params=1), Placement(host_blocks=(0, 2), num_cached_params=2)
-REPORT: dict[str, Any] = {"feasible": True, "reasons": [], "step_s": 10.0}
-PLANNED = {"ok": True, "plan": REPORT, "placement": to_json(OLD), "arena_nbytes": 1 << 20}
-ANOTHER = {"ok": True, "plan": REPORT, "placement": to_json(NEW), "arena_nbytes": 2 << 20}
+REPORT = PlanReport(feasible=True, reasons=(), step_s=10.0)
+PLANNED = {"ok": True, **JobPlan(report=REPORT, placement=OLD, arena_nbytes=1 << 20).to_json()}
+ANOTHER = {"ok": True, **JobPlan(report=REPORT, placement=NEW, arena_nbytes=2 << 20).to_json()}
 
 
 def machine(read_gb_per_s: float) -> Hardware:
@@ -47,7 +48,7 @@ class Measured:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     made = Measured()
-    monkeypatch.setattr(plan_renewal, "measured_hardware", made)
+    monkeypatch.setattr(replanner, "measured_hardware", made)
     return made
 
 
@@ -131,7 +132,7 @@ def test_where_there_is_no_new_plan_the_old_one_stays(stage: Stage, measured: Me
     stage.tick(2)
     assert stage.runners.started[1].placement == OLD
     assert len(stage.planners) == 1
-    (told,) = [message for message in stage.messages(job_id) if "the one before stays" in message]
+    (told,) = [message for message in stage.messages(job_id) if "the previous plan is kept" in message]
     assert why in told
 
 
@@ -215,3 +216,19 @@ def test_a_machine_that_is_not_measured_any_more_changes_nothing(stage: Stage, m
     stage.request_resume(job_id)
     stage.tick()
     assert stage.runners.started[1].placement == OLD
+
+
+def test_job_whose_plan_has_a_wrong_value_fails_and_says_so(stage: Stage) -> None:
+    job_id = stage.submit()
+    stage.tick()
+    folder = job_dir(stage.settings, job_id) / "prepare"
+    folder.mkdir(parents=True)
+    (folder / "plan_job.json").write_text(json.dumps({**PLANNED, "placement": {"host_blocks": "all"}}))
+    stage.preparations[-1].ending = PREPARED
+    stage.tick(2)
+    job = stage.job(job_id)
+    assert job.status is JobStatus.FAILED
+    assert job.error is not None
+    assert job.error["code"] == "start_failed"
+    assert "the job's plan cannot be read" in job.error["message"]
+    assert "host_blocks" in job.error["message"]

@@ -10,26 +10,26 @@ from tests.support.service.dispatcher_stage import PREPARED, Stage
 from windlass.actors.job.journal import Journal
 from windlass.actors.job.pace import Pace
 from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED
-from windlass.engine.memory_plan.placement_json import to_json
 from windlass.engine.memory_plan.plan import Placement
+from windlass.planner.planning.job_plan import JobPlan
+from windlass.planner.planning.report import PlanReport
 from windlass.service.jobs.spec_builder import job_dir
 from windlass.service.preparation.pipeline import PreparationError
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Job
 
 OLD, NEW = Placement(num_cached_params=1), Placement(host_blocks=(0, 2), num_cached_params=2)
-REPORT: dict[str, Any] = {"feasible": True, "reasons": [], "busy_s": {"compute": 1.0}, "peak_gib": {"gpu": 1.0}}
-PLANNED = {"ok": True, "plan": {**REPORT, "step_s": 10.0}, "placement": to_json(OLD), "arena_nbytes": 1 << 20}
-BETTER = {
+REPORT = PlanReport(feasible=True, reasons=(), step_s=10.0, busy_s={"compute": 1.0}, peak_gib={"gpu": 1.0})
+PLANNED = {"ok": True, **JobPlan(report=REPORT, placement=OLD, arena_nbytes=1 << 20).to_json()}
+SLOWER = dataclasses.replace(REPORT, step_s=20.0)
+BETTER: dict[str, Any] = {
     "ok": True,
-    "plan": {**REPORT, "step_s": 20.0},
-    "placement": to_json(NEW),
-    "arena_nbytes": 2 << 20,
+    **JobPlan(report=SLOWER, placement=NEW, arena_nbytes=2 << 20).to_json(),
     "changes": True,
     "told": "Measured: each SSD reads 0.2 GB/s, the profile said 2 GB/s. [...]",
 }
 QUESTION = {"batch_size": 5, "compute_threads": 4, "may_measure": True, "hardware": {"gpus": {"count": 0}}}
-SAME = {**PLANNED, "changes": False, "told": "Measured: the machine does what its profile says. [...]"}
+SAME: dict[str, Any] = {**PLANNED, "changes": False, "told": "Measured: the machine does what its profile says. [...]"}
 
 
 def planned_job(stage: Stage) -> tuple[str, Journal]:
@@ -91,7 +91,7 @@ def test_the_planner_is_asked_again_once_the_first_steps_are_measured(stage: Sta
     assert (question["batch_size"], question["compute_threads"], question["may_measure"]) == (5, 4, False)
     assert running["timeline_dir"] == str(job_dir(stage.settings, job_id) / "timeline")
     assert (running["first_step"], running["num_steps_left"]) == (3, 35)
-    assert running["found"] == {name: PLANNED[name] for name in ("plan", "placement", "arena_nbytes")}
+    assert {"ok": True, **running["plan"]} == PLANNED
     assert running["restart_s"] >= 0
     json.dumps(question)
 

@@ -12,7 +12,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from tests.support.engine.folders import MARKED_TEMPLATE, make_config, make_model_folder, make_tokenizer
 from tests.support.power_cut import PowerCut, files_of
 from windlass.engine.checkpoint.atomic_folder import make_partial_folder
-from windlass.engine.checkpoint.writer import ExportError, ModelExporter
+from windlass.engine.checkpoint.model_exporter import ExportError, ModelExporter
 from windlass.engine.model.layout import ModelLayout
 from windlass.engine.model.partition import Partition, build_meta_model, load_config
 from windlass.storage.ids import ChunkKey, Precision
@@ -208,7 +208,7 @@ def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
 
 def test_a_disk_too_small_is_refused_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model_folder(tmp_path / "model", "llama")
-    monkeypatch.setattr("windlass.engine.checkpoint.writer._MARGIN_NBYTES", 2**62)
+    monkeypatch.setattr("windlass.engine.checkpoint.model_exporter._MARGIN_NBYTES", 2**62)
     with pytest.raises(InsufficientSpaceError, match=r"for the exported model: .* needed, .* more than the .* free"):
         make_exporter(tmp_path, "llama")
     assert list((tmp_path / "out").iterdir()) == []

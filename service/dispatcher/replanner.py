@@ -1,0 +1,283 @@
+"""Plans that are made again, in a planner process: by the first measured steps, or for a changed machine.
+
+The job keeps running or waiting meanwhile. All state is in the job's row and its plans, so a plan is made again also if
+the dispatcher dies meanwhile.
+"""
+
+import shutil
+import statistics
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.actors.timeline import FOLDER
+from windlass.planner.planning import MIN_STEPS, JobPlan, ReplanRequest
+from windlass.service.installation import Settings
+from windlass.service.jobs import job_dir, keep_plan, load_plan, load_question, plan_bounds
+from windlass.service.machine import measured_hardware
+from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step, tell_warnings
+from windlass.service.preparation.sandbox import Start, start_limited
+from windlass.storage.ids import Attempt
+from windlass.storage.sql import Database, Job, JobMetrics
+from windlass.storage.sql.repositories import EventRepository, JobRepository
+
+# First steps of an attempt that are not measured, because kernels are compiled and no transfers are in flight yet.
+_NUM_FIRST_STEPS = 2
+# Minimum remaining seconds of a job for a correction. Planning takes some ten seconds, and so does a restart.
+_MIN_LEFT_S = 60.0
+# Cost of a restart, in times of the attempt's start: one for the new attempt's start and one for the old one's end.
+_STARTS_A_RESTART = 2
+
+Ask = Callable[[Path, dict[str, Any]], Preparation]
+
+
+def ask_planner(work_dir: Path, question: dict[str, Any], start: Start = start_limited) -> Preparation:
+    """Starts a planner process. Its files go to `work_dir`, which is created anew."""
+    shutil.rmtree(work_dir, ignore_errors=True)
+    work_dir.mkdir(parents=True)
+    return Preparation([plan_step(work_dir, question)], work_dir=work_dir, start=start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replan:
+    """A plan to make again: the planner's question, and the plan that follows from its answer."""
+
+    work_dir: Path
+    question: dict[str, Any]
+    accept: Callable[[JobPlan], JobPlan]  # makes the job's next plan from the planner's plan
+    reject: Callable[[str], JobPlan]  # makes it from the previous plan; gets the reason why there is no other
+    reports_step_time: bool  # in the event
+
+
+# Returns the plan to make again for a job, or None if there is no reason.
+Trigger = Callable[[Job], Replan | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    job_id: str
+    attempt: Attempt
+    replan: Replan
+    preparation: Preparation
+
+
+class Replanner:
+    """Makes plans again whenever a trigger says so, one job at a time, because the planner takes all cores."""
+
+    def __init__(self, database: Database, settings: Settings, trigger: Trigger, *, ask: Ask = ask_planner) -> None:
+        self._database = database
+        self._settings = settings
+        self._trigger = trigger
+        self._ask = ask
+        self._running: _Running | None = None
+
+    @property
+    def job_id(self) -> str | None:
+        """The job whose plan is being made again."""
+        return None if self._running is None else self._running.job_id
+
+    def poll(self, job: Job) -> bool:
+        """Starts the planner for a job or checks on it. Returns False if the job needs no other plan than its own.
+
+        Returns True also in the pass that stores the plan.
+        """
+        running = self._running
+        if running is not None and running.job_id == job.id:
+            self._poll(running, job)
+            return True
+        replan = self._trigger(job)
+        if replan is not None and running is None:
+            preparation = self._ask(replan.work_dir, replan.question)
+            attempt = Attempt(job.attempt)
+            self._running = _Running(job_id=job.id, attempt=attempt, replan=replan, preparation=preparation)
+        return replan is not None
+
+    def drop(self, *, keep: Collection[str]) -> None:
+        """Ends the planner process of a job that is not in `keep`."""
+        if self._running is not None and self._running.job_id not in keep:
+            self._running.preparation.stop()
+            self._running = None
+
+    # --- private methods --------------------------------------------------------------------------------------------
+
+    def _poll(self, running: _Running, job: Job) -> None:
+        if running.attempt != job.attempt:  # another attempt has other steps and another start time
+            self.drop(keep=())
+            return
+        plan, why_not = None, ""
+        try:
+            results = running.preparation.poll()
+        except PreparationError as error:
+            why_not = str(error)
+        else:
+            if results is not None:
+                plan, why_not = _feasible_plan(results[PLAN_JOB])
+        tell_warnings(self._database, job, running.preparation)
+        if plan is not None:
+            self._store(job, running.replan.accept(plan), running.replan, level="info")
+        elif why_not:
+            self._store(job, running.replan.reject(why_not), running.replan, level="warn")
+
+    def _store(self, job: Job, plan: JobPlan, replan: Replan, *, level: str) -> None:
+        """Stores the plan and names it in the job's row. A crash between the two only repeats the planning."""
+        self.drop(keep=())
+        number = keep_plan(self._settings, job, plan)
+        data: dict[str, Any] = {"plan_number": number}
+        if replan.reports_step_time:
+            data["step_s"] = plan.report.step_s
+        with self._database.write() as session:
+            JobRepository(session).set_fields(job.id, seen=job, plan_number=number)
+            EventRepository(session).add(
+                job.id, attempt=job.attempt, message=plan.message or "", level=level, data=data
+            )
+
+
+def _feasible_plan(answer: dict[str, Any]) -> tuple[JobPlan | None, str]:
+    """Returns the planner's plan, or the reason why there is none."""
+    plan = JobPlan.from_json(answer)
+    if plan is not None and plan.report.feasible:
+        return plan, ""
+    reasons = answer.get("warnings", ()) if plan is None else plan.report.reasons
+    return None, "; ".join(reasons) or "the planner gave no reason"
+
+
+# --- trigger: measured steps ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSteps:
+    """Corrects the plan of a running job once, by the measured times of its first steps.
+
+    If the new plan is worth a restart, the running attempt ends at its next commit and the next one runs with it.
+    """
+
+    database: Database
+    settings: Settings
+
+    def __call__(self, job: Job) -> Replan | None:
+        """Returns the correction of a job's plan, or None while there is nothing to correct."""
+        num_needed = _NUM_FIRST_STEPS + MIN_STEPS
+        if job.plan_number or job.total_steps is None or not num_needed <= job.step < job.total_steps:
+            return None
+        with self.database.read() as session:
+            events = EventRepository(session)
+            # One more row, because a resumed attempt may report the last step again.
+            rows = events.first_metrics(job.id, job.attempt, limit=num_needed + 1)
+            began = events.first(job.id, job.attempt)
+        steps = [row for row in rows if "step_s" in row.data]
+        if began is None or len(steps) < num_needed:
+            return None
+        num_left = job.total_steps - job.step
+        if num_left * statistics.median(_step_s(row) for row in steps[_NUM_FIRST_STEPS:]) < _MIN_LEFT_S:
+            return None
+        plan, question = load_plan(self.settings, job), load_question(self.settings, job)
+        if plan is None or plan.placement is None or question is None:
+            return None
+        start_s = steps[0].created_at - _step_s(steps[0]) - began.created_at
+        folder = job_dir(self.settings, job.id)
+        request = ReplanRequest(
+            timeline_dir=folder / FOLDER,
+            first_step=steps[_NUM_FIRST_STEPS].step,
+            plan=plan,
+            num_steps_left=num_left,
+            restart_s=_STARTS_A_RESTART * max(0.0, start_s),
+        )
+        # The planner must not measure blocks while the job computes. It uses the job's own steps.
+        changes = {
+            "may_measure": False,
+            "simulation_s": 0.0,
+            "running": request.model_dump(mode="json", exclude_unset=True),
+        }
+        return Replan(
+            work_dir=folder / "correction",
+            question=question | changes,
+            accept=lambda answer: _corrected(plan, answer, job.attempt),
+            reject=lambda why: _uncorrected(plan, why),
+            reports_step_time=True,
+        )
+
+
+def must_end_for_plan(settings: Settings, job: Job) -> bool:
+    """Returns whether a running attempt must end at its next commit, so that the next one runs with a new plan."""
+    plan = load_plan(settings, job) if job.plan_number else None
+    return plan is not None and (plan.from_attempt or 0) > job.attempt
+
+
+def _corrected(before: JobPlan, answer: JobPlan, attempt: int) -> JobPlan:
+    return JobPlan(
+        report=answer.report,
+        placement=answer.placement,
+        arena_nbytes=answer.arena_nbytes,
+        message=answer.message,
+        corrected=True,
+        from_attempt=attempt + 1 if answer.changes else None,
+        **before.changed_inputs,
+    )
+
+
+def _uncorrected(before: JobPlan, why: str) -> JobPlan:
+    message = f"The plan could not be made again by what the first steps measured, and stays: {why}"
+    return before.model_copy(update={"corrected": False, "from_attempt": None, "message": message})
+
+
+def _step_s(row: JobMetrics) -> float:
+    return float(row.data["step_s"])
+
+
+# --- trigger: a changed machine ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedMachine:
+    """Renews the plan of a queued job if the machine or the settings have changed since the plan was made.
+
+    A job may wait or be paused for long. Meanwhile SSDs or GPUs may change and be measured again, or the settings give
+    jobs other budgets. A job's states can move to the places that a new plan requires. The new plan therefore holds
+    from the next attempt on.
+    """
+
+    settings: Settings
+
+    def __call__(self, job: Job) -> Replan | None:
+        """Returns the renewal of a job's plan, or None if nothing has changed or the job has no plan."""
+        plan, question, now = load_plan(self.settings, job), load_question(self.settings, job), self._inputs(job)
+        if plan is None or question is None:
+            return None
+        changed = [name for name, value in now.items() if question.get(name, value) != value]
+        if not changed:
+            return None
+        why = "The machine was measured again" if "hardware" in changed else "The settings' budgets have changed"
+        return Replan(
+            work_dir=job_dir(self.settings, job.id) / "renewal",
+            question=question | now,
+            accept=lambda answer: _renewed(answer, now, job.attempt, why),
+            reject=lambda why_not: _not_renewed(
+                plan, now, job.attempt, f"{why}, but there is no new plan, and the previous plan is kept: {why_not}"
+            ),
+            reports_step_time=False,
+        )
+
+    def _inputs(self, job: Job) -> dict[str, Any]:
+        """Returns the parts of a planner's question that may have changed by now."""
+        hardware = measured_hardware(self.settings)
+        measured = {} if hardware is None else {"hardware": hardware.model_dump()}
+        return {**plan_bounds(self.settings, job), **measured}
+
+
+def _renewed(answer: JobPlan, now: dict[str, Any], attempt: int, why: str) -> JobPlan:
+    return JobPlan(
+        report=answer.report,
+        placement=answer.placement,
+        arena_nbytes=answer.arena_nbytes,
+        message=f"{why}: the job goes on by a new plan",
+        corrected=False,
+        from_attempt=attempt + 1,
+        **now,
+    )
+
+
+def _not_renewed(before: JobPlan, now: dict[str, Any], attempt: int, message: str) -> JobPlan:
+    """Makes a plan with the new facts, so that it is not renewed again."""
+    about = {"corrected": False, "from_attempt": attempt + 1, "told": message}
+    return JobPlan.model_validate({**before.to_json(), **about, **now})
