@@ -1,6 +1,5 @@
 """Splits offloaded tensors into parts and decides which part gets the next staging buffer. No I/O, no clock."""
 
-import heapq
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from windlass.actors.activations.scratch_slots import ScratchSlots
 from windlass.engine.memory_plan import ACTIVATION_PART_SLOTS
 from windlass.storage.ids import BlockIndex, Span, Step
+from windlass.storage.priority_queue import PriorityQueue
 
 if TYPE_CHECKING:  # the simulator uses this module without torch
     import torch
@@ -97,10 +97,10 @@ class BufferQueue:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        # Heaps of (turn, place in the tensor, number, part). An entry is stale once its part has changed its place.
-        self._demanded: list[tuple[int, int, int, Part]] = []
-        self._leaving: list[tuple[int, int, int, Part]] = []
-        self._ahead: list[tuple[int, int, int, Part]] = []
+        # By turn and place in the tensor. An entry is stale once its part has changed its place.
+        self._demanded: PriorityQueue[Part] = PriorityQueue()
+        self._leaving: PriorityQueue[Part] = PriorityQueue()
+        self._ahead: PriorityQueue[Part] = PriorityQueue()
 
     def begin(self, swap: SsdSwap) -> None:
         """Gives a tensor the next turn: its parts queue behind those of all earlier calls."""
@@ -109,21 +109,19 @@ class BufferQueue:
     def wait(self, part: Part) -> None:
         """Queues a part for a buffer, if it needs one in its present place."""
         if part.at is At.DEVICE:
-            self._push(self._leaving, part)
+            self._leaving.push((part.swap.turn, part.range.start), part)
         elif part.at is At.SSD and part.swap.wanted_in is not None:
-            self._push(self._demanded if part.swap.is_demanded else self._ahead, part)
+            waiting = self._demanded if part.swap.is_demanded else self._ahead
+            waiting.push((part.swap.turn, part.range.start), part)
 
     def first(self) -> Part | None:
         """Returns the next part, without removing it; None if none waits. It stays first until its place changes."""
         for waiting, at in ((self._demanded, At.SSD), (self._leaving, At.DEVICE), (self._ahead, At.SSD)):
-            while waiting and waiting[0][-1].at is not at:
-                heapq.heappop(waiting)
+            while waiting and waiting.first.at is not at:
+                waiting.pop()
             if waiting:
-                return waiting[0][-1]
+                return waiting.first
         return None
-
-    def _push(self, waiting: list[tuple[int, int, int, Part]], part: Part) -> None:
-        heapq.heappush(waiting, (part.swap.turn, part.range.start, next(self._numbers), part))
 
 
 def slots_of_part(num_staged: int, num_ssds: int) -> int:

@@ -5,7 +5,7 @@ buffer only when nothing else is missing for that transfer, and releases it at t
 however few buffers there are. One thread copies in each direction; the SSD servers read and write the SSDs.
 """
 
-import itertools
+import functools
 import queue
 import threading
 import time
@@ -17,13 +17,8 @@ from windlass.actors.activations.parts import At, BufferQueue, Moment, Part, Ssd
 from windlass.actors.activations.scratch_slots import ScratchSlots
 from windlass.actors.job import JobContext, aligned, ssd_name
 from windlass.actors.lifecycle import ActorThreads
-from windlass.actors.messages import (
-    ActivationIoDone,
-    Message,
-    ReadActivations,
-    SsdRequest,
-    WriteActivations,
-)
+from windlass.actors.messages import Message, ReadActivations, WriteActivations
+from windlass.actors.ssd import SsdClient
 from windlass.amounts import bytes_text
 from windlass.engine.activations import (
     ActivationMemoryError,
@@ -33,7 +28,7 @@ from windlass.engine.activations import (
     SwapWatch,
 )
 from windlass.engine.device import Device
-from windlass.storage.ids import ActorName, CorrelationId, Span
+from windlass.storage.ids import ActorName, Span
 from windlass.storage.memory import SlotPool
 
 # Seconds. Shorter waits are not reported.
@@ -51,24 +46,23 @@ class SsdActivations:
         context: JobContext,
         device: Device,
         memory: torch.Tensor,
+        client: SsdClient,
         send: Callable[[ActorName, Message], None],
         name: ActorName,
         watch: SwapWatch,
         *,
         max_leaving_nbytes: int,
     ) -> None:
-        """`memory` is the arena as flat uint8. `name` is the sender of requests to the SSD servers.
+        """`memory` is the arena as flat uint8. `send` and `name` are for reports of errors.
 
-        Their answers must be passed to `take`. `max_leaving_nbytes` limits the bytes that wait on the device for their
-        copies; a single put may exceed it.
+        `max_leaving_nbytes` limits the bytes that wait on the device for their copies; a single put may exceed it.
         """
         plan, num_ssds = context.plan, len(context.ssds)
         pool, num_staged = plan.activations, plan.num_staged_activations
         self._spec = context.spec
         self._device = device
         self._memory = memory
-        self._send = send
-        self._name = name
+        self._client = client
         self._watch = watch
         self._max_leaving_nbytes = max_leaving_nbytes
         self._slot_nbytes = pool.slot_nbytes
@@ -89,8 +83,6 @@ class SsdActivations:
         # All attributes below are protected by `_changed`.
         self._now = Moment()
         self._turns = BufferQueue()
-        self._correlations = itertools.count()
-        self._asked: dict[CorrelationId, tuple[float, Part]] = {}  # pending requests with their times, oldest first
         self._num_settling = 0  # parts of dropped tensors that still hold slots or a buffer
         self._leaving_nbytes = 0
         self._counter = SwapCounter()
@@ -123,8 +115,8 @@ class SsdActivations:
             self._line_up(swap)
             self._leaving_nbytes += nbytes
             self._counter.hold(nbytes)
-            requests = self._hand_out_buffers()
-        self._ask(requests)
+            parts = self._hand_out_buffers()
+        self._request(parts)
         return swap
 
     def prefetch(self, swap: SsdSwap, target: torch.Tensor) -> None:
@@ -132,8 +124,8 @@ class SsdActivations:
         with self._changed:
             swap.target, swap.target_ready, swap.wanted_in = target, self._device.after_now(), self._now
             self._line_up(swap)
-            requests = self._hand_out_buffers()
-        self._ask(requests)
+            parts = self._hand_out_buffers()
+        self._request(parts)
 
     def wait_for(self, swap: SsdSwap) -> None:
         """Waits until a prefetched tensor is in its target. The handle is invalid afterwards.
@@ -146,8 +138,8 @@ class SsdActivations:
             swap.is_demanded = True
             for part in swap.parts:
                 self._turns.wait(part)
-            requests = self._hand_out_buffers()
-        self._ask(requests)
+            parts = self._hand_out_buffers()
+        self._request(parts)
         with self._changed:
             try:
                 self._wait_until(lambda: swap.num_missing == 0 or swap.error is not None, lambda: self._lateness(swap))
@@ -160,33 +152,6 @@ class SsdActivations:
         """Discards a tensor. The handle is invalid afterwards."""
         with self._changed:
             self._drop(swap)
-
-    def take(self, done: ActivationIoDone) -> None:
-        """Processes an SSD server's answer."""
-        with self._changed:
-            _, part = self._asked.pop(done.correlation)
-            if part.swap.is_dropped or self._stopping:
-                self._free(part)
-            elif part.at is At.RETURNING:
-                self._to_copy_in.put(part)
-            else:
-                self._release_buffer(part)
-                part.at = At.SSD
-                self._turns.wait(part)
-            requests = self._hand_out_buffers()
-        self._ask(requests)
-
-    def describe_overdue(self) -> str:
-        """Describes the oldest pending request to each SSD server, oldest first; empty if there is none."""
-        oldest: dict[ActorName, str] = {}
-        with self._changed:
-            for since_s, part in self._asked.values():
-                verb, left_in = "read" if part.at is At.RETURNING else "write", part.swap.left_in
-                what = f"a {verb} of activations of block {left_in.block}, step {left_in.step}"
-                pending_s = time.monotonic() - since_s
-                ssd = ssd_name(part.ssd)
-                oldest.setdefault(ssd, f"{ssd} has not finished {what} after {pending_s:.1f} s: check its SSD")
-        return "; ".join(oldest.values())
 
     @property
     def counts(self) -> SwapCounts:
@@ -253,6 +218,36 @@ class SsdActivations:
             f"{self._spec.deadline_s:g} s; see the logs of the SSD servers, and check the disks"
         )
 
+    # --- inside: requests, without the lock ---------------------------------------------------------------------------
+
+    def _request(self, parts: list[Part]) -> None:
+        for part in parts:
+            assert part.buffer is not None
+            self._client.move_activations(
+                ReadActivations if part.at is At.RETURNING else WriteActivations,
+                part.ssd,
+                step=part.asked_in.step,
+                block=part.swap.left_in.block,
+                slots=part.slots,
+                span=Span(part.buffer.offset, aligned(part.nbytes)),
+                priority=part.priority,
+                on_done=functools.partial(self._has_moved, part),
+            )
+
+    def _has_moved(self, part: Part) -> None:
+        """Processes the end of a part's transfer. SSD servers may answer after `stop`."""
+        with self._changed:
+            if part.swap.is_dropped or self._stopping:
+                self._free(part)
+            elif part.at is At.RETURNING:
+                self._to_copy_in.put(part)
+            else:
+                self._release_buffer(part)
+                part.at = At.SSD
+                self._turns.wait(part)
+            parts = self._hand_out_buffers()
+        self._request(parts)
+
     # --- inside: all these are called with the lock held --------------------------------------------------------------
 
     def _line_up(self, swap: SsdSwap) -> None:
@@ -260,9 +255,9 @@ class SsdActivations:
         for part in swap.parts:
             self._turns.wait(part)
 
-    def _hand_out_buffers(self) -> list[tuple[ActorName, SsdRequest]]:
-        """Gives free buffers to the parts whose turn it is; returns the requests to send to the SSD servers."""
-        requests: list[tuple[ActorName, SsdRequest]] = []
+    def _hand_out_buffers(self) -> list[Part]:
+        """Gives free buffers to the parts whose turn it is; returns those to request from the SSD servers."""
+        to_request: list[Part] = []
         while not self._stopping and (part := self._turns.first()) is not None:
             buffers = self._buffers.try_acquire(1)
             if not buffers:
@@ -273,26 +268,8 @@ class SsdActivations:
                 self._to_copy_out.put(part)
             else:
                 part.at = At.RETURNING
-                requests.append(self._request(part))
-        return requests
-
-    def _request(self, part: Part) -> tuple[ActorName, SsdRequest]:
-        assert part.buffer is not None
-        kind: type[ReadActivations] | type[WriteActivations]
-        kind = ReadActivations if part.at is At.RETURNING else WriteActivations
-        correlation = CorrelationId(next(self._correlations))
-        self._asked[correlation] = time.monotonic(), part
-        return ssd_name(part.ssd), kind(
-            job=self._spec.job,
-            step=part.asked_in.step,
-            correlation=correlation,
-            reply_to=self._name,
-            priority=part.priority,
-            deadline_s=self._spec.deadline_s,
-            block=part.swap.left_in.block,
-            slots=part.slots,
-            span=Span(part.buffer.offset, aligned(part.nbytes)),
-        )
+                to_request.append(part)
+        return to_request
 
     def _drop(self, swap: SsdSwap) -> None:
         """Drops a tensor. Parts in transfer are released at the end of the transfer, all others at once."""
@@ -334,14 +311,10 @@ class SsdActivations:
 
     # --- inside: the threads ------------------------------------------------------------------------------------------
 
-    def _ask(self, requests: list[tuple[ActorName, SsdRequest]]) -> None:
-        for to, request in requests:
-            self._send(to, request)
-
     def _run_out(self) -> None:
         while (part := self._to_copy_out.get()) is not None:
             swap, error = part.swap, self._copy(part, self._copy_out)
-            requests = []
+            parts = []
             with self._changed:
                 self._leave(part)
                 if error is None:
@@ -350,10 +323,10 @@ class SsdActivations:
                     swap.error = swap.error or error
                     self._free(part)
                 else:
-                    requests = [self._request(part)]
-                requests += self._hand_out_buffers()
+                    parts = [part]
+                parts += self._hand_out_buffers()
                 self._changed.notify_all()
-            self._ask(requests)
+            self._request(parts)
 
     def _run_in(self) -> None:
         while (part := self._to_copy_in.get()) is not None:
@@ -366,9 +339,9 @@ class SsdActivations:
                         self._counter.held_nbytes -= swap.nbytes
                 swap.error = swap.error or error
                 self._free(part)
-                requests = self._hand_out_buffers()
+                parts = self._hand_out_buffers()
                 self._changed.notify_all()
-            self._ask(requests)
+            self._request(parts)
 
     def _copy(self, part: Part, copy: Callable[[Part, torch.Tensor], None]) -> Exception | None:
         """Runs a copy of a part; returns its error, to be raised in the waiting thread."""

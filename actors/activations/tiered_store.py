@@ -12,7 +12,8 @@ from windlass.actors.activations.parts import Moment, SsdSwap
 from windlass.actors.activations.ssd_store import SsdActivations
 from windlass.actors.activations.tracing import ActivationSpans
 from windlass.actors.job import JobContext
-from windlass.actors.messages import ActivationIoDone, Message
+from windlass.actors.messages import Message
+from windlass.actors.ssd import SsdClient
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.activations import NOTHING_SWAPPED, HostActivations, SwapCounts, SwapHandle
 from windlass.engine.device import Device
@@ -41,14 +42,12 @@ class ActivationTiers:
         context: JobContext,
         device: Device,
         memory: torch.Tensor,
+        client: SsdClient,
         send: Callable[[ActorName, Message], None],
         name: ActorName,
         spans: SpanRecorder,
     ) -> None:
-        """`memory` is the arena as flat uint8. `send` sends requests to the SSD servers in the name of `name`.
-
-        Their answers must be passed to `take`.
-        """
+        """`memory` is the arena as flat uint8. `send` and `name` are for reports of errors."""
         plan, pool = context.plan, context.plan.activations
         self._watch = ActivationSpans(spans)
         self._device = device
@@ -63,7 +62,7 @@ class ActivationTiers:
         self._ssds: SsdActivations | None = None
         if plan.num_ssd_activations:
             self._ssds = SsdActivations(
-                context, device, memory, send, name, self._watch, max_leaving_nbytes=plan.max_leaving_nbytes
+                context, device, memory, client, send, name, self._watch, max_leaving_nbytes=plan.max_leaving_nbytes
             )
         self._held: dict[SwapHandle, _Held] = {}
         self._num_puts = 0
@@ -78,15 +77,6 @@ class ActivationTiers:
     def flush(self) -> None:
         """Records the last spans of a step, after its last activations are back on the device."""
         self._watch.flush()
-
-    def take(self, done: ActivationIoDone) -> None:
-        """Processes an SSD server's answer."""
-        assert self._ssds is not None
-        self._ssds.take(done)
-
-    def describe_overdue(self) -> str:
-        """Describes the oldest pending request to each SSD server; empty if there is none."""
-        return "" if self._ssds is None else self._ssds.describe_overdue()
 
     def put(self, tensor: torch.Tensor) -> SwapHandle:
         """See ActivationStore.

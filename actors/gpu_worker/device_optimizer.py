@@ -31,7 +31,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.optimizer import ChunkUpdater
 from windlass.actors.policy import UpdateActions, UpdateQueue
-from windlass.actors.ssd import ChunkClient, chunk_io
+from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import COMPUTE, FROM_DEVICE, WHOLE_BLOCK, SpanRecorder
 from windlass.engine.device import Device, Event, copy, release_team, state_dtype
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Kernel, Span, StateKind, Step
@@ -51,7 +51,7 @@ class DeviceStates:
         context: JobContext,
         device: Device,
         memory: torch.Tensor,
-        io: ChunkClient,
+        io: SsdClient,
         *,
         name: ActorName,
         acquire_grad: Callable[[BlockIndex], torch.Tensor],

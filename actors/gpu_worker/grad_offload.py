@@ -23,7 +23,7 @@ from windlass.actors.messages import (
     SpanKind,
 )
 from windlass.actors.policy import OffloadQueue
-from windlass.actors.ssd import ChunkClient, chunk_io
+from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import FROM_DEVICE, SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, copy
 from windlass.engine.memory_plan import grad_buffers_of_job
@@ -69,7 +69,7 @@ class GradOffload:
         context: JobContext,
         device: Device,
         memory: torch.Tensor,
-        io: ChunkClient,
+        io: SsdClient,
         spans: SpanRecorder,
         send: Callable[[ActorName, GradOffloaded], None],
         report: Callable[[ComputeBlock, float], None],

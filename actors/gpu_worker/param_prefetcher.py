@@ -27,7 +27,7 @@ from windlass.actors.messages import (
     ParamRequest,
     SpanKind,
 )
-from windlass.actors.ssd import ChunkClient, chunk_io
+from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import TO_DEVICE, SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, Device, DeviceBuffers, Event, copy
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece, param_buffers
@@ -70,7 +70,7 @@ class ParamFeed:
         context: JobContext,
         device: Device,
         memory: torch.Tensor,
-        io: ChunkClient,
+        io: SsdClient,
         resident: Callable[[BlockIndex], torch.Tensor | None],
         spans: SpanRecorder,
     ) -> None:

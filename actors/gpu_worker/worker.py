@@ -69,7 +69,7 @@ from windlass.actors.messages import (
     UserMessage,
 )
 from windlass.actors.policy import ComputeReports, OperationWindow
-from windlass.actors.ssd import ChunkClient
+from windlass.actors.ssd import SsdClient
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.data import MicroBatch, PreparedDataset
 from windlass.engine.device import TORCH_DTYPE, Device, release_team
@@ -100,7 +100,7 @@ class GpuWorker:
         self.hyper = context.spec.hyperparameters
         self.partition = partition
         self.send = send
-        self._io = ChunkClient(self.name, context, send)
+        self._io = SsdClient(self.name, context, send)
         self._activations: ActivationTiers | None = None
         self._launched: list[ComputeBlock] = []  # operations that were queued on the device and are not finished
         self._threads = ActorThreads(
@@ -108,7 +108,7 @@ class GpuWorker:
             context.spec.job,
             send,
             lambda: self._stopping,
-            describe_pending=self._describe_pending,
+            describe_pending=self._io.describe_overdue,
             under_way=lambda: next(iter(self._launched[:1]), None),
         )
         self.device = Device(
@@ -149,7 +149,7 @@ class GpuWorker:
         self._device_memory = DeviceMemory(self.device.device)
         if self.context.plan.activations.num_slots:
             self._activations = ActivationTiers(
-                self.context, self.device, self._memory, self.send, self.name, self._spans
+                self.context, self.device, self._memory, self._io, self.send, self.name, self._spans
             )
         self.runner = BlockRunner(
             self.partition,
@@ -203,11 +203,8 @@ class GpuWorker:
                 self._grads.commit_reached(message.step)
             case UpdateStep() | SkipStep() | FlushBlock() | RestoreStates():
                 self._states.post(message)
-            case ChunkIoDone():
+            case ChunkIoDone() | ActivationIoDone():
                 self._io.take(message)
-            case ActivationIoDone():
-                assert self._activations is not None
-                self._activations.take(message)
             case GradSlotsReleased():
                 self._grads.release_slots(message.spans)
             case _:
@@ -269,11 +266,6 @@ class GpuWorker:
                 self._announce(f"layers like block {block} do not call {calls} on this device: results are recomputed")
         except ActivationNeedUnknownError as error:
             self._announce(f"{error}. If there are too few activation slots, the job fails in its first step")
-
-    def _describe_pending(self) -> str:
-        """Describes the pending requests to SSD servers, for the text of a timeout."""
-        activations = "" if self._activations is None else self._activations.describe_overdue()
-        return "; ".join(filter(None, (self._io.describe_overdue(), activations)))
 
     def _announce(self, text: str) -> None:
         self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))

@@ -1,23 +1,18 @@
 """The store of offloaded layers' states on SSDs, with the host memory for transfers, in one process."""
 
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from windlass.actors.job import SCHEDULER, calibration_of, ssd_name
-from windlass.actors.messages import ActorFailed, ChunkIoDone, Message, ReadChunks, WriteChunks
+from windlass.actors.job import aligned, calibration_of
 from windlass.actors.offload.errors import OffloadFailedError
-from windlass.actors.ssd import SsdServer, chunk_io
 from windlass.storage.files import lock, open_lock_file, try_lock
 from windlass.storage.ids import (
-    ActorName,
     Attempt,
     ChunkKey,
-    CorrelationId,
     Formats,
     JobId,
     Rank,
@@ -26,11 +21,11 @@ from windlass.storage.ids import (
     StateKind,
     Step,
 )
+from windlass.storage.io_scheduler import IoScheduler, IoTerms
 from windlass.storage.memory import Arena, arena_path, remove_leftovers
 from windlass.storage.ssd import Calibration, Volume, stripe_weights
-from windlass.storage.store import StoreGeometry, TensorStore
+from windlass.storage.store import JobSpace, StoreGeometry, TensorStore
 
-_CLIENT = ActorName("offload")
 _ATTEMPT = Attempt(1)
 _PREFIX = "offload-"
 
@@ -54,7 +49,7 @@ class OffloadStore:
         direct_io: bool,
         on_failure: Callable[[Exception], None],
     ) -> None:
-        """Reserves the space on the SSDs and in memory. `on_failure` is called from threads of the SSD servers.
+        """Reserves the space on the SSDs and in memory. `on_failure` is called from threads of the I/O schedulers.
 
         Raises:
             InsufficientSpaceError: there is too little space. Nothing stays reserved.
@@ -63,17 +58,16 @@ class OffloadStore:
         self.chunk_numel = chunk_numel
         self._deadline_s = deadline_s
         self._on_failure = on_failure
-        self._lock = threading.Lock()
-        self._correlation = 0
-        self._open: dict[CorrelationId, Callable[[], None]] = {}
         self._job = JobId(f"{_PREFIX}{os.getpid()}-{time.time_ns():x}")
         remove_leftovers(arena_dir)
         calibrations = _survey(ssd_dirs, direct_io)
         weights = stripe_weights([calibration.mixed_bytes_per_s for calibration in calibrations])
         self._locks: list[tuple[Path, int]] = []
-        self._servers: list[SsdServer] = []
+        self._spaces: list[JobSpace] = []
+        self._schedulers: list[IoScheduler] = []
         self._arena = Arena.create(arena_path(arena_dir, self._job, _ATTEMPT), arena_nbytes)
         self.memory = torch.frombuffer(self._arena.buffer(Span(0, arena_nbytes)), dtype=torch.uint8)
+        self._io_arena = Arena.open(self._arena.path)  # a mapping with full page tables, which no GPU has pinned
         try:
             for i, directory in enumerate(ssd_dirs):
                 self._locks.append(_lock(directory, self._job))
@@ -88,18 +82,10 @@ class OffloadStore:
                     chunks_per_block=chunks_per_block,
                 )
                 self._geometry = geometry
-                server = SsdServer(
-                    ssd_name(i),
-                    directory,
-                    geometry,
-                    self._arena.path,
-                    self._send,
-                    io=calibrations[i].io,
-                    direct=direct_io,
-                )
-                server.setup()
-                self._servers.append(server)
-                server.resume_from(None)
+                space = JobSpace.open(directory, geometry, direct=direct_io)
+                self._spaces.append(space)
+                space.store.resume_from(None)
+                self._schedulers.append(IoScheduler.start(f"{_PREFIX}{i}", space, self._io_arena, calibrations[i].io))
         except BaseException:
             self.close()
             raise
@@ -107,12 +93,12 @@ class OffloadStore:
     @property
     def bytes_read(self) -> int:
         """The bytes read from the SSDs so far."""
-        return sum(server.bytes_read for server in self._servers)
+        return sum(scheduler.bytes_read for scheduler in self._schedulers)
 
     @property
     def bytes_written(self) -> int:
         """The bytes written to the SSDs so far."""
-        return sum(server.bytes_written for server in self._servers)
+        return sum(scheduler.bytes_written for scheduler in self._schedulers)
 
     def read(
         self, key: ChunkKey, numel: int, step: Step, offsets: Mapping[StateKind, int], priority: tuple[int, int],
@@ -122,7 +108,7 @@ class OffloadStore:
 
         `on_done` is called from another thread.
         """
-        self._request(ReadChunks, key, numel, step, offsets, priority, on_done)
+        self._scheduler_of(key).read(key, step, self._parts(numel, offsets), self._terms(priority, on_done))
 
     def write(
         self, key: ChunkKey, numel: int, step: Step, offsets: Mapping[StateKind, int], priority: tuple[int, int],
@@ -132,14 +118,17 @@ class OffloadStore:
 
         The memory may be reused once `on_done` is called, from another thread.
         """
-        self._request(WriteChunks, key, numel, step, offsets, priority, on_done)
+        self._scheduler_of(key).write(key, step, self._parts(numel, offsets), self._terms(priority, on_done))
 
     def close(self) -> None:
         """Finishes all transfers and releases the space. No tensor of the memory may be used afterwards."""
-        for server in self._servers:
-            server.stop(delete_store=True)
-        self._servers.clear()
+        for scheduler in self._schedulers:
+            scheduler.close()
+        for space in self._spaces:
+            space.close(delete=True)
+        self._spaces.clear()
         del self.memory
+        self._io_arena.close()
         self._arena.close()
         self._arena.unlink()
         for path, descriptor in self._locks:
@@ -149,34 +138,24 @@ class OffloadStore:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _request(
-        self, kind: type[ReadChunks] | type[WriteChunks], key: ChunkKey, numel: int, step: Step,
-        offsets: Mapping[StateKind, int], priority: tuple[int, int], on_done: Callable[[], None],
-    ) -> None:  # fmt: skip
-        with self._lock:
-            self._correlation += 1
-            correlation = CorrelationId(self._correlation)
-            self._open[correlation] = on_done
-        request = kind(
-            job=self._job,
-            step=step,
-            correlation=correlation,
-            reply_to=_CLIENT,
+    def _scheduler_of(self, key: ChunkKey) -> IoScheduler:
+        return self._schedulers[self._geometry.ssd_of(key)]
+
+    def _parts(self, numel: int, offsets: Mapping[StateKind, int]) -> list[tuple[StateKind, Span]]:
+        sizes = self.formats.itemsizes
+        return [(kind, Span(offset, aligned(numel * sizes[kind]))) for kind, offset in offsets.items()]
+
+    def _terms(self, priority: tuple[int, int], on_done: Callable[[], None]) -> IoTerms:
+        return IoTerms(
             priority=priority,
             deadline_s=self._deadline_s,
-            items=(chunk_io(key, numel, offsets, self.formats.itemsizes),),
+            on_done=lambda _: on_done(),
+            on_failed=self._fail,
         )
-        self._servers[self._geometry.ssd_of(key)].post(request)
 
-    def _send(self, to: ActorName, message: Message) -> None:
-        match message:
-            case ChunkIoDone():
-                with self._lock:
-                    on_done = self._open.pop(message.correlation)
-                on_done()
-            case ActorFailed():
-                assert to == SCHEDULER, "failures are sent only to the scheduler"
-                self._on_failure(OffloadFailedError(message.error))
+    def _fail(self, error: Exception) -> None:
+        # Only the text, because the frames of the error's traceback hold buffers of the arena.
+        self._on_failure(OffloadFailedError(f"{type(error).__name__}: {error}"))
 
 
 def _survey(ssd_dirs: Sequence[Path], direct_io: bool) -> list[Calibration]:

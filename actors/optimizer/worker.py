@@ -46,7 +46,7 @@ from windlass.actors.optimizer.model_io import ModelIo
 from windlass.actors.optimizer.priority_queue import UrgentQueue
 from windlass.actors.optimizer.read_ahead import ReadAhead
 from windlass.actors.policy import UpdateActions, UpdateQueue
-from windlass.actors.ssd import ChunkClient, chunk_io
+from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, release_team, state_dtype
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
@@ -101,7 +101,7 @@ class CpuOptimizer:
         # In order of arrival. In order of priority, a chunk would hold its slot for as long as others are more urgent.
         self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
         self._read_ahead = ReadAhead()
-        self._io = ChunkClient(name, context, send)
+        self._io = SsdClient(name, context, send)
         self._spans = SpanRecorder(name, context.spec.job, send)
         self._num_blocks = _num_blocks_of(context, name)
         self._num_updated: Counter[Step] = Counter()  # updated blocks by step, for steps that are not over
@@ -300,7 +300,8 @@ class CpuOptimizer:
         self._read_ahead.begin(self.spec.deadline_s)
         slots = self._slots.acquire(min(1, self._slots.num_slots), self.spec.deadline_s)
         # Only now, because a more urgent chunk may have arrived during the waits.
-        update, grad = self._to_begin.get()
+        with self._lock:
+            update, grad = self._to_begin.get()
         works_at(update)
         if (host_slot := self._host_slots.get(grad.key)) is not None:
             self._slots.release(slots)

@@ -1,5 +1,5 @@
 """The SSD server, which transfers chunks between one SSD and the arena, and the client of other actors."""
 
-from windlass.actors.ssd.client import ChunkClient as ChunkClient
+from windlass.actors.ssd.client import SsdClient as SsdClient
 from windlass.actors.ssd.client import chunk_io as chunk_io
 from windlass.actors.ssd.server import SsdServer as SsdServer

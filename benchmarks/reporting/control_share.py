@@ -22,8 +22,8 @@ from benchmarks.reporting.pss import ThreadSeconds
 _WORKERS = (b"ray::ActorShell", b"ray::ThrottledShell", b"ray::ObservedShell")
 # Names of threads that update states on the device,
 _UPDATERS = ("DeviceStates.ru",)
-# and of threads that move bytes, as actors give them to the kernel (`actors/lifecycle/threads.py`).
-_MOVERS = ("SsdServer_trans", "ParamFeed_arriv", "GradOffload", "PartialGrads.ru")
+# and of threads that move bytes, as the kernel shows them (`storage/threads.py`).
+_MOVERS = ("IoScheduler_tra", "ParamFeed_arriv", "GradOffload", "PartialGrads.ru")
 
 
 class Role(StrEnum):

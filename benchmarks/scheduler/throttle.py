@@ -76,10 +76,11 @@ class Throttle:
         """
         if kind == "ssd" and self.ssd_bytes_per_s is not None:
             from windlass.actors.ssd import server as ssd_server
+            from windlass.storage.io_scheduler import scheduler as io_scheduler
 
             rate = self.ssd_bytes_per_s
             log = _log_of(_TRANSFERS, lambda nbytes: nbytes / rate)
-            return [(ssd_server, "open_engine", _slow_engines(rate)), (ssd_server, "SpanRecorder", log)]
+            return [(io_scheduler, "open_engine", _slow_engines(rate)), (ssd_server, "SpanRecorder", log)]
         if kind == "optimizer" and self.optimizer_params_per_s is not None:
             from windlass.actors.optimizer import worker as cpu_optimizer
 

@@ -19,7 +19,7 @@ from windlass.storage.integrity import GRANULE_NBYTES
 
 
 class Backend(StrEnum):
-    """The I/O interface that a thread of an SSD server uses."""
+    """The I/O interface that a thread of an I/O scheduler uses."""
 
     THREADS = "threads"  # preadv and pwritev, one at a time in each thread
     URING = "uring"  # io_uring, several at a time in each thread
@@ -27,7 +27,7 @@ class Backend(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoSettings:
-    """The I/O settings of an SSD server."""
+    """The I/O settings of an SSD."""
 
     backend: Backend
     num_threads: int
@@ -96,8 +96,8 @@ class Transfer:
 class TransferEngine(Protocol):
     """Runs transfers for one thread. Any thread may open it; one thread makes all other calls and closes it at its end.
 
-    A thread that is blocked in `wait` accepts no new transfers, even if `depth` allows more. This is acceptable for a
-    server: another of its threads is idle and accepts them, or the SSD is busy and a transfer completes soon.
+    A thread that is blocked in `wait` accepts no new transfers, even if `depth` allows more. This is acceptable for an
+    I/O scheduler: another of its threads is idle and accepts them, or the SSD is busy and a transfer completes soon.
     """
 
     @property

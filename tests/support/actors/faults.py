@@ -16,15 +16,15 @@ import pytest
 
 from windlass.actors.gpu_worker.worker import GpuWorker
 from windlass.actors.job.context import SCHEDULER
-from windlass.actors.lifecycle import threads
 from windlass.actors.messages import ActorFailed, ComputeBlocks, ComputeProgressed, Message
 from windlass.actors.optimizer.worker import CpuOptimizer
 from windlass.actors.scheduler import scheduler
 from windlass.actors.scheduler.scheduler import Scheduler
-from windlass.actors.ssd import client as chunk_io
-from windlass.actors.ssd import server as ssd_server
+from windlass.actors.ssd import client as ssd_client
 from windlass.actors.ssd.server import SsdServer
+from windlass.storage import threads
 from windlass.storage.ids import ActorName
+from windlass.storage.io_scheduler import scheduler as io_scheduler
 
 BROKEN = "broken for the test"
 
@@ -164,11 +164,11 @@ def double_between_actors(fault: Fault | None = None) -> Iterator[Double]:
     double = Double(fault)
     with pytest.MonkeyPatch.context() as patch:
         # Timeouts are short here, so they are checked more often.
-        for module in (scheduler, chunk_io, ssd_server):
+        for module in (scheduler, ssd_client, io_scheduler):
             patch.setattr(module, "_TICK_S", 0.1)
         for actor in (GpuWorker, CpuOptimizer, SsdServer, Scheduler):
             patch.setattr(actor, "post", _between(double, actor.post))
-        patch.setattr(threads._GuardedThread, "at", _noting(double))
+        patch.setattr(threads.GuardedThread, "at", _noting(double))
         run = Scheduler.run
 
         def run_and_tell(self: Scheduler) -> dict[str, Any]:

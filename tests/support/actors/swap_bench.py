@@ -25,6 +25,7 @@ from windlass.actors.messages import (
     WorkSpan,
     WriteActivations,
 )
+from windlass.actors.ssd.client import SsdClient
 from windlass.actors.ssd.server import SsdServer
 from windlass.actors.timeline.recorder import SpanRecorder
 from windlass.engine.device.device import Device
@@ -95,7 +96,10 @@ class SwapBench:
             for module in (activation_tiers, ssd_activations):
                 patch.setattr(module, "SlotPool", self._make_pool)
             self.span_log = SpanRecorder(WORKER, context.spec.job, self.send)
-            self.store = ActivationTiers(context, self.device, self.memory, self.send, WORKER, self.span_log)
+            self.client = SsdClient(WORKER, context, self.send)
+            self.store = ActivationTiers(
+                context, self.device, self.memory, self.client, self.send, WORKER, self.span_log
+            )
 
     def _make_pool(self, *args: Any, **kwargs: Any) -> SlotPool:
         pool = PoisonedSlots(*args, **kwargs)
@@ -128,7 +132,7 @@ class SwapBench:
                 self.servers[to].post(message)
             case ActivationIoDone():
                 assert to == WORKER
-                self.store.take(message)
+                self.client.take(message)
             case SpansReported():
                 self.spans += message.spans
             case ActorFailed():

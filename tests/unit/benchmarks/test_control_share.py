@@ -13,8 +13,8 @@ from windlass.actors.gpu_worker.device_optimizer import DeviceStates
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
 from windlass.actors.gpu_worker.grad_offload import GradOffload
 from windlass.actors.gpu_worker.param_prefetcher import ParamFeed
-from windlass.actors.lifecycle.threads import shown_name
-from windlass.actors.ssd.server import SsdServer
+from windlass.storage.io_scheduler.scheduler import IoScheduler
+from windlass.storage.threads import shown_name
 
 
 def seconds(user_s: float, system_s: float, name: str = "ray::ActorShell") -> ThreadSeconds:
@@ -34,7 +34,7 @@ def test_control_share_counts_each_role_by_its_rule() -> None:
         (1, 14): seconds(8.0, 1.0, "DeviceStates.ru"),
         # For an SSD server, system time is I/O.
         (2, 20): seconds(0.5, 6.0),
-        (2, 21): seconds(4.0, 3.0, "SsdServer_trans"),
+        (2, 21): seconds(4.0, 3.0, "IoScheduler_tra"),
         (3, 30): seconds(0.125, 0.125, "GradOffload"),
         # A process without a role.
         (4, 40): seconds(1.0, 0.0),
@@ -43,7 +43,7 @@ def test_control_share_counts_each_role_by_its_rule() -> None:
 
 
 def test_threads_that_move_bytes_or_update_have_these_names() -> None:
-    loops = (SsdServer._run_transfers, ParamFeed._run_arrivals, GradOffload._run, PartialGrads.run)
+    loops = (IoScheduler._run_transfers, ParamFeed._run_arrivals, GradOffload._run, PartialGrads.run)
     assert tuple(map(shown_name, loops)) == _MOVERS
     assert (shown_name(DeviceStates.run),) == _UPDATERS
 

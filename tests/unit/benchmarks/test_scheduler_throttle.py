@@ -21,6 +21,7 @@ from windlass.actors.ssd import server as ssd_server
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.storage.ids import ActorName, BlockIndex, ChunkIndex, ChunkKey
 from windlass.storage.io.engines import Transfer
+from windlass.storage.io_scheduler import scheduler as io_scheduler
 
 OPERATIONS = (SpanKind.FORWARD, SpanKind.HEAD, SpanKind.BACKWARD)
 
@@ -170,7 +171,7 @@ def test_a_throttled_job_moves_all_its_bytes_and_learns_the_same(
 
 def test_throttle_restores_replaced_names() -> None:
     def found() -> list[Any]:
-        modules = (ssd_server, cpu_optimizer, gpu_worker)
+        modules = (io_scheduler, ssd_server, cpu_optimizer, gpu_worker)
         names = ("open_engine", "ChunkUpdater", "BlockRunner", "SpanRecorder")
         return [vars(module)[name] for module in modules for name in names if name in vars(module)]
 
@@ -184,13 +185,14 @@ def test_throttle_restores_replaced_names() -> None:
 
 @pytest.mark.parametrize(
     ("name", "module", "attribute"),
-    [("ssd-1", ssd_server, "open_engine"), ("optimizer-0", cpu_optimizer, "ChunkUpdater")],
+    [("ssd-1", io_scheduler, "open_engine"), ("optimizer-0", cpu_optimizer, "ChunkUpdater")],
 )
 def test_actor_in_separate_process_is_throttled_until_its_end(
     name: str, module: ModuleType, attribute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in ("SpanRecorder", attribute):
-        monkeypatch.setattr(module, each, vars(module)[each])  # restored at the end
+    for owner in (io_scheduler, ssd_server, cpu_optimizer):
+        for each in {"SpanRecorder", attribute} & vars(owner).keys():
+            monkeypatch.setattr(owner, each, vars(owner)[each])  # restored at the end
     before, runner = vars(module)[attribute], gpu_worker.BlockRunner
     Throttle(compute_flop_per_s=1.0).slow_actor(name)
     assert vars(module)[attribute] is before

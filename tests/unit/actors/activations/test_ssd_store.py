@@ -14,6 +14,7 @@ from windlass.actors.activations import ssd_store as ssd_activations
 from windlass.actors.activations.parts import Moment, SsdSwap
 from windlass.actors.activations.ssd_store import SsdActivations
 from windlass.actors.messages import ActivationIoDone, Message, ReadActivations, WriteActivations
+from windlass.actors.ssd.client import SsdClient
 from windlass.engine.activations.host_store import ActivationMemoryError, ActivationTimeoutError
 from windlass.engine.activations.store import Unwatched
 from windlass.engine.device.device import Device
@@ -55,12 +56,14 @@ class Stage:
         self.on_ssds: dict[tuple[ActorName, int], torch.Tensor] = {}
         self.asked: list[tuple[ActorName, Request]] = []
         self.changed = threading.Condition()
+        self.client = SsdClient(WORKER, self.context, self._send)
         with monkeypatch.context() as patch:
             patch.setattr(ssd_activations, "SlotPool", self._make_pool)
             self.store = SsdActivations(
                 self.context,
                 self.device,
                 self.memory,
+                self.client,
                 self._send,
                 WORKER,
                 Unwatched(),
@@ -100,7 +103,7 @@ class Stage:
                 self.on_ssds[to, slot] = part.clone()
             else:
                 part.copy_(self.on_ssds.pop((to, slot)))
-        self.store.take(ActivationIoDone(job=request.job, step=request.step, correlation=request.correlation))
+        self.client.take(ActivationIoDone(job=request.job, step=request.step, correlation=request.correlation))
         return request
 
     def put(self, seed: int, nbytes: int = SLOT_NBYTES) -> SsdSwap:
@@ -404,7 +407,7 @@ class TestFailures:
         now_s = 50.0
         monkeypatch.setattr(ssd_activations.time, "monotonic", lambda: now_s)
         stage = make(weights=(1, 1), num_staged=6)
-        assert stage.store.describe_overdue() == ""
+        assert stage.client.describe_overdue() == ""
         stage.prefetch(stage.rest(4))
         assert isinstance(stage.next(), ReadActivations)
         now_s = 51.0
@@ -412,13 +415,13 @@ class TestFailures:
         with stage.changed:
             assert stage.changed.wait_for(lambda: len(stage.asked) == 3, WAIT_S)
         now_s = 52.0
-        assert stage.store.describe_overdue() == (
+        assert stage.client.describe_overdue() == (
             "ssd-0 has not finished a read of activations of block 4, step 3 after 2.0 s: check its SSD; "
             "ssd-1 has not finished a write of activations of block 5, step 3 after 1.0 s: check its SSD"
         )
         for _ in range(3):
             stage.answer()
-        assert stage.store.describe_overdue() == ""
+        assert stage.client.describe_overdue() == ""
 
     def test_write_that_times_out_is_named(self, make: Callable[..., Stage]) -> None:
         stage = make(deadline_s=0.05, max_leaving_nbytes=0)

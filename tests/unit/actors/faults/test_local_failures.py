@@ -62,7 +62,8 @@ def test_an_ssd_that_fails_in_training(tmp_path: Path, monkeypatch: pytest.Monke
     outcome = run_local(spec, partition=make_partition(spec), direct=has_direct_io(tmp_path))
     assert outcome["status"] == "failed"
     assert outcome["error"]["code"] == "training_failed"
-    assert outcome["error"]["message"].startswith(f"ssd-1: SSD {spec.ssd_dirs[1]}, job {spec.job}, extent ")
+    place = f"SSD {spec.ssd_dirs[1]}, job {spec.job}, extent "
+    assert outcome["error"]["message"].startswith(f"ssd-1: StoreIoError: {place}")
     assert f"could not {verb}: [Errno 5] Input/output error, for the test" in outcome["error"]["message"]
     assert journal_of(spec)[-1].data["error"] == outcome["error"]
     assert "Traceback" in Path(spec.job_dir, "error.txt").read_text()

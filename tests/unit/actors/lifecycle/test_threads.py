@@ -1,10 +1,8 @@
 """The threads of an actor: the report when one of them fails or hangs."""
 
-import os
 import queue
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -60,33 +58,6 @@ def test_error_report_names_actor_and_its_task() -> None:
     assert failed.error == "RuntimeError: no more memory (at compute block, backward, of step 3, block 2)"
     assert failed.detail.startswith("Traceback")
     assert "raise error" in failed.detail
-
-
-def test_the_kernel_knows_a_threads_name() -> None:
-    bench = Bench()
-    found: list[str] = []
-
-    class Feed:
-        def _run_requests(self) -> None:
-            found.append(Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip())
-
-    Feed._run_requests.__qualname__ = "Feed._run_requests"
-    bench.threads.start([Feed()._run_requests])
-    bench.threads.join(30.0)
-    assert found == ["Feed_requests"]
-
-
-def test_threads_may_yield_to_others_of_their_process() -> None:
-    bench = Bench()
-    found: list[int] = []
-
-    def look() -> None:
-        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    bench.threads.start([look], niceness=3)
-    bench.threads.join(30.0)
-    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert found == [min(own + 3, 19)]
 
 
 def test_thread_before_first_task_has_no_task() -> None:

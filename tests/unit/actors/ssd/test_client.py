@@ -2,28 +2,40 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.actors.specs import make_layout, make_spec
 from windlass.actors.job.context import JobContext, make_context
-from windlass.actors.messages import ChunkIo, ChunkIoDone, ChunkPart, Message, ReadChunks, WriteChunks
-from windlass.actors.ssd import client as chunk_io
-from windlass.actors.ssd.client import ChunkClient
+from windlass.actors.messages import (
+    ActivationIoDone,
+    ChunkIo,
+    ChunkIoDone,
+    ChunkPart,
+    Message,
+    ReadActivations,
+    ReadChunks,
+    SsdRequest,
+    WriteActivations,
+    WriteChunks,
+)
+from windlass.actors.ssd import client as ssd_client
+from windlass.actors.ssd.client import SsdClient
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
 
 
 class Bench:
     def __init__(self, directory: Path) -> None:
         self.context: JobContext = make_context(make_spec(), make_layout(3000, 5000), str(directory / "arena"))
-        self.sent: list[tuple[ActorName, ReadChunks | WriteChunks]] = []
-        self.client = ChunkClient(ActorName("optimizer-0"), self.context, self._send)
+        self.sent: list[tuple[ActorName, Any]] = []
+        self.client = SsdClient(ActorName("optimizer-0"), self.context, self._send)
         keys = [key for block in (0, 1) for key in self.context.layout.chunk_keys(BlockIndex(block))]
         self.items = [ChunkIo(key, (ChunkPart(StateKind.PARAM, Span(0, 4096)),)) for key in keys]
         self.done: list[ChunkKey] = []
 
     def _send(self, to: ActorName, message: Message) -> None:
-        assert isinstance(message, ReadChunks | WriteChunks)
+        assert isinstance(message, SsdRequest)
         self.sent.append((to, message))
 
     def answer(self, request: ReadChunks | WriteChunks, key: ChunkKey) -> None:
@@ -66,7 +78,7 @@ def test_an_answer_is_that_of_its_request(bench: Bench) -> None:
 
 def test_client_describes_oldest_request_of_each_ssd_server(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 50.0
-    monkeypatch.setattr(chunk_io.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(ssd_client.time, "monotonic", lambda: now_s)
     assert bench.client.describe_overdue() == ""
     bench.client.read(bench.items[:2], Step(4), (5, 1), bench.done.append)
     now_s = 59.0
@@ -83,10 +95,43 @@ def test_client_describes_oldest_request_of_each_ssd_server(bench: Bench, monkey
     assert bench.client.describe_overdue() == then
 
 
+def test_client_calls_back_once_for_activations_and_describes_them(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, done = 50.0, list[str]()
+    monkeypatch.setattr(ssd_client.time, "monotonic", lambda: now_s)
+    bench.client.read(bench.items[:1], Step(4), (5, 1), bench.done.append)
+    facts: dict[str, Any] = {
+        "step": Step(4),
+        "block": BlockIndex(2),
+        "slots": (3, 1),
+        "span": Span(0, 8192),
+        "priority": (3, 7),
+    }
+    for kind, ssd in ((WriteActivations, 1), (ReadActivations, 0)):
+        bench.client.move_activations(kind, ssd, **facts, on_done=lambda kind=kind: done.append(kind.__name__))
+    now_s = 52.0
+    (_, chunk), *requests = bench.sent
+    assert [(to, type(request)) for to, request in requests] == [
+        ("ssd-1", WriteActivations),
+        ("ssd-0", ReadActivations),
+    ]
+    for _, request in requests:
+        assert {name: getattr(request, name) for name in facts} == facts
+        assert (request.reply_to, request.deadline_s) == ("optimizer-0", bench.context.spec.deadline_s)
+    late = "has not finished a {} of activations of block 2, step 4 after 2.0 s: check its SSD"
+    bench.answer(chunk, bench.items[0].key)
+    assert bench.client.describe_overdue() == f"ssd-1 {late.format('write')}; ssd-0 {late.format('read')}"
+    for _, request in requests:
+        bench.client.take(ActivationIoDone(job=request.job, step=request.step, correlation=request.correlation))
+    assert done == ["WriteActivations", "ReadActivations"]
+    assert bench.client.describe_overdue() == ""
+
+
 def test_an_ssd_server_that_never_answers_is_told_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_io, "_TICK_S", 0.01)
+    monkeypatch.setattr(ssd_client, "_TICK_S", 0.01)
     bench.context = replace(bench.context, spec=replace(bench.context.spec, deadline_s=0.01))
-    client = ChunkClient(ActorName("optimizer-0"), bench.context, bench._send)
+    client = SsdClient(ActorName("optimizer-0"), bench.context, bench._send)
     client.read(bench.items[1:2], Step(4), (5, 1), bench.done.append)
     with pytest.raises(TimeoutError, match=r"nothing came from ssd-1 within 0\.01 s"):
         client.watch()
@@ -110,7 +155,7 @@ def test_an_answer_that_comes_before_the_request_is_sent_off_counts(bench: Bench
         for item in message.items:
             bench.answer(message, item.key)
 
-    bench.client = ChunkClient(ActorName("optimizer-0"), bench.context, answer_at_once)
+    bench.client = SsdClient(ActorName("optimizer-0"), bench.context, answer_at_once)
     bench.client.read(bench.items, Step(4), (5, 1), bench.done.append)
     assert sorted(bench.done) == [item.key for item in bench.items]
     assert bench.client.describe_overdue() == ""
@@ -120,8 +165,8 @@ def test_watch_leaves_an_ssd_server_the_time_to_tell_of_itself(bench: Bench, mon
     """The SSD server knows more about an overdue chunk, and checks for one once a second."""
     now_s = 0.0
     bench.context = replace(bench.context, spec=replace(bench.context.spec, deadline_s=10.0))
-    client = ChunkClient(ActorName("optimizer-0"), bench.context, bench._send)
-    monkeypatch.setattr(chunk_io.time, "monotonic", lambda: now_s)
+    client = SsdClient(ActorName("optimizer-0"), bench.context, bench._send)
+    monkeypatch.setattr(ssd_client.time, "monotonic", lambda: now_s)
 
     def wait(timeout: float) -> bool:
         nonlocal now_s

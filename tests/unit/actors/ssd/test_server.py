@@ -1,250 +1,279 @@
-"""An SSD server: its transfers, their order, and its reports of failures."""
+"""The messages of an SSD server: the requests that it accepts, its answers, and its reports."""
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.actors.ssd_bench import (
-    CHUNK_NBYTES,
-    GEOMETRY,
-    GRADIENT_NBYTES,
-    JOB,
-    KEYS,
-    WAIT_S,
-    WORKER,
-    Bench,
-    commit_of,
-    fail,
-    failure_of,
-    running,
-)
-from tests.support.storage.stores import BF16, flip, volume_file
+from tests.support.actors.ssd_bench import WORKER, Bench, commit_of, failure_of, running
+from tests.support.storage.io_bench import CHUNK_NBYTES, GEOMETRY, GRADIENT_NBYTES, JOB, KEYS, WAIT_S, fail
 from windlass.actors.messages import (
-    ActorFailed,
+    ActivationIoDone,
     ChunkIoDone,
+    FailureKind,
     LoadModel,
+    MemoryKind,
+    ReadActivations,
+    SpanKind,
+    SpansReported,
     StoreCommitted,
+    WriteActivations,
 )
-from windlass.storage.ids import (
-    JobId,
-    StateKind,
-    Step,
-)
-from windlass.storage.io.engines import Backend, IoSettings, uring_refusal
+from windlass.storage.ids import ActorName, Attempt, JobId, Span, Step
+from windlass.storage.integrity.errors import StoreIoError
+from windlass.storage.memory.arena import Arena
 from windlass.storage.ssd.volume import Volume
+from windlass.storage.store.regions import StateRegion
+
+MIB = 1 << 20
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    with running(Bench(tmp_path)) as bench:
+    with running(Bench(tmp_path, num_scratch_slots=6)) as bench:
         yield bench
 
 
-class TestTransfers:
-    def test_chunks_come_back_bit_exact_and_are_answered_one_by_one(self, bench: Bench) -> None:
-        content = bench.fill(1)
-        bench.write(KEYS, id=7)
-        answers = [bench.next() for _ in KEYS]
-        assert {to for to, _ in answers} == {WORKER}
-        done = [message for _, message in answers if isinstance(message, ChunkIoDone)]
-        assert {message.key for message in done} == set(KEYS)
-        assert {(message.correlation, message.step, message.job) for message in done} == {(7, 0, JOB)}
-        bench.fill(2)
-        bench.read(KEYS, id=8)
-        assert {bench.next()[0] for _ in KEYS} == {WORKER}
-        assert bench.content() == content
+def num_open_files(directory: Path) -> int:
+    """The number of this process's open files in a directory."""
+    links = list(Path("/proc/self/fd").iterdir())  # the descriptor used for listing is closed by then
+    return sum(str(directory) in str(link.readlink()) for link in links if link.is_symlink())
+
+
+class TestAnswers:
+    def test_each_chunk_of_a_request_is_answered(self, bench: Bench) -> None:
+        content = os.urandom(MIB) * (bench.arena.nbytes // MIB)
+        memory = bench.arena.buffer(Span(0, bench.arena.nbytes))
+        memory[:] = content
+        for ask, id in ((bench.write, 7), (bench.read, 8)):
+            ask(KEYS, id=id)
+            answers = [bench.next() for _ in KEYS]
+            assert {to for to, _ in answers} == {WORKER}
+            done = [message for _, message in answers if isinstance(message, ChunkIoDone)]
+            assert {message.key for message in done} == set(KEYS)
+            assert {(message.correlation, message.step, message.job) for message in done} == {(id, 0, JOB)}
+            if ask == bench.write:
+                memory[:] = bytes(bench.arena.nbytes)
+        assert memory == content
         assert bench.is_silent()
         assert bench.server.bytes_written == bench.server.bytes_read == len(KEYS) * CHUNK_NBYTES
 
-    def test_a_chunks_answer_comes_after_its_last_piece(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        pieces: list[int] = []
-        real_write = os.pwritev
+    def test_activations_are_answered(self, bench: Bench) -> None:
+        here, there = Span(0, 2 * MIB + 4096), Span(8 * MIB, 2 * MIB + 4096)
+        content = os.urandom(here.nbytes)
+        bench.arena.buffer(here)[:] = content
+        bench.move_activations(WriteActivations, [4, 0, 2], here, id=7)
+        done = ActivationIoDone(job=JOB, step=Step(3), correlation=7)
+        assert bench.next() == (WORKER, done)
+        bench.move_activations(ReadActivations, [4, 0, 2], there, id=8)
+        assert bench.next() == (WORKER, replace(done, correlation=8))
+        assert bench.arena.buffer(there) == content
 
-        def record(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            pieces.append(buffers[0].nbytes)
-            return real_write(fd, buffers, offset)
-
-        monkeypatch.setattr(os, "pwritev", record)
-        bench = Bench(tmp_path)
-        bench.write(KEYS[:1])
-        bench.setup()
-        bench.next()
-        assert pieces == [1 << 20] * (CHUNK_NBYTES >> 20)
-        bench.server.stop()
-
-    def test_pieces_of_one_chunk_spread_over_the_threads(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        meeting = threading.Barrier(4)  # passes only if four threads are inside the system call at the same time
-        real_write = os.pwritev
-        first = iter(range(4))
-
-        def meet(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if next(first, None) is not None:
-                meeting.wait(WAIT_S)
-            return real_write(fd, buffers, offset)
-
-        monkeypatch.setattr(os, "pwritev", meet)
-        bench = Bench(tmp_path)
-        bench.write(KEYS[:1])
-        bench.setup()
-        assert isinstance(bench.next()[1], ChunkIoDone)
-        bench.server.stop()
-
-
-class TestGradients:
-    def test_come_back_bit_exact_and_their_bytes_count(self, bench: Bench) -> None:
+    def test_commits_are_answered_with_the_bytes_so_far(self, bench: Bench) -> None:
         bench.write_all()
-        bench.commit(0)
-        assert isinstance(bench.next()[1], StoreCommitted)
-        content = bench.fill(1)
-        bench.write(KEYS, step=1, gradient=True)
-        bench.wait_done()
-        bench.fill(2)
-        bench.read(KEYS, step=1, gradient=True)
-        bench.wait_done()
-        for i in range(len(KEYS)):
-            at = i * CHUNK_NBYTES
-            assert bench.content()[at : at + GRADIENT_NBYTES] == content[at : at + GRADIENT_NBYTES]
-        assert bench.server.bytes_read == len(KEYS) * GRADIENT_NBYTES
-        assert bench.server.bytes_written == len(KEYS) * (CHUNK_NBYTES + GRADIENT_NBYTES)
+        for step in (0, 1):
+            bench.commit(step, states_step=0)
+            assert bench.next() == (
+                "scheduler",
+                StoreCommitted(
+                    job=JOB,
+                    step=Step(step),
+                    actor=ActorName("ssd-0"),
+                    bytes_read=0,
+                    bytes_written=len(KEYS) * CHUNK_NBYTES,
+                ),
+            )
+        assert [record.trainer_state for record in bench.server.commits()] == ["[0]", "[1]"]
 
-    def test_make_room_for_the_states_of_their_step(self, bench: Bench) -> None:
+    def test_first_commit_comes_with_the_space_of_the_job(self, bench: Bench) -> None:
         bench.write_all()
-        bench.commit(0)
-        assert isinstance(bench.next()[1], StoreCommitted)
-        bench.write(KEYS, step=1, gradient=True)
-        bench.wait_done()
-        content = bench.fill(1)
-        bench.write_all(step=1)
-        bench.read(KEYS[:1], step=1, gradient=True)
-        assert "cannot read 1048576 bytes of the grad of block 0, chunk 0 as step 1" in failure_of(bench.next()).error
-        bench.write(KEYS[:1], step=2, gradient=True)
-        assert "cannot write the gradient of block 0, chunk 0, step 2" in failure_of(bench.next()).error
-        bench.read(KEYS, step=1)
-        bench.wait_done()
-        assert bench.content() == content
-        bench.commit(1)
-        assert isinstance(bench.next()[1], StoreCommitted)
+        for step in (0, 1):
+            bench.commit(step, states_step=0)
+            assert isinstance(bench.next()[1], StoreCommitted)
+        (told,) = bench.space
+        assert (told.actor, told.kind) == ("ssd-0", MemoryKind.SSD)
+        with closing(Volume.open(bench.directory, direct=False)) as volume:
+            assert told.nbytes == volume.held_nbytes(JOB) > 0
 
-    def test_flipped_bit_is_an_error(self, bench: Bench) -> None:
-        bench.write(KEYS[:1], gradient=True)
-        bench.wait_done(1)
-        volume = Volume.open(bench.directory, direct=False)
-        at = volume.allocation(JOB).extent_offsets(GEOMETRY.demand)[0] + GRADIENT_NBYTES - 5
-        byte = volume.device.read_records(at, 1)[0]
-        volume.device.write_records(at, bytes([byte ^ 0x10]))
-        volume.close()
-        bench.read(KEYS[:1], gradient=True)
-        assert "extent 0 (grad of block 0, chunk 0, step 0): the bytes" in failure_of(bench.next()).error
+    def test_commit_with_unknown_free_space_succeeds(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail_to_tell(volume: Volume, job: JobId) -> int:
+            raise StoreIoError("the SSD fails")
 
-
-class TestOrder:
-    def test_smallest_priority_first_then_arrival(self, tmp_path: Path) -> None:
-        bench = Bench(tmp_path, num_threads=1)
-        bench.write([KEYS[5]], id=1, priority=(2, 0))
-        bench.write([KEYS[3], KEYS[2]], id=2, priority=(1, 5))
-        bench.write([KEYS[1]], id=3, priority=(1, 0))
-        bench.write([KEYS[4]], id=4, priority=(1, 5))
-        bench.write([KEYS[0]], id=5, priority=(0, 9))
-        bench.setup()
-        done = [bench.next()[1] for _ in KEYS]
-        order = [(message.correlation, message.key) for message in done if isinstance(message, ChunkIoDone)]
-        assert order == [(5, KEYS[0]), (3, KEYS[1]), (2, KEYS[3]), (2, KEYS[2]), (4, KEYS[4]), (1, KEYS[5])]
-        bench.server.stop()
-
-    def test_urgent_chunk_overtakes_one_that_is_half_done(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        bench = Bench(tmp_path, num_threads=1)
-        real_write = os.pwritev
-        calls = iter(range(1_000_000))
-
-        def interrupt(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if next(calls) == 2:
-                bench.write([KEYS[1]], id=2, priority=(0, 0))
-            return real_write(fd, buffers, offset)
-
-        monkeypatch.setattr(os, "pwritev", interrupt)
-        bench.write([KEYS[0]], id=1, priority=(1, 0))
-        bench.setup()
-        done = [bench.next()[1] for _ in range(2)]
-        assert [message.correlation for message in done if isinstance(message, ChunkIoDone)] == [2, 1]
-        bench.server.stop()
+        monkeypatch.setattr(Volume, "held_nbytes", fail_to_tell)
+        bench.write_all()
+        for step in (0, 1):
+            bench.commit(step, states_step=0)
+            assert isinstance(bench.next()[1], StoreCommitted)
+        assert bench.space == []
 
 
 class TestFailures:
-    def test_one_failure_per_chunk_with_the_facts_and_the_server_lives_on(
-        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_failed_chunk_is_reported_with_its_request(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         bench.write_all()
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", fail)
-            bench.read([KEYS[4]], step=0)
+            bench.read([KEYS[4]])
             failure = failure_of(bench.next())
-        for fact in (str(bench.directory), "ftjob-1", "extent ", "block 1, chunk 1", "Input/output error"):
-            assert fact in failure.error
+        assert failure.error.startswith(f"StoreIoError: SSD {bench.directory}, job ftjob-1, extent ")
+        assert "block 1, chunk 1" in failure.error
+        assert failure.error.endswith("(at read chunks of step 0, block 1)")
+        assert (failure.kind, failure.step) == (FailureKind.LASTING, 0)
         assert "Traceback" in failure.detail
-        bench.read([KEYS[1]], id=5)
-        answer = bench.next()[1]  # and nothing of the failed chunk comes before it
-        assert isinstance(answer, ChunkIoDone)
-        assert answer.correlation == 5
-        assert bench.server.bytes_read == CHUNK_NBYTES
 
-    def test_message_of_another_job_or_kind(self, bench: Bench) -> None:
-        bench.server.post(LoadModel(job=JOB, step=Step(0)))
-        assert "does not accept LoadModel" in failure_of(bench.next()).error
-        bench.server.post(commit_of(0, job=JobId("ftjob-2")))
-        assert "of job ftjob-2" in failure_of(bench.next()).error
-        assert bench.last_step() is None
+    def test_failed_activations_and_commits_are_reported_with_their_request(self, bench: Bench) -> None:
+        bench.move_activations(ReadActivations, [1], Span(0, MIB), block=4)
+        failure = failure_of(bench.next())
+        assert failure.error.startswith("StepNotAllowed: ")
+        assert failure.error.endswith("(at read activations of step 3, block 4)")
+        bench.commit(2, attempt=9)
+        failure = failure_of(bench.next())
+        assert failure.error.startswith("StaleAttempt: ")
+        assert failure.error.endswith("(at commit store of step 2)")
+        assert failure.step == 2
 
-
-class TestCorruption:
-    def test_a_flipped_bit_is_an_error_that_names_ssd_extent_and_job(self, bench: Bench) -> None:
+    def test_overdue_chunk_is_a_stall(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         bench.write_all()
-        volume = Volume.open(bench.directory, direct=False)
-        at = volume.allocation(JOB).extent_offsets(GEOMETRY.demand)[2] + CHUNK_NBYTES - 5
-        byte = volume.device.read_records(at, 1)[0]
-        volume.device.write_records(at, bytes([byte ^ 0x10]))
-        volume.close()
-        bench.read(KEYS)
-        answers = [bench.next()[1] for _ in KEYS]
-        (failure,) = [each for each in answers if isinstance(each, ActorFailed)]
-        for fact in (str(bench.directory), "ftjob-1", "extent 2 (exp_avg_sq of block", "checksum"):
-            assert fact in failure.error
-        done = {each.key for each in answers if isinstance(each, ChunkIoDone)}
-        assert len(done) == len(KEYS) - 1
-        (broken,) = {*KEYS} - done
-        assert f"block {broken.block}, chunk {broken.chunk}" in failure.error
+        entered, released = threading.Event(), threading.Event()
 
-    @pytest.mark.parametrize("kind", BF16.itemsizes)
-    def test_flipped_bit_in_any_segment_of_a_piece_is_an_error(self, tmp_path: Path, kind: StateKind) -> None:
-        """Each piece contains two states, one after the other."""
-        bench = Bench(tmp_path, io=IoSettings(backend=Backend.THREADS, num_threads=1, depth=1, piece_nbytes=4 << 20))
-        with running(bench):
-            bench.write(KEYS[:1])
+        def hang(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            entered.set()
+            assert released.wait(WAIT_S)
+            return fail(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", hang)
+        bench.read(KEYS[1:2], deadline_s=0.05)
+        assert entered.wait(WAIT_S)
+        failure = failure_of(bench.next())
+        released.set()
+        assert failure.kind is FailureKind.STALLED
+        assert "the read of block 0, chunk 1, step 0 is not done within 0.05 s" in failure.error
+        assert failure.error.endswith("(at read chunks of step 0, block 0)")
+
+    def test_broken_thread_is_reported_with_its_request(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        def breaks(region: StateRegion, *_: object) -> None:
+            raise RuntimeError("a defect")
+
+        monkeypatch.setattr(StateRegion, "note_written", breaks)
+        bench.write(KEYS[:1])
+        failure = failure_of(bench.next())
+        assert failure.kind is FailureKind.UNFORESEEN
+        assert failure.error == "RuntimeError: a defect (at write chunks of step 0, block 0)"
+
+    def test_message_of_another_job_or_kind_is_refused(self, bench: Bench) -> None:
+        with pytest.raises(ValueError, match="ssd-0 of job ftjob-1 does not accept LoadModel of job ftjob-1"):
+            bench.server.post(LoadModel(job=JOB, step=Step(0)))
+        with pytest.raises(ValueError, match="does not accept CommitStore of job ftjob-2"):
+            bench.server.post(commit_of(0, job=JobId("ftjob-2")))
+        assert bench.server.commits() == []
+
+
+class TestSpans:
+    def test_each_chunk_that_moved_is_reported_the_written_ones_before_the_commit(self, tmp_path: Path) -> None:
+        begin_s = time.monotonic()
+        bench = Bench(tmp_path)
+        bench.setup()
+        bench.write_all(step=0)
+        bench.commit(0)
+        assert isinstance(bench.next()[1], StoreCommitted)
+        expected = [(SpanKind.WRITE_STATES, 0, key.block, key.chunk, CHUNK_NBYTES) for key in KEYS]
+        expected.append((SpanKind.COMMIT, 0, -1, -1, 0))
+        assert len(bench.spans) == len(expected)
+        bench.write(KEYS[:2], step=1, gradient=True)
+        bench.read(KEYS[1:], step=0, id=2)
+        bench.wait_done(2 + len(KEYS) - 1)
+        bench.server.stop()
+        assert bench.is_silent()
+        expected += [(SpanKind.WRITE_GRAD, 1, key.block, key.chunk, GRADIENT_NBYTES) for key in KEYS[:2]]
+        expected += [(SpanKind.READ_STATES, 0, key.block, key.chunk, CHUNK_NBYTES) for key in KEYS[1:]]
+        found = [(span.kind, span.step, span.block, span.chunk, span.nbytes) for span in bench.spans]
+        assert sorted(found) == sorted(expected)
+        assert {span.resource for span in bench.spans} == {"ssd-0"}
+        assert all(begin_s <= span.start_s < span.end_s <= time.monotonic() for span in bench.spans)
+        moved = sum(span.nbytes for span in bench.spans)
+        assert moved == bench.server.bytes_read + bench.server.bytes_written
+
+    def test_spans_without_commits_are_reported_at_intervals(self, bench: Bench) -> None:
+        bench.write_all()
+        while not bench.spans:
+            to, message = bench.sent.get(timeout=WAIT_S)
+            assert to == "scheduler"
+            assert isinstance(message, SpansReported)
+            bench.spans += message.spans
+        assert sorted((span.block, span.chunk) for span in bench.spans) == [(key.block, key.chunk) for key in KEYS]
+
+    def test_activations_are_reported(self, tmp_path: Path) -> None:
+        bench = Bench(tmp_path, num_scratch_slots=6)
+        bench.setup()
+        for kind in (WriteActivations, ReadActivations):
+            bench.move_activations(kind, [3, 4], Span(0, MIB + 4096), block=2)
             bench.wait_done(1)
-            with closing(Volume.open(bench.directory, direct=False)) as volume:
-                extent_offset = volume.allocation(JOB).extent_offsets(GEOMETRY.demand)[0]
-            flip(volume_file(bench.directory), extent_offset + GEOMETRY.region_offset(kind) + 12345)
-            bench.read(KEYS[:1])
-            assert f"extent 0 ({kind} of block 0, chunk 0, step 0)" in failure_of(bench.next()).error
+        bench.server.stop()
+        assert bench.is_silent()
+        found = [(each.resource, each.kind, each.step, each.block, each.chunk, each.nbytes) for each in bench.spans]
+        assert found == [
+            ("ssd-0", SpanKind.WRITE_ACTIVATIONS, 3, 2, -1, MIB + 4096),
+            ("ssd-0", SpanKind.READ_ACTIVATIONS, 3, 2, -1, MIB + 4096),
+        ]
+
+    def test_a_chunk_that_failed_has_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        bench = Bench(tmp_path)
+        bench.setup()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", fail)
+            bench.write(KEYS[:1])
+            failure_of(bench.next())
+        bench.server.stop()
+        assert bench.is_silent()
+        assert bench.spans == []
 
 
-@pytest.mark.parametrize("depth", [1, 3, 16])
-def test_io_uring_moves_the_same_bytes(tmp_path: Path, depth: int) -> None:
-    if (refusal := uring_refusal()) is not None:
-        pytest.skip(refusal)
-    bench = Bench(tmp_path, io=IoSettings(backend=Backend.URING, num_threads=2, depth=depth, piece_nbytes=1 << 20))
-    bench.setup()
-    content = bench.fill(1)
-    bench.write_all()
-    bench.fill(2)
-    bench.read(KEYS)
-    assert all(isinstance(bench.next()[1], ChunkIoDone) for _ in KEYS)
-    assert bench.content() == content
-    bench.commit(0)
-    assert isinstance(bench.next()[1], StoreCommitted)
-    bench.server.stop()
+class TestLifeCycle:
+    def test_stop_finishes_what_was_posted(self, tmp_path: Path) -> None:
+        bench = Bench(tmp_path)
+        bench.setup()
+        bench.write(KEYS)
+        bench.commit(0)
+        bench.server.stop()
+        bench.wait_done()
+        assert isinstance(bench.next()[1], StoreCommitted)
+        with pytest.raises(RuntimeError, match="ssd-0 of job ftjob-1 is stopped and takes no messages"):
+            bench.read(KEYS)
+
+    def test_server_resumes_from_the_given_commit(self, tmp_path: Path) -> None:
+        with running(Bench(tmp_path)) as bench:
+            for step in (0, 1):
+                bench.write_all(step)
+                bench.commit(step)
+                assert isinstance(bench.next()[1], StoreCommitted)
+        bench = Bench(tmp_path, geometry=replace(GEOMETRY, attempt=Attempt(2)))
+        bench.server.setup()
+        bench.server.resume_from(bench.server.commits()[0])
+        bench.read(KEYS[:1], step=1)
+        assert "cannot read" in failure_of(bench.next()).error
+        bench.read(KEYS, step=0)
+        bench.wait_done()
+        last = bench.server.commits()[-1]
+        assert (last.step, last.attempt) == (0, 2)
+        bench.server.stop(delete_store=True)
+        with closing(Volume.open(tmp_path, direct=False)) as volume:
+            assert JOB not in volume.allocations()
+
+    def test_setup_without_an_arena_closes_the_ssd(self, tmp_path: Path) -> None:
+        bench = Bench(tmp_path)
+        Arena.unlink(bench.arena)
+        before = num_open_files(tmp_path)
+        with pytest.raises(FileNotFoundError):
+            bench.server.setup()
+        assert num_open_files(tmp_path) == before
+
+    def test_server_that_was_set_up_only_can_be_stopped(self, tmp_path: Path) -> None:
+        bench = Bench(tmp_path)
+        before = num_open_files(tmp_path)
+        bench.server.setup()
+        bench.server.stop()
+        assert num_open_files(tmp_path) == before

@@ -1,0 +1,53 @@
+"""The writes that a commit waits for."""
+
+from windlass.storage.ids import Attempt, Step
+from windlass.storage.io_scheduler.commit_gate import CommitGate
+from windlass.storage.io_scheduler.requests import CommitRequest
+
+
+def commit_of(step: int) -> CommitRequest:
+    return CommitRequest(
+        step=Step(step), attempt=Attempt(1), trainer_state="", on_done=lambda _: None, on_failed=lambda _: None
+    )
+
+
+def taken(gate: CommitGate) -> list[int]:
+    steps = []
+    while (commit := gate.take()) is not None:
+        steps.append(int(commit.step))
+    return steps
+
+
+def test_commits_without_open_writes_keep_their_order() -> None:
+    gate = CommitGate()
+    for step in (1, 0, 2):
+        gate.add(commit_of(step))
+    assert (gate.num_ready, gate.num_waiting) == (3, 0)
+    assert taken(gate) == [1, 0, 2]
+
+
+def test_commit_waits_for_the_last_write_of_its_step_and_of_earlier_ones() -> None:
+    gate = CommitGate()
+    for step in (1, 2, 2):
+        gate.begin_write(Step(step))
+    for step in (0, 1, 2):
+        gate.add(commit_of(step))
+    assert (taken(gate), gate.num_waiting) == ([0], 2)
+    gate.end_write(Step(2))
+    assert taken(gate) == []
+    gate.end_write(Step(2))
+    assert taken(gate) == []  # step 1 is still written
+    gate.end_write(Step(1))
+    assert (taken(gate), gate.num_waiting) == ([1, 2], 0)
+
+
+def test_failed_write_is_waited_for_and_its_step_remembered() -> None:
+    gate = CommitGate()
+    for step in (3, 2, 4):
+        gate.begin_write(Step(step))
+        gate.fail_write(Step(step))
+    assert gate.failed_step == 2
+    gate.add(commit_of(2))
+    assert gate.num_waiting == 1
+    gate.end_write(Step(2))
+    assert gate.num_ready == 1

@@ -1,0 +1,67 @@
+"""A job's space on an SSD: it is created once, and opened by each attempt with the same geometry."""
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.storage.stores import JOB, make_geometry
+from windlass.storage.ids import Attempt
+from windlass.storage.integrity.errors import StaleAttempt, StoreError
+from windlass.storage.memory.capacity import InsufficientSpaceError
+from windlass.storage.ssd.volume import Volume
+from windlass.storage.store.job_space import JobSpace
+
+GEOMETRY = make_geometry()
+
+
+def open_space(directory: Path, attempt: int = 1, num_scratch_slots: int = 0) -> JobSpace:
+    geometry = replace(GEOMETRY, attempt=Attempt(attempt))
+    return JobSpace.open(directory, geometry, direct=False, num_scratch_slots=num_scratch_slots)
+
+
+def holds_states(directory: Path) -> bool:
+    with closing(Volume.open(directory, direct=False)) as volume:
+        return JOB in volume.allocations()
+
+
+def num_open_files(directory: Path) -> int:
+    """The number of this process's open files in a directory."""
+    links = list(Path("/proc/self/fd").iterdir())  # the descriptor used for listing is closed by then
+    return sum(str(directory) in str(link.readlink()) for link in links if link.is_symlink())
+
+
+def test_space_is_created_opened_again_and_deleted(tmp_path: Path) -> None:
+    first = open_space(tmp_path, num_scratch_slots=2)
+    held_nbytes = first.held_nbytes()
+    assert held_nbytes > 0
+    first.close()
+    assert holds_states(tmp_path)
+    second = open_space(tmp_path, attempt=2)
+    assert second.store.attempt == 2
+    assert second.held_nbytes() < held_nbytes  # the scratch was the first attempt's
+    second.close(delete=True)
+    assert not holds_states(tmp_path)
+    assert num_open_files(tmp_path) == 0
+
+
+def test_store_of_another_geometry_is_refused_and_kept(tmp_path: Path) -> None:
+    open_space(tmp_path).close()
+    with pytest.raises(StoreError, match=r"chunks_per_block \(2, 1\), now \(2, 1, 1\)"):
+        JobSpace.open(tmp_path, replace(GEOMETRY, chunks_per_block=(2, 1, 1)), direct=False)
+    assert holds_states(tmp_path)
+    assert num_open_files(tmp_path) == 0
+
+
+def test_older_attempt_is_refused(tmp_path: Path) -> None:
+    for attempt in (1, 3):
+        open_space(tmp_path, attempt).close()
+    with pytest.raises(StaleAttempt):
+        open_space(tmp_path, 2)
+
+
+def test_space_without_room_for_its_scratch_leaves_the_ssd_closed(tmp_path: Path) -> None:
+    with pytest.raises(InsufficientSpaceError):
+        open_space(tmp_path, num_scratch_slots=1 << 30)
+    assert num_open_files(tmp_path) == 0
