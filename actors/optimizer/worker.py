@@ -43,9 +43,8 @@ from windlass.actors.messages import (
 )
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.actors.optimizer.model_io import ModelIo
-from windlass.actors.optimizer.priority_queue import UrgentQueue
 from windlass.actors.optimizer.read_ahead import ReadAhead
-from windlass.actors.policy import UpdateActions, UpdateQueue
+from windlass.actors.policy import BlockQueue, UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, release_team, state_dtype
@@ -97,7 +96,7 @@ class CpuOptimizer:
         # behind every queued chunk.
         self._commands: queue.PriorityQueue[tuple[int, int, _Command | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()  # all different, so that commands are never compared
-        self._to_begin: UrgentQueue[tuple[UpdateBlock, GradChunk]] = UrgentQueue(self.spec.effective_ordering.queues)
+        self._to_begin: BlockQueue[tuple[UpdateBlock, GradChunk]] = BlockQueue(self.spec.effective_ordering.queues)
         # In order of arrival. In order of priority, a chunk would hold its slot for as long as others are more urgent.
         self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
         self._read_ahead = ReadAhead()
@@ -293,7 +292,7 @@ class CpuOptimizer:
     def _begin(self, update: UpdateBlock) -> None:
         self._count(update, len(update.chunks))
         for grad in update.chunks:
-            self._to_begin.put(update.step, update.block, (update, grad))
+            self._to_begin.push(update.step, update.block, (update, grad))
             self._commands.put((1, next(self._numbers), _FeedChunk(update)))
 
     def _feed(self) -> None:
@@ -301,7 +300,7 @@ class CpuOptimizer:
         slots = self._slots.acquire(min(1, self._slots.num_slots), self.spec.deadline_s)
         # Only now, because a more urgent chunk may have arrived during the waits.
         with self._lock:
-            update, grad = self._to_begin.get()
+            update, grad = self._to_begin.pop()
         works_at(update)
         if (host_slot := self._host_slots.get(grad.key)) is not None:
             self._slots.release(slots)

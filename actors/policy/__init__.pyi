@@ -1,5 +1,6 @@
 """The scheduler's decisions: events in, instructions out. No clock, no I/O, no Ray."""
 
+from windlass.actors.policy.block_queue import BlockQueue as BlockQueue
 from windlass.actors.policy.block_queue import Ordering as Ordering
 from windlass.actors.policy.block_queue import QueueOrder as QueueOrder
 from windlass.actors.policy.clipping import clip_scale as clip_scale

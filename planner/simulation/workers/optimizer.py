@@ -12,8 +12,8 @@ from windlass.actors.messages import (
     UpdateBlock,
     UpdateStep,
 )
-from windlass.actors.optimizer import Ahead, UrgentQueue
-from windlass.actors.policy import UpdateActions, UpdateQueue
+from windlass.actors.optimizer import Ahead
+from windlass.actors.policy import BlockQueue, UpdateActions, UpdateQueue
 from windlass.engine.memory_plan import Pool
 from windlass.planner.simulation import Process, Queue, Resource, Signal, SimulatedMachine
 from windlass.storage.ids import ActorName
@@ -35,7 +35,7 @@ class Optimizer:
         self.name = name
         self._resource = Resource(world, name)
         self._slots = world.pool(f"states at {name}", states)
-        self._to_begin: UrgentQueue[_Chunk] = UrgentQueue(world.shape.ordering.queues)
+        self._to_begin: BlockQueue[_Chunk] = BlockQueue(world.shape.ordering.queues)
         self._arrived: Queue[_Chunk] = Queue(world.env)
         self._ahead = Ahead()
         self._changed = Signal(world.env)
@@ -58,7 +58,7 @@ class Optimizer:
         """Queues the updates of a block's chunks."""
         self._num_left[(message.step, message.block)] = len(message.chunks)
         for grad in message.chunks:
-            self._to_begin.put(message.step, message.block, _Chunk(message, grad))
+            self._to_begin.push(message.step, message.block, _Chunk(message, grad))
         self._changed.notify()
 
     def flush(self, message: FlushBlock) -> Process:
@@ -84,7 +84,7 @@ class Optimizer:
             yield from self._changed.until(lambda: bool(self._to_begin) and ahead.may_begin)
             ahead.num_ahead += 1
             yield from self._slots.take()
-            chunk = self._to_begin.get()
+            chunk = self._to_begin.pop()
             if chunk.grad.key in world.host_slots:
                 self._slots.give_back()
                 ahead.num_ready += 1
