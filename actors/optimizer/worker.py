@@ -44,7 +44,7 @@ from windlass.actors.messages import (
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.actors.optimizer.model_io import ModelIo
 from windlass.actors.optimizer.read_ahead import ReadAhead
-from windlass.actors.policy import BlockQueue, UpdateActions, UpdateQueue
+from windlass.actors.policy import BlockQueue, GradReleases, UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, release_team, state_dtype
@@ -107,6 +107,8 @@ class CpuOptimizer:
         self._lock = threading.RLock()
         ordering = self.spec.effective_ordering
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating, self._num_blocks)
+        self._grad_releases = GradReleases(context.plan.grads.num_slots, self.spec.num_cpu_optimizers)
+        self._num_begun = 0  # chunks of updates that have begun, and whose gradient is not used yet
         self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # remaining chunks of running commands
         self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
         self._threads = ActorThreads(
@@ -291,6 +293,7 @@ class CpuOptimizer:
 
     def _begin(self, update: UpdateBlock) -> None:
         self._count(update, len(update.chunks))
+        self._num_begun += len(update.chunks)
         for grad in update.chunks:
             self._to_begin.push(update.step, update.block, (update, grad))
             self._commands.put((1, next(self._numbers), _FeedChunk(update)))
@@ -344,11 +347,11 @@ class CpuOptimizer:
             self._spans.note(
                 self.name, SpanKind.UPDATE, chunk.update.step, key.block, key.chunk, start_s, time.monotonic()
             )
-            if chunk.grad.span is not None:
-                self.send(
-                    GPU_WORKER,
-                    GradSlotsReleased(job=self.spec.job, step=chunk.update.step, spans=(chunk.grad.span,)),
-                )
+            with self._lock:
+                self._num_begun -= 1
+                released = self._grad_releases.add(chunk.grad.span, is_idle=not self._num_begun)
+            if released:
+                self.send(GPU_WORKER, GradSlotsReleased(job=self.spec.job, step=chunk.update.step, spans=released))
             if chunk.is_resident:
                 self._done(chunk.update)
             else:

@@ -16,6 +16,7 @@ from windlass.actors.policy.scheduler_core import Pipeline as Pipeline
 from windlass.actors.policy.scheduler_core import StepEnd as StepEnd
 from windlass.actors.policy.trainer_state import TrainerState as TrainerState
 from windlass.actors.policy.worker_queues import ComputeReports as ComputeReports
+from windlass.actors.policy.worker_queues import GradReleases as GradReleases
 from windlass.actors.policy.worker_queues import OffloadQueue as OffloadQueue
 from windlass.actors.policy.worker_queues import OperationWindow as OperationWindow
 from windlass.actors.policy.worker_queues import UpdateActions as UpdateActions

@@ -17,13 +17,15 @@ from windlass.actors.messages import (
     UpdateStep,
 )
 from windlass.actors.policy.block_queue import BlockQueue, Ordering, QueueOrder
-from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
+from windlass.storage.ids import ActorName, BlockIndex, JobId, Span, Step
 
 # The worker reports finished operations in batches of this many, unless something waits for them.
 REPORT_EVERY = 4
 # Operations that the scheduler grants beyond those which the worker may have begun, so that the next ones are there
 # while reports and grants are on their way.
 GRANTED_AHEAD = 2 * REPORT_EVERY
+# An optimizer keeps at most this part of the gradient slots back before it releases several in one message.
+_HELD_SHARE = 1 / 8
 # Seconds after which a finished operation is reported without waiting for further ones.
 REPORT_EVERY_S = 1.0
 
@@ -155,6 +157,27 @@ class UpdateQueue:
             self._num_updating += 1
             begun.append(self._updates.pop(self._waiting.pop()))
         return begun
+
+
+class GradReleases:
+    """The gradient slots that an optimizer has read and not released yet. It releases several in one message."""
+
+    def __init__(self, num_slots: int, num_optimizers: int) -> None:
+        """`num_slots` is the number of all gradient slots, which the optimizers share."""
+        self._max_held = int(num_slots * _HELD_SHARE / num_optimizers)
+        self._held: list[Span] = []
+
+    def add(self, span: Span | None, *, is_idle: bool) -> tuple[Span, ...]:
+        """Adds the slot of an updated chunk; None: its gradient had none. Returns the slots to release now.
+
+        `is_idle`: the optimizer has no other chunk, so nothing would release the slots later.
+        """
+        if span is not None:
+            self._held.append(span)
+        if not is_idle and len(self._held) <= self._max_held:
+            return ()
+        released, self._held = tuple(self._held), []
+        return released
 
 
 class ComputeReports:
