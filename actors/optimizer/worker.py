@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from windlass.actors.job import GPU_WORKER, SCHEDULER, JobContext, grad_precision
+from windlass.actors.job import GPU_WORKER, SCHEDULER, JobContext, grad_precision, optimizer_name
 from windlass.actors.lifecycle import ActorThreads, works_at
 from windlass.actors.messages import (
     BlockFlushed,
@@ -42,7 +42,7 @@ from windlass.actors.messages import (
     UserMessage,
 )
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater
-from windlass.actors.optimizer.model_io import ModelIo
+from windlass.actors.optimizer.model_io import ModelIo, ModelWorker
 from windlass.actors.optimizer.read_ahead import ReadAhead
 from windlass.actors.policy import BlockQueue, GradReleases, UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
@@ -79,7 +79,16 @@ class _ChunkUpdate:
 class CpuOptimizer:
     """Updates its share of the chunks. The first of the pool also loads and exports the model."""
 
-    def __init__(self, name: ActorName, index: int, context: JobContext, send: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        name: ActorName,
+        index: int,
+        context: JobContext,
+        send: Callable[..., None],
+        *,
+        start_model_worker: Callable[[], ModelWorker] | None = None,
+    ) -> None:
+        """`start_model_worker` starts what loads or exports the model; without it, the optimizer's own thread does."""
         self.name = name
         self.context = context
         self.spec = context.spec
@@ -114,6 +123,7 @@ class CpuOptimizer:
         self._threads = ActorThreads(
             name, context.spec.job, send, lambda: self._stopping, describe_pending=self._io.describe_overdue
         )
+        self._start_model_worker = start_model_worker or self._make_model_mover
         self._stopping = False
 
     # --- life cycle -------------------------------------------------------------------------------------------------
@@ -125,7 +135,9 @@ class CpuOptimizer:
         self._memory = torch.frombuffer(self._arena.buffer(Span(0, self._arena.nbytes)), dtype=torch.uint8)
         pool = self._pool
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name=f"state slots of {self.name}")
-        self._model_io = ModelIo(self.context, self._slots, self.chunk_view, self.read, self.write)
+        self._model_io = ModelIo(self.context, self._slots, self._start_model_worker, self.read, self.write)
+        if self.name == optimizer_name(0) and self.spec.attempt == 1:  # it loads the initial weights
+            self._model_io.prepare()
         chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._updater.kernel)
         self.send(SCHEDULER, chosen)
         self._threads.start((self._run_commands, self._run_updates, self._io.watch))
@@ -158,8 +170,15 @@ class CpuOptimizer:
         self._commands.put((-1, next(self._numbers), None))
         self._arrived.put(None)
         self._threads.join(self.spec.deadline_s)
+        self._model_io.close()
         del self._memory
         self._arena.close()
+
+    def _make_model_mover(self) -> ModelWorker:
+        # Imported late, because it needs the transformers library.
+        from windlass.actors.optimizer.model_mover import ModelMover
+
+        return ModelMover(self.context, self.chunk_view)
 
     def _announce(self, text: str) -> None:
         self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))
