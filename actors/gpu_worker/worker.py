@@ -288,12 +288,11 @@ class GpuWorker:
                 self.send(SCHEDULER, report)
 
     def _report_grad(self, operation: ComputeBlock, grad_sq_sum: float) -> None:
-        """Reports a gradient that is stored in its final place, with all operations that are not reported yet.
-
-        `operation` is the one that completed it.
-        """
+        """Reports a gradient that is stored in its final place, now or later. `operation` completed it."""
         with self._lock:
-            self.send(SCHEDULER, self._reports.gradient(operation, grad_sq_sum, time.monotonic()))
+            report = self._reports.gradient(operation, grad_sq_sum, time.monotonic(), is_idle=self._window.is_empty)
+            if report is not None:
+                self.send(SCHEDULER, report)
 
     # --- compute ----------------------------------------------------------------------------------------------------
 
