@@ -53,7 +53,7 @@ class ParamCache:
             slots,
             capacity=context.plan.num_cached_params,
             head=len(context.layout.blocks) - 1,
-            reads_params=formats.param_kind in formats.kinds_to_update and not context.spec.hyperparameters.keeps_grads,
+            reads_params=formats.param_kind in formats.kinds_to_update and not context.spec.training.keeps_grads,
         )
 
     def take(self, key: ChunkKey, step: Step) -> Span | None:

@@ -36,11 +36,4 @@ from windlass.actors.job.pace import NUM_FIRST_STEPS as NUM_FIRST_STEPS
 from windlass.actors.job.pace import Pace as Pace
 from windlass.actors.job.pace import pace_of_attempt as pace_of_attempt
 from windlass.actors.job.pace import pace_of_metrics as pace_of_metrics
-from windlass.actors.job.spec import EarlyStopping as EarlyStopping
-from windlass.actors.job.spec import FinalModel as FinalModel
-from windlass.actors.job.spec import GradientSettings as GradientSettings
-from windlass.actors.job.spec import Hyperparameters as Hyperparameters
-from windlass.actors.job.spec import Initialization as Initialization
 from windlass.actors.job.spec import JobSpec as JobSpec
-from windlass.actors.job.spec import Optimizer as Optimizer
-from windlass.actors.job.spec import Schedule as Schedule

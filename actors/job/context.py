@@ -41,24 +41,24 @@ def ssd_name(index: int) -> ActorName:
 
 
 def grad_precision(spec: JobSpec) -> Precision:
-    """Returns the type of gradients on their way to the optimizer; see `GradientSettings.precision_in_transit`."""
-    return spec.hyperparameters.gradients.precision_in_transit(spec.hyperparameters.num_microbatches)
+    """Returns the type of gradients on their way to the optimizer; see `TrainingConfig.grad_precision`."""
+    return spec.training.grad_precision
 
 
 def grad_itemsize(spec: JobSpec) -> int:
     """Returns the bytes per element of a gradient on its way to the optimizer."""
-    return 4 if grad_precision(spec) is Precision.FP32 else 2
+    return spec.training.grad_itemsize
 
 
 def evaluation_batch_size(spec: JobSpec) -> int:
     """Returns the examples of a micro-batch in evaluation: as many as in training."""
-    return -(-spec.hyperparameters.batch_size // spec.hyperparameters.num_microbatches)
+    return spec.training.microbatch_size
 
 
 def num_evaluation_groups(spec: JobSpec) -> int:
     """Returns the number of micro-batch groups of an evaluation; 0 without validation data."""
     num_microbatches = -(-spec.num_validation_examples // evaluation_batch_size(spec))
-    return -(-num_microbatches // spec.hyperparameters.num_microbatches)
+    return -(-num_microbatches // spec.training.num_microbatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class JobContext:
     @property
     def formats(self) -> Formats:
         """The job's number formats."""
-        return self.spec.hyperparameters.formats
+        return self.spec.training.formats
 
     def geometry(self, ssd: int) -> StoreGeometry:
         """Returns the geometry of the store on one SSD."""
@@ -192,7 +192,7 @@ def make_context(
         PlanError: the budget or the free memory is too small, or the job has no SSDs but needs some.
     """
     ssds = ssds or tuple(SsdFacts(io=DEFAULT_IO, weight=1) for _ in spec.ssd_dirs)
-    formats = spec.hyperparameters.formats
+    formats = spec.training.formats
     itemsizes = formats.itemsizes
     size = ModelSize(
         block_numels=tuple(block.numel for block in layout.blocks),
@@ -205,10 +205,10 @@ def make_context(
         size,
         num_optimizers=spec.num_cpu_optimizers,
         grad_itemsize=grad_itemsize(spec),
-        keep_grads=spec.hyperparameters.keeps_grads,
-        is_naive=spec.hyperparameters.order_of_updates.is_naive,
+        keep_grads=spec.training.keeps_grads,
+        is_naive=spec.training.order_of_updates.is_naive,
         host_memory_nbytes=spec.host_memory_nbytes,
-        num_microbatches=spec.hyperparameters.num_microbatches,
+        num_microbatches=spec.training.num_microbatches,
         free_nbytes=free_nbytes,
         placement=spec.placement,
     )

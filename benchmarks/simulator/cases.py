@@ -225,8 +225,7 @@ def _spec(case: Case, folder: Path) -> JobSpec:
     if not (kind / MODEL_DIR).exists():
         workload.write_here(kind)
     spec = job_spec(workload, kind, kind / "job", [kind / f"ssd{i}" for i in range(len(_SSDS))])
-    hyper = replace(
-        spec.hyperparameters,
+    spec = spec.with_training(
         num_microbatches=case.num_microbatches,
         clip_norm=case.clip_norm,
         precision=Precision.FP32,
@@ -234,7 +233,6 @@ def _spec(case: Case, folder: Path) -> JobSpec:
     )
     return replace(
         spec,
-        hyperparameters=hyper,
         placement=replace(case.placement, depths=QueueDepths(leaving_nbytes=_LEAVING_NBYTES)),
         kernel_dir=None,
         compute_threads=1,

@@ -64,9 +64,9 @@ def test_a_steady_step_is_found_without_timelines() -> None:
 def test_without_overlap_updates_follow_the_backward_pass_and_nothing_else() -> None:
     slow = rates(optimizer_params=2 * CHUNK)  # one second a block
     hyper = {"clip_norm": 1.0}
-    alone = run(machine=slow, hyperparameters=hyper, ordering=Ordering(overlaps_steps=False))[-1]
+    alone = run(machine=slow, training=hyper, ordering=Ordering(overlaps_steps=False))[-1]
     assert alone.summary["period_s"] == pytest.approx(11.0 + 6.0, rel=1e-3)
-    beside = run(machine=slow, hyperparameters=hyper)[-1]
+    beside = run(machine=slow, training=hyper)[-1]
     # Each block's forward operation follows its update. Three chunks may begin before the last gradient arrives, which
     # is that of the first block.
     assert 11.0 + 1.0 - 1e-3 <= beside.summary["period_s"] <= 11.0 + 1.0 + 1.5 + 1e-3
@@ -146,7 +146,7 @@ def featured(
         layout=layers_of((3000, 3000), (4000,), (3000,), num_norms=100, num_blocks=NUM_BLOCKS),
         placement=placement,
         swapped_nbytes={} if room is None else dict.fromkeys(LAYERS, TENSORS),
-        hyperparameters={"num_microbatches": 4, "clip_norm": 1.0 if clips else None},
+        training={"num_microbatches": 4, "clip_norm": 1.0 if clips else None},
         **options,
     )
 
