@@ -9,7 +9,7 @@ Source: Belady, A study of replacement algorithms for a virtual-storage computer
 import threading
 from dataclasses import dataclass
 
-from windlass.actors.job import JobContext
+from windlass.actors.job import CoreContext
 from windlass.actors.messages import ParamSlotLease, Phase
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, Step
 from windlass.storage.memory import SlotPool
@@ -46,7 +46,7 @@ class ParamCache:
         self._lock = threading.Lock()
 
     @classmethod
-    def of_job(cls, context: JobContext, slots: SlotPool) -> "ParamCache":
+    def of_job(cls, context: CoreContext, slots: SlotPool) -> "ParamCache":
         """Creates the cache with the size in the job's plan."""
         formats = context.formats
         return cls(

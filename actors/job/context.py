@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass
 
-from windlass.actors.job.spec import JobSpec
+from windlass.actors.job.spec import JobCore, JobSpec
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, ModelSize, Plan, PlanError, cut_layers, make_plan
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import (
@@ -40,22 +40,22 @@ def ssd_name(index: int) -> ActorName:
     return ActorName(f"ssd-{index}")
 
 
-def grad_precision(spec: JobSpec) -> Precision:
+def grad_precision(spec: JobCore) -> Precision:
     """Returns the type of gradients on their way to the optimizer; see `TrainingConfig.grad_precision`."""
     return spec.training.grad_precision
 
 
-def grad_itemsize(spec: JobSpec) -> int:
+def grad_itemsize(spec: JobCore) -> int:
     """Returns the bytes per element of a gradient on its way to the optimizer."""
     return spec.training.grad_itemsize
 
 
-def evaluation_batch_size(spec: JobSpec) -> int:
+def evaluation_batch_size(spec: JobCore) -> int:
     """Returns the examples of a micro-batch in evaluation: as many as in training."""
     return spec.training.microbatch_size
 
 
-def num_evaluation_groups(spec: JobSpec) -> int:
+def num_evaluation_groups(spec: JobCore) -> int:
     """Returns the number of micro-batch groups of an evaluation; 0 without validation data."""
     num_microbatches = -(-spec.num_validation_examples // evaluation_batch_size(spec))
     return -(-num_microbatches // spec.training.num_microbatches)
@@ -70,13 +70,12 @@ class SsdFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobContext:
-    """The facts about one attempt that all its actors share."""
+class CoreContext:
+    """The facts about one attempt that follow from its settings, its model and its plan. They name no files."""
 
-    spec: JobSpec
+    spec: JobCore
     layout: ModelLayout
     plan: Plan
-    arena_path: str
     ssds: tuple[SsdFacts, ...]  # one for each of the job's SSDs
 
     @property
@@ -145,6 +144,14 @@ class JobContext:
         return {use: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, use in enumerate(uses)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext(CoreContext):
+    """The facts about one attempt that all its actors share."""
+
+    spec: JobSpec
+    arena_path: str
+
+
 def aligned(nbytes: int, alignment: int = 4096) -> int:
     """Rounds `nbytes` up to the alignment of O_DIRECT, to one unit at least.
 
@@ -153,7 +160,7 @@ def aligned(nbytes: int, alignment: int = 4096) -> int:
     return max(1, -(-nbytes // alignment)) * alignment
 
 
-def piece_bounds(context: JobContext) -> dict[BlockIndex, tuple[int, ...]]:
+def piece_bounds(context: CoreContext) -> dict[BlockIndex, tuple[int, ...]]:
     """Returns the bounds of the pieces into which the plan's streamed blocks are cut; see `cut_layers`.
 
     Raises:
@@ -191,7 +198,23 @@ def make_context(
     Raises:
         PlanError: the budget or the free memory is too small, or the job has no SSDs but needs some.
     """
-    ssds = ssds or tuple(SsdFacts(io=DEFAULT_IO, weight=1) for _ in spec.ssd_dirs)
+    ssds = ssds or _equal_ssds(len(spec.ssd_dirs))
+    plan = _plan_of(spec, layout, has_ssds=bool(ssds), free_nbytes=free_nbytes)
+    return JobContext(spec=spec, layout=layout, plan=plan, arena_path=arena_path, ssds=ssds)
+
+
+def make_core_context(spec: JobCore, layout: ModelLayout, num_ssds: int) -> CoreContext:
+    """Plans a job that has no files, as `make_context` does."""
+    plan = _plan_of(spec, layout, has_ssds=num_ssds > 0)
+    return CoreContext(spec=spec, layout=layout, plan=plan, ssds=_equal_ssds(num_ssds))
+
+
+def _equal_ssds(num_ssds: int) -> tuple[SsdFacts, ...]:
+    """Returns the facts about SSDs with the default settings and equal weights."""
+    return (SsdFacts(io=DEFAULT_IO, weight=1),) * num_ssds
+
+
+def _plan_of(spec: JobCore, layout: ModelLayout, *, has_ssds: bool, free_nbytes: int | None = None) -> Plan:
     formats = spec.training.formats
     itemsizes = formats.itemsizes
     size = ModelSize(
@@ -212,9 +235,9 @@ def make_context(
         free_nbytes=free_nbytes,
         placement=spec.placement,
     )
-    if not spec.ssd_dirs and (len(plan.host_blocks) < len(layout.blocks) or plan.num_ssd_activations):
+    if not has_ssds and (len(plan.host_blocks) < len(layout.blocks) or plan.num_ssd_activations):
         raise PlanError(
             "the job has no SSDs: then the states of all blocks must rest in host memory, and activations must not go "
             f"to SSDs; host_blocks names {len(plan.host_blocks)} of {len(layout.blocks)} blocks"
         )
-    return JobContext(spec=spec, layout=layout, plan=plan, arena_path=arena_path, ssds=ssds)
+    return plan

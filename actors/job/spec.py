@@ -1,7 +1,7 @@
 """The specification of a job's attempt: plain data that is sent to every actor at the launch."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from windlass.actors.job.pace import Pace
 from windlass.actors.policy import Ordering
@@ -13,29 +13,15 @@ _FIRST_ATTEMPT = Attempt(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobSpec:
-    """One attempt at a job. Paths are absolute and the same on every node."""
+class JobCore:
+    """The part of a job's specification that decides its plan and the order of its work. It names no files."""
 
     job: JobId
     attempt: Attempt = _FIRST_ATTEMPT
-    model_dir: str  # config, tokenizer, safetensors
-    layout_file: str  # the model's blocks, written by `windlass.engine.checkpoint.check_model`
-    dataset_dir: str  # the dataset, written by `windlass.engine.data.tokenize`
-    num_validation_examples: int = 0  # 0: no validation data
-    job_dir: str  # journal and logs
-    output_dir: str  # the final model's folder; checkpoints are written to `{output_dir}-step-{n}`
-    ssd_dirs: tuple[str, ...]  # one SSD server each; empty: all states are in host memory, and a crash loses the job
-    arena_dir: str = "/dev/shm"
     training: TrainingConfig
+    num_validation_examples: int = 0  # 0: no validation data
     num_cpu_optimizers: int = 1
-    compute_threads: int = 1  # of the GPU worker's process
-    optimizer_threads: int = 1  # of each optimizer
-    kernel_dir: str | None = None  # cache folder of compiled update kernels; None: no cache
     host_memory_nbytes: int | None = None  # budget for the arena; None: limited by the machine's free memory
-    device_memory_nbytes: int | None = None  # budget on the device; None: all of its memory
-    planned_device_nbytes: int | None = None  # the plan's peak on the device; None: it is counted when the job starts
-    # The time of a step by the job's plan or its earlier attempts, used until this attempt has measured its own.
-    expected_pace: Pace | None = None
     deadline_s: float  # timeout of a single reply or transfer within a step
     placement: Placement = field(default_factory=Placement)  # places of states, params and activations; may be partial
     ordering: Ordering = field(default_factory=Ordering)  # as configured; the scheduler uses `effective_ordering`
@@ -62,6 +48,26 @@ class JobSpec:
             return self.ordering
         return replace(self.ordering, overlaps_steps=False)
 
-    def with_training(self, **changes: Any) -> "JobSpec":
+    def with_training(self, **changes: Any) -> Self:
         """Returns a copy with some fields of the training config changed."""
         return replace(self, training=replace(self.training, **changes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec(JobCore):
+    """One attempt at a job. Paths are absolute and the same on every node."""
+
+    model_dir: str  # config, tokenizer, safetensors
+    layout_file: str  # the model's blocks, written by `windlass.engine.checkpoint.check_model`
+    dataset_dir: str  # the dataset, written by `windlass.engine.data.tokenize`
+    job_dir: str  # journal and logs
+    output_dir: str  # the final model's folder; checkpoints are written to `{output_dir}-step-{n}`
+    ssd_dirs: tuple[str, ...]  # one SSD server each; empty: all states are in host memory, and a crash loses the job
+    arena_dir: str = "/dev/shm"
+    compute_threads: int = 1  # of the GPU worker's process
+    optimizer_threads: int = 1  # of each optimizer
+    kernel_dir: str | None = None  # cache folder of compiled update kernels; None: no cache
+    device_memory_nbytes: int | None = None  # budget on the device; None: all of its memory
+    planned_device_nbytes: int | None = None  # the plan's peak on the device; None: it is counted when the job starts
+    # The time of a step by the job's plan or its earlier attempts, used until this attempt has measured its own.
+    expected_pace: Pace | None = None

@@ -17,6 +17,7 @@ from windlass.actors.job import (
     GPU_WORKER,
     JOURNAL_FILE,
     SCHEDULER,
+    CoreContext,
     JobContext,
     Journal,
     num_evaluation_groups,
@@ -96,8 +97,8 @@ class ActorLostError(Exception):
         return str(self.args[0])
 
 
-def job_shape(context: JobContext) -> SchedulerConfig:
-    """Returns the policy's view of a job."""
+def job_shape(context: CoreContext, output_dir: str) -> SchedulerConfig:
+    """Returns the policy's view of a job. `output_dir`: the folder of the final model."""
     spec, layout, training, plan = context.spec, context.layout, context.spec.training, context.plan
 
     def rate(step: int) -> float:
@@ -125,8 +126,8 @@ def job_shape(context: JobContext) -> SchedulerConfig:
         learning_rate=rate,
         gpu_worker=GPU_WORKER,
         optimizers=tuple(optimizer_name(i) for i in range(spec.num_cpu_optimizers)),
-        ssd_servers=tuple(ssd_name(i) for i in range(len(spec.ssd_dirs))),
-        output_dir=spec.output_dir,
+        ssd_servers=tuple(ssd_name(i) for i in range(len(context.ssds))),
+        output_dir=output_dir,
         host_blocks=frozenset(plan.host_blocks),
         device_blocks=frozenset(plan.device_blocks),
         spilled_blocks=frozenset(plan.spilled_blocks),
@@ -164,7 +165,7 @@ class Scheduler:
         trainer = TrainerState(scales_loss=self.spec.training.precision is Precision.FP16)
         if self._resumed is not None:
             trainer.restore(self._resumed["trainer"])
-        self.pipeline = Pipeline(job_shape(context), trainer, initial_step)
+        self.pipeline = Pipeline(job_shape(context, context.spec.output_dir), trainer, initial_step)
         self._send = send
         self._check_actors = check_actors
         self._events: queue.Queue[Message] = queue.Queue()

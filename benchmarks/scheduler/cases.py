@@ -177,7 +177,7 @@ class Bench:
             for phase in flop
             for block in reference.layout.blocks
         }
-        steps = simulate(context, job_shape(context), rates, Work(compute_s=compute_s))
+        steps = simulate(context, job_shape(context, context.spec.output_dir), rates, Work(compute_s=compute_s))
         return statistics.fmean(step.summary["period_s"] for step in steps[self._workload.num_warmup_steps :])
 
     def _free_rate(self, resource: str) -> float:

@@ -192,7 +192,7 @@ def compare(case: Case, folder: Path, *, direct: bool = True) -> Comparison:
             if step == 2
         }
         work = Work(compute_s=_compute_s(context, product_s), swapped_nbytes=swapped)
-        steps = simulate(context, job_shape(context), _rates(case), work)
+        steps = simulate(context, job_shape(context, context.spec.output_dir), _rates(case), work)
     simulated = Run(
         step_s=statistics.fmean(step.summary["period_s"] for step in steps[_INNER]),
         # A span that lasts into the next step occurs in both steps.

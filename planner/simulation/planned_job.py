@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from windlass.actors.activations import slots_of_part
-from windlass.actors.job import JobContext, JobSpec, make_context
+from windlass.actors.job import CoreContext, JobCore, make_core_context
 from windlass.actors.messages import Phase
 from windlass.actors.policy import SchedulerConfig
 from windlass.actors.scheduler import job_shape
@@ -72,16 +72,17 @@ def simulate_planned(
 
 def _simulated(
     solution: Solution, layout: ModelLayout, num_cores: int
-) -> tuple[JobContext, SchedulerConfig, Rates, Work]:
+) -> tuple[CoreContext, SchedulerConfig, Rates, Work]:
     spec, layout = _spec_of(solution), _in_fewer_chunks(layout)
     if layout.chunk_numel != solution.costs.job.model.chunk_numel:
         spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
     work = work_of(solution)
-    context = _with_fewer_slots(make_context(spec, layout, ""), work)
+    context = _with_fewer_slots(make_core_context(spec, layout, solution.costs.speeds.num_ssds), work)
     # Slots have the size of the widest micro-batches; the transfers have that of the mean one.
     work = _of_mean_size(work, solution.costs.job.model.size_share)
     rates = rates_of(solution.costs.speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
-    return context, job_shape(context), rates, work
+    # A simulated job writes no files.
+    return context, job_shape(context, output_dir=""), rates, work
 
 
 def rates_of(speeds: Speeds, num_optimizers: int, *, num_cores: int) -> Rates:
@@ -150,7 +151,7 @@ def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:
     )
 
 
-def _with_fewer_slots(context: JobContext, work: Work) -> JobContext:
+def _with_fewer_slots(context: CoreContext, work: Work) -> CoreContext:
     """Enlarges the slots of swapped activations. Keeps the number of staged parts and the share on the SSDs."""
     plan, pool = context.plan, context.plan.activations
     tensors = [nbytes for of_layer in work.swapped_nbytes.values() for nbytes in of_layer] * plan.group_size
@@ -167,8 +168,8 @@ def _with_fewer_slots(context: JobContext, work: Work) -> JobContext:
     return replace(context, plan=changed)
 
 
-def _spec_of(solution: Solution) -> JobSpec:
-    """Builds a job that equals the planned one in all that the simulator uses. It has no files."""
+def _spec_of(solution: Solution) -> JobCore:
+    """Returns the planned job, with few steps and without checkpoints."""
     job = solution.costs.job
     training = replace(
         job.training,
@@ -177,14 +178,8 @@ def _spec_of(solution: Solution) -> JobSpec:
         clip_norm=None,  # no gradient has a norm; the update order includes the effect of clipping
         checkpoint_every=None,
     )
-    return JobSpec(
+    return JobCore(
         job=JobId("planned"),
-        model_dir="",
-        layout_file="",
-        dataset_dir="",
-        job_dir="",
-        output_dir="",
-        ssd_dirs=tuple(map(str, range(solution.costs.speeds.num_ssds))),
         training=training,
         num_cpu_optimizers=job.num_optimizers,
         host_memory_nbytes=solution.plan.arena_nbytes,

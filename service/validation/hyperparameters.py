@@ -333,7 +333,8 @@ def known_before_data(settings: JobSettings) -> dict[str, Any]:
 
 def with_derived(config: TrainingConfig) -> TrainingConfig:
     """Fills in the settings that follow from others unless the request names them."""
-    every = config.evaluate_every or config.total_steps // config.epochs  # at each epoch's end
+    steps_per_epoch = config.total_steps // config.epochs
+    every = config.evaluate_every or steps_per_epoch or None
     return replace(config, update_order=config.order_of_updates, evaluate_every=every)
 
 

@@ -82,7 +82,7 @@ class Simulated:
     @property
     def shape(self) -> SchedulerConfig:
         """The scheduler's config, made as the scheduler makes it."""
-        return job_shape(self.context)
+        return job_shape(self.context, self.context.spec.output_dir)
 
 
 def job(

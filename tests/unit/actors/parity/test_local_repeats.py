@@ -104,7 +104,7 @@ def test_dropout_repeats_with_its_seed(tmp_path: Path, baseline: Result) -> None
 def test_random_initialization_repeats_with_its_seed(tmp_path: Path) -> None:
     results = []
     for name, seed in (("first", 5), ("second", 5), ("other", 6)):
-        spec = job(tmp_path / name, seed=seed, initialization=Initialization.RANDOM)
+        spec = job(tmp_path / name, seed=seed).with_training(initialization=Initialization.RANDOM)
         for weights in Path(spec.model_dir).glob("*.safetensors"):
             weights.unlink()
         results.append(train(spec))
