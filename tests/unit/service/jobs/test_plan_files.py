@@ -22,7 +22,7 @@ def queued_job(asked: WindlassSettings) -> Job:
 
 
 def stored_question(home: Path, asked: WindlassSettings, question: dict[str, Any]) -> dict[str, Any] | None:
-    """What is read again of a question that was stored for such a job."""
+    """Stores a question for such a job, and reads it again."""
     job, settings = queued_job(asked), Settings(home=home)
     path = job_dir(settings, job.id) / "prepare" / QUESTION_FILE
     path.parent.mkdir(parents=True)
