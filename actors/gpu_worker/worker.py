@@ -97,7 +97,7 @@ class GpuWorker:
     ) -> None:
         self.context = context
         self.spec = context.spec
-        self.hyper = context.spec.hyperparameters
+        self.hyper = context.spec.training
         self.partition = partition
         self.send = send
         self._io = SsdClient(self.name, context, send)
@@ -410,6 +410,6 @@ def evaluation_groups(spec: JobSpec) -> list[list[MicroBatch]]:
     if not spec.has_validation:
         return []
     dataset = PreparedDataset.open(spec.dataset_dir, "validation")
-    num_microbatches = spec.hyperparameters.num_microbatches
+    num_microbatches = spec.training.num_microbatches
     microbatches = list(dataset.evaluation_batches(evaluation_batch_size(spec)))
     return [microbatches[i : i + num_microbatches] for i in range(0, len(microbatches), num_microbatches)]

@@ -56,7 +56,7 @@ def run_local(
     Raises:
         TimeoutError: the attempt is over and its outcome is in the journal, but some of its threads hang.
     """
-    partition = partition or partition_folder(spec.model_dir, spec.hyperparameters.precision)
+    partition = partition or partition_folder(spec.model_dir, spec.training.precision)
     path = arena_path(Path(spec.arena_dir), spec.job, spec.attempt)
     remove_leftovers(Path(spec.arena_dir))
     ssds = ssds or survey_ssds(spec, direct=direct)
