@@ -73,7 +73,7 @@ def test_ids_import_nothing() -> None:
 
 
 @pytest.mark.parametrize("path", python_files("actors/policy"), ids=name_of)
-def test_policy_is_standard_library_and_ids(path: Path) -> None:
+def test_policy_is_pure(path: Path) -> None:
     allowed = (
         "windlass.storage.ids",
         "windlass.storage.priority_queue",
