@@ -133,7 +133,7 @@ def report_on(report: Report, samples: Sequence[Sample]) -> float:
     report.add_table(header, [*rows_of(samples), all_kinds])
     num_params = tiny_workload(1).shape.num_params
     report.add(
-        f"Medians of {len(samples)} samples during the steps of a model with {num_params / 1e3:.0f} thousand parameters. "
+        f"Medians of {len(samples)} samples while a model with {num_params / 1e3:.0f} thousand parameters trains. "
         "Its arena counts. The driver does not: in the service it is the dispatcher. Pages of libraries that programs "
         "outside the job use too count in part, so the number is smaller on a busy machine."
     )

@@ -230,9 +230,10 @@ class ParamFeed:
             self._read(fetch, missing[start : start + self._batch])
 
     def _read(self, fetch: Fetch, keys: list[ChunkKey]) -> None:
-        spans = {key: self._cached[key] for key in keys if key in self._cached}
-        others = [key for key in keys if key not in spans]
-        spans |= zip(others, self._slots.acquire(len(others), self._context.spec.deadline_s), strict=True)
+        # A cached chunk has a place of its own. It still holds a slot until it arrives, because more requests in the
+        # SSDs' queues could time out.
+        slots = dict(zip(keys, self._slots.acquire(len(keys), self._context.spec.deadline_s), strict=True))
+        spans = {key: self._cached.get(key, slot) for key, slot in slots.items()}
         kind, request = self._context.formats.param_kind, fetch.request
         itemsizes = {kind: self._dtype.itemsize}
         items = [
@@ -243,8 +244,9 @@ class ParamFeed:
 
         def arrived(key: ChunkKey) -> None:
             is_cached = key in self._cached
-            if is_cached:  # only now: an earlier request of the same params must not use a slot that is being filled
+            if is_cached:  # only now: an earlier request of the same params must not use a place that is being filled
                 self._filled.add(key)
+                self._slots.release([slots[key]])
             self._arrived.put(_Arrival(fetch, key, spans[key], is_slot=not is_cached))
 
         self._io.read(items, request.step, priority, arrived)

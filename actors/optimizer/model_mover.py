@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from windlass.actors.job import Initialization, JobContext
+from windlass.actors.job import JobContext
 from windlass.actors.lifecycle import die_with_parent, has_begun, join_attempt
 from windlass.actors.optimizer.model_io import ModelTask
 from windlass.actors.optimizer.model_process import Begin, Failed, Finish, Move
@@ -24,6 +24,7 @@ from windlass.engine.checkpoint import BlockInitializer, CheckpointReader, Model
 from windlass.engine.device import TORCH_DTYPE, state_dtype
 from windlass.engine.model import build_meta_model, load_config
 from windlass.engine.optimizer import split_master
+from windlass.engine.training_config import Initialization
 from windlass.storage.ids import ChunkKey, Span, StateKind
 from windlass.storage.memory import Arena
 
@@ -60,10 +61,10 @@ class ModelMover:
             self._exporter = ModelExporter(spec.model_dir, layout, config, task.export_path, dtype)
             return
         model = build_meta_model(config, precision)
-        if spec.initialization is Initialization.WEIGHTS:
+        if spec.training.initialization is Initialization.WEIGHTS:
             self._source = CheckpointReader(spec.model_dir, layout, model)
         else:
-            self._source = BlockInitializer(model, layout, spec.hyperparameters.seed)
+            self._source = BlockInitializer(model, layout, spec.training.seed)
 
     def move(self, key: ChunkKey, slot: Span) -> None:
         """Moves one chunk into its slot, or from there to the folder."""

@@ -117,7 +117,6 @@ class CpuOptimizer:
         ordering = self.spec.effective_ordering
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating, self._num_blocks)
         self._grad_releases = GradReleases(context.plan.grads.num_slots, self.spec.num_cpu_optimizers)
-        self._num_begun = 0  # chunks of updates that have begun, and whose gradient is not used yet
         self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # remaining chunks of running commands
         self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
         self._threads = ActorThreads(
@@ -312,7 +311,7 @@ class CpuOptimizer:
 
     def _begin(self, update: UpdateBlock) -> None:
         self._count(update, len(update.chunks))
-        self._num_begun += len(update.chunks)
+        self._grad_releases.begin(len(update.chunks))
         for grad in update.chunks:
             self._to_begin.push(update.step, update.block, (update, grad))
             self._commands.put((1, next(self._numbers), _FeedChunk(update)))
@@ -367,8 +366,7 @@ class CpuOptimizer:
                 self.name, SpanKind.UPDATE, chunk.update.step, key.block, key.chunk, start_s, time.monotonic()
             )
             with self._lock:
-                self._num_begun -= 1
-                released = self._grad_releases.add(chunk.grad.span, is_idle=not self._num_begun)
+                released = self._grad_releases.updated(chunk.grad.span)
             if released:
                 self.send(GPU_WORKER, GradSlotsReleased(job=self.spec.job, step=chunk.update.step, spans=released))
             if chunk.is_resident:

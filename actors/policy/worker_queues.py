@@ -166,27 +166,34 @@ class GradReleases:
         """`num_slots` is the number of all gradient slots, which the optimizers share."""
         self._max_held = int(num_slots * _HELD_SHARE / num_optimizers)
         self._held: list[Span] = []
+        self._num_left = 0  # chunks that the optimizer has and has not updated yet
 
-    def add(self, span: Span | None, *, is_idle: bool) -> tuple[Span, ...]:
+    def begin(self, num_chunks: int) -> None:
+        """Records chunks whose update has begun."""
+        self._num_left += num_chunks
+
+    def updated(self, span: Span | None) -> tuple[Span, ...]:
         """Adds the slot of an updated chunk; None: its gradient had none. Returns the slots to release now.
 
-        `is_idle`: the optimizer has no other chunk, so nothing would release the slots later.
+        After the last chunk all slots are released, because nothing would release them later.
         """
+        self._num_left -= 1
         if span is not None:
             self._held.append(span)
-        if not is_idle and len(self._held) <= self._max_held:
+        if self._num_left and len(self._held) <= self._max_held:
             return ()
         released, self._held = tuple(self._held), []
         return released
 
 
 class ComputeReports:
-    """The GPU worker's reports. Finished operations are collected until their report is due."""
+    """The GPU worker's reports. Finished operations and gradients are collected until their report is due."""
 
     def __init__(self, job: JobId, actor: ActorName) -> None:
         self._job = job
         self._actor = actor
         self._computed: list[BlockComputed] = []
+        self._grads: list[GradReady] = []
         self._reported_s = 0.0  # time of the last report
 
     def computed(self, computed: BlockComputed, now_s: float, *, is_idle: bool) -> ComputeProgressed | None:
@@ -195,16 +202,26 @@ class ComputeReports:
         `is_idle`: the worker has no other operation.
         """
         self._computed.append(computed)
-        is_late = now_s - self._reported_s > REPORT_EVERY_S
-        is_due = is_idle or is_late or computed.loss is not None or len(self._computed) >= REPORT_EVERY
-        return self._report(computed.step, (), now_s) if is_due else None
+        return self._report(computed.step, now_s, is_due=is_idle or computed.loss is not None)
 
-    def gradient(self, operation: ComputeBlock, grad_sq_sum: float, now_s: float) -> ComputeProgressed:
-        """Returns the report of the gradient that `operation` completed, with all operations not reported yet."""
+    def gradient(
+        self, operation: ComputeBlock, grad_sq_sum: float, now_s: float, *, is_idle: bool
+    ) -> ComputeProgressed | None:
+        """Adds the gradient that `operation` completed, and is otherwise like `computed`.
+
+        Only a worker without operations can wait for what the scheduler does with a gradient.
+        """
         step = operation.step
-        grad = GradReady(job=self._job, step=step, block=operation.block, grad_sq_sum=grad_sq_sum)
-        return self._report(step, (grad,), now_s)
+        self._grads.append(GradReady(job=self._job, step=step, block=operation.block, grad_sq_sum=grad_sq_sum))
+        return self._report(step, now_s, is_due=is_idle)
 
-    def _report(self, step: Step, grads: tuple[GradReady, ...], now_s: float) -> ComputeProgressed:
-        computed, self._computed, self._reported_s = tuple(self._computed), [], now_s
-        return ComputeProgressed(job=self._job, step=step, actor=self._actor, computed=computed, grads=grads)
+    def _report(self, step: Step, now_s: float, *, is_due: bool) -> ComputeProgressed | None:
+        is_late = now_s - self._reported_s > REPORT_EVERY_S
+        if not is_due and not is_late and max(len(self._computed), len(self._grads)) < REPORT_EVERY:
+            return None
+        computed, self._computed = tuple(self._computed), []
+        grads, self._grads = tuple(self._grads), []
+        self._reported_s = now_s
+        return ComputeProgressed(
+            job=self._job, step=grads[-1].step if grads else step, actor=self._actor, computed=computed, grads=grads
+        )
