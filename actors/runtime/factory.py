@@ -29,6 +29,7 @@ def build_actor(
     send: Any,
     *,
     uses_gpu: bool = False,
+    model_process: bool = False,
     partition: Any = None,
     device: str | None = None,
     poison_released: bool = False,
@@ -41,6 +42,7 @@ def build_actor(
         context: of the attempt; for all but SSD servers, with the kernels of the commit from which the job resumes.
         send: sends a message to another actor.
         uses_gpu: Ray gave this process a GPU.
+        model_process: load and export the model in a process of its own; else the optimizer's thread does.
         partition: the model's `Partition`; None: it is made from the model's folder.
         device: the device that computes; None: the GPU if there is one.
         poison_released: fill released buffers with NaN, for tests.
@@ -69,7 +71,7 @@ def build_actor(
     if kind == "optimizer":
         from windlass.actors.optimizer import CpuOptimizer, ModelProcess
 
-        start_model_worker = functools.partial(ModelProcess, context)
+        start_model_worker = functools.partial(ModelProcess, context) if model_process else None
         return CpuOptimizer(name, index, context, send, start_model_worker=start_model_worker)
     from windlass.actors.gpu_worker import GpuWorker
     from windlass.engine.device import compute_device, retain_freed_memory
