@@ -1,7 +1,7 @@
 """Moves a model between its folder and slots, chunk by chunk. It needs the transformers library.
 
-That library takes more memory than the rest of an optimizer. So on Ray this runs in a process of its own, for as long
-as a task takes: `python -m windlass.actors.optimizer.model_mover PARENT_PID DESCRIPTOR` (`model_process.py`).
+The library takes more memory than the rest of an optimizer. So on Ray a process of its own runs this for one task
+(`model_process.py`): `python -m windlass.actors.optimizer.model_mover PARENT_PID DESCRIPTOR`.
 """
 
 import contextlib

@@ -132,7 +132,7 @@ class ActorShell:
             libc.mallopt(_M_TRIM_THRESHOLD, 32 << 20)
             libc.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
         context = keeping_kernel(self.context, commit)
-        self.actor = build_actor(self.name, context, self._outbox.send, uses_gpu=self._uses_gpu, model_process=True)
+        self.actor = build_actor(self.name, context, self._outbox.send, uses_gpu=self._uses_gpu)
         self.actor.setup()
         libc.malloc_trim(0)  # returns what imports and checks have freed
 
