@@ -5,22 +5,23 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from windlass.actors.offload.config import Hyper, OffloadConfig, OffloadStatistics, plan_offload
 from windlass.actors.offload.errors import OffloadClosedError, OffloadMisuseError
 from windlass.actors.offload.layer import OffloadedLayer
 from windlass.actors.offload.layers import OffloadedBlock, outside_params
 from windlass.actors.offload.param_prefetcher import ParamFeed
 from windlass.actors.offload.resident_params import OutsideParams
-from windlass.actors.offload.settings import Hyper, OffloadSettings, OffloadStatistics, plan_offload
 from windlass.actors.offload.store import OffloadStore
 from windlass.actors.offload.updates import BlockUpdate, Kernels, LayerUpdates, Run
 from windlass.actors.policy import clip_scale
 from windlass.engine.device import Device
 from windlass.engine.model import GradBuffer, choose_chunk_numel
-from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Precision, Span, StateKind, StatePrecision, Step
+from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Kernel, Precision, Span, StateKind, StatePrecision, Step
 
 
 class OffloadEngine:
@@ -30,7 +31,7 @@ class OffloadEngine:
         self,
         model: nn.Module,
         blocks: Sequence[OffloadedBlock],
-        settings: OffloadSettings,
+        config: OffloadConfig,
         hyper_of: Callable[[str], Hyper | None],
     ) -> None:
         """Offloads the states block by block, frees each block's original params, and then wraps the layers.
@@ -38,11 +39,11 @@ class OffloadEngine:
         `hyper_of` returns the optimizer's present settings for a parameter of the layers, by name. It returns None if
         the optimizer does not have the parameter.
         """
-        self.settings = settings
+        self.config = config
         self.blocks = blocks
-        self.device = settings.device
+        self.device = config.chosen_device
         self._hyper_of = hyper_of
-        self._device = Device(settings.device, poison_released=settings.poison_released)
+        self._device = Device(self.device, poison_released=config.poison_released)
         self._closed = False
         self._pinned = False
         self._layers: list[OffloadedLayer] = []
@@ -109,8 +110,8 @@ class OffloadEngine:
         self._num_backwards[block.index] += 1
         self._touched.setdefault(block.index, set()).update(grads.touched)
         update = None
-        is_complete = self._num_backwards[block.index] >= self.settings.backwards_per_step
-        if is_complete and self.settings.clip_norm is None:
+        is_complete = self._num_backwards[block.index] >= self.config.backwards_per_step
+        if is_complete and self.config.clip_norm is None:
             update = self._updated(block, grad_scale=1.0)
         self._updates.offload(block, grads.flat, update)
 
@@ -133,9 +134,9 @@ class OffloadEngine:
                     )
         self._outside.check_grads()
         norm, scale = None, 1.0
-        if self.settings.clip_norm is not None:
+        if self.config.clip_norm is not None:
             norm = math.sqrt(self._updates.squared_norm() + self._outside.squared_norm())
-            scale = clip_scale(self.settings.clip_norm, norm)
+            scale = clip_scale(self.config.clip_norm, norm)
         pending = [block for block in self.blocks if block.index in self._touched and block.index not in self._begun]
         if pending:
             self._updates.await_grads()
@@ -197,7 +198,7 @@ class OffloadEngine:
         self._feed.stop()
         self._updates.stop()
         for thread in self._threads:
-            thread.join(self.settings.deadline_s)
+            thread.join(self.config.deadline_s)
         if self._pinned:
             self._device.unpin(self._store.memory)
         self._store.close()
@@ -206,12 +207,12 @@ class OffloadEngine:
 
     def _open_store(self, blocks: Sequence[OffloadedBlock]) -> None:
         """Plans the buffers and reserves memory and SSD space. After an error, nothing stays reserved."""
-        settings = self.settings
+        config = self.config
         dtype = blocks[0].params[0].stand_in.dtype
         precision = Precision.FP32 if dtype is torch.float32 else Precision.BF16
-        formats = Formats(precision, settings.state_precision if precision is Precision.BF16 else StatePrecision.FP32)
-        chunk_numel = settings.chunk_numel or choose_chunk_numel([block.numel for block in blocks])
-        self._plan = plan_offload(blocks, formats, chunk_numel, settings)
+        formats = Formats(precision, StatePrecision(config.state_precision if precision is Precision.BF16 else "fp32"))
+        chunk_numel = config.chunk_numel or choose_chunk_numel([block.numel for block in blocks])
+        self._plan = plan_offload(blocks, formats, chunk_numel, config)
         host_slots: dict[ChunkKey, Span] = {}
         pool = self._plan.host_states
         for index in self._plan.host_blocks:
@@ -222,19 +223,19 @@ class OffloadEngine:
         for kind, itemsize in formats.itemsizes.items():
             offsets[kind] = offset
             offset += itemsize * chunk_numel
-        kernels = Kernels(formats, settings.kernel, settings.kernel_dir)
+        kernels = Kernels(formats, None if config.kernel is None else Kernel(config.kernel), config.chosen_kernel_dir)
         for name in (param.name for block in blocks for param in block.params):
             if (hyper := self._hyper_of(name)) is not None:
                 kernels.of(hyper.settings)  # compiled now, so that an error occurs before anything is reserved
         self._store = OffloadStore(
-            settings.ssd_dirs,
+            [Path(directory) for directory in config.ssd_dirs],
             formats=formats,
             chunk_numel=chunk_numel,
             chunks_per_block=tuple(len(block.chunk_keys(chunk_numel)) for block in blocks),
-            arena_dir=settings.arena_dir,
+            arena_dir=Path(config.arena_dir),
             arena_nbytes=self._plan.arena_nbytes,
-            deadline_s=settings.deadline_s,
-            direct_io=settings.direct_io,
+            deadline_s=config.deadline_s,
+            direct_io=config.direct_io,
             on_failure=self._fail,
         )
         try:
@@ -244,7 +245,7 @@ class OffloadEngine:
             raise
 
     def _make_workers(self, kernels: Kernels, host_slots: dict[ChunkKey, Span], offsets: dict[StateKind, int]) -> None:
-        settings, blocks = self.settings, self.blocks
+        config, blocks = self.config, self.blocks
         self._feed = ParamFeed(
             blocks,
             self._store,
@@ -252,8 +253,8 @@ class OffloadEngine:
             self._plan.params,
             host_slots,
             offsets[self._store.formats.param_kind],
-            deadline_s=settings.deadline_s,
-            poison_released=settings.poison_released,
+            deadline_s=config.deadline_s,
+            poison_released=config.poison_released,
         )
         self._updates = LayerUpdates(
             blocks,
@@ -264,9 +265,9 @@ class OffloadEngine:
             kernels,
             host_slots,
             offsets,
-            num_threads=settings.optimizer_threads,
-            with_norms=settings.clip_norm is not None,
-            deadline_s=settings.deadline_s,
+            num_threads=config.num_optimizer_threads,
+            with_norms=config.clip_norm is not None,
+            deadline_s=config.deadline_s,
         )
 
     def _start(self, model: nn.Module) -> None:
@@ -285,9 +286,9 @@ class OffloadEngine:
             for original in originals.values():  # frees the memory even if the caller still holds the parameter
                 original.data = torch.empty(0, dtype=original.dtype)
         self._outside = OutsideParams(
-            outside_params(model, self.blocks), self.settings.state_precision, self.settings.device
+            outside_params(model, self.blocks), StatePrecision(self.config.state_precision), self.device
         )
-        _move_buffers(model, self.settings.device)
+        _move_buffers(model, self.device)
         self._layers = [OffloadedLayer(block, self) for block in self.blocks]
 
     def _guard(self, target: Callable[[], None]) -> None:

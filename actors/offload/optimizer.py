@@ -6,10 +6,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from windlass.actors.offload.config import Hyper, OffloadStatistics
 from windlass.actors.offload.engine import OffloadEngine
 from windlass.actors.offload.errors import CannotOffloadError, OffloadMisuseError
 from windlass.actors.offload.layers import OffloadedParameter
-from windlass.actors.offload.settings import Hyper, OffloadStatistics
 from windlass.engine.optimizer import AdamSettings
 
 

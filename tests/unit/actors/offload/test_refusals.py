@@ -122,6 +122,34 @@ def test_optimizers_that_cannot_be_offloaded(make: Callable[[nn.Module], Any], m
         windlass.offload(model, make(model), ssd_dirs=[tmp_path])
 
 
+# --- several ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_offload_in_process_of_launcher_with_two_ranks_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Gpt()
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(windlass.CannotOffloadError, match=rf"one of 2 ranks \({name}\).*without torchrun"):
+        windlass.offload(model, adamw(model), ssd_dirs=[tmp_path])
+    assert not any(param.is_meta for param in model.parameters())
+
+
+@pytest.mark.parametrize(("world_size", "is_refused"), [(1, False), (2, True)])
+def test_offload_with_initialised_distributed_is_refused_above_one_rank(
+    world_size: int, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
+    if is_refused:
+        with pytest.raises(windlass.CannotOffloadError, match=r"one of 2 ranks \(torch.distributed\)"):
+            windlass.offload(Gpt(), adamw(Gpt()), ssd_dirs=[tmp_path])
+    else:
+        with offloaded(seeded(Gpt), tmp_path) as (_, optimizer):
+            assert optimizer.statistics.num_host_layers == 0
+
+
 def test_the_user_names_the_layers(tmp_path: Path) -> None:
     options = {"make_optimizer": lambda model: torch.optim.AdamW(model.parameters())}
     with offloaded(two_lists(), tmp_path, layers="others", **options) as (model, optimizer):
