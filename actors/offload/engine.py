@@ -4,7 +4,7 @@ import atexit
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from windlass.actors.offload.config import Hyper, OffloadConfig, OffloadStatistics, plan_offload
 from windlass.actors.offload.errors import OffloadClosedError, OffloadMisuseError
 from windlass.actors.offload.layer import OffloadedLayer
-from windlass.actors.offload.layers import OffloadedBlock, outside_params
+from windlass.actors.offload.layers import OffloadedBlock, OffloadedParameter, WrappedParam, outside_params
 from windlass.actors.offload.param_prefetcher import ParamFeed
 from windlass.actors.offload.resident_params import OutsideParams
 from windlass.actors.offload.store import OffloadStore
@@ -21,6 +21,7 @@ from windlass.actors.offload.updates import BlockUpdate, Kernels, LayerUpdates, 
 from windlass.actors.policy import clip_scale
 from windlass.engine.device import Device
 from windlass.engine.model import GradBuffer, choose_chunk_numel
+from windlass.engine.optimizer import MOMENTS, SavedStates, from_saved, to_saved
 from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Kernel, Precision, Span, StateKind, StatePrecision, Step
 
 
@@ -177,6 +178,67 @@ class OffloadEngine:
                 flat[start:stop].copy_(params)
         return {param.name: flat[param.offset : param.stop].view(param.shape).clone() for param in block.params}
 
+    def read_states(self, block: OffloadedBlock, put: Callable[[WrappedParam, int, SavedStates], None]) -> None:
+        """Reads the states of a layer's updated parameters, and passes them on in parts of any size.
+
+        `put` takes the parameter, the part's first element, and states that it must copy.
+        """
+        self._require_no_update("the states were read")
+        self._feed.await_unchanging(block.index)
+        for key in block.chunk_keys(self._store.chunk_numel):
+            with self._updates.states(block, key) as states:
+                for param, first, part in self._parts(block, key, states):
+                    if self._num_updates[param.name]:
+                        put(param, first, to_saved(self.formats, part))
+
+    def outside_states(self) -> dict[str, SavedStates]:
+        """Returns the states of the updated parameters outside of the layers, by name. They must be copied."""
+        self._require_no_update("the states were read")
+        return self._outside.states()
+
+    def load_states(
+        self,
+        num_updates: Mapping[str, int],
+        get: Callable[[OffloadedBlock, WrappedParam, int, int], SavedStates | None],
+        outside: Mapping[str, SavedStates],
+    ) -> None:
+        """Replaces the states of all parameters, by name. States that are not given keep their values.
+
+        `get` returns a number of elements of a parameter's states, from an element on. For None, the moments become
+        zero. Parameters outside of the layers have their states in `outside`, or moments of zero.
+        """
+        self._require_no_update("states were loaded")
+        step = Step(self.num_steps + 1)
+        for block in self.blocks:
+            if not any(self._num_updates[param.name] or num_updates.get(param.name) for param in block.params):
+                continue
+            self._feed.await_unchanging(block.index)
+            self._feed.block(block.index)
+            try:
+                for key in block.chunk_keys(self._store.chunk_numel):
+                    with self._updates.states(block, key, write_as=step) as states:
+                        for param, first, part in self._parts(block, key, states):
+                            zeros = {kind: torch.zeros_like(part[kind]) for kind in MOMENTS}
+                            saved = get(block, param, first, len(zeros[MOMENTS[0]]))
+                            from_saved(self.formats, part, zeros if saved is None else saved)
+                self._updates.await_writes()
+            finally:
+                self._feed.unblock(block.index)
+        self._outside.load_states(outside, num_updates)
+        inside = {param.name for block in self.blocks for param in block.params}
+        self._num_updates = Counter({name: num for name, num in num_updates.items() if name in inside})
+        self.num_steps += 1  # a backward pass through an earlier forward pass would see other parameters
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """Returns the name in the model of a parameter or of a layer's stand-in."""
+        return param.windlass_name if isinstance(param, OffloadedParameter) else self._outside.name_of(param)
+
+    @property
+    def num_updates(self) -> dict[str, int]:
+        """The number of updates of each parameter that was updated, by name."""
+        inside = {name: num for name, num in self._num_updates.items() if num}
+        return {**inside, **self._outside.num_updates}
+
     @property
     def statistics(self) -> OffloadStatistics:
         """The traffic and the memory so far."""
@@ -212,6 +274,7 @@ class OffloadEngine:
         precision = Precision.FP32 if dtype is torch.float32 else Precision.BF16
         formats = Formats(precision, StatePrecision(config.state_precision if precision is Precision.BF16 else "fp32"))
         chunk_numel = config.chunk_numel or choose_chunk_numel([block.numel for block in blocks])
+        self.formats = formats
         self._plan = plan_offload(blocks, formats, chunk_numel, config)
         host_slots: dict[ChunkKey, Span] = {}
         pool = self._plan.host_states
@@ -305,6 +368,24 @@ class OffloadEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise OffloadClosedError("the model was closed, and the parameters of its layers are gone")
+
+    def _require_no_update(self, what: str) -> None:
+        self._require_open()
+        if self._begun:
+            raise OffloadMisuseError(
+                f"{what} between the backward and the step, when layers are being updated already; do it after the step"
+            )
+
+    def _parts(
+        self, block: OffloadedBlock, key: ChunkKey, states: Mapping[StateKind, torch.Tensor]
+    ) -> Iterator[tuple[WrappedParam, int, dict[StateKind, torch.Tensor]]]:
+        """Yields the parameters in a chunk: each with its first element there, and its part of the states."""
+        start, stop = block.chunk_range(key, self._store.chunk_numel)
+        for param in block.params:
+            first, last = max(start, param.offset), min(stop, param.stop)
+            if first < last:
+                part = {kind: state[first - start : last - start] for kind, state in states.items()}
+                yield param, first - param.offset, part
 
     def _begin_step(self) -> None:
         self._grads.clear()

@@ -8,7 +8,15 @@ from torch import nn
 
 from windlass.actors.offload.errors import OffloadMisuseError
 from windlass.engine.device import TORCH_DTYPE, state_dtype
-from windlass.engine.optimizer import AdamSettings, ChunkStates, OptimizerKernel, squared_norm
+from windlass.engine.optimizer import (
+    AdamSettings,
+    ChunkStates,
+    OptimizerKernel,
+    SavedStates,
+    from_saved,
+    squared_norm,
+    to_saved,
+)
 from windlass.storage.ids import Formats, Kernel, Precision, StateKind, StatePrecision
 
 # Element position of the first of these parameters, for the random rounding of bf16 states; beyond all blocks.
@@ -70,10 +78,8 @@ class OutsideParams:
         if grad is None:
             return
         formats = self._formats(param.dtype)
-        if outside.states is None:
-            outside.states = _first_states(param.detach(), formats)
+        states = self._all_states(outside)
         outside.num_updates += 1
-        states = {**outside.states, formats.param_kind: param.detach().view(-1)}
         self._kernel(settings, param.dtype, formats).update(
             ChunkStates(
                 grad=grad.detach().reshape(-1).contiguous(),
@@ -91,10 +97,42 @@ class OutsideParams:
         )
         param.grad = None
 
+    def name_of(self, param: torch.Tensor) -> str:
+        """Returns the name in the model of a parameter."""
+        return self._params[id(param)].name
+
+    @property
+    def num_updates(self) -> dict[str, int]:
+        """The number of updates of each parameter that was updated, by name."""
+        return {outside.name: outside.num_updates for outside in self._params.values() if outside.num_updates}
+
+    def states(self) -> dict[str, SavedStates]:
+        """Returns the states of the updated parameters, by name. They share memory with those in use."""
+        return {
+            outside.name: to_saved(self._formats(outside.param.dtype), self._all_states(outside))
+            for outside in self._params.values()
+            if outside.num_updates
+        }
+
+    def load_states(self, states: Mapping[str, SavedStates], num_updates: Mapping[str, int]) -> None:
+        """Replaces all states, by name. Parameters that have none there begin anew; their weights stay."""
+        for outside in self._params.values():
+            outside.states, outside.num_updates = None, num_updates.get(outside.name, 0)
+            if outside.name in states:
+                from_saved(self._formats(outside.param.dtype), self._all_states(outside), states[outside.name])
+
     def drop_grads(self) -> None:
         """Discards all gradients, as torch's zero_grad does."""
         for outside in self._params.values():
             outside.param.grad = None
+
+    def _all_states(self, outside: _Outside) -> dict[StateKind, torch.Tensor]:
+        """Returns a parameter's states, itself included, as flat tensors. They are created at first use."""
+        param = outside.param.detach()
+        formats = self._formats(param.dtype)
+        if outside.states is None:
+            outside.states = _first_states(param, formats)
+        return {**outside.states, formats.param_kind: param.view(-1)}
 
     def _formats(self, dtype: torch.dtype) -> Formats:
         if dtype is torch.float32:

@@ -6,8 +6,10 @@ chunk's states, changes them in place and writes them back. Updates of successiv
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,7 +71,6 @@ class _ChunkUpdate:
     key: ChunkKey
     grad: Span
     slot: Span  # of its states
-    rests_here: bool  # the states are resident in the slot and are not written
 
 
 class Kernels:
@@ -195,9 +196,10 @@ class LayerUpdates:
         """Writes a block's first states: these params, unchanged, and moments of zero."""
         for key in block.chunk_keys(self._store.chunk_numel):
             start, stop = block.chunk_range(key, self._store.chunk_numel)
-            host_slot = self._host_slots.get(key)
-            slot = host_slot or self._state_slots.acquire(1, self._deadline_s)[0]
-            views = {kind: self._view(slot, key, kind, stop - start).zero_() for kind in self._offsets}
+            slot = self._slot_of(key)
+            views = self._states(slot, key, stop - start)
+            for state in views.values():
+                state.zero_()
             for param in block.params:
                 first, last = max(start, param.offset), min(stop, param.stop)
                 if first < last:
@@ -205,9 +207,39 @@ class LayerUpdates:
                     for kind in (StateKind.PARAM, StateKind.MASTER):
                         if kind in views:
                             views[kind][first - start : last - start].copy_(part)
-            self._feed.labels[key] = Step(0)
-            if host_slot is None:
-                self._write(key, stop - start, Step(0), slot, lambda s=slot: self._state_slots.release([s]))  # type: ignore[misc]
+            self._write_back(block, key, slot, Step(0))
+        self.await_writes()
+
+    @contextmanager
+    def states(
+        self, block: OffloadedBlock, key: ChunkKey, *, write_as: Step | None = None
+    ) -> Iterator[dict[StateKind, torch.Tensor]]:
+        """Yields the states of a chunk in host memory. No update of its block may be running.
+
+        With `write_as`, the states may be changed. They are then written back as those of that step, and `await_writes`
+        must follow. Params that follow from a master are not read, and derived before the write.
+        """
+        start, stop = block.chunk_range(key, self._store.chunk_numel)
+        is_resident = key in self._host_slots
+        slot = self._slot_of(key)
+        states = self._states(slot, key, stop - start)
+        if not is_resident:
+            self._read_now(block, key, slot)
+        try:
+            yield states
+        except BaseException:
+            write_as = None
+            raise
+        finally:
+            if write_as is not None:
+                if self._formats.derives_param:
+                    states[StateKind.PARAM].copy_(states[StateKind.MASTER])
+                self._write_back(block, key, slot, write_as)
+            elif not is_resident:
+                self._state_slots.release([slot])
+
+    def await_writes(self) -> None:
+        """Waits until no states are in flight."""
         self._state_slots.drain(self._deadline_s)
         self._check()
 
@@ -254,9 +286,47 @@ class LayerUpdates:
         dtype = self._feed.dtype
         return self._store.memory[span.offset : span.offset + numel * dtype.itemsize].view(dtype)
 
-    def _write(self, key: ChunkKey, numel: int, step: Step, slot: Span, on_done: Callable[[], None]) -> None:
+    def _states(self, slot: Span, key: ChunkKey, numel: int) -> dict[StateKind, torch.Tensor]:
+        return {kind: self._view(slot, key, kind, numel) for kind in self._offsets}
+
+    def _slot_of(self, key: ChunkKey) -> Span:
+        """Returns the slot in which a chunk is resident, or else acquires one."""
+        host_slot = self._host_slots.get(key)
+        return self._state_slots.acquire(1, self._deadline_s)[0] if host_slot is None else host_slot
+
+    def _read(self, block: OffloadedBlock, key: ChunkKey, slot: Span, on_done: Callable[[], None]) -> None:
+        start, stop = block.chunk_range(key, self._store.chunk_numel)
+        offsets = {kind: slot.offset + self._offsets[kind] for kind in self._formats.kinds_to_update}
+        self._store.read(key, stop - start, self._feed.labels[key], offsets, (1, key.block), on_done)
+
+    def _read_now(self, block: OffloadedBlock, key: ChunkKey, slot: Span) -> None:
+        arrived = threading.Event()
+
+        def on_done() -> None:
+            with self._changed:
+                arrived.set()
+                self._changed.notify_all()
+
+        self._read(block, key, slot, on_done)
+        self._await(arrived.is_set, f"states of {block.name} from the SSDs")
+
+    def _write_back(
+        self, block: OffloadedBlock, key: ChunkKey, slot: Span, step: Step, on_done: Callable[[], None] = lambda: None
+    ) -> None:
+        """Writes a chunk's states and releases their slot, unless the chunk is resident."""
+        if key in self._host_slots:
+            self._feed.labels[key] = step
+            on_done()
+            return
+
+        def written() -> None:
+            self._state_slots.release([slot])
+            self._feed.labels[key] = step
+            on_done()
+
+        start, stop = block.chunk_range(key, self._store.chunk_numel)
         offsets = {kind: slot.offset + offset for kind, offset in self._offsets.items()}
-        self._store.write(key, numel, step, offsets, (1, key.block), on_done)
+        self._store.write(key, stop - start, step, offsets, (1, key.block), written)
 
     # --- inside: threads --------------------------------------------------------------------------------------------
 
@@ -315,16 +385,11 @@ class LayerUpdates:
                 self._finish(update)
 
     def _fetch(self, update: BlockUpdate, key: ChunkKey, grad: Span) -> None:
-        host_slot = self._host_slots.get(key)
-        if host_slot is not None:
-            self._arrived.put(_ChunkUpdate(update, key, grad, host_slot, rests_here=True))
-            return
-        (slot,) = self._state_slots.acquire(1, self._deadline_s)
-        chunk = _ChunkUpdate(update, key, grad, slot, rests_here=False)
-        start, stop = update.block.chunk_range(key, self._store.chunk_numel)
-        offsets = {kind: slot.offset + self._offsets[kind] for kind in self._formats.kinds_to_update}
-        label = self._feed.labels[key]
-        self._store.read(key, stop - start, label, offsets, (1, key.block), lambda: self._arrived.put(chunk))
+        chunk = _ChunkUpdate(update, key, grad, self._slot_of(key))
+        if key in self._host_slots:
+            self._arrived.put(chunk)
+        else:
+            self._read(update.block, key, chunk.slot, partial(self._arrived.put, chunk))
 
     def _run_updates(self) -> None:
         torch.set_num_threads(self._num_threads)
@@ -332,22 +397,13 @@ class LayerUpdates:
             update, key = chunk.update, chunk.key
             start, stop = update.block.chunk_range(key, self._store.chunk_numel)
             grad = self._grad_view(chunk.grad, stop - start)
-            states = {kind: self._view(chunk.slot, key, kind, stop - start) for kind in self._offsets}
+            states = self._states(chunk.slot, key, stop - start)
             for run in update.runs:
                 first, last = max(run.start, start), min(run.stop, stop)
                 if first < last:
                     self._update(update, run, first, last, start, grad, states)
             self._grad_slots.release([chunk.grad])
-            if chunk.rests_here:
-                self._finish(update)
-                continue
-
-            def written(chunk: _ChunkUpdate = chunk) -> None:
-                self._state_slots.release([chunk.slot])
-                self._feed.labels[chunk.key] = chunk.update.step
-                self._finish(chunk.update)
-
-            self._write(key, stop - start, update.step, chunk.slot, written)
+            self._write_back(update.block, key, chunk.slot, update.step, partial(self._finish, update))
 
     def _update(
         self, update: BlockUpdate, run: Run, first: int, last: int, start: int, grad: torch.Tensor,

@@ -295,16 +295,28 @@ def test_use_after_close(tmp_path: Path) -> None:
     assert not [thread.name for thread in begun if thread.name.startswith(("_run", "ssd"))]
 
 
-def test_states_that_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
+def test_new_params_and_new_weights_are_refused(tmp_path: Path) -> None:
     with offloaded(seeded(Gpt), tmp_path) as (model, optimizer):
         for use in (
-            optimizer.state_dict,
-            lambda: optimizer.load_state_dict({}),
             lambda: optimizer.add_param_group({"params": []}),
             lambda: model.load_state_dict(model.state_dict()),
         ):
             with pytest.raises(windlass.OffloadMisuseError):
                 use()
+
+
+def test_states_between_backward_and_step_are_refused(tmp_path: Path) -> None:
+    with offloaded(seeded(Gpt), tmp_path) as (model, optimizer):
+        state_dict = optimizer.state_dict()
+        gpt_loss(model, 0).backward()
+        for use in (
+            optimizer.state_dict,
+            lambda: optimizer.load_state_dict(state_dict),
+            lambda: optimizer.save(tmp_path / "saved"),
+        ):
+            with pytest.raises(windlass.OffloadMisuseError, match="between the backward and the step"):
+                use()
+        assert not (tmp_path / "saved").exists()
 
 
 def test_a_damaged_disk_is_told(tmp_path: Path) -> None:
