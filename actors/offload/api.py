@@ -15,6 +15,7 @@ from windlass.actors.offload.engine import OffloadEngine
 from windlass.actors.offload.errors import CannotOffloadError, OffloadMisuseError
 from windlass.actors.offload.layers import OffloadedBlock, OffloadedParameter, find_layers, lay_out
 from windlass.actors.offload.optimizer import OffloadedOptimizer, hyper_of_group, require_adam
+from windlass.engine.device import TORCH_DTYPE
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -28,7 +29,7 @@ def offload(
     """Offloads a model's layers in place; returns the model and the optimizer to train it with.
 
     The layers' params and optimizer states move to the SSDs, layer by layer. The model must hold its weights, with all
-    layers in fp32 or all in bf16. Its other parameters move to the device that computes. `optimizer` must be a new
+    layers in fp32, in bf16 or in fp16. Its other parameters move to the device that computes. `optimizer` must be a new
     torch.optim.AdamW or Adam; use only the returned optimizer afterwards.
 
     Args:
@@ -50,8 +51,9 @@ def offload(
     require_adam(optimizer, model)
     blocks = lay_out(model, find_layers(model, config.layers))
     groups = _groups_of(optimizer, blocks)
-    if unused := [name for name, p in model.named_parameters() if p.dtype not in (torch.float32, torch.bfloat16)]:
-        raise CannotOffloadError(f"{unused[0]} is neither torch.float32 nor torch.bfloat16")
+    for name, param in model.named_parameters():
+        if param.dtype not in TORCH_DTYPE.values():
+            raise CannotOffloadError(f"{name} is {param.dtype}, which is none of fp32, bf16 and fp16")
 
     def hyper_of(name: str) -> Hyper | None:
         group = groups.get(name)

@@ -123,7 +123,9 @@ class OffloadStatistics:
     num_host_layers: int  # layers whose states are resident in host memory
 
 
-def plan_offload(blocks: Sequence[OffloadedBlock], formats: Formats, chunk_numel: int, config: OffloadConfig) -> Plan:
+def plan_offload(
+    blocks: Sequence[OffloadedBlock], formats: Formats, chunk_numel: int, config: OffloadConfig, *, keep_grads: bool
+) -> Plan:
     """Plans the buffers and, within the budget, resident states of as many layers as fit, from the first on.
 
     Raises:
@@ -142,7 +144,7 @@ def plan_offload(blocks: Sequence[OffloadedBlock], formats: Formats, chunk_numel
             size,
             num_optimizers=1,
             grad_itemsize=itemsizes[formats.param_kind],
-            keep_grads=config.clip_norm is not None or config.backwards_per_step > 1,
+            keep_grads=keep_grads,
             host_memory_nbytes=config.host_memory_nbytes,
             placement=Placement(host_blocks=tuple(range(num)), num_host_grad_blocks=len(blocks), num_cached_params=0),
         )

@@ -18,8 +18,8 @@ from windlass.actors.offload.param_prefetcher import ParamFeed
 from windlass.actors.offload.resident_params import OutsideParams
 from windlass.actors.offload.store import OffloadStore
 from windlass.actors.offload.updates import BlockUpdate, Kernels, LayerUpdates, Run
-from windlass.actors.policy import clip_scale
-from windlass.engine.device import Device
+from windlass.actors.policy import StepResult, TrainerState, clip_scale
+from windlass.engine.device import TORCH_DTYPE, Device
 from windlass.engine.model import GradBuffer, choose_chunk_numel
 from windlass.engine.optimizer import MOMENTS, SavedStates, from_saved, to_saved
 from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Kernel, Precision, Span, StateKind, StatePrecision, Step
@@ -50,6 +50,11 @@ class OffloadEngine:
         self._layers: list[OffloadedLayer] = []
         self._threads: list[threading.Thread] = []
         self.num_steps = 0
+        is_fp16 = any(param.dtype is torch.float16 for param in model.parameters())
+        self.trainer = TrainerState(scales_loss=is_fp16)
+        # Clipping and the check for overflows need all gradients before the first update.
+        self._needs_norm = is_fp16 or config.clip_norm is not None
+        self._has_scaled = False  # a loss was scaled since the last step
         self._grads: dict[BlockIndex, GradBuffer] = {}  # gradients being computed
         self._touched: dict[BlockIndex, set[str]] = {}  # params with a gradient in this step
         self._num_backwards: Counter[BlockIndex] = Counter()  # backward passes in this step
@@ -94,7 +99,7 @@ class OffloadEngine:
     def backward_done(self, block: OffloadedBlock, *, is_last: bool) -> None:
         """Offloads a block's gradient after the backward of its last open call.
 
-        In the step's last backward pass, the update starts at once if there is no clipping.
+        In the step's last backward pass, the update starts at once, unless the step needs the norm of all gradients.
         """
         if not is_last:
             return
@@ -112,16 +117,24 @@ class OffloadEngine:
         self._touched.setdefault(block.index, set()).update(grads.touched)
         update = None
         is_complete = self._num_backwards[block.index] >= self.config.backwards_per_step
-        if is_complete and self.config.clip_norm is None:
+        if is_complete and not self._needs_norm:
             update = self._updated(block, grad_scale=1.0)
         self._updates.offload(block, grads.flat, update)
 
     # --- calls of the optimizer -------------------------------------------------------------------------------------
 
-    def step(self, outside: Mapping[nn.Parameter, Hyper]) -> float | None:
-        """Updates all parameters with gradients; returns the gradient norm before clipping, None without clipping.
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss of an fp16 model multiplied by the loss scale, and any other loss unchanged."""
+        if not self.trainer.scales_loss:
+            return loss
+        self._has_scaled = True
+        return loss * torch.tensor(self.trainer.next_loss_scale, dtype=torch.float32, device=loss.device)
 
-        Updates of layers continue in the background. Raises OffloadMisuseError.
+    def step(self, outside: Mapping[nn.Parameter, Hyper]) -> float | None:
+        """Updates all parameters with gradients; returns the gradient norm before clipping, if the step needs it.
+
+        Updates of layers continue in the background. With loss scaling, a step whose gradients are not all finite is
+        skipped. Raises OffloadMisuseError.
         """
         self._require_open()
         for index in list(self._grads):  # layers with an open call that had no backward
@@ -134,10 +147,14 @@ class OffloadEngine:
                         "step, when its update had begun; change it after the step"
                     )
         self._outside.check_grads()
-        norm, scale = None, 1.0
-        if self.config.clip_norm is not None:
-            norm = math.sqrt(self._updates.squared_norm() + self._outside.squared_norm())
-            scale = clip_scale(self.config.clip_norm, norm)
+        norm, scale = None, 1.0 / self.trainer.next_loss_scale
+        if self._needs_norm:
+            norm = math.sqrt(self._updates.squared_norm() + self._outside.squared_norm()) * scale
+        if self.trainer.scales_loss and not self._may_update(norm):
+            self._discard_grads()
+            return norm
+        if self.config.clip_norm is not None and norm is not None:
+            scale *= clip_scale(self.config.clip_norm, norm)
         pending = [block for block in self.blocks if block.index in self._touched and block.index not in self._begun]
         if pending:
             self._updates.await_grads()
@@ -158,12 +175,7 @@ class OffloadEngine:
                 "zero_grad() was called between the backward and the step, when layers are being updated already; set "
                 "backwards_per_step of `windlass.offload` to more than 1, or clip_norm, to be able to drop gradients"
             )
-        for grads in self._grads.values():
-            self._device.give(grads.flat)
-        if self._touched:
-            self._updates.drop_grads()
-        self._outside.drop_grads()
-        self._begin_step()
+        self._discard_grads()
 
     # --- reading and closing ----------------------------------------------------------------------------------------
 
@@ -271,11 +283,13 @@ class OffloadEngine:
         """Plans the buffers and reserves memory and SSD space. After an error, nothing stays reserved."""
         config = self.config
         dtype = blocks[0].params[0].stand_in.dtype
-        precision = Precision.FP32 if dtype is torch.float32 else Precision.BF16
-        formats = Formats(precision, StatePrecision(config.state_precision if precision is Precision.BF16 else "fp32"))
+        precision = next(precision for precision, known in TORCH_DTYPE.items() if known is dtype)
+        formats = Formats(precision, StatePrecision("fp32" if precision is Precision.FP32 else config.state_precision))
         chunk_numel = config.chunk_numel or choose_chunk_numel([block.numel for block in blocks])
         self.formats = formats
-        self._plan = plan_offload(blocks, formats, chunk_numel, config)
+        self._plan = plan_offload(
+            blocks, formats, chunk_numel, config, keep_grads=self._needs_norm or config.backwards_per_step > 1
+        )
         host_slots: dict[ChunkKey, Span] = {}
         pool = self._plan.host_states
         for index in self._plan.host_blocks:
@@ -329,7 +343,7 @@ class OffloadEngine:
             host_slots,
             offsets,
             num_threads=config.num_optimizer_threads,
-            with_norms=config.clip_norm is not None,
+            with_norms=self._needs_norm,
             deadline_s=config.deadline_s,
         )
 
@@ -386,6 +400,26 @@ class OffloadEngine:
             if first < last:
                 part = {kind: state[first - start : last - start] for kind, state in states.items()}
                 yield param, first - param.offset, part
+
+    def _may_update(self, norm: float | None) -> bool:
+        """Checks the gradients of a scaled loss, and ends the step for the loss scale."""
+        if not self._has_scaled and (self._touched or self._outside.has_grads):
+            raise OffloadMisuseError(
+                "the loss of a model in fp16 was not scaled; write `optimizer.scale(loss).backward()` for "
+                "`loss.backward()`"
+            )
+        self._has_scaled = False
+        is_finite = norm is None or math.isfinite(norm)
+        self.trainer.end_step(StepResult.UPDATED if is_finite else StepResult.SKIPPED)
+        return is_finite
+
+    def _discard_grads(self) -> None:
+        for grads in self._grads.values():
+            self._device.give(grads.flat)
+        if self._touched:
+            self._updates.drop_grads()
+        self._outside.drop_grads()
+        self._begin_step()
 
     def _begin_step(self) -> None:
         self._grads.clear()

@@ -15,6 +15,9 @@ from windlass.actors.offload.layers import OffloadedBlock, OffloadedParameter, W
 from windlass.engine.optimizer import MOMENTS, AdamSettings, SavedStates
 from windlass.storage.ids import StateKind
 
+# The key of the loss scale in state dicts. Torch's optimizers ignore it.
+_LOSS_SCALING = "loss_scaling"
+
 
 class OffloadedOptimizer(torch.optim.Optimizer):
     """AdamW or Adam for an offloaded model.
@@ -26,15 +29,34 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """`optimizer` must have passed `require_adam` and have the layers' stand-ins among its parameters."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._engine = engine
-        self.grad_norm: float | None = None  # of the last step, before clipping; None without clipping
+        self.grad_norm: float | None = None  # of the last step, before clipping; None without clipping and fp16
 
     @property
     def statistics(self) -> OffloadStatistics:
         """The traffic and the memory so far."""
         return self._engine.statistics
 
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale of an fp16 model; 1 for others. It is halved when a step is skipped."""
+        return self._engine.trainer.next_loss_scale
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Is read by `torch.amp.GradScaler.step`, whose scaling does not reach the layers' gradients."""
+        raise OffloadMisuseError(
+            "torch.amp.GradScaler cannot unscale the gradients of offloaded layers; write "
+            "`optimizer.scale(loss).backward()` and `optimizer.step()`, which do the same"
+        )
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss to call `backward` on: of an fp16 model multiplied by `loss_scale`, of others unchanged."""
+        return self._engine.scale(loss)
+
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates every parameter that has a gradient, and discards the gradients. Layers update in the background.
+
+        In an fp16 model, a step whose gradients are not all finite is skipped.
 
         Raises:
             OffloadMisuseError: the result would differ from plain PyTorch's.
@@ -72,6 +94,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OffloadMisuseError: updates have begun, and the step has not.
         """
         state_dict: dict[str, Any] = super().state_dict()
+        state_dict |= self._loss_scaling()
         num_updates, states = self._engine.num_updates, self._copy_states()
         for name, index, param in self._indices():
             if name not in states:
@@ -122,7 +145,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             FileExistsError: the folder exists.
             OffloadMisuseError: updates have begun, and the step has not.
         """
-        save_folder(Path(folder), self._engine, {"param_groups": super().state_dict()["param_groups"]})
+        save_folder(
+            Path(folder), self._engine, {"param_groups": super().state_dict()["param_groups"], **self._loss_scaling()}
+        )
 
     def load(self, folder: str | Path) -> None:
         """Replaces states, weights and settings by those that `save` wrote, layer by layer.
@@ -136,6 +161,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         settings = read_settings(Path(folder))
         num_updates = settings.pop("num_updates")
         load_folder(Path(folder), self._engine, num_updates, lambda: self._load_groups(settings))
+
+    def _loss_scaling(self) -> dict[str, Any]:
+        trainer = self._engine.trainer
+        return {_LOSS_SCALING: trainer.to_json()} if trainer.scales_loss else {}
 
     def _copy_states(self) -> dict[str, dict[StateKind, torch.Tensor]]:
         """Returns copies of all states in host memory, flat, by name and kind."""
@@ -161,7 +190,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             yield self._engine.name_of(param), index, param
 
     def _load_groups(self, state_dict: dict[str, Any]) -> None:
-        """Replaces the settings of the groups, in the dicts that the engine reads."""
+        """Replaces the settings of the groups, in the dicts that the engine reads, and the loss scale."""
         for group in state_dict["param_groups"]:
             require_options(group)
         groups = self.param_groups
@@ -169,6 +198,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.update(loaded)
         self.param_groups = groups
+        if self._engine.trainer.scales_loss and _LOSS_SCALING in state_dict:
+            self._engine.trainer.restore(state_dict[_LOSS_SCALING])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; only torch's constructor may call it. Raises OffloadMisuseError afterwards."""

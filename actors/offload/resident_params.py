@@ -56,6 +56,11 @@ class OutsideParams:
 
                 param.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
+    @property
+    def has_grads(self) -> bool:
+        """True if any parameter has a gradient."""
+        return any(outside.param.grad is not None for outside in self._params.values())
+
     def squared_norm(self) -> float:
         """Returns the squared norm of all their gradients."""
         grads = [outside.param.grad for outside in self._params.values() if outside.param.grad is not None]
@@ -135,10 +140,8 @@ class OutsideParams:
         return {**outside.states, formats.param_kind: param.view(-1)}
 
     def _formats(self, dtype: torch.dtype) -> Formats:
-        if dtype is torch.float32:
-            return Formats(Precision.FP32, StatePrecision.FP32)
         precision = next(precision for precision, known in TORCH_DTYPE.items() if known is dtype)
-        return Formats(precision, self._state_precision)
+        return Formats(precision, self._state_precision if precision is Precision.BF16 else StatePrecision.FP32)
 
     def _kernel(self, settings: AdamSettings, dtype: torch.dtype, formats: Formats) -> OptimizerKernel:
         key = (settings, dtype)

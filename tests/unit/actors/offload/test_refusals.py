@@ -88,7 +88,8 @@ def on_meta() -> nn.Module:
         (with_checkpointing, "gradient checkpointing is on"),
         (on_meta, "layers.0.weight is on the meta device"),
         (lambda: Chain(linear(), linear().bfloat16()), "torch.bfloat16, torch.float32"),
-        (lambda: Chain(linear().half()), "torch.float16"),
+        (lambda: Chain(linear().half(), linear()), "torch.float16, torch.float32"),
+        (lambda: Chain(linear().double()), "torch.float64"),
     ],
 )
 def test_models_that_cannot_be_offloaded(make: Callable[[], nn.Module], message: str, tmp_path: Path) -> None:
