@@ -69,7 +69,7 @@ def predict(run: ActivationRun, folder: Path) -> DeviceNeed:
     """Predicts the memory need of a run. Writes its files below `folder`."""
     folder.mkdir()
     spec = job_spec(run, folder)
-    partition = partition_folder(spec.model_dir, spec.hyperparameters.precision)
+    partition = partition_folder(spec.model_dir, spec.training.precision)
     return device_need_of_job(make_context(spec, partition.layout, ""), partition)
 
 

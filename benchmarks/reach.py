@@ -4,12 +4,12 @@ Nothing is measured, so the page is the same on every machine. The full form tak
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 
 from benchmarks.papers.published_models import RATEL_SHAPES
 from benchmarks.reporting.page import Page, write_page
 from windlass.amounts import GIB
+from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware, example_machines, load
 from windlass.planner.planning import PlanQuestion, PlanReport
 from windlass.planner.planning.feasibility import fits, with_part
@@ -91,7 +91,7 @@ def _add_ratels(text: Page) -> Iterator[tuple[str, float]]:
     for size, gpu_gib, ram_gb in _RATELS:
         hardware = machine(ram_gib=ram_gb * 1e9 / GIB, num_ssds=_MOST_SSDS)
         hardware = with_part(hardware, gpus=with_part(hardware.gpus, memory_gib=float(gpu_gib)))
-        question = replace(_question(size, hardware), batch_size=1)
+        question = _question(size, hardware).changed(batch_size=1)
         there_is = fits(question, _profiles(size))
         yield f"fits_{size}b_{gpu_gib}_gib_gpu_{ram_gb}_gb_ram", float(there_is)
         cells = _cells(_report(question, size)) if there_is else "-----"
@@ -102,7 +102,7 @@ def _add_ratels(text: Page) -> Iterator[tuple[str, float]]:
 def _largest(hardware: Hardware, *, batch_size: int) -> int:
     """Returns the largest of the shapes that fits, in billions of parameters, or 0."""
     for size in sorted(RATEL_SHAPES, reverse=True):
-        if fits(replace(_question(size, hardware), batch_size=batch_size), _profiles(size)):
+        if fits(_question(size, hardware).changed(batch_size=batch_size), _profiles(size)):
             return size
     return 0
 
@@ -130,8 +130,8 @@ def _question(size: int, hardware: Hardware) -> PlanQuestion:
     return PlanQuestion(
         config=config_of_shape(RATEL_SHAPES[size], num_tokens=_NUM_TOKENS),
         hardware=hardware,
-        batch_size=_NUM_EXAMPLES,
-        sequence_length=_NUM_TOKENS,
+        training=TrainingConfig(batch_size=_NUM_EXAMPLES, sequence_length=_NUM_TOKENS, total_steps=1),
+        chooses_microbatches=True,
     )
 
 

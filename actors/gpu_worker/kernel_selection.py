@@ -22,7 +22,7 @@ def choose_kernels(
     Raises:
         KernelUnavailable: kernels that the job names are not available here, or fail the check.
     """
-    hyper = context.spec.hyperparameters
+    hyper = context.spec.training
     named = hyper.model_kernels
     kernels = _available(context, partition, device) if named is None else named
     if not kernels:
@@ -40,7 +40,7 @@ def choose_kernels(
 
 
 def _available(context: JobContext, partition: Partition, device: torch.device) -> tuple[ModelKernel, ...]:
-    kernels = kernels_here(partition.model, context.spec.hyperparameters.precision, device)
+    kernels = kernels_here(partition.model, context.spec.training.precision, device)
     if evaluation_batch_size(context.spec) > 1:
         return kernels
     # With one example in a micro-batch, transformers reads the position values before each call of FlashAttention 2.

@@ -97,7 +97,7 @@ class GpuWorker:
     ) -> None:
         self.context = context
         self.spec = context.spec
-        self.hyper = context.spec.hyperparameters
+        self.hyper = context.spec.training
         self.partition = partition
         self.send = send
         self._io = SsdClient(self.name, context, send)
@@ -288,12 +288,11 @@ class GpuWorker:
                 self.send(SCHEDULER, report)
 
     def _report_grad(self, operation: ComputeBlock, grad_sq_sum: float) -> None:
-        """Reports a gradient that is stored in its final place, with all operations that are not reported yet.
-
-        `operation` is the one that completed it.
-        """
+        """Reports a gradient that is stored in its final place, now or later. `operation` completed it."""
         with self._lock:
-            self.send(SCHEDULER, self._reports.gradient(operation, grad_sq_sum, time.monotonic()))
+            report = self._reports.gradient(operation, grad_sq_sum, time.monotonic(), is_idle=self._window.is_empty)
+            if report is not None:
+                self.send(SCHEDULER, report)
 
     # --- compute ----------------------------------------------------------------------------------------------------
 
@@ -411,6 +410,6 @@ def evaluation_groups(spec: JobSpec) -> list[list[MicroBatch]]:
     if not spec.has_validation:
         return []
     dataset = PreparedDataset.open(spec.dataset_dir, "validation")
-    num_microbatches = spec.hyperparameters.num_microbatches
+    num_microbatches = spec.training.num_microbatches
     microbatches = list(dataset.evaluation_batches(evaluation_batch_size(spec)))
     return [microbatches[i : i + num_microbatches] for i in range(0, len(microbatches), num_microbatches)]

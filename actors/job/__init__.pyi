@@ -10,6 +10,7 @@ from windlass.actors.job.admission import scratch as scratch
 from windlass.actors.job.admission import survey_ssds as survey_ssds
 from windlass.actors.job.context import GPU_WORKER as GPU_WORKER
 from windlass.actors.job.context import SCHEDULER as SCHEDULER
+from windlass.actors.job.context import CoreContext as CoreContext
 from windlass.actors.job.context import JobContext as JobContext
 from windlass.actors.job.context import SsdFacts as SsdFacts
 from windlass.actors.job.context import aligned as aligned
@@ -17,6 +18,7 @@ from windlass.actors.job.context import evaluation_batch_size as evaluation_batc
 from windlass.actors.job.context import grad_itemsize as grad_itemsize
 from windlass.actors.job.context import grad_precision as grad_precision
 from windlass.actors.job.context import make_context as make_context
+from windlass.actors.job.context import make_core_context as make_core_context
 from windlass.actors.job.context import num_evaluation_groups as num_evaluation_groups
 from windlass.actors.job.context import optimizer_index as optimizer_index
 from windlass.actors.job.context import optimizer_name as optimizer_name
@@ -36,11 +38,5 @@ from windlass.actors.job.pace import NUM_FIRST_STEPS as NUM_FIRST_STEPS
 from windlass.actors.job.pace import Pace as Pace
 from windlass.actors.job.pace import pace_of_attempt as pace_of_attempt
 from windlass.actors.job.pace import pace_of_metrics as pace_of_metrics
-from windlass.actors.job.spec import EarlyStopping as EarlyStopping
-from windlass.actors.job.spec import FinalModel as FinalModel
-from windlass.actors.job.spec import GradientSettings as GradientSettings
-from windlass.actors.job.spec import Hyperparameters as Hyperparameters
-from windlass.actors.job.spec import Initialization as Initialization
+from windlass.actors.job.spec import JobCore as JobCore
 from windlass.actors.job.spec import JobSpec as JobSpec
-from windlass.actors.job.spec import Optimizer as Optimizer
-from windlass.actors.job.spec import Schedule as Schedule

@@ -24,7 +24,7 @@ def check_budgets(spec: JobSpec) -> list[str]:
     Raises:
         PlanError: a budget is too small; the text says for what, and which value to set.
     """
-    partition = partition_folder(spec.model_dir, spec.hyperparameters.precision)
+    partition = partition_folder(spec.model_dir, spec.training.precision)
     context = make_context(spec, partition.layout, "")
     try:
         require_device_room(context, partition)

@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass
 
-from windlass.actors.job.spec import JobSpec
+from windlass.actors.job.spec import JobCore, JobSpec
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, ModelSize, Plan, PlanError, cut_layers, make_plan
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import (
@@ -40,25 +40,25 @@ def ssd_name(index: int) -> ActorName:
     return ActorName(f"ssd-{index}")
 
 
-def grad_precision(spec: JobSpec) -> Precision:
-    """Returns the type of gradients on their way to the optimizer; see `GradientSettings.precision_in_transit`."""
-    return spec.hyperparameters.gradients.precision_in_transit(spec.hyperparameters.num_microbatches)
+def grad_precision(spec: JobCore) -> Precision:
+    """Returns the type of gradients on their way to the optimizer; see `TrainingConfig.grad_precision`."""
+    return spec.training.grad_precision
 
 
-def grad_itemsize(spec: JobSpec) -> int:
+def grad_itemsize(spec: JobCore) -> int:
     """Returns the bytes per element of a gradient on its way to the optimizer."""
-    return 4 if grad_precision(spec) is Precision.FP32 else 2
+    return spec.training.grad_itemsize
 
 
-def evaluation_batch_size(spec: JobSpec) -> int:
+def evaluation_batch_size(spec: JobCore) -> int:
     """Returns the examples of a micro-batch in evaluation: as many as in training."""
-    return -(-spec.hyperparameters.batch_size // spec.hyperparameters.num_microbatches)
+    return spec.training.microbatch_size
 
 
-def num_evaluation_groups(spec: JobSpec) -> int:
+def num_evaluation_groups(spec: JobCore) -> int:
     """Returns the number of micro-batch groups of an evaluation; 0 without validation data."""
     num_microbatches = -(-spec.num_validation_examples // evaluation_batch_size(spec))
-    return -(-num_microbatches // spec.hyperparameters.num_microbatches)
+    return -(-num_microbatches // spec.training.num_microbatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,19 +70,18 @@ class SsdFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobContext:
-    """The facts about one attempt that all its actors share."""
+class CoreContext:
+    """The facts about one attempt that follow from its settings, its model and its plan. They name no files."""
 
-    spec: JobSpec
+    spec: JobCore
     layout: ModelLayout
     plan: Plan
-    arena_path: str
     ssds: tuple[SsdFacts, ...]  # one for each of the job's SSDs
 
     @property
     def formats(self) -> Formats:
         """The job's number formats."""
-        return self.spec.hyperparameters.formats
+        return self.spec.training.formats
 
     def geometry(self, ssd: int) -> StoreGeometry:
         """Returns the geometry of the store on one SSD."""
@@ -158,6 +157,14 @@ class JobContext:
         return {use: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, use in enumerate(uses)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext(CoreContext):
+    """The facts about one attempt that all its actors share."""
+
+    spec: JobSpec
+    arena_path: str
+
+
 def aligned(nbytes: int, alignment: int = 4096) -> int:
     """Rounds `nbytes` up to the alignment of O_DIRECT, to one unit at least.
 
@@ -166,7 +173,7 @@ def aligned(nbytes: int, alignment: int = 4096) -> int:
     return max(1, -(-nbytes // alignment)) * alignment
 
 
-def piece_bounds(context: JobContext) -> dict[BlockIndex, tuple[int, ...]]:
+def piece_bounds(context: CoreContext) -> dict[BlockIndex, tuple[int, ...]]:
     """Returns the bounds of the pieces into which the plan's streamed blocks are cut; see `cut_layers`.
 
     Raises:
@@ -204,8 +211,24 @@ def make_context(
     Raises:
         PlanError: the budget or the free memory is too small, or the job has no SSDs but needs some.
     """
-    ssds = ssds or tuple(SsdFacts(io=DEFAULT_IO, weight=1) for _ in spec.ssd_dirs)
-    formats = spec.hyperparameters.formats
+    ssds = ssds or _equal_ssds(len(spec.ssd_dirs))
+    plan = _plan_of(spec, layout, has_ssds=bool(ssds), free_nbytes=free_nbytes)
+    return JobContext(spec=spec, layout=layout, plan=plan, arena_path=arena_path, ssds=ssds)
+
+
+def make_core_context(spec: JobCore, layout: ModelLayout, num_ssds: int) -> CoreContext:
+    """Plans a job that has no files, as `make_context` does."""
+    plan = _plan_of(spec, layout, has_ssds=num_ssds > 0)
+    return CoreContext(spec=spec, layout=layout, plan=plan, ssds=_equal_ssds(num_ssds))
+
+
+def _equal_ssds(num_ssds: int) -> tuple[SsdFacts, ...]:
+    """Returns the facts about SSDs with the default settings and equal weights."""
+    return (SsdFacts(io=DEFAULT_IO, weight=1),) * num_ssds
+
+
+def _plan_of(spec: JobCore, layout: ModelLayout, *, has_ssds: bool, free_nbytes: int | None = None) -> Plan:
+    formats = spec.training.formats
     itemsizes = formats.itemsizes
     size = ModelSize(
         block_numels=tuple(block.numel for block in layout.blocks),
@@ -218,16 +241,16 @@ def make_context(
         size,
         num_optimizers=spec.num_cpu_optimizers,
         grad_itemsize=grad_itemsize(spec),
-        keep_grads=spec.hyperparameters.keeps_grads,
-        is_naive=spec.hyperparameters.order_of_updates.is_naive,
+        keep_grads=spec.training.keeps_grads,
+        is_naive=spec.training.order_of_updates.is_naive,
         host_memory_nbytes=spec.host_memory_nbytes,
-        num_microbatches=spec.hyperparameters.num_microbatches,
+        num_microbatches=spec.training.num_microbatches,
         free_nbytes=free_nbytes,
         placement=spec.placement,
     )
-    if not spec.ssd_dirs and (len(plan.host_blocks) < len(layout.blocks) or plan.num_ssd_activations):
+    if not has_ssds and (len(plan.host_blocks) < len(layout.blocks) or plan.num_ssd_activations):
         raise PlanError(
             "the job has no SSDs: then the states of all blocks must be resident in host memory, and activations must "
             f"not go to SSDs; host_blocks names {len(plan.host_blocks)} of {len(layout.blocks)} blocks"
         )
-    return JobContext(spec=spec, layout=layout, plan=plan, arena_path=arena_path, ssds=ssds)
+    return plan

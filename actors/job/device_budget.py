@@ -19,7 +19,7 @@ def require_planned_device_room(spec: JobSpec) -> None:
 
 def too_little_device_memory(spec: JobSpec, limit_nbytes: int, needed_nbytes: int, what: str) -> PlanError:
     """Builds the error of a job whose device memory budget is too small. `what` describes what needs the memory."""
-    hyper = spec.hyperparameters
+    hyper = spec.training
     size, least = evaluation_batch_size(spec), least_gib(needed_nbytes)
     others = [f"sequence_length (now {hyper.sequence_length}) to less"]
     if size > 1:

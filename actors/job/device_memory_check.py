@@ -18,7 +18,7 @@ def device_need_of_job(context: JobContext, partition: Partition, *, device: str
     Raises:
         DeviceNeedUnknownError: a block cannot be run on shapes only.
     """
-    spec, hyper = context.spec, context.spec.hyperparameters
+    spec, hyper = context.spec, context.spec.training
     dataset = PreparedDataset.open(spec.dataset_dir, "train")
     shapes = dataset.largest_shapes(hyper.batch_size, hyper.num_microbatches)
     return device_need(
@@ -61,6 +61,4 @@ def evaluation_shapes(spec: JobSpec) -> list[tuple[int, int]]:
     All examples are taken to be as long as the longest.
     """
     dataset, size = PreparedDataset.open(spec.dataset_dir, "validation"), evaluation_batch_size(spec)
-    return shapes_of_evaluation(
-        dataset.num_examples, dataset.longest_width, size, spec.hyperparameters.num_microbatches
-    )
+    return shapes_of_evaluation(dataset.num_examples, dataset.longest_width, size, spec.training.num_microbatches)

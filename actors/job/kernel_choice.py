@@ -20,10 +20,10 @@ def keeping_kernel(context: JobContext, commit: CommitRecord | None) -> JobConte
     """
     if commit is None:
         return context
-    hyper, state = context.spec.hyperparameters, json.loads(commit.trainer_state)
-    if hyper.kernel is None and state["kernels"] == [Kernel.FUSED]:
-        hyper = replace(hyper, kernel=Kernel.FUSED)
-    if hyper.model_kernels is None:
+    training, state = context.spec.training, json.loads(commit.trainer_state)
+    if training.kernel is None and state["kernels"] == [Kernel.FUSED]:
+        training = replace(training, kernel=Kernel.FUSED)
+    if training.model_kernels is None:
         # Commits of older versions have no such key, because only torch's own kernels existed.
-        hyper = replace(hyper, model_kernels=tuple(map(ModelKernel, state.get("model_kernels", ()))))
-    return replace(context, spec=replace(context.spec, hyperparameters=hyper))
+        training = replace(training, model_kernels=tuple(map(ModelKernel, state.get("model_kernels", ()))))
+    return replace(context, spec=replace(context.spec, training=training))

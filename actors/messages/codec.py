@@ -40,7 +40,7 @@ def message_types() -> dict[str, type[Message]]:
     """Returns all message types by name, without their base classes."""
     values = [value for module in _MODULES for value in vars(module).values()]
     types = {value for value in values if isinstance(value, type) and issubclass(value, Message)}
-    return {each.__name__: each for each in types - _BASES}
+    return {kind.__name__: kind for kind in sorted(types - _BASES, key=lambda kind: kind.__name__)}
 
 
 @functools.cache

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 
-from windlass.actors.job import JobContext, Optimizer, grad_precision
+from windlass.actors.job import JobContext, grad_precision
 from windlass.actors.messages import UpdateBlock
 from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.optimizer import AdamSettings, ChunkStates, OptimizerKernel, element_position
+from windlass.engine.training_config import Optimizer
 from windlass.storage.ids import Kernel, StateKind
 
 
@@ -30,7 +31,7 @@ class ChunkUpdater:
         Raises:
             KernelUnavailable: the kernel that the job names is not available.
         """
-        hyper, formats, kernel_dir = context.spec.hyperparameters, context.formats, context.spec.kernel_dir
+        hyper, formats, kernel_dir = context.spec.training, context.formats, context.spec.kernel_dir
         self._context = context
         is_in_master = formats.param_kind is StateKind.MASTER or (formats.derives_param and not holds_params)
         self._kernel = OptimizerKernel(
@@ -76,6 +77,6 @@ class ChunkUpdater:
             step=update.how.optimizer_step,
             grad_scale=update.how.grad_scale,
             decay_numel=min(max(decay_numel - start, 0), grad.numel()),
-            seed=self._context.spec.hyperparameters.seed,
+            seed=self._context.spec.training.seed,
             position=element_position(update.block, start),
         )

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from windlass.actors.job import Initialization, JobContext
+from windlass.actors.job import JobContext
 from windlass.engine.checkpoint import BlockInitializer, CheckpointReader, ModelExporter, copy_model_folder
 from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.model import build_meta_model, load_config
 from windlass.engine.optimizer import split_master
+from windlass.engine.training_config import Initialization
 from windlass.storage.ids import ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
@@ -100,9 +101,9 @@ class ModelIo:
     def _source(self) -> CheckpointReader | BlockInitializer:
         spec = self.context.spec
         model = build_meta_model(load_config(spec.model_dir), self.context.formats.precision)
-        if spec.initialization is Initialization.WEIGHTS:
+        if spec.training.initialization is Initialization.WEIGHTS:
             return CheckpointReader(spec.model_dir, self.context.layout, model)
-        return BlockInitializer(model, self.context.layout, spec.hyperparameters.seed)
+        return BlockInitializer(model, self.context.layout, spec.training.seed)
 
     def export(self, path: str, step: Step, copy_of: str | None = None) -> None:
         """Writes the params of `step` as a Hugging Face folder, or copies the folder `copy_of`.

@@ -43,9 +43,8 @@ from windlass.actors.messages import (
 )
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.actors.optimizer.model_io import ModelIo
-from windlass.actors.optimizer.priority_queue import UrgentQueue
 from windlass.actors.optimizer.read_ahead import ReadAhead
-from windlass.actors.policy import UpdateActions, UpdateQueue
+from windlass.actors.policy import BlockQueue, GradReleases, UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, release_team, state_dtype
@@ -97,7 +96,7 @@ class CpuOptimizer:
         # behind every queued chunk.
         self._commands: queue.PriorityQueue[tuple[int, int, _Command | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()  # all different, so that commands are never compared
-        self._to_begin: UrgentQueue[tuple[UpdateBlock, GradChunk]] = UrgentQueue(self.spec.effective_ordering.queues)
+        self._to_begin: BlockQueue[tuple[UpdateBlock, GradChunk]] = BlockQueue(self.spec.effective_ordering.queues)
         # In order of arrival. In order of priority, a chunk would hold its slot for as long as others are more urgent.
         self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
         self._read_ahead = ReadAhead()
@@ -108,6 +107,8 @@ class CpuOptimizer:
         self._lock = threading.RLock()
         ordering = self.spec.effective_ordering
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating, self._num_blocks)
+        self._grad_releases = GradReleases(context.plan.grads.num_slots, self.spec.num_cpu_optimizers)
+        self._num_begun = 0  # chunks of updates that have begun, and whose gradient is not used yet
         self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # remaining chunks of running commands
         self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
         self._threads = ActorThreads(
@@ -292,8 +293,9 @@ class CpuOptimizer:
 
     def _begin(self, update: UpdateBlock) -> None:
         self._count(update, len(update.chunks))
+        self._num_begun += len(update.chunks)
         for grad in update.chunks:
-            self._to_begin.put(update.step, update.block, (update, grad))
+            self._to_begin.push(update.step, update.block, (update, grad))
             self._commands.put((1, next(self._numbers), _FeedChunk(update)))
 
     def _feed(self) -> None:
@@ -301,7 +303,7 @@ class CpuOptimizer:
         slots = self._slots.acquire(min(1, self._slots.num_slots), self.spec.deadline_s)
         # Only now, because a more urgent chunk may have arrived during the waits.
         with self._lock:
-            update, grad = self._to_begin.get()
+            update, grad = self._to_begin.pop()
         works_at(update)
         if (host_slot := self._host_slots.get(grad.key)) is not None:
             self._slots.release(slots)
@@ -345,11 +347,11 @@ class CpuOptimizer:
             self._spans.note(
                 self.name, SpanKind.UPDATE, chunk.update.step, key.block, key.chunk, start_s, time.monotonic()
             )
-            if chunk.grad.span is not None:
-                self.send(
-                    GPU_WORKER,
-                    GradSlotsReleased(job=self.spec.job, step=chunk.update.step, spans=(chunk.grad.span,)),
-                )
+            with self._lock:
+                self._num_begun -= 1
+                released = self._grad_releases.add(chunk.grad.span, is_idle=not self._num_begun)
+            if released:
+                self.send(GPU_WORKER, GradSlotsReleased(job=self.spec.job, step=chunk.update.step, spans=released))
             if chunk.is_resident:
                 self._done(chunk.update)
             else:

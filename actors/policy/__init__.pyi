@@ -1,5 +1,6 @@
 """The scheduler's decisions: events in, instructions out. No clock, no I/O, no Ray."""
 
+from windlass.actors.policy.block_queue import BlockQueue as BlockQueue
 from windlass.actors.policy.block_queue import Ordering as Ordering
 from windlass.actors.policy.block_queue import QueueOrder as QueueOrder
 from windlass.actors.policy.clipping import clip_scale as clip_scale
@@ -16,6 +17,7 @@ from windlass.actors.policy.scheduler_core import StepEnd as StepEnd
 from windlass.actors.policy.trainer_state import StepResult as StepResult
 from windlass.actors.policy.trainer_state import TrainerState as TrainerState
 from windlass.actors.policy.worker_queues import ComputeReports as ComputeReports
+from windlass.actors.policy.worker_queues import GradReleases as GradReleases
 from windlass.actors.policy.worker_queues import OffloadQueue as OffloadQueue
 from windlass.actors.policy.worker_queues import OperationWindow as OperationWindow
 from windlass.actors.policy.worker_queues import UpdateActions as UpdateActions

@@ -1,8 +1,12 @@
 """Queue orders and limits on concurrent work. They affect the speed of a job, never its results."""
 
-import heapq
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Generic, TypeVar
+
+from windlass.storage.priority_queue import PriorityQueue
+
+_Item = TypeVar("_Item")
 
 
 class QueueOrder(StrEnum):
@@ -43,28 +47,28 @@ class Ordering:
                 raise ValueError(f"{name} is {number}; at least 1 must be outstanding, or nothing is ever done")
 
 
-class BlockQueue:
-    """The queue of (step, block) pairs that wait for a resource; each pair is queued at most once."""
+class BlockQueue(Generic[_Item]):
+    """A queue of items of (step, block), such as its chunks. Not thread-safe.
+
+    Items of one block stay in order of arrival.
+    """
 
     def __init__(self, order: QueueOrder) -> None:
         self._order = order
-        self._waiting: list[tuple[tuple[int, ...], tuple[int, int]]] = []  # heap
-        self._num_arrived = 0
+        self._waiting: PriorityQueue[_Item] = PriorityQueue()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def push(self, step: int, block: int) -> None:
-        """Adds a block to the queue."""
-        self._num_arrived += 1
-        priority = (step, block) if self._order is QueueOrder.PRIORITY else (self._num_arrived,)
-        heapq.heappush(self._waiting, (priority, (step, block)))
+    def push(self, step: int, block: int, item: _Item) -> None:
+        """Adds an item."""
+        self._waiting.push((step, block) if self._order is QueueOrder.PRIORITY else (), item)
 
     @property
-    def first(self) -> tuple[int, int]:
-        """The next (step, block). The queue must not be empty."""
-        return self._waiting[0][1]
+    def first(self) -> _Item:
+        """The next item. The queue must not be empty."""
+        return self._waiting.first
 
-    def pop(self) -> tuple[int, int]:
-        """Removes and returns the next (step, block)."""
-        return heapq.heappop(self._waiting)[1]
+    def pop(self) -> _Item:
+        """Removes and returns the next item. The queue must not be empty."""
+        return self._waiting.pop()

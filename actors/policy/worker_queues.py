@@ -17,13 +17,15 @@ from windlass.actors.messages import (
     UpdateStep,
 )
 from windlass.actors.policy.block_queue import BlockQueue, Ordering, QueueOrder
-from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
+from windlass.storage.ids import ActorName, BlockIndex, JobId, Span, Step
 
 # The worker reports finished operations in batches of this many, unless something waits for them.
 REPORT_EVERY = 4
 # Operations that the scheduler grants beyond those which the worker may have begun, so that the next ones are there
 # while reports and grants are on their way.
 GRANTED_AHEAD = 2 * REPORT_EVERY
+# An optimizer keeps at most this part of the gradient slots back before it releases several in one message.
+_HELD_SHARE = 1 / 8
 # Seconds after which a finished operation is reported without waiting for further ones.
 REPORT_EVERY_S = 1.0
 
@@ -66,13 +68,13 @@ class OffloadQueue:
         """Gradients of `spilled_blocks` overwrite states of an older commit on the SSDs."""
         self._max_offloading = ordering.max_offloading
         self._spilled = spilled_blocks
-        self._waiting = BlockQueue(ordering.queues)
+        self._waiting: BlockQueue[tuple[Step, BlockIndex]] = BlockQueue(ordering.queues)
         self._num_offloading = 0
         self._committed = -1
 
     def push(self, step: Step, block: BlockIndex) -> list[tuple[Step, BlockIndex]]:
         """Adds a gradient. Returns the gradients whose offload begins now."""
-        self._waiting.push(step, block)
+        self._waiting.push(step, block, (step, block))
         return self._begin()
 
     def offload_finished(self) -> list[tuple[Step, BlockIndex]]:
@@ -111,7 +113,7 @@ class UpdateQueue:
         """`num_blocks` is the number of blocks of which the actor has a share."""
         self._max_updating = max_updating
         self._num_blocks = num_blocks
-        self._waiting = BlockQueue(order)
+        self._waiting: BlockQueue[tuple[Step, BlockIndex]] = BlockQueue(order)
         self._updates: dict[tuple[int, int], UpdateBlock] = {}  # by step and block, of those that wait
         self._num_updating = 0
         self._early: dict[Step, list[GradOffloaded]] = {}  # those that came before the result of their step, in order
@@ -143,7 +145,7 @@ class UpdateQueue:
         if isinstance(result, SkipStep):
             return UpdateActions([], grads)
         for grad in grads:
-            self._waiting.push(step, grad.block)
+            self._waiting.push(step, grad.block, (step, grad.block))
             self._updates[(step, grad.block)] = UpdateBlock(
                 job=grad.job, step=step, block=grad.block, chunks=grad.chunks, how=result
             )
@@ -157,13 +159,35 @@ class UpdateQueue:
         return begun
 
 
+class GradReleases:
+    """The gradient slots that an optimizer has read and not released yet. It releases several in one message."""
+
+    def __init__(self, num_slots: int, num_optimizers: int) -> None:
+        """`num_slots` is the number of all gradient slots, which the optimizers share."""
+        self._max_held = int(num_slots * _HELD_SHARE / num_optimizers)
+        self._held: list[Span] = []
+
+    def add(self, span: Span | None, *, is_idle: bool) -> tuple[Span, ...]:
+        """Adds the slot of an updated chunk; None: its gradient had none. Returns the slots to release now.
+
+        `is_idle`: the optimizer has no other chunk, so nothing would release the slots later.
+        """
+        if span is not None:
+            self._held.append(span)
+        if not is_idle and len(self._held) <= self._max_held:
+            return ()
+        released, self._held = tuple(self._held), []
+        return released
+
+
 class ComputeReports:
-    """The GPU worker's reports. Finished operations are collected until their report is due."""
+    """The GPU worker's reports. Finished operations and gradients are collected until their report is due."""
 
     def __init__(self, job: JobId, actor: ActorName) -> None:
         self._job = job
         self._actor = actor
         self._computed: list[BlockComputed] = []
+        self._grads: list[GradReady] = []
         self._reported_s = 0.0  # time of the last report
 
     def computed(self, computed: BlockComputed, now_s: float, *, is_idle: bool) -> ComputeProgressed | None:
@@ -172,16 +196,26 @@ class ComputeReports:
         `is_idle`: the worker has no other operation.
         """
         self._computed.append(computed)
-        is_late = now_s - self._reported_s > REPORT_EVERY_S
-        is_due = is_idle or is_late or computed.loss is not None or len(self._computed) >= REPORT_EVERY
-        return self._report(computed.step, (), now_s) if is_due else None
+        return self._report(computed.step, now_s, is_due=is_idle or computed.loss is not None)
 
-    def gradient(self, operation: ComputeBlock, grad_sq_sum: float, now_s: float) -> ComputeProgressed:
-        """Returns the report of the gradient that `operation` completed, with all operations not reported yet."""
+    def gradient(
+        self, operation: ComputeBlock, grad_sq_sum: float, now_s: float, *, is_idle: bool
+    ) -> ComputeProgressed | None:
+        """Adds the gradient that `operation` completed, and is otherwise like `computed`.
+
+        Only a worker without operations can wait for what the scheduler does with a gradient.
+        """
         step = operation.step
-        grad = GradReady(job=self._job, step=step, block=operation.block, grad_sq_sum=grad_sq_sum)
-        return self._report(step, (grad,), now_s)
+        self._grads.append(GradReady(job=self._job, step=step, block=operation.block, grad_sq_sum=grad_sq_sum))
+        return self._report(step, now_s, is_due=is_idle)
 
-    def _report(self, step: Step, grads: tuple[GradReady, ...], now_s: float) -> ComputeProgressed:
-        computed, self._computed, self._reported_s = tuple(self._computed), [], now_s
-        return ComputeProgressed(job=self._job, step=step, actor=self._actor, computed=computed, grads=grads)
+    def _report(self, step: Step, now_s: float, *, is_due: bool) -> ComputeProgressed | None:
+        is_late = now_s - self._reported_s > REPORT_EVERY_S
+        if not is_due and not is_late and max(len(self._computed), len(self._grads)) < REPORT_EVERY:
+            return None
+        computed, self._computed = tuple(self._computed), []
+        grads, self._grads = tuple(self._grads), []
+        self._reported_s = now_s
+        return ComputeProgressed(
+            job=self._job, step=grads[-1].step if grads else step, actor=self._actor, computed=computed, grads=grads
+        )

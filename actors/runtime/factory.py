@@ -24,8 +24,28 @@ def import_for(name: ActorName, context: JobContext) -> None:
         importlib.import_module(module)
 
 
-def build_actor(name: ActorName, context: JobContext, send: Any, *, uses_gpu: bool) -> Any:
-    """Builds the actor of a name, without setting it up. `uses_gpu`: Ray gave this process a GPU.
+def build_actor(
+    name: ActorName,
+    context: JobContext,
+    send: Any,
+    *,
+    uses_gpu: bool = False,
+    partition: Any = None,
+    device: str | None = None,
+    poison_released: bool = False,
+    direct: bool = True,
+) -> Any:
+    """Builds the actor of a name, without setting it up.
+
+    Args:
+        name: of the actor.
+        context: of the attempt; for all but SSD servers, with the kernels of the commit from which the job resumes.
+        send: sends a message to another actor.
+        uses_gpu: Ray gave this process a GPU.
+        partition: the model's `Partition`; None: it is made from the model's folder.
+        device: the device that computes; None: the GPU if there is one.
+        poison_released: fill released buffers with NaN, for tests.
+        direct: False for file systems without O_DIRECT.
 
     Raises:
         GpuUnusableError: PyTorch cannot use that GPU.
@@ -43,6 +63,7 @@ def build_actor(name: ActorName, context: JobContext, send: Any, *, uses_gpu: bo
             context.arena_path,
             send,
             io=facts.io,
+            direct=direct,
             scratch_slot_nbytes=context.plan.activations.slot_nbytes,
             num_scratch_slots=context.num_scratch_slots(index),
         )
@@ -54,8 +75,9 @@ def build_actor(name: ActorName, context: JobContext, send: Any, *, uses_gpu: bo
     from windlass.engine.device import compute_device, retain_freed_memory
     from windlass.engine.model import partition_folder
 
-    device = compute_device(uses_gpu=uses_gpu)
-    if device.type == "cpu":
-        retain_freed_memory()
-    partition = partition_folder(context.spec.model_dir, context.formats.precision)
-    return GpuWorker(context, partition, send, device=device.type)
+    if device is None:
+        device = compute_device(uses_gpu=uses_gpu).type
+        if device == "cpu":
+            retain_freed_memory()
+    partition = partition or partition_folder(context.spec.model_dir, context.formats.precision)
+    return GpuWorker(context, partition, send, device=device, poison_released=poison_released)

@@ -1,39 +1,19 @@
 """Runs all actors of a job in one process: for tests, for the GPU check, and for machines without Ray."""
 
 import contextlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from windlass.actors.gpu_worker import GpuWorker
-from windlass.actors.job import (
-    GPU_WORKER,
-    SCHEDULER,
-    JobContext,
-    JobSpec,
-    SsdFacts,
-    arena_free_nbytes,
-    keeping_kernel,
-    make_context,
-    optimizer_name,
-    require_planned_device_room,
-    require_room,
-    ssd_name,
-    survey_ssds,
-)
+from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts, keeping_kernel
 from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import ActorFailed, Message
-from windlass.actors.optimizer import CpuOptimizer
+from windlass.actors.runtime.factory import build_actor
+from windlass.actors.runtime.start_up import START_DEADLINE_S, open_attempt, set_up_actors
 from windlass.actors.scheduler import GOES_ON, Scheduler
-from windlass.actors.ssd import SsdServer
 from windlass.engine.model import Partition, partition_folder
 from windlass.storage.ids import ActorName
-from windlass.storage.memory import Arena, arena_path, remove_leftovers
-from windlass.storage.store import last_common_commit
-
-
-class _Actor(Protocol):
-    def post(self, message: Message) -> None: ...
+from windlass.storage.store import CommitRecord
 
 
 def run_local(
@@ -56,65 +36,60 @@ def run_local(
     Raises:
         TimeoutError: the attempt is over and its outcome is in the journal, but some of its threads hang.
     """
-    partition = partition or partition_folder(spec.model_dir, spec.hyperparameters.precision)
-    path = arena_path(Path(spec.arena_dir), spec.job, spec.attempt)
-    remove_leftovers(Path(spec.arena_dir))
-    ssds = ssds or survey_ssds(spec, direct=direct)
-    context = make_context(spec, partition.layout, str(path), ssds, free_nbytes=arena_free_nbytes(spec))
-    require_planned_device_room(spec)
-    require_room(context, direct=direct)
-    actors: dict[ActorName, _Actor] = {}
+    partition = partition or partition_folder(spec.model_dir, spec.training.precision)
+    context, arena = open_attempt(spec, partition.layout, direct=direct, ssds=ssds)
+    actors: dict[ActorName, Any] = {}
+    early: list[Message] = []  # to the scheduler, before there is one
     is_over = False
 
     def send(to: ActorName, message: Message) -> None:
         if on_message is not None:
             on_message(to, message)
+        if to == SCHEDULER and to not in actors:
+            early.append(message)
+            return
         try:
             actors[to].post(message)
         except Exception as error:  # noqa: BLE001 - the receiver's error; the sender does not wait for an answer
             actors[SCHEDULER].post(ActorFailed.of(error, actor=to, about=message))
 
-    def end_server(server: SsdServer) -> None:
-        server.stop(delete_store=is_over, deadline_s=spec.deadline_s)
+    def set_up(name: ActorName, commit: CommitRecord | None = None) -> None:
+        """Builds an actor and starts it. SSD servers are set up before the commit is known."""
+        actors[name] = build_actor(
+            name,
+            keeping_kernel(context, commit),
+            send,
+            partition=partition,
+            device=device,
+            poison_released=poison_released,
+            direct=direct,
+        )
+        actors[name].setup()
+        ending.callback(end, name)
+
+    def call(
+        names: Sequence[ActorName], method: str, *arguments: Any, deadline_s: float = START_DEADLINE_S
+    ) -> dict[ActorName, Any]:
+        methods = {
+            name: functools.partial(set_up, name) if method == "setup" else getattr(actors[name], method)
+            for name in names
+        }
+        return {name: methods[name](*arguments) for name in names}
+
+    def end(name: ActorName) -> None:
+        if name.startswith("ssd-"):
+            actors[name].stop(delete_store=is_over, deadline_s=spec.deadline_s)
+        else:
+            actors[name].stop()
 
     # If one actor hangs at the end, all others are still stopped and the arena is still removed.
     with contextlib.ExitStack() as ending:
-        arena = Arena.create(path, context.plan.arena_nbytes)
         ending.callback(arena.unlink)
         ending.callback(arena.close)
-        servers = {ssd_name(i): _ssd_server(context, i, send, direct) for i in range(len(spec.ssd_dirs))}
-        actors |= servers
-        for server in servers.values():
-            server.setup()
-            ending.callback(end_server, server)
-        commit = last_common_commit([server.commits() for server in servers.values()])
-        for server in servers.values():
-            server.resume_from(commit)
-        scheduler = Scheduler(context, send, resume_from=commit, stop=stop)
-        resumed = keeping_kernel(context, commit)
-        optimizers = {
-            optimizer_name(i): CpuOptimizer(optimizer_name(i), i, resumed, send) for i in range(spec.num_cpu_optimizers)
-        }
-        worker = GpuWorker(resumed, partition, send, device=device, poison_released=poison_released)
-        actors |= {**optimizers, GPU_WORKER: worker, SCHEDULER: scheduler}
-        others: list[CpuOptimizer | GpuWorker] = [*optimizers.values(), worker]
-        for actor in others:
-            actor.setup()
-            ending.callback(actor.stop)
+        commit = set_up_actors(spec, call)
+        actors[SCHEDULER] = scheduler = Scheduler(context, send, resume_from=commit, stop=stop)
+        for message in early:
+            scheduler.post(message)
         outcome = scheduler.run()
         is_over = outcome["status"] not in GOES_ON
     return outcome
-
-
-def _ssd_server(context: JobContext, index: int, send: Callable[[ActorName, Message], None], direct: bool) -> SsdServer:
-    return SsdServer(
-        ssd_name(index),
-        context.spec.ssd_dirs[index],
-        context.geometry(index),
-        context.arena_path,
-        send,
-        io=context.ssds[index].io,
-        direct=direct,
-        scratch_slot_nbytes=context.plan.activations.slot_nbytes,
-        num_scratch_slots=context.num_scratch_slots(index),
-    )

@@ -26,15 +26,8 @@ from windlass.actors.job import (
     JobContext,
     JobSpec,
     Journal,
-    arena_free_nbytes,
     keeping_kernel,
-    make_context,
     optimizer_index,
-    optimizer_name,
-    require_planned_device_room,
-    require_room,
-    ssd_name,
-    survey_ssds,
 )
 from windlass.actors.lifecycle import (
     NICENESS_BESIDE_COMPUTE,
@@ -50,19 +43,17 @@ from windlass.actors.messages import ActorFailed, Message, UserMessage
 from windlass.actors.runtime.factory import build_actor, import_for
 from windlass.actors.runtime.outbox import Outbox
 from windlass.actors.runtime.sockets import MessageClient, MessageServer
+from windlass.actors.runtime.start_up import START_DEADLINE_S, open_attempt, set_up_actors, worker_names
 from windlass.actors.scheduler import GOES_ON, INTERRUPTED, ActorLostError, Scheduler
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import ActorName, Attempt, JobId
 from windlass.storage.integrity import StoreError
 from windlass.storage.memory import (
-    Arena,
     InsufficientSpaceError,
-    arena_path,
     is_out_of_space,
     may_find_room_later,
-    remove_leftovers,
 )
-from windlass.storage.store import CommitRecord, last_common_commit
+from windlass.storage.store import CommitRecord
 
 NAMESPACE = "windlass"
 # The Ray resource that stands for a compute device: a GPU, or the CPU of a machine without one.
@@ -70,10 +61,6 @@ DEVICE_RESOURCE = "device"
 _NODE_LABEL = "ray.io/node-id"  # a label that Ray sets on each node
 # Niceness of the training processes, so that the service's own processes get the cores first.
 _NICENESS = 10
-_START_DEADLINE_S = 120.0  # seconds until processes must have started and answered a call
-# Seconds until workers must be set up. It is long because a worker may compile kernels, or wait for another process
-# that compiles them.
-_SET_UP_DEADLINE_S = 1500.0
 # Seconds that a runner waits for disk space to write its outcome, and seconds between two tries. The first is less than
 # the minute after which a runner without a sign of life counts as hung, because the runner gives none meanwhile.
 _ROOM_DEADLINE_S, _ROOM_TRY_S = 45.0, 1.0
@@ -292,18 +279,13 @@ class Runner:
     def _attempt(self) -> None:
         spec = self.spec
         layout = ModelLayout.from_json(Path(spec.layout_file).read_text())
-        path = arena_path(Path(spec.arena_dir), spec.job, spec.attempt)
-        remove_leftovers(Path(spec.arena_dir))
-        context = make_context(spec, layout, str(path), survey_ssds(spec), free_nbytes=arena_free_nbytes(spec))
-        require_planned_device_room(spec)
-        require_room(context)
-        arena = Arena.create(path, context.plan.arena_nbytes)
+        context, arena = open_attempt(spec, layout)
         mailbox = MessageServer(self._post)
         has_gpus = num_gpus_here() > 0
         group = device_here(has_gpus=has_gpus)
         try:
-            if not group.wait(_START_DEADLINE_S):
-                raise TimeoutError(f"no device came free within {_START_DEADLINE_S:g} s; another job holds it")
+            if not group.wait(START_DEADLINE_S):
+                raise TimeoutError(f"no device came free within {START_DEADLINE_S:g} s; another job holds it")
             addresses = self._make_workers(context, group, has_gpus=has_gpus) | {SCHEDULER: mailbox.address}
             commit = self._set_up_workers(addresses)
             outbox = Outbox(MessageClient(addresses).deliver)
@@ -322,10 +304,7 @@ class Runner:
     def _make_workers(self, context: JobContext, group: Any, *, has_gpus: bool) -> dict[ActorName, str]:
         """Starts the processes of the job's actors; returns the addresses of their MessageServers."""
         spec = self.spec
-        threads = {GPU_WORKER: spec.compute_threads}
-        threads |= {optimizer_name(i): spec.optimizer_threads for i in range(spec.num_cpu_optimizers)}
-        threads |= {ssd_name(i): 1 for i in range(len(spec.ssd_dirs))}
-        for name, num_threads in threads.items():
+        for name in worker_names(spec):
             computes = name == GPU_WORKER
             uses_gpu = computes and has_gpus
             options = {"resources": {DEVICE_RESOURCE: 1}} if computes else {}
@@ -334,22 +313,25 @@ class Runner:
                 num_gpus=int(uses_gpu),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
                 **options,
-            ).remote(name, context, num_threads, niceness=_niceness_of(name, has_gpus), uses_gpu=uses_gpu)
+            ).remote(
+                name, context, _num_threads_of(name, spec), niceness=_niceness_of(name, has_gpus), uses_gpu=uses_gpu
+            )
         return _answers_of({name: handle.address.remote() for name, handle in self._workers.items()})
 
     def _set_up_workers(self, addresses: Mapping[ActorName, str]) -> CommitRecord | None:
         """Sets up all workers; returns the commit from which the job resumes."""
-        _answers_of({name: handle.connect.remote(addresses) for name, handle in self._workers.items()})
-        _answers_of({name: handle.join_attempt.remote() for name, handle in self._workers.items()})
-        servers = {name: self._workers[name] for name in map(ssd_name, range(len(self.spec.ssd_dirs)))}
-        _answers_of({name: handle.setup.remote() for name, handle in servers.items()})
-        journals = _answers_of({name: handle.commits.remote() for name, handle in servers.items()})
-        commit = last_common_commit(list(journals.values()))
-        _answers_of({name: handle.resume_from.remote(commit) for name, handle in servers.items()})
-        others = {name: handle for name, handle in self._workers.items() if name not in servers}
-        _answers_of({name: handle.setup.remote(commit) for name, handle in others.items()}, _SET_UP_DEADLINE_S)
+        names = list(self._workers)
+        self._call(names, "connect", addresses)
+        self._call(names, "join_attempt")
+        commit = set_up_actors(self.spec, self._call)
         self._alive = {handle.wait_until_stopped.remote(): name for name, handle in self._workers.items()}
         return commit
+
+    def _call(
+        self, names: Sequence[ActorName], method: str, *arguments: object, deadline_s: float = START_DEADLINE_S
+    ) -> dict[ActorName, Any]:
+        calls = {name: getattr(self._workers[name], method).remote(*arguments) for name in names}
+        return _answers_of(calls, deadline_s)
 
     def _check_workers(self) -> None:
         done, _ = ray.wait(list(self._alive), num_returns=1, timeout=0)
@@ -358,7 +340,7 @@ class Runner:
             raise ActorLostError(f"the process of {name} died; the kernel log tells whether memory ran out")
 
 
-def _answers_of(calls: Mapping[ActorName, Any], deadline_s: float = _START_DEADLINE_S) -> dict[ActorName, Any]:
+def _answers_of(calls: Mapping[ActorName, Any], deadline_s: float = START_DEADLINE_S) -> dict[ActorName, Any]:
     """Waits for the results of Ray calls and returns them by actor.
 
     Raises an actor's error, ActorLostError if its process died, and TimeoutError if it does not answer in time.
@@ -376,6 +358,12 @@ def _answers_of(calls: Mapping[ActorName, Any], deadline_s: float = _START_DEADL
                 f"the process of {name} died while it started; the kernel log tells whether memory ran out"
             ) from error
     return answers
+
+
+def _num_threads_of(name: ActorName, spec: JobSpec) -> int:
+    if name == GPU_WORKER:
+        return spec.compute_threads
+    return 1 if optimizer_index(name) is None else spec.optimizer_threads
 
 
 def _niceness_of(name: ActorName, has_gpus: bool) -> int:
@@ -433,7 +421,7 @@ def start_runner(spec: JobSpec) -> None:
 
 def _await_beginning(started: Any, spec: JobSpec) -> None:
     try:
-        ray.get(started, timeout=_START_DEADLINE_S)
+        ray.get(started, timeout=START_DEADLINE_S)
     except ray.exceptions.RayActorError:
         # A runner that ends at once may die before its answer to `start` is sent.
         if not has_begun(Path(spec.job_dir), spec.attempt):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from windlass.actors.job import FinalModel, JobSpec
+from windlass.actors.job import JobSpec
+from windlass.engine.training_config import FinalModel
 
 
 class Reason(StrEnum):
@@ -41,7 +42,7 @@ class Checkpoints:
 
     def __init__(self, spec: JobSpec, resumed: Mapping[str, Any] | None = None) -> None:
         """`resumed` is the state of a commit, as `to_json` returned it."""
-        self._spec = spec
+        self._training, self._keeps_best = spec.training, spec.keeps_best
         state = resumed or {}
         best = state.get("best")
         self.best: tuple[int, float] | None = None if best is None else (best[0], best[1])  # step, loss
@@ -61,7 +62,7 @@ class Checkpoints:
             "without_improvement": self.num_without_improvement,
             "kept": self.kept,
             "timed": self._timed,
-            "elapsed_s": 0.0 if self._spec.checkpoint_minutes is None else self._since_last_s(now_s),
+            "elapsed_s": 0.0 if self._training.checkpoint_minutes is None else self._since_last_s(now_s),
         }
 
     @property
@@ -77,7 +78,7 @@ class Checkpoints:
 
     def is_time(self, now_s: float) -> bool:
         """Returns whether a checkpoint is due by time and no step was chosen for it yet."""
-        minutes = self._spec.checkpoint_minutes
+        minutes = self._training.checkpoint_minutes
         return minutes is not None and self._timed is None and self._since_last_s(now_s) >= 60.0 * minutes
 
     def time_has_come(self, step: int) -> None:
@@ -103,7 +104,7 @@ class Checkpoints:
         is_best = loss is not None and (self.best is None or loss < self.best[1])
         if is_best and loss is not None:
             self.best = (step, loss)
-        stopping = self._spec.early_stopping
+        stopping = self._training.early_stopping
         min_delta = 0.0 if stopping is None else stopping.min_delta
         if loss is not None and (self._reference is None or loss < self._reference - min_delta):
             self._reference, self.num_without_improvement = loss, 0
@@ -111,13 +112,13 @@ class Checkpoints:
             self.num_without_improvement += 1
         ends = stopping is not None and self.num_without_improvement >= stopping.patience
         return Verdict(
-            is_best=is_best and self._spec.keeps_best,
-            ends_job=ends and step < self._spec.total_steps,
+            is_best=is_best and self._keeps_best,
+            ends_job=ends and step < self._training.total_steps,
         )
 
     def model_instead_of(self, step: int) -> int | None:
         """Returns the step whose model becomes the job's instead of that of the last step; None if there is none."""
-        if self._spec.final_model is FinalModel.LAST or self.best is None or self.best[0] == step:
+        if self._training.final_model is FinalModel.LAST or self.best is None or self.best[0] == step:
             return None
         return self.best[0]
 
@@ -130,7 +131,7 @@ class Checkpoints:
             self._elapsed_s, self._since_s = 0.0, now_s
         if self._timed == step:
             self._timed = None
-        if self._spec.keeps_best and self.best is not None and self.best[0] == step:
+        if self._keeps_best and self.best is not None and self.best[0] == step:
             for others in self._kept.values():
                 others.discard(Reason.BEST)
             reasons.add(Reason.BEST)
@@ -147,7 +148,7 @@ class Checkpoints:
 
     def _reasons(self, step: int) -> set[Reason]:
         reasons = set()
-        if self._spec.checkpoint_every and step % self._spec.checkpoint_every == 0:
+        if self._training.checkpoint_every and step % self._training.checkpoint_every == 0:
             reasons.add(Reason.INTERVAL)
         if step == self._timed:
             reasons.add(Reason.MINUTES)
@@ -155,6 +156,6 @@ class Checkpoints:
 
     def _limit(self) -> None:
         limited = sorted(step for step, reasons in self._kept.items() if reasons & _LIMITED)
-        if (limit := self._spec.keep_checkpoints) is not None:
+        if (limit := self._training.keep_checkpoints) is not None:
             for step in limited[:-limit]:
                 self._kept[step] -= _LIMITED

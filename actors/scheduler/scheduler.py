@@ -17,6 +17,7 @@ from windlass.actors.job import (
     GPU_WORKER,
     JOURNAL_FILE,
     SCHEDULER,
+    CoreContext,
     JobContext,
     Journal,
     num_evaluation_groups,
@@ -96,17 +97,17 @@ class ActorLostError(Exception):
         return str(self.args[0])
 
 
-def job_shape(context: JobContext) -> SchedulerConfig:
-    """Returns the policy's view of a job."""
-    spec, layout, hyper, plan = context.spec, context.layout, context.spec.hyperparameters, context.plan
+def job_shape(context: CoreContext, output_dir: str) -> SchedulerConfig:
+    """Returns the policy's view of a job. `output_dir`: the folder of the final model."""
+    spec, layout, training, plan = context.spec, context.layout, context.spec.training, context.plan
 
     def rate(step: int) -> float:
         return learning_rate(
             step,
-            peak=hyper.learning_rate,
-            warmup_steps=hyper.warmup_steps,
-            total_steps=spec.total_steps,
-            schedule=hyper.schedule,
+            peak=training.learning_rate,
+            warmup_steps=training.warmup_steps,
+            total_steps=training.total_steps,
+            schedule=training.schedule,
         )
 
     return SchedulerConfig(
@@ -114,19 +115,19 @@ def job_shape(context: JobContext) -> SchedulerConfig:
         attempt=spec.attempt,
         chunks=tuple(tuple(layout.chunk_keys(block.index)) for block in layout.blocks),
         shared=layout.shared,
-        total_steps=spec.total_steps,
+        total_steps=training.total_steps,
         num_evaluation_groups=num_evaluation_groups(spec),
-        evaluate_every=spec.evaluate_every or 0,
+        evaluate_every=training.evaluate_every or 0,
         evaluation_decides=spec.evaluation_decides,
-        checkpoint_every=spec.checkpoint_every or 0,
-        clip_norm=hyper.clip_norm,
-        keeps_grads=hyper.keeps_grads,
-        max_bad_steps=hyper.max_bad_steps,
+        checkpoint_every=training.checkpoint_every or 0,
+        clip_norm=training.clip_norm,
+        keeps_grads=training.keeps_grads,
+        max_bad_steps=training.max_bad_steps,
         learning_rate=rate,
         gpu_worker=GPU_WORKER,
         optimizers=tuple(optimizer_name(i) for i in range(spec.num_cpu_optimizers)),
-        ssd_servers=tuple(ssd_name(i) for i in range(len(spec.ssd_dirs))),
-        output_dir=spec.output_dir,
+        ssd_servers=tuple(ssd_name(i) for i in range(len(context.ssds))),
+        output_dir=output_dir,
         host_blocks=frozenset(plan.host_blocks),
         device_blocks=frozenset(plan.device_blocks),
         spilled_blocks=frozenset(plan.spilled_blocks),
@@ -161,10 +162,10 @@ class Scheduler:
         self.spec = context.spec
         self._resumed: dict[str, Any] | None = None if resume_from is None else json.loads(resume_from.trainer_state)
         initial_step = None if resume_from is None else resume_from.step
-        trainer = TrainerState(scales_loss=self.spec.hyperparameters.precision is Precision.FP16)
+        trainer = TrainerState(scales_loss=self.spec.training.precision is Precision.FP16)
         if self._resumed is not None:
             trainer.restore(self._resumed["trainer"])
-        self.pipeline = Pipeline(job_shape(context), trainer, initial_step)
+        self.pipeline = Pipeline(job_shape(context, context.spec.output_dir), trainer, initial_step)
         self._send = send
         self._check_actors = check_actors
         self._events: queue.Queue[Message] = queue.Queue()
@@ -307,7 +308,9 @@ class Scheduler:
             self.pipeline.checkpoint_after(step)
         if verdict.ends_job and self.pipeline.finish_after_current_step():
             num, best = self._checkpoints.num_without_improvement, self._checkpoints.best
-            text = f"Ended early, after step {step} of {self.spec.total_steps}: no improvement in the last {num} "
+            text = (
+                f"Ended early, after step {step} of {self.spec.training.total_steps}: no improvement in the last {num} "
+            )
             text += "evaluation" if num == 1 else "evaluations"
             if best is not None:
                 text += f"; the lowest validation loss was {best[1]:.4f}, at step {best[0]}"

@@ -16,7 +16,7 @@ from windlass.storage.ids import Precision
 
 def room_for_activations(spec: JobSpec, placement: Placement, device: str = "cpu") -> int:
     """Returns the bytes that a job's swapped activations take at once with a placement."""
-    hyper = spec.hyperparameters
+    hyper = spec.training
     shapes = PreparedDataset.open(spec.dataset_dir, "train").largest_shapes(hyper.batch_size, hyper.num_microbatches)
     of_group = shapes[: placement.group_size]
     need = activation_need_of_model(spec.model_dir, hyper.precision, placement.activations, of_group, device=device)

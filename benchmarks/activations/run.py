@@ -124,7 +124,7 @@ def train(run: ActivationRun, folder: Path) -> ActivationResult:
     from windlass.engine.model import partition_folder
 
     spec = job_spec(run, folder)
-    partition = partition_folder(spec.model_dir, spec.hyperparameters.precision)
+    partition = partition_folder(spec.model_dir, spec.training.precision)
     memory = PrivateMemory()
     is_watched = False
     written_nbytes = 0
@@ -161,7 +161,8 @@ def train(run: ActivationRun, folder: Path) -> ActivationResult:
 def job_spec(run: ActivationRun, folder: Path) -> "JobSpec":
     """Returns a job on random tokens with random weights, in bf16, with its states on one SSD."""
     from benchmarks.activations.memory_need import activation_need_of_model
-    from windlass.actors.job import Hyperparameters, Initialization, JobSpec, Schedule
+    from windlass.actors.job import JobSpec
+    from windlass.engine.training_config import Initialization, Schedule, TrainingConfig
     from windlass.storage.ids import JobId, Precision
 
     _write_model(run, folder / "model")
@@ -177,29 +178,23 @@ def job_spec(run: ActivationRun, folder: Path) -> "JobSpec":
     return JobSpec(
         job=JobId(f"benchmark-{os.getpid()}"),
         model_dir=str(folder / "model"),
-        initialization=Initialization.RANDOM,
         layout_file=str(folder / "layout.json"),
         dataset_dir=str(folder / "data"),
         job_dir=str(folder / "job"),
         output_dir=str(folder / "out"),
         ssd_dirs=(str(folder / "ssd"),),
-        hyperparameters=Hyperparameters(
-            epochs=1,
+        training=TrainingConfig(
             batch_size=run.batch_size,
             num_microbatches=run.num_microbatches,
             sequence_length=run.sequence_length,
             learning_rate=1e-4,
-            warmup_steps=0,
             schedule=Schedule.CONSTANT,
-            weight_decay=0.0,
-            beta1=0.9,
             beta2=0.95,
-            epsilon=1e-8,
             clip_norm=None,
-            precision=Precision.BF16,
             seed=1,
+            total_steps=run.num_steps,
+            initialization=Initialization.RANDOM,
         ),
-        total_steps=run.num_steps,
         compute_threads=num_cores,
         deadline_s=_DEADLINE_S,
         placement=Placement(

@@ -15,9 +15,10 @@ from benchmarks.peers.workload import ModelShape, model_config
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import GIB
 from tests.support.training import make_spec
-from windlass.actors.job import Initialization, JobSpec
+from windlass.actors.job import JobSpec
 from windlass.engine.data.examples import FORMAT_VERSION, NO_TARGET
 from windlass.engine.memory_plan import ActivationChoice, Placement
+from windlass.engine.training_config import Initialization
 from windlass.storage.ids import Formats, Kernel, Precision, StatePrecision
 
 SHAPES = {
@@ -131,24 +132,22 @@ class SpeedCase:
         model_config(self.shape, self.sequence_length).save_pretrained(folder / "model")
         self._write_tokens(folder / "data")
         spec = make_spec(folder / "base", num_ssds=0, precision=Precision.BF16, clip_norm=None)
-        hyper = dataclasses.replace(
-            spec.hyperparameters,
+        spec = spec.with_training(
             batch_size=self.batch_size,
             num_microbatches=self.num_microbatches,
             sequence_length=self.sequence_length,
             state_precision=self.state_precision,
             kernel=kernel,
+            total_steps=_TOTAL_STEPS,
+            initialization=Initialization.RANDOM,
+            evaluate_every=None,
         )
         spec = dataclasses.replace(
             spec,
             model_dir=str(folder / "model"),
-            initialization=Initialization.RANDOM,
             dataset_dir=str(folder / "data"),
             num_validation_examples=0,
-            evaluate_every=None,
             ssd_dirs=(str(folder / "ssd"),) if self.states is States.SSD else (),
-            hyperparameters=hyper,
-            total_steps=_TOTAL_STEPS,
             optimizer_threads=max(1, num_cores() - 2),
             kernel_dir=str(kernel_dir),
             host_memory_nbytes=host_nbytes,

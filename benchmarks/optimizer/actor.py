@@ -50,10 +50,12 @@ def _context(folder: Path, states: StatePrecision, num_threads: int) -> JobConte
         seed=1,
     )
     spec = job_spec(workload, folder, folder, [folder / "ssd"])
-    hyper = replace(spec.hyperparameters, state_precision=states)
     placement = Placement(num_cached_params=0)  # no other actor can lend slots
     spec = replace(
-        spec, hyperparameters=hyper, optimizer_threads=num_threads, kernel_dir=str(folder), placement=placement
+        spec.with_training(state_precision=states),
+        optimizer_threads=num_threads,
+        kernel_dir=str(folder),
+        placement=placement,
     )
     numel = _NUM_CHUNKS * _CHUNK_NUMEL
     param = ParamSlice(name="layers.0.weight", shape=(numel,), offset=0, numel=numel, decay=True)

@@ -28,8 +28,7 @@ def behaving_as(spec: JobSpec, system: System, num_blocks: int) -> JobSpec:
     is_infinity = system is System.ZERO_INFINITY
     activations = ActivationChoice.RECOMPUTE_SWAP_INPUT if is_infinity else ActivationChoice.RECOMPUTE
     return replace(
-        spec,
-        hyperparameters=replace(spec.hyperparameters, update_order=UpdateOrder.AFTER_BACKWARD),
+        spec.with_training(update_order=UpdateOrder.AFTER_BACKWARD),
         ordering=replace(spec.ordering, queues=QueueOrder.FIFO, overlaps_steps=False),
         placement=replace(
             spec.placement,

@@ -26,14 +26,15 @@ from benchmarks.peers.workload import DATASET_DIR, MODEL_DIR, Workload, read_wor
 from benchmarks.reporting.control_share import overhead, role_of
 from benchmarks.reporting.pss import process_tree, thread_seconds
 from benchmarks.scheduler.throttle import Throttle
-from windlass.actors.job import JOURNAL_FILE, OUTCOME, Hyperparameters, JobSpec, JournalReader, JournalRecord, Schedule
+from windlass.actors.job import JOURNAL_FILE, OUTCOME, JobSpec, JournalReader, JournalRecord
 from windlass.actors.job.journal import METRICS
 from windlass.actors.policy import Ordering, QueueOrder
 from windlass.actors.timeline import FOLDER as SPANS_FOLDER
 from windlass.engine.memory_plan import ActivationChoice, Placement, UpdateOrder
+from windlass.engine.training_config import Schedule, TrainingConfig
 from windlass.service.jobs import ARENA_DIR, MachineResources
 from windlass.service.machine import RayCluster
-from windlass.storage.ids import JobId, Precision, StatePrecision
+from windlass.storage.ids import JobId, StatePrecision
 from windlass.storage.memory import remove_leftovers
 
 _POLL_S = 0.05  # interval between reads of the journal
@@ -65,7 +66,7 @@ def main() -> None:
         num_blocks = workload.shape.num_layers + 2
         spec = replace(
             spec,
-            hyperparameters=changed(spec.hyperparameters, options.change),
+            training=changed(spec.training, options.change),
             placement=placement_of(options.place, num_blocks),
             ordering=ordering_of(options.order),
         )
@@ -84,12 +85,12 @@ def main() -> None:
                 shutil.copytree(Path(home) / SPANS_FOLDER, options.timeline)
 
 
-def changed(hyperparameters: Hyperparameters, changes: Sequence[str]) -> Hyperparameters:
-    """Returns the hyperparameters with some `NAME=VALUE` changes."""
+def changed(training: TrainingConfig, changes: Sequence[str]) -> TrainingConfig:
+    """Returns the training config with some `NAME=VALUE` changes."""
     kinds: dict[str, Callable[[str], Any]] = {"clip_norm": float, "num_microbatches": int}
     kinds |= {"state_precision": StatePrecision, "update_order": UpdateOrder}
     pairs = [change.split("=", 1) for change in changes]
-    return replace(hyperparameters, **{name: kinds[name](value) for name, value in pairs})
+    return replace(training, **{name: kinds[name](value) for name, value in pairs})
 
 
 def placement_of(choices: Sequence[str], num_blocks: int) -> Placement:
@@ -194,23 +195,19 @@ def job_spec(workload: Workload, folder: Path, home: Path, ssd_dirs: Sequence[Pa
         job_dir=str(home),
         output_dir=str(home / "trained"),
         ssd_dirs=tuple(str(directory) for directory in ssd_dirs),
-        hyperparameters=Hyperparameters(
-            epochs=1,
+        training=TrainingConfig(
             batch_size=workload.batch_size,
-            num_microbatches=1,
             sequence_length=workload.sequence_length,
             learning_rate=workload.learning_rate,
-            warmup_steps=0,
             schedule=Schedule.CONSTANT,
             weight_decay=workload.weight_decay,
             beta1=workload.beta1,
             beta2=workload.beta2,
             epsilon=workload.epsilon,
             clip_norm=None,
-            precision=Precision.BF16,
             seed=workload.seed,
+            total_steps=workload.num_steps,
         ),
-        total_steps=workload.num_steps,
         compute_threads=compute_threads,
         optimizer_threads=optimizer_threads,
         kernel_dir=str(folder / "kernels"),

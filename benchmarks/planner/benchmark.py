@@ -26,6 +26,7 @@ from benchmarks.planner.swaps import QUICK_SWAPS, SWAPS, add_swaps, sweep
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import Report, parse_options
 from windlass.engine.device import retain_freed_memory
+from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import AgainTimes, LayerProfile, Speeds, speeds_of
 from windlass.planner.hardware import Hardware, example_machines, load
 from windlass.planner.planning import PlanQuestion
@@ -89,9 +90,10 @@ def solve_times(*, quick: bool) -> dict[str, tuple[float, float]]:
     for size in sizes:
         config = config_of_shape(RATEL_SHAPES[size], num_tokens=_NUM_TOKENS)
         for clips in (False, True):
-            question = PlanQuestion(
-                config=config, hardware=machine, batch_size=_BATCH_SIZE, sequence_length=_NUM_TOKENS, clips=clips
+            training = TrainingConfig(
+                batch_size=_BATCH_SIZE, sequence_length=_NUM_TOKENS, clip_norm=1.0 if clips else None, total_steps=1
             )
+            question = PlanQuestion(config=config, hardware=machine, training=training)
             job = Profiles(question).job(question, 1)
             timed = (_with_times(job, speeds, shares) for shares in _AGAIN_SHARES)
             taken = (_solve_s(job, speeds, limits), max(_solve_s(each, speeds, limits) for each in timed))

@@ -10,6 +10,7 @@ from benchmarks.planner.run import JOB_FILE
 from benchmarks.reporting.machine import num_cores
 from windlass.amounts import GIB
 from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, MemoryTier
+from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning import JobPlan, PlanQuestion
 from windlass.planner.planning.feasibility import with_part
@@ -76,10 +77,13 @@ def question_of(case: Case, machine: Hardware) -> PlanQuestion:
     return PlanQuestion(
         config=model_config(case.workload(num_timed_steps=1).shape, case.sequence_length),
         hardware=machine,
-        batch_size=case.batch_size,
-        sequence_length=case.sequence_length,
-        num_microbatches=case.num_microbatches,
-        clips=case.clip_norm is not None,
+        training=TrainingConfig(
+            batch_size=case.batch_size,
+            sequence_length=case.sequence_length,
+            num_microbatches=case.num_microbatches,
+            clip_norm=case.clip_norm,
+            total_steps=1,
+        ),
         device_memory_nbytes=None if case.device_mib is None else case.device_mib * MIB,
         measures=True,
     )
@@ -96,7 +100,7 @@ def predict(case: Case, question: PlanQuestion, profiles: Profiles, folder: Path
     predicted = Predicted(
         step_s=step_s,
         bound_s=solution.step_s,
-        simulated_s=simulated_step_s(solution, profiles.layout, question.formats, num_cores=num_cores()),
+        simulated_s=simulated_step_s(solution, profiles.layout, num_cores=num_cores()),
         device_nbytes=solution.nbytes[MemoryTier.DEVICE],
         arena_nbytes=solution.plan.arena_nbytes,
         ssd_nbytes=solution.plan.ssd_nbytes + solution.plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,

@@ -75,14 +75,16 @@ def planned_spec(folder: Path, num_steps: int | None = None) -> "JobSpec":
     home, ssd_dir = folder / _HOME, folder / _SSD
     home.mkdir()
     spec = job_spec(workload, folder, home, [ssd_dir])
-    hyper = replace(spec.hyperparameters, num_microbatches=planned["num_microbatches"], clip_norm=planned["clip_norm"])
+    spec = spec.with_training(
+        num_microbatches=planned["num_microbatches"],
+        clip_norm=planned["clip_norm"],
+        total_steps=num_steps or spec.training.total_steps,
+    )
     plan = JobPlan.model_validate(planned["job_plan"])
     assert plan.placement is not None, "a case is written only if it fits"
     return replace(
         spec,
         job=JobId(f"planned-{os.getpid()}"),
-        hyperparameters=hyper,
-        total_steps=num_steps or spec.total_steps,
         placement=plan.placement,
         host_memory_nbytes=plan.arena_nbytes,
         kernel_dir=planned["kernel_dir"],
@@ -103,7 +105,7 @@ def train(folder: Path, num_steps: int | None = None, *, watches_memory: bool = 
     from windlass.engine.model import partition_folder
 
     spec, workload = planned_spec(folder, num_steps), read_workload(folder)
-    partition = partition_folder(spec.model_dir, spec.hyperparameters.precision)
+    partition = partition_folder(spec.model_dir, spec.training.precision)
     memory, is_watched = PrivateMemory(), False
     at_kernels: list[int] = []  # private memory when the optimizer is ready, and when states are on the device
     blocks = {"arena": 0, "ssd": 0}
@@ -116,7 +118,7 @@ def train(folder: Path, num_steps: int | None = None, *, watches_memory: bool = 
             if watches_memory and not is_watched:
                 is_watched = True
                 memory.start()
-            if message.operations[-1].step == spec.total_steps and not blocks["ssd"]:
+            if message.operations[-1].step == spec.training.total_steps and not blocks["ssd"]:
                 blocks["ssd"] = _used_nbytes(Path(spec.ssd_dirs[0]), "*")
                 blocks["arena"] = _used_nbytes(Path(spec.arena_dir), f"windlass-{spec.job}-*")
 

@@ -177,7 +177,7 @@ class Bench:
             for phase in flop
             for block in reference.layout.blocks
         }
-        steps = simulate(context, job_shape(context), rates, Work(compute_s=compute_s))
+        steps = simulate(context, job_shape(context, context.spec.output_dir), rates, Work(compute_s=compute_s))
         return statistics.fmean(step.summary["period_s"] for step in steps[self._workload.num_warmup_steps :])
 
     def _free_rate(self, resource: str) -> float:
@@ -187,16 +187,16 @@ class Bench:
 
     def _spec_of(self, case: Case) -> JobSpec:
         spec = self._spec()
-        hyper = replace(spec.hyperparameters, clip_norm=1.0 if case.clips else None)
         ordering = Ordering(queues=case.queues, overlaps_steps=case.overlaps_steps)
-        num_steps = spec.total_steps if case.overlaps_steps else self._workload.num_warmup_steps + 1
-        return replace(spec, hyperparameters=hyper, ordering=ordering, total_steps=num_steps)
+        num_steps = spec.training.total_steps if case.overlaps_steps else self._workload.num_warmup_steps + 1
+        spec = spec.with_training(clip_norm=1.0 if case.clips else None, total_steps=num_steps)
+        return replace(spec, ordering=ordering)
 
     def _spec(self) -> JobSpec:
         spec = job_spec(self._workload, self._folder, self._folder / "job", [self._folder / "ssd"])
         # Do not compile a kernel for updates this small.
-        hyper = replace(spec.hyperparameters, kernel=Kernel.FUSED)
-        return replace(spec, hyperparameters=hyper, kernel_dir=None, compute_threads=1, optimizer_threads=1)
+        spec = spec.with_training(kernel=Kernel.FUSED)
+        return replace(spec, kernel_dir=None, compute_threads=1, optimizer_threads=1)
 
     def _partition(self) -> Partition:
         chunk_numel = -(-self._workload.shape.num_layer_params // _CHUNKS_A_LAYER)

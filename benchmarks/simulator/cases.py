@@ -192,7 +192,7 @@ def compare(case: Case, folder: Path, *, direct: bool = True) -> Comparison:
             if step == 2
         }
         work = Work(compute_s=_compute_s(context, product_s), swapped_nbytes=swapped)
-        steps = simulate(context, job_shape(context), _rates(case), work)
+        steps = simulate(context, job_shape(context, context.spec.output_dir), _rates(case), work)
     simulated = Run(
         step_s=statistics.fmean(step.summary["period_s"] for step in steps[_INNER]),
         # A span that lasts into the next step occurs in both steps.
@@ -225,8 +225,7 @@ def _spec(case: Case, folder: Path) -> JobSpec:
     if not (kind / MODEL_DIR).exists():
         workload.write_here(kind)
     spec = job_spec(workload, kind, kind / "job", [kind / f"ssd{i}" for i in range(len(_SSDS))])
-    hyper = replace(
-        spec.hyperparameters,
+    spec = spec.with_training(
         num_microbatches=case.num_microbatches,
         clip_norm=case.clip_norm,
         precision=Precision.FP32,
@@ -234,7 +233,6 @@ def _spec(case: Case, folder: Path) -> JobSpec:
     )
     return replace(
         spec,
-        hyperparameters=hyper,
         placement=replace(case.placement, depths=QueueDepths(leaving_nbytes=_LEAVING_NBYTES)),
         kernel_dir=None,
         compute_threads=1,

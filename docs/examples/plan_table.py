@@ -3,6 +3,9 @@
 Run `python docs/examples/plan_table.py`. It takes minutes. Nothing is measured: the table is the same on every machine.
 """
 
+from dataclasses import replace
+
+from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware, ModelShape
 from windlass.planner.planning import PlanQuestion
 from windlass.planner.planning.feasibility import fits, with_part
@@ -53,7 +56,8 @@ def main() -> None:
             vocab_size=VOCAB_SIZE,
         )
         config = config_of_shape(shape, num_tokens=SEQUENCE_LENGTH)
-        question = PlanQuestion(config=config, hardware=BOX, batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH)
+        training = TrainingConfig(batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH, total_steps=NUM_STEPS)
+        question = PlanQuestion(config=config, hardware=BOX, training=training, chooses_microbatches=True)
         profiles = Profiles(question)
         for ram_gib in RAM_GIB:
             cells = [_hours(question, profiles, ram_gib=ram_gib, num_ssds=num_ssds) for num_ssds in NUM_SSDS]
@@ -63,12 +67,7 @@ def main() -> None:
 def _hours(question: PlanQuestion, profiles: Profiles, *, ram_gib: int, num_ssds: int) -> str:
     host = with_part(BOX.host, memory_gib=float(ram_gib - SYSTEM_RAM_GIB))
     box = with_part(BOX, host=host, ssds=with_part(BOX.ssds, count=num_ssds))
-    question = PlanQuestion(
-        config=question.config,
-        hardware=box,
-        batch_size=question.batch_size,
-        sequence_length=question.sequence_length,
-    )
+    question = replace(question, hardware=box)
     if not fits(question, profiles):
         return "no plan fits"
     _, _, step_s = fastest_plan(question, profiles)

@@ -31,19 +31,21 @@ class Comparison:
 
 def comparison(question: PlanQuestion, planned: Planned) -> Comparison:
     """Compares a planned job with the papers' systems, all with the compute rate that the plan assumes."""
-    if question.precision is Precision.FP32:
+    if question.training.precision is Precision.FP32:
         return Comparison(systems=(), notes=("nothing to compare: the papers' systems compute in 16 bit, not in fp32",))
     hardware = question.hardware
     if planned.solution is not None:
         hardware = _with_planned_tflops(hardware, planned.solution)
     try:
-        whole_batch = Profiles(replace(question, measures=False)).of(question.batch_size, question.sequence_length)
+        whole_batch = Profiles(replace(question, measures=False)).of(
+            question.training.batch_size, question.training.sequence_length
+        )
         if question.num_layers is not None:
             whole_batch = whole_batch.with_num_layers(question.num_layers)
         systems = [_simulated(each, hardware, whole_batch) for each in compare(hardware, whole_batch)]
     except ValueError as error:
         return Comparison(systems=(), notes=(f"nothing to compare: {error}",))
-    does_not_clip = question.clips and any(system.updates_in_backward for system in systems)
+    does_not_clip = question.training.clip_norm is not None and any(system.updates_in_backward for system in systems)
     return Comparison(systems=tuple(systems), notes=(_KIND, _NO_CLIPPING) if does_not_clip else (_KIND,))
 
 

@@ -91,11 +91,11 @@ def what_takes_memory(question: "PlanQuestion", profiles: "Profiles", error: Doe
 
 def numbers_of_microbatches(question: "PlanQuestion") -> Iterator[int]:
     """The numbers of micro-batches to try: the requested one, or powers of two up to the batch size."""
-    if question.num_microbatches is not None:
-        yield question.num_microbatches
+    if not question.chooses_microbatches:
+        yield question.training.num_microbatches
         return
     number = 1
-    while number <= question.batch_size:
+    while number <= question.training.batch_size:
         yield number
         number *= 2
 
@@ -119,9 +119,9 @@ def _fitting_number(question: "PlanQuestion", profiles: "Profiles", numbers: Ite
 
 
 def _other_microbatches(question: "PlanQuestion", profiles: "Profiles") -> str | None:
-    if question.num_microbatches is None:
+    if question.chooses_microbatches:
         return None
-    free = replace(question, num_microbatches=None)
+    free = replace(question, chooses_microbatches=True)
     number = _fitting_number(free, profiles, numbers_of_microbatches(free))
     return None if number is None else f"{number} micro-batches"
 
@@ -131,13 +131,13 @@ def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
 
     def cut(batch_size: int) -> "PlanQuestion":
         number = 1 << max(0, batch_size.bit_length() - 1)
-        return replace(question, batch_size=batch_size, num_microbatches=number)
+        return question.changed(batch_size=batch_size, num_microbatches=number)
 
-    if batch_size := largest_fitting(cut, profiles, most=question.batch_size - 1):
-        return f"a batch of {batch_size} in {cut(batch_size).num_microbatches} micro-batches"
+    if batch_size := largest_fitting(cut, profiles, most=question.training.batch_size - 1):
+        return f"a batch of {batch_size} in {cut(batch_size).training.num_microbatches} micro-batches"
 
     def one(num_tokens: int) -> "PlanQuestion":
-        return replace(question, batch_size=1, num_microbatches=1, sequence_length=num_tokens)
+        return question.changed(batch_size=1, num_microbatches=1, sequence_length=num_tokens)
 
     num_tokens = question.widest
     if num_tokens <= _FEW_TOKENS or not fits(one(_FEW_TOKENS), profiles):

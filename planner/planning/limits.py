@@ -29,11 +29,11 @@ class _Search:
 
 _SEARCHES = {
     Goal.LARGEST_BATCH: _Search(
-        ask=lambda question, number: replace(question, batch_size=number, num_microbatches=1), most=1 << 14
+        ask=lambda question, number: question.changed(batch_size=number, num_microbatches=1), most=1 << 14
     ),
     Goal.LONGEST_CONTEXT: _Search(
-        ask=lambda question, steps: replace(
-            question, sequence_length=steps * _TOKENS_STEP, num_microbatches=question.batch_size
+        ask=lambda question, steps: question.changed(
+            sequence_length=steps * _TOKENS_STEP, num_microbatches=question.training.batch_size
         ),
         most=(1 << 21) // _TOKENS_STEP,
         step=_TOKENS_STEP,
@@ -70,7 +70,7 @@ def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) ->
     else:
         search = _SEARCHES[goal]
         steps = largest_fitting(lambda number: search.ask(question, number), profiles, most=search.most)
-        number, extreme = steps * search.step, search.ask(question, steps)
+        number, extreme = steps * search.step, search.ask(question, max(1, steps))
     if not number:
         return Found(goal=goal, number=0, num_params=0, question=question, planned=None)
     job, solution, step_s = fastest_plan(extreme, profiles)
@@ -113,4 +113,4 @@ def _fewest(
     least = smallest(lambda number: not is_short(by_program, number), most=most) or most
     more = smallest(lambda number: not is_short(exactly, least - 1 + number), most=most - least + 1)
     number = most if more is None else least - 1 + more
-    return number, replace(with_number(number), num_microbatches=job.num_microbatches)
+    return number, with_number(number).changed(num_microbatches=job.num_microbatches)

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from windlass.actors.job import GradientSettings, Optimizer
 from windlass.amounts import GIB
 from windlass.engine.data import WIDTH_GRANULE
-from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_estimate import DryRunResult, device_need
-from windlass.engine.memory_plan import DeviceNeed, ExampleLengths, MemoryTier, Plan, UpdateOrder, evaluation_shapes
+from windlass.engine.memory_plan import DeviceNeed, ExampleLengths, MemoryTier, Plan, evaluation_shapes
 from windlass.engine.model import ModelLayout
+from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import ModelProfile, Speeds, Ways, for_lengths, speeds_of, ways_of_layer
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning.feasibility import numbers_of_microbatches, what_takes_memory, what_would_fit, with_part
@@ -31,7 +30,6 @@ from windlass.planner.planning.report import (
 from windlass.planner.profiling import BlockTimes, MeasuredBlocks, Profiler, TimingCache, measure_blocks, with_times
 from windlass.planner.simulation import simulated_step_s
 from windlass.planner.solver import DoesNotFitError, Limits, PlannedJob, Solution, candidates, solve_job
-from windlass.storage.ids import Formats, Precision, StatePrecision
 
 # Minimum share by which a change must shorten a step to be worth mentioning.
 WORTH = 0.05
@@ -45,20 +43,13 @@ _NEAR = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuestion:
-    """A job on a machine. `config`: a transformers config. `num_microbatches` None: the fastest number."""
+    """A job on a machine. `config`: a transformers config."""
 
     config: Any
     hardware: Hardware
-    batch_size: int
-    sequence_length: int
+    training: TrainingConfig
+    chooses_microbatches: bool = False  # search the fastest number of micro-batches, instead of the config's
     lengths: ExampleLengths | None = None  # of the job's data; None: every example is as long as `sequence_length`
-    num_microbatches: int | None = None
-    precision: Precision = Precision.BF16
-    state_precision: StatePrecision = StatePrecision.FP32
-    optimizer: Optimizer = Optimizer.ADAMW  # both optimizers take the same bytes and the same time
-    clips: bool = True
-    accumulation_precision: Precision = Precision.FP32  # of gradient sums over micro-batches
-    update_order: UpdateOrder | None = None  # None: the fastest one that is exact
     num_validation_examples: int = 0  # an evaluation computes as many micro-batches at once as a step
     num_optimizers: int = 1
     num_layers: int | None = None  # pretend this number of layers, all like the first; None: those of the config
@@ -70,10 +61,13 @@ class PlanQuestion:
     # From the job's own steps, with the same number of micro-batches. If set, no blocks are measured.
     correction: Correction = field(default_factory=Correction)
 
-    @property
-    def formats(self) -> Formats:
-        """The formats in which the states are stored."""
-        return Formats(self.precision, self.state_precision)
+    def changed(self, **training: Any) -> "PlanQuestion":
+        """Returns the question for a job with some fields of the training config changed.
+
+        If they include `num_microbatches`, the number is not chosen by the planner.
+        """
+        chooses = self.chooses_microbatches and "num_microbatches" not in training
+        return replace(self, training=replace(self.training, **training), chooses_microbatches=chooses)
 
     @property
     def widest(self) -> int:
@@ -82,17 +76,8 @@ class PlanQuestion:
         The engine pads a micro-batch to its longest example, not to `sequence_length`. If all examples are shorter, the
         plan needs no memory and no time for `sequence_length` tokens.
         """
-        return self.sequence_length if self.lengths is None else min(self.lengths.longest, self.sequence_length)
-
-    @property
-    def gradients(self) -> GradientSettings:
-        """The settings that decide how gradients are treated, as in the job's hyperparameters."""
-        return GradientSettings(
-            precision=self.precision,
-            clips=self.clips,
-            accumulation_precision=self.accumulation_precision,
-            update_order=self.update_order,
-        )
+        length = self.training.sequence_length
+        return length if self.lengths is None else min(self.lengths.longest, length)
 
     @property
     def limits(self) -> Limits:
@@ -154,9 +139,11 @@ def planned(
 def _tokens_of(question: PlanQuestion) -> ExampleTokens:
     lengths = question.lengths
     return ExampleTokens(
-        limit=question.sequence_length,
+        limit=question.training.sequence_length,
         widest=question.widest,
-        mean=question.sequence_length if lengths is None else lengths.cut(question.sequence_length).mean,
+        mean=question.training.sequence_length
+        if lengths is None
+        else lengths.cut(question.training.sequence_length).mean,
         of_data=lengths is not None,
     )
 
@@ -174,17 +161,9 @@ def limits_of(hardware: Hardware) -> Limits:
 
 def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches: int) -> PlannedJob:
     """Builds the solver's view of the job."""
-    formats = question.formats
-    itemsizes = formats.itemsizes
-    grad_precision = question.gradients.precision_in_transit(num_microbatches)
     return PlannedJob(
         model=profile,
-        num_microbatches=num_microbatches,
-        update_order=question.gradients.order_of_updates,
-        param_itemsize=itemsizes[formats.param_kind],
-        state_itemsize=sum(itemsizes.values()),
-        read_itemsize=formats.update_itemsize,
-        grad_itemsize=TORCH_DTYPE[grad_precision].itemsize,
+        training=replace(question.training, num_microbatches=num_microbatches),
         num_optimizers=question.num_optimizers,
         ways=question.ways,
     )
@@ -195,7 +174,9 @@ class Profiles:
 
     def __init__(self, question: PlanQuestion) -> None:
         self._measures, self._question = question.measures, question
-        self._profiler = Profiler(question.config, question.precision, for_gpu=question.hardware.gpus.count > 0)
+        self._profiler = Profiler(
+            question.config, question.training.precision, for_gpu=question.hardware.gpus.count > 0
+        )
         self._untimed: dict[tuple[int, int], ModelProfile] = {}
         self._known: dict[tuple[int, int], ModelProfile] = {}
         self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}
@@ -230,14 +211,14 @@ class Profiles:
             self._profiler.rehearsed,
             plan,
             [shape] * plan.group_size,
-            formats=question.formats,
-            grad_precision=question.gradients.precision_in_transit(job.num_microbatches),
+            formats=job.training.formats,
+            grad_precision=job.training.grad_precision,
             num_microbatches=job.num_microbatches,
             num_ahead=job.num_prefetched,
-            max_tokens=shape[0] * question.sequence_length,  # the size that the engine allocates
+            max_tokens=shape[0] * question.training.sequence_length,  # the size that the engine allocates
             # Evaluation examples may be longer than training examples.
             evaluation_shapes=evaluation_shapes(
-                question.num_validation_examples, question.sequence_length, shape[0], job.num_microbatches
+                question.num_validation_examples, question.training.sequence_length, shape[0], job.num_microbatches
             )
             if lengths is None
             else lengths.evaluation_shapes(shape[0], job.num_microbatches),
@@ -246,7 +227,7 @@ class Profiles:
 
     def job(self, question: PlanQuestion, num_microbatches: int) -> PlannedJob:
         """Builds the solver's view of the job, with the given number of micro-batches."""
-        profile = self._of_job(question, -(-question.batch_size // num_microbatches))
+        profile = self._of_job(question, -(-question.training.batch_size // num_microbatches))
         if question.num_layers is not None:
             profile = profile.with_num_layers(question.num_layers)
         return planned_job(question, profile, num_microbatches)
@@ -265,8 +246,8 @@ class Profiles:
     def _of_job(self, question: PlanQuestion, num_examples: int) -> ModelProfile:
         """Returns the profile for a job's micro-batches: memory for the widest one, time for the mean one."""
         if question.lengths is None:
-            return self.of(num_examples, question.sequence_length)
-        lengths = question.lengths.cut(question.sequence_length)
+            return self.of(num_examples, question.training.sequence_length)
+        lengths = question.lengths.cut(question.training.sequence_length)
         key = (num_examples, lengths)
         if key not in self._of_lengths:
             widest = self._by_shapes(num_examples, question.widest)
@@ -290,26 +271,26 @@ class Profiles:
         """Returns measured or stored block times. None: times must be computed from the machine's rates."""
         question = self._question
         device = torch.device("cuda", 0) if question.hardware.gpus.count > 0 else torch.device("cpu")
-        num_microbatches = -(-question.batch_size // profile.num_examples)
+        num_microbatches = -(-question.training.batch_size // profile.num_examples)
         sums_grads = num_microbatches > 1
-        grad_precision = question.gradients.precision_in_transit(num_microbatches)
+        training = replace(question.training, num_microbatches=num_microbatches)
 
         def measure() -> MeasuredBlocks:
             return measure_blocks(
                 profile,
                 question.config,
-                question.precision,
+                training.precision,
                 device,
                 sums_grads=sums_grads,
-                grad_precision=grad_precision,
+                grad_precision=training.grad_precision,
             )
 
         kept = question.kept_times
         facts = {
             "shape": (profile.num_examples, profile.num_tokens),
-            "precision": question.precision,
+            "precision": training.precision,
             "sums_grads": sums_grads,
-            "grad_precision": grad_precision,
+            "grad_precision": training.grad_precision,
             "device": device.type,
         }
         if not self._measures:
@@ -434,7 +415,7 @@ def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob
 def promised_step_s(question: PlanQuestion, profiles: Profiles, solution: Solution) -> float:
     """Returns the simulated step time, or the cost model's bound if that is larger."""
     num_cores = len(os.sched_getaffinity(0))
-    simulated_s = simulated_step_s(solution, profiles.layout, question.formats, num_cores=num_cores)
+    simulated_s = simulated_step_s(solution, profiles.layout, num_cores=num_cores)
     return max(solution.step_s, simulated_s)
 
 

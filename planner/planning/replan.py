@@ -90,8 +90,8 @@ def _best(question: PlanQuestion, profiles: Profiles, job: PlannedJob, old: Solu
 
 def _costs(question: PlanQuestion, profiles: Profiles, running: RunningJob) -> StepCosts:
     """Returns the cost model with the options that the placement was found with."""
-    assert question.num_microbatches is not None, "a job that runs has so many"
-    num, placement = question.num_microbatches, running.placement
+    assert not question.chooses_microbatches, "a job that runs has a number of them"
+    num, placement = question.training.num_microbatches, running.placement
     return StepCosts(
         job=profiles.job(question, num),
         speeds=question.speeds,

@@ -3,20 +3,19 @@
 import argparse
 import json
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from windlass.actors.job import Optimizer
 from windlass.actors.lifecycle import NICENESS_BESIDE_COMPUTE
 from windlass.actors.timeline import SIMULATED_FOLDER, keep_step
 from windlass.engine.data import DatasetError, example_lengths
 from windlass.engine.device import retain_freed_memory
-from windlass.engine.memory_plan import ExampleLengths, UpdateOrder
+from windlass.engine.memory_plan import ExampleLengths
 from windlass.engine.model import UnsupportedArchitectureError, load_config
+from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning.job_plan import JobPlan, ReplanRequest, SimulatedStep
 from windlass.planner.planning.measured_steps import MIN_STEPS, load_measured
@@ -24,17 +23,6 @@ from windlass.planner.planning.planner import Planned, PlanQuestion, Profiles, a
 from windlass.planner.planning.replan import RunningJob, correct
 from windlass.planner.profiling import TimingCache
 from windlass.planner.simulation import Stuck, TooLong, simulate_planned
-from windlass.storage.ids import Formats, Precision, StatePrecision
-
-
-class DatasetOrder(BaseModel):
-    """The prepared data that a job trains on, and in which order."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    dataset_dir: Path
-    seed: int
-    total_steps: int
 
 
 class PlanOrder(BaseModel):
@@ -44,17 +32,10 @@ class PlanOrder(BaseModel):
 
     model_dir: Path
     hardware: Hardware
-    batch_size: int
-    num_microbatches: int | None
-    sequence_length: int
-    dataset: DatasetOrder | None = None  # requires `num_microbatches`; None: every example has the maximum length
-    precision: Precision
-    state_precision: StatePrecision
-    optimizer: Optimizer = Optimizer.ADAMW
-    clips: bool
-    # As in a job's hyperparameters. The defaults apply to stored orders that lack these two fields.
-    accumulation_precision: Precision = Precision.FP32
-    update_order: UpdateOrder | None = None
+    training: TrainingConfig
+    chooses_microbatches: bool = False  # search the fastest number of micro-batches, instead of the config's
+    # The prepared data that the job trains on; None: every example has the maximum length.
+    dataset_dir: Path | None = None
     num_validation_examples: int = 0
     num_optimizers: int
     host_memory_nbytes: int | None  # budget of the arena
@@ -65,9 +46,6 @@ class PlanOrder(BaseModel):
     is_alone: bool = False  # no other job computes on this machine, so new measurements are reliable
     simulation_s: float = 0.0  # maximum seconds of the plan's simulation; 0: do not simulate
     running: ReplanRequest | None = None  # plan again with the measurements of a running job
-
-
-_ASKED = {field.name for field in fields(PlanQuestion)} & PlanOrder.model_fields.keys() - {"hardware"}
 
 
 def plan_job(order: PlanOrder, folder: Path, marker: Path | None = None) -> JobPlan:
@@ -105,24 +83,30 @@ def question_of(order: PlanOrder, config: Any, marker: Path | None = None) -> Pl
     return PlanQuestion(
         config=config,
         hardware=order.hardware,
-        measures=measures and device_is_present,
+        training=order.training,
+        chooses_microbatches=order.chooses_microbatches,
         lengths=_lengths_of(order),
+        num_validation_examples=order.num_validation_examples,
+        num_optimizers=order.num_optimizers,
+        host_memory_nbytes=order.host_memory_nbytes,
+        device_memory_nbytes=order.device_memory_nbytes,
+        measures=measures and device_is_present,
         kept_times=kept_times,
-        **order.model_dump(include=_ASKED),
     )
 
 
 def _lengths_of(order: PlanOrder) -> ExampleLengths | None:
-    if order.dataset is None:
+    if order.dataset_dir is None:
         return None
-    if order.num_microbatches is None:
+    training = order.training
+    if order.chooses_microbatches:
         raise ValueError("num_microbatches is missing: with the job's data, it decides how wide micro-batches are")
     return example_lengths(
-        order.dataset.dataset_dir,
-        batch_size=order.batch_size,
-        num_microbatches=order.num_microbatches,
-        seed=order.dataset.seed,
-        num_steps=order.dataset.total_steps,
+        order.dataset_dir,
+        batch_size=training.batch_size,
+        num_microbatches=training.num_microbatches,
+        seed=training.seed,
+        num_steps=training.total_steps,
     )
 
 
@@ -185,11 +169,9 @@ def _with_simulation(plan: JobPlan, order: PlanOrder, planned: Planned, folder: 
     """Simulates the plan with queues and waits. Adds the step's time and summary, or a warning on failure."""
     assert planned.solution is not None, "it fits"
     assert planned.layout is not None, "there is such a model"
-    formats, num_cores = Formats(order.precision, order.state_precision), len(os.sched_getaffinity(0))
+    num_cores = len(os.sched_getaffinity(0))
     try:
-        simulated = simulate_planned(
-            planned.solution, planned.layout, formats, num_cores=num_cores, limit_s=order.simulation_s
-        )
+        simulated = simulate_planned(planned.solution, planned.layout, num_cores=num_cores, limit_s=order.simulation_s)
     except TooLong:
         why = f"it takes longer than {order.simulation_s:g} s"
     except (Stuck, ValueError) as error:

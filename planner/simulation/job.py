@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from windlass.actors.job import JobContext
+from windlass.actors.job import CoreContext
 from windlass.actors.messages import (
     CommitStore,
     Event,
@@ -37,7 +37,7 @@ class SimulatedJob:
     """A job with all its actors, in simulated time."""
 
     def __init__(
-        self, context: JobContext, shape: SchedulerConfig, rates: Rates, work: Work, *, keeps_spans: bool = True
+        self, context: CoreContext, shape: SchedulerConfig, rates: Rates, work: Work, *, keeps_spans: bool = True
     ) -> None:
         """`keeps_spans`: record spans and memory levels; else only the ends of steps are known."""
         self._world = SimulatedMachine(

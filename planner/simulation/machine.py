@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from windlass.actors.job import JobContext, grad_itemsize, piece_bounds, ssd_name
+from windlass.actors.job import CoreContext, grad_itemsize, piece_bounds, ssd_name
 from windlass.actors.messages import Event, Message, SpanKind
 from windlass.actors.policy import SchedulerConfig
 from windlass.actors.timeline import COMPUTE, FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK
@@ -26,7 +26,7 @@ class SimulatedMachine(Log):
 
     def __init__(
         self,
-        context: JobContext,
+        context: CoreContext,
         shape: SchedulerConfig,
         rates: Rates,
         work: Work,

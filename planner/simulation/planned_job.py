@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from windlass.actors.activations import slots_of_part
-from windlass.actors.job import Hyperparameters, Initialization, JobContext, JobSpec, Schedule, make_context
+from windlass.actors.job import CoreContext, JobCore, make_core_context
 from windlass.actors.messages import Phase
 from windlass.actors.policy import SchedulerConfig
 from windlass.actors.scheduler import job_shape
@@ -17,7 +17,7 @@ from windlass.engine.model import CHUNK_GRANULE, ModelLayout
 from windlass.planner.cost import Speeds, ways_of_layer
 from windlass.planner.simulation.simulate import Rates, Work, simulate, steady_step_s
 from windlass.planner.solver import Solution
-from windlass.storage.ids import Formats, JobId, Precision
+from windlass.storage.ids import JobId
 
 # Number of steps to simulate, and number of first steps that are not steady yet.
 _NUM_STEPS = 4
@@ -45,17 +45,17 @@ class SimulatedSteps:
         return memory_of(self.steps[-1].levels)
 
 
-def simulated_step_s(solution: Solution, layout: ModelLayout, formats: Formats, *, num_cores: int) -> float:
+def simulated_step_s(solution: Solution, layout: ModelLayout, *, num_cores: int) -> float:
     """Returns the steady step time of a planned job on its machine; see `simulate_planned`.
 
     Raises:
         Stuck: the job would not end.
     """
-    return steady_step_s(*_simulated(solution, layout, formats, num_cores))
+    return steady_step_s(*_simulated(solution, layout, num_cores))
 
 
 def simulate_planned(
-    solution: Solution, layout: ModelLayout, formats: Formats, *, num_cores: int, limit_s: float = math.inf
+    solution: Solution, layout: ModelLayout, *, num_cores: int, limit_s: float = math.inf
 ) -> SimulatedSteps:
     """Simulates the steps of a planned job on its machine. `num_cores`: used if the device is the CPU.
 
@@ -65,23 +65,24 @@ def simulate_planned(
     """
     # CPU time, because the process may be halted meanwhile.
     until_s = time.process_time() + limit_s
-    simulated = _simulated(solution, layout, formats, num_cores)
+    simulated = _simulated(solution, layout, num_cores)
     steps = simulate(*simulated, is_late=lambda: time.process_time() > until_s)[_NUM_FIRST_STEPS:]
     return SimulatedSteps(step_s=statistics.fmean(step.summary["period_s"] for step in steps), steps=steps)
 
 
 def _simulated(
-    solution: Solution, layout: ModelLayout, formats: Formats, num_cores: int
-) -> tuple[JobContext, SchedulerConfig, Rates, Work]:
-    spec, layout = _spec_of(solution, formats), _in_fewer_chunks(layout)
+    solution: Solution, layout: ModelLayout, num_cores: int
+) -> tuple[CoreContext, SchedulerConfig, Rates, Work]:
+    spec, layout = _spec_of(solution), _in_fewer_chunks(layout)
     if layout.chunk_numel != solution.costs.job.model.chunk_numel:
         spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
     work = work_of(solution)
-    context = _with_fewer_slots(make_context(spec, layout, ""), work)
+    context = _with_fewer_slots(make_core_context(spec, layout, solution.costs.speeds.num_ssds), work)
     # Slots have the size of the widest micro-batches; the transfers have that of the mean one.
     work = _of_mean_size(work, solution.costs.job.model.size_share)
     rates = rates_of(solution.costs.speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
-    return context, job_shape(context), rates, work
+    # A simulated job writes no files.
+    return context, job_shape(context, output_dir=""), rates, work
 
 
 def rates_of(speeds: Speeds, num_optimizers: int, *, num_cores: int) -> Rates:
@@ -150,7 +151,7 @@ def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:
     )
 
 
-def _with_fewer_slots(context: JobContext, work: Work) -> JobContext:
+def _with_fewer_slots(context: CoreContext, work: Work) -> CoreContext:
     """Enlarges the slots of swapped activations. Keeps the number of staged parts and the share on the SSDs."""
     plan, pool = context.plan, context.plan.activations
     tensors = [nbytes for of_layer in work.swapped_nbytes.values() for nbytes in of_layer] * plan.group_size
@@ -167,38 +168,19 @@ def _with_fewer_slots(context: JobContext, work: Work) -> JobContext:
     return replace(context, plan=changed)
 
 
-def _spec_of(solution: Solution, formats: Formats) -> JobSpec:
-    """Builds a job that equals the planned one in all that the simulator uses. It has no files."""
+def _spec_of(solution: Solution) -> JobCore:
+    """Returns the planned job, with few steps and without checkpoints."""
     job = solution.costs.job
-    return JobSpec(
-        job=JobId("planned"),
-        model_dir="",
-        initialization=Initialization.RANDOM,
-        layout_file="",
-        dataset_dir="",
-        job_dir="",
-        output_dir="",
-        ssd_dirs=tuple(map(str, range(solution.costs.speeds.num_ssds))),
-        hyperparameters=Hyperparameters(
-            epochs=1,
-            batch_size=job.model.num_examples * job.num_microbatches,
-            num_microbatches=job.num_microbatches,
-            sequence_length=job.model.num_tokens,
-            learning_rate=1e-4,
-            warmup_steps=0,
-            schedule=Schedule.CONSTANT,
-            weight_decay=0.0,
-            beta1=0.9,
-            beta2=0.999,
-            epsilon=1e-8,
-            clip_norm=None,  # the update order already includes the effect of clipping
-            precision=formats.precision,
-            seed=0,
-            state_precision=formats.states,
-            accumulation_precision=Precision.FP32 if job.grad_itemsize == 4 else formats.precision,
-            update_order=job.update_order,
-        ),
+    training = replace(
+        job.training,
         total_steps=_NUM_STEPS,
+        update_order=job.update_order,
+        clip_norm=None,  # no gradient has a norm; the update order includes the effect of clipping
+        checkpoint_every=None,
+    )
+    return JobCore(
+        job=JobId("planned"),
+        training=training,
         num_cpu_optimizers=job.num_optimizers,
         host_memory_nbytes=solution.plan.arena_nbytes,
         deadline_s=1.0,

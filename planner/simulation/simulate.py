@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 
-from windlass.actors.job import JobContext
+from windlass.actors.job import CoreContext
 from windlass.actors.messages import SpanKind
 from windlass.actors.policy import SchedulerConfig
 from windlass.actors.timeline import StepSpans, Timeline
@@ -30,7 +30,7 @@ _STEADY = 0.01
 
 
 def simulate(
-    context: JobContext,
+    context: CoreContext,
     shape: SchedulerConfig,
     rates: Rates,
     work: Work,
@@ -73,7 +73,7 @@ def simulate(
     return steps
 
 
-def steady_step_s(context: JobContext, shape: SchedulerConfig, rates: Rates, work: Work) -> float:
+def steady_step_s(context: CoreContext, shape: SchedulerConfig, rates: Rates, work: Work) -> float:
     """Returns the step time in steady state, whatever the number of steps of the job.
 
     Raises:
@@ -91,20 +91,20 @@ def steady_step_s(context: JobContext, shape: SchedulerConfig, rates: Rates, wor
 
 
 def _job(
-    context: JobContext, shape: SchedulerConfig, rates: Rates, work: Work, *, keeps_spans: bool = True
+    context: CoreContext, shape: SchedulerConfig, rates: Rates, work: Work, *, keeps_spans: bool = True
 ) -> SimulatedJob:
     _check_rates(context, rates)
     _check_swapped(context, work)
     return SimulatedJob(context, shape, rates, work, keeps_spans=keeps_spans)
 
 
-def _check_rates(context: JobContext, rates: Rates) -> None:
+def _check_rates(context: CoreContext, rates: Rates) -> None:
     num_ssds = len(context.ssds)
     if len(rates.ssd_read_bytes) != num_ssds or len(rates.ssd_write_bytes) != num_ssds:
         raise ValueError(f"the job has {num_ssds} SSDs; rates are given for {len(rates.ssd_read_bytes)}")
 
 
-def _check_swapped(context: JobContext, work: Work) -> None:
+def _check_swapped(context: CoreContext, work: Work) -> None:
     plan = context.plan
     swapping = {block for block, choice in enumerate(plan.layer_activations, start=1) if choice.swaps}
     if set(work.swapped_nbytes) != swapping:

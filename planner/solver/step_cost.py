@@ -27,6 +27,7 @@ from windlass.engine.memory_plan import (
     make_plan,
     param_buffers,
 )
+from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import (
     ActivationOption,
     BlockProfile,
@@ -81,20 +82,46 @@ class PlannedJob:
     """The planner's view of a job."""
 
     model: ModelProfile  # for one micro-batch
-    num_microbatches: int  # of a step
-    update_order: UpdateOrder
-    param_itemsize: int
-    state_itemsize: int  # of all stored states of one parameter
-    read_itemsize: int  # ... of those that an update reads; only these are resident on a device
-    grad_itemsize: int  # of gradients in transit to the optimizer
+    training: TrainingConfig
     num_optimizers: int = 1
     num_prefetched: int = 2  # operations whose params are on the device at once
     ways: Ways = ways_of_layer  # options for activations
 
     @property
+    def num_microbatches(self) -> int:
+        """The number of micro-batches of a step."""
+        return self.training.num_microbatches
+
+    @property
+    def update_order(self) -> UpdateOrder:
+        """The order of the blocks' updates."""
+        return self.training.order_of_updates
+
+    @property
     def keeps_grads(self) -> bool:
         """True if all gradients must be known before any block is updated."""
         return self.update_order.keeps_grads
+
+    @property
+    def param_itemsize(self) -> int:
+        """The bytes of a parameter."""
+        formats = self.training.formats
+        return formats.itemsizes[formats.param_kind]
+
+    @property
+    def state_itemsize(self) -> int:
+        """The bytes of all stored states of one parameter."""
+        return sum(self.training.formats.itemsizes.values())
+
+    @property
+    def read_itemsize(self) -> int:
+        """The bytes of those states that an update reads. Only these are resident on a device."""
+        return self.training.formats.update_itemsize
+
+    @property
+    def grad_itemsize(self) -> int:
+        """The bytes of an element of a gradient in transit to the optimizer."""
+        return self.training.grad_itemsize
 
     @property
     def size(self) -> ModelSize:

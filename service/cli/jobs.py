@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from windlass.actors.job import Optimizer
 from windlass.amounts import bytes_text
 from windlass.engine.checkpoint import copy_model_folder, folder_nbytes
 from windlass.engine.memory_plan import UpdateOrder
+from windlass.engine.training_config import Optimizer
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.follow import await_checks, follow_job, format_event
 from windlass.service.cli.ids import FILE, JOB, client_for_job

@@ -10,16 +10,23 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from windlass.actors.job import Optimizer
 from windlass.actors.lifecycle import WAIT_POLICY
 from windlass.amounts import GIB, bytes_text
 from windlass.engine.memory_plan import UpdateOrder, tokens_in_words
+from windlass.engine.training_config import Optimizer
 from windlass.planner.hardware import Hardware, ModelShape, example_machines, load, unusual
 from windlass.planner.planning import DEFAULT_SLACK, Goal
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import HARDWARE_FILE, Settings, load_settings, num_cores
-from windlass.service.validation import DEFAULT_CLIP_NORM, ApiError, WindlassSettings, default_microbatches, model_dir
+from windlass.service.validation import (
+    DEFAULT_CLIP_NORM,
+    ApiError,
+    WindlassSettings,
+    default_microbatches,
+    hypothetical_config,
+    model_dir,
+)
 from windlass.storage.ids import Precision, StatePrecision
 
 if TYPE_CHECKING:
@@ -113,9 +120,9 @@ def plan(
         number, num_params, question, planned = _answer(question, find, slack)
         found = planned.report
         if trace is not None and planned.solution is not None:
-            _trace(question, planned, trace)
+            _trace(planned, trace)
         compared = _compare(question, planned) if compare else None
-    job_settings = _job_settings(question, found)
+    job_settings = _job_settings(question, asked, found)
     if as_json:
         of_search = {} if find is None else {"find": find, "number": number, "num_params": num_params}
         of_systems = {} if compared is None else {"compare": asdict(compared)}
@@ -186,15 +193,17 @@ def _question(
     from windlass.service.processes import is_box_free
 
     config = _config(settings, model, sequence_length)
+    training = hypothetical_config(
+        asked, batch_size=batch_size, num_microbatches=num_microbatches or 1, sequence_length=sequence_length
+    )
     question = plan_question(
         settings,
         machine,
         MachineResources.here() if is_local else None,
         model_dir=Path(model),
         asked=asked,
-        batch_size=batch_size,
-        num_microbatches=num_microbatches,
-        sequence_length=sequence_length,
+        training=training,
+        chooses_microbatches=num_microbatches is None,
         num_validation_examples=num_validation_examples,
         has_gpus=is_local and machine.gpus.count > 0 and is_box_free(settings),
     )
@@ -248,7 +257,7 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
         raise CommandError(f"--model: {error}") from None
 
 
-def _job_settings(question: "PlanQuestion", found: "PlanReport") -> dict[str, Any] | None:
+def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "PlanReport") -> dict[str, Any] | None:
     """Returns the settings of a job with this plan, for a request's object `windlass`.
 
     Returns None if no such job exists.
@@ -256,15 +265,15 @@ def _job_settings(question: "PlanQuestion", found: "PlanReport") -> dict[str, An
     if found.choices is None or question.num_layers is not None:
         return None
     return {
-        "batch_size": question.batch_size,
+        "batch_size": question.training.batch_size,
         "num_microbatches": found.choices["num_microbatches"],
-        "sequence_length": question.sequence_length,
-        "precision": question.precision,
-        "state_precision": question.state_precision,
-        "optimizer": question.optimizer,
-        "clip_norm": DEFAULT_CLIP_NORM if question.clips else None,
-        "accumulation_precision": question.accumulation_precision,
-        "gradient_updates": question.update_order or "auto",
+        "sequence_length": question.training.sequence_length,
+        "precision": question.training.precision,
+        "state_precision": question.training.state_precision,
+        "optimizer": question.training.optimizer,
+        "clip_norm": question.training.clip_norm,
+        "accumulation_precision": question.training.accumulation_precision,
+        "gradient_updates": asked.gradient_updates,
     }
 
 
@@ -279,7 +288,7 @@ def _print_job_settings(job_settings: dict[str, Any], *, is_default: bool) -> No
         print(f"(the fastest number of micro-batches that was found; a job that names none has {by_itself})")
 
 
-def _trace(question: "PlanQuestion", planned: "Planned", path: Path) -> None:
+def _trace(planned: "Planned", path: Path) -> None:
     """Writes the timeline of a simulated step to the file."""
     from windlass.actors.timeline import trace_of
     from windlass.planner.simulation import simulate_planned
@@ -287,7 +296,7 @@ def _trace(question: "PlanQuestion", planned: "Planned", path: Path) -> None:
     if planned.layout is None:
         raise CommandError("--trace: there is no model of that many layers to simulate; leave out --find most-layers")
     assert planned.solution is not None, "there is a plan"
-    simulated = simulate_planned(planned.solution, planned.layout, question.formats, num_cores=num_cores())
+    simulated = simulate_planned(planned.solution, planned.layout, num_cores=num_cores())
     last = simulated.steps[-1]
     memory = {
         tier: {"allocated_nbytes": found.allocated_nbytes, "peak_nbytes": found.peak_nbytes}

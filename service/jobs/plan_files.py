@@ -10,13 +10,29 @@ from pathlib import Path
 from typing import Any
 
 from windlass.actors.job import Pace, pace_of_metrics
+from windlass.engine.training_config import config_json
 from windlass.planner.planning import JobPlan
 from windlass.service.installation import Settings
-from windlass.service.jobs.spec_builder import dataset_dir, job_dir
+from windlass.service.jobs.spec_builder import dataset_dir, job_dir, training_config_of
 from windlass.service.preparation import PLAN_JOB, QUESTION_FILE
 from windlass.service.validation import model_dir
 from windlass.storage.files import sync_path, write_durably
 from windlass.storage.sql import Job, JobMetrics
+
+# Fields of the planner's question in older releases, which the training config has now.
+_OLDER_SETTINGS = frozenset(
+    (
+        "batch_size",
+        "num_microbatches",
+        "sequence_length",
+        "precision",
+        "state_precision",
+        "optimizer",
+        "clips",
+        "accumulation_precision",
+        "update_order",
+    )
+)
 
 
 def load_plan(settings: Settings, job: Job) -> JobPlan | None:
@@ -63,13 +79,17 @@ def load_question(settings: Settings, job: Job) -> dict[str, Any] | None:
     plan = load_plan(settings, job)
     try:
         question: dict[str, Any] = json.loads((job_dir(settings, job.id) / "prepare" / QUESTION_FILE).read_text())
+        training = training_config_of(job)
     except (OSError, ValueError):
         return None
+    # A question of an older release has single settings in place of the training config.
+    question = {name: value for name, value in question.items() if name not in _OLDER_SETTINGS}
+    question["training"] = config_json.to_json(training)
     # The home may have been moved since.
     folder = model_dir(job.model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-    if question.get("dataset") is not None:  # a question of an older release has none
-        here = {"dataset_dir": str(dataset_dir(job_dir(settings, job.id)))}
-        question["dataset"] = question["dataset"] | here
+    # `dataset` is the field of an older release. A question of a still older one has no data.
+    if question.pop("dataset", None) is not None or question.get("dataset_dir") is not None:
+        question["dataset_dir"] = str(dataset_dir(job_dir(settings, job.id)))
     # Other jobs may run now.
     return question | {"model_dir": str(folder), "is_alone": False} | (plan.changed_inputs if plan is not None else {})
 

@@ -2,27 +2,18 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from windlass.actors.job import (
-    JOURNAL_FILE,
-    EarlyStopping,
-    Hyperparameters,
-    Initialization,
-    JobSpec,
-    Optimizer,
-    Pace,
-    Schedule,
-)
+from windlass.actors.job import JOURNAL_FILE, JobSpec, Pace
 from windlass.actors.lifecycle import cores_of, numa_nodes
 from windlass.amounts import GIB
-from windlass.engine.memory_plan import Placement, UpdateOrder
+from windlass.engine.memory_plan import Placement
+from windlass.engine.training_config import Initialization, TrainingConfig, config_json
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning import JobPlan
 from windlass.service.installation import CORES_TO_DIVIDE, Settings, find_gpus, num_cores
@@ -39,11 +30,12 @@ from windlass.service.validation import (
     WindlassSettings,
     count_text,
     fine_tuned_model_id,
+    known_before_data,
     model_dir,
-    num_steps,
     resolve,
+    with_derived,
 )
-from windlass.storage.ids import Attempt, JobId, Kernel, ModelKernel, Precision, StatePrecision
+from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql import Job
 
 ARENA_DIR = Path("/dev/shm")
@@ -59,16 +51,21 @@ _SIMULATION_S = 60.0
 _CORES_TO_ONE_THAT_UPDATES = 8
 _DEADLINE_S = 120.0
 _KEPT_CHECKS, _KEPT_TIMES = "checked-models", "measured-models"  # folders in the home
-# Hyperparameters that are enums, stored as strings in JSON.
-_WORDS: dict[str, type[StrEnum]] = {
-    "schedule": Schedule,
-    "optimizer": Optimizer,
-    "precision": Precision,
-    "state_precision": StatePrecision,
-    "accumulation_precision": Precision,
-    "update_order": UpdateOrder,
-    "kernel": Kernel,
-}
+# Fields of a training config that the job's row has in its columns `windlass` and `total_steps`. The column
+# `hyperparameters` has all others.
+_IN_OTHER_COLUMNS = frozenset(
+    (
+        "total_steps",
+        "initialization",
+        "evaluate_every",
+        "checkpoint_every",
+        "checkpoint_minutes",
+        "keep_best",
+        "keep_checkpoints",
+        "early_stopping",
+        "final_model",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +107,20 @@ class MachineResources:
 class ResolvedJob:
     """The facts of a job that are known once its model and data were checked."""
 
-    hyperparameters: dict[str, Any]  # JSON values: numbers and strings
-    total_steps: int
+    training: TrainingConfig
     summary: str
     warnings: tuple[str, ...]
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """The JSON object that the job's row stores; see `training_config_of`."""
+        values = config_json.to_json(self.training)
+        return {name: value for name, value in values.items() if name not in _IN_OTHER_COLUMNS}
+
+    @property
+    def total_steps(self) -> int:
+        """The number of steps, which the job's row stores too."""
+        return self.training.total_steps
 
 
 def job_dir(settings: Settings, job_id: str) -> Path:
@@ -149,29 +156,23 @@ def preparation_order(
 
     def question(results: Results) -> dict[str, Any]:
         assert hardware is not None, "nothing is asked without it"
-        found = resolve_job(job, results)
-        resolved = found.hyperparameters
-        dataset = {"seed": resolved["seed"], "total_steps": found.total_steps, "dataset_dir": str(dataset_dir(folder))}
-        numbers = {name: resolved[name] for name in ("batch_size", "num_microbatches", "sequence_length")}
-        numbers["num_validation_examples"] = results[PREPARE_DATA]["num_validation_examples"]
-        folder_of_model = _model_dir(settings, job.model)
         alone = is_alone()
         question = plan_question(
             settings,
             hardware,
             machinery,
-            model_dir=folder_of_model,
+            model_dir=_model_dir(settings, job.model),
             asked=asked.windlass,
+            training=resolve_job(job, results).training,
+            num_validation_examples=results[PREPARE_DATA]["num_validation_examples"],
             has_gpus=alone,
-            **numbers,
         )
-        return question | {"dataset": dataset, "simulation_s": _SIMULATION_S, "is_alone": alone}
+        return question | {"dataset_dir": str(dataset_dir(folder)), "simulation_s": _SIMULATION_S, "is_alone": alone}
 
     def unplanned_spec(results: Results) -> dict[str, Any]:
-        resolved = resolve_job(job, results)
         num_validation_examples = results[PREPARE_DATA]["num_validation_examples"]
-        hyper = _hyperparameters(resolved.hyperparameters)
-        spec = _job_spec(settings, machinery, job, hyper, resolved.total_steps, num_validation_examples, None)
+        training = resolve_job(job, results).training
+        spec = _job_spec(settings, machinery, job, training, num_validation_examples, None)
         found: dict[str, Any] = TypeAdapter(JobSpec).dump_python(spec, mode="json")
         return found
 
@@ -207,31 +208,24 @@ def plan_question(
     *,
     model_dir: Path,
     asked: WindlassSettings,
-    batch_size: int,
-    num_microbatches: int | None,
-    sequence_length: int,
+    training: TrainingConfig,
+    chooses_microbatches: bool = False,
     num_validation_examples: int = 0,
     has_gpus: bool = False,
 ) -> dict[str, Any]:
     """Makes the planner's question as JSON (`planner.planning.PlanOrder`).
 
     `machinery`: of this machine, which `hardware` then describes. If it is None, `hardware` is another machine. Nothing
-    can be measured there, and this installation's settings do not apply. `num_microbatches`: None lets the planner
-    choose the fastest number. `has_gpus`: the planner has this machine's GPUs, if any, for itself.
+    can be measured there, and this installation's settings do not apply. `asked`: the settings of the request, for its
+    budgets. `chooses_microbatches`: the planner chooses the fastest number of micro-batches. `has_gpus`: the planner
+    has this machine's GPUs, if any, for itself.
     """
     return {
         "model_dir": str(model_dir),
         "hardware": hardware.model_dump(),
-        "batch_size": batch_size,
-        "num_microbatches": num_microbatches,
-        "sequence_length": sequence_length,
+        "training": config_json.to_json(training),
+        "chooses_microbatches": chooses_microbatches,
         "num_validation_examples": num_validation_examples,
-        "precision": asked.precision,
-        "state_precision": asked.state_precision,
-        "optimizer": asked.optimizer,
-        "clips": asked.clip_norm is not None,
-        "accumulation_precision": asked.accumulation_precision,
-        "update_order": asked.update_order,
         "compute_threads": None if machinery is None else threads_of(settings, machinery)[0],
         "may_measure": has_gpus or hardware.gpus.count == 0,
         "kept_times_dir": str(settings.home / _KEPT_TIMES),
@@ -256,18 +250,27 @@ def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
         raise PreparationError("does_not_fit", "; ".join(plan.report.reasons), param)
     data, model = results[PREPARE_DATA], results[CHECK_MODEL]
     num_examples: int = data["num_examples"]
-    hyper = resolve(_settings_of(job), num_examples)
-    total_steps = num_steps(hyper.epochs, hyper.batch_size, num_examples)
+    training = resolve(_settings_of(job), num_examples)
     return ResolvedJob(
-        hyperparameters=asdict(hyper),
-        total_steps=total_steps,
+        training=training,
         summary=(
             f"{count_text(num_examples, 'training example')} with {count_text(data['num_targets'], 'token')} to learn, "
             f"{count_text(data['num_validation_examples'], 'validation example')}, "
-            f"{model['num_params']:,} parameters, {count_text(total_steps, 'step')}"
+            f"{model['num_params']:,} parameters, {count_text(training.total_steps, 'step')}"
         ),
         warnings=tuple(warning for result in results.values() for warning in result.get("warnings", ())),
     )
+
+
+def training_config_of(job: Job) -> TrainingConfig:
+    """Returns the training config of a job whose data was counted.
+
+    The numbers in its row hold, whatever this version would resolve "auto" to. Rows of older versions have fewer.
+    """
+    assert job.hyperparameters is not None, f"job {job.id} is {job.status} without hyperparameters"
+    assert job.total_steps is not None, f"job {job.id} is {job.status} without a number of steps"
+    values = known_before_data(_settings_of(job)) | job.hyperparameters | {"total_steps": job.total_steps}
+    return with_derived(config_json.from_json(values))
 
 
 def build_job_spec(
@@ -278,11 +281,9 @@ def build_job_spec(
     expected_pace: Pace | None = None,
 ) -> JobSpec:
     """Builds the specification for the runner of the attempt in the job's row. `plan`: the job's current plan."""
-    assert job.hyperparameters is not None, f"job {job.id} is {job.status} without hyperparameters"
-    assert job.total_steps is not None, f"job {job.id} is {job.status} without a number of steps"
     prepared = json.loads((job_dir(settings, job.id) / "prepare" / f"{PREPARE_DATA}.json").read_text())
-    hyper, num_validation_examples = _hyperparameters(job.hyperparameters), prepared["num_validation_examples"]
-    spec = _job_spec(settings, machinery, job, hyper, job.total_steps, num_validation_examples, plan)
+    training, num_validation_examples = training_config_of(job), prepared["num_validation_examples"]
+    spec = _job_spec(settings, machinery, job, training, num_validation_examples, plan)
     return replace(spec, expected_pace=expected_pace)
 
 
@@ -290,13 +291,11 @@ def _job_spec(
     settings: Settings,
     machinery: MachineResources,
     job: Job,
-    hyper: Hyperparameters,
-    total_steps: int,
+    training: TrainingConfig,
     num_validation_examples: int,
     plan: JobPlan | None,
 ) -> JobSpec:
     asked = _settings_of(job)
-    stopping = asked.windlass.early_stopping
     folder = job_dir(settings, job.id)
     compute_threads, optimizer_threads = threads_of(settings, machinery)
     bounds = _bounds(settings, asked.windlass)
@@ -306,7 +305,6 @@ def _job_spec(
         job=JobId(job.id),
         attempt=Attempt(job.attempt),
         model_dir=str(_model_dir(settings, job.model)),
-        initialization=asked.initialization,
         layout_file=str(_layout_file(folder)),
         dataset_dir=str(dataset_dir(folder)),
         num_validation_examples=num_validation_examples,
@@ -314,15 +312,7 @@ def _job_spec(
         output_dir=str(_model_dir(settings, fine_tuned_model_id(job.model, job.suffix, job.id))),
         ssd_dirs=tuple(str(path) for path in settings.ssd_dirs),
         arena_dir=str(ARENA_DIR),
-        hyperparameters=hyper,
-        total_steps=total_steps,
-        checkpoint_every=asked.windlass.checkpoint_every,
-        checkpoint_minutes=asked.windlass.checkpoint_minutes,
-        keep_checkpoints=asked.windlass.keep_checkpoints,
-        keep_best=asked.windlass.keep_best,
-        early_stopping=None if stopping is None else EarlyStopping(**stopping.model_dump()),
-        final_model=asked.windlass.final_model,
-        evaluate_every=asked.windlass.evaluate_every or total_steps // hyper.epochs,
+        training=training,
         num_cpu_optimizers=settings.num_cpu_optimizers,
         compute_threads=compute_threads,
         optimizer_threads=optimizer_threads,
@@ -363,14 +353,6 @@ def _layout_file(folder: Path) -> Path:
 
 def _model_dir(settings: Settings, model: str) -> Path:
     return model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-
-
-def _hyperparameters(stored: dict[str, Any]) -> Hyperparameters:
-    """Parses stored hyperparameters. Rows of older versions have fewer, and the rest get their defaults."""
-    words: dict[str, Any] = {name: word(stored[name]) for name, word in _WORDS.items() if stored.get(name) is not None}
-    if stored.get("model_kernels") is not None:
-        words["model_kernels"] = tuple(map(ModelKernel, stored["model_kernels"]))
-    return Hyperparameters(**{**stored, **words})
 
 
 def threads_of(settings: Settings, machinery: MachineResources) -> tuple[int, int]:

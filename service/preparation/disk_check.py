@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from windlass.actors.job import FinalModel
 from windlass.amounts import bytes_text
+from windlass.engine.training_config import FinalModel
 from windlass.service.installation import Settings
 from windlass.service.preparation.pipeline import PreparationError
 from windlass.service.validation import JobSettings, WindlassSettings

@@ -8,8 +8,11 @@ from windlass.service.validation.hyperparameters import JobSettings as JobSettin
 from windlass.service.validation.hyperparameters import SupervisedHyperparameters as SupervisedHyperparameters
 from windlass.service.validation.hyperparameters import WindlassSettings as WindlassSettings
 from windlass.service.validation.hyperparameters import default_microbatches as default_microbatches
+from windlass.service.validation.hyperparameters import hypothetical_config as hypothetical_config
+from windlass.service.validation.hyperparameters import known_before_data as known_before_data
 from windlass.service.validation.hyperparameters import num_steps as num_steps
 from windlass.service.validation.hyperparameters import resolve as resolve
+from windlass.service.validation.hyperparameters import with_derived as with_derived
 from windlass.service.validation.json_numbers import JsonNumbers as JsonNumbers
 from windlass.service.validation.known_names import did_you_mean as did_you_mean
 from windlass.service.validation.known_names import hint as hint

@@ -20,23 +20,30 @@ from pydantic import (
     model_validator,
 )
 
-from windlass.actors.job import FinalModel, Hyperparameters, Initialization, Optimizer, Schedule
 from windlass.engine.memory_plan import UpdateOrder
+from windlass.engine.training_config import (
+    EarlyStopping,
+    FinalModel,
+    Initialization,
+    Optimizer,
+    Schedule,
+    TrainingConfig,
+    check_accumulation_precision,
+    check_update_order,
+)
 from windlass.service.validation.json_numbers import JsonNumbers
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 DEFAULT_EPOCHS = 3
 DEFAULT_SEQUENCE_LENGTH = 2048
-DEFAULT_LEARNING_RATE = 2e-5
 DEFAULT_WARMUP_RATIO = 0.03
-DEFAULT_WEIGHT_DECAY = 0.0
-DEFAULT_CLIP_NORM = 1.0
 BATCH_RATIO, LEAST_BATCH_SIZE, GREATEST_BATCH_SIZE = 0.002, 8, 64
 GREATEST_MICROBATCH_SIZE = 4
-DEFAULT_BETAS, DEFAULT_EPSILON = (0.9, 0.999), 1e-8
 
-# Of what has a default in the job itself, too: one source.
-_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Hyperparameters)}
+# The defaults of settings that a training config has too.
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(TrainingConfig)}
+DEFAULT_LEARNING_RATE: float = _DEFAULTS["learning_rate"]
+DEFAULT_CLIP_NORM: float = _DEFAULTS["clip_norm"]
 _LEAST_EPSILON = 1e-37  # fp32 has no normal numbers below 1.2e-38
 _MAX_BATCH_SIZE = 4096
 _MAX_SEED = 2**63 - 1
@@ -126,14 +133,14 @@ class WindlassSettings(_Strict):
     learning_rate: float | None = Field(default=None, gt=0, le=1)
     warmup_steps: int | None = Field(default=None, ge=0, le=_MAX_STEPS)
     warmup: float | None = Field(default=None, ge=0, le=1)  # share of all steps
-    schedule: Annotated[Schedule, _WORD] = Schedule.LINEAR
-    weight_decay: float = Field(default=DEFAULT_WEIGHT_DECAY, ge=0, le=1)
+    schedule: Annotated[Schedule, _WORD] = _DEFAULTS["schedule"]
+    weight_decay: float = Field(default=_DEFAULTS["weight_decay"], ge=0, le=1)
     clip_norm: float | None = Field(default=DEFAULT_CLIP_NORM, gt=0)  # null: no clipping
     optimizer: Annotated[Optimizer, _WORD] = _DEFAULTS["optimizer"]
-    beta1: float = Field(default=DEFAULT_BETAS[0], ge=0, lt=1)
-    beta2: float = Field(default=DEFAULT_BETAS[1], ge=0, lt=1)
-    epsilon: float = Field(default=DEFAULT_EPSILON, gt=0, json_schema_extra={"minimum": _LEAST_EPSILON})
-    precision: Annotated[Precision, _WORD] = Precision.BF16
+    beta1: float = Field(default=_DEFAULTS["beta1"], ge=0, lt=1)
+    beta2: float = Field(default=_DEFAULTS["beta2"], ge=0, lt=1)
+    epsilon: float = Field(default=_DEFAULTS["epsilon"], gt=0, json_schema_extra={"minimum": _LEAST_EPSILON})
+    precision: Annotated[Precision, _WORD] = _DEFAULTS["precision"]
     # Checked against what stands above them.
     state_precision: Annotated[StatePrecision, _WORD] = _DEFAULTS["state_precision"]
     accumulation_precision: Annotated[Precision, _WORD] = _DEFAULTS["accumulation_precision"]
@@ -152,9 +159,9 @@ class WindlassSettings(_Strict):
     keep_checkpoints: int | None = Field(default=None, ge=1, le=_MAX_STEPS)
     keep_best: bool = False
     early_stopping: EarlyStoppingSettings | None = None
-    final_model: Annotated[FinalModel, _WORD] = FinalModel.LAST
+    final_model: Annotated[FinalModel, _WORD] = _DEFAULTS["final_model"]
     evaluate_every: int | None = Field(default=None, ge=1, le=_MAX_STEPS)  # steps; null: at each epoch's end
-    initialization: Annotated[Initialization, _WORD] = Initialization.WEIGHTS
+    initialization: Annotated[Initialization, _WORD] = _DEFAULTS["initialization"]
     gpus: Literal[1] = 1
     budgets: Budgets = Budgets()
     lora: None = None
@@ -185,25 +192,16 @@ class WindlassSettings(_Strict):
     @field_validator("accumulation_precision")
     @classmethod
     def _sums_fit_the_model(cls, sums: Precision, info: ValidationInfo) -> Precision:
-        model = info.data.get("precision", sums)
-        if sums not in (Precision.FP32, model):
-            raise ValueError(f"must be fp32 or the model's own precision: {sums} sums do not go with precision {model}")
+        check_accumulation_precision(sums, info.data.get("precision", sums))
         return sums
 
     @field_validator("gradient_updates")
     @classmethod
     def _order_is_exact(cls, order: UpdateOrder | str, info: ValidationInfo) -> UpdateOrder | str:
-        if order == "auto" or UpdateOrder(order).keeps_grads:
-            return order
-        why = "every gradient must be known before the first update"
-        if info.data.get("precision") is Precision.FP16:
-            raise ValueError(
-                f"with precision fp16 {why}, as one overflow skips the step; choose auto or kept, or precision bf16"
-            )
-        if (clip_norm := info.data.get("clip_norm")) is not None:
-            raise ValueError(
-                f"with clip_norm {clip_norm} {why}, as the norm is that of all; set clip_norm to null, or choose auto "
-                "or kept"
+        if order != "auto":
+            # A setting that is wrong itself is absent, and has its own error.
+            check_update_order(
+                UpdateOrder(order), info.data.get("precision", Precision.BF16), info.data.get("clip_norm")
             )
         return order
 
@@ -285,35 +283,75 @@ class JobSettings:
         return self.windlass.sequence_length or DEFAULT_SEQUENCE_LENGTH
 
 
-def resolve(settings: JobSettings, num_examples: int) -> Hyperparameters:
-    """Turn every "auto" into a number, once the training data has been counted."""
-    extras = settings.windlass
+def resolve(settings: JobSettings, num_examples: int) -> TrainingConfig:
+    """Turns a request's settings into a training config, once the training data has been counted."""
     epochs, batch_size = _epochs(settings), _batch_size(settings, num_examples)
-    num_microbatches = extras.num_microbatches or default_microbatches(batch_size)
+    num_microbatches = settings.windlass.num_microbatches or default_microbatches(batch_size)
     total_steps = num_steps(epochs, batch_size, num_examples)
-    hyper = Hyperparameters(
-        epochs=epochs,
-        batch_size=batch_size,
-        num_microbatches=min(num_microbatches, batch_size),
-        sequence_length=settings.sequence_length,
-        learning_rate=_learning_rate(settings),
-        warmup_steps=_warmup_steps(extras, total_steps),
-        schedule=extras.schedule,
-        weight_decay=extras.weight_decay,
-        beta1=extras.beta1,
-        beta2=extras.beta2,
-        epsilon=extras.epsilon,
-        clip_norm=extras.clip_norm,
-        precision=extras.precision,
-        seed=settings.seed,
-        optimizer=extras.optimizer,
-        state_precision=extras.state_precision,
-        accumulation_precision=extras.accumulation_precision,
-        update_order=extras.update_order,
-        max_bad_steps=extras.max_bad_steps,
-        model_kernels=None if extras.model_kernels == "auto" else (),
+    return with_derived(
+        TrainingConfig(
+            epochs=epochs,
+            batch_size=batch_size,
+            num_microbatches=min(num_microbatches, batch_size),
+            warmup_steps=_warmup_steps(settings.windlass, total_steps),
+            total_steps=total_steps,
+            **known_before_data(settings),
+        )
     )
-    return replace(hyper, update_order=hyper.order_of_updates)
+
+
+def known_before_data(settings: JobSettings) -> dict[str, Any]:
+    """Returns the fields of a training config that do not depend on the number of examples."""
+    extras, stopping = settings.windlass, settings.windlass.early_stopping
+    return {
+        "sequence_length": settings.sequence_length,
+        "learning_rate": _learning_rate(settings),
+        "schedule": extras.schedule,
+        "weight_decay": extras.weight_decay,
+        "beta1": extras.beta1,
+        "beta2": extras.beta2,
+        "epsilon": extras.epsilon,
+        "clip_norm": extras.clip_norm,
+        "precision": extras.precision,
+        "seed": settings.seed,
+        "optimizer": extras.optimizer,
+        "state_precision": extras.state_precision,
+        "accumulation_precision": extras.accumulation_precision,
+        "update_order": extras.update_order,
+        "model_kernels": None if extras.model_kernels == "auto" else (),
+        "max_bad_steps": extras.max_bad_steps,
+        "initialization": extras.initialization,
+        "evaluate_every": extras.evaluate_every,
+        "checkpoint_every": extras.checkpoint_every,
+        "checkpoint_minutes": extras.checkpoint_minutes,
+        "keep_best": extras.keep_best,
+        "keep_checkpoints": extras.keep_checkpoints,
+        "early_stopping": None if stopping is None else EarlyStopping(**stopping.model_dump()),
+        "final_model": extras.final_model,
+    }
+
+
+def with_derived(config: TrainingConfig) -> TrainingConfig:
+    """Fills in the settings that follow from others unless the request names them."""
+    steps_per_epoch = config.total_steps // config.epochs
+    every = config.evaluate_every or steps_per_epoch or None
+    return replace(config, update_order=config.order_of_updates, evaluate_every=every)
+
+
+def hypothetical_config(
+    asked: WindlassSettings, *, batch_size: int, num_microbatches: int, sequence_length: int
+) -> TrainingConfig:
+    """Returns the training config of a job that does not exist, for a plan. Its data is one batch of examples."""
+    numbers = {
+        "batch_size": batch_size,
+        "num_microbatches": min(num_microbatches, batch_size),
+        "sequence_length": sequence_length,
+    }
+    # A plan may be larger than a job, so the numbers are not validated again.
+    settings = JobSettings(
+        supervised=SupervisedHyperparameters(), windlass=asked.model_copy(update=numbers), seed=asked.seed or 0
+    )
+    return resolve(settings, batch_size)
 
 
 def default_microbatches(batch_size: int) -> int:

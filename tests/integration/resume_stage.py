@@ -7,20 +7,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import psutil
 import pytest
 
-from tests.support.training import CHUNK_NUMEL, HYPERPARAMETERS, NUM_VALIDATION_EXAMPLES, keep_calibration, make_dataset
+from tests.support.training import CHUNK_NUMEL, NUM_VALIDATION_EXAMPLES, TRAINING, keep_calibration, make_dataset
 from tests.support.training import make_model as make_tiny_model
 from windlass.actors.job.journal import JournalRecord, read_journal
 from windlass.engine.model.partition import Partition, build_meta_model, load_config
 from windlass.service.installation.process_ids import find_process
 from windlass.service.installation.settings import Settings
-from windlass.service.jobs.spec_builder import ARENA_DIR
+from windlass.service.jobs.spec_builder import ARENA_DIR, ResolvedJob
 from windlass.service.machine.ray_cluster import RayCluster
 from windlass.storage.sql.database import Database, migrate
 from windlass.storage.sql.job_status import TERMINAL_STATUSES, JobStatus
@@ -92,13 +92,13 @@ class ResumeStage:
 
     def submit(self, num_steps: int = NUM_STEPS, *, priority: int = 0) -> str:
         """Creates a prepared job with the files that the preparation leaves. Returns its id."""
-        hyper = replace(HYPERPARAMETERS, clip_norm=0.5)
+        training = replace(TRAINING, clip_norm=0.5)
         new = NewJob(
             model="tiny",
             training_file="file-train",
             validation_file="file-valid",
             suffix=None,
-            seed=hyper.seed,
+            seed=training.seed,
             method={"type": "supervised", "supervised": {"hyperparameters": {}}},
             windlass={"precision": "fp32", "evaluate_every": 4, "checkpoint_every": 8},
             metadata={},
@@ -115,7 +115,7 @@ class ResumeStage:
                 JobStatus.VALIDATING_FILES,
                 JobStatus.QUEUED,
                 message="",
-                hyperparameters=asdict(hyper),
+                hyperparameters=ResolvedJob(training=training, summary="", warnings=()).hyperparameters,
                 total_steps=num_steps,
             )
         return job_id
@@ -135,7 +135,7 @@ class ResumeStage:
         make_dataset(folder / "dataset")
         prepared = f'{{"num_validation_examples": {NUM_VALIDATION_EXAMPLES}}}'
         (folder / "prepare" / "prepare_data.json").write_text(prepared)
-        model = build_meta_model(load_config(self.settings.models_dir / "tiny"), HYPERPARAMETERS.precision)
+        model = build_meta_model(load_config(self.settings.models_dir / "tiny"), TRAINING.precision)
         (folder / "layout.json").write_text(Partition(model, CHUNK_NUMEL).layout.to_json())
 
     # --- reading the state ------------------------------------------------------------------------------------------

@@ -67,8 +67,7 @@ def fails_in_the_ssd(spec: JobSpec, chance: random.Random) -> None:
 
 
 def diverges(spec: JobSpec, chance: random.Random) -> None:
-    hyper = dataclasses.replace(spec.hyperparameters, learning_rate=1e30, warmup_steps=0)
-    outcome = run_local(dataclasses.replace(spec, hyperparameters=hyper), partition=make_partition(spec))
+    outcome = run_local(spec.with_training(learning_rate=1e30, warmup_steps=0), partition=make_partition(spec))
     assert outcome["status"] == "failed"
 
 

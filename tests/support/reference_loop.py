@@ -9,10 +9,11 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from windlass.actors.job.spec import JobSpec, Optimizer
+from windlass.actors.job.spec import JobSpec
 from windlass.engine.data.dataset import MicroBatch, PreparedDataset
 from windlass.engine.data.examples import NO_TARGET
 from windlass.engine.device.dtypes import TORCH_DTYPE
+from windlass.engine.training_config.training_config import Optimizer
 from windlass.storage.ids import Precision
 
 
@@ -42,16 +43,16 @@ def train_plainly(spec: JobSpec, device: str = "cpu") -> PlainRun:
 
 
 def _train_plainly(spec: JobSpec, device: torch.device) -> PlainRun:
-    hyper = spec.hyperparameters
+    hyper = spec.training
     whole = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=torch.float32).to(device)
     masters = dict(whole.named_parameters())
     model = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=TORCH_DTYPE[hyper.precision]).to(device).train()
     optimizer = _optimizer(spec, masters)
-    schedule = get_cosine_schedule_with_warmup(optimizer, hyper.warmup_steps, spec.total_steps)
+    schedule = get_cosine_schedule_with_warmup(optimizer, hyper.warmup_steps, hyper.total_steps)
     train, validation = (PreparedDataset.open(spec.dataset_dir, split) for split in ("train", "validation"))
     scaler = torch.amp.GradScaler(device.type, enabled=hyper.precision is Precision.FP16)
     losses, grad_norms, loss_scales, skipped, validation_losses = [], [], [], [], {}
-    for step in range(1, spec.total_steps + 1):
+    for step in range(1, hyper.total_steps + 1):
         batch = train.batch(step - 1, hyper.batch_size, hyper.num_microbatches, hyper.seed)
         loss_scales.append(scaler.get_scale())
         losses.append(_accumulate(model, masters, batch, scaler))
@@ -68,7 +69,7 @@ def _train_plainly(spec: JobSpec, device: torch.device) -> PlainRun:
         with torch.no_grad():
             for name, param in model.named_parameters():
                 param.copy_(masters[name])
-        if step == spec.total_steps or step % (spec.evaluate_every or spec.total_steps) == 0:
+        if step == hyper.total_steps or step % (hyper.evaluate_every or hyper.total_steps) == 0:
             validation_losses[step] = evaluate(model, list(validation.evaluation_batches(1)))
     params = {name: param.detach().cpu() for name, param in masters.items()}
     return PlainRun(
@@ -83,7 +84,7 @@ def _train_plainly(spec: JobSpec, device: torch.device) -> PlainRun:
 
 def _optimizer(spec: JobSpec, masters: dict[str, torch.nn.Parameter]) -> torch.optim.Adam:
     """An optimizer with weight decay on matrices only: all norms and biases of these models are vectors."""
-    hyper = spec.hyperparameters
+    hyper = spec.training
     groups = [
         {"params": [param for param in masters.values() if param.ndim >= 2], "weight_decay": hyper.weight_decay},
         {"params": [param for param in masters.values() if param.ndim < 2], "weight_decay": 0.0},

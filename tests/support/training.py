@@ -14,10 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from windlass.actors.job.journal import JournalRecord, read_journal
-from windlass.actors.job.spec import Hyperparameters, JobSpec, Schedule
+from windlass.actors.job.spec import JobSpec
 from windlass.engine.data.examples import FORMAT_VERSION, NO_TARGET
 from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.model.partition import Partition, build_meta_model, load_config
+from windlass.engine.training_config.training_config import Schedule, TrainingConfig
 from windlass.storage.ids import JobId, Kernel, Precision
 from windlass.storage.io.engines import DEFAULT_IO
 from windlass.storage.ssd.calibration import Calibration
@@ -28,7 +29,7 @@ VOCABULARY = 128
 NUM_VALIDATION_EXAMPLES = 7
 # Gives five chunks a layer: the last is short and holds parameters with and without weight decay.
 CHUNK_NUMEL = 8192
-HYPERPARAMETERS = Hyperparameters(
+TRAINING = TrainingConfig(
     epochs=6,
     batch_size=4,
     num_microbatches=1,
@@ -44,6 +45,8 @@ HYPERPARAMETERS = Hyperparameters(
     precision=Precision.FP32,
     seed=5,
     kernel=Kernel.FUSED,  # needs no compiler, which is slow
+    total_steps=30,
+    evaluate_every=15,
 )
 
 
@@ -78,13 +81,13 @@ def make_dataset(directory: Path) -> Path:
     generator = np.random.default_rng(0)
     splits = {"train": 18, "validation": NUM_VALIDATION_EXAMPLES}
     meta = {name: _write_split(directory, name, count, generator) for name, count in splits.items()}
-    facts = {"version": FORMAT_VERSION, "sequence_length": HYPERPARAMETERS.sequence_length, "splits": meta}
+    facts = {"version": FORMAT_VERSION, "sequence_length": TRAINING.sequence_length, "splits": meta}
     (directory / "meta.json").write_text(json.dumps(facts))
     return directory
 
 
 def _write_split(directory: Path, name: str, num_examples: int, generator: np.random.Generator) -> dict[str, int]:
-    lengths = generator.integers(8, HYPERPARAMETERS.sequence_length + 1, num_examples)
+    lengths = generator.integers(8, TRAINING.sequence_length + 1, num_examples)
     examples = [generator.integers(3, VOCABULARY, length).astype(np.int32) for length in lengths]
     targets = [_targets(example, prompt=int(generator.integers(1, 6))) for example in examples]
     offsets = np.cumsum([0, *lengths]).astype(np.int64)
@@ -113,13 +116,16 @@ CALIBRATION = Calibration(
 
 
 def make_spec(root: Path, *, tied: bool = False, dropout: float = 0.0, num_ssds: int = 2, **changes: Any) -> JobSpec:
-    """A job of 30 steps below `root`, with its model, data and layout. `changes`: fields of spec or hyperparameters."""
+    """A job of 30 steps below `root`, with its model, data and layout.
+
+    `changes`: fields of the spec or of its training config.
+    """
     root.mkdir(exist_ok=True)
     model_dir = make_model(root / "model", tied=tied, dropout=dropout)
     dataset_dir = make_dataset(root / "data")
     (root / "job").mkdir()
-    hyper_names = {field.name for field in dataclasses.fields(Hyperparameters)}
-    hyper = {name: changes.pop(name) for name in tuple(changes) if name in hyper_names}
+    names = [field.name for field in dataclasses.fields(TrainingConfig)]
+    training = {name: changes.pop(name) for name in names if name in changes}
     spec = JobSpec(
         # A unique name: tests look for leftovers in /dev/shm, where other tests run at the same time.
         job=JobId(f"ftjob-{secrets.token_hex(8)}"),
@@ -130,9 +136,7 @@ def make_spec(root: Path, *, tied: bool = False, dropout: float = 0.0, num_ssds:
         job_dir=str(root / "job"),
         output_dir=str(root / "out"),
         ssd_dirs=tuple(str(root / f"ssd{i}") for i in range(num_ssds)),
-        hyperparameters=dataclasses.replace(HYPERPARAMETERS, **hyper),
-        total_steps=30,
-        evaluate_every=15,
+        training=dataclasses.replace(TRAINING, **training),
         deadline_s=60.0,
     )
     spec = dataclasses.replace(spec, **changes)
@@ -152,7 +156,7 @@ def keep_calibration(ssd_dir: Path) -> None:
 
 def make_partition(spec: JobSpec) -> Partition:
     """The job's model in blocks, cut into chunks of `CHUNK_NUMEL`."""
-    return Partition(build_meta_model(load_config(spec.model_dir), spec.hyperparameters.precision), CHUNK_NUMEL)
+    return Partition(build_meta_model(load_config(spec.model_dir), spec.training.precision), CHUNK_NUMEL)
 
 
 def has_direct_io(directory: Path) -> bool:
@@ -195,7 +199,7 @@ def losses_of(spec: JobSpec) -> list[float]:
 def exported_params(spec: JobSpec) -> dict[str, torch.Tensor]:
     """The final model, as transformers loads it."""
     model = AutoModelForCausalLM.from_pretrained(spec.output_dir, dtype="auto")
-    assert model.dtype == TORCH_DTYPE[spec.hyperparameters.precision]
+    assert model.dtype == TORCH_DTYPE[spec.training.precision]
     return {name: param.detach() for name, param in model.named_parameters()}
 
 

@@ -209,7 +209,7 @@ class Operations:
 
     def _num_microbatches(self, group: int) -> int:
         group_size = self.world.context.plan.group_size
-        return min(group_size, self.world.context.spec.hyperparameters.num_microbatches - group * group_size)
+        return min(group_size, self.world.context.spec.training.num_microbatches - group * group_size)
 
 
 def _in_order(num_pieces: int, *, is_back: bool) -> range:

@@ -12,8 +12,8 @@ from windlass.actors.messages import (
     UpdateBlock,
     UpdateStep,
 )
-from windlass.actors.optimizer import Ahead, UrgentQueue
-from windlass.actors.policy import UpdateActions, UpdateQueue
+from windlass.actors.optimizer import Ahead
+from windlass.actors.policy import BlockQueue, GradReleases, UpdateActions, UpdateQueue
 from windlass.engine.memory_plan import Pool
 from windlass.planner.simulation import Process, Queue, Resource, Signal, SimulatedMachine
 from windlass.storage.ids import ActorName
@@ -35,10 +35,12 @@ class Optimizer:
         self.name = name
         self._resource = Resource(world, name)
         self._slots = world.pool(f"states at {name}", states)
-        self._to_begin: UrgentQueue[_Chunk] = UrgentQueue(world.shape.ordering.queues)
+        self._to_begin: BlockQueue[_Chunk] = BlockQueue(world.shape.ordering.queues)
         self._arrived: Queue[_Chunk] = Queue(world.env)
         self._ahead = Ahead()
         self._changed = Signal(world.env)
+        self._grad_releases = GradReleases(world.context.plan.grads.num_slots, world.context.spec.num_cpu_optimizers)
+        self._num_begun = 0
         self._num_left: dict[tuple[int, int], int] = {}
         ordering = world.shape.ordering
         num_blocks = sum(name in world.shape.holders(block) for block in range(world.shape.num_blocks))
@@ -57,8 +59,9 @@ class Optimizer:
     def _update(self, message: UpdateBlock) -> None:
         """Queues the updates of a block's chunks."""
         self._num_left[(message.step, message.block)] = len(message.chunks)
+        self._num_begun += len(message.chunks)
         for grad in message.chunks:
-            self._to_begin.put(message.step, message.block, _Chunk(message, grad))
+            self._to_begin.push(message.step, message.block, _Chunk(message, grad))
         self._changed.notify()
 
     def flush(self, message: FlushBlock) -> Process:
@@ -84,7 +87,7 @@ class Optimizer:
             yield from self._changed.until(lambda: bool(self._to_begin) and ahead.may_begin)
             ahead.num_ahead += 1
             yield from self._slots.take()
-            chunk = self._to_begin.get()
+            chunk = self._to_begin.pop()
             if chunk.grad.key in world.host_slots:
                 self._slots.give_back()
                 ahead.num_ready += 1
@@ -118,8 +121,9 @@ class Optimizer:
             yield from self._resource.work(duration_s, SpanKind.UPDATE, update.step, key.block, key.chunk)
             self._ahead.num_ready -= 1
             self._changed.notify()
-            if chunk.grad.span is not None:
-                world.grad_slots.give_back()
+            self._num_begun -= 1
+            if released := self._grad_releases.add(chunk.grad.span, is_idle=not self._num_begun):
+                world.grad_slots.give_back(len(released))
             if key in world.host_slots:
                 self._done(update)
             else:

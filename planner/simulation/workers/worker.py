@@ -70,7 +70,9 @@ class Worker:
             self.world.send_to_scheduler(report)
 
     def _report_grad(self, operation: ComputeBlock) -> None:
-        self.world.send_to_scheduler(self._reports.gradient(operation, 1.0, self.world.env.now))
+        report = self._reports.gradient(operation, 1.0, self.world.env.now, is_idle=self._window.is_empty)
+        if report is not None:
+            self.world.send_to_scheduler(report)
         job, step, block = operation.job, operation.step, operation.block
         if block in self.world.shape.device_blocks:
             self._carry_out(self._update_queue.add(GradOffloaded(job=job, step=step, block=block, chunks=())))

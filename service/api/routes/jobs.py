@@ -12,8 +12,8 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse
 from sqlalchemy.orm import Session
 
-from windlass.actors.job import Initialization
 from windlass.actors.timeline import FOLDER, KEPT_STEPS, held_steps, load_step, trace_of
+from windlass.engine.training_config import Initialization
 from windlass.service.api import (
     AuditDep,
     CallerDep,

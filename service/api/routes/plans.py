@@ -31,7 +31,14 @@ from windlass.service.preparation import (
     fit_sequence_length,
     plan_step,
 )
-from windlass.service.validation import ApiError, JsonNumbers, WindlassSettings, default_microbatches, model_dir
+from windlass.service.validation import (
+    ApiError,
+    JsonNumbers,
+    WindlassSettings,
+    default_microbatches,
+    hypothetical_config,
+    model_dir,
+)
 from windlass.storage.sql.repositories import EventRepository, JobRepository
 
 _LOG = logging.getLogger(__name__)
@@ -90,9 +97,12 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
         MachineResources.here() if body.hardware is None else None,
         model_dir=_folder(settings, body.model),
         asked=asked,
-        batch_size=body.batch_size,
-        num_microbatches=asked.num_microbatches or default_microbatches(body.batch_size),
-        sequence_length=sequence_length,
+        training=hypothetical_config(
+            asked,
+            batch_size=body.batch_size,
+            num_microbatches=asked.num_microbatches or default_microbatches(body.batch_size),
+            sequence_length=sequence_length,
+        ),
         num_validation_examples=body.num_validation_examples,
     )
     try:

@@ -1,13 +1,14 @@
 """Job specs and layouts for tests that need no model."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
-from windlass.actors.job.spec import Hyperparameters, JobSpec, Schedule
+from windlass.actors.job.spec import JobSpec
 from windlass.engine.model.layout import BlockLayout, ModelLayout, ParamSlice
+from windlass.engine.training_config.training_config import Schedule, TrainingConfig
 from windlass.storage.ids import Attempt, BlockIndex, JobId, Kernel, Precision
 
-HYPERPARAMETERS = Hyperparameters(
+TRAINING = TrainingConfig(
     epochs=1,
     batch_size=8,
     num_microbatches=2,
@@ -23,6 +24,7 @@ HYPERPARAMETERS = Hyperparameters(
     precision=Precision.BF16,
     seed=1,
     kernel=Kernel.FUSED,
+    total_steps=10,
 )
 
 SPEC = JobSpec(
@@ -34,15 +36,17 @@ SPEC = JobSpec(
     job_dir="/jobs/1",
     output_dir="/models/out",
     ssd_dirs=("/ssd0", "/ssd1"),
-    hyperparameters=HYPERPARAMETERS,
-    total_steps=10,
+    training=TRAINING,
     num_cpu_optimizers=2,
     deadline_s=30.0,
 )
 
 
-def make_spec(*, hyperparameters: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
-    return replace(SPEC, hyperparameters=replace(HYPERPARAMETERS, **(hyperparameters or {})), **changes)
+def make_spec(*, training: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
+    """A job. `changes`: fields of the spec or, like `training`, of its training config."""
+    names = [field.name for field in fields(TrainingConfig)]
+    settings = {name: changes.pop(name) for name in names if name in changes}
+    return replace(SPEC.with_training(**settings, **(training or {})), **changes)
 
 
 def make_layout(*numels: int, chunk_numel: int = 2048) -> ModelLayout:

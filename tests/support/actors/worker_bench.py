@@ -45,7 +45,7 @@ class Bench:
     def __init__(self, directory: Path, *, is_committed: bool = True, **changes: Any) -> None:
         self.is_committed = is_committed  # the worker knows of the commit of step 0 from the beginning
         self.spec: JobSpec = make_spec(directory, **{"num_microbatches": 2, "clip_norm": 1.0, **changes})
-        self.precision = self.spec.hyperparameters.precision
+        self.precision = self.spec.training.precision
         self.loss_scale = 1.0
         partition = make_partition(self.spec)
         self.layout = partition.layout
@@ -169,7 +169,7 @@ class Bench:
 
     def plain_step(self) -> tuple[float, int, dict[str, torch.Tensor]]:
         """The sum of losses, the number of targets and the scaled gradients of the first step, by plain autograd."""
-        hyper = self.spec.hyperparameters
+        hyper = self.spec.training
         dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         batch = dataset.batch(0, hyper.batch_size, hyper.num_microbatches, hyper.seed)
         num_targets = sum(microbatch.num_targets for microbatch in batch)

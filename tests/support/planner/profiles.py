@@ -3,6 +3,7 @@
 from typing import Any
 
 from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.cost.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile, shared_of
 from windlass.planner.cost.rates import Speeds
 from windlass.planner.solver.step_cost import PlannedJob
@@ -48,12 +49,14 @@ def make_job(num_layers: int = 6, *, num_microbatches: int = 1, keeps_grads: boo
     """A job in bf16 with fp32 states."""
     return PlannedJob(
         model=make_profile(num_layers, **kwargs),
-        num_microbatches=num_microbatches,
-        update_order=UpdateOrder.KEPT if keeps_grads else UpdateOrder.ACTIVE,
-        param_itemsize=2,
-        state_itemsize=14,
-        read_itemsize=12,
-        grad_itemsize=4 if num_microbatches > 1 else 2,
+        training=TrainingConfig(
+            batch_size=num_microbatches,
+            num_microbatches=num_microbatches,
+            sequence_length=128,
+            clip_norm=None,
+            update_order=UpdateOrder.KEPT if keeps_grads else UpdateOrder.ACTIVE,
+            total_steps=1,
+        ),
     )
 
 

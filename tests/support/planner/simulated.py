@@ -54,11 +54,11 @@ def layers_of(*modules: Sequence[int], num_norms: int, num_blocks: int) -> Model
 
 
 def context_of(
-    layout: ModelLayout, *, num_steps: int, hyperparameters: dict[str, Any] | None = None, **changes: Any
+    layout: ModelLayout, *, num_steps: int, training: dict[str, Any] | None = None, **changes: Any
 ) -> JobContext:
     """The context of a job with one optimizer, unless `changes` to its spec say otherwise."""
     options = {"total_steps": num_steps, "num_cpu_optimizers": 1, **changes}
-    return make_context(make_spec(hyperparameters=hyperparameters, **options), layout, "")
+    return make_context(make_spec(training=training, **options), layout, "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Simulated:
     @property
     def shape(self) -> SchedulerConfig:
         """The scheduler's config, made as the scheduler makes it."""
-        return job_shape(self.context)
+        return job_shape(self.context, self.context.spec.output_dir)
 
 
 def job(
@@ -94,12 +94,12 @@ def job(
     machine: Rates | None = None,
     layout: ModelLayout | None = None,
     swapped_nbytes: dict[int, Sequence[int]] | None = None,
-    hyperparameters: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Simulated:
     """A simulated job. `changes`: fields of its spec."""
     layout = layout or make_layout(*[CHUNK * num_chunks] * num_blocks, chunk_numel=CHUNK)
-    context = context_of(layout, num_steps=num_steps, hyperparameters=hyperparameters, **changes)
+    context = context_of(layout, num_steps=num_steps, training=training, **changes)
     work = simple_work(len(layout.blocks), compute_s, swapped_nbytes)
     return Simulated(context=context, machine=machine or rates(), work=work)
 

@@ -88,7 +88,7 @@ def test_prediction_is_on_disk_before_its_plan_runs(tmp_path: Path) -> None:
     spec = planned_spec(folder)
     assert spec.host_memory_nbytes == found.arena_nbytes
     assert len(spec.placement.activations) == case.num_layers
-    assert spec.total_steps == 4
+    assert spec.training.total_steps == 4
 
 
 def test_all_layers_of_a_sweep_swap_equally() -> None:

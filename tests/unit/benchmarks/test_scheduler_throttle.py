@@ -152,7 +152,7 @@ def test_a_throttled_job_moves_all_its_bytes_and_learns_the_same(
     num_tokens = sum(
         microbatch.input_ids.numel()
         for step in range(3)
-        for microbatch in PreparedDataset.open(slow.dataset_dir, "train").batch(step, 4, 1, slow.hyperparameters.seed)
+        for microbatch in PreparedDataset.open(slow.dataset_dir, "train").batch(step, 4, 1, slow.training.seed)
     )
     *layers, head = (block.numel for block in layout.blocks)
     assert passed[1e9] == num_tokens * ((FORWARD_FLOP + BACKWARD_FLOP) * sum(layers) + HEAD_FLOP * head)

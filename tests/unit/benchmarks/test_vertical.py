@@ -1,6 +1,7 @@
 """The comparisons of `benchmarks.vertical`, and its conclusions from the measurements."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,13 @@ import pytest
 from benchmarks.peers.contenders import ContenderRun
 from benchmarks.peers.windlass_runner import changed, placement_of
 from benchmarks.vertical import CASES, Results, contender_of, horizontal, moved_a_step, ratios_of
-from tests.support.actors.specs import HYPERPARAMETERS
+from tests.support.actors.specs import TRAINING
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.timeline.span_files import StepSpans, keep_step
 
 
 def test_orders_are_sizes_of_groups(tmp_path: Path) -> None:
-    found = []
+    found, training = [], replace(TRAINING, batch_size=16)
     for case in CASES:
         arguments = contender_of(case, tmp_path).arguments
         values = {
@@ -23,7 +24,7 @@ def test_orders_are_sizes_of_groups(tmp_path: Path) -> None:
         }
         placement = placement_of(values["--place"], 6)
         assert placement.num_cached_params == 0
-        found.append((changed(HYPERPARAMETERS, values["--change"]).num_microbatches, placement.group_size))
+        found.append((changed(training, values["--change"]).num_microbatches, placement.group_size))
     assert found == [(1, 1), (1, 1), (4, 4), (4, 1), (16, 16), (16, 1), (16, 4)]
     assert len({case.name for case in CASES}) == len(CASES)
 

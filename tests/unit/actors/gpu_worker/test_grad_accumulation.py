@@ -29,7 +29,7 @@ class Bench:
 
     def __init__(self, *, deadline_s: float = 10.0, device_blocks: tuple[int, ...] = ()) -> None:
         placement = Placement(group_size=1, device_blocks=device_blocks)
-        self.spec = make_spec(hyperparameters={"num_microbatches": 3}, placement=placement, deadline_s=deadline_s)
+        self.spec = make_spec(training={"num_microbatches": 3}, placement=placement, deadline_s=deadline_s)
         shared = ((BlockIndex(0),), (BlockIndex(1),), (BlockIndex(2), BlockIndex(0)))
         self.layout = replace(make_layout(*NUMELS), shared=shared)
         context = make_context(self.spec, self.layout, "/arena")

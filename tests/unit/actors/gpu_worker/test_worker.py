@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.support.actors.worker_bench import STEP, Bench, of_bench, running
 from windlass.actors.gpu_worker.worker import GpuWorker, evaluation_groups
 from windlass.actors.job.context import grad_precision
-from windlass.actors.messages import ActorFailed, BlockUpdated, ComputeProgressed, Phase, ReadChunks
+from windlass.actors.messages import ActorFailed, BlockUpdated, ComputeProgressed, GradOffloaded, Phase, ReadChunks
 from windlass.actors.policy import worker_queues
 from windlass.engine.data.examples import NO_TARGET
 from windlass.engine.memory_plan.plan import Placement
@@ -166,22 +166,34 @@ def test_operations_are_reported_together_unless_the_report_is_late_or_has_a_los
 
 
 @pytest.mark.parametrize("bench", [of_bench(placement=Placement(num_cached_params=0))], indirect=True)
-def test_a_gradient_is_reported_with_the_operations_before_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_work_is_reported_together_while_the_worker_is_not_idle(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     last = bench.forward_and_head()
     bench.receive_grads(1)
-    num_reports, num_reads = len(ops_reported(bench)), len(bench.ssds.of(ReadChunks))
+    num_reports, num_offloaded = len(ops_reported(bench)), len(bench.ssds.of(GradOffloaded))
     monkeypatch.setattr(worker_queues, "REPORT_EVERY_S", math.inf)
     bench.ssds.hold = True
-    # Because of the second operation, whose params do not arrive, the worker is not idle after the first.
+    num_reads = len(bench.ssds.of(ReadChunks))
     bench.grant(*(bench.operation(Phase.BACKWARD, last - i, op=90 + i) for i in (1, 2)))
-    num_missing = bench.layout.num_chunks(BlockIndex(last - 1))
-    while num_missing > 0:
-        num_reads += 1
-        read = bench.ssds.receive(ReadChunks, num_reads)[num_reads - 1]
-        num_missing -= len(read.items)
-        bench.ssds.serve(read)
-    assert [grad.block for grad in bench.receive_grads(2)] == [last, last - 1]
-    assert ops_reported(bench)[num_reports:] == [[91]]
+
+    def serve(block: int) -> None:
+        nonlocal num_reads
+        num_missing = bench.layout.num_chunks(BlockIndex(block))
+        while num_missing > 0:
+            num_reads += 1
+            read = bench.ssds.receive(ReadChunks, num_reads)[num_reads - 1]
+            num_missing -= len(read.items)
+            bench.ssds.serve(read)
+
+    serve(last - 1)
+    # The optimizers have the gradient at once. The scheduler learns of it with the second operation, whose params have
+    # not arrived yet.
+    bench.ssds.receive(GradOffloaded, num_offloaded + 1)
+    assert ops_reported(bench)[num_reports:] == []
+    serve(last - 2)
+    assert [grad.block for grad in bench.receive_grads(3)] == [last, last - 1, last - 2]
+    assert ops_reported(bench)[num_reports] == [91, 92]
 
 
 def test_params_are_read_before_all_updates_behind_them(bench: Bench) -> None:

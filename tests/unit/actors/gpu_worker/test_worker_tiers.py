@@ -167,7 +167,7 @@ def test_states_on_the_device_are_updated_there(bench: Bench) -> None:
     assert {message.block for message in bench.ssds.of(GradOffloaded)} == {0, 2, 3}
     (chosen,) = bench.ssds.of(KernelChosen)
     assert chosen.actor == "gpu-0"
-    hyper = bench.spec.hyperparameters
+    hyper = bench.spec.training
     flats = {block: bench.worker._grads._complete[block].flat.clone() for block in resident}
     how: dict[str, Any] = {"optimizer_step": 1, "learning_rate": hyper.learning_rate, "grad_scale": 0.5}
     bench.worker.post(UpdateStep(job=job, step=STEP, from_step=Step(0), **how))
@@ -187,7 +187,7 @@ def expected_update(bench: Bench, block: BlockIndex, grad: torch.Tensor) -> dict
     """The states after the kernel's update of the stored states."""
     keys, kinds = bench.layout.chunk_keys(block), tuple(bench.context.formats.itemsizes)
     states = {kind: torch.cat([bench.ssds.state(0, key, kind) for key in keys]) for kind in kinds}
-    hyper = bench.spec.hyperparameters
+    hyper = bench.spec.training
     kernel = OptimizerKernel(
         AdamSettings(
             beta1=hyper.beta1, beta2=hyper.beta2, epsilon=hyper.epsilon, weight_decay=hyper.weight_decay, decoupled=True

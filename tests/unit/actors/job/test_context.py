@@ -49,7 +49,7 @@ def test_gradients_travel_in_the_type_they_are_summed_in(
     precision: Precision, num_microbatches: int, accumulation: Precision, expected: Precision
 ) -> None:
     hyper = {"precision": precision, "num_microbatches": num_microbatches, "accumulation_precision": accumulation}
-    spec = make_spec(hyperparameters=hyper)
+    spec = make_spec(training=hyper)
     assert grad_precision(spec) is expected
     plan = make_context(spec, LAYOUT, "/arena").plan
     assert plan.grads.slot_nbytes == (4 if expected is Precision.FP32 else 2) * LAYOUT.chunk_numel
@@ -59,9 +59,10 @@ def test_gradients_travel_in_the_type_they_are_summed_in(
 def test_evaluation_groups_hold_every_example_in_parts_no_larger_than_in_training(
     num_examples: int, batch_size: int, num_microbatches: int
 ) -> None:
+    num_microbatches = min(num_microbatches, batch_size)
     spec = make_spec(
         num_validation_examples=num_examples,
-        hyperparameters={"batch_size": batch_size, "num_microbatches": num_microbatches},
+        training={"batch_size": batch_size, "num_microbatches": num_microbatches},
     )
     size, num_groups = evaluation_batch_size(spec), num_evaluation_groups(spec)
     assert (size - 1) * num_microbatches < batch_size <= size * num_microbatches
@@ -74,7 +75,7 @@ def test_evaluation_groups_hold_every_example_in_parts_no_larger_than_in_trainin
 @pytest.mark.parametrize("formats", ALL_FORMATS)
 def test_all_states_of_a_chunk_fit_one_slot_side_by_side(formats: Formats) -> None:
     hyper = {"precision": formats.precision, "state_precision": formats.states}
-    context = make_context(make_spec(hyperparameters=hyper), LAYOUT, "/arena")
+    context = make_context(make_spec(training=hyper), LAYOUT, "/arena")
     assert context.formats == context.geometry(0).formats == formats
     end = 0
     for kind, itemsize in formats.itemsizes.items():
@@ -129,7 +130,7 @@ def test_transfers_are_whole_pages(nbytes: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hyperparameters", "has_all"),
+    ("training", "has_all"),
     [
         ({}, False),
         ({"clip_norm": 1.0}, True),
@@ -140,16 +141,16 @@ def test_transfers_are_whole_pages(nbytes: int, expected: int) -> None:
         ({"update_order": UpdateOrder.AFTER_BACKWARD}, True),
     ],
 )
-def test_every_gradient_has_a_slot_where_all_must_be_known(hyperparameters: dict[str, Any], has_all: bool) -> None:
+def test_every_gradient_has_a_slot_where_all_must_be_known(training: dict[str, Any], has_all: bool) -> None:
     num_blocks = 30
     layout = make_layout(*[2000] * num_blocks)
-    num_slots = make_context(make_spec(hyperparameters=hyperparameters), layout, "/arena").plan.grads.num_slots
+    num_slots = make_context(make_spec(training=training), layout, "/arena").plan.grads.num_slots
     assert (num_slots >= num_blocks) == has_all
 
 
 def test_a_slot_for_states_has_room_for_a_gradient_that_was_on_an_ssd() -> None:
     placement = Placement(num_host_grad_blocks=1)
-    context = make_context(make_spec(placement=placement, hyperparameters={"clip_norm": 1.0}), LAYOUT, "/arena")
+    context = make_context(make_spec(placement=placement, training={"clip_norm": 1.0}), LAYOUT, "/arena")
     end = context.state_offsets()[StateKind.GRAD] + context.plan.grads.slot_nbytes
     assert all(pool.slot_nbytes == end for pool in context.plan.states)
 
@@ -165,7 +166,7 @@ def test_states_that_rest_in_host_memory_have_a_slot_for_each_chunk() -> None:
 def test_each_use_of_a_chunk_has_a_slot_for_its_sums() -> None:
     """The head uses the first block, too. The sums of a block on the device stay there."""
     layout = replace(LAYOUT, shared=tuple(tuple(map(BlockIndex, uses)) for uses in ((0,), (1,), (2,), (3, 0))))
-    spec = make_spec(placement=Placement(group_size=1, device_blocks=(1,)), hyperparameters={"num_microbatches": 2})
+    spec = make_spec(placement=Placement(group_size=1, device_blocks=(1,)), training={"num_microbatches": 2})
     context = make_context(spec, layout, "/arena")
     slots, pool = context.partial_slots(), context.plan.partial_grads
     of_embedding, of_layer = [key(0, 0), key(0, 1)], [key(2, 0), key(2, 1), key(2, 2)]

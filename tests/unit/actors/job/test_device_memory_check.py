@@ -112,7 +112,7 @@ def test_job_allocates_the_computed_device_memory(tmp_path: Path, monkeypatch: p
     spec = make_spec(
         tmp_path, total_steps=1, evaluate_every=None, num_validation_examples=0, sequence_length=48, **JOBS[name]
     )
-    hyper = spec.hyperparameters
+    hyper = spec.training
     # As large as the micro-batch of its one step.
     batch = PreparedDataset.open(spec.dataset_dir, "train").batch(
         0, hyper.batch_size, hyper.num_microbatches, hyper.seed

@@ -13,7 +13,7 @@ from windlass.storage.store.format import CommitRecord
 
 
 def make_job(kernel: Kernel | None) -> JobContext:
-    return make_context(make_spec(hyperparameters={"kernel": kernel}), make_layout(5000), "/dev/shm/arena")
+    return make_context(make_spec(training={"kernel": kernel}), make_layout(5000), "/dev/shm/arena")
 
 
 def commit_of(*kernels: Kernel, **more: list[str]) -> CommitRecord:
@@ -42,9 +42,9 @@ def commit_of(*kernels: Kernel, **more: list[str]) -> CommitRecord:
 def test_a_resumed_job_keeps_its_kernel(asked: Kernel | None, recorded: list[Kernel], expected: Kernel | None) -> None:
     before = make_job(asked)
     after = keeping_kernel(before, commit_of(*recorded))
-    assert after.spec.hyperparameters.kernel == expected
-    hyper = replace(after.spec.hyperparameters, kernel=asked, model_kernels=None)
-    assert replace(after, spec=replace(after.spec, hyperparameters=hyper)) == before
+    assert after.spec.training.kernel == expected
+    hyper = replace(after.spec.training, kernel=asked, model_kernels=None)
+    assert replace(after, spec=replace(after.spec, training=hyper)) == before
 
 
 @pytest.mark.parametrize("asked", [None, Kernel.FUSED])
@@ -64,8 +64,8 @@ def test_new_job_uses_kernel_of_its_settings(asked: Kernel | None) -> None:
 def test_a_resumed_job_keeps_its_models_kernels(
     asked: tuple[ModelKernel, ...] | None, recorded: dict[str, list[str]], expected: tuple[ModelKernel, ...]
 ) -> None:
-    before = make_context(make_spec(hyperparameters={"model_kernels": asked}), make_layout(5000), "/dev/shm/arena")
+    before = make_context(make_spec(training={"model_kernels": asked}), make_layout(5000), "/dev/shm/arena")
     after = keeping_kernel(before, commit_of(Kernel.COMPILED, **recorded))
-    assert after.spec.hyperparameters.model_kernels == expected
-    hyper = replace(after.spec.hyperparameters, model_kernels=asked)
-    assert replace(after, spec=replace(after.spec, hyperparameters=hyper)) == before
+    assert after.spec.training.model_kernels == expected
+    hyper = replace(after.spec.training, model_kernels=asked)
+    assert replace(after, spec=replace(after.spec, training=hyper)) == before

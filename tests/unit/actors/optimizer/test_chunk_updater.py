@@ -10,12 +10,12 @@ import torch
 
 from tests.support.actors.specs import make_layout, make_spec
 from windlass.actors.job.context import make_context
-from windlass.actors.job.spec import Optimizer
 from windlass.actors.messages import UpdateBlock, UpdateStep
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.engine.model.layout import BlockLayout, ModelLayout, ParamSlice
 from windlass.engine.optimizer.adam_formulas import AdamSettings
 from windlass.engine.optimizer.adam_kernel import ChunkStates, OptimizerKernel
+from windlass.engine.training_config.training_config import Optimizer
 from windlass.storage.ids import BlockIndex, JobId, Kernel, Precision, StateKind, StatePrecision, Step
 
 # Weight decay ends inside the second chunk of each block; the last chunk is short.
@@ -54,7 +54,7 @@ def command(block: int) -> UpdateBlock:
 
 def updated_in_chunks(block: int, **hyper: Any) -> dict[StateKind, torch.Tensor]:
     options = {"precision": Precision.BF16, "state_precision": StatePrecision.BF16, **HYPER, **hyper}
-    context = make_context(make_spec(hyperparameters=options), layout(), "/dev/shm/none")
+    context = make_context(make_spec(training=options), layout(), "/dev/shm/none")
     updater = ChunkUpdater(context)
     grad, held = states()
     for key in context.layout.chunk_keys(BlockIndex(block)):
@@ -99,7 +99,7 @@ def test_chunk_updater_on_chunks_gives_the_bits_of_whole_block(block: int, optim
 def test_chunk_updater_rounds_every_element_of_model_with_bits_of_its_own() -> None:
     """Holds also if all elements are equal."""
     hyper = {"precision": Precision.BF16, "state_precision": StatePrecision.BF16, **HYPER}
-    updater = ChunkUpdater(make_context(make_spec(hyperparameters=hyper), layout(), "/dev/shm/none"))
+    updater = ChunkUpdater(make_context(make_spec(training=hyper), layout(), "/dev/shm/none"))
     windows = []
     for block in range(NUM_BLOCKS):
         for start in (0, CHUNK_NUMEL):

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.training import make_partition, make_spec
 from windlass.actors.job.context import make_context
-from windlass.actors.job.spec import Initialization
 from windlass.actors.optimizer.model_io import ModelIo
 from windlass.engine.device.dtypes import TORCH_DTYPE, state_dtype
 from windlass.engine.optimizer.split_states import join_master
+from windlass.engine.training_config.training_config import Initialization
 from windlass.storage.ids import ALL_FORMATS, ChunkKey, Formats, Span, StateKind, StatePrecision, Step
 from windlass.storage.memory.arena import SlotPool
 
@@ -27,7 +27,7 @@ class Bench:
 
     def __init__(self, directory: Path, **changes: Any) -> None:
         self.spec = make_spec(directory, **changes)
-        self.formats = self.spec.hyperparameters.formats
+        self.formats = self.spec.training.formats
         self.layout = make_partition(self.spec).layout
         context = make_context(self.spec, self.layout, "/nowhere")
         self.slots = SlotPool(0, 4096, NUM_SLOTS)
@@ -117,7 +117,7 @@ def test_weights_in_and_out(tmp_path: Path, formats: Formats, tied: bool) -> Non
 def test_random_weights_need_no_file(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     (Path(bench.spec.model_dir) / "model.safetensors").unlink()
-    bench.io.context = replace(bench.io.context, spec=replace(bench.spec, initialization=Initialization.RANDOM))
+    bench.io.context = replace(bench.io.context, spec=bench.spec.with_training(initialization=Initialization.RANDOM))
     list(bench.io.load())
     masters = dict(bench.names_and_states(StateKind.MASTER))
     assert all(master.isfinite().all() for master in masters.values())

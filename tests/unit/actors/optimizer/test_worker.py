@@ -12,7 +12,6 @@ from tests.support.actors.memory_ssds import MemorySsds
 from tests.support.actors.specs import make_spec
 from tests.support.storage.stores import FP32
 from windlass.actors.job.context import JobContext, make_context
-from windlass.actors.job.spec import Optimizer
 from windlass.actors.messages import (
     ActorFailed,
     BlockFlushed,
@@ -37,6 +36,7 @@ from windlass.engine.device.dtypes import TORCH_DTYPE, state_dtype
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.layout import BlockLayout, ModelLayout, ParamSlice
 from windlass.engine.optimizer.split_states import join_master, plain_exp_avg_sq, split_master
+from windlass.engine.training_config.training_config import Optimizer
 from windlass.storage.ids import (
     ALL_FORMATS,
     ActorName,
@@ -92,12 +92,12 @@ class Bench:
         placement: Placement | None = None,
         layout: ModelLayout = LAYOUT,
         ordering: Ordering | None = None,
-        **hyperparameters: Any,
+        **training: Any,
     ) -> None:
         # Gradients are fp32 in any precision, because there are two micro-batches. Clipping reserves slots for all of
         # them.
         hyper = {"precision": formats.precision, "state_precision": formats.states, "clip_norm": 1.0}
-        spec = make_spec(num_cpu_optimizers=1, hyperparameters={**hyper, **hyperparameters})
+        spec = make_spec(num_cpu_optimizers=1, training={**hyper, **training})
         spec = replace(spec, placement=placement or Placement(num_cached_params=0), ordering=ordering or Ordering())
         context = make_context(spec, layout, str(directory / "arena"))
         self.context: JobContext = context
@@ -163,7 +163,7 @@ class Bench:
 
     def expected(self, grad_scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The master, exp_avg and exp_avg_sq after torch's own optimizer has updated the stored ones."""
-        is_adamw = self.context.spec.hyperparameters.optimizer is Optimizer.ADAMW
+        is_adamw = self.context.spec.training.optimizer is Optimizer.ADAMW
         kind = torch.optim.AdamW if is_adamw else torch.optim.Adam
         parts = []
         for piece, decay in ((slice(0, DECAY_NUMEL), 0.1), (slice(DECAY_NUMEL, NUMEL), 0.0)):

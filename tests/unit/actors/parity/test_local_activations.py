@@ -160,7 +160,7 @@ def test_as_zero_infinity_each_layers_input_leaves_the_device(tmp_path: Path, wa
     spec = job(tmp_path / "job", precision=Precision.BF16, placement=placed(()))
     spec = behaving_as(spec, System.ZERO_INFINITY, NUM_LAYERS + 2)
     assert run(spec)["status"] == "succeeded"
-    dataset, hyper = PreparedDataset.open(spec.dataset_dir, "train"), spec.hyperparameters
+    dataset, hyper = PreparedDataset.open(spec.dataset_dir, "train"), spec.training
     batches = [dataset.batch(step, hyper.batch_size, hyper.num_microbatches, hyper.seed) for step in range(3)]
     num_tokens = sum(microbatch.input_ids.numel() for batch in batches for microbatch in batch)
     assert watched.counts.out_nbytes == watched.counts.in_nbytes == NUM_LAYERS * num_tokens * HIDDEN * 2

@@ -165,7 +165,7 @@ def test_steps_that_are_skipped_are_the_same(tmp_path: Path, monkeypatch: pytest
     found = []
     for size in (None, 1, 3):
         spec = grouped(job(tmp_path / f"{size}", precision=Precision.FP16, clip_norm=0.5), size)
-        hyper, dataset = spec.hyperparameters, PreparedDataset.open(spec.dataset_dir, "train")
+        hyper, dataset = spec.training, PreparedDataset.open(spec.dataset_dir, "train")
         first, *_ = dataset.batch(2, hyper.batch_size, hyper.num_microbatches, hyper.seed)
         broken.add(int(first.targets.clamp(min=0).sum()))
         train(spec)

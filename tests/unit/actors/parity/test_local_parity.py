@@ -113,7 +113,7 @@ def test_micro_batches_differ_in_their_targets(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     dataset = PreparedDataset.open(spec.dataset_dir, "train")
     for step in range(5):
-        counts = [microbatch.num_targets for microbatch in dataset.batch(step, 4, 4, spec.hyperparameters.seed)]
+        counts = [microbatch.num_targets for microbatch in dataset.batch(step, 4, 4, spec.training.seed)]
         assert len(set(counts)) > 1
         assert len(counts) == (2 if step == 4 else 4)
 

@@ -9,8 +9,9 @@ import torch
 
 from tests.support.training import exported_params, has_direct_io, losses_of, make_partition, make_spec, metrics_of
 from windlass.actors.job.context import SsdFacts
-from windlass.actors.job.spec import Initialization, JobSpec
+from windlass.actors.job.spec import JobSpec
 from windlass.actors.runtime.local_runner import run_local
+from windlass.engine.training_config.training_config import Initialization
 from windlass.storage.ids import Precision, Span
 from windlass.storage.io.engines import Backend, IoSettings, uring_refusal
 from windlass.storage.memory.arena import Arena, SlotPool, arena_path
@@ -103,7 +104,7 @@ def test_dropout_repeats_with_its_seed(tmp_path: Path, baseline: Result) -> None
 def test_random_initialization_repeats_with_its_seed(tmp_path: Path) -> None:
     results = []
     for name, seed in (("first", 5), ("second", 5), ("other", 6)):
-        spec = dataclasses.replace(job(tmp_path / name, seed=seed), initialization=Initialization.RANDOM)
+        spec = job(tmp_path / name, seed=seed).with_training(initialization=Initialization.RANDOM)
         for weights in Path(spec.model_dir).glob("*.safetensors"):
             weights.unlink()
         results.append(train(spec))

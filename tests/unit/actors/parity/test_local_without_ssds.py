@@ -9,10 +9,11 @@ import torch
 
 from tests.support.cut_off import CutOff
 from tests.support.training import exported_params, leftovers_of, losses_of, make_partition, make_spec, metrics_of
-from windlass.actors.job.spec import Initialization, JobSpec
+from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import ComputeBlocks, Message, Phase, ReadChunks, WriteChunks
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.memory_plan.plan import Placement, PlanError
+from windlass.engine.training_config.training_config import Initialization
 from windlass.storage.ids import ActorName, Attempt, Precision, StatePrecision
 
 NUM_BLOCKS = 5

@@ -26,13 +26,14 @@ from tests.support.training import (
     make_spec,
     metrics_of,
 )
-from windlass.actors.job.spec import JobSpec, Optimizer
+from windlass.actors.job.spec import JobSpec
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.memory_plan.activation_policy import ActivationChoice, BlockActivations
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.engine.training_config.training_config import Optimizer
 from windlass.storage.ids import Precision, StatePrecision
 
 pytestmark = pytest.mark.usefixtures("small_activation_slots", "unchecked_activations")
@@ -265,10 +266,10 @@ def test_steps_that_plain_pytorch_skips_are_skipped(
 
 def broken_targets(spec: JobSpec, steps: set[int]) -> set[int]:
     """The sums of the targets of each step's first micro-batch. No other micro-batch has these sums."""
-    hyper, dataset = spec.hyperparameters, PreparedDataset.open(spec.dataset_dir, "train")
+    hyper, dataset = spec.training, PreparedDataset.open(spec.dataset_dir, "train")
     sums = {
         (step, i): int(microbatch.targets.clamp(min=0).sum())
-        for step in range(1, spec.total_steps + 1)
+        for step in range(1, hyper.total_steps + 1)
         for i, microbatch in enumerate(dataset.batch(step - 1, hyper.batch_size, hyper.num_microbatches, hyper.seed))
     }
     chosen = {sums[(step, 0)] for step in steps}

@@ -11,9 +11,9 @@ BLOCKS = [(1, 3), (1, 2), (2, 0), (1, 0)]
 
 
 def drained(order: QueueOrder, arrivals: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    queue = BlockQueue(order)
+    queue: BlockQueue[tuple[int, int]] = BlockQueue(order)
     for step, block in arrivals:
-        queue.push(step, block)
+        queue.push(step, block, (step, block))
     found = []
     while queue:
         found.append(queue.first)
@@ -28,14 +28,23 @@ def test_queues_are_in_order_of_urgency_or_of_arrival(arrivals: tuple[tuple[int,
 
 
 def test_block_pushed_later_is_ordered_among_waiting_blocks() -> None:
-    priority, fifo = BlockQueue(QueueOrder.PRIORITY), BlockQueue(QueueOrder.FIFO)
+    priority: BlockQueue[int] = BlockQueue(QueueOrder.PRIORITY)
+    fifo: BlockQueue[int] = BlockQueue(QueueOrder.FIFO)
     for queue in (priority, fifo):
-        queue.push(1, 4)
-        queue.push(1, 3)
+        queue.push(1, 4, 4)
+        queue.push(1, 3, 3)
         queue.pop()
-        queue.push(1, 2)
-    assert [priority.pop(), priority.pop()] == [(1, 2), (1, 4)]
-    assert [fifo.pop(), fifo.pop()] == [(1, 3), (1, 2)]
+        queue.push(1, 2, 2)
+    assert [priority.pop(), priority.pop()] == [2, 4]
+    assert [fifo.pop(), fifo.pop()] == [3, 2]
+
+
+@pytest.mark.parametrize("order", list(QueueOrder))
+def test_items_of_one_block_stay_in_order_of_arrival(order: QueueOrder) -> None:
+    queue: BlockQueue[str] = BlockQueue(order)
+    for name in "cabd":
+        queue.push(1, 1, name)
+    assert [queue.pop() for _ in range(4)] == list("cabd")
 
 
 @pytest.mark.parametrize("name", LIMITS)

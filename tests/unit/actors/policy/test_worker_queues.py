@@ -12,12 +12,13 @@ from windlass.actors.policy.pending_replies import UnexpectedEventError
 from windlass.actors.policy.worker_queues import (
     REPORT_EVERY,
     ComputeReports,
+    GradReleases,
     OffloadQueue,
     OperationWindow,
     UpdateActions,
     UpdateQueue,
 )
-from windlass.storage.ids import BlockIndex, Step
+from windlass.storage.ids import BlockIndex, Span, Step
 
 STEP = Step(1)
 
@@ -163,9 +164,11 @@ def test_operations_are_reported_together_unless_something_waits_for_them() -> N
     reported(done(7))
     assert reported(done(8), now_s=1.1) == (done(7), done(8))
     reported(done(7), now_s=1.1)
-    report = reports.gradient(operation(7), 2.0, now_s=1.1)
+    assert reports.gradient(operation(6), 3.0, now_s=1.1, is_idle=False) is None
+    report = reports.gradient(operation(7), 2.0, now_s=1.1, is_idle=True)
+    assert report is not None
     assert report.computed == (done(7),)
-    assert [(grad.step, grad.block, grad.grad_sq_sum) for grad in report.grads] == [(1, 7, 2.0)]
+    assert [(grad.step, grad.block, grad.grad_sq_sum) for grad in report.grads] == [(1, 6, 3.0), (1, 7, 2.0)]
     head = BlockComputed(
         job=JOB,
         step=STEP,
@@ -188,3 +191,25 @@ def test_an_impossible_change_of_a_block_is_refused_with_its_story() -> None:
         UnexpectedEventError, match="block 3 of step 1 was computing, kept, updating: it cannot be discarded"
     ):
         block.become(BlockState.DISCARDED)
+
+
+# --- released gradient slots -----------------------------------------------------------------------------------------
+
+
+def spans_of(*numbers: int) -> tuple[Span, ...]:
+    return tuple(Span(4096 * number, 4096) for number in numbers)
+
+
+@pytest.mark.parametrize(("num_slots", "num_optimizers"), [(1, 1), (7, 1), (15, 2)])
+def test_few_gradient_slots_are_released_at_once(num_slots: int, num_optimizers: int) -> None:
+    releases = GradReleases(num_slots, num_optimizers)
+    for span in spans_of(0, 1, 2):
+        assert releases.add(span, is_idle=False) == (span,)
+
+
+def test_many_gradient_slots_are_released_together() -> None:
+    releases = GradReleases(16, 1)
+    found = [releases.add(span, is_idle=False) for span in spans_of(0, 1, 2, 3, 4)]
+    assert found == [(), (), spans_of(0, 1, 2), (), ()]
+    assert releases.add(None, is_idle=False) == ()  # a gradient from an SSD has no slot
+    assert releases.add(None, is_idle=True) == spans_of(3, 4)

@@ -18,11 +18,12 @@ from tests.support.training import (
     make_spec,
     metrics_of,
 )
-from windlass.actors.job.spec import EarlyStopping, FinalModel, JobSpec
+from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import CommitStore, ComputeBlocks, ExportModel, Message, Phase, UpdateStep
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.checkpoint.model_folder import folder_nbytes
 from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.training_config.training_config import EarlyStopping, FinalModel
 from windlass.storage.ids import ActorName, Precision
 
 TOTAL_STEPS = 8

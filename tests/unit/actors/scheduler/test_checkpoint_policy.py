@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tests.support.actors.scheduler_stage import Stage
 from tests.support.actors.specs import make_spec
 from tests.support.training import journal_of
-from windlass.actors.job.spec import EarlyStopping, FinalModel
 from windlass.actors.messages import ComputeBlock, ComputeProgressed, ExportModel, LoadModel, Message, Phase
 from windlass.actors.scheduler import scheduler
 from windlass.actors.scheduler.checkpoint_policy import Checkpoints
 from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.training_config.training_config import EarlyStopping, FinalModel
 from windlass.storage.ids import Attempt
 
 EVALUATED: dict[str, Any] = {"num_validation_examples": 9, "evaluate_every": 1}

@@ -60,7 +60,7 @@ def test_progress_told_an_evaluation_group_twice_refuses_it(stage: Stage) -> Non
 
 def test_progress_with_groups_in_any_order_tells_the_training_loss_of_the_last_group(tmp_path: Path) -> None:
     """A group's number covers the step so far, so that of the last group is the step's."""
-    stage = Stage(tmp_path, total_steps=30, hyperparameters={"num_microbatches": 3}, placement=Placement(group_size=1))
+    stage = Stage(tmp_path, total_steps=30, training={"num_microbatches": 3}, placement=Placement(group_size=1))
     progress = stage.scheduler._progress
     for step, order in enumerate(itertools.permutations(range(3)), start=1):
         for group in order:

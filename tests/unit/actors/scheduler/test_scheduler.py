@@ -109,7 +109,7 @@ def test_step_is_reported_before_the_next_commit_can_end(tmp_path: Path, monkeyp
 
     So earlier steps must be reported first. A skipped step is over while the previous one is still being committed.
     """
-    stage = Stage(tmp_path, hyperparameters=FP16)
+    stage = Stage(tmp_path, training=FP16)
     stage.bad_grads = {(2, 1), (3, 1)}
     monkeypatch.setattr(scheduler, "_TICK_S", 0.01)
     pending: list[tuple[ActorName, Message]] = []
@@ -164,7 +164,7 @@ def test_each_actor_receives_only_its_messages(stage: Stage) -> None:
 def test_the_policy_knows_the_order_of_updates(
     tmp_path: Path, order: UpdateOrder, keeps_grads: bool, overlaps_steps: bool
 ) -> None:
-    stage = Stage(tmp_path, hyperparameters={"update_order": order, "max_bad_steps": 7})
+    stage = Stage(tmp_path, training={"update_order": order, "max_bad_steps": 7})
     shape = stage.scheduler.pipeline.config
     assert (shape.keeps_grads, shape.max_bad_steps) == (keeps_grads, 7)
     assert shape.ordering == Ordering(overlaps_steps=overlaps_steps)
@@ -201,7 +201,7 @@ def updates_of(stage: Stage) -> set[tuple[object, ...]]:
 
 
 def test_a_step_of_several_groups_is_told_once(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, hyperparameters={"num_microbatches": 5}, placement=Placement(group_size=2))
+    stage = Stage(tmp_path, training={"num_microbatches": 5}, placement=Placement(group_size=2))
     assert stage.run()["status"] == "succeeded"
     heads = [message.group for message in stage.sent(ComputeBlock) if message.phase is Phase.HEAD]
     assert heads == [0, 1, 2] * 4
@@ -211,7 +211,7 @@ def test_a_step_of_several_groups_is_told_once(tmp_path: Path) -> None:
 
 
 def test_clipping_tells_the_norm_and_scales_by_it(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, hyperparameters={"clip_norm": 0.5})
+    stage = Stage(tmp_path, training={"clip_norm": 0.5})
     stage.run()
     norm = math.sqrt(3 * 12.0)
     assert metrics_of(stage.spec, "grad_norm") == pytest.approx(dict.fromkeys(range(1, 5), norm))

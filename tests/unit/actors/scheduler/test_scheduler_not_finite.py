@@ -43,7 +43,7 @@ def strict_journal(spec: JobSpec) -> list[dict[str, Any]]:
 
 
 def test_a_skipped_step_is_told_with_its_first_block_and_its_scale(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, hyperparameters=FP16)
+    stage = Stage(tmp_path, training=FP16)
     stage.break_step(2, block=1)
     stage.bad_grads.add((3, 0))
     assert stage.run()["status"] == "succeeded"
@@ -70,7 +70,7 @@ def test_a_skipped_step_is_told_with_its_first_block_and_its_scale(tmp_path: Pat
 
 def test_a_head_that_overflows_is_the_first_that_did(tmp_path: Path) -> None:
     """Its gradient does not come first, although the GPU worker reports it before the end of the operation."""
-    stage = Stage(tmp_path, hyperparameters=FP16)
+    stage = Stage(tmp_path, training=FP16)
     stage.break_step(2, block=2)
     stage.run()
     (told,) = warnings_of(stage.spec)
@@ -78,7 +78,7 @@ def test_a_head_that_overflows_is_the_first_that_did(tmp_path: Path) -> None:
 
 
 def test_the_first_group_that_was_not_finite_is_told(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, hyperparameters=FP16, placement=Placement(group_size=1))
+    stage = Stage(tmp_path, training=FP16, placement=Placement(group_size=1))
     stage.break_step(2, block=2)
 
     def break_second_group(message: Message) -> None:
@@ -92,7 +92,7 @@ def test_the_first_group_that_was_not_finite_is_told(tmp_path: Path) -> None:
 
 
 def test_skipped_step_without_loss_scaling_reports_no_scale(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, hyperparameters={"clip_norm": 1.0})
+    stage = Stage(tmp_path, training={"clip_norm": 1.0})
     stage.break_step(3, block=0)
     assert stage.run()["status"] == "succeeded"
     assert warnings_of(stage.spec) == ["Step 3 skipped: the forward of block 0 was not finite"]
@@ -128,33 +128,33 @@ def told_late(stage: Stage, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hyperparameters", "is_next_bad"),
+    ("training", "is_next_bad"),
     [({}, False), ({"clip_norm": 1.0}, False), ({"clip_norm": 1.0}, True), (FP16, False), (FP16, True)],
     ids=["active", "clipped", "clipped-next-skipped", "fp16", "fp16-next-skipped"],
 )
 def test_a_steps_metrics_are_its_own_though_the_next_one_has_begun(
-    tmp_path: Path, hyperparameters: dict[str, Any], is_next_bad: bool
+    tmp_path: Path, training: dict[str, Any], is_next_bad: bool
 ) -> None:
-    stage = Stage(tmp_path, hyperparameters=hyperparameters)
+    stage = Stage(tmp_path, training=training)
     if is_next_bad:
         stage.bad_grads.add((3, 1))
     told_late(stage, step=2)
     assert stage.run()["status"] == "succeeded"
     num_skipped = int(is_next_bad)
     assert metrics_of(stage.spec, "skipped_steps") == {1: 0, 2: 0, 3: num_skipped, 4: num_skipped}
-    before, after = (65536.0, 65536.0 / 2**num_skipped) if hyperparameters == FP16 else (1.0, 1.0)
+    before, after = (65536.0, 65536.0 / 2**num_skipped) if training == FP16 else (1.0, 1.0)
     assert metrics_of(stage.spec, "loss_scale") == {1: before, 2: before, 3: before, 4: after}
 
 
 def test_resumed_scheduler_restores_trainer_state_and_metrics(tmp_path: Path) -> None:
-    first = Stage(tmp_path / "lost", hyperparameters=FP16)
+    first = Stage(tmp_path / "lost", training=FP16)
     first.break_step(2, block=0)
     first.run()
     state = json.loads(first.commit(2).trainer_state, parse_constant=pytest.fail)
     assert state["trainer"] == {"optimizer_step": 1, "bad_steps": 1, "loss_scale": 32768.0, "good_steps": 0}
     assert state["metrics"] == {"train_loss": None, "train_mean_token_accuracy": 0.4, "grad_norm": None}
 
-    stage = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3), hyperparameters=FP16)
+    stage = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3), training=FP16)
     assert stage.run()["status"] == "succeeded"
     assert {(m.step, m.optimizer_step, m.grad_scale) for m in stage.sent(UpdateStep)} == {
         (3, 2, 1 / 32768),
@@ -171,7 +171,7 @@ def test_resumed_scheduler_restores_trainer_state_and_metrics(tmp_path: Path) ->
 
 
 def test_too_many_skipped_steps_end_the_job_and_name_step_and_block(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, hyperparameters={**FP16, "max_bad_steps": 1})
+    stage = Stage(tmp_path, training={**FP16, "max_bad_steps": 1})
     stage.break_step(2, block=0)
     stage.break_step(3, block=1)
     outcome = stage.run()
@@ -185,7 +185,7 @@ def test_too_many_skipped_steps_end_the_job_and_name_step_and_block(tmp_path: Pa
 
 
 def test_skipped_steps_count_on_over_a_restart(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"hyperparameters": {**FP16, "max_bad_steps": 1}}
+    options: dict[str, Any] = {"training": {**FP16, "max_bad_steps": 1}}
     first = Stage(tmp_path / "lost", **options)
     first.break_step(2, block=0)
     first.run()

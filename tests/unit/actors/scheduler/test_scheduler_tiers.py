@@ -46,7 +46,7 @@ def test_the_policy_knows_where_states_rest(tmp_path: Path) -> None:
     }
     restored = [(to, message.step) for to, message in stage.received if isinstance(message, RestoreStates)]
     assert restored == [("gpu-0", 0), ("optimizer-0", 0)]
-    spilled = Stage(tmp_path / "spilled", hyperparameters=FP16, placement=Placement(num_host_grad_blocks=1))
+    spilled = Stage(tmp_path / "spilled", training=FP16, placement=Placement(num_host_grad_blocks=1))
     assert spilled.scheduler.pipeline.config.spilled_blocks == {1, 2}
     assert spilled.run()["status"] == "succeeded"
 
@@ -147,7 +147,7 @@ def test_cancelled_when_a_step_was_told_already_it_is_committed_and_told_once(tm
 
 
 def test_skipped_steps_between_commits_are_told_and_count_in_the_next_commit(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, **TIERED, hyperparameters=FP16)
+    stage = Stage(tmp_path, **TIERED, training=FP16)
     for step in (2, 3, 4, 7):
         stage.bad_grads.add((step, 1))
     assert stage.run()["trained_tokens"] == 7 * NUM_TARGETS

@@ -42,7 +42,7 @@ def traffic(root: Path, placement: Placement, states: StatePrecision, order: Upd
     assert outcome["status"] == "succeeded"
     num_chunks = sum(partition.layout.num_chunks(block.index) for block in partition.layout.blocks)
     nbytes = sum(SIZES.get(kind, 4) * number for kind, number in moved.items()) / num_chunks
-    formats = spec.hyperparameters.formats
+    formats = spec.training.formats
     return (nbytes - sum(formats.itemsizes.values()) - formats.itemsizes[StateKind.PARAM]) / NUM_STEPS
 
 

@@ -20,7 +20,7 @@ ASKED = replace(
 
 
 def test_compute_is_as_fast_for_all_as_the_plan_counts_with() -> None:
-    asked = replace(ASKED, num_microbatches=1)
+    asked = ASKED.changed(num_microbatches=1)
     planned = planning.answer(asked)
     assert planned.solution is not None
     found = {each.system: each for each in comparison(asked, planned).systems}
@@ -41,13 +41,13 @@ def test_compute_is_as_fast_for_all_as_the_plan_counts_with() -> None:
 def test_comparison_notes_systems_that_cannot_clip() -> None:
     planned = planning.answer(ASKED)
     assert any("clip" in note for note in comparison(ASKED, planned).notes)
-    unclipped = replace(ASKED, clips=False)
+    unclipped = ASKED.changed(clip_norm=None)
     assert not any("clip" in note for note in comparison(unclipped, planned).notes)
 
 
 def test_system_that_cannot_be_compared_is_reported() -> None:
     planned = planning.answer(ASKED)
-    fp32 = comparison(replace(ASKED, precision=Precision.FP32), planned)
+    fp32 = comparison(ASKED.changed(precision=Precision.FP32), planned)
     assert (fp32.systems, len(fp32.notes)) == ((), 1)
     assert "not in fp32" in fp32.notes[0]
     cpu = MACHINE.model_copy(update={"gpus": MACHINE.gpus.model_copy(update={"count": 0})})

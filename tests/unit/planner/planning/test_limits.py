@@ -18,9 +18,9 @@ SMALL = machine(gpus=3, host=5, ssds=3.2)
 def with_number(asked: PlanQuestion, goal: Goal, number: int) -> PlanQuestion:
     match goal:
         case Goal.LARGEST_BATCH:
-            return replace(asked, batch_size=number, num_microbatches=1)
+            return asked.changed(batch_size=number, num_microbatches=1)
         case Goal.LONGEST_CONTEXT:
-            return replace(asked, sequence_length=number, num_microbatches=asked.batch_size)
+            return asked.changed(sequence_length=number, num_microbatches=asked.training.batch_size)
         case _:
             return replace(asked, num_layers=number)
 

@@ -64,12 +64,11 @@ def job(root: Path, **changes: Any) -> JobSpec:
 
 def partition_of(spec: JobSpec) -> Partition:
     """The partition with the product's chunk size, which is larger than that of tests."""
-    return Partition(build_meta_model(load_config(spec.model_dir), spec.hyperparameters.precision))
+    return Partition(build_meta_model(load_config(spec.model_dir), spec.training.precision))
 
 
 def order(spec: JobSpec, running: ReplanRequest | None = None, *, host_memory_nbytes: int = BUDGET_NBYTES) -> PlanOrder:
     ssd_gb_per_s = 100 * SSD_BYTES / 1e9
-    hyper = spec.hyperparameters
     return PlanOrder(
         model_dir=Path(spec.model_dir),
         hardware=Hardware(
@@ -78,15 +77,8 @@ def order(spec: JobSpec, running: ReplanRequest | None = None, *, host_memory_nb
             pcie=Pcie(h2d_gb_per_s=5, d2h_gb_per_s=5),
             ssds=Ssds(count=1, read_gb_per_s=ssd_gb_per_s, write_gb_per_s=ssd_gb_per_s, capacity_gib=10),
         ),
-        batch_size=hyper.batch_size,
-        num_microbatches=hyper.num_microbatches,
-        sequence_length=hyper.sequence_length,
+        training=spec.training,
         num_validation_examples=spec.num_validation_examples,
-        precision=hyper.precision,
-        state_precision=hyper.state_precision,
-        clips=hyper.clip_norm is not None,
-        accumulation_precision=hyper.accumulation_precision,
-        update_order=hyper.update_order,
         num_optimizers=1,
         host_memory_nbytes=host_memory_nbytes,
         device_memory_nbytes=None,

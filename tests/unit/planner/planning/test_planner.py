@@ -1,6 +1,6 @@
 """Plans of jobs that do not exist yet, on machines that are only described."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -8,6 +8,7 @@ import pytest
 from benchmarks.papers.published_models import RATEL_SHAPES
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.memory_tier import MemoryTier
+from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.yaml_files import load
@@ -35,9 +36,16 @@ def machine(**memory_gib: float) -> Hardware:
 
 
 def question(hardware: Hardware = MACHINE, **changes: Any) -> PlanQuestion:
-    fields: dict[str, Any] = {"batch_size": 8, "sequence_length": 512}
-    fields["config"] = config_of_shape(SHAPE, num_tokens=512)
-    return PlanQuestion(hardware=hardware, **{**fields, **changes})
+    """A question. `changes`: its fields or those of its training config.
+
+    Without a number of micro-batches, the planner chooses one.
+    """
+    names = [field.name for field in fields(TrainingConfig)]
+    settings: dict[str, Any] = {"batch_size": 8, "sequence_length": 512, "total_steps": 1}
+    settings |= {name: changes.pop(name) for name in names if name in changes}
+    options = {"config": config_of_shape(SHAPE, num_tokens=512), **changes}
+    chooses = "num_microbatches" not in settings
+    return PlanQuestion(hardware=hardware, training=TrainingConfig(**settings), chooses_microbatches=chooses, **options)
 
 
 def answer(asked: PlanQuestion) -> PlanReport:
@@ -138,8 +146,8 @@ def test_the_states_number_format_is_what_the_ssds_are_asked_for() -> None:
 def test_clipping_keeps_gradients() -> None:
     profile = Profiler(question().config, Precision.BF16).profile(8, 512)
     assert planned_job(question(), profile, 1).keeps_grads
-    assert not planned_job(question(clips=False), profile, 1).keeps_grads
-    assert planned_job(question(clips=False, precision=Precision.FP16), profile, 1).keeps_grads
+    assert not planned_job(question(clip_norm=None), profile, 1).keeps_grads
+    assert planned_job(question(clip_norm=None, precision=Precision.FP16), profile, 1).keeps_grads
     assert planned_job(question(), profile, 4).grad_itemsize == 4
 
 
@@ -203,7 +211,7 @@ def test_with_more_host_memory_a_job_that_fits_still_fits_and_is_hardly_slower()
         pcie=Pcie(h2d_gb_per_s=12, d2h_gb_per_s=12),
         ssds=Ssds(count=2, read_gb_per_s=8, write_gb_per_s=8, capacity_gib=100),
     )
-    asked = question(small, config=config, num_microbatches=1, clips=False)
+    asked = question(small, config=config, num_microbatches=1, clip_norm=None)
     profiles, best_s = planning.Profiles(asked), float("inf")
     for host_mib in (800, 1200, 1600, 2400):
         limited = replace(asked, host_memory_nbytes=host_mib << 20)

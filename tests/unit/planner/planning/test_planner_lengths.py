@@ -29,7 +29,7 @@ from windlass.planner.planning import planner as planning
 from windlass.planner.planning.feasibility import _smaller, with_part
 from windlass.planner.planning.planner import PlanQuestion, Profiles
 from windlass.planner.planning.report import ExampleTokens, PlanReport
-from windlass.planner.planning.worker import DatasetOrder, PlanOrder, plan_job, question_of
+from windlass.planner.planning.worker import PlanOrder, plan_job, question_of
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
@@ -127,7 +127,7 @@ def test_advice_on_length_uses_lengths_of_real_examples() -> None:
 
 def test_a_question_with_data_must_name_a_number_of_microbatches(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
-    order = order_of(spec).model_copy(update={"num_microbatches": None})
+    order = order_of(spec, chooses_microbatches=True)
     with pytest.raises(ValueError, match="num_microbatches is missing"):
         question_of(order, load_config(spec.model_dir))
 
@@ -137,7 +137,7 @@ def test_a_question_with_data_must_name_a_number_of_microbatches(tmp_path: Path)
 
 def order_of(spec: JobSpec, **changes: Any) -> PlanOrder:
     """The service's order for a plan of this job, on a machine without a GPU."""
-    hyper = spec.hyperparameters
+    training = replace(spec.training, sequence_length=changes.pop("sequence_length", 2048))
     fields: dict[str, Any] = {
         "model_dir": Path(spec.model_dir),
         "hardware": Hardware(
@@ -146,13 +146,8 @@ def order_of(spec: JobSpec, **changes: Any) -> PlanOrder:
             pcie=Pcie(h2d_gb_per_s=5, d2h_gb_per_s=5),
             ssds=Ssds(count=2, read_gb_per_s=1, write_gb_per_s=1, capacity_gib=10),
         ),
-        "batch_size": hyper.batch_size,
-        "num_microbatches": hyper.num_microbatches,
-        "sequence_length": 2048,
-        "dataset": DatasetOrder(dataset_dir=Path(spec.dataset_dir), seed=hyper.seed, total_steps=spec.total_steps),
-        "precision": hyper.precision,
-        "state_precision": hyper.state_precision,
-        "clips": hyper.clip_norm is not None,
+        "training": training,
+        "dataset_dir": Path(spec.dataset_dir),
         "num_optimizers": 1,
         "host_memory_nbytes": None,
         "device_memory_nbytes": None,
@@ -194,8 +189,8 @@ def test_planned_memory_suffices_for_every_batch_and_evaluation(
     context = make_context(spec, partition.layout, "")
     # The engine uses the planner's chunks, not those of other tests. Buffers on the device hold whole blocks.
     assert device_need_of_job(context, partition).nbytes <= planned_nbytes
-    hyper, train = spec.hyperparameters, PreparedDataset.open(spec.dataset_dir, "train")
-    steps = (train.batch(step, hyper.batch_size, num_microbatches, hyper.seed) for step in range(spec.total_steps))
+    hyper, train = spec.training, PreparedDataset.open(spec.dataset_dir, "train")
+    steps = (train.batch(step, hyper.batch_size, num_microbatches, hyper.seed) for step in range(hyper.total_steps))
     shapes = {tuple(tuple(microbatch.input_ids.shape) for microbatch in step) for step in steps}
     validation = PreparedDataset.open(spec.dataset_dir, "validation")
     evaluated = {
@@ -238,6 +233,6 @@ def test_a_job_of_mixed_lengths_runs_within_its_plan(tmp_path: Path, monkeypatch
 
 def planner_partition(spec: JobSpec) -> Partition:
     """The partition with the planner's chunks."""
-    partition = Partition(build_meta_model(load_config(spec.model_dir), spec.hyperparameters.precision))
+    partition = Partition(build_meta_model(load_config(spec.model_dir), spec.training.precision))
     Path(spec.layout_file).write_text(partition.layout.to_json())
     return partition

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning.measured_steps import measured_step
@@ -12,7 +13,6 @@ from windlass.planner.planning.planner import Planned, PlanQuestion, Profiles, a
 from windlass.planner.planning.replan import CorrectedPlan, RunningJob, correct
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.simulation.planned_job import simulate_planned
-from windlass.storage.ids import Formats, Precision, StatePrecision
 
 SHAPE = ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000)
 NUM_TOKENS = 512
@@ -31,10 +31,7 @@ def question(hardware: Hardware, *, host_mib: float) -> PlanQuestion:
     return PlanQuestion(
         config=config_of_shape(SHAPE, num_tokens=NUM_TOKENS),
         hardware=hardware,
-        batch_size=8,
-        num_microbatches=1,
-        sequence_length=NUM_TOKENS,
-        clips=False,
+        training=TrainingConfig(batch_size=8, sequence_length=NUM_TOKENS, clip_norm=None, total_steps=1),
         host_memory_nbytes=int(host_mib * 2**20),
     )
 
@@ -52,8 +49,7 @@ def run(
     assert report.peak_gib is not None
     assert report.step_s is not None
     there = replace(solution, costs=replace(solution.costs, speeds=replace(asked, hardware=real).speeds))
-    formats = Formats(Precision.BF16, StatePrecision.FP32)
-    simulated = simulate_planned(there, planned.layout, formats, num_cores=2)
+    simulated = simulate_planned(there, planned.layout, num_cores=2)
     is_cpu = real.gpus.count == 0
     running = RunningJob(
         placement=solution.placement,

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PretrainedConfig
 
 from tests.support.engine.architectures import ARCHITECTURES
 from windlass.actors.timeline.span_files import SIMULATED_FOLDER, held_steps, load_step
+from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
@@ -22,15 +24,13 @@ from windlass.planner.profiling.measure_model import BlockTimes, MeasuredBlocks
 
 def plan(tmp_path: Path, config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     config.save_pretrained(tmp_path / "model")
+    names = [field.name for field in fields(TrainingConfig)]
+    training = {"batch_size": 2, "sequence_length": 16, "total_steps": 1}
+    training |= {name: changes.pop(name) for name in names if name in changes}
     question = {
         "model_dir": str(tmp_path / "model"),
         "hardware": load(Hardware, example_machines()["rtx4090-server"]).model_dump(),
-        "batch_size": 2,
-        "num_microbatches": 1,
-        "sequence_length": 16,
-        "precision": "bf16",
-        "state_precision": "fp32",
-        "clips": True,
+        "training": training,
         "num_optimizers": 1,
         "host_memory_nbytes": None,
         "device_memory_nbytes": None,

@@ -19,7 +19,7 @@ NUMEL = NUM_BLOCKS * 2 * CHUNK
 
 def grouped(group_size: int, **placement: Any) -> dict[str, Any]:
     return {
-        "hyperparameters": {"num_microbatches": NUM_MICROBATCHES},
+        "training": {"num_microbatches": NUM_MICROBATCHES},
         "placement": Placement(group_size=group_size, **{"num_cached_params": 0, **placement}),
     }
 
@@ -38,7 +38,7 @@ def test_bytes_are_those_of_the_groups(group_size: int, num_groups: int) -> None
 
 def test_sums_in_half_precision_are_half_as_large() -> None:
     options = grouped(2)
-    options["hyperparameters"]["accumulation_precision"] = "bf16"
+    options["training"]["accumulation_precision"] = "bf16"
     spans = job(**options).spans()
     assert moved(spans, SpanKind.COPY_PARTIAL_OUT, 2) == 2 * NUMEL
 

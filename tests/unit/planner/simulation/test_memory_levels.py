@@ -78,8 +78,8 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def made(*, clips: bool = False, machine: Any = SLOW, **options: Any) -> Simulated:
-    hyperparameters = {"num_microbatches": NUM_MICROBATCHES, "clip_norm": 1.0 if clips else None}
-    found = job(**{"compute_s": 0.1, **options}, machine=machine, hyperparameters=hyperparameters)
+    training = {"num_microbatches": NUM_MICROBATCHES, "clip_norm": 1.0 if clips else None}
+    found = job(**{"compute_s": 0.1, **options}, machine=machine, training=training)
     return replace(found, work=replace(found.work, held_nbytes=HELD, peak_nbytes=PEAKS))
 
 
@@ -220,7 +220,7 @@ def test_sums_of_tied_uses_are_fp32_also_where_gradients_travel_in_16_bits() -> 
     layout = make_layout(3 * CHUNK, *[2 * CHUNK] * (NUM_BLOCKS - 1), chunk_numel=CHUNK)
     found = job(
         layout=replace(layout, shared=TIED.shared),
-        hyperparameters={"num_microbatches": NUM_MICROBATCHES, "accumulation_precision": "bf16"},
+        training={"num_microbatches": NUM_MICROBATCHES, "accumulation_precision": "bf16"},
     )
     gradients = levels_of(found)[MemoryTier.DEVICE, "gradients"]
     # One for the head's sum and one for its sum of the embedding; for all others one in use and one that leaves.

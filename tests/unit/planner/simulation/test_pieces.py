@@ -24,7 +24,7 @@ ITEMSIZE = 2
 def streamed(num_microbatches: int, choice: ActivationChoice = ActivationChoice.RECOMPUTE) -> dict[str, Any]:
     return {
         "layout": LAYOUT,
-        "hyperparameters": {"num_microbatches": num_microbatches},
+        "training": {"num_microbatches": num_microbatches},
         "placement": Placement(streamed_blocks=LAYERS, activations=choice.of_layers(len(LAYERS)), num_cached_params=0),
     }
 

@@ -14,15 +14,13 @@ from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.simulation import planned_job
 from windlass.planner.simulation.planned_job import simulate_planned
 from windlass.planner.solver.placement_search import Solution
-from windlass.storage.ids import Formats, Precision, StatePrecision
 
-FORMATS = Formats(Precision.BF16, StatePrecision.FP32)
 # Activations and states spill to the SSDs.
 SMALL = machine(host=7, gpus=6)
 
 
 def simulated_step_s(solution: Solution, layout: ModelLayout) -> float:
-    return simulate_planned(solution, layout, FORMATS, num_cores=2).step_s
+    return simulate_planned(solution, layout, num_cores=2).step_s
 
 
 def planned(hardware: Hardware, **changes: object) -> tuple[Solution, ModelLayout]:
@@ -44,7 +42,7 @@ def test_levels_of_memory_are_within_the_plan(hardware: Hardware, changes: dict[
     asked = question(hardware, config=config, **changes)
     profiles = Profiles(asked)
     job, solution = best_plan(asked, profiles)
-    simulated = simulate_planned(solution, profiles.layout, FORMATS, num_cores=2)
+    simulated = simulate_planned(solution, profiles.layout, num_cores=2)
     memory, levels = simulated.memory, {(each.tier, each.what): each for each in simulated.steps[-1].levels}
 
     def on_device(*kinds: str) -> int:

@@ -64,9 +64,9 @@ def test_a_steady_step_is_found_without_timelines() -> None:
 def test_without_overlap_updates_follow_the_backward_pass_and_nothing_else() -> None:
     slow = rates(optimizer_params=2 * CHUNK)  # one second a block
     hyper = {"clip_norm": 1.0}
-    alone = run(machine=slow, hyperparameters=hyper, ordering=Ordering(overlaps_steps=False))[-1]
+    alone = run(machine=slow, training=hyper, ordering=Ordering(overlaps_steps=False))[-1]
     assert alone.summary["period_s"] == pytest.approx(11.0 + 6.0, rel=1e-3)
-    beside = run(machine=slow, hyperparameters=hyper)[-1]
+    beside = run(machine=slow, training=hyper)[-1]
     # Each block's forward operation follows its update. Three chunks may begin before the last gradient arrives, which
     # is that of the first block.
     assert 11.0 + 1.0 - 1e-3 <= beside.summary["period_s"] <= 11.0 + 1.0 + 1.5 + 1e-3
@@ -108,7 +108,7 @@ def test_a_tied_head_brings_the_embedding_too(num_optimizers: int) -> None:
     tied = replace(layout, shared=(*layout.shared[:-1], (BlockIndex(3), BlockIndex(0))))
     context = make_context(make_spec(total_steps=2, num_cpu_optimizers=num_optimizers), tied, "")
     work = Work(compute_s={(phase, block): 1.0 for phase in Phase for block in range(4)})
-    steps = simulate(context, job_shape(context), rates(h2d_bytes=CHUNK * 2), work)
+    steps = simulate(context, job_shape(context, ""), rates(h2d_bytes=CHUNK * 2), work)
     copied = [span for span in steps[1].spans if span.kind is SpanKind.COPY_PARAMS_IN and span.block == 0]
     assert len(copied) >= 3  # for forward, head and backward
 
@@ -146,7 +146,7 @@ def featured(
         layout=layers_of((3000, 3000), (4000,), (3000,), num_norms=100, num_blocks=NUM_BLOCKS),
         placement=placement,
         swapped_nbytes={} if room is None else dict.fromkeys(LAYERS, TENSORS),
-        hyperparameters={"num_microbatches": 4, "clip_norm": 1.0 if clips else None},
+        training={"num_microbatches": 4, "clip_norm": 1.0 if clips else None},
         **options,
     )
 

@@ -17,11 +17,13 @@ from tests.support.service.api_client import serve, upload
 from tests.support.service.dispatcher_stage import Stage
 from tests.unit.service.data.test_deletion import export, model_of, succeed, train
 from windlass.engine.checkpoint import model_folder
+from windlass.engine.training_config import config_json
 from windlass.service.data import backup
 from windlass.service.data.backup import BackupError, make_backup, restore_backup
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings, load_settings
 from windlass.service.jobs.plan_files import load_question
+from windlass.service.jobs.spec_builder import training_config_of
 from windlass.service.webhooks.secret_box import SecretBox
 from windlass.storage.ids import Attempt, Formats, JobId, Precision, StatePrecision
 from windlass.storage.sql.database import Database, migrate
@@ -137,7 +139,8 @@ def test_what_the_planner_was_asked_is_asked_again_of_the_new_home(
     new = copy_home(settings, tmp_path)
     question = load_question(new, stage.job(job_id))
     # By then other jobs may train at the same time.
-    assert question == {"model_dir": str(new.models_dir / "tiny"), "batch_size": 4, "is_alone": False}
+    training = config_json.to_json(training_config_of(stage.job(job_id)))
+    assert question == {"model_dir": str(new.models_dir / "tiny"), "training": training, "is_alone": False}
 
 
 def test_backup_excludes_locks_and_partial_files(stage: Stage, settings: Settings, tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.service.dispatcher_stage import PREPARED, Stage
-from windlass.actors.job.spec import Optimizer
 from windlass.actors.lifecycle.cpu_affinity import numa_nodes
 from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.engine.training_config.training_config import Optimizer
 from windlass.service.data import job_remains as leftovers
 from windlass.service.dispatcher.job_watch import AttemptPhase, StopKind
 from windlass.service.installation.settings import Settings
@@ -34,10 +34,10 @@ def test_a_job_is_prepared_then_runs_with_its_hyperparameters_resolved(stage: St
     job = stage.job(job_id)
     assert (job.status, job.attempt, job.total_steps) == (JobStatus.RUNNING, 1, 4)
     (spec,) = stage.runners.started
-    assert (spec.job, spec.attempt, spec.total_steps, spec.num_validation_examples) == (job_id, 1, 4, 2)
-    assert (spec.hyperparameters.epochs, spec.hyperparameters.batch_size) == (2, 5)
+    assert (spec.job, spec.attempt, spec.training.total_steps, spec.num_validation_examples) == (job_id, 1, 4, 2)
+    assert (spec.training.epochs, spec.training.batch_size) == (2, 5)
     assert (spec.compute_threads, spec.num_cpu_optimizers) == (4, len(numa_nodes()))
-    assert spec.evaluate_every == 2  # an epoch
+    assert spec.training.evaluate_every == 2  # an epoch
     assert spec.output_dir == str(stage.settings.fine_tuned_dir / f"ft:tiny::{job_id[6:18]}")
     assert "train.jsonl: 1 examples are longer than 8 tokens and were cut" in stage.messages(job_id)
 
@@ -47,7 +47,7 @@ def test_a_job_runs_with_the_words_it_asked_for(stage: Stage) -> None:
     stage.tick()
     stage.preparations[0].ending = PREPARED
     stage.tick(2)
-    hyper = stage.runners.started[0].hyperparameters
+    hyper = stage.runners.started[0].training
     assert (hyper.precision, hyper.accumulation_precision) == (Precision.FP16, Precision.FP16)
     assert (hyper.optimizer, hyper.update_order) == (Optimizer.ADAM, UpdateOrder.AFTER_BACKWARD)
     # JSON strings would be equal, but not of the enum's type.
@@ -63,7 +63,7 @@ def test_a_models_kernels_are_kept_as_words(stage: Stage, stored: list[str] | No
     assert job.hyperparameters is not None
     assert job.hyperparameters["model_kernels"] is None
     job.hyperparameters = {**job.hyperparameters, "model_kernels": stored}
-    hyper = build_job_spec(stage.settings, MachineResources(num_cores=4, num_gpus=0), job).hyperparameters
+    hyper = build_job_spec(stage.settings, MachineResources(num_cores=4, num_gpus=0), job).training
     assert hyper.model_kernels == expected
 
 
@@ -72,10 +72,10 @@ def test_a_job_of_an_older_version_has_the_defaults(stage: Stage) -> None:
     later = ("optimizer", "state_precision", "accumulation_precision", "update_order", "max_bad_steps", "model_kernels")
     assert job.hyperparameters is not None
     job.hyperparameters = {name: value for name, value in job.hyperparameters.items() if name not in later}
-    hyper = build_job_spec(stage.settings, MachineResources(num_cores=4, num_gpus=0), job).hyperparameters
+    hyper = build_job_spec(stage.settings, MachineResources(num_cores=4, num_gpus=0), job).training
     assert (hyper.optimizer, hyper.state_precision) == (Optimizer.ADAMW, StatePrecision.FP32)
     assert (hyper.accumulation_precision, hyper.max_bad_steps) == (Precision.FP32, 10)
-    assert (hyper.update_order, hyper.order_of_updates) == (None, UpdateOrder.KEPT)
+    assert (hyper.update_order, hyper.order_of_updates) == (UpdateOrder.KEPT, UpdateOrder.KEPT)
     assert hyper.model_kernels is None
 
 

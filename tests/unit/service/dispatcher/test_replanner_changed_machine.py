@@ -96,7 +96,7 @@ def test_a_job_that_is_resumed_on_another_machine_is_planned_anew(stage: Stage, 
     other = stage.queue()
     stage.tick()
     (planner,) = stage.planners
-    assert planner.question["batch_size"] == 5
+    assert planner.question["training"]["batch_size"] == 5
     assert planner.question["hardware"] == machine(4.0).model_dump()
     assert stage.job(job_id).waiting_reason == (
         "its plan is made again, as the machine or the settings have changed since"

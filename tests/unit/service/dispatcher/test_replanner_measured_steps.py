@@ -88,7 +88,7 @@ def test_the_planner_is_asked_again_once_the_first_steps_are_measured(stage: Sta
     (planner,) = stage.planners
     question, running = planner.question, planner.question["running"]
     # The same question, except that nothing is measured while a job computes.
-    assert (question["batch_size"], question["compute_threads"], question["may_measure"]) == (5, 4, False)
+    assert (question["training"]["batch_size"], question["compute_threads"], question["may_measure"]) == (5, 4, False)
     assert running["timeline_dir"] == str(job_dir(stage.settings, job_id) / "timeline")
     assert (running["first_step"], running["num_steps_left"]) == (3, 35)
     assert {"ok": True, **running["plan"]} == PLANNED

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,26 @@ from pydantic import TypeAdapter
 
 from tests.support.actors import specs
 from windlass.actors.job.context import grad_precision, make_context
-from windlass.actors.job.spec import Hyperparameters, JobSpec
+from windlass.actors.job.spec import JobSpec
+from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.engine.training_config import config_json
+from windlass.engine.training_config.training_config import FinalModel, TrainingConfig
+from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
-from windlass.planner.planning.planner import PlanQuestion, Profiles, best_plan
+from windlass.planner.planning.planner import PlanQuestion, Profiles, best_plan, planned_job
 from windlass.planner.planning.worker import PlanOrder, question_of
-from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
+from windlass.planner.solver.step_cost import PlannedJob
 from windlass.service.installation.settings import Settings
-from windlass.service.jobs.spec_builder import MachineResources, preparation_order, resolve_job
+from windlass.service.jobs.spec_builder import (
+    MachineResources,
+    build_job_spec,
+    job_dir,
+    preparation_order,
+    resolve_job,
+    training_config_of,
+)
 from windlass.service.preparation.pipeline import (
     CHECK_MODEL,
     PLAN_JOB,
@@ -31,6 +44,8 @@ from windlass.service.validation.hyperparameters import (
     WindlassSettings,
     resolve,
 )
+from windlass.storage.ids import Precision
+from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Job
 
 MACHINE = Hardware(
@@ -51,13 +66,12 @@ RESULTS: dict[str, dict[str, Any]] = {
 }
 JOB = {"batch_size": 4, "num_microbatches": 2, "sequence_length": 64}
 
-# Settings of a job, each with a value other than its default, that change the planner's question.
+# Settings of a job, each with a value other than its default, that change its memory or the time of its steps.
 PLANNED: dict[str, Any] = {
     "batch_size": 6,
     "num_microbatches": 4,
     "sequence_length": 32,
     "clip_norm": None,
-    "optimizer": "adam",
     "precision": "fp32",
     "state_precision": "bf16",
     "accumulation_precision": "bf16",
@@ -72,7 +86,8 @@ _EVALUATION_TIME = "an evaluation lies between two steps, and what a step takes 
 # The other settings, each with such a value and the reason why memory and step time do not depend on it.
 NOT_PLANNED: dict[str, tuple[Any, str]] = {
     "learning_rate": (1e-3, _A_NUMBER),
-    "warmup_steps": (3, _A_NUMBER),
+    "optimizer": ("adam", "both optimizers take the same bytes and the same time"),
+    "warmup_steps": (5, _A_NUMBER),
     "warmup": (0.5, _A_NUMBER),
     "schedule": ("cosine", _A_NUMBER),
     "weight_decay": (0.1, _A_NUMBER),
@@ -100,34 +115,25 @@ NOT_PLANNED: dict[str, tuple[Any, str]] = {
 }
 _TOLD_OTHERWISE = {"keep_checkpoints": {"checkpoint_every": 3}}  # needs this setting too
 
-# The resolved settings that the runner gets, and the planner's fields with the same information.
-HYPERPARAMETERS = {
-    "batch_size": "batch_size",
-    "num_microbatches": "num_microbatches",
-    "sequence_length": "sequence_length",
-    "clip_norm": "clips",
-    "precision": "precision",
-    "optimizer": "optimizer",
-    "state_precision": "state_precision",
-    "accumulation_precision": "accumulation_precision",
-    "update_order": "update_order",
+# For each field of a training config, settings of a request that change it.
+CHANGES: dict[str, dict[str, Any]] = {
+    **{name: {name: PLANNED.get(name, NOT_PLANNED.get(name, (None, ""))[0])} for name in WindlassSettings.model_fields},
+    "total_steps": {"epochs": 5},
+    "update_order": {"gradient_updates": "after_backward"},
+    "model_kernels": {"model_kernels": "torch"},
+    "early_stopping": {"early_stopping": {"patience": 3, "min_delta": 0.5}},
 }
-NOT_PLANNED_HYPERPARAMETERS = {
-    **{name: why for name, (_, why) in NOT_PLANNED.items()},
-    "kernel": "no setting of a job; the machine's profile has what updates take",
-    "epochs": "the planner is told the number of steps",
-}
+NO_SETTING = {"kernel": "a resumed job's kernel is that of its commit"}
 _NOT_THE_JOBS = "where files lie, or what the attempt is called"
 JOB_SPEC = {
-    "hyperparameters": "see above",
+    "training": "training",
     "num_validation_examples": "num_validation_examples",
     "num_cpu_optimizers": "num_optimizers",
     "compute_threads": "compute_threads",
     "host_memory_nbytes": "host_memory_nbytes",
     "device_memory_nbytes": "device_memory_nbytes",
     "ssd_dirs": "hardware",
-    "dataset_dir": "dataset",
-    "total_steps": "dataset",
+    "dataset_dir": "dataset_dir",
 }
 NOT_PLANNED_JOB_SPEC = {
     **dict.fromkeys(
@@ -143,7 +149,6 @@ NOT_PLANNED_JOB_SPEC = {
         ),
         _NOT_THE_JOBS,
     ),
-    **{name: NOT_PLANNED[name][1] for name in NOT_PLANNED if name in {field.name for field in fields(JobSpec)}},
     "optimizer_threads": "the machine's profile has what updates take with the threads of its settings",
     "planned_device_nbytes": "the plan's answer",
     "placement": "the plan's answer",
@@ -170,12 +175,13 @@ def windlass_settings(**asked: Any) -> WindlassSettings:
 def job_of(asked: WindlassSettings) -> Job:
     return Job(
         id="ftjob-1",
+        status=JobStatus.QUEUED,
         attempt=0,
         model="base",
         training_file="file-1",
         validation_file=None,
         suffix=None,
-        seed=1,
+        seed=1 if asked.seed is None else asked.seed,
         method={"type": "supervised", "supervised": {"hyperparameters": {}}},
         windlass=asked.model_dump(mode="json"),
         created_at=0,
@@ -199,48 +205,147 @@ def order_of(home: Path, asked: WindlassSettings) -> PlanOrder:
     return PlanOrder.model_validate(order.plan_question(RESULTS))
 
 
-def hyperparameters_of(asked: WindlassSettings) -> Hyperparameters:
-    """The hyperparameters that the runner of such a job gets."""
+def training_of(asked: WindlassSettings) -> TrainingConfig:
+    """The training config of such a job."""
     settings = JobSettings(supervised=SupervisedHyperparameters(), windlass=asked, seed=1)
     return resolve(settings, NUM_EXAMPLES)
 
 
+def spec_of(home: Path, asked: WindlassSettings) -> JobSpec:
+    """The spec for the runner of such a job, built from its row and its folder."""
+    job = job_of(asked)
+    resolved = resolve_job(job, RESULTS)
+    job.hyperparameters, job.total_steps = json.loads(json.dumps(resolved.hyperparameters)), resolved.total_steps
+    settings = Settings(home=home)
+    prepared = job_dir(settings, job.id) / "prepare" / f"{PREPARE_DATA}.json"
+    prepared.parent.mkdir(parents=True, exist_ok=True)
+    prepared.write_text(json.dumps(RESULTS[PREPARE_DATA]))
+    return build_job_spec(settings, MachineResources(num_cores=4, num_gpus=1), job)
+
+
+@cache
+def profile_of(num_examples: int, num_tokens: int, precision: Precision) -> ModelProfile:
+    return Profiler(CONFIG, precision).profile(num_examples, num_tokens)
+
+
+def plan_facts(order: PlanOrder) -> list[object]:
+    """All that a plan depends on."""
+    training, data = order.training, order.dataset_dir
+    question = question_of(order.model_copy(update={"dataset_dir": None}), CONFIG)
+    profile = profile_of(training.microbatch_size, training.sequence_length, training.precision)
+    job = planned_job(question, profile, training.num_microbatches)
+    read = [getattr(job, name) for name, value in vars(PlannedJob).items() if isinstance(value, property)]
+    batches = training.batch_size, training.num_microbatches, training.seed, training.total_steps
+    return [profile, *read, question.limits, question.num_validation_examples, question.num_optimizers, data, batches]
+
+
 @pytest.mark.parametrize("name", WindlassSettings.model_fields)
-def test_plan_question_reads_each_setting_or_it_is_named_as_one_that_changes_no_step(tmp_path: Path, name: str) -> None:
+def test_plan_reads_each_setting_or_it_is_named_as_one_that_changes_no_step(tmp_path: Path, name: str) -> None:
     assert (name in PLANNED) != (name in NOT_PLANNED), (
         f"{name}: a new setting: have the planner read it and name it in PLANNED, or say in NOT_PLANNED why neither "
         "memory nor time of a step depends on it"
     )
     value = PLANNED[name] if name in PLANNED else NOT_PLANNED[name][0]
     changed = order_of(tmp_path, windlass_settings(**_TOLD_OTHERWISE.get(name, {}), **{name: value}))
-    assert (changed != order_of(tmp_path, windlass_settings())) == (name in PLANNED)
+    facts, others = plan_facts(changed), plan_facts(order_of(tmp_path, windlass_settings()))
+    if name == "seed":  # it selects the batches, whose widths the plan reads from the data
+        facts[-1] = others[-1]
+    assert (facts != others) == (name in PLANNED)
 
 
-def test_plan_question_says_of_the_job_what_the_runner_is_told(tmp_path: Path) -> None:
-    names = {field.name for field in fields(Hyperparameters)}
-    assert names == names & (HYPERPARAMETERS.keys() | NOT_PLANNED_HYPERPARAMETERS.keys())
-    others = {"clip_norm", "update_order", "batch_size", "num_microbatches", "sequence_length", "budgets"}
-    for asked in ({}, *({name: value} for name, value in PLANNED.items() if name not in others)):
-        order, hyper = order_of(tmp_path, windlass_settings(**asked)), hyperparameters_of(windlass_settings(**asked))
-        for mine, theirs in HYPERPARAMETERS.items():
-            if mine in ("clip_norm", "update_order"):
-                continue
-            assert getattr(order, theirs) == getattr(hyper, mine), mine
-        assert order.clips == (hyper.clip_norm is not None)
-        assert order.num_validation_examples == NUM_VALIDATION_EXAMPLES
+@pytest.mark.parametrize("name", [field.name for field in fields(TrainingConfig)])
+def test_each_field_of_a_training_config_reaches_the_runner_and_the_planner(tmp_path: Path, name: str) -> None:
+    assert (name in CHANGES) != (name in NO_SETTING), f"{name}: a new field: name the setting that changes it"
+    if name in NO_SETTING:
+        return
+    plain, changed = windlass_settings(), windlass_settings(**_TOLD_OTHERWISE.get(name, {}) | CHANGES[name])
+    spec, order = spec_of(tmp_path, changed), order_of(tmp_path, changed)
+    assert getattr(spec.training, name) != getattr(spec_of(tmp_path, plain).training, name)
+    assert spec.training == order.training == question_of(without_data(order), CONFIG).training
+
+
+@pytest.mark.parametrize("gradient_updates", ["auto", *UpdateOrder])
+@pytest.mark.parametrize("accumulation_precision", ["fp32", "bf16"])
+def test_planner_and_runner_see_the_same_gradient_settings(
+    tmp_path: Path, gradient_updates: str, accumulation_precision: str
+) -> None:
+    asked = windlass_settings(
+        gradient_updates=gradient_updates, accumulation_precision=accumulation_precision, clip_norm=None
+    )
+    spec, question = spec_of(tmp_path, asked), question_of(without_data(order_of(tmp_path, asked)), CONFIG)
+    job = planned_job(question, profile_of(2, 64, Precision.BF16), 2)
+    assert job.update_order is spec.training.order_of_updates
+    assert job.update_order == ("active" if gradient_updates == "auto" else gradient_updates)
+    assert job.grad_itemsize == spec.training.grad_itemsize == (4 if accumulation_precision == "fp32" else 2)
+
+
+def without_data(order: PlanOrder) -> PlanOrder:
+    return order.model_copy(update={"dataset_dir": None})
+
+
+def test_spec_of_an_older_row_has_the_numbers_of_the_row(tmp_path: Path) -> None:
+    job = job_of(windlass_settings(checkpoint_every=3, final_model="best"))
+    # What a release without a training config has stored for a job that left all to it.
+    job.hyperparameters = {
+        "epochs": 10,
+        "batch_size": 4,
+        "num_microbatches": 1,
+        "sequence_length": 32,
+        "learning_rate": 2e-05,
+        "warmup_steps": 6,
+        "schedule": "linear",
+        "weight_decay": 0.0,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "epsilon": 1e-08,
+        "clip_norm": 1.0,
+        "precision": "bf16",
+        "seed": 366091781,
+        "optimizer": "adamw",
+        "state_precision": "fp32",
+        "accumulation_precision": "fp32",
+        "update_order": "kept",
+        "kernel": None,
+        "model_kernels": None,
+        "max_bad_steps": 10,
+    }
+    job.total_steps = 200
+    config = training_config_of(job)
+    stored = config_json.to_json(config)
+    assert {name: stored[name] for name in job.hyperparameters} == job.hyperparameters
+    assert (config.total_steps, config.evaluate_every) == (200, 20)
+    assert (config.checkpoint_every, config.final_model) == (3, FinalModel.BEST)
+
+
+def test_row_keeps_the_fields_that_the_api_shows(tmp_path: Path) -> None:
+    resolved = resolve_job(job_of(windlass_settings()), RESULTS)
+    names = "epochs batch_size num_microbatches sequence_length learning_rate warmup_steps schedule weight_decay beta1 "
+    names += "beta2 epsilon clip_norm precision seed optimizer state_precision accumulation_precision update_order "
+    names += "kernel model_kernels max_bad_steps"
+    assert list(resolved.hyperparameters) == names.split()
 
 
 def test_plan_question_of_a_job_spec_leaves_no_field_out() -> None:
     names = {field.name for field in fields(JobSpec)}
     assert JOB_SPEC.keys() | NOT_PLANNED_JOB_SPEC.keys() == names
-    assert set(JOB_SPEC.values()) - {"see above"} <= PlanOrder.model_fields.keys()
-    assert set(HYPERPARAMETERS.values()) <= PlanOrder.model_fields.keys()
+    assert set(JOB_SPEC.values()) <= PlanOrder.model_fields.keys()
 
 
 def test_plan_order_with_a_field_that_the_planner_does_not_know_is_a_defect() -> None:
     known = {field.name for field in fields(PlanQuestion)}
     assert "lengths" in known  # from the order's dataset
-    assert PlanOrder.model_fields.keys() - known == ABOUT_PLANNING | {"dataset"}
+    assert PlanOrder.model_fields.keys() - known == ABOUT_PLANNING | {"dataset_dir"}
+
+
+def test_plan_question_has_the_order_s_values(tmp_path: Path) -> None:
+    numbers = {"num_validation_examples": 3, "num_optimizers": 4, "host_memory_nbytes": 5, "device_memory_nbytes": 6}
+    order = order_of(tmp_path, windlass_settings()).model_copy(
+        update={**numbers, "chooses_microbatches": True, "dataset_dir": None}
+    )
+    question = question_of(order, CONFIG)
+    shared = {field.name for field in fields(PlanQuestion)} & PlanOrder.model_fields.keys()
+    assert shared == {*numbers, "hardware", "training", "chooses_microbatches"}
+    assert all(getattr(question, name) == getattr(order, name) for name in shared)
 
 
 @pytest.mark.parametrize(("budgets", "is_checked"), [({}, False), ({"gpu_memory_gib": 1.0}, True)])
@@ -252,7 +357,7 @@ def test_preparation_order_with_a_budget_has_the_job_s_spec_to_check_it(
     assert (make is not None) == is_checked
     if make is not None:
         spec = TypeAdapter(JobSpec).validate_json(json.dumps(make(RESULTS)))
-        assert spec.hyperparameters == hyperparameters_of(asked)
+        assert spec.training == training_of(asked)
         assert (spec.device_memory_nbytes, spec.num_validation_examples) == (_GIB, NUM_VALIDATION_EXAMPLES)
 
 
@@ -305,13 +410,13 @@ def test_best_plan_with_any_gradient_settings_has_the_arena_that_the_runner_make
         num_microbatches=num_microbatches,
         budgets={"host_memory_gib": host_memory_gib},
     )
-    order = order_of(tmp_path, asked).model_copy(update={"dataset": None})
+    order = without_data(order_of(tmp_path, asked))
     question = replace(question_of(order, CONFIG), measures=False, kept_times=None)
     profiles = Profiles(question)
     job, solution = best_plan(question, profiles)
     spec = replace(
         specs.SPEC,
-        hyperparameters=hyperparameters_of(asked),
+        training=training_of(asked),
         num_cpu_optimizers=question.num_optimizers,
         placement=solution.placement,
         host_memory_nbytes=solution.plan.arena_nbytes,
@@ -321,5 +426,5 @@ def test_best_plan_with_any_gradient_settings_has_the_arena_that_the_runner_make
     is_tight = host_memory_gib == TIGHT_GIB and num_microbatches > 1 and accumulation_precision == "fp32"
     assert bool(context.plan.spilled_blocks) == (is_tight and job.keeps_grads)
     assert solution.plan.arena_nbytes <= host_memory_gib * _GIB
-    assert job.update_order is spec.hyperparameters.order_of_updates
-    assert question.gradients.precision_in_transit(num_microbatches) is grad_precision(spec)
+    assert job.update_order is spec.training.order_of_updates
+    assert job.training.grad_precision is grad_precision(spec)

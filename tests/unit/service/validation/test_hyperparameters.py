@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from windlass.actors.job.spec import Hyperparameters, Initialization, Optimizer, Schedule
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.engine.optimizer.lr_schedule import learning_rate
+from windlass.engine.training_config.training_config import Initialization, Optimizer, Schedule, TrainingConfig
 from windlass.service.validation.hyperparameters import (
     JobSettings,
     SupervisedHyperparameters,
@@ -50,7 +50,7 @@ def test_our_defaults_are_those_of_older_jobs() -> None:
     resolved = resolve(settings(), num_examples=10)
     later = ("optimizer", "state_precision", "accumulation_precision", "max_bad_steps")
     older = {name: value for name, value in asdict(resolved).items() if name not in (*later, "update_order")}
-    loaded = Hyperparameters(**older)
+    loaded = TrainingConfig(**older)
     assert replace(loaded, update_order=loaded.order_of_updates) == resolved
 
 

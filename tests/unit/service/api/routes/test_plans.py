@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from tests.support.service.api_client import context_of, serve
 from tests.support.service.dispatcher_stage import PREPARED, Stage
 from windlass.actors.job.journal import METRICS, JournalRecord
 from windlass.actors.job.pace import Pace
-from windlass.actors.job.spec import Optimizer
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.timeline.memory_levels import Level
 from windlass.actors.timeline.span_files import SIMULATED_FOLDER, StepSpans, keep_step
@@ -22,6 +22,7 @@ from windlass.amounts import GIB
 from windlass.engine.memory_plan.activation_policy import BlockActivations
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.training_config.training_config import Optimizer
 from windlass.planner.hardware.hardware import example_machines
 from windlass.planner.planning import worker as plan_job
 from windlass.planner.planning.job_plan import JobPlan
@@ -314,8 +315,9 @@ def test_the_planner_is_asked_with_resolved_numbers(stage: Stage) -> None:
     ask_planner = stage.preparations[-1].order.plan_question
     assert ask_planner is not None
     question = ask_planner(dict(PREPARED))
-    assert (question["batch_size"], question["num_microbatches"], question["sequence_length"]) == (5, 2, 64)
-    assert question["clips"] is False
+    training = question["training"]
+    assert (training["batch_size"], training["num_microbatches"], training["sequence_length"]) == (5, 2, 64)
+    assert training["clip_norm"] is None
     assert question["host_memory_nbytes"] == 4 * 2**30
     assert question["device_memory_nbytes"] == 2 * 2**30
     assert question["hardware"]["host"]["memory_gib"] == 768
@@ -339,7 +341,7 @@ def test_the_command_line_asks_what_a_job_would(
     assert ask_planner is not None
     of_job = plan_job.PlanOrder.model_validate(ask_planner(dict(PREPARED)))
     assert of_job.compute_threads is not None
-    assert of_job.optimizer is Optimizer.ADAM
+    assert of_job.training.optimizer is Optimizer.ADAM
 
     asked: list[plan_job.PlanOrder] = []
 
@@ -356,7 +358,7 @@ def test_the_command_line_asks_what_a_job_would(
         cli_plan.plan(
             str(shape),
             batch_size=4,
-            seq_len=of_job.sequence_length,
+            seq_len=of_job.training.sequence_length,
             num_validation_examples=of_job.num_validation_examples,
             num_microbatches=2,
             precision=Precision.FP16,
@@ -364,10 +366,14 @@ def test_the_command_line_asks_what_a_job_would(
             clip=False,
             home=home,
         )
-    assert of_job.dataset is not None
-    assert (of_job.dataset.total_steps, of_job.dataset.dataset_dir.name) == (6, "dataset")
-    others = {"model_dir", "dataset", "simulation_s", "is_alone"}
+    assert of_job.dataset_dir is not None
+    assert (of_job.training.total_steps, of_job.dataset_dir.name) == (6, "dataset")
+    others = {"model_dir", "training", "dataset_dir", "simulation_s", "is_alone"}
     assert asked[0].model_dump(exclude=others) == of_job.model_dump(exclude=others)
+    # The command knows neither the data nor the seed.
+    training = asked[0].training
+    of_data = {name: getattr(of_job.training, name) for name in ("epochs", "total_steps", "evaluate_every", "seed")}
+    assert replace(training, **of_data) == of_job.training
 
 
 def test_what_the_planner_measures_is_kept_if_no_job_runs_meanwhile(stage: Stage) -> None:

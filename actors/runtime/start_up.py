@@ -1,0 +1,80 @@
+"""The start of an attempt, which is the same under Ray and in one process."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from windlass.actors.job import (
+    GPU_WORKER,
+    JobContext,
+    JobSpec,
+    SsdFacts,
+    arena_free_nbytes,
+    make_context,
+    optimizer_name,
+    require_planned_device_room,
+    require_room,
+    ssd_name,
+    survey_ssds,
+)
+from windlass.engine.model import ModelLayout
+from windlass.storage.ids import ActorName
+from windlass.storage.memory import Arena, arena_path, remove_leftovers
+from windlass.storage.store import CommitRecord, last_common_commit
+
+START_DEADLINE_S = 120.0  # seconds until processes must have started and answered a call
+# Seconds until workers must be set up. It is long because a worker may compile kernels, or wait for another process
+# that compiles them.
+_SET_UP_DEADLINE_S = 1500.0
+
+
+class CallActors(Protocol):
+    """Calls a method of several actors with the same arguments, and returns the results by actor."""
+
+    def __call__(
+        self, names: Sequence[ActorName], method: str, *arguments: object, deadline_s: float = START_DEADLINE_S
+    ) -> dict[ActorName, Any]: ...
+
+
+def worker_names(spec: JobSpec) -> list[ActorName]:
+    """Returns the names of a job's actors without the scheduler."""
+    optimizers = map(optimizer_name, range(spec.num_cpu_optimizers))
+    return [*_server_names(spec), *optimizers, GPU_WORKER]
+
+
+def open_attempt(
+    spec: JobSpec, layout: ModelLayout, *, direct: bool = True, ssds: tuple[SsdFacts, ...] | None = None
+) -> tuple[JobContext, Arena]:
+    """Plans the attempt, checks that there is space for it, and creates its arena.
+
+    Without `ssds`, the SSDs' stored measurements are used, or new ones are made. `direct=False` is for file systems
+    without O_DIRECT.
+
+    Raises:
+        PlanError, InsufficientSpaceError: the job does not fit the machine.
+    """
+    path = arena_path(Path(spec.arena_dir), spec.job, spec.attempt)
+    remove_leftovers(Path(spec.arena_dir))
+    ssds = ssds or survey_ssds(spec, direct=direct)
+    context = make_context(spec, layout, str(path), ssds, free_nbytes=arena_free_nbytes(spec))
+    require_planned_device_room(spec)
+    require_room(context, direct=direct)
+    return context, Arena.create(path, context.plan.arena_nbytes)
+
+
+def set_up_actors(spec: JobSpec, call: CallActors) -> CommitRecord | None:
+    """Sets up the actors of an attempt. Returns the commit from which the job resumes; None: it begins.
+
+    The SSD servers come first, because the other actors must know that commit.
+    """
+    servers = _server_names(spec)
+    call(servers, "setup")
+    commit = last_common_commit(list(call(servers, "commits").values()))
+    call(servers, "resume_from", commit)
+    others = [name for name in worker_names(spec) if name not in servers]
+    call(others, "setup", commit, deadline_s=_SET_UP_DEADLINE_S)
+    return commit
+
+
+def _server_names(spec: JobSpec) -> Sequence[ActorName]:
+    return [ssd_name(index) for index in range(len(spec.ssd_dirs))]
