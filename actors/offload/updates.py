@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +17,8 @@ from windlass.actors.offload.errors import OffloadFailedError
 from windlass.actors.offload.layers import OffloadedBlock
 from windlass.actors.offload.param_prefetcher import ParamFeed
 from windlass.actors.offload.store import OffloadStore
-from windlass.actors.policy import fold
+from windlass.actors.optimizer import ChunkPipeline
+from windlass.actors.policy import QueueOrder, fold
 from windlass.engine.device import TORCH_DTYPE, Device, state_dtype
 from windlass.engine.memory_plan import Plan
 from windlass.engine.optimizer import AdamSettings, ChunkStates, OptimizerKernel, element_position, squared_norm
@@ -65,12 +65,11 @@ class _Grad:
     update: BlockUpdate | None  # the update to begin afterwards
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _ChunkUpdate:
     update: BlockUpdate
     key: ChunkKey
     grad: Span
-    slot: Span  # of its states
 
 
 class Kernels:
@@ -124,7 +123,6 @@ class LayerUpdates:
         self._kernels = kernels
         self._host_slots = host_slots
         self._offsets = offsets
-        self._num_threads = num_threads
         self._with_norms = with_norms
         self._deadline_s = deadline_s
         self._formats = store.formats
@@ -134,20 +132,20 @@ class LayerUpdates:
         self._scratch = torch.empty(store.chunk_numel, dtype=feed.dtype)  # for a gradient that is added to another
         self._permits = threading.Semaphore(_MAX_WAITING_GRADS)
         self._to_offload: queue.Queue[_Grad | None] = queue.Queue()
-        self._to_feed: queue.Queue[tuple[BlockUpdate, dict[ChunkKey, Span]] | None] = queue.Queue()
-        self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
+        self._pipeline: ChunkPipeline[_ChunkUpdate] = ChunkPipeline(
+            self, self._state_slots, QueueOrder.PRIORITY, num_threads=num_threads, deadline_s=deadline_s
+        )
         self._changed = threading.Condition()
         # All attributes below are protected by `_changed`.
         self._kept: dict[BlockIndex, dict[ChunkKey, Span]] = {}  # gradients in host memory
         self._squares: dict[ChunkKey, float] = {}  # their squared norms
         self._num_offloading = 0
-        self._num_left: dict[BlockIndex, int] = {}  # remaining chunks of running updates
         self._failure: Exception | None = None
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
         """The functions to run in threads."""
-        return (self._run_offloads, self._run_feeds, self._run_updates)
+        return (self._run_offloads, *self._pipeline.loops)
 
     def offload(self, block: OffloadedBlock, grad: torch.Tensor, update: BlockUpdate | None) -> None:
         """Offloads a gradient and releases its buffer; afterwards begins `update`, if there is one.
@@ -167,7 +165,7 @@ class LayerUpdates:
     def update(self, update: BlockUpdate) -> None:
         """Begins the update of a block. Its gradient must be in host memory; see `await_grads`."""
         self._feed.block(update.block.index)
-        self._to_feed.put((update, self._take_grad(update.block)))
+        self._begin(update, self._take_grad(update.block))
 
     def await_grads(self) -> None:
         """Waits until all gradients in flight are in host memory."""
@@ -255,8 +253,7 @@ class LayerUpdates:
         for pool in (self._grad_slots, self._state_slots):
             pool.close()
         self._to_offload.put(None)
-        self._to_feed.put(None)
-        self._arrived.put(None)
+        self._pipeline.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -310,23 +307,68 @@ class LayerUpdates:
         self._read(block, key, slot, on_done)
         self._await(arrived.is_set, f"states of {block.name} from the SSDs")
 
-    def _write_back(
-        self, block: OffloadedBlock, key: ChunkKey, slot: Span, step: Step, on_done: Callable[[], None] = lambda: None
-    ) -> None:
+    def _write_back(self, block: OffloadedBlock, key: ChunkKey, slot: Span, step: Step) -> None:
         """Writes a chunk's states and releases their slot, unless the chunk is resident."""
         if key in self._host_slots:
             self._feed.labels[key] = step
-            on_done()
-            return
+        else:
+            self._write(block, key, slot, step, lambda: self._state_slots.release([slot]))
 
+    def _write(self, block: OffloadedBlock, key: ChunkKey, slot: Span, step: Step, on_done: Callable[[], None]) -> None:
         def written() -> None:
-            self._state_slots.release([slot])
             self._feed.labels[key] = step
             on_done()
 
         start, stop = block.chunk_range(key, self._store.chunk_numel)
         offsets = {kind: slot.offset + offset for kind, offset in self._offsets.items()}
         self._store.write(key, stop - start, step, offsets, (1, key.block), written)
+
+    def _begin(self, update: BlockUpdate, spans: Mapping[ChunkKey, Span]) -> None:
+        """Queues the chunks that an update changes, and releases the gradients of the others."""
+        block, chunks = update.block, []
+        for key, span in spans.items():
+            start, stop = block.chunk_range(key, self._store.chunk_numel)
+            if any(run.start < stop and start < run.stop for run in update.runs):
+                chunks.append(_ChunkUpdate(update, key, span))
+            else:
+                self._grad_slots.release([span])
+        if chunks:
+            self._pipeline.begin(update.step, block.index, chunks)
+        else:
+            self.block_updated(update.step, block.index)
+
+    # --- calls of the pipeline --------------------------------------------------------------------------------------
+
+    def works_at(self, chunk: _ChunkUpdate) -> None:
+        """See UpdateIo. Errors of the library name no step."""
+
+    def resident_slot(self, chunk: _ChunkUpdate) -> Span | None:
+        """See UpdateIo."""
+        return self._host_slots.get(chunk.key)
+
+    def read_states(self, chunk: _ChunkUpdate, slot: Span, on_done: Callable[[], None]) -> None:
+        """See UpdateIo."""
+        self._read(chunk.update.block, chunk.key, slot, on_done)
+
+    def update_chunk(self, chunk: _ChunkUpdate, slot: Span) -> None:
+        """See UpdateIo."""
+        update, key = chunk.update, chunk.key
+        start, stop = update.block.chunk_range(key, self._store.chunk_numel)
+        grad = self._grad_view(chunk.grad, stop - start)
+        states = self._states(slot, key, stop - start)
+        for run in update.runs:
+            first, last = max(run.start, start), min(run.stop, stop)
+            if first < last:
+                self._update(update, run, first, last, start, grad, states)
+        self._grad_slots.release([chunk.grad])
+
+    def write_states(self, chunk: _ChunkUpdate, slot: Span, on_done: Callable[[], None]) -> None:
+        """See UpdateIo."""
+        self._write(chunk.update.block, chunk.key, slot, chunk.update.step, on_done)
+
+    def block_updated(self, step: Step, block: BlockIndex) -> None:
+        """See UpdateIo."""
+        self._feed.unblock(block)
 
     # --- inside: threads --------------------------------------------------------------------------------------------
 
@@ -339,7 +381,7 @@ class LayerUpdates:
             self._device.give(grad.flat)
             self._permits.release()
             if grad.update is not None:
-                self._to_feed.put((grad.update, self._take_grad(grad.block)))
+                self._begin(grad.update, self._take_grad(grad.block))
             with self._changed:
                 self._num_offloading -= 1
                 self._changed.notify_all()
@@ -366,45 +408,6 @@ class LayerUpdates:
             self._kept[block.index] = spans
             self._squares |= squares
 
-    def _run_feeds(self) -> None:
-        while (taken := self._to_feed.get()) is not None:
-            update, spans = taken
-            block = update.block
-            touched = {}
-            for key, span in spans.items():
-                start, stop = block.chunk_range(key, self._store.chunk_numel)
-                if any(run.start < stop and start < run.stop for run in update.runs):
-                    touched[key] = span
-                else:
-                    self._grad_slots.release([span])
-            with self._changed:
-                self._num_left[block.index] = len(touched) or 1
-            for key, span in touched.items():
-                self._fetch(update, key, span)
-            if not touched:
-                self._finish(update)
-
-    def _fetch(self, update: BlockUpdate, key: ChunkKey, grad: Span) -> None:
-        chunk = _ChunkUpdate(update, key, grad, self._slot_of(key))
-        if key in self._host_slots:
-            self._arrived.put(chunk)
-        else:
-            self._read(update.block, key, chunk.slot, partial(self._arrived.put, chunk))
-
-    def _run_updates(self) -> None:
-        torch.set_num_threads(self._num_threads)
-        while (chunk := self._arrived.get()) is not None:
-            update, key = chunk.update, chunk.key
-            start, stop = update.block.chunk_range(key, self._store.chunk_numel)
-            grad = self._grad_view(chunk.grad, stop - start)
-            states = self._states(chunk.slot, key, stop - start)
-            for run in update.runs:
-                first, last = max(run.start, start), min(run.stop, stop)
-                if first < last:
-                    self._update(update, run, first, last, start, grad, states)
-            self._grad_slots.release([chunk.grad])
-            self._write_back(update.block, key, chunk.slot, update.step, partial(self._finish, update))
-
     def _update(
         self, update: BlockUpdate, run: Run, first: int, last: int, start: int, grad: torch.Tensor,
         states: Mapping[StateKind, torch.Tensor],
@@ -425,13 +428,3 @@ class LayerUpdates:
             decay_numel=last - first,
             position=element_position(update.block.index, first),
         )
-
-    def _finish(self, update: BlockUpdate) -> None:
-        """Counts a finished chunk, and unblocks the block's params after the last one."""
-        index = update.block.index
-        with self._changed:
-            self._num_left[index] -= 1
-            if self._num_left[index]:
-                return
-            del self._num_left[index]
-        self._feed.unblock(index)
