@@ -29,7 +29,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import TO_DEVICE, SpanRecorder
-from windlass.engine.device import TORCH_DTYPE, Device, DeviceBuffers, Event, copy
+from windlass.engine.device import TORCH_DTYPE, Device, DeviceBuffers, Event, TensorArena, copy
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece, param_buffers
 from windlass.engine.model import PieceBuffers, StreamedParams
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
@@ -69,7 +69,7 @@ class ParamFeed:
         self,
         context: JobContext,
         device: Device,
-        memory: torch.Tensor,
+        arena: TensorArena,
         io: SsdClient,
         resident: Callable[[BlockIndex], torch.Tensor | None],
         spans: SpanRecorder,
@@ -81,7 +81,7 @@ class ParamFeed:
         self._context = context
         self._spans = spans
         self._device = device
-        self._memory = memory
+        self._arena = arena
         self._io = io
         self._resident = resident
         self._dtype = TORCH_DTYPE[context.formats.precision]
@@ -256,7 +256,7 @@ class ParamFeed:
             works_at(fetch.request.operation)
             start, stop = self._context.layout.chunk_range(arrival.key)
             nbytes = (stop - start) * self._dtype.itemsize
-            source = self._memory[span.offset : span.offset + nbytes].view(self._dtype)
+            source = self._arena.view(span.offset, stop - start, self._dtype)
             begun = h2d.record()
             if fetch.chunks is not None:
                 fetch.chunks.add(arrival.key.chunk, source)

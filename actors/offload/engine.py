@@ -274,7 +274,7 @@ class OffloadEngine:
         for thread in self._threads:
             thread.join(self.config.deadline_s)
         if self._pinned:
-            self._device.unpin(self._store.memory)
+            self._device.unpin(self._store.arena.memory)
         self._store.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
@@ -290,16 +290,9 @@ class OffloadEngine:
         self._plan = plan_offload(
             blocks, formats, chunk_numel, config, keep_grads=self._needs_norm or config.backwards_per_step > 1
         )
-        host_slots: dict[ChunkKey, Span] = {}
-        pool = self._plan.host_states
-        for index in self._plan.host_blocks:
-            for key in blocks[index].chunk_keys(chunk_numel):
-                host_slots[key] = Span(pool.offset + len(host_slots) * pool.slot_nbytes, pool.slot_nbytes)
-        offsets: dict[StateKind, int] = {}
-        offset = 0
-        for kind, itemsize in formats.itemsizes.items():
-            offsets[kind] = offset
-            offset += itemsize * chunk_numel
+        host_keys = (key for index in self._plan.host_blocks for key in blocks[index].chunk_keys(chunk_numel))
+        host_slots = self._plan.host_states.slots_of(host_keys)
+        offsets = formats.offsets(chunk_numel)
         kernels = Kernels(formats, None if config.kernel is None else Kernel(config.kernel), config.chosen_kernel_dir)
         for name in (param.name for block in blocks for param in block.params):
             if (hyper := self._hyper_of(name)) is not None:
@@ -349,7 +342,7 @@ class OffloadEngine:
 
     def _start(self, model: nn.Module) -> None:
         """Starts the threads and changes the model; nothing of it was changed before."""
-        self._device.pin(self._store.memory)
+        self._device.pin(self._store.arena.memory)
         self._pinned = True
         for target in (*self._feed.loops, *self._updates.loops):
             thread = threading.Thread(target=self._guard, args=(target,), name=target.__name__, daemon=True)

@@ -299,4 +299,4 @@ class ParamFeed:
         return stop - start
 
     def _view(self, key: ChunkKey, offset: int) -> torch.Tensor:
-        return self._store.memory[offset : offset + self._numel(key) * self.dtype.itemsize].view(self.dtype)
+        return self._store.arena.view(offset, self._numel(key), self.dtype)

@@ -86,14 +86,7 @@ class OutsideParams:
         states = self._all_states(outside)
         outside.num_updates += 1
         self._kernel(settings, param.dtype, formats).update(
-            ChunkStates(
-                grad=grad.detach().reshape(-1).contiguous(),
-                param=states.get(StateKind.PARAM),
-                master=states.get(StateKind.MASTER),
-                residual=states.get(StateKind.RESIDUAL),
-                exp_avg=states[StateKind.EXP_AVG],
-                exp_avg_sq=states[StateKind.EXP_AVG_SQ],
-            ),
+            ChunkStates.of(grad.detach().reshape(-1).contiguous(), states),
             learning_rate=learning_rate,
             step=outside.num_updates,
             grad_scale=grad_scale,

@@ -276,12 +276,10 @@ class LayerUpdates:
             return spans
 
     def _view(self, slot: Span, key: ChunkKey, kind: StateKind, numel: int) -> torch.Tensor:
-        dtype, offset = state_dtype(self._formats, kind), slot.offset + self._offsets[kind]
-        return self._store.memory[offset : offset + numel * dtype.itemsize].view(dtype)
+        return self._store.arena.view(slot.offset + self._offsets[kind], numel, state_dtype(self._formats, kind))
 
     def _grad_view(self, span: Span, numel: int) -> torch.Tensor:
-        dtype = self._feed.dtype
-        return self._store.memory[span.offset : span.offset + numel * dtype.itemsize].view(dtype)
+        return self._store.arena.view(span.offset, numel, self._feed.dtype)
 
     def _states(self, slot: Span, key: ChunkKey, numel: int) -> dict[StateKind, torch.Tensor]:
         return {kind: self._view(slot, key, kind, numel) for kind in self._offsets}
@@ -414,14 +412,7 @@ class LayerUpdates:
     ) -> None:  # fmt: skip
         parts = {kind: state[first - start : last - start] for kind, state in states.items()}
         self._kernels.of(run.settings).update(
-            ChunkStates(
-                grad=grad[first - start : last - start],
-                param=parts.get(StateKind.PARAM),
-                master=parts.get(StateKind.MASTER),
-                residual=parts.get(StateKind.RESIDUAL),
-                exp_avg=parts[StateKind.EXP_AVG],
-                exp_avg_sq=parts[StateKind.EXP_AVG_SQ],
-            ),
+            ChunkStates.of(grad[first - start : last - start], parts),
             learning_rate=run.learning_rate,
             step=run.num_updates,
             grad_scale=update.grad_scale,

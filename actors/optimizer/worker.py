@@ -44,7 +44,7 @@ from windlass.actors.optimizer.model_io import ModelIo
 from windlass.actors.policy import GradReleases, UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import SpanRecorder
-from windlass.engine.device import TORCH_DTYPE, release_team, state_dtype
+from windlass.engine.device import TORCH_DTYPE, TensorArena, release_team, state_dtype
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import Arena, SlotPool
 
@@ -108,7 +108,7 @@ class CpuOptimizer:
         """Maps the arena and starts the threads."""
         self._updater = ChunkUpdater(self.context, announce=self._announce)
         self._arena = Arena.open(self.context.arena_path)
-        self._memory = torch.frombuffer(self._arena.buffer(Span(0, self._arena.nbytes)), dtype=torch.uint8)
+        self._tensors = TensorArena.of(self._arena)
         self._model_io = ModelIo(self.context, self._slots, self.chunk_view, self.read, self.write)
         chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._updater.kernel)
         self.send(SCHEDULER, chosen)
@@ -140,7 +140,7 @@ class CpuOptimizer:
         self._restore_permits.release()
         self._pipeline.close()
         self._threads.join(self.spec.deadline_s)
-        del self._memory
+        del self._tensors
         self._arena.close()
 
     def _announce(self, text: str) -> None:
@@ -160,7 +160,7 @@ class CpuOptimizer:
         return self._grad_dtype if kind is StateKind.GRAD else state_dtype(self._formats, kind)
 
     def _view(self, offset: int, key: ChunkKey, dtype: torch.dtype) -> torch.Tensor:
-        return self._memory[offset : offset + self.context.chunk_numel(key) * dtype.itemsize].view(dtype)
+        return self._tensors.view(offset, self.context.chunk_numel(key), dtype)
 
     def _chunk_io(
         self, slot: Span, key: ChunkKey, kinds: tuple[StateKind, ...], cached_params: Span | None = None

@@ -11,3 +11,4 @@ from windlass.engine.device.dtypes import state_dtype as state_dtype
 from windlass.engine.device.malloc import retain_freed_memory as retain_freed_memory
 from windlass.engine.device.openmp import release_team as release_team
 from windlass.engine.device.streams import Event as Event
+from windlass.engine.device.tensor_arena import TensorArena as TensorArena
