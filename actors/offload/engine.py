@@ -274,8 +274,10 @@ class OffloadEngine:
         for thread in self._threads:
             thread.join(self.config.deadline_s)
         if self._pinned:
+            self._device.h2d.record().wait(self.config.deadline_s)  # copies that no call has waited for
             self._device.unpin(self._store.arena.memory)
         self._store.close()
+        self._device.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from windlass.actors.offload.param_prefetcher import ParamFeed
 from windlass.actors.offload.store import OffloadStore
 from windlass.actors.optimizer import ChunkPipeline
 from windlass.actors.policy import QueueOrder, fold
-from windlass.engine.device import TORCH_DTYPE, Device, state_dtype
+from windlass.engine.device import TORCH_DTYPE, Device, Event, state_dtype
 from windlass.engine.memory_plan import Plan
 from windlass.engine.optimizer import AdamSettings, ChunkStates, OptimizerKernel, element_position, squared_norm
 from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Kernel, Span, StateKind, Step
@@ -61,7 +61,7 @@ class _Grad:
 
     block: OffloadedBlock
     flat: torch.Tensor
-    computed: torch.cuda.Event | None  # after the gradient's computation; None on a CPU
+    computed: Event  # after the gradient's computation
     update: BlockUpdate | None  # the update to begin afterwards
 
 
@@ -155,7 +155,7 @@ class LayerUpdates:
         if not self._permits.acquire(timeout=self._deadline_s):
             raise OffloadFailedError(f"gradients did not leave the device for {self._deadline_s:g} s; a disk hangs?")
         self._check()
-        done = torch.cuda.current_stream(self._device.device).record_event() if self._device.is_cuda else None
+        done = self._device.record_current()
         with self._changed:
             self._num_offloading += 1
         if update is not None:
@@ -373,8 +373,7 @@ class LayerUpdates:
     def _run_offloads(self) -> None:
         torch.set_num_threads(1)
         while (grad := self._to_offload.get()) is not None:
-            if grad.computed is not None:
-                grad.computed.synchronize()
+            grad.computed.wait(self._deadline_s)
             self._copy_out(grad.block, grad.flat)
             self._device.give(grad.flat)
             self._permits.release()
