@@ -17,11 +17,11 @@ from windlass.actors.offload.layers import OffloadedBlock, OffloadedParameter, W
 from windlass.actors.offload.param_prefetcher import ParamFeed
 from windlass.actors.offload.resident_params import OutsideParams
 from windlass.actors.offload.store import OffloadStore
-from windlass.actors.offload.updates import BlockUpdate, Kernels, LayerUpdates, Run
+from windlass.actors.offload.updates import BlockUpdate, LayerUpdates, Run
 from windlass.actors.policy import StepResult, TrainerState, clip_scale
 from windlass.engine.device import TORCH_DTYPE, Device
 from windlass.engine.model import GradBuffer, choose_chunk_numel
-from windlass.engine.optimizer import MOMENTS, SavedStates, from_saved, to_saved
+from windlass.engine.optimizer import MOMENTS, KernelSet, SavedStates, from_saved, to_saved
 from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Kernel, Precision, Span, StateKind, StatePrecision, Step
 
 
@@ -295,7 +295,9 @@ class OffloadEngine:
         host_keys = (key for index in self._plan.host_blocks for key in blocks[index].chunk_keys(chunk_numel))
         host_slots = self._plan.host_states.slots_of(host_keys)
         offsets = formats.offsets(chunk_numel)
-        kernels = Kernels(formats, None if config.kernel is None else Kernel(config.kernel), config.chosen_kernel_dir)
+        kernels = KernelSet(
+            formats, dtype, None if config.kernel is None else Kernel(config.kernel), config.chosen_kernel_dir
+        )
         for name in (param.name for block in blocks for param in block.params):
             if (hyper := self._hyper_of(name)) is not None:
                 kernels.of(hyper.settings)  # compiled now, so that an error occurs before anything is reserved
@@ -316,7 +318,9 @@ class OffloadEngine:
             self._store.close()
             raise
 
-    def _make_workers(self, kernels: Kernels, host_slots: dict[ChunkKey, Span], offsets: dict[StateKind, int]) -> None:
+    def _make_workers(
+        self, kernels: KernelSet, host_slots: dict[ChunkKey, Span], offsets: dict[StateKind, int]
+    ) -> None:
         config, blocks = self.config, self.blocks
         self._feed = ParamFeed(
             blocks,

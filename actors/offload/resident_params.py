@@ -11,7 +11,7 @@ from windlass.engine.device import TORCH_DTYPE, state_dtype
 from windlass.engine.optimizer import (
     AdamSettings,
     ChunkStates,
-    OptimizerKernel,
+    KernelSet,
     SavedStates,
     from_saved,
     squared_norm,
@@ -42,7 +42,10 @@ class OutsideParams:
         """Moves the parameters to `device` in place, so that tied parameters stay tied."""
         self._state_precision = states
         self._device = device
-        self._kernels: dict[tuple[AdamSettings, torch.dtype], OptimizerKernel] = {}
+        self._kernels = {
+            dtype: KernelSet(self._formats(dtype), dtype, Kernel.FUSED, device=device)
+            for dtype in {param.dtype for param in params.values()}
+        }
         self._params: dict[int, _Outside] = {}
         position = _FIRST_POSITION
         for name, param in params.items():
@@ -82,10 +85,9 @@ class OutsideParams:
         outside, grad = self._params[id(param)], param.grad
         if grad is None:
             return
-        formats = self._formats(param.dtype)
         states = self._all_states(outside)
         outside.num_updates += 1
-        self._kernel(settings, param.dtype, formats).update(
+        self._kernels[param.dtype].of(settings).update(
             ChunkStates.of(grad.detach().reshape(-1).contiguous(), states),
             learning_rate=learning_rate,
             step=outside.num_updates,
@@ -135,19 +137,6 @@ class OutsideParams:
     def _formats(self, dtype: torch.dtype) -> Formats:
         precision = next(precision for precision, known in TORCH_DTYPE.items() if known is dtype)
         return Formats(precision, self._state_precision if precision is Precision.BF16 else StatePrecision.FP32)
-
-    def _kernel(self, settings: AdamSettings, dtype: torch.dtype, formats: Formats) -> OptimizerKernel:
-        key = (settings, dtype)
-        if key not in self._kernels:
-            self._kernels[key] = OptimizerKernel(
-                settings,
-                grad_dtype=dtype,
-                param_dtype=None if formats.param_kind is StateKind.MASTER else dtype,
-                state_precision=formats.states,
-                kernel=Kernel.FUSED,
-                device=self._device,
-            )
-        return self._kernels[key]
 
 
 def _first_states(param: torch.Tensor, formats: Formats) -> dict[StateKind, torch.Tensor]:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -19,10 +18,10 @@ from windlass.actors.offload.param_prefetcher import ParamFeed
 from windlass.actors.offload.store import OffloadStore
 from windlass.actors.optimizer import ChunkPipeline
 from windlass.actors.policy import QueueOrder, fold
-from windlass.engine.device import TORCH_DTYPE, Device, Event, state_dtype
+from windlass.engine.device import Device, Event, state_dtype
 from windlass.engine.memory_plan import Plan
-from windlass.engine.optimizer import AdamSettings, ChunkStates, OptimizerKernel, element_position, squared_norm
-from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Kernel, Span, StateKind, Step
+from windlass.engine.optimizer import AdamSettings, ChunkStates, KernelSet, element_position, squared_norm
+from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
 # Largest number of layers' gradients that wait on the device to be copied out.
@@ -72,32 +71,6 @@ class _ChunkUpdate:
     grad: Span
 
 
-class Kernels:
-    """The update kernels by their settings, which may change between steps. Not thread-safe."""
-
-    def __init__(self, formats: Formats, kernel: Kernel | None, cache_dir: Path | None) -> None:
-        self._formats = formats
-        self._cache_dir = cache_dir
-        self._kernels: dict[AdamSettings, OptimizerKernel] = {}
-        self.kernel = kernel
-
-    def of(self, settings: AdamSettings) -> OptimizerKernel:
-        """Returns the kernel for settings, created at first use. All kernels are of the same kind as the first one."""
-        if settings not in self._kernels:
-            dtype = TORCH_DTYPE[self._formats.precision]
-            made = OptimizerKernel(
-                settings,
-                grad_dtype=dtype,
-                param_dtype=None if self._formats.param_kind is StateKind.MASTER else dtype,
-                state_precision=self._formats.states,
-                kernel=self.kernel,
-                cache_dir=self._cache_dir,
-            )
-            self.kernel = made.kernel
-            self._kernels[settings] = made
-        return self._kernels[settings]
-
-
 class LayerUpdates:
     """Offloads the gradients of all layers and updates the layers. Only one thread may call it."""
 
@@ -108,7 +81,7 @@ class LayerUpdates:
         feed: ParamFeed,
         device: Device,
         plan: Plan,
-        kernels: Kernels,
+        kernels: KernelSet,
         host_slots: Mapping[ChunkKey, Span],
         offsets: Mapping[StateKind, int],
         *,

@@ -5,6 +5,7 @@ from windlass.engine.optimizer.adam_kernel import ChunkStates as ChunkStates
 from windlass.engine.optimizer.adam_kernel import OptimizerKernel as OptimizerKernel
 from windlass.engine.optimizer.grad_norm import squared_norm as squared_norm
 from windlass.engine.optimizer.kernel_cache import KernelUnavailable as KernelUnavailable
+from windlass.engine.optimizer.kernel_set import KernelSet as KernelSet
 from windlass.engine.optimizer.lr_schedule import learning_rate as learning_rate
 from windlass.engine.optimizer.saved_states import MOMENTS as MOMENTS
 from windlass.engine.optimizer.saved_states import SavedStates as SavedStates
