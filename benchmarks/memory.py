@@ -1,13 +1,15 @@
-"""Checks that host memory does not grow with the model's depth: `python -m benchmarks.memory [--quick]`
+"""Measures host memory: its fixed part, and its growth with the model's depth: `python -m benchmarks.memory [--quick]`
 
-Trains two models of the same width and different depth in the real processes under Ray, without clipping. It compares
-the growth of the peak memory of all processes (PSS, arenas, Ray itself) with the growth of the model states.
+All models train in the real processes under Ray, without clipping. The fixed part is the memory of a job with next to
+no parameters. For the growth, two models have the same width and different depth. The growth of the peak memory of all
+processes (PSS, arenas, Ray itself) is compared with the growth of the model states.
 """
 
 import statistics
 import tempfile
 from pathlib import Path
 
+from benchmarks.fixed_memory import measure, report_on, tiny_workload
 from benchmarks.peers.contenders import Contender, rounds, run_contender
 from benchmarks.peers.workload import ModelShape, Workload
 from benchmarks.reporting.machine import num_cores
@@ -52,17 +54,23 @@ def main() -> None:
         "model": f"Qwen2 shape: hidden {shape.hidden}, vocabulary {shape.vocab}, intermediate {shape.intermediate}",
         "training": f"bf16, batch 1 x {workloads[8].sequence_length}, no clipping, {workloads[8].num_threads} threads",
     }
-    report = Report("Host memory over depth", options.directory, configuration)
+    report = Report("Host memory", options.directory, configuration)
     peaks: dict[int, list[int]] = {depth: [] for depth in workloads}
     with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as directory:
         folders = {str(depth): Path(directory).resolve() / f"{depth}-layers" for depth in workloads}
         for depth, workload in workloads.items():
             workload.write(folders[str(depth)])
+        tiny = tiny_workload(100 if options.quick else 400)
+        tiny_folder = Path(directory).resolve() / "tiny"
+        tiny.write(tiny_folder)
+        samples = measure(windlass("tiny", tiny_folder / "ssd"), tiny, tiny_folder)
+        fixed_gib = report_on(report, samples)
         deep_and_shallow = [windlass(str(depth), folders[str(depth)] / "ssd") for depth in workloads]
         for contender in rounds(deep_and_shallow, num_rounds):
             depth = int(contender.name)
             run = run_contender(contender, workloads[depth], folders[contender.name])
             peaks[depth].append(run.run_peak_nbytes)
+    report.add("## Growth over depth")
     report.add_table(
         ("layers", "parameters, M", "model states, GiB", "peak of the run, MiB"),
         [
@@ -79,7 +87,7 @@ def main() -> None:
         "Spreads are median (smallest to largest). The peak is of all processes, Ray's own and the arena included."
     )
     num_params = {depth: workload.shape.num_params for depth, workload in workloads.items()}
-    report.finish({"depth_growth_share": growth_share(peaks, num_params)})
+    report.finish({"fixed_gib": fixed_gib, "depth_growth_share": growth_share(peaks, num_params)})
 
 
 def windlass(name: str, ssd_dir: Path) -> Contender:

@@ -13,11 +13,11 @@ import socket
 import ssl
 import sys
 
+from windlass.actors.lifecycle import die_with_parent
 from windlass.service.installation import (
     KEY_VARIABLE,
     Settings,
     SettingsError,
-    die_with_parent,
     load_settings,
     set_up_logs,
 )

@@ -85,7 +85,7 @@ class DeviceStates:
                 for kind in context.formats.kinds_to_update
             }
         device.synchronize()  # because copies to the device run on another stream than the zeroing above
-        self._lock = threading.Lock()  # of `_turns`
+        self._lock = threading.Lock()  # of `_update_queue`
         ordering = context.spec.effective_ordering
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating_on_device, len(self._states))
         self._commands: queue.Queue[_Command | None] = queue.Queue()

@@ -345,7 +345,7 @@ class GpuWorker:
         if (grad_sq_sum := operation.grad_sq_sum) is None:
             return
         if message.block in self._states:
-            self._report_grad(message, grad_sq_sum)  # first, so that the scheduler learns of it before the update
+            self._report_grad(message, grad_sq_sum)
             self._states.gradient_came(message.step, message.block)
         else:
             self._grads.computed(message, grad_sq_sum)

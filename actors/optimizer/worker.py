@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from windlass.actors.job import GPU_WORKER, SCHEDULER, JobContext, grad_precision
+from windlass.actors.job import GPU_WORKER, SCHEDULER, JobContext, grad_precision, optimizer_name
 from windlass.actors.lifecycle import ActorThreads, works_at
 from windlass.actors.messages import (
     BlockFlushed,
@@ -40,7 +40,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.optimizer.chunk_pipeline import ChunkPipeline, Countdown
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater
-from windlass.actors.optimizer.model_io import ModelIo
+from windlass.actors.optimizer.model_io import ModelIo, ModelWorker
 from windlass.actors.policy import GradReleases, UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import SpanRecorder
@@ -66,7 +66,16 @@ class _ChunkUpdate:
 class CpuOptimizer:
     """Updates its share of the chunks. The first of the pool also loads and exports the model."""
 
-    def __init__(self, name: ActorName, index: int, context: JobContext, send: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        name: ActorName,
+        index: int,
+        context: JobContext,
+        send: Callable[..., None],
+        *,
+        start_model_worker: Callable[[], ModelWorker] | None = None,
+    ) -> None:
+        """`start_model_worker` starts what loads or exports the model; without it, the optimizer's own thread does."""
         self.name = name
         self.context = context
         self.spec = context.spec
@@ -94,12 +103,12 @@ class CpuOptimizer:
         self._lock = threading.RLock()
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating, self._num_blocks)
         self._grad_releases = GradReleases(context.plan.grads.num_slots, self.spec.num_cpu_optimizers)
-        self._num_begun = 0  # chunks of updates that have begun, and whose gradient is not used yet
         self._flushes = Countdown()
         self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
         self._threads = ActorThreads(
             name, context.spec.job, send, lambda: self._stopping, describe_pending=self._io.describe_overdue
         )
+        self._start_model_worker = start_model_worker or self._make_model_mover
         self._stopping = False
 
     # --- life cycle -------------------------------------------------------------------------------------------------
@@ -109,7 +118,9 @@ class CpuOptimizer:
         self._updater = ChunkUpdater(self.context, announce=self._announce)
         self._arena = Arena.open(self.context.arena_path)
         self._tensors = TensorArena.of(self._arena)
-        self._model_io = ModelIo(self.context, self._slots, self.chunk_view, self.read, self.write)
+        self._model_io = ModelIo(self.context, self._slots, self._start_model_worker, self.read, self.write)
+        if self.name == optimizer_name(0) and self.spec.attempt == 1:  # it loads the initial weights
+            self._model_io.prepare()
         chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._updater.kernel)
         self.send(SCHEDULER, chosen)
         self._threads.start((*self._pipeline.loops, self._io.watch))
@@ -140,8 +151,15 @@ class CpuOptimizer:
         self._restore_permits.release()
         self._pipeline.close()
         self._threads.join(self.spec.deadline_s)
+        self._model_io.close()
         del self._tensors
         self._arena.close()
+
+    def _make_model_mover(self) -> ModelWorker:
+        # Imported late, because it needs the transformers library.
+        from windlass.actors.optimizer.model_mover import ModelMover
+
+        return ModelMover(self.context, self.chunk_view)
 
     def _announce(self, text: str) -> None:
         self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))
@@ -257,7 +275,7 @@ class CpuOptimizer:
                 self.send(GPU_WORKER, GradSlotsReleased(job=grad.job, step=grad.step, spans=spans))
 
     def _begin(self, update: UpdateBlock) -> None:
-        self._num_begun += len(update.chunks)
+        self._grad_releases.begin(len(update.chunks))
         self._pipeline.begin(update.step, update.block, [_ChunkUpdate(update, grad) for grad in update.chunks])
 
     def works_at(self, chunk: _ChunkUpdate) -> None:
@@ -302,8 +320,7 @@ class CpuOptimizer:
         self._updater.update(update, start, grad, held)
         self._spans.note(self.name, SpanKind.UPDATE, update.step, key.block, key.chunk, start_s, time.monotonic())
         with self._lock:
-            self._num_begun -= 1
-            released = self._grad_releases.add(chunk.grad.span, is_idle=not self._num_begun)
+            released = self._grad_releases.updated(chunk.grad.span)
         if released:
             self.send(GPU_WORKER, GradSlotsReleased(job=self.spec.job, step=update.step, spans=released))
 

@@ -166,15 +166,21 @@ class GradReleases:
         """`num_slots` is the number of all gradient slots, which the optimizers share."""
         self._max_held = int(num_slots * _HELD_SHARE / num_optimizers)
         self._held: list[Span] = []
+        self._num_left = 0  # chunks that the optimizer has and has not updated yet
 
-    def add(self, span: Span | None, *, is_idle: bool) -> tuple[Span, ...]:
+    def begin(self, num_chunks: int) -> None:
+        """Records chunks whose update has begun."""
+        self._num_left += num_chunks
+
+    def updated(self, span: Span | None) -> tuple[Span, ...]:
         """Adds the slot of an updated chunk; None: its gradient had none. Returns the slots to release now.
 
-        `is_idle`: the optimizer has no other chunk, so nothing would release the slots later.
+        After the last chunk all slots are released, because nothing would release them later.
         """
+        self._num_left -= 1
         if span is not None:
             self._held.append(span)
-        if not is_idle and len(self._held) <= self._max_held:
+        if self._num_left and len(self._held) <= self._max_held:
             return ()
         released, self._held = tuple(self._held), []
         return released

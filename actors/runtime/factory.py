@@ -1,5 +1,6 @@
 """Builds the actors of a job by name. Each imports only the modules that it needs: an SSD server never loads torch."""
 
+import functools
 import importlib
 from typing import Any
 
@@ -10,14 +11,12 @@ from windlass.storage.ids import ActorName
 _MODELS = "transformers.modeling_utils"
 
 
-def import_for(name: ActorName, context: JobContext) -> None:
+def import_for(name: ActorName) -> None:
     """Imports the modules that an actor will need. These imports are most of its start-up time."""
     if name == GPU_WORKER:
         modules = ["windlass.actors.gpu_worker.worker", _MODELS]
-    elif (index := optimizer_index(name)) is not None:
+    elif optimizer_index(name) is not None:
         modules = ["windlass.actors.optimizer.worker"]
-        if index == 0 and context.spec.attempt == 1:  # the first optimizer loads the initial weights
-            modules.append(_MODELS)
     else:
         modules = ["windlass.actors.ssd.server"]
     for module in modules:
@@ -68,9 +67,10 @@ def build_actor(
             num_scratch_slots=context.num_scratch_slots(index),
         )
     if kind == "optimizer":
-        from windlass.actors.optimizer import CpuOptimizer
+        from windlass.actors.optimizer import CpuOptimizer, ModelProcess
 
-        return CpuOptimizer(name, index, context, send)
+        start_model_worker = functools.partial(ModelProcess, context)
+        return CpuOptimizer(name, index, context, send, start_model_worker=start_model_worker)
     from windlass.actors.gpu_worker import GpuWorker
     from windlass.engine.device import compute_device, retain_freed_memory
     from windlass.engine.model import partition_folder

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,18 +41,20 @@ def run_local(
     context, arena = open_attempt(spec, partition.layout, direct=direct, ssds=ssds)
     actors: dict[ActorName, Any] = {}
     early: list[Message] = []  # to the scheduler, before there is one
+    lock = threading.Lock()  # of `early`, and of the scheduler's arrival in `actors`
     is_over = False
 
     def send(to: ActorName, message: Message) -> None:
         if on_message is not None:
             on_message(to, message)
-        if to == SCHEDULER and to not in actors:
-            early.append(message)
-            return
+        with lock:
+            if to == SCHEDULER and to not in actors:
+                early.append(message)
+                return
         try:
             actors[to].post(message)
         except Exception as error:  # noqa: BLE001 - the receiver's error; the sender does not wait for an answer
-            actors[SCHEDULER].post(ActorFailed.of(error, actor=to, about=message))
+            send(SCHEDULER, ActorFailed.of(error, actor=to, about=message))
 
     def set_up(name: ActorName, commit: CommitRecord | None = None) -> None:
         """Builds an actor and starts it. SSD servers are set up before the commit is known."""
@@ -87,9 +90,11 @@ def run_local(
         ending.callback(arena.unlink)
         ending.callback(arena.close)
         commit = set_up_actors(spec, call)
-        actors[SCHEDULER] = scheduler = Scheduler(context, send, resume_from=commit, stop=stop)
-        for message in early:
-            scheduler.post(message)
+        scheduler = Scheduler(context, send, resume_from=commit, stop=stop)
+        with lock:
+            for message in early:
+                scheduler.post(message)
+            actors[SCHEDULER] = scheduler
         outcome = scheduler.run()
         is_over = outcome["status"] not in GOES_ON
     return outcome

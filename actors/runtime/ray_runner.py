@@ -93,7 +93,7 @@ class ActorShell:
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
         # The imports take seconds, during which the SSD servers open their files. Their thread starts before `os.nice`
         # and so does not yield cores, because no actor of the job computes yet.
-        self._importing = threading.Thread(target=import_for, args=(name, context), daemon=True)
+        self._importing = threading.Thread(target=import_for, args=(name,), daemon=True)
         self._importing.start()
         os.nice(niceness)
         self.name = name
@@ -134,6 +134,7 @@ class ActorShell:
         context = keeping_kernel(self.context, commit)
         self.actor = build_actor(self.name, context, self._outbox.send, uses_gpu=self._uses_gpu)
         self.actor.setup()
+        libc.malloc_trim(0)  # returns what imports and checks have freed
 
     def _post(self, messages: Sequence[Message]) -> None:
         for message in messages:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,9 @@ class _Events:
 
     workload: Workload
     sampler: MemorySampler
-    roots: set[int]
+    roots: set[int]  # processes whose descendants all belong to the contender
+    on_step: Callable[[set[int]], None] | None
+    reported: set[int] = field(default_factory=set)  # the roots that the contender has reported
     missing: str | None = None
     step_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -71,7 +73,8 @@ class _Events:
             case "missing":
                 self.missing = event["reason"]
             case "processes":
-                self.roots |= set(event["pids"])
+                self.reported |= set(event["pids"])
+                self.roots |= self.reported
             case "ready":
                 self.sampler.enter_phase("steps")
             case "timed":
@@ -80,6 +83,8 @@ class _Events:
                 self.losses.append(event["loss"])
                 if event["index"] >= self.workload.num_warmup_steps:
                     self.step_s.append(event["step_s"])
+                    if self.on_step is not None:
+                        self.on_step(process_tree(self.reported))
             case "totals":
                 self.totals = event["values"]
             case "done":
@@ -87,8 +92,13 @@ class _Events:
                 self.sampler.enter_phase("end")
 
 
-def run_contender(contender: Contender, workload: Workload, folder: Path) -> ContenderRun:
-    """Trains the workload in `folder` from its initial weights. Raises `ContenderFailedError`."""
+def run_contender(
+    contender: Contender, workload: Workload, folder: Path, *, on_step: Callable[[set[int]], None] | None = None
+) -> ContenderRun:
+    """Trains the workload in `folder` from its initial weights. Raises `ContenderFailedError`.
+
+    `on_step` is called after each timed step, with the processes that the contender has reported and their descendants.
+    """
     command = [sys.executable, "-W", "ignore", "-m", contender.module, str(folder), *contender.arguments]
     log_path = folder / f"{contender.name}.log"
     with (
@@ -112,7 +122,7 @@ def run_contender(contender: Contender, workload: Workload, folder: Path) -> Con
         timer.start()
         try:
             with MemorySampler(sample) as sampler:
-                events = _Events(workload, sampler, roots)
+                events = _Events(workload, sampler, roots, on_step)
                 for event in _read_events(process):
                     events.take(event)
                 process.wait()

@@ -28,6 +28,14 @@ class Memory:
         return self.private_nbytes + self.shm_nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """The memory of one process, in bytes."""
+
+    pss_nbytes: int  # with its part of shared pages
+    anon_nbytes: int  # the part of PSS that belongs to no file
+
+
 def process_tree(roots: Iterable[int]) -> set[int]:
     """Returns the living processes among `roots`, and all their descendants."""
     children: dict[int, list[int]] = {}
@@ -57,6 +65,12 @@ def memory_of(pids: Iterable[int], shm_files: Iterable[Path] = ()) -> Memory:
         shm_nbytes += rollup.get("Pss_Shmem", 0)
         private_nbytes += rollup.get("Pss", 0) - rollup.get("Pss_Shmem", 0)
     return Memory(private_nbytes, max(shm_nbytes, sum(_allocated_nbytes(path) for path in shm_files)))
+
+
+def process_memory(pid: int) -> ProcessMemory | None:
+    """Returns the memory of a process, or None if it has ended."""
+    rollup = _smaps_rollup(pid)
+    return ProcessMemory(rollup["Pss"], rollup["Pss_Anon"]) if rollup else None
 
 
 def resident_memory(shm_files: Iterable[Path]) -> Memory:

@@ -142,13 +142,16 @@ class ParamLoader(Generic[_Load]):
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _read(self, load: _Load, keys: Sequence[ChunkKey]) -> None:
-        spans = {key: span for key in keys if (span := self._source.own_slot(key)) is not None}
-        others = [key for key in keys if key not in spans]
-        slots = dict(zip(others, self._slots.acquire(len(others), self._deadline_s), strict=True))
-        spans |= slots
+        # A chunk with a slot of its own still holds one of the pool until it arrives, because more requests in the
+        # queues of the SSDs could time out.
+        slots = dict(zip(keys, self._slots.acquire(len(keys), self._deadline_s), strict=True))
+        own = {key: span for key in keys if (span := self._source.own_slot(key)) is not None}
+        spans = {**slots, **own}
 
         def arrived(key: ChunkKey) -> None:
-            self._arrived.put(_Arrival(load, key, spans[key], is_slot=key in slots))
+            if key in own:
+                self._slots.release([slots[key]])
+            self._arrived.put(_Arrival(load, key, spans[key], is_slot=key not in own))
 
         self._source.read_params(load, spans, arrived)
 

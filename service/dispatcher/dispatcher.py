@@ -31,7 +31,7 @@ from windlass.service.dispatcher.outcomes import (
     import_records,
     open_journal,
 )
-from windlass.service.dispatcher.preparations import Preparations
+from windlass.service.dispatcher.preparations import ROOM_AGAIN, Preparations
 from windlass.service.dispatcher.queue import JobQueue, Verdict, is_starting
 from windlass.service.dispatcher.replanner import (
     Ask,
@@ -85,7 +85,6 @@ _LOST = (
 
 # If the home's disk was full within these seconds, a lost runner counts as a victim of the full disk.
 _FULL_LATELY_S = 30.0
-_ROOM_AGAIN = "There is room on the disk again"
 _GOES_ON_WITHOUT_ROOM = "The job goes on, though the disk is still nearly full"
 
 
@@ -312,7 +311,7 @@ class Dispatcher:
         if reason is not None and job.waiting_reason is None:
             self._queue.explain(job, reason)
         elif reason is None and job.waiting_reason is not None:
-            message = _GOES_ON_WITHOUT_ROOM if is_out_of_room(self._settings.home) else _ROOM_AGAIN
+            message = _GOES_ON_WITHOUT_ROOM if is_out_of_room(self._settings.home) else ROOM_AGAIN
             with self._database.write() as session:
                 JobRepository(session).clear_waiting_reason(job.id, message, seen=job)
 
@@ -439,7 +438,7 @@ class Dispatcher:
             plan = load_plan(self._settings, job) if verdict.may_move else None
         except ValueError as error:
             with self._database.write() as session:
-                fail_job(session, job, "start_failed", f"the job's plan cannot be read: {error}")
+                fail_attempt(self._settings, session, job, "start_failed", f"the job's plan cannot be read: {error}")
             return
         # A renewal that has begun is completed, because other jobs wait for the planner.
         if (verdict.may_move or job.id == self._renewals.job_id) and self._renewals.poll(job):

@@ -38,7 +38,7 @@ _LONG_S = 5.0
 # Interval between writes of the progress, and of a waiting reason in which only numbers or jobs changed.
 _REPORT_INTERVAL_S = 2.0
 _NUMBER_OR_JOB = re.compile(r"ftjob-\w+|\d+(\.\d+)?")
-_ROOM_AGAIN = "There is room on the disk again"
+ROOM_AGAIN = "There is room on the disk again"
 
 
 class Preparations:
@@ -256,7 +256,7 @@ class Preparations:
             if reason is not None and before is None and progress is None:  # only once: later changes are no events
                 rows.set_waiting_reason(job.id, reason, seen=job)
             elif reason is None and before is not None and is_about_room(before):
-                rows.clear_waiting_reason(job.id, _ROOM_AGAIN, seen=job)
+                rows.clear_waiting_reason(job.id, ROOM_AGAIN, seen=job)
             rows.set_fields(job.id, seen=job, waiting_reason=reason, preparation=progress)
 
     def _enqueue(self, job: Job, results: Mapping[str, dict[str, Any]]) -> None:

@@ -264,7 +264,7 @@ class JobQueue:
             plan, is_cpu = load_plan(self._settings, job), self._resources.num_gpus == 0
             return demand_of(plan, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
         # the job's own launch will fail, and other jobs are not affected
-        except ValueError as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             _LOG.warning("its demand cannot be read from the plan: %s", error, extra=about(job.id, job.attempt))
             return Demand()
 

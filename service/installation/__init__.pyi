@@ -37,7 +37,6 @@ from windlass.service.installation.machine import inspect_machine as inspect_mac
 from windlass.service.installation.machine import num_cores as num_cores
 from windlass.service.installation.process_ids import ProcessId as ProcessId
 from windlass.service.installation.process_ids import boot_id as boot_id
-from windlass.service.installation.process_ids import die_with_parent as die_with_parent
 from windlass.service.installation.process_ids import end_processes as end_processes
 from windlass.service.installation.process_ids import find_process as find_process
 from windlass.service.installation.process_ids import with_descendants as with_descendants

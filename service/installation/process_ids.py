@@ -1,6 +1,5 @@
 """Ids of processes that outlive their parents. A later process with the same pid is never mistaken for them."""
 
-import ctypes
 import os
 import signal
 import time
@@ -9,12 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-
-_PR_SET_PDEATHSIG = 1
-
-
-class ParentGoneError(RuntimeError):
-    """The parent of this process has already ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +94,3 @@ def wait_until_gone(processes: Sequence[ProcessId], *, timeout_s: float) -> bool
             return False
         time.sleep(0.05)
     return True
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Makes the kernel kill this process as soon as its parent ends.
-
-    Raises ParentGoneError if the parent is gone already.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:
-        raise ParentGoneError(f"process {parent_pid}, which started this one, has ended")

@@ -52,12 +52,18 @@ def has_plan(settings: Settings, job: Job) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _holds_plan(path: Path, _changed_ns: int) -> bool:
-    return _load(path) is not None
+    try:
+        return _load(path) is not None
+    except ValueError:
+        return True  # whoever reads it learns of the wrong value
 
 
 def plans_of(settings: Settings, job: Job) -> Sequence[JobPlan]:
-    """Returns all plans of the job, the current one last."""
-    plans = (_load(_path(settings, job, number)) for number in range(job.plan_number + 1))
+    """Returns all plans of the job, the current one last; none if one has a wrong value."""
+    try:
+        plans = [_load(_path(settings, job, number)) for number in range(job.plan_number + 1)]
+    except ValueError:
+        return []
     return [plan for plan in plans if plan is not None]
 
 
@@ -122,7 +128,7 @@ def _path(settings: Settings, job: Job, number: int) -> Path:
 
 def _load(path: Path) -> JobPlan | None:
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
+        values = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return JobPlan.from_json(values)
+    return JobPlan.from_json(values) if isinstance(values, dict) else None

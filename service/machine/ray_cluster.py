@@ -4,6 +4,7 @@ It listens on loopback only and requires a token that only its owner can read. I
 start, because `ray stop` would also end other users' clusters.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -30,6 +31,7 @@ NAMESPACE = "windlass"
 DEVICE_RESOURCE = "device"
 TOKEN_FILE = "ray-token"  # in the home
 
+_DASHBOARD = "/dashboard/dashboard.py"  # the program of Ray's dashboard process
 _CORE_NAMES = ("gcs_server", "raylet")
 _START_TIMEOUT_S = 120.0
 # Ray's minimum is 75 MiB. Large data never passes through its object store.
@@ -98,6 +100,7 @@ class RayCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             # Ray gives its workers nice 15, so any other program on the machine would starve a training job.
             "RAY_worker_niceness": "0",
+            "RAY_preload_python_modules": "windlass.actors.runtime.absent_packages",
             # If it is off, Ray uses the loopback address and listens only there. Otherwise Ray replaces 127.0.0.1 by
             # the machine's outer address, listens on every interface, and fails when that address changes.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -156,6 +159,11 @@ class RayCluster:
             except subprocess.TimeoutExpired:
                 problem = f"it did not finish within {_START_TIMEOUT_S:g} s"
         core, helpers = _daemon_processes(temp_dir)
+        # `--include-dashboard=false` leaves out its pages, not its process, and jobs need neither. Ray's other helpers
+        # are children of the raylet, which ends with them.
+        dashboards = [process for process in helpers if _is_dashboard(process)]
+        end_processes(dashboards, grace_s=3.0)
+        helpers = tuple(process for process in helpers if process not in dashboards)
         if problem is None and len(core) != len(_CORE_NAMES):
             problem = "GCS or raylet ended at once"
         if problem is not None:
@@ -223,6 +231,12 @@ def _start_command(address: str, temp_dir: Path, *, num_cpus: int, num_gpus: int
         # If gRPC is installed, Ray also opens a client server, by default on a fixed port.
         command.append(f"--ray-client-server-port={_free_port()}")
     return command
+
+
+def _is_dashboard(process: ProcessId) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(word.endswith(_DASHBOARD) for word in psutil.Process(process.pid).cmdline())
+    return False
 
 
 def _remove_folder(folder: Path) -> None:

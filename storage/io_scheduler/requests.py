@@ -19,8 +19,8 @@ class IoResult:
 class IoTerms:
     """The urgency of a transfer, and the calls that report its end.
 
-    The scheduler calls one of the two, once, from a thread of its own. An error in `on_done` ends that thread and is
-    passed to `on_failed`.
+    The scheduler calls one of the two, once, from a thread of its own. An error that ends a thread, such as one in
+    `on_done`, is passed to `on_failed` of the thread's last work, even after its `on_done`.
     """
 
     priority: tuple[int, int]  # the smallest goes first; ties in order of arrival

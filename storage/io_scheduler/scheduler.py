@@ -323,14 +323,18 @@ class IoScheduler:
         if (step := job.committed_in) is not None:
             self._gate.fail_write(step)
 
-    def _end_broken(self, error: Exception, at: TransferJob | CommitRequest) -> None:
-        """Reports an unexpected error that ends a thread, as the failure of its last work."""
+    def _end_broken(self, error: Exception, at: TransferJob | CommitRequest | None) -> None:
+        """Reports an unexpected error that ends a thread, as the failure of its last work.
+
+        A thread without work has done nothing that could fail; the timeouts of later requests report its absence.
+        """
         with self._changed:
             if self._closing:
                 return
             if isinstance(at, TransferJob):
                 self._mark_failed(at)
-        at.on_failed(error)
+        if at is not None:
+            at.on_failed(error)
 
     # --- inside: commits and deadlines --------------------------------------------------------------------------------
 

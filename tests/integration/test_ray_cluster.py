@@ -62,6 +62,8 @@ def test_start_adopt_lose_and_stop(cluster: RayCluster, tmp_path: Path) -> None:
     assert not cluster.is_running
     assert cluster.ensure_running(num_cpus=1, num_gpus=0)
     pids = cluster.pids
+    # Without Ray's dashboard, whose process would take 60 MiB.
+    assert sorted(Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids) == ["gcs_server", "raylet"]
     assert (tmp_path / "ray-token").stat().st_mode & 0o777 == 0o600
     for pid in pids:
         assert {ip.removeprefix("::ffff:") for ip in _listening_addresses(pid)} <= {"127.0.0.1"}

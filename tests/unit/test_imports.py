@@ -73,7 +73,7 @@ def test_ids_import_nothing() -> None:
 
 
 @pytest.mark.parametrize("path", python_files("actors/policy"), ids=name_of)
-def test_policy_is_standard_library_and_ids(path: Path) -> None:
+def test_policy_is_pure(path: Path) -> None:
     allowed = (
         "windlass.storage.ids",
         "windlass.storage.priority_queue",
@@ -170,12 +170,13 @@ def test_light_actors_do_not_load_what_is_heavy(modules: tuple[str, ...], tmp_pa
 @pytest.mark.parametrize(
     ("role", "absent"),
     [
+        ("windlass.actors.optimizer.worker", ("transformers", "ray", "sympy", "torch._dynamo")),
         ("windlass.service.processes.supervisor", ("torch", "transformers", "ray", "fastapi", "numpy", "alembic")),
         ("windlass.service.api.app", ("torch", "transformers", "ray", "alembic")),
         ("windlass.service.dispatcher.process", ("torch", "transformers", "fastapi", "alembic")),
         ("windlass.service.processes.shutdown", ("torch", "transformers", "ray", "fastapi", "alembic")),
     ],
-    ids=["supervisor", "api", "dispatcher", "down"],
+    ids=["optimizer", "supervisor", "api", "dispatcher", "down"],
 )
 def test_service_process_loads_only_needed_modules(role: str, absent: tuple[str, ...], tmp_path: Path) -> None:
     code = f"import sys, {role}\nprint([name for name in {absent} if name in sys.modules])"

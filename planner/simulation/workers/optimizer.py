@@ -40,7 +40,6 @@ class Optimizer:
         self._ahead = Ahead()
         self._changed = Signal(world.env)
         self._grad_releases = GradReleases(world.context.plan.grads.num_slots, world.context.spec.num_cpu_optimizers)
-        self._num_begun = 0
         self._num_left: dict[tuple[int, int], int] = {}
         ordering = world.shape.ordering
         num_blocks = sum(name in world.shape.holders(block) for block in range(world.shape.num_blocks))
@@ -59,7 +58,7 @@ class Optimizer:
     def _update(self, message: UpdateBlock) -> None:
         """Queues the updates of a block's chunks."""
         self._num_left[(message.step, message.block)] = len(message.chunks)
-        self._num_begun += len(message.chunks)
+        self._grad_releases.begin(len(message.chunks))
         for grad in message.chunks:
             self._to_begin.push(message.step, message.block, _Chunk(message, grad))
         self._changed.notify()
@@ -124,8 +123,7 @@ class Optimizer:
             yield from self._resource.work(duration_s, SpanKind.UPDATE, update.step, key.block, key.chunk)
             self._ahead.num_ready -= 1
             self._changed.notify()
-            self._num_begun -= 1
-            if released := self._grad_releases.add(chunk.grad.span, is_idle=not self._num_begun):
+            if released := self._grad_releases.updated(chunk.grad.span):
                 world.grad_slots.give_back(len(released))
             if key in world.host_slots:
                 self._done(update)

@@ -108,8 +108,7 @@ class ParamFeed:
         batch = world.context.plan.fetch_batch
         for start in range(0, len(missing), batch):
             some = missing[start : start + batch]
-            if num_slots := sum(key not in world.cached_params for key in some):
-                yield from world.param_slots.take(num_slots)
+            yield from world.param_slots.take(len(some))
             for key in some:
                 world.env.process(self._read(fetch, key))
 
@@ -120,6 +119,7 @@ class ParamFeed:
         yield from world.chunk_move(key, nbytes, SpanKind.READ_PARAMS, step, (step, 0))
         if is_cached:
             self._filled.add(key)
+            world.param_slots.give_back()
         self._arrived.put((fetch, key, not is_cached))
 
     def _run_arrivals(self) -> Process:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from windlass.service.installation import die_with_parent
+from windlass.actors.lifecycle import die_with_parent
 from windlass.service.preparation.sandbox.limited_exec import limit
 
 _MOST_NBYTES = 1 << 16  # of an order

@@ -11,7 +11,7 @@ import resource
 import sys
 from pathlib import Path
 
-from windlass.service.installation import die_with_parent
+from windlass.actors.lifecycle import die_with_parent
 
 # Preparations yield the cores to the API.
 _NICENESS = 10

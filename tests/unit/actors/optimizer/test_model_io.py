@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.training import make_partition, make_spec
 from windlass.actors.job.context import make_context
 from windlass.actors.optimizer.model_io import ModelIo
+from windlass.actors.optimizer.model_mover import ModelMover
 from windlass.engine.device.dtypes import TORCH_DTYPE, state_dtype
 from windlass.engine.optimizer.split_states import join_master
 from windlass.engine.training_config.training_config import Initialization
@@ -34,7 +35,10 @@ class Bench:
         self.memory: dict[tuple[int, StateKind], torch.Tensor] = {}
         self.store: dict[tuple[Step, ChunkKey, StateKind], torch.Tensor] = {}
         self.answers_reads = True
-        self.io = ModelIo(context, self.slots, self.view, self.read, self.write)
+        self.io = ModelIo(context, self.slots, self.make_mover, self.read, self.write)
+
+    def make_mover(self) -> ModelMover:
+        return ModelMover(self.io.context, self.view)
 
     def view(self, slot: Span, key: ChunkKey, kind: StateKind) -> torch.Tensor:
         """The part of a slot that holds a state; at first it holds NaN or -1."""

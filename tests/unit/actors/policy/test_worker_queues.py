@@ -203,13 +203,16 @@ def spans_of(*numbers: int) -> tuple[Span, ...]:
 @pytest.mark.parametrize(("num_slots", "num_optimizers"), [(1, 1), (7, 1), (15, 2)])
 def test_few_gradient_slots_are_released_at_once(num_slots: int, num_optimizers: int) -> None:
     releases = GradReleases(num_slots, num_optimizers)
+    releases.begin(4)
     for span in spans_of(0, 1, 2):
-        assert releases.add(span, is_idle=False) == (span,)
+        assert releases.updated(span) == (span,)
 
 
 def test_many_gradient_slots_are_released_together() -> None:
     releases = GradReleases(16, 1)
-    found = [releases.add(span, is_idle=False) for span in spans_of(0, 1, 2, 3, 4)]
+    releases.begin(3)
+    releases.begin(4)
+    found = [releases.updated(span) for span in spans_of(0, 1, 2, 3, 4)]
     assert found == [(), (), spans_of(0, 1, 2), (), ()]
-    assert releases.add(None, is_idle=False) == ()  # a gradient from an SSD has no slot
-    assert releases.add(None, is_idle=True) == spans_of(3, 4)
+    assert releases.updated(None) == ()  # a gradient from an SSD has no slot
+    assert releases.updated(None) == spans_of(3, 4)  # the last chunk

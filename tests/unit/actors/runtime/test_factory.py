@@ -4,32 +4,28 @@ import importlib.util
 
 import pytest
 
-from tests.support.actors.specs import make_layout, make_spec
-from windlass.actors.job.context import GPU_WORKER, make_context, optimizer_name, ssd_name
+from windlass.actors.job.context import GPU_WORKER, optimizer_name, ssd_name
 from windlass.actors.runtime import factory as building
 from windlass.actors.runtime.factory import import_for
-from windlass.storage.ids import ActorName, Attempt
+from windlass.storage.ids import ActorName
 
 MODELS = "transformers.modeling_utils"
 
 
 @pytest.mark.parametrize(
-    ("name", "attempt", "expected"),
+    ("name", "expected"),
     [
-        (ssd_name(1), 1, ["windlass.actors.ssd.server"]),
-        (GPU_WORKER, 2, ["windlass.actors.gpu_worker.worker", MODELS]),
-        (optimizer_name(0), 1, ["windlass.actors.optimizer.worker", MODELS]),
-        (optimizer_name(0), 2, ["windlass.actors.optimizer.worker"]),
-        (optimizer_name(1), 1, ["windlass.actors.optimizer.worker"]),
+        (ssd_name(1), ["windlass.actors.ssd.server"]),
+        (GPU_WORKER, ["windlass.actors.gpu_worker.worker", MODELS]),
+        (optimizer_name(0), ["windlass.actors.optimizer.worker"]),
     ],
 )
-def test_actors_import_their_modules_and_weight_loader_also_models(
-    name: ActorName, attempt: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+def test_actors_import_their_modules_and_the_one_that_computes_also_models(
+    name: ActorName, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     imported: list[str] = []
     monkeypatch.setattr(building.importlib, "import_module", imported.append)
-    spec = make_spec(attempt=Attempt(attempt), ssd_dirs=("/0", "/1"))
-    import_for(name, make_context(spec, make_layout(2048, 5000), "arena"))
+    import_for(name)
     monkeypatch.undo()
     assert imported == expected
     for module in imported:

@@ -16,7 +16,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -160,7 +160,7 @@ def services(
         patch.setattr("windlass.service.api.middleware.rate_limit._FAILURES_PER_MINUTE", 10**9)
         # Requests to other servers, and started processes, are tested elsewhere.
         patch.setattr("windlass.service.api.routes.webhooks.send", lambda *_, **__: 204)
-        plan = asdict(PlanReport(feasible=False, reasons=("it has no weights",)))
+        plan = PlanReport(feasible=False, reasons=("it has no weights",))
         patch.setattr("windlass.service.api.routes.plans._run", lambda *_: (plan, []))
         machine = Hardware.model_validate(yaml.safe_load(example_machines()["rtx4090-server"].read_text()))
         patch.setattr("windlass.service.api.routes.plans.measured_hardware", lambda _: machine)

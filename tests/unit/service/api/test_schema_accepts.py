@@ -8,7 +8,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import hypothesis
@@ -92,7 +91,7 @@ def test_thousands_of_jobs_that_the_description_allows_are_accepted(client: Test
 
 def test_a_plan_that_the_description_allows_is_accepted(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner itself is replaced: only the request counts."""
-    plan = asdict(PlanReport(feasible=False, reasons=("it has no weights",)))
+    plan = PlanReport(feasible=False, reasons=("it has no weights",))
     monkeypatch.setattr(plans, "_run", lambda *_: (plan, []))
     machine = Hardware.model_validate(yaml.safe_load(example_machines()["rtx4090-server"].read_text()))
     told: Counter[str] = Counter()

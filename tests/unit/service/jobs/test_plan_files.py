@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.unit.service.jobs.test_spec_builder import CONFIG, RESULTS, job_of, order_of, spec_of, windlass_settings
 from windlass.planner.planning.worker import PlanOrder, question_of
 from windlass.service.installation.settings import Settings
-from windlass.service.jobs.plan_files import load_question
+from windlass.service.jobs.plan_files import has_plan, load_plan, load_question, plans_of
 from windlass.service.jobs.spec_builder import dataset_dir, job_dir, resolve_job
-from windlass.service.preparation.pipeline import QUESTION_FILE
+from windlass.service.preparation.pipeline import PLAN_JOB, QUESTION_FILE
 from windlass.service.validation.hyperparameters import WindlassSettings
 from windlass.storage.sql.models import Job
 
@@ -70,3 +72,27 @@ def test_load_question_without_data_is_planned_for_the_longest_examples(tmp_path
     again = PlanOrder.model_validate(question)
     assert again.dataset_dir is None
     assert question_of(again, CONFIG).lengths is None
+
+
+@pytest.mark.parametrize("text", ["3", "null", "[]", "{", '{"error": "no model"}'])
+def test_a_file_without_a_plan_is_no_plan(tmp_path: Path, text: str) -> None:
+    job, settings = stored_plan(tmp_path, text)
+    assert load_plan(settings, job) is None
+    assert plans_of(settings, job) == []
+    assert not has_plan(settings, job)
+
+
+def test_a_plan_with_a_wrong_value_fails_only_where_it_is_read(tmp_path: Path) -> None:
+    job, settings = stored_plan(tmp_path, '{"plan": "fast"}')
+    with pytest.raises(ValueError, match="plan"):
+        load_plan(settings, job)
+    assert has_plan(settings, job)  # so that lists of jobs can be shown
+    assert plans_of(settings, job) == []
+
+
+def stored_plan(home: Path, text: str) -> tuple[Job, Settings]:
+    job, settings = queued_job(windlass_settings()), Settings(home=home)
+    path = job_dir(settings, job.id) / "prepare" / f"{PLAN_JOB}.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return job, settings
