@@ -53,10 +53,11 @@ check: install
 bench: $(PEERS_STAMP)
 	$(BIN)/python -m benchmarks
 
-# DeepSpeed's build looks at the torch that is there, so it has no environment of its own.
+# DeepSpeed's build looks at the torch that is there, so it has no environment of its own. What builds need comes first.
 $(PEERS_STAMP): $(STAMP)
 	@echo "Installing what the benchmarks compare with: DeepSpeed and fio"
 	@bash .ci/install_packages.sh fio g++ libaio-dev
+	@$(PIP) -c $(CONSTRAINTS) editables setuptools
 	@DS_BUILD_OPS=0 $(PIP) --no-build-isolation -c $(CONSTRAINTS) -e '.[bench]'
 	@touch $@
 

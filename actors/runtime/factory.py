@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from dataclasses import dataclass
 from typing import Any
 
 from windlass.actors.job import GPU_WORKER, JobContext, optimizer_index
@@ -9,6 +10,16 @@ from windlass.storage.ids import ActorName
 
 # The base module of all models. transformers loads it when the first model is built, which takes a second or two.
 _MODELS = "transformers.modeling_utils"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptions:
+    """The options of actors that all run in one process."""
+
+    partition: Any  # the model's `Partition`
+    device: str  # that computes
+    poison_released: bool  # fill released buffers with NaN, for tests
+    direct: bool  # False for file systems without O_DIRECT
 
 
 def import_for(name: ActorName) -> None:
@@ -29,10 +40,7 @@ def build_actor(
     send: Any,
     *,
     uses_gpu: bool = False,
-    partition: Any = None,
-    device: str | None = None,
-    poison_released: bool = False,
-    direct: bool = True,
+    local: LocalOptions | None = None,
 ) -> Any:
     """Builds the actor of a name, without setting it up.
 
@@ -41,10 +49,7 @@ def build_actor(
         context: of the attempt; for all but SSD servers, with the kernels of the commit from which the job resumes.
         send: sends a message to another actor.
         uses_gpu: Ray gave this process a GPU.
-        partition: the model's `Partition`; None: it is made from the model's folder.
-        device: the device that computes; None: the GPU if there is one.
-        poison_released: fill released buffers with NaN, for tests.
-        direct: False for file systems without O_DIRECT.
+        local: all actors run in this process; None: this process is the actor's own.
 
     Raises:
         GpuUnusableError: PyTorch cannot use that GPU.
@@ -62,22 +67,24 @@ def build_actor(
             context.arena_path,
             send,
             io=facts.io,
-            direct=direct,
+            direct=local is None or local.direct,
             scratch_slot_nbytes=context.plan.activations.slot_nbytes,
             num_scratch_slots=context.num_scratch_slots(index),
         )
     if kind == "optimizer":
         from windlass.actors.optimizer import CpuOptimizer, ModelProcess
 
-        start_model_worker = functools.partial(ModelProcess, context)
+        # A process of its own, which starts in seconds, only saves memory of long jobs.
+        start_model_worker = functools.partial(ModelProcess, context) if local is None else None
         return CpuOptimizer(name, index, context, send, start_model_worker=start_model_worker)
     from windlass.actors.gpu_worker import GpuWorker
     from windlass.engine.device import compute_device, retain_freed_memory
     from windlass.engine.model import partition_folder
 
-    if device is None:
-        device = compute_device(uses_gpu=uses_gpu).type
-        if device == "cpu":
-            retain_freed_memory()
-    partition = partition or partition_folder(context.spec.model_dir, context.formats.precision)
-    return GpuWorker(context, partition, send, device=device, poison_released=poison_released)
+    if local is not None:
+        return GpuWorker(context, local.partition, send, device=local.device, poison_released=local.poison_released)
+    device = compute_device(uses_gpu=uses_gpu)
+    if device.type == "cpu":
+        retain_freed_memory()
+    partition = partition_folder(context.spec.model_dir, context.formats.precision)
+    return GpuWorker(context, partition, send, device=device.type)

@@ -9,7 +9,7 @@ from typing import Any
 from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts, keeping_kernel
 from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import ActorFailed, Message
-from windlass.actors.runtime.factory import build_actor
+from windlass.actors.runtime.factory import LocalOptions, build_actor
 from windlass.actors.runtime.start_up import START_DEADLINE_S, open_attempt, set_up_actors
 from windlass.actors.scheduler import GOES_ON, Scheduler
 from windlass.engine.model import Partition, partition_folder
@@ -39,6 +39,7 @@ def run_local(
     """
     partition = partition or partition_folder(spec.model_dir, spec.training.precision)
     context, arena = open_attempt(spec, partition.layout, direct=direct, ssds=ssds)
+    options = LocalOptions(partition=partition, device=device, poison_released=poison_released, direct=direct)
     actors: dict[ActorName, Any] = {}
     early: list[Message] = []  # to the scheduler, before there is one
     lock = threading.Lock()  # of `early`, and of the scheduler's arrival in `actors`
@@ -58,15 +59,7 @@ def run_local(
 
     def set_up(name: ActorName, commit: CommitRecord | None = None) -> None:
         """Builds an actor and starts it. SSD servers are set up before the commit is known."""
-        actors[name] = build_actor(
-            name,
-            keeping_kernel(context, commit),
-            send,
-            partition=partition,
-            device=device,
-            poison_released=poison_released,
-            direct=direct,
-        )
+        actors[name] = build_actor(name, keeping_kernel(context, commit), send, local=options)
         actors[name].setup()
         ending.callback(end, name)
 
