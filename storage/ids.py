@@ -92,6 +92,14 @@ class Formats:
         """The bytes of an element of each stored state, in storage order."""
         return _ITEMSIZES[(self.precision, self.states)]
 
+    def offsets(self, chunk_numel: int) -> dict[StateKind, int]:
+        """Returns the offset in bytes of each stored state in a slot for a chunk's states."""
+        offsets, offset = {}, 0
+        for kind, itemsize in self.itemsizes.items():
+            offsets[kind] = offset
+            offset += itemsize * chunk_numel
+        return offsets
+
     @property
     def kinds_to_update(self) -> tuple[StateKind, ...]:
         """The states that an update reads: all except a param that follows from its master.

@@ -33,7 +33,7 @@ from windlass.actors.optimizer import ChunkUpdater
 from windlass.actors.policy import UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import COMPUTE, FROM_DEVICE, WHOLE_BLOCK, SpanRecorder
-from windlass.engine.device import Device, Event, copy, release_team, state_dtype
+from windlass.engine.device import Device, Event, TensorArena, copy, release_team, state_dtype
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Kernel, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
@@ -50,7 +50,7 @@ class DeviceStates:
         self,
         context: JobContext,
         device: Device,
-        memory: torch.Tensor,
+        arena: TensorArena,
         io: SsdClient,
         *,
         name: ActorName,
@@ -62,7 +62,7 @@ class DeviceStates:
         """`acquire_grad` acquires a block's gradient; `release_grad` releases it once the update is queued."""
         self._context = context
         self._device = device
-        self._memory = memory
+        self._arena = arena
         self._io = io
         self._name = name
         self._acquire_grad = acquire_grad
@@ -235,7 +235,7 @@ class DeviceStates:
 
     def _view(self, slot: Span, key: ChunkKey, kind: StateKind) -> torch.Tensor:
         dtype, offset = state_dtype(self._context.formats, kind), slot.offset + self._offsets[kind]
-        return self._memory[offset : offset + self._context.chunk_numel(key) * dtype.itemsize].view(dtype)
+        return self._arena.view(offset, self._context.chunk_numel(key), dtype)
 
     def _chunk_io(self, slot: Span, key: ChunkKey, kinds: Iterable[StateKind]) -> ChunkIo:
         offsets = {kind: slot.offset + self._offsets[kind] for kind in kinds}

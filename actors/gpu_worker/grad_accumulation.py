@@ -17,7 +17,7 @@ from windlass.actors.job import JobContext
 from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import ComputeBlock, Phase, SpanKind
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, SpanRecorder
-from windlass.engine.device import Device, DeviceBuffers, Event, copy
+from windlass.engine.device import Device, DeviceBuffers, Event, TensorArena, copy
 from windlass.engine.model import GradBuffer
 from windlass.storage.ids import BlockIndex, ChunkKey
 
@@ -32,12 +32,12 @@ class PartialGrads:
     """
 
     def __init__(
-        self, context: JobContext, device: Device, flats: DeviceBuffers, memory: torch.Tensor, spans: SpanRecorder
+        self, context: JobContext, device: Device, flats: DeviceBuffers, arena: TensorArena, spans: SpanRecorder
     ) -> None:
         self._context = context
         self._device = device
         self._flats = flats
-        self._memory = memory
+        self._arena = arena
         self._spans = spans
         self._slots = context.partial_slots()
         self._changed = threading.Condition()
@@ -132,7 +132,7 @@ class PartialGrads:
         for key in self._context.layout.chunk_keys(use[1]):
             start, stop = self._context.layout.chunk_range(key)
             here, offset = flat[start:stop], self._slots[use[0], key].offset
-            there = self._memory[offset : offset + here.nbytes].view(here.dtype)
+            there = self._arena.view(offset, here.numel(), here.dtype)
             begun = stream.record()
             stream.run(functools.partial(copy, there, here) if is_out else functools.partial(copy, here, there))
             note = functools.partial(self._note, operation, key, begun, stream.record(), here.nbytes, is_out=is_out)

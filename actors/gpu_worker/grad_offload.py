@@ -25,7 +25,7 @@ from windlass.actors.messages import (
 from windlass.actors.policy import OffloadQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import FROM_DEVICE, SpanRecorder
-from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, copy
+from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, TensorArena, copy
 from windlass.engine.memory_plan import grad_buffers_of_job
 from windlass.engine.model import GradBuffer
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
@@ -68,7 +68,7 @@ class GradOffload:
         self,
         context: JobContext,
         device: Device,
-        memory: torch.Tensor,
+        arena: TensorArena,
         io: SsdClient,
         spans: SpanRecorder,
         send: Callable[[ActorName, GradOffloaded], None],
@@ -82,7 +82,7 @@ class GradOffload:
         """
         self._context = context
         self._device = device
-        self._memory = memory
+        self._arena = arena
         self._io = io
         self._spans = spans
         self._send = send
@@ -103,7 +103,7 @@ class GradOffload:
         self._flushed_step = 0  # the last step whose backward pass is over and whose spans were sent
         planned = self._plan_buffers(summed_in_fp32)
         self._flats = DeviceBuffers(device, planned, name="gradients", deadline_s=context.spec.deadline_s)
-        self._partials = PartialGrads(context, device, self._flats, memory, spans)
+        self._partials = PartialGrads(context, device, self._flats, arena, spans)
 
     # --- calls of the GPU worker ------------------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class GradOffload:
         for key, span in spans.items():
             start, stop = layout.chunk_range(key)
             source = grad.flat[start:stop]
-            target = self._memory[span.offset : span.offset + source.nbytes].view(source.dtype)
+            target = self._arena.view(span.offset, source.numel(), source.dtype)
             begun = d2h.record()
             d2h.run(functools.partial(copy, target, source))
             note = functools.partial(self._note, operation, key, begun, d2h.record(), source.nbytes)

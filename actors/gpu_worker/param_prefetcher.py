@@ -14,8 +14,8 @@ chunks stay in host memory until then.
 import functools
 import queue
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -29,37 +29,30 @@ from windlass.actors.messages import (
 )
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import TO_DEVICE, SpanRecorder
-from windlass.engine.device import TORCH_DTYPE, Device, DeviceBuffers, Event, copy
+from windlass.engine.device import (
+    TORCH_DTYPE,
+    BlockLoad,
+    Device,
+    DeviceBuffers,
+    Event,
+    ParamLoader,
+    TensorArena,
+)
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece, param_buffers
 from windlass.engine.model import PieceBuffers, StreamedParams
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 from windlass.storage.memory import SlotPool
 
 
-@dataclass(slots=True, eq=False)
-class Fetch:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Fetch(BlockLoad):
     """The prefetch of one block's params to a device buffer; for a streamed block, to host memory."""
 
     request: ParamRequest
-    buffer: torch.Tensor
     params: torch.Tensor | StreamedParams  # the operation's params: the buffer, or the buffer and the later pieces
-    num_missing: int  # chunks
     is_lent: bool = False  # the buffer holds resident params and is not released
     master: torch.Tensor | None = None  # the resident master from which the params are rounded before use
     chunks: HostChunks | None = None  # for a streamed block: the source of its pieces
-    arrivals: list["_Arrival"] = field(default_factory=list)  # for a streamed block: chunks held until it is computed
-    ready: threading.Event = field(default_factory=threading.Event)  # set when all copies are queued
-    copied: Event | None = None  # after the last copy; None if none was needed
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """Params of a chunk that are in host memory."""
-
-    fetch: Fetch
-    key: ChunkKey
-    span: Span
-    is_slot: bool  # the span is a slot of the pool, and is released; else the params stay there
 
 
 class ParamFeed:
@@ -69,7 +62,7 @@ class ParamFeed:
         self,
         context: JobContext,
         device: Device,
-        memory: torch.Tensor,
+        arena: TensorArena,
         io: SsdClient,
         resident: Callable[[BlockIndex], torch.Tensor | None],
         spans: SpanRecorder,
@@ -81,7 +74,6 @@ class ParamFeed:
         self._context = context
         self._spans = spans
         self._device = device
-        self._memory = memory
         self._io = io
         self._resident = resident
         self._dtype = TORCH_DTYPE[context.formats.precision]
@@ -92,7 +84,15 @@ class ParamFeed:
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, num_slots, name="param slots")
         self._cached = context.cached_params()
         self._filled: set[ChunkKey] = set()  # the chunks whose params are in their slot of `_cached`
-        self._batch = context.plan.fetch_batch
+        self._loader: ParamLoader[Fetch] = ParamLoader(
+            self,
+            device,
+            arena,
+            self._slots,
+            self._dtype,
+            batch=context.plan.fetch_batch,
+            deadline_s=context.spec.deadline_s,
+        )
         self._bounds = piece_bounds(context)
         num_buffers = param_buffers(
             [block.numel - self._first(block.index) for block in context.layout.blocks],
@@ -111,7 +111,6 @@ class ParamFeed:
             numel = largest_piece(list(self._bounds.values()))
             self._pieces = PieceBuffers(device, numel, self._dtype, NUM_PIECE_BUFFERS)
         self._requests: queue.Queue[ParamRequest | None] = queue.Queue()
-        self._arrived: queue.Queue[_Arrival | None] = queue.Queue()
         self._changed = threading.Condition()
         self._fetches: dict[tuple[int, BlockIndex], Fetch] = {}
         self._stopping = False
@@ -133,7 +132,7 @@ class ParamFeed:
         if self._pieces is not None:
             self._pieces.close()
         self._requests.put(None)
-        self._arrived.put(None)
+        self._loader.close()
 
     # --- calls of the GPU worker ------------------------------------------------------------------------------------
 
@@ -181,8 +180,8 @@ class ParamFeed:
         """Releases the params after their operation was queued on the compute stream."""
         if not fetch.is_lent:
             self._buffers.give(fetch.buffer, self._device.compute)
-        if fetch.arrivals:
-            self._device.compute.then(functools.partial(self._release_slots, fetch.arrivals))
+        if fetch.held:
+            self._device.compute.then(functools.partial(self._slots.release, fetch.held))
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -197,43 +196,47 @@ class ParamFeed:
             keys = layout.chunk_keys(request.block)
             resident = self._resident(request.block)
             if resident is not None and resident.dtype is self._dtype:
-                fetch = Fetch(request, resident, resident, 0, is_lent=True)
+                fetch = Fetch(request=request, buffer=resident, params=resident, is_lent=True)
                 fetch.ready.set()
             elif resident is not None:
                 buffer = self._buffers.take(resident.numel(), self._dtype, self._device.compute)
-                fetch = Fetch(request, buffer, buffer, 0, master=resident)
+                fetch = Fetch(request=request, buffer=buffer, params=buffer, master=resident)
                 fetch.ready.set()
             else:
-                numel = layout.blocks[request.block].numel - self._first(request.block)
-                buffer = self._buffers.take(numel, self._dtype, self._device.h2d)
-                fetch = Fetch(request, buffer, buffer, len(keys))
+                first = self._first(request.block)
+                buffer = self._buffers.take(layout.blocks[request.block].numel - first, self._dtype, self._device.h2d)
+                fetch = Fetch(request=request, buffer=buffer, params=buffer, first=first, num_missing=len(keys))
                 if self._pieces is not None and request.block in self._bounds:
+                    fetch.holds_chunks = True
                     fetch.chunks = HostChunks(layout.chunk_numel, request, self._spans)
                     fetch.params = StreamedParams(self._pieces, fetch.chunks, self._bounds[request.block], buffer)
             with self._changed:
                 self._fetches[(request.operation.op, request.block)] = fetch
                 self._changed.notify_all()
             if resident is None:
-                self._fetch(fetch, keys)
+                self._loader.start(fetch, keys)
 
-    def _fetch(self, fetch: Fetch, keys: list[ChunkKey]) -> None:
-        missing = []
-        for key in keys:
-            if (slot := self._host_slots.get(key)) is not None:
-                rest = Span(slot.offset + self._param_offset, self._slots.slot_nbytes)
-                self._arrived.put(_Arrival(fetch, key, rest, is_slot=False))
-            elif key in self._filled:
-                self._arrived.put(_Arrival(fetch, key, self._cached[key], is_slot=False))
-            else:
-                missing.append(key)
-        for start in range(0, len(missing), self._batch):
-            self._read(fetch, missing[start : start + self._batch])
+    def _run_arrivals(self) -> None:
+        self._loader.run()
 
-    def _read(self, fetch: Fetch, keys: list[ChunkKey]) -> None:
-        # A cached chunk has a place of its own. It still holds a slot until it arrives, because more requests in the
-        # SSDs' queues could time out.
-        slots = dict(zip(keys, self._slots.acquire(len(keys), self._context.spec.deadline_s), strict=True))
-        spans = {key: self._cached.get(key, slot) for key, slot in slots.items()}
+    # --- calls of the loader ----------------------------------------------------------------------------------------
+
+    def chunk_range(self, key: ChunkKey) -> tuple[int, int]:
+        """See ParamSource."""
+        return self._context.layout.chunk_range(key)
+
+    def resident_params(self, key: ChunkKey) -> Span | None:
+        """See ParamSource."""
+        if (slot := self._host_slots.get(key)) is not None:
+            return Span(slot.offset + self._param_offset, self._slots.slot_nbytes)
+        return self._cached[key] if key in self._filled else None
+
+    def own_slot(self, key: ChunkKey) -> Span | None:
+        """See ParamSource."""
+        return self._cached.get(key)
+
+    def read_params(self, fetch: Fetch, spans: Mapping[ChunkKey, Span], on_done: Callable[[ChunkKey], None]) -> None:
+        """See ParamSource."""
         kind, request = self._context.formats.param_kind, fetch.request
         itemsizes = {kind: self._dtype.itemsize}
         items = [
@@ -243,46 +246,23 @@ class ParamFeed:
         priority = (request.step, 0)
 
         def arrived(key: ChunkKey) -> None:
-            is_cached = key in self._cached
-            if is_cached:  # only now: an earlier request of the same params must not use a place that is being filled
+            if key in self._cached:  # only now: an earlier request of the same params must not use a slot being filled
                 self._filled.add(key)
-                self._slots.release([slots[key]])
-            self._arrived.put(_Arrival(fetch, key, spans[key], is_slot=not is_cached))
+            on_done(key)
 
         self._io.read(items, request.step, priority, arrived)
 
-    def _run_arrivals(self) -> None:
-        h2d = self._device.h2d
-        while (arrival := self._arrived.get()) is not None:
-            fetch, span = arrival.fetch, arrival.span
-            works_at(fetch.request.operation)
-            start, stop = self._context.layout.chunk_range(arrival.key)
-            nbytes = (stop - start) * self._dtype.itemsize
-            source = self._memory[span.offset : span.offset + nbytes].view(self._dtype)
-            begun = h2d.record()
-            if fetch.chunks is not None:
-                fetch.chunks.add(arrival.key.chunk, source)
-                fetch.arrivals.append(arrival)
-                first = self._first(arrival.key.block)
-                start, source = max(start, first) - first, source[max(0, first - start) :]
-                stop, nbytes = start + source.numel(), source.nbytes
-            h2d.run(functools.partial(copy, fetch.buffer[start:stop], source))
-            copied = h2d.record()
-            h2d.then(
-                working_at(fetch.request.operation, functools.partial(self._copied, arrival, begun, copied, nbytes))
-            )
-            fetch.num_missing -= 1
-            if fetch.num_missing == 0:
-                fetch.copied = copied
-                fetch.ready.set()
+    def naming(self, fetch: Fetch, callback: Callable[[], None]) -> Callable[[], None]:
+        """See ParamSource."""
+        return working_at(fetch.request.operation, callback)
 
-    def _copied(self, arrival: _Arrival, begun: Event, copied: Event, nbytes: int) -> None:
-        key, request = arrival.key, arrival.fetch.request
+    def chunk_arrived(self, fetch: Fetch, key: ChunkKey, params: torch.Tensor) -> None:
+        """See ParamSource."""
+        works_at(fetch.request.operation)
+        if fetch.chunks is not None:
+            fetch.chunks.add(key.chunk, params)
+
+    def chunk_copied(self, fetch: Fetch, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
+        """See ParamSource."""
         kind, start_s, end_s = SpanKind.COPY_PARAMS_IN, begun.time_s(), copied.time_s()
-        self._spans.note(TO_DEVICE, kind, request.step, key.block, key.chunk, start_s, end_s, nbytes)
-        if arrival.fetch.chunks is None:
-            self._release_slots([arrival])
-
-    def _release_slots(self, arrivals: list[_Arrival]) -> None:
-        """Releases slots after the last copy from them."""
-        self._slots.release([arrival.span for arrival in arrivals if arrival.is_slot])
+        self._spans.note(TO_DEVICE, kind, fetch.request.step, key.block, key.chunk, start_s, end_s, nbytes)

@@ -72,12 +72,12 @@ from windlass.actors.policy import ComputeReports, OperationWindow
 from windlass.actors.ssd import SsdClient
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.data import MicroBatch, PreparedDataset
-from windlass.engine.device import TORCH_DTYPE, Device, release_team
+from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, release_team
 from windlass.engine.memory_estimate import ActivationNeedUnknownError, DeviceNeedUnknownError
 from windlass.engine.memory_plan import RECOMPUTE_ALL, summed_in_fp32
 from windlass.engine.model import BlockRunner, GradBuffer, Partition, check_architecture
 from windlass.engine.optimizer import squared_norm
-from windlass.storage.ids import BlockIndex, Span, Step
+from windlass.storage.ids import BlockIndex, Step
 from windlass.storage.memory import Arena
 
 
@@ -140,8 +140,8 @@ class GpuWorker:
         if self.spec.device_memory_nbytes is not None:
             limit_device_memory(self.device.device, self.spec.device_memory_nbytes)
         self._arena = Arena.open(self.context.arena_path)
-        self._memory = torch.frombuffer(self._arena.buffer(Span(0, self._arena.nbytes)), dtype=torch.uint8)
-        self.device.pin(self._memory)
+        self._tensors = TensorArena.of(self._arena)
+        self.device.pin(self._tensors.memory)
         if kernels := choose_kernels(self.context, self.partition, self.device.device, self._announce):
             chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
             self.send(SCHEDULER, chosen)
@@ -149,7 +149,7 @@ class GpuWorker:
         self._device_memory = DeviceMemory(self.device.device)
         if self.context.plan.activations.num_slots:
             self._activations = ActivationTiers(
-                self.context, self.device, self._memory, self._io, self.send, self.name, self._spans
+                self.context, self.device, self._tensors.memory, self._io, self.send, self.name, self._spans
             )
         self.runner = BlockRunner(
             self.partition,
@@ -163,7 +163,7 @@ class GpuWorker:
         self._grads = GradOffload(
             self.context,
             self.device,
-            self._memory,
+            self._tensors,
             self._io,
             self._spans,
             self.send,
@@ -173,7 +173,7 @@ class GpuWorker:
         self._states = DeviceStates(
             self.context,
             self.device,
-            self._memory,
+            self._tensors,
             self._io,
             name=self.name,
             acquire_grad=self._grads.acquire,
@@ -183,7 +183,7 @@ class GpuWorker:
         )
         if (kernel := self._states.kernel) is not None:
             self.send(SCHEDULER, KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=kernel))
-        self._feed = ParamFeed(self.context, self.device, self._memory, self._io, self._states.params, self._spans)
+        self._feed = ParamFeed(self.context, self.device, self._tensors, self._io, self._states.params, self._spans)
         self._device_memory.pause()
         self.dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         self._evaluation = evaluation_groups(self.spec)
@@ -229,8 +229,8 @@ class GpuWorker:
         self.runner.forget()
         if self._activations is not None:
             self._activations.close()
-        self.device.unpin(self._memory)
-        del self._memory
+        self.device.unpin(self._tensors.memory)
+        del self._tensors
         self._arena.close()
 
     def _require_room(self) -> None:

@@ -113,18 +113,13 @@ class CoreContext:
 
     def state_offsets(self) -> dict[StateKind, int]:
         """Returns the offset in bytes of each state in a state slot; a gradient that was on an SSD comes last."""
-        offsets, offset = {}, 0
-        for kind, itemsize in self.formats.itemsizes.items():
-            offsets[kind] = offset
-            offset += itemsize * self.layout.chunk_numel
-        offsets[StateKind.GRAD] = offset
-        return offsets
+        chunk_numel, formats = self.layout.chunk_numel, self.formats
+        return {**formats.offsets(chunk_numel), StateKind.GRAD: chunk_numel * sum(formats.itemsizes.values())}
 
     def host_slots(self) -> dict[ChunkKey, Span]:
         """Returns the arena span of each chunk whose states are resident in host memory."""
-        pool = self.plan.host_states
         keys = (key for block in self.plan.host_blocks for key in self.layout.chunk_keys(BlockIndex(block)))
-        return {key: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, key in enumerate(keys)}
+        return self.plan.host_states.slots_of(keys)
 
     def cached_params(self) -> dict[ChunkKey, Span]:
         """Returns the arena span of each chunk whose params stay in host memory while its states are on the SSDs.
@@ -154,7 +149,7 @@ class CoreContext:
             for key in self.layout.chunk_keys(block)
             if block not in resident
         )
-        return {use: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, use in enumerate(uses)}
+        return pool.slots_of(uses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from windlass.actors.offload import errors as errors
 from windlass.actors.offload.api import offload as offload
+from windlass.actors.offload.config import OffloadConfig as OffloadConfig
 from windlass.actors.offload.errors import CannotOffloadError as CannotOffloadError
 from windlass.actors.offload.errors import OffloadClosedError as OffloadClosedError
 from windlass.actors.offload.errors import OffloadError as OffloadError

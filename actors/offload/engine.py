@@ -4,23 +4,25 @@ import atexit
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from windlass.actors.offload.config import Hyper, OffloadConfig, OffloadStatistics, plan_offload
 from windlass.actors.offload.errors import OffloadClosedError, OffloadMisuseError
 from windlass.actors.offload.layer import OffloadedLayer
-from windlass.actors.offload.layers import OffloadedBlock, outside_params
+from windlass.actors.offload.layers import OffloadedBlock, OffloadedParameter, WrappedParam, outside_params
 from windlass.actors.offload.param_prefetcher import ParamFeed
 from windlass.actors.offload.resident_params import OutsideParams
-from windlass.actors.offload.settings import Hyper, OffloadSettings, OffloadStatistics, plan_offload
 from windlass.actors.offload.store import OffloadStore
-from windlass.actors.offload.updates import BlockUpdate, Kernels, LayerUpdates, Run
-from windlass.actors.policy import clip_scale
-from windlass.engine.device import Device
+from windlass.actors.offload.updates import BlockUpdate, LayerUpdates, Run
+from windlass.actors.policy import StepResult, TrainerState, clip_scale
+from windlass.engine.device import TORCH_DTYPE, Device
 from windlass.engine.model import GradBuffer, choose_chunk_numel
-from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Precision, Span, StateKind, StatePrecision, Step
+from windlass.engine.optimizer import MOMENTS, KernelSet, SavedStates, from_saved, to_saved
+from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Kernel, Precision, Span, StateKind, StatePrecision, Step
 
 
 class OffloadEngine:
@@ -30,7 +32,7 @@ class OffloadEngine:
         self,
         model: nn.Module,
         blocks: Sequence[OffloadedBlock],
-        settings: OffloadSettings,
+        config: OffloadConfig,
         hyper_of: Callable[[str], Hyper | None],
     ) -> None:
         """Offloads the states block by block, frees each block's original params, and then wraps the layers.
@@ -38,16 +40,21 @@ class OffloadEngine:
         `hyper_of` returns the optimizer's present settings for a parameter of the layers, by name. It returns None if
         the optimizer does not have the parameter.
         """
-        self.settings = settings
+        self.config = config
         self.blocks = blocks
-        self.device = settings.device
+        self.device = config.chosen_device
         self._hyper_of = hyper_of
-        self._device = Device(settings.device, poison_released=settings.poison_released)
+        self._device = Device(self.device, poison_released=config.poison_released)
         self._closed = False
         self._pinned = False
         self._layers: list[OffloadedLayer] = []
         self._threads: list[threading.Thread] = []
         self.num_steps = 0
+        is_fp16 = any(param.dtype is torch.float16 for param in model.parameters())
+        self.trainer = TrainerState(scales_loss=is_fp16)
+        # Clipping and the check for overflows need all gradients before the first update.
+        self._needs_norm = is_fp16 or config.clip_norm is not None
+        self._has_scaled = False  # a loss was scaled since the last step
         self._grads: dict[BlockIndex, GradBuffer] = {}  # gradients being computed
         self._touched: dict[BlockIndex, set[str]] = {}  # params with a gradient in this step
         self._num_backwards: Counter[BlockIndex] = Counter()  # backward passes in this step
@@ -92,7 +99,7 @@ class OffloadEngine:
     def backward_done(self, block: OffloadedBlock, *, is_last: bool) -> None:
         """Offloads a block's gradient after the backward of its last open call.
 
-        In the step's last backward pass, the update starts at once if there is no clipping.
+        In the step's last backward pass, the update starts at once, unless the step needs the norm of all gradients.
         """
         if not is_last:
             return
@@ -109,17 +116,25 @@ class OffloadEngine:
         self._num_backwards[block.index] += 1
         self._touched.setdefault(block.index, set()).update(grads.touched)
         update = None
-        is_complete = self._num_backwards[block.index] >= self.settings.backwards_per_step
-        if is_complete and self.settings.clip_norm is None:
+        is_complete = self._num_backwards[block.index] >= self.config.backwards_per_step
+        if is_complete and not self._needs_norm:
             update = self._updated(block, grad_scale=1.0)
         self._updates.offload(block, grads.flat, update)
 
     # --- calls of the optimizer -------------------------------------------------------------------------------------
 
-    def step(self, outside: Mapping[nn.Parameter, Hyper]) -> float | None:
-        """Updates all parameters with gradients; returns the gradient norm before clipping, None without clipping.
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss of an fp16 model multiplied by the loss scale, and any other loss unchanged."""
+        if not self.trainer.scales_loss:
+            return loss
+        self._has_scaled = True
+        return loss * torch.tensor(self.trainer.next_loss_scale, dtype=torch.float32, device=loss.device)
 
-        Updates of layers continue in the background. Raises OffloadMisuseError.
+    def step(self, outside: Mapping[nn.Parameter, Hyper]) -> float | None:
+        """Updates all parameters with gradients; returns the gradient norm before clipping, if the step needs it.
+
+        Updates of layers continue in the background. With loss scaling, a step whose gradients are not all finite is
+        skipped. Raises OffloadMisuseError.
         """
         self._require_open()
         for index in list(self._grads):  # layers with an open call that had no backward
@@ -132,10 +147,14 @@ class OffloadEngine:
                         "step, when its update had begun; change it after the step"
                     )
         self._outside.check_grads()
-        norm, scale = None, 1.0
-        if self.settings.clip_norm is not None:
-            norm = math.sqrt(self._updates.squared_norm() + self._outside.squared_norm())
-            scale = clip_scale(self.settings.clip_norm, norm)
+        norm, scale = None, 1.0 / self.trainer.next_loss_scale
+        if self._needs_norm:
+            norm = math.sqrt(self._updates.squared_norm() + self._outside.squared_norm()) * scale
+        if self.trainer.scales_loss and not self._may_update(norm):
+            self._discard_grads()
+            return norm
+        if self.config.clip_norm is not None and norm is not None:
+            scale *= clip_scale(self.config.clip_norm, norm)
         pending = [block for block in self.blocks if block.index in self._touched and block.index not in self._begun]
         if pending:
             self._updates.await_grads()
@@ -156,12 +175,7 @@ class OffloadEngine:
                 "zero_grad() was called between the backward and the step, when layers are being updated already; set "
                 "backwards_per_step of `windlass.offload` to more than 1, or clip_norm, to be able to drop gradients"
             )
-        for grads in self._grads.values():
-            self._device.give(grads.flat)
-        if self._touched:
-            self._updates.drop_grads()
-        self._outside.drop_grads()
-        self._begin_step()
+        self._discard_grads()
 
     # --- reading and closing ----------------------------------------------------------------------------------------
 
@@ -175,6 +189,67 @@ class OffloadEngine:
             with self._feed.host_chunk(key) as params:
                 flat[start:stop].copy_(params)
         return {param.name: flat[param.offset : param.stop].view(param.shape).clone() for param in block.params}
+
+    def read_states(self, block: OffloadedBlock, put: Callable[[WrappedParam, int, SavedStates], None]) -> None:
+        """Reads the states of a layer's updated parameters, and passes them on in parts of any size.
+
+        `put` takes the parameter, the part's first element, and states that it must copy.
+        """
+        self._require_no_update("the states were read")
+        self._feed.await_unchanging(block.index)
+        for key in block.chunk_keys(self._store.chunk_numel):
+            with self._updates.states(block, key) as states:
+                for param, first, part in self._parts(block, key, states):
+                    if self._num_updates[param.name]:
+                        put(param, first, to_saved(self.formats, part))
+
+    def outside_states(self) -> dict[str, SavedStates]:
+        """Returns the states of the updated parameters outside of the layers, by name. They must be copied."""
+        self._require_no_update("the states were read")
+        return self._outside.states()
+
+    def load_states(
+        self,
+        num_updates: Mapping[str, int],
+        get: Callable[[OffloadedBlock, WrappedParam, int, int], SavedStates | None],
+        outside: Mapping[str, SavedStates],
+    ) -> None:
+        """Replaces the states of all parameters, by name. States that are not given keep their values.
+
+        `get` returns a number of elements of a parameter's states, from an element on. For None, the moments become
+        zero. Parameters outside of the layers have their states in `outside`, or moments of zero.
+        """
+        self._require_no_update("states were loaded")
+        step = Step(self.num_steps + 1)
+        for block in self.blocks:
+            if not any(self._num_updates[param.name] or num_updates.get(param.name) for param in block.params):
+                continue
+            self._feed.await_unchanging(block.index)
+            self._feed.block(block.index)
+            try:
+                for key in block.chunk_keys(self._store.chunk_numel):
+                    with self._updates.states(block, key, write_as=step) as states:
+                        for param, first, part in self._parts(block, key, states):
+                            zeros = {kind: torch.zeros_like(part[kind]) for kind in MOMENTS}
+                            saved = get(block, param, first, len(zeros[MOMENTS[0]]))
+                            from_saved(self.formats, part, zeros if saved is None else saved)
+                self._updates.await_writes()
+            finally:
+                self._feed.unblock(block.index)
+        self._outside.load_states(outside, num_updates)
+        inside = {param.name for block in self.blocks for param in block.params}
+        self._num_updates = Counter({name: num for name, num in num_updates.items() if name in inside})
+        self.num_steps += 1  # a backward pass through an earlier forward pass would see other parameters
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """Returns the name in the model of a parameter or of a layer's stand-in."""
+        return param.windlass_name if isinstance(param, OffloadedParameter) else self._outside.name_of(param)
+
+    @property
+    def num_updates(self) -> dict[str, int]:
+        """The number of updates of each parameter that was updated, by name."""
+        inside = {name: num for name, num in self._num_updates.items() if num}
+        return {**inside, **self._outside.num_updates}
 
     @property
     def statistics(self) -> OffloadStatistics:
@@ -197,44 +272,44 @@ class OffloadEngine:
         self._feed.stop()
         self._updates.stop()
         for thread in self._threads:
-            thread.join(self.settings.deadline_s)
+            thread.join(self.config.deadline_s)
         if self._pinned:
-            self._device.unpin(self._store.memory)
+            self._device.h2d.record().wait(self.config.deadline_s)  # copies that no call has waited for
+            self._device.unpin(self._store.arena.memory)
         self._store.close()
+        self._device.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _open_store(self, blocks: Sequence[OffloadedBlock]) -> None:
         """Plans the buffers and reserves memory and SSD space. After an error, nothing stays reserved."""
-        settings = self.settings
+        config = self.config
         dtype = blocks[0].params[0].stand_in.dtype
-        precision = Precision.FP32 if dtype is torch.float32 else Precision.BF16
-        formats = Formats(precision, settings.state_precision if precision is Precision.BF16 else StatePrecision.FP32)
-        chunk_numel = settings.chunk_numel or choose_chunk_numel([block.numel for block in blocks])
-        self._plan = plan_offload(blocks, formats, chunk_numel, settings)
-        host_slots: dict[ChunkKey, Span] = {}
-        pool = self._plan.host_states
-        for index in self._plan.host_blocks:
-            for key in blocks[index].chunk_keys(chunk_numel):
-                host_slots[key] = Span(pool.offset + len(host_slots) * pool.slot_nbytes, pool.slot_nbytes)
-        offsets: dict[StateKind, int] = {}
-        offset = 0
-        for kind, itemsize in formats.itemsizes.items():
-            offsets[kind] = offset
-            offset += itemsize * chunk_numel
-        kernels = Kernels(formats, settings.kernel, settings.kernel_dir)
+        precision = next(precision for precision, known in TORCH_DTYPE.items() if known is dtype)
+        formats = Formats(precision, StatePrecision("fp32" if precision is Precision.FP32 else config.state_precision))
+        chunk_numel = config.chunk_numel or choose_chunk_numel([block.numel for block in blocks])
+        self.formats = formats
+        self._plan = plan_offload(
+            blocks, formats, chunk_numel, config, keep_grads=self._needs_norm or config.backwards_per_step > 1
+        )
+        host_keys = (key for index in self._plan.host_blocks for key in blocks[index].chunk_keys(chunk_numel))
+        host_slots = self._plan.host_states.slots_of(host_keys)
+        offsets = formats.offsets(chunk_numel)
+        kernels = KernelSet(
+            formats, dtype, None if config.kernel is None else Kernel(config.kernel), config.chosen_kernel_dir
+        )
         for name in (param.name for block in blocks for param in block.params):
             if (hyper := self._hyper_of(name)) is not None:
                 kernels.of(hyper.settings)  # compiled now, so that an error occurs before anything is reserved
         self._store = OffloadStore(
-            settings.ssd_dirs,
+            [Path(directory) for directory in config.ssd_dirs],
             formats=formats,
             chunk_numel=chunk_numel,
             chunks_per_block=tuple(len(block.chunk_keys(chunk_numel)) for block in blocks),
-            arena_dir=settings.arena_dir,
+            arena_dir=Path(config.arena_dir),
             arena_nbytes=self._plan.arena_nbytes,
-            deadline_s=settings.deadline_s,
-            direct_io=settings.direct_io,
+            deadline_s=config.deadline_s,
+            direct_io=config.direct_io,
             on_failure=self._fail,
         )
         try:
@@ -243,8 +318,10 @@ class OffloadEngine:
             self._store.close()
             raise
 
-    def _make_workers(self, kernels: Kernels, host_slots: dict[ChunkKey, Span], offsets: dict[StateKind, int]) -> None:
-        settings, blocks = self.settings, self.blocks
+    def _make_workers(
+        self, kernels: KernelSet, host_slots: dict[ChunkKey, Span], offsets: dict[StateKind, int]
+    ) -> None:
+        config, blocks = self.config, self.blocks
         self._feed = ParamFeed(
             blocks,
             self._store,
@@ -252,8 +329,8 @@ class OffloadEngine:
             self._plan.params,
             host_slots,
             offsets[self._store.formats.param_kind],
-            deadline_s=settings.deadline_s,
-            poison_released=settings.poison_released,
+            deadline_s=config.deadline_s,
+            poison_released=config.poison_released,
         )
         self._updates = LayerUpdates(
             blocks,
@@ -264,14 +341,14 @@ class OffloadEngine:
             kernels,
             host_slots,
             offsets,
-            num_threads=settings.optimizer_threads,
-            with_norms=settings.clip_norm is not None,
-            deadline_s=settings.deadline_s,
+            num_threads=config.num_optimizer_threads,
+            with_norms=self._needs_norm,
+            deadline_s=config.deadline_s,
         )
 
     def _start(self, model: nn.Module) -> None:
         """Starts the threads and changes the model; nothing of it was changed before."""
-        self._device.pin(self._store.memory)
+        self._device.pin(self._store.arena.memory)
         self._pinned = True
         for target in (*self._feed.loops, *self._updates.loops):
             thread = threading.Thread(target=self._guard, args=(target,), name=target.__name__, daemon=True)
@@ -285,9 +362,9 @@ class OffloadEngine:
             for original in originals.values():  # frees the memory even if the caller still holds the parameter
                 original.data = torch.empty(0, dtype=original.dtype)
         self._outside = OutsideParams(
-            outside_params(model, self.blocks), self.settings.state_precision, self.settings.device
+            outside_params(model, self.blocks), StatePrecision(self.config.state_precision), self.device
         )
-        _move_buffers(model, self.settings.device)
+        _move_buffers(model, self.device)
         self._layers = [OffloadedLayer(block, self) for block in self.blocks]
 
     def _guard(self, target: Callable[[], None]) -> None:
@@ -304,6 +381,44 @@ class OffloadEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise OffloadClosedError("the model was closed, and the parameters of its layers are gone")
+
+    def _require_no_update(self, what: str) -> None:
+        self._require_open()
+        if self._begun:
+            raise OffloadMisuseError(
+                f"{what} between the backward and the step, when layers are being updated already; do it after the step"
+            )
+
+    def _parts(
+        self, block: OffloadedBlock, key: ChunkKey, states: Mapping[StateKind, torch.Tensor]
+    ) -> Iterator[tuple[WrappedParam, int, dict[StateKind, torch.Tensor]]]:
+        """Yields the parameters in a chunk: each with its first element there, and its part of the states."""
+        start, stop = block.chunk_range(key, self._store.chunk_numel)
+        for param in block.params:
+            first, last = max(start, param.offset), min(stop, param.stop)
+            if first < last:
+                part = {kind: state[first - start : last - start] for kind, state in states.items()}
+                yield param, first - param.offset, part
+
+    def _may_update(self, norm: float | None) -> bool:
+        """Checks the gradients of a scaled loss, and ends the step for the loss scale."""
+        if not self._has_scaled and (self._touched or self._outside.has_grads):
+            raise OffloadMisuseError(
+                "the loss of a model in fp16 was not scaled; write `optimizer.scale(loss).backward()` for "
+                "`loss.backward()`"
+            )
+        self._has_scaled = False
+        is_finite = norm is None or math.isfinite(norm)
+        self.trainer.end_step(StepResult.UPDATED if is_finite else StepResult.SKIPPED)
+        return is_finite
+
+    def _discard_grads(self) -> None:
+        for grads in self._grads.values():
+            self._device.give(grads.flat)
+        if self._touched:
+            self._updates.drop_grads()
+        self._outside.drop_grads()
+        self._begin_step()
 
     def _begin_step(self) -> None:
         self._grads.clear()

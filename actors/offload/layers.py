@@ -166,10 +166,10 @@ def lay_out(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> list[O
         blocks.append(_block(BlockIndex(len(blocks)), layer_name, layer, params, sites))
     _refuse_sharing_with_outside(model, layers, owner)
     dtypes = {str(param.stand_in.dtype) for block in blocks for param in block.params}
-    if dtypes not in ({"torch.float32"}, {"torch.bfloat16"}):
+    if len(dtypes) > 1 or not dtypes <= {"torch.float32", "torch.bfloat16", "torch.float16"}:
         raise CannotOffloadError(
-            f"the layers' parameters are {', '.join(sorted(dtypes))}; all must be torch.float32 or all torch.bfloat16. "
-            "For fp16 compute, keep them in fp32 and use torch.autocast with bfloat16"
+            f"the layers' parameters are {', '.join(sorted(dtypes))}; all must be torch.float32, all "
+            "torch.bfloat16, or all torch.float16"
         )
     return blocks
 

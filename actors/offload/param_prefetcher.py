@@ -1,19 +1,19 @@
 """Prefetches the parameters of layers to the device, in the order in which the layers were called last time."""
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 import torch
 
 from windlass.actors.offload.errors import OffloadFailedError
 from windlass.actors.offload.layers import OffloadedBlock
 from windlass.actors.offload.store import OffloadStore
-from windlass.engine.device import Device, state_dtype
+from windlass.engine.device import BlockLoad, Device, Event, ParamLoader, state_dtype
 from windlass.engine.memory_plan import Pool
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
@@ -29,7 +29,7 @@ class _Buffer:
     """Device memory that can hold any one layer."""
 
     flat: torch.Tensor
-    used: torch.cuda.Event | None = None  # after the last queued work that reads it
+    used: Event | None = None  # after the last queued work that reads it
 
 
 class _State(Enum):
@@ -38,15 +38,15 @@ class _State(Enum):
     READY = auto()
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Entry(BlockLoad):
     """A block's parameters on the device or in flight to it."""
 
     block: OffloadedBlock
-    buffer: _Buffer
+    home: _Buffer
     state: _State = _State.QUEUED
     num_users: int = 0
-    num_missing: int = 0
+    num_copying: int = 0  # chunks that are not on the device
 
 
 class ParamFeed:
@@ -82,7 +82,9 @@ class ParamFeed:
         largest = max(block.numel for block in blocks)
         self._free = [_Buffer(device.take(largest, self.dtype)) for _ in range(PREFETCH_DEPTH + 1)]
         self._num_moves = 0
-        self._arrived: queue.Queue[tuple[_Entry, ChunkKey, Span, bool] | None] = queue.Queue()
+        self._loader: ParamLoader[_Entry] = ParamLoader(
+            self, device, store.arena, self._slots, self.dtype, batch=1, deadline_s=deadline_s
+        )
         self._changed = threading.Condition()
         # All attributes below are protected by `_changed`.
         self._entries: dict[BlockIndex, _Entry] = {}
@@ -96,7 +98,7 @@ class ParamFeed:
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
         """The functions to run in threads."""
-        return (self._run_reads, self._run_copies)
+        return (self._run_reads, self._loader.run)
 
     @property
     def num_moves(self) -> int:
@@ -113,14 +115,13 @@ class ParamFeed:
             entry = self._await(block)
             entry.num_users += 1
             self._prefetch(frozenset())
-            return entry.buffer.flat[: block.numel]
+            return entry.buffer
 
     def give_back(self, block: OffloadedBlock) -> None:
         """Releases a layer's parameters. Only work that is already queued on the device may still read them."""
         with self._changed:
             entry = self._entries[block.index]
-            if self._device.is_cuda:
-                entry.buffer.used = torch.cuda.current_stream(self._device.device).record_event()
+            entry.home.used = self._device.record_current()
             entry.num_users -= 1
             self._changed.notify_all()
 
@@ -177,7 +178,7 @@ class ParamFeed:
             self._stopping = True
             self._changed.notify_all()
         self._slots.close()
-        self._arrived.put(None)
+        self._loader.close()
 
     # --- inside, with the lock held ---------------------------------------------------------------------------------
 
@@ -225,7 +226,8 @@ class ParamFeed:
             if victim is None:
                 return
             self._drop(victim)
-        entry = self._entries[block.index] = _Entry(block, self._free.pop())
+        home = self._free.pop()
+        entry = self._entries[block.index] = _Entry(block=block, home=home, buffer=home.flat[: block.numel])
         if urgent:
             self._waiting.appendleft(entry)
         else:
@@ -238,9 +240,9 @@ class ParamFeed:
             self._waiting.remove(entry)
         del self._entries[entry.block.index]
         if self._poison_released:
-            entry.buffer.flat.fill_(float("nan"))
+            entry.home.flat.fill_(float("nan"))
             self._device.synchronize()
-        self._free.append(entry.buffer)
+        self._free.append(entry.home)
 
     def _is_moving(self, index: BlockIndex) -> bool:
         entry = self._entries.get(index)
@@ -250,14 +252,9 @@ class ParamFeed:
 
     def _run_reads(self) -> None:
         while (entry := self._next()) is not None:
-            if entry.buffer.used is not None:
-                entry.buffer.used.synchronize()
-            for key in entry.block.chunk_keys(self._store.chunk_numel):
-                if key in self._host_slots:
-                    self._arrived.put((entry, key, self._host_slots[key], True))
-                    continue
-                (slot,) = self._slots.acquire(1, self._deadline_s)
-                self._read(key, slot, lambda e=entry, k=key, s=slot: self._arrived.put((e, k, s, False)))  # type: ignore[misc]
+            if entry.home.used is not None:
+                self._device.h2d.wait(entry.home.used)
+            self._loader.start(entry, entry.block.chunk_keys(self._store.chunk_numel))
 
     def _next(self) -> _Entry | None:
         def readable() -> _Entry | None:
@@ -271,23 +268,46 @@ class ParamFeed:
             assert entry is not None
             self._waiting.remove(entry)
             entry.state = _State.MOVING
-            entry.num_missing = len(entry.block.chunk_keys(self._store.chunk_numel))
+            entry.num_missing = entry.num_copying = len(entry.block.chunk_keys(self._store.chunk_numel))
             return entry
 
-    def _run_copies(self) -> None:
-        while (arrived := self._arrived.get()) is not None:
-            entry, key, slot, rests_here = arrived
-            start, stop = entry.block.chunk_range(key, self._store.chunk_numel)
-            offset = slot.offset + (self._param_offset if rests_here else 0)
-            self._device.copy_in(entry.buffer.flat[start:stop], self._view(key, offset))
-            if not rests_here:
-                self._slots.release([slot])
-            with self._changed:
-                entry.num_missing -= 1
-                if entry.num_missing == 0:
-                    entry.state = _State.READY
-                    self._num_moves += 1
-                    self._changed.notify_all()
+    # --- calls of the loader ----------------------------------------------------------------------------------------
+
+    def chunk_range(self, key: ChunkKey) -> tuple[int, int]:
+        """See ParamSource."""
+        return self._blocks[key.block].chunk_range(key, self._store.chunk_numel)
+
+    def resident_params(self, key: ChunkKey) -> Span | None:
+        """See ParamSource."""
+        slot = self._host_slots.get(key)
+        return None if slot is None else Span(slot.offset + self._param_offset, self._slots.slot_nbytes)
+
+    def own_slot(self, key: ChunkKey) -> Span | None:
+        """See ParamSource. No params stay in the slots."""
+        return None
+
+    def read_params(self, entry: _Entry, spans: Mapping[ChunkKey, Span], on_done: Callable[[ChunkKey], None]) -> None:
+        """See ParamSource."""
+        for key, span in spans.items():
+            self._read(key, span, partial(on_done, key))
+
+    def naming(self, entry: _Entry, callback: Callable[[], None]) -> Callable[[], None]:
+        """See ParamSource. Errors of the library name no layer."""
+        return callback
+
+    def chunk_arrived(self, entry: _Entry, key: ChunkKey, params: torch.Tensor) -> None:
+        """See ParamSource."""
+
+    def chunk_copied(self, entry: _Entry, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
+        """See ParamSource. The params are ready when all copies are over: an update may then change the source."""
+        with self._changed:
+            entry.num_copying -= 1
+            if entry.num_copying == 0:
+                entry.state = _State.READY
+                self._num_moves += 1
+                self._changed.notify_all()
+
+    # --- inside: reads ----------------------------------------------------------------------------------------------
 
     def _read(self, key: ChunkKey, slot: Span, on_done: Callable[[], None]) -> None:
         # More urgent than all reads and writes of updates, because the compute waits for these.
@@ -295,8 +315,8 @@ class ParamFeed:
         self._store.read(key, self._numel(key), self.labels[key], offsets, (0, 0), on_done)
 
     def _numel(self, key: ChunkKey) -> int:
-        start, stop = self._blocks[key.block].chunk_range(key, self._store.chunk_numel)
+        start, stop = self.chunk_range(key)
         return stop - start
 
     def _view(self, key: ChunkKey, offset: int) -> torch.Tensor:
-        return self._store.memory[offset : offset + self._numel(key) * self.dtype.itemsize].view(self.dtype)
+        return self._store.arena.view(offset, self._numel(key), self.dtype)

@@ -8,7 +8,15 @@ from torch import nn
 
 from windlass.actors.offload.errors import OffloadMisuseError
 from windlass.engine.device import TORCH_DTYPE, state_dtype
-from windlass.engine.optimizer import AdamSettings, ChunkStates, OptimizerKernel, squared_norm
+from windlass.engine.optimizer import (
+    AdamSettings,
+    ChunkStates,
+    KernelSet,
+    SavedStates,
+    from_saved,
+    squared_norm,
+    to_saved,
+)
 from windlass.storage.ids import Formats, Kernel, Precision, StateKind, StatePrecision
 
 # Element position of the first of these parameters, for the random rounding of bf16 states; beyond all blocks.
@@ -34,7 +42,10 @@ class OutsideParams:
         """Moves the parameters to `device` in place, so that tied parameters stay tied."""
         self._state_precision = states
         self._device = device
-        self._kernels: dict[tuple[AdamSettings, torch.dtype], OptimizerKernel] = {}
+        self._kernels = {
+            dtype: KernelSet(self._formats(dtype), dtype, Kernel.FUSED, device=device)
+            for dtype in {param.dtype for param in params.values()}
+        }
         self._params: dict[int, _Outside] = {}
         position = _FIRST_POSITION
         for name, param in params.items():
@@ -47,6 +58,11 @@ class OutsideParams:
                     outside.grad_version = None if p.grad is None else p.grad._version
 
                 param.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    @property
+    def has_grads(self) -> bool:
+        """True if any parameter has a gradient."""
+        return any(outside.param.grad is not None for outside in self._params.values())
 
     def squared_norm(self) -> float:
         """Returns the squared norm of all their gradients."""
@@ -69,20 +85,10 @@ class OutsideParams:
         outside, grad = self._params[id(param)], param.grad
         if grad is None:
             return
-        formats = self._formats(param.dtype)
-        if outside.states is None:
-            outside.states = _first_states(param.detach(), formats)
+        states = self._all_states(outside)
         outside.num_updates += 1
-        states = {**outside.states, formats.param_kind: param.detach().view(-1)}
-        self._kernel(settings, param.dtype, formats).update(
-            ChunkStates(
-                grad=grad.detach().reshape(-1).contiguous(),
-                param=states.get(StateKind.PARAM),
-                master=states.get(StateKind.MASTER),
-                residual=states.get(StateKind.RESIDUAL),
-                exp_avg=states[StateKind.EXP_AVG],
-                exp_avg_sq=states[StateKind.EXP_AVG_SQ],
-            ),
+        self._kernels[param.dtype].of(settings).update(
+            ChunkStates.of(grad.detach().reshape(-1).contiguous(), states),
             learning_rate=learning_rate,
             step=outside.num_updates,
             grad_scale=grad_scale,
@@ -91,29 +97,46 @@ class OutsideParams:
         )
         param.grad = None
 
+    def name_of(self, param: torch.Tensor) -> str:
+        """Returns the name in the model of a parameter."""
+        return self._params[id(param)].name
+
+    @property
+    def num_updates(self) -> dict[str, int]:
+        """The number of updates of each parameter that was updated, by name."""
+        return {outside.name: outside.num_updates for outside in self._params.values() if outside.num_updates}
+
+    def states(self) -> dict[str, SavedStates]:
+        """Returns the states of the updated parameters, by name. They share memory with those in use."""
+        return {
+            outside.name: to_saved(self._formats(outside.param.dtype), self._all_states(outside))
+            for outside in self._params.values()
+            if outside.num_updates
+        }
+
+    def load_states(self, states: Mapping[str, SavedStates], num_updates: Mapping[str, int]) -> None:
+        """Replaces all states, by name. Parameters that have none there begin anew; their weights stay."""
+        for outside in self._params.values():
+            outside.states, outside.num_updates = None, num_updates.get(outside.name, 0)
+            if outside.name in states:
+                from_saved(self._formats(outside.param.dtype), self._all_states(outside), states[outside.name])
+
     def drop_grads(self) -> None:
         """Discards all gradients, as torch's zero_grad does."""
         for outside in self._params.values():
             outside.param.grad = None
 
-    def _formats(self, dtype: torch.dtype) -> Formats:
-        if dtype is torch.float32:
-            return Formats(Precision.FP32, StatePrecision.FP32)
-        precision = next(precision for precision, known in TORCH_DTYPE.items() if known is dtype)
-        return Formats(precision, self._state_precision)
+    def _all_states(self, outside: _Outside) -> dict[StateKind, torch.Tensor]:
+        """Returns a parameter's states, itself included, as flat tensors. They are created at first use."""
+        param = outside.param.detach()
+        formats = self._formats(param.dtype)
+        if outside.states is None:
+            outside.states = _first_states(param, formats)
+        return {**outside.states, formats.param_kind: param.view(-1)}
 
-    def _kernel(self, settings: AdamSettings, dtype: torch.dtype, formats: Formats) -> OptimizerKernel:
-        key = (settings, dtype)
-        if key not in self._kernels:
-            self._kernels[key] = OptimizerKernel(
-                settings,
-                grad_dtype=dtype,
-                param_dtype=None if formats.param_kind is StateKind.MASTER else dtype,
-                state_precision=formats.states,
-                kernel=Kernel.FUSED,
-                device=self._device,
-            )
-        return self._kernels[key]
+    def _formats(self, dtype: torch.dtype) -> Formats:
+        precision = next(precision for precision, known in TORCH_DTYPE.items() if known is dtype)
+        return Formats(precision, self._state_precision if precision is Precision.BF16 else StatePrecision.FP32)
 
 
 def _first_states(param: torch.Tensor, formats: Formats) -> dict[StateKind, torch.Tensor]:

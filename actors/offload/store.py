@@ -5,10 +5,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from windlass.actors.job import aligned, calibration_of
 from windlass.actors.offload.errors import OffloadFailedError
+from windlass.engine.device import TensorArena
 from windlass.storage.files import lock, open_lock_file, try_lock
 from windlass.storage.ids import (
     Attempt,
@@ -66,7 +65,7 @@ class OffloadStore:
         self._spaces: list[JobSpace] = []
         self._schedulers: list[IoScheduler] = []
         self._arena = Arena.create(arena_path(arena_dir, self._job, _ATTEMPT), arena_nbytes)
-        self.memory = torch.frombuffer(self._arena.buffer(Span(0, arena_nbytes)), dtype=torch.uint8)
+        self.arena = TensorArena.of(self._arena)
         self._io_arena = Arena.open(self._arena.path)  # a mapping with full page tables, which no GPU has pinned
         try:
             for i, directory in enumerate(ssd_dirs):
@@ -127,7 +126,7 @@ class OffloadStore:
         for space in self._spaces:
             space.close(delete=True)
         self._spaces.clear()
-        del self.memory
+        del self.arena
         self._io_arena.close()
         self._arena.close()
         self._arena.unlink()

@@ -6,9 +6,9 @@ chunk's states, changes them in place and writes them back. Updates of successiv
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -16,11 +16,12 @@ from windlass.actors.offload.errors import OffloadFailedError
 from windlass.actors.offload.layers import OffloadedBlock
 from windlass.actors.offload.param_prefetcher import ParamFeed
 from windlass.actors.offload.store import OffloadStore
-from windlass.actors.policy import fold
-from windlass.engine.device import TORCH_DTYPE, Device, state_dtype
+from windlass.actors.optimizer import ChunkPipeline
+from windlass.actors.policy import QueueOrder, fold
+from windlass.engine.device import Device, Event, state_dtype
 from windlass.engine.memory_plan import Plan
-from windlass.engine.optimizer import AdamSettings, ChunkStates, OptimizerKernel, element_position, squared_norm
-from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Kernel, Span, StateKind, Step
+from windlass.engine.optimizer import AdamSettings, ChunkStates, KernelSet, element_position, squared_norm
+from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
 # Largest number of layers' gradients that wait on the device to be copied out.
@@ -59,43 +60,15 @@ class _Grad:
 
     block: OffloadedBlock
     flat: torch.Tensor
-    computed: torch.cuda.Event | None  # after the gradient's computation; None on a CPU
+    computed: Event  # after the gradient's computation
     update: BlockUpdate | None  # the update to begin afterwards
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _ChunkUpdate:
     update: BlockUpdate
     key: ChunkKey
     grad: Span
-    slot: Span  # of its states
-    rests_here: bool  # the states are resident in the slot and are not written
-
-
-class Kernels:
-    """The update kernels by their settings, which may change between steps. Not thread-safe."""
-
-    def __init__(self, formats: Formats, kernel: Kernel | None, cache_dir: Path | None) -> None:
-        self._formats = formats
-        self._cache_dir = cache_dir
-        self._kernels: dict[AdamSettings, OptimizerKernel] = {}
-        self.kernel = kernel
-
-    def of(self, settings: AdamSettings) -> OptimizerKernel:
-        """Returns the kernel for settings, created at first use. All kernels are of the same kind as the first one."""
-        if settings not in self._kernels:
-            dtype = TORCH_DTYPE[self._formats.precision]
-            made = OptimizerKernel(
-                settings,
-                grad_dtype=dtype,
-                param_dtype=None if self._formats.param_kind is StateKind.MASTER else dtype,
-                state_precision=self._formats.states,
-                kernel=self.kernel,
-                cache_dir=self._cache_dir,
-            )
-            self.kernel = made.kernel
-            self._kernels[settings] = made
-        return self._kernels[settings]
 
 
 class LayerUpdates:
@@ -108,7 +81,7 @@ class LayerUpdates:
         feed: ParamFeed,
         device: Device,
         plan: Plan,
-        kernels: Kernels,
+        kernels: KernelSet,
         host_slots: Mapping[ChunkKey, Span],
         offsets: Mapping[StateKind, int],
         *,
@@ -123,7 +96,6 @@ class LayerUpdates:
         self._kernels = kernels
         self._host_slots = host_slots
         self._offsets = offsets
-        self._num_threads = num_threads
         self._with_norms = with_norms
         self._deadline_s = deadline_s
         self._formats = store.formats
@@ -133,20 +105,20 @@ class LayerUpdates:
         self._scratch = torch.empty(store.chunk_numel, dtype=feed.dtype)  # for a gradient that is added to another
         self._permits = threading.Semaphore(_MAX_WAITING_GRADS)
         self._to_offload: queue.Queue[_Grad | None] = queue.Queue()
-        self._to_feed: queue.Queue[tuple[BlockUpdate, dict[ChunkKey, Span]] | None] = queue.Queue()
-        self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
+        self._pipeline: ChunkPipeline[_ChunkUpdate] = ChunkPipeline(
+            self, self._state_slots, QueueOrder.PRIORITY, num_threads=num_threads, deadline_s=deadline_s
+        )
         self._changed = threading.Condition()
         # All attributes below are protected by `_changed`.
         self._kept: dict[BlockIndex, dict[ChunkKey, Span]] = {}  # gradients in host memory
         self._squares: dict[ChunkKey, float] = {}  # their squared norms
         self._num_offloading = 0
-        self._num_left: dict[BlockIndex, int] = {}  # remaining chunks of running updates
         self._failure: Exception | None = None
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
         """The functions to run in threads."""
-        return (self._run_offloads, self._run_feeds, self._run_updates)
+        return (self._run_offloads, *self._pipeline.loops)
 
     def offload(self, block: OffloadedBlock, grad: torch.Tensor, update: BlockUpdate | None) -> None:
         """Offloads a gradient and releases its buffer; afterwards begins `update`, if there is one.
@@ -156,7 +128,7 @@ class LayerUpdates:
         if not self._permits.acquire(timeout=self._deadline_s):
             raise OffloadFailedError(f"gradients did not leave the device for {self._deadline_s:g} s; a disk hangs?")
         self._check()
-        done = torch.cuda.current_stream(self._device.device).record_event() if self._device.is_cuda else None
+        done = self._device.record_current()
         with self._changed:
             self._num_offloading += 1
         if update is not None:
@@ -166,7 +138,7 @@ class LayerUpdates:
     def update(self, update: BlockUpdate) -> None:
         """Begins the update of a block. Its gradient must be in host memory; see `await_grads`."""
         self._feed.block(update.block.index)
-        self._to_feed.put((update, self._take_grad(update.block)))
+        self._begin(update, self._take_grad(update.block))
 
     def await_grads(self) -> None:
         """Waits until all gradients in flight are in host memory."""
@@ -195,9 +167,10 @@ class LayerUpdates:
         """Writes a block's first states: these params, unchanged, and moments of zero."""
         for key in block.chunk_keys(self._store.chunk_numel):
             start, stop = block.chunk_range(key, self._store.chunk_numel)
-            host_slot = self._host_slots.get(key)
-            slot = host_slot or self._state_slots.acquire(1, self._deadline_s)[0]
-            views = {kind: self._view(slot, key, kind, stop - start).zero_() for kind in self._offsets}
+            slot = self._slot_of(key)
+            views = self._states(slot, key, stop - start)
+            for state in views.values():
+                state.zero_()
             for param in block.params:
                 first, last = max(start, param.offset), min(stop, param.stop)
                 if first < last:
@@ -205,9 +178,39 @@ class LayerUpdates:
                     for kind in (StateKind.PARAM, StateKind.MASTER):
                         if kind in views:
                             views[kind][first - start : last - start].copy_(part)
-            self._feed.labels[key] = Step(0)
-            if host_slot is None:
-                self._write(key, stop - start, Step(0), slot, lambda s=slot: self._state_slots.release([s]))  # type: ignore[misc]
+            self._write_back(block, key, slot, Step(0))
+        self.await_writes()
+
+    @contextmanager
+    def states(
+        self, block: OffloadedBlock, key: ChunkKey, *, write_as: Step | None = None
+    ) -> Iterator[dict[StateKind, torch.Tensor]]:
+        """Yields the states of a chunk in host memory. No update of its block may be running.
+
+        With `write_as`, the states may be changed. They are then written back as those of that step, and `await_writes`
+        must follow. Params that follow from a master are not read, and derived before the write.
+        """
+        start, stop = block.chunk_range(key, self._store.chunk_numel)
+        is_resident = key in self._host_slots
+        slot = self._slot_of(key)
+        states = self._states(slot, key, stop - start)
+        if not is_resident:
+            self._read_now(block, key, slot)
+        try:
+            yield states
+        except BaseException:
+            write_as = None
+            raise
+        finally:
+            if write_as is not None:
+                if self._formats.derives_param:
+                    states[StateKind.PARAM].copy_(states[StateKind.MASTER])
+                self._write_back(block, key, slot, write_as)
+            elif not is_resident:
+                self._state_slots.release([slot])
+
+    def await_writes(self) -> None:
+        """Waits until no states are in flight."""
         self._state_slots.drain(self._deadline_s)
         self._check()
 
@@ -223,8 +226,7 @@ class LayerUpdates:
         for pool in (self._grad_slots, self._state_slots):
             pool.close()
         self._to_offload.put(None)
-        self._to_feed.put(None)
-        self._arrived.put(None)
+        self._pipeline.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -247,29 +249,109 @@ class LayerUpdates:
             return spans
 
     def _view(self, slot: Span, key: ChunkKey, kind: StateKind, numel: int) -> torch.Tensor:
-        dtype, offset = state_dtype(self._formats, kind), slot.offset + self._offsets[kind]
-        return self._store.memory[offset : offset + numel * dtype.itemsize].view(dtype)
+        return self._store.arena.view(slot.offset + self._offsets[kind], numel, state_dtype(self._formats, kind))
 
     def _grad_view(self, span: Span, numel: int) -> torch.Tensor:
-        dtype = self._feed.dtype
-        return self._store.memory[span.offset : span.offset + numel * dtype.itemsize].view(dtype)
+        return self._store.arena.view(span.offset, numel, self._feed.dtype)
 
-    def _write(self, key: ChunkKey, numel: int, step: Step, slot: Span, on_done: Callable[[], None]) -> None:
+    def _states(self, slot: Span, key: ChunkKey, numel: int) -> dict[StateKind, torch.Tensor]:
+        return {kind: self._view(slot, key, kind, numel) for kind in self._offsets}
+
+    def _slot_of(self, key: ChunkKey) -> Span:
+        """Returns the slot in which a chunk is resident, or else acquires one."""
+        host_slot = self._host_slots.get(key)
+        return self._state_slots.acquire(1, self._deadline_s)[0] if host_slot is None else host_slot
+
+    def _read(self, block: OffloadedBlock, key: ChunkKey, slot: Span, on_done: Callable[[], None]) -> None:
+        start, stop = block.chunk_range(key, self._store.chunk_numel)
+        offsets = {kind: slot.offset + self._offsets[kind] for kind in self._formats.kinds_to_update}
+        self._store.read(key, stop - start, self._feed.labels[key], offsets, (1, key.block), on_done)
+
+    def _read_now(self, block: OffloadedBlock, key: ChunkKey, slot: Span) -> None:
+        arrived = threading.Event()
+
+        def on_done() -> None:
+            with self._changed:
+                arrived.set()
+                self._changed.notify_all()
+
+        self._read(block, key, slot, on_done)
+        self._await(arrived.is_set, f"states of {block.name} from the SSDs")
+
+    def _write_back(self, block: OffloadedBlock, key: ChunkKey, slot: Span, step: Step) -> None:
+        """Writes a chunk's states and releases their slot, unless the chunk is resident."""
+        if key in self._host_slots:
+            self._feed.labels[key] = step
+        else:
+            self._write(block, key, slot, step, lambda: self._state_slots.release([slot]))
+
+    def _write(self, block: OffloadedBlock, key: ChunkKey, slot: Span, step: Step, on_done: Callable[[], None]) -> None:
+        def written() -> None:
+            self._feed.labels[key] = step
+            on_done()
+
+        start, stop = block.chunk_range(key, self._store.chunk_numel)
         offsets = {kind: slot.offset + offset for kind, offset in self._offsets.items()}
-        self._store.write(key, numel, step, offsets, (1, key.block), on_done)
+        self._store.write(key, stop - start, step, offsets, (1, key.block), written)
+
+    def _begin(self, update: BlockUpdate, spans: Mapping[ChunkKey, Span]) -> None:
+        """Queues the chunks that an update changes, and releases the gradients of the others."""
+        block, chunks = update.block, []
+        for key, span in spans.items():
+            start, stop = block.chunk_range(key, self._store.chunk_numel)
+            if any(run.start < stop and start < run.stop for run in update.runs):
+                chunks.append(_ChunkUpdate(update, key, span))
+            else:
+                self._grad_slots.release([span])
+        if chunks:
+            self._pipeline.begin(update.step, block.index, chunks)
+        else:
+            self.block_updated(update.step, block.index)
+
+    # --- calls of the pipeline --------------------------------------------------------------------------------------
+
+    def works_at(self, chunk: _ChunkUpdate) -> None:
+        """See UpdateIo. Errors of the library name no step."""
+
+    def resident_slot(self, chunk: _ChunkUpdate) -> Span | None:
+        """See UpdateIo."""
+        return self._host_slots.get(chunk.key)
+
+    def read_states(self, chunk: _ChunkUpdate, slot: Span, on_done: Callable[[], None]) -> None:
+        """See UpdateIo."""
+        self._read(chunk.update.block, chunk.key, slot, on_done)
+
+    def update_chunk(self, chunk: _ChunkUpdate, slot: Span) -> None:
+        """See UpdateIo."""
+        update, key = chunk.update, chunk.key
+        start, stop = update.block.chunk_range(key, self._store.chunk_numel)
+        grad = self._grad_view(chunk.grad, stop - start)
+        states = self._states(slot, key, stop - start)
+        for run in update.runs:
+            first, last = max(run.start, start), min(run.stop, stop)
+            if first < last:
+                self._update(update, run, first, last, start, grad, states)
+        self._grad_slots.release([chunk.grad])
+
+    def write_states(self, chunk: _ChunkUpdate, slot: Span, on_done: Callable[[], None]) -> None:
+        """See UpdateIo."""
+        self._write(chunk.update.block, chunk.key, slot, chunk.update.step, on_done)
+
+    def block_updated(self, step: Step, block: BlockIndex) -> None:
+        """See UpdateIo."""
+        self._feed.unblock(block)
 
     # --- inside: threads --------------------------------------------------------------------------------------------
 
     def _run_offloads(self) -> None:
         torch.set_num_threads(1)
         while (grad := self._to_offload.get()) is not None:
-            if grad.computed is not None:
-                grad.computed.synchronize()
+            grad.computed.wait(self._deadline_s)
             self._copy_out(grad.block, grad.flat)
             self._device.give(grad.flat)
             self._permits.release()
             if grad.update is not None:
-                self._to_feed.put((grad.update, self._take_grad(grad.block)))
+                self._begin(grad.update, self._take_grad(grad.block))
             with self._changed:
                 self._num_offloading -= 1
                 self._changed.notify_all()
@@ -296,86 +378,16 @@ class LayerUpdates:
             self._kept[block.index] = spans
             self._squares |= squares
 
-    def _run_feeds(self) -> None:
-        while (taken := self._to_feed.get()) is not None:
-            update, spans = taken
-            block = update.block
-            touched = {}
-            for key, span in spans.items():
-                start, stop = block.chunk_range(key, self._store.chunk_numel)
-                if any(run.start < stop and start < run.stop for run in update.runs):
-                    touched[key] = span
-                else:
-                    self._grad_slots.release([span])
-            with self._changed:
-                self._num_left[block.index] = len(touched) or 1
-            for key, span in touched.items():
-                self._fetch(update, key, span)
-            if not touched:
-                self._finish(update)
-
-    def _fetch(self, update: BlockUpdate, key: ChunkKey, grad: Span) -> None:
-        host_slot = self._host_slots.get(key)
-        if host_slot is not None:
-            self._arrived.put(_ChunkUpdate(update, key, grad, host_slot, rests_here=True))
-            return
-        (slot,) = self._state_slots.acquire(1, self._deadline_s)
-        chunk = _ChunkUpdate(update, key, grad, slot, rests_here=False)
-        start, stop = update.block.chunk_range(key, self._store.chunk_numel)
-        offsets = {kind: slot.offset + self._offsets[kind] for kind in self._formats.kinds_to_update}
-        label = self._feed.labels[key]
-        self._store.read(key, stop - start, label, offsets, (1, key.block), lambda: self._arrived.put(chunk))
-
-    def _run_updates(self) -> None:
-        torch.set_num_threads(self._num_threads)
-        while (chunk := self._arrived.get()) is not None:
-            update, key = chunk.update, chunk.key
-            start, stop = update.block.chunk_range(key, self._store.chunk_numel)
-            grad = self._grad_view(chunk.grad, stop - start)
-            states = {kind: self._view(chunk.slot, key, kind, stop - start) for kind in self._offsets}
-            for run in update.runs:
-                first, last = max(run.start, start), min(run.stop, stop)
-                if first < last:
-                    self._update(update, run, first, last, start, grad, states)
-            self._grad_slots.release([chunk.grad])
-            if chunk.rests_here:
-                self._finish(update)
-                continue
-
-            def written(chunk: _ChunkUpdate = chunk) -> None:
-                self._state_slots.release([chunk.slot])
-                self._feed.labels[chunk.key] = chunk.update.step
-                self._finish(chunk.update)
-
-            self._write(key, stop - start, update.step, chunk.slot, written)
-
     def _update(
         self, update: BlockUpdate, run: Run, first: int, last: int, start: int, grad: torch.Tensor,
         states: Mapping[StateKind, torch.Tensor],
     ) -> None:  # fmt: skip
         parts = {kind: state[first - start : last - start] for kind, state in states.items()}
         self._kernels.of(run.settings).update(
-            ChunkStates(
-                grad=grad[first - start : last - start],
-                param=parts.get(StateKind.PARAM),
-                master=parts.get(StateKind.MASTER),
-                residual=parts.get(StateKind.RESIDUAL),
-                exp_avg=parts[StateKind.EXP_AVG],
-                exp_avg_sq=parts[StateKind.EXP_AVG_SQ],
-            ),
+            ChunkStates.of(grad[first - start : last - start], parts),
             learning_rate=run.learning_rate,
             step=run.num_updates,
             grad_scale=update.grad_scale,
             decay_numel=last - first,
             position=element_position(update.block.index, first),
         )
-
-    def _finish(self, update: BlockUpdate) -> None:
-        """Counts a finished chunk, and unblocks the block's params after the last one."""
-        index = update.block.index
-        with self._changed:
-            self._num_left[index] -= 1
-            if self._num_left[index]:
-                return
-            del self._num_left[index]
-        self._feed.unblock(index)

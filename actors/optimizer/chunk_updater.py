@@ -65,14 +65,7 @@ class ChunkUpdater:
         """
         decay_numel = self._context.layout.blocks[update.block].decay_numel
         self._kernel.update(
-            ChunkStates(
-                grad=grad,
-                param=states.get(StateKind.PARAM),
-                master=states.get(StateKind.MASTER),
-                residual=states.get(StateKind.RESIDUAL),
-                exp_avg=states[StateKind.EXP_AVG],
-                exp_avg_sq=states[StateKind.EXP_AVG_SQ],
-            ),
+            ChunkStates.of(grad, states),
             learning_rate=update.how.learning_rate,
             step=update.how.optimizer_step,
             grad_scale=update.how.grad_scale,

@@ -21,7 +21,7 @@ from windlass.actors.lifecycle import die_with_parent, has_begun, join_attempt
 from windlass.actors.optimizer.model_io import ModelTask
 from windlass.actors.optimizer.model_process import Begin, Failed, Finish, Move
 from windlass.engine.checkpoint import BlockInitializer, CheckpointReader, ModelExporter
-from windlass.engine.device import TORCH_DTYPE, state_dtype
+from windlass.engine.device import TORCH_DTYPE, TensorArena, state_dtype
 from windlass.engine.model import build_meta_model, load_config
 from windlass.engine.optimizer import split_master
 from windlass.engine.training_config import Initialization
@@ -143,12 +143,11 @@ def _make_mover(context: JobContext) -> ModelMover:
     if has_begun(job_dir, attempt):
         join_attempt(job_dir, attempt)  # the process keeps the descriptor open, and with it the lock
     arena = Arena.open(context.arena_path)
-    memory = torch.frombuffer(arena.buffer(Span(0, arena.nbytes)), dtype=torch.uint8)
-    offsets = context.state_offsets()
+    tensors, offsets = TensorArena.of(arena), context.state_offsets()
 
     def view(slot: Span, key: ChunkKey, kind: StateKind) -> torch.Tensor:
-        dtype, start = state_dtype(context.formats, kind), slot.offset + offsets[kind]
-        return memory[start : start + context.chunk_numel(key) * dtype.itemsize].view(dtype)
+        dtype = state_dtype(context.formats, kind)
+        return tensors.view(slot.offset + offsets[kind], context.chunk_numel(key), dtype)
 
     return ModelMover(context, view)
 

@@ -1,17 +1,14 @@
 """A CPU optimizer of the pool: reads chunks from the SSD servers, updates them, and writes them back.
 
-Reads, updates and writes of successive chunks overlap. One thread requests states as slots become free, and one thread
-updates chunks that have arrived. The SSD servers report finished writes. Waiting chunks of the most urgent block go
-first, even if another block was begun earlier; for this, few chunks are read ahead.
+`ChunkPipeline` orders the chunks. Its thread that begins chunks also runs the optimizer's other commands.
 """
 
-import itertools
-import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -41,13 +38,13 @@ from windlass.actors.messages import (
     UpdateStep,
     UserMessage,
 )
+from windlass.actors.optimizer.chunk_pipeline import ChunkPipeline, Countdown
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.actors.optimizer.model_io import ModelIo, ModelWorker
-from windlass.actors.optimizer.read_ahead import ReadAhead
-from windlass.actors.policy import BlockQueue, GradReleases, UpdateActions, UpdateQueue
+from windlass.actors.policy import GradReleases, UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import SpanRecorder
-from windlass.engine.device import TORCH_DTYPE, release_team, state_dtype
+from windlass.engine.device import TORCH_DTYPE, TensorArena, release_team, state_dtype
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import Arena, SlotPool
 
@@ -55,25 +52,15 @@ from windlass.storage.memory import Arena, SlotPool
 RESTORE_DEPTH = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _FeedChunk:
-    """Asks the command thread to begin the most urgent chunk."""
-
-    because_of: UpdateBlock  # the update that queued this; the most urgent chunk may belong to another one
+_Command = FlushBlock | RestoreStates | LoadModel | ExportModel
 
 
-_Command = _FeedChunk | FlushBlock | RestoreStates | LoadModel | ExportModel
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _ChunkUpdate:
-    """One chunk of an update in flight."""
+    """One chunk of a block's update."""
 
     update: UpdateBlock
     grad: GradChunk
-    slot: Span  # of its states
-    is_resident: bool  # the states are resident in the slot and are not written
-    num_missing: int = 1  # number of reads that must arrive first
 
 
 class CpuOptimizer:
@@ -93,7 +80,6 @@ class CpuOptimizer:
         self.context = context
         self.spec = context.spec
         self.send = send
-        self._pool = context.plan.states[index]
         self._host_slots = {
             key: slot for key, slot in context.host_slots().items() if context.optimizer_of(key) == name
         }
@@ -101,23 +87,23 @@ class CpuOptimizer:
         self._offsets = context.state_offsets()
         self._formats = context.formats
         self._grad_dtype = TORCH_DTYPE[grad_precision(self.spec)]
-        # Priority 1 (chunks) is less urgent than 0 (flush, restore, load, export), because otherwise a flush would wait
-        # behind every queued chunk.
-        self._commands: queue.PriorityQueue[tuple[int, int, _Command | None]] = queue.PriorityQueue()
-        self._numbers = itertools.count()  # all different, so that commands are never compared
-        self._to_begin: BlockQueue[tuple[UpdateBlock, GradChunk]] = BlockQueue(self.spec.effective_ordering.queues)
-        # In order of arrival. In order of priority, a chunk would hold its slot for as long as others are more urgent.
-        self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
-        self._read_ahead = ReadAhead()
+        pool, ordering = context.plan.states[index], self.spec.effective_ordering
+        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name=f"state slots of {name}")
+        self._pipeline: ChunkPipeline[_ChunkUpdate] = ChunkPipeline(
+            self,
+            self._slots,
+            ordering.queues,
+            num_threads=self.spec.optimizer_threads,
+            deadline_s=self.spec.deadline_s,
+        )
         self._io = SsdClient(name, context, send)
         self._spans = SpanRecorder(name, context.spec.job, send)
         self._num_blocks = _num_blocks_of(context, name)
         self._num_updated: Counter[Step] = Counter()  # updated blocks by step, for steps that are not over
         self._lock = threading.RLock()
-        ordering = self.spec.effective_ordering
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating, self._num_blocks)
         self._grad_releases = GradReleases(context.plan.grads.num_slots, self.spec.num_cpu_optimizers)
-        self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # remaining chunks of running commands
+        self._flushes = Countdown()
         self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
         self._threads = ActorThreads(
             name, context.spec.job, send, lambda: self._stopping, describe_pending=self._io.describe_overdue
@@ -131,15 +117,13 @@ class CpuOptimizer:
         """Maps the arena and starts the threads."""
         self._updater = ChunkUpdater(self.context, announce=self._announce)
         self._arena = Arena.open(self.context.arena_path)
-        self._memory = torch.frombuffer(self._arena.buffer(Span(0, self._arena.nbytes)), dtype=torch.uint8)
-        pool = self._pool
-        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name=f"state slots of {self.name}")
+        self._tensors = TensorArena.of(self._arena)
         self._model_io = ModelIo(self.context, self._slots, self._start_model_worker, self.read, self.write)
         if self.name == optimizer_name(0) and self.spec.attempt == 1:  # it loads the initial weights
             self._model_io.prepare()
         chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._updater.kernel)
         self.send(SCHEDULER, chosen)
-        self._threads.start((self._run_commands, self._run_updates, self._io.watch))
+        self._threads.start((*self._pipeline.loops, self._io.watch))
 
     def post(self, message: Message) -> None:
         """Processes or queues a message and returns at once."""
@@ -148,7 +132,7 @@ class CpuOptimizer:
                 with self._lock:
                     self._carry_out(self._update_queue.add(message))
             case FlushBlock() | RestoreStates() | LoadModel() | ExportModel():
-                self._commands.put((0, next(self._numbers), message))
+                self._pipeline.call(partial(self._run, message))
             case ChunkIoDone():
                 self._io.take(message)
             case _:
@@ -163,14 +147,12 @@ class CpuOptimizer:
         self._stopping = True
         self._io.stop()
         self._model_io.abort()
-        self._read_ahead.close()
         self._slots.close()
         self._restore_permits.release()
-        self._commands.put((-1, next(self._numbers), None))
-        self._arrived.put(None)
+        self._pipeline.close()
         self._threads.join(self.spec.deadline_s)
         self._model_io.close()
-        del self._memory
+        del self._tensors
         self._arena.close()
 
     def _make_model_mover(self) -> ModelWorker:
@@ -196,7 +178,7 @@ class CpuOptimizer:
         return self._grad_dtype if kind is StateKind.GRAD else state_dtype(self._formats, kind)
 
     def _view(self, offset: int, key: ChunkKey, dtype: torch.dtype) -> torch.Tensor:
-        return self._memory[offset : offset + self.context.chunk_numel(key) * dtype.itemsize].view(dtype)
+        return self._tensors.view(offset, self.context.chunk_numel(key), dtype)
 
     def _chunk_io(
         self, slot: Span, key: ChunkKey, kinds: tuple[StateKind, ...], cached_params: Span | None = None
@@ -220,46 +202,29 @@ class CpuOptimizer:
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def _run_commands(self) -> None:
-        while (message := self._commands.get()[2]) is not None:
-            works_at(message.because_of if isinstance(message, _FeedChunk) else message)
-            match message:
-                case _FeedChunk():
-                    self._feed()
-                case FlushBlock():
-                    self._flush(message)
-                case RestoreStates():
-                    self._restore(message)
-                case LoadModel():
-                    for progress in self._model_io.load():
-                        self._tell_progress(**progress)
-                    self.send(SCHEDULER, ModelLoaded(job=self.spec.job, step=Step(0), actor=self.name))
-                case ExportModel():
-                    self._model_io.export(message.path, message.step, message.copy_of)
-                    exported = ModelExported(job=self.spec.job, step=message.step, actor=self.name, path=message.path)
-                    self.send(SCHEDULER, exported)
-            release_team()  # because another actor in the same process may compute on the CPU
-
-    def _count(self, message: FlushBlock | UpdateBlock, num_chunks: int) -> None:
-        with self._lock:
-            self._num_left[(type(message), message.step, message.block)] = num_chunks
-
-    def _is_last(self, message: FlushBlock | UpdateBlock) -> bool:
-        """Counts a finished chunk of a command; returns whether it was the last one."""
-        key = (type(message), message.step, message.block)
-        with self._lock:
-            self._num_left[key] -= 1
-            if self._num_left[key]:
-                return False
-            del self._num_left[key]
-            return True
+    def _run(self, message: _Command) -> None:
+        works_at(message)
+        match message:
+            case FlushBlock():
+                self._flush(message)
+            case RestoreStates():
+                self._restore(message)
+            case LoadModel():
+                for progress in self._model_io.load():
+                    self._tell_progress(**progress)
+                self.send(SCHEDULER, ModelLoaded(job=self.spec.job, step=Step(0), actor=self.name))
+            case ExportModel():
+                self._model_io.export(message.path, message.step, message.copy_of)
+                exported = ModelExported(job=self.spec.job, step=message.step, actor=self.name, path=message.path)
+                self.send(SCHEDULER, exported)
+        release_team()  # because another actor in the same process may compute on the CPU
 
     def _flush(self, message: FlushBlock) -> None:
         slots = {key: slot for key, slot in self._host_slots.items() if key.block == message.block}
-        self._count(message, len(slots))
+        self._flushes.start((message.step, message.block), len(slots))
 
         def written(_: ChunkKey) -> None:
-            if self._is_last(message):
+            if self._flushes.is_last((message.step, message.block)):
                 done = BlockFlushed(job=self.spec.job, step=message.step, block=message.block, actor=self.name)
                 self.send(SCHEDULER, done)
 
@@ -310,100 +275,67 @@ class CpuOptimizer:
                 self.send(GPU_WORKER, GradSlotsReleased(job=grad.job, step=grad.step, spans=spans))
 
     def _begin(self, update: UpdateBlock) -> None:
-        self._count(update, len(update.chunks))
         self._grad_releases.begin(len(update.chunks))
-        for grad in update.chunks:
-            self._to_begin.push(update.step, update.block, (update, grad))
-            self._commands.put((1, next(self._numbers), _FeedChunk(update)))
+        self._pipeline.begin(update.step, update.block, [_ChunkUpdate(update, grad) for grad in update.chunks])
 
-    def _feed(self) -> None:
-        self._read_ahead.begin(self.spec.deadline_s)
-        slots = self._slots.acquire(min(1, self._slots.num_slots), self.spec.deadline_s)
-        # Only now, because a more urgent chunk may have arrived during the waits.
-        with self._lock:
-            update, grad = self._to_begin.pop()
-        works_at(update)
-        if (host_slot := self._host_slots.get(grad.key)) is not None:
-            self._slots.release(slots)
-            self._arrive(_ChunkUpdate(update, grad, host_slot, is_resident=True))
-        else:
-            (slot,) = slots
-            self._read_states(_ChunkUpdate(update, grad, slot, is_resident=False))
+    def works_at(self, chunk: _ChunkUpdate) -> None:
+        """See UpdateIo."""
+        works_at(chunk.update)
 
-    def _arrive(self, chunk: _ChunkUpdate) -> None:
-        self._read_ahead.arrived()
-        self._arrived.put(chunk)
+    def resident_slot(self, chunk: _ChunkUpdate) -> Span | None:
+        """See UpdateIo."""
+        return self._host_slots.get(chunk.grad.key)
 
-    def _read_states(self, chunk: _ChunkUpdate) -> None:
+    def read_states(self, chunk: _ChunkUpdate, slot: Span, on_done: Callable[[], None]) -> None:
+        """See UpdateIo."""
         update, key = chunk.update, chunk.grad.key
-        is_spilled = chunk.grad.span is None
-        chunk.num_missing = 1 + is_spilled
-
-        def arrived(_: ChunkKey) -> None:
-            with self._lock:
-                chunk.num_missing -= 1
-                is_whole = chunk.num_missing == 0
-            if is_whole:
-                self._arrive(chunk)
-
         kinds = self._formats.kinds_to_update
         if key in self._cached_params:  # the forward pass has read the params
             kinds = tuple(kind for kind in kinds if kind is not self._formats.param_kind)
-        priority = (update.step, key.block)
-        if is_spilled:
-            self._io.read([self._chunk_io(chunk.slot, key, (StateKind.GRAD,))], update.step, priority, arrived)
-        self._io.read([self._chunk_io(chunk.slot, key, kinds)], update.how.from_step, priority, arrived)
+        reads = [(kinds, update.how.from_step)]
+        if chunk.grad.span is None:
+            reads.insert(0, ((StateKind.GRAD,), update.step))
+        left = Countdown()
+        left.start(key, len(reads))
 
-    def _run_updates(self) -> None:
-        torch.set_num_threads(self.spec.optimizer_threads)
-        while (chunk := self._arrived.get()) is not None:
-            works_at(chunk.update)
-            self._read_ahead.updating()
-            start_s, key = time.monotonic(), chunk.grad.key
-            self._update(chunk)
-            self._read_ahead.updated()
-            self._spans.note(
-                self.name, SpanKind.UPDATE, chunk.update.step, key.block, key.chunk, start_s, time.monotonic()
-            )
-            with self._lock:
-                released = self._grad_releases.updated(chunk.grad.span)
-            if released:
-                self.send(GPU_WORKER, GradSlotsReleased(job=self.spec.job, step=chunk.update.step, spans=released))
-            if chunk.is_resident:
-                self._done(chunk.update)
-            else:
-                self._write_back(chunk)
+        def arrived(_: ChunkKey) -> None:
+            if left.is_last(key):
+                on_done()
 
-    def _update(self, chunk: _ChunkUpdate) -> None:
-        key = chunk.grad.key
-        held = {kind: self.chunk_view(chunk.slot, key, kind) for kind in self._formats.itemsizes}
+        for its_kinds, step in reads:
+            self._io.read([self._chunk_io(slot, key, its_kinds)], step, (update.step, key.block), arrived)
+
+    def update_chunk(self, chunk: _ChunkUpdate, slot: Span) -> None:
+        """See UpdateIo."""
+        start_s, update, key = time.monotonic(), chunk.update, chunk.grad.key
+        held = {kind: self.chunk_view(slot, key, kind) for kind in self._formats.itemsizes}
         if (params := self._cached_params.get(key)) is not None:
             kind = self._formats.param_kind
             held[kind] = self._view(params.offset, key, self._dtype(kind))
         if chunk.grad.span is None:
-            grad = self.chunk_view(chunk.slot, key, StateKind.GRAD)
+            grad = self.chunk_view(slot, key, StateKind.GRAD)
         else:
             grad = self.grad_view(chunk.grad.span, key)
         start, _ = self.context.layout.chunk_range(key)
-        self._updater.update(chunk.update, start, grad, held)
+        self._updater.update(update, start, grad, held)
+        self._spans.note(self.name, SpanKind.UPDATE, update.step, key.block, key.chunk, start_s, time.monotonic())
+        with self._lock:
+            released = self._grad_releases.updated(chunk.grad.span)
+        if released:
+            self.send(GPU_WORKER, GradSlotsReleased(job=self.spec.job, step=update.step, spans=released))
 
-    def _write_back(self, chunk: _ChunkUpdate) -> None:
+    def write_states(self, chunk: _ChunkUpdate, slot: Span, on_done: Callable[[], None]) -> None:
+        """See UpdateIo."""
         update, key = chunk.update, chunk.grad.key
+        item = self._chunk_io(slot, key, tuple(self._formats.itemsizes), self._cached_params.get(key))
+        self._io.write([item], update.step, (update.step, key.block), lambda _: on_done())
 
-        def written(_: ChunkKey) -> None:
-            self._slots.release([chunk.slot])
-            self._done(update)
-
-        item = self._chunk_io(chunk.slot, key, tuple(self._formats.itemsizes), self._cached_params.get(key))
-        self._io.write([item], update.step, (update.step, key.block), written)
-
-    def _done(self, update: UpdateBlock) -> None:
-        if self._is_last(update):
-            self._tell_spans(update.step)
-            updated = BlockUpdated(job=self.spec.job, step=update.step, block=update.block, actor=self.name)
-            self.send(SCHEDULER, updated)
-            with self._lock:
-                self._carry_out(self._update_queue.updated())
+    def block_updated(self, step: Step, block: BlockIndex) -> None:
+        """See UpdateIo."""
+        self._tell_spans(step)
+        self.send(SCHEDULER, BlockUpdated(job=self.spec.job, step=step, block=block, actor=self.name))
+        with self._lock:
+            self._carry_out(self._update_queue.updated())
 
     def _tell_spans(self, step: Step) -> None:
         """Sends the spans of a step after its last block is updated."""

@@ -14,6 +14,7 @@ from windlass.actors.policy.scheduler_core import EndStep as EndStep
 from windlass.actors.policy.scheduler_core import NotFiniteError as NotFiniteError
 from windlass.actors.policy.scheduler_core import Pipeline as Pipeline
 from windlass.actors.policy.scheduler_core import StepEnd as StepEnd
+from windlass.actors.policy.trainer_state import StepResult as StepResult
 from windlass.actors.policy.trainer_state import TrainerState as TrainerState
 from windlass.actors.policy.worker_queues import ComputeReports as ComputeReports
 from windlass.actors.policy.worker_queues import GradReleases as GradReleases

@@ -135,7 +135,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device, deadline_s: float, start_threads: StartThreads) -> None:
         self._device = device
-        clock = CudaClock()
+        self._clock = clock = CudaClock()
         self._make = functools.partial(CudaStream, clock=clock, deadline_s=deadline_s, start_threads=start_threads)
         self.compute: Stream = self._make(torch.cuda.default_stream(device))
         self.compute.record().wait(deadline_s)  # gives the clock its first base event
@@ -145,6 +145,10 @@ class CudaStreams:
     def open(self) -> Stream:
         """See Streams."""
         return self._make(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+
+    def record_current(self) -> Event:
+        """See Streams."""
+        return CudaEvent(torch.cuda.current_stream(self._device), self._clock)
 
     def close(self) -> None:
         """See Streams."""

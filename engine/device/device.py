@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from windlass.amounts import bytes_text
-from windlass.engine.device.streams import StartThreads, Stream, open_streams
+from windlass.engine.device.streams import Event, StartThreads, Stream, open_streams
 
 
 class PinError(RuntimeError):
@@ -77,6 +77,10 @@ class Device:
         the memory's previous contents.
         """
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def record_current(self) -> Event:
+        """Returns an event after all work that the calling thread has queued on torch's current stream."""
+        return self._streams.record_current()
 
     def after_now(self) -> Callable[[], None]:
         """Returns a function that waits, in any thread, for all work queued on the compute stream until now."""

@@ -66,6 +66,9 @@ class Streams(Protocol):
     def open(self) -> Stream:
         """Opens a further stream, which has a thread on a CPU. The caller closes it."""
 
+    def record_current(self) -> Event:
+        """Returns an event after all work on torch's current stream of the calling thread."""
+
     def close(self) -> None:
         """Closes the three streams."""
 
@@ -229,6 +232,10 @@ class CpuStreams:
     def open(self) -> Stream:
         """See Streams."""
         return ThreadStream(self._deadline_s, self._start_threads)
+
+    def record_current(self) -> Event:
+        """See Streams."""
+        return self.compute.record()
 
     def close(self) -> None:
         """See Streams."""

@@ -4,13 +4,17 @@ This is arithmetic only. Sizes follow from the model's blocks and the machine's 
 memory of the plan.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from windlass.amounts import bytes_text, describe_largest, least_gib
 from windlass.engine.memory_plan.activation_policy import BlockActivations
 from windlass.engine.memory_plan.buffer_counts import MAX_GRAD_BUFFERS
 from windlass.engine.memory_plan.queue_depths import MIN_STATE_DEPTH, QueueDepths
+from windlass.storage.ids import Span
+
+_Key = TypeVar("_Key")
 
 # Slots for chunks of device-resident states in flight to or from the SSDs: one is copied while another is written.
 TRANSIT_DEPTH = 2
@@ -105,6 +109,10 @@ class Pool:
     def nbytes(self) -> int:
         """The bytes of all slots."""
         return self.slot_nbytes * self.num_slots
+
+    def slots_of(self, keys: Iterable[_Key]) -> dict[_Key, Span]:
+        """Assigns the slots to keys in order: the first slot to the first key."""
+        return {key: Span(self.offset + i * self.slot_nbytes, self.slot_nbytes) for i, key in enumerate(keys)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

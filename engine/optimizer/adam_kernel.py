@@ -15,7 +15,7 @@ Measured on two cores, 32 Mi elements in an arena, gradients in bf16:
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from windlass.engine.optimizer.adam_formulas import AdamSettings, Format, Scalar
 from windlass.engine.optimizer.fused_adam import FusedUpdate
 from windlass.engine.optimizer.kernel_cache import KernelUnavailable, load_kernel
 from windlass.engine.optimizer.stochastic_rounding import NUMEL_PER_KEY, rounding_keys
-from windlass.storage.ids import Kernel, StatePrecision
+from windlass.storage.ids import Kernel, StateKind, StatePrecision
 
 __all__ = ["AdamSettings", "ChunkStates", "Kernel", "KernelUnavailable", "OptimizerKernel", "WrongStates"]
 
@@ -50,6 +50,11 @@ class ChunkStates:
     param: torch.Tensor | None = None  # bf16 or fp16
     master: torch.Tensor | None = None  # fp32
     residual: torch.Tensor | None = None  # int16
+
+    @classmethod
+    def of(cls, grad: torch.Tensor, states: Mapping[StateKind, torch.Tensor]) -> "ChunkStates":
+        """Returns a chunk's gradient and states, by kind."""
+        return cls(grad=grad, **{str(kind): state for kind, state in states.items()})
 
 
 class WrongStates(ValueError):

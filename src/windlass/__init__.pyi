@@ -2,6 +2,7 @@
 
 from windlass.actors.offload import CannotOffloadError as CannotOffloadError
 from windlass.actors.offload import OffloadClosedError as OffloadClosedError
+from windlass.actors.offload import OffloadConfig as OffloadConfig
 from windlass.actors.offload import OffloadError as OffloadError
 from windlass.actors.offload import OffloadFailedError as OffloadFailedError
 from windlass.actors.offload import OffloadMisuseError as OffloadMisuseError

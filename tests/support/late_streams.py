@@ -170,6 +170,9 @@ class LateStreams:
     def open(self) -> Stream:
         return self._make("d2h" if len(self._all) % 2 else "h2d")
 
+    def record_current(self) -> Event:
+        return self.compute.record()
+
     def close(self) -> None:
         with self.changed:
             self.is_over = True

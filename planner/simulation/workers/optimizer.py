@@ -85,10 +85,13 @@ class Optimizer:
         while True:
             yield from self._changed.until(lambda: bool(self._to_begin) and ahead.may_begin)
             ahead.num_ahead += 1
-            yield from self._slots.take()
+            # As in `ChunkPipeline`: no wait for a slot that is not needed, and the most urgent chunk after a wait.
+            if has_slot := self._to_begin.first.grad.key not in world.host_slots:
+                yield from self._slots.take()
             chunk = self._to_begin.pop()
             if chunk.grad.key in world.host_slots:
-                self._slots.give_back()
+                if has_slot:
+                    self._slots.give_back()
                 ahead.num_ready += 1
                 self._arrived.put(chunk)
                 continue

@@ -124,9 +124,16 @@ def dit_loss(model: nn.Module, step: int) -> torch.Tensor:
 
 
 class PlainAdam:
-    """The update of offloaded training on a whole model in memory: fp32 masters, torch's fused kernel."""
+    """The update of offloaded training on a whole model in memory: fp32 masters, torch's fused kernel.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
+    Clipping scales gradients in their own precision, as torch does, or in fp32 with `scales_in_fp32`.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, clip_norm: float | None, *, scales_in_fp32: bool = False
+    ) -> None:
+        self._scales_in_fp32 = scales_in_fp32
+        self._grad_scale = 1.0
         self.param_groups = optimizer.param_groups
         self.clip_norm = clip_norm
         self._states: dict[nn.Parameter, ChunkStates] = {}
@@ -139,7 +146,10 @@ class PlainAdam:
             # An fp64 norm: where a gradient is only rounding noise, Adam turns a last-bit change of the scale into a
             # large one.
             norm = torch.sqrt(sum(squared_norm(param.grad.reshape(-1)) for param in params))
-            nn.utils.clip_grads_with_norm_(params, self.clip_norm, norm)
+            if self._scales_in_fp32:
+                self._grad_scale = min(1.0, self.clip_norm / (float(norm) + 1e-6))
+            else:
+                nn.utils.clip_grads_with_norm_(params, self.clip_norm, norm)
             self.grad_norm = float(norm)
         for group in self.param_groups:
             for param in group["params"]:
@@ -174,7 +184,13 @@ class PlainAdam:
             param_dtype=None if is_fp32 else param.dtype,
             state_precision=StatePrecision.FP32,
             kernel=Kernel.FUSED,
-        ).update(states, learning_rate=group["lr"], step=self._steps[param], grad_scale=1.0, decay_numel=param.numel())
+        ).update(
+            states,
+            learning_rate=group["lr"],
+            step=self._steps[param],
+            grad_scale=self._grad_scale,
+            decay_numel=param.numel(),
+        )
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:

@@ -15,6 +15,7 @@ from windlass.actors.messages import ComputeBlock, Message, Phase, SpansReported
 from windlass.actors.timeline.recorder import SpanRecorder
 from windlass.engine.device.buffer_pool import DeviceBuffers
 from windlass.engine.device.device import Device
+from windlass.engine.device.tensor_arena import TensorArena
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.storage.ids import ActorName, BlockIndex, Step
@@ -39,7 +40,7 @@ class Bench:
         device = Device(torch.device("cpu"), poison_released=True)
         planned = {(numel, dtype): 3 for numel in NUMELS for dtype in (torch.float32, torch.bfloat16)}
         flats = DeviceBuffers(device, planned, name="gradients", deadline_s=deadline_s)
-        self.partials = PartialGrads(context, device, flats, memory, self.spans)
+        self.partials = PartialGrads(context, device, flats, TensorArena(memory), self.spans)
         self.thread = threading.Thread(target=self.partials.run, daemon=True)
         self.thread.start()
 

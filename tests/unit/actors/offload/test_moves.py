@@ -9,7 +9,6 @@ import os
 import signal
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +24,11 @@ from tests.support.actors.offload_models import (
     offloaded,
     seeded,
 )
+from tests.support.late_streams import LateStreams
 from tests.support.storage.stores import make_geometry, new_store, open_volume
 from tests.support.training import has_direct_io
+from windlass.engine.device import device as device_module
+from windlass.engine.device.streams import StartThreads
 from windlass.storage.ids import JobId
 from windlass.storage.ssd.volume import Volume
 from windlass.storage.store.tensor_store import TensorStore
@@ -133,12 +135,18 @@ def test_save_pretrained(tmp_path: Path) -> None:
 
 
 class LateEvent:
-    """A point of a GPU's stream that is reached only when the host waits for it."""
+    """A point of a GPU's stream that is reached only when a stream or the host waits for it."""
 
-    is_over = False
+    has_come = False
 
-    def synchronize(self) -> None:
-        self.is_over = True
+    def is_over(self) -> bool:
+        return self.has_come
+
+    def wait(self, deadline_s: float) -> None:
+        self.has_come = True
+
+    def time_s(self) -> float:
+        return 0.0
 
 
 def test_offload_on_a_gpu_waits_before_copies_of_what_the_compute_uses(
@@ -148,14 +156,12 @@ def test_offload_on_a_gpu_waits_before_copies_of_what_the_compute_uses(
     with offloaded(seeded(Gpt), tmp_path, num_ssds=1, clip_norm=1.0) as (model, optimizer):
         engine = optimizer._engine
         device, feed, updates = engine._device, engine._feed, engine._updates
-        monkeypatch.setattr(device, "is_cuda", True)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(record_event=LateEvent))
-        monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+        monkeypatch.setattr(device, "record_current", LateEvent)
         buffers = {buffer.flat.data_ptr(): buffer for buffer in feed._free}
         computed: dict[int, LateEvent] = {}  # for each gradient in flight
         outward: list[bool] = []
         inward: list[bool] = []
-        put, copy_out, copy_in = updates._to_offload.put, updates._copy_out, device.copy_in
+        put, copy_out, chunk_arrived = updates._to_offload.put, updates._copy_out, feed.chunk_arrived
 
         def noted_put(grad: Any) -> None:
             if grad is not None:
@@ -163,17 +169,18 @@ def test_offload_on_a_gpu_waits_before_copies_of_what_the_compute_uses(
             put(grad)
 
         def noted_copy_out(block: Any, flat: torch.Tensor) -> None:
-            outward.append(computed[flat.data_ptr()].is_over)
+            outward.append(computed[flat.data_ptr()].is_over())
             copy_out(block, flat)
 
-        def noted_copy_in(target: torch.Tensor, source: torch.Tensor) -> None:
-            used = buffers[target.untyped_storage().data_ptr()].used
-            inward.append(used is None or used.is_over)
-            copy_in(target, source)
+        def noted_arrival(entry: Any, *rest: Any) -> None:
+            """Is called before a chunk's copy is queued."""
+            used = buffers[entry.buffer.untyped_storage().data_ptr()].used
+            inward.append(used is None or used.is_over())
+            chunk_arrived(entry, *rest)
 
         monkeypatch.setattr(updates._to_offload, "put", noted_put)
         monkeypatch.setattr(updates, "_copy_out", noted_copy_out)
-        monkeypatch.setattr(device, "copy_in", noted_copy_in)
+        monkeypatch.setattr(feed, "chunk_arrived", noted_arrival)
         for step in range(2):
             one_step(model, optimizer, step)
         model.state_dict()
@@ -239,3 +246,24 @@ def test_states_of_killed_process_are_deleted_by_next_use(tmp_path: Path) -> Non
         one_step(other, other_optimizer)
         assert optimizer.statistics.num_host_layers == 0
     assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("order", [("compute", "h2d", "d2h"), ("d2h", "compute", "h2d"), 1], ids=str)
+@pytest.mark.parametrize("host_memory_gib", [None, 1.0], ids=["on SSDs", "in memory"])
+def test_offload_on_late_streams_is_same_as_plain_pytorch(
+    order: tuple[str, ...] | int, host_memory_gib: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies run as late as possible. What does not wait for them reads NaN, or the next step's values."""
+
+    def open_streams(device: torch.device, deadline_s: float, start_threads: StartThreads) -> LateStreams:
+        return LateStreams(start_threads, order=order)
+
+    monkeypatch.setattr(device_module, "open_streams", open_streams)
+    plain = seeded(Gpt)
+    plain_optimizer = PlainAdam(adamw(plain), None)
+    with offloaded(seeded(Gpt), tmp_path, num_ssds=1, host_memory_gib=host_memory_gib) as (model, optimizer):
+        for step in range(3):
+            one_step(model, optimizer, step)
+            one_step(plain, plain_optimizer, step)  # type: ignore[arg-type]
+            plain_optimizer.zero_grad()
+        assert_same_weights(model, plain)

@@ -88,7 +88,8 @@ def on_meta() -> nn.Module:
         (with_checkpointing, "gradient checkpointing is on"),
         (on_meta, "layers.0.weight is on the meta device"),
         (lambda: Chain(linear(), linear().bfloat16()), "torch.bfloat16, torch.float32"),
-        (lambda: Chain(linear().half()), "torch.float16"),
+        (lambda: Chain(linear().half(), linear()), "torch.float16, torch.float32"),
+        (lambda: Chain(linear().double()), "torch.float64"),
     ],
 )
 def test_models_that_cannot_be_offloaded(make: Callable[[], nn.Module], message: str, tmp_path: Path) -> None:
@@ -120,6 +121,34 @@ def test_optimizers_that_cannot_be_offloaded(make: Callable[[nn.Module], Any], m
     model = Gpt()
     with pytest.raises(windlass.CannotOffloadError, match=message):
         windlass.offload(model, make(model), ssd_dirs=[tmp_path])
+
+
+# --- several ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_offload_in_process_of_launcher_with_two_ranks_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Gpt()
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(windlass.CannotOffloadError, match=rf"one of 2 ranks \({name}\).*without torchrun"):
+        windlass.offload(model, adamw(model), ssd_dirs=[tmp_path])
+    assert not any(param.is_meta for param in model.parameters())
+
+
+@pytest.mark.parametrize(("world_size", "is_refused"), [(1, False), (2, True)])
+def test_offload_with_initialised_distributed_is_refused_above_one_rank(
+    world_size: int, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
+    if is_refused:
+        with pytest.raises(windlass.CannotOffloadError, match=r"one of 2 ranks \(torch.distributed\)"):
+            windlass.offload(Gpt(), adamw(Gpt()), ssd_dirs=[tmp_path])
+    else:
+        with offloaded(seeded(Gpt), tmp_path) as (_, optimizer):
+            assert optimizer.statistics.num_host_layers == 0
 
 
 def test_the_user_names_the_layers(tmp_path: Path) -> None:
@@ -267,16 +296,28 @@ def test_use_after_close(tmp_path: Path) -> None:
     assert not [thread.name for thread in begun if thread.name.startswith(("_run", "ssd"))]
 
 
-def test_states_that_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
+def test_new_params_and_new_weights_are_refused(tmp_path: Path) -> None:
     with offloaded(seeded(Gpt), tmp_path) as (model, optimizer):
         for use in (
-            optimizer.state_dict,
-            lambda: optimizer.load_state_dict({}),
             lambda: optimizer.add_param_group({"params": []}),
             lambda: model.load_state_dict(model.state_dict()),
         ):
             with pytest.raises(windlass.OffloadMisuseError):
                 use()
+
+
+def test_states_between_backward_and_step_are_refused(tmp_path: Path) -> None:
+    with offloaded(seeded(Gpt), tmp_path) as (model, optimizer):
+        state_dict = optimizer.state_dict()
+        gpt_loss(model, 0).backward()
+        for use in (
+            optimizer.state_dict,
+            lambda: optimizer.load_state_dict(state_dict),
+            lambda: optimizer.save(tmp_path / "saved"),
+        ):
+            with pytest.raises(windlass.OffloadMisuseError, match="between the backward and the step"):
+                use()
+        assert not (tmp_path / "saved").exists()
 
 
 def test_a_damaged_disk_is_told(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """One optimizer of the pool, with SSD servers that keep states in memory."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,7 @@ class Bench:
         placement: Placement | None = None,
         layout: ModelLayout = LAYOUT,
         ordering: Ordering | None = None,
+        deadline_s: float | None = None,
         **training: Any,
     ) -> None:
         # Gradients are fp32 in any precision, because there are two micro-batches. Clipping reserves slots for all of
@@ -99,6 +101,8 @@ class Bench:
         hyper = {"precision": formats.precision, "state_precision": formats.states, "clip_norm": 1.0}
         spec = make_spec(num_cpu_optimizers=1, training={**hyper, **training})
         spec = replace(spec, placement=placement or Placement(num_cached_params=0), ordering=ordering or Ordering())
+        if deadline_s is not None:
+            spec = replace(spec, deadline_s=deadline_s)
         context = make_context(spec, layout, str(directory / "arena"))
         self.context: JobContext = context
         self.arena = Arena.create(context.arena_path, context.plan.arena_nbytes)
@@ -351,8 +355,7 @@ def test_a_failure_is_told_with_its_traceback(bench: Bench) -> None:
 
 
 def test_a_slot_that_never_comes_free_is_an_error(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, FP32)
-    bench.optimizer.spec = replace(bench.optimizer.spec, deadline_s=0.1)
+    bench = Bench(tmp_path, FP32, deadline_s=0.1)
     bench.optimizer.setup()
     bench.ssds.hold = True
     bench.update()
@@ -363,8 +366,7 @@ def test_a_slot_that_never_comes_free_is_an_error(tmp_path: Path) -> None:
 
 def test_stopping_does_not_wait_for_slots(tmp_path: Path) -> None:
     """The timeout is longer than the test may take, so the stop itself must end the waits."""
-    bench = Bench(tmp_path, FP32)
-    bench.optimizer.spec = replace(bench.optimizer.spec, deadline_s=3600.0)
+    bench = Bench(tmp_path, FP32, deadline_s=3600.0)
     bench.optimizer.setup()
     bench.ssds.hold = True
     bench.update()
@@ -486,15 +488,16 @@ def test_a_flush_waits_for_no_chunks(tmp_path: Path) -> None:
     bench.update()
     message = FlushBlock(job=bench.context.spec.job, step=Step(2), block=BlockIndex(0))
     bench.optimizer.post(message)
-    assert bench.optimizer._commands.get()[2] is message
+    task = bench.optimizer._pipeline._next_task()
+    assert isinstance(task, functools.partial)
+    assert task.args == (message,)
     bench.arena.close()
     bench.arena.unlink()
 
 
 def test_states_that_do_not_arrive_are_an_error_and_do_not_hold_up_a_stop(tmp_path: Path) -> None:
     for deadline_s in (0.1, 3600.0):
-        bench = Bench(tmp_path, FP32, placement=Placement(host_blocks=(0,)))
-        bench.optimizer.spec = replace(bench.optimizer.spec, deadline_s=deadline_s)
+        bench = Bench(tmp_path, FP32, placement=Placement(host_blocks=(0,)), deadline_s=deadline_s)
         bench.optimizer.setup()
         bench.ssds.hold = True
         bench.optimizer.post(RestoreStates(job=bench.context.spec.job, step=Step(2)))

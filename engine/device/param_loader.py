@@ -1,0 +1,161 @@
+"""Copies the params of blocks to device buffers, chunk by chunk, from host memory or from the SSDs.
+
+Missing chunks are requested in batches while slots are free. One thread queues the copies of chunks that are in host
+memory. The GPU worker of jobs and `windlass.offload` decide which block comes next, and use one loader each.
+"""
+
+import functools
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from windlass.engine.device.device import Device, copy
+from windlass.engine.device.streams import Event
+from windlass.engine.device.tensor_arena import TensorArena
+from windlass.storage.ids import ChunkKey, Span
+from windlass.storage.memory import SlotPool
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class BlockLoad:
+    """The params of one block on their way to a device buffer."""
+
+    buffer: torch.Tensor
+    first: int = 0  # the index in the block of the buffer's first element; elements before it are not copied
+    holds_chunks: bool = False  # chunks stay in host memory until their slots in `held` are released by the caller
+    num_missing: int = 0  # chunks whose copies are not queued
+    held: list[Span] = field(default_factory=list)
+    ready: threading.Event = field(default_factory=threading.Event)  # set when all copies are queued
+    copied: Event | None = None  # after the last copy; None if none was needed
+
+
+_Load = TypeVar("_Load", bound=BlockLoad)
+_Taken = TypeVar("_Taken", bound=BlockLoad, contravariant=True)
+
+
+class ParamSource(Protocol[_Taken]):
+    """Provides the params of chunks in host memory."""
+
+    def chunk_range(self, key: ChunkKey) -> tuple[int, int]:
+        """Returns the index in the block of a chunk's first element, and of the element after its last one."""
+
+    def resident_params(self, key: ChunkKey) -> Span | None:
+        """Returns the span in which a chunk's params are resident; None if they must be read."""
+
+    def own_slot(self, key: ChunkKey) -> Span | None:
+        """Returns the slot in which a chunk's params stay once they are read; None if they take a slot of the pool."""
+
+    def read_params(self, load: _Taken, spans: Mapping[ChunkKey, Span], on_done: Callable[[ChunkKey], None]) -> None:
+        """Requests the params of chunks. Calls `on_done` for each when it is in its span."""
+
+    def naming(self, load: _Taken, callback: Callable[[], None]) -> Callable[[], None]:
+        """Wraps a callback so that an error in it names the load."""
+
+    def chunk_arrived(self, load: _Taken, key: ChunkKey, params: torch.Tensor) -> None:
+        """Takes note that a chunk is in host memory, before its copy is queued."""
+
+    def chunk_copied(self, load: _Taken, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
+        """Takes note that a chunk's copy is over, before its slot is released."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Arrival(Generic[_Load]):
+    """Params of a chunk that are in host memory."""
+
+    load: _Load
+    key: ChunkKey
+    span: Span
+    is_slot: bool  # the span is a slot of the pool, and is released; else the params stay there
+
+
+class ParamLoader(Generic[_Load]):
+    """Loads blocks in the order of the calls of `start`. All methods are thread-safe."""
+
+    def __init__(
+        self,
+        source: ParamSource[_Load],
+        device: Device,
+        arena: TensorArena,
+        slots: SlotPool,
+        dtype: torch.dtype,
+        *,
+        batch: int,
+        deadline_s: float,
+    ) -> None:
+        """`batch` is the largest number of chunks in a request. `deadline_s` is the timeout of waits for slots."""
+        self._source = source
+        self._device = device
+        self._arena = arena
+        self._slots = slots
+        self._dtype = dtype
+        self._batch = batch
+        self._deadline_s = deadline_s
+        self._arrived: queue.Queue[_Arrival[_Load] | None] = queue.Queue()
+
+    def start(self, load: _Load, keys: Sequence[ChunkKey]) -> None:
+        """Queues the copies of a block's chunks, and requests those that are missing; waits for slots.
+
+        The load's `num_missing` must be the number of chunks.
+        """
+        missing = []
+        for key in keys:
+            if (span := self._source.resident_params(key)) is not None:
+                self._arrived.put(_Arrival(load, key, span, is_slot=False))
+            else:
+                missing.append(key)
+        for start in range(0, len(missing), self._batch):
+            self._read(load, missing[start : start + self._batch])
+
+    def run(self) -> None:
+        """Queues copies until `close`, in a thread of the caller."""
+        h2d = self._device.h2d
+        while (arrival := self._arrived.get()) is not None:
+            load, key = arrival.load, arrival.key
+            start, stop = self._source.chunk_range(key)
+            params = self._arena.view(arrival.span.offset, stop - start, self._dtype)
+            self._source.chunk_arrived(load, key, params)
+            if load.holds_chunks and arrival.is_slot:
+                load.held.append(arrival.span)
+            begin = max(start, load.first)
+            part = params[max(0, begin - start) :]
+            target = load.buffer[begin - load.first : begin - load.first + part.numel()]
+            begun = h2d.record()
+            h2d.run(functools.partial(copy, target, part))
+            copied = h2d.record()
+            # Before the callback, which may be called at once and reads it.
+            load.num_missing -= 1
+            if load.num_missing == 0:
+                load.copied = copied
+            callback = functools.partial(self._copied, arrival, begun, copied, part.nbytes)
+            h2d.then(self._source.naming(load, callback))
+            if load.copied is not None:
+                load.ready.set()
+
+    def close(self) -> None:
+        """Ends `run`. The pool of slots must be closed, too."""
+        self._arrived.put(None)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _read(self, load: _Load, keys: Sequence[ChunkKey]) -> None:
+        # A chunk with a slot of its own still holds one of the pool until it arrives, because more requests in the
+        # queues of the SSDs could time out.
+        slots = dict(zip(keys, self._slots.acquire(len(keys), self._deadline_s), strict=True))
+        own = {key: span for key in keys if (span := self._source.own_slot(key)) is not None}
+        spans = {**slots, **own}
+
+        def arrived(key: ChunkKey) -> None:
+            if key in own:
+                self._slots.release([slots[key]])
+            self._arrived.put(_Arrival(load, key, spans[key], is_slot=key not in own))
+
+        self._source.read_params(load, spans, arrived)
+
+    def _copied(self, arrival: _Arrival[_Load], begun: Event, copied: Event, nbytes: int) -> None:
+        self._source.chunk_copied(arrival.load, arrival.key, begun, copied, nbytes)
+        if arrival.is_slot and not arrival.load.holds_chunks:
+            self._slots.release([arrival.span])

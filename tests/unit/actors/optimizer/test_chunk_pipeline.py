@@ -1,0 +1,163 @@
+"""Chunks of urgent blocks overtake others until they begin, and only chunks that need a slot wait for one."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from windlass.actors.optimizer.chunk_pipeline import ChunkPipeline, Countdown
+from windlass.actors.policy import QueueOrder
+from windlass.storage.ids import BlockIndex, Span, Step
+from windlass.storage.memory import SlotPool
+from windlass.storage.memory.arena import SlotPoolClosed
+
+RESIDENT = Span(1 << 20, 4096)
+DEADLINE_S = 20.0
+
+
+class FakeIo:
+    """Notes all calls. Items are names; those that begin with "resident" have their states in memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.arrivals: dict[str, Callable[[], None]] = {}
+        self.writes: dict[str, Callable[[], None]] = {}
+        self.changed = threading.Condition()
+
+    def note(self, call: str) -> None:
+        with self.changed:
+            self.calls.append(call)
+            self.changed.notify_all()
+
+    def wait_for(self, call: str) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: call in self.calls, DEADLINE_S), self.calls
+
+    def works_at(self, item: str) -> None:
+        pass
+
+    def resident_slot(self, item: str) -> Span | None:
+        return RESIDENT if item.startswith("resident") else None
+
+    def read_states(self, item: str, slot: Span, on_done: Callable[[], None]) -> None:
+        self.arrivals[item] = on_done
+        self.note(f"read {item}")
+
+    def update_chunk(self, item: str, slot: Span) -> None:
+        assert (slot == RESIDENT) == item.startswith("resident")
+        self.note(f"update {item}")
+
+    def write_states(self, item: str, slot: Span, on_done: Callable[[], None]) -> None:
+        self.writes[item] = on_done
+        self.note(f"write {item}")
+
+    def block_updated(self, step: Step, block: BlockIndex) -> None:
+        self.note(f"block {block} of step {step}")
+
+
+class Bench:
+    def __init__(self, num_slots: int) -> None:
+        self.io = FakeIo()
+        self.slots = SlotPool(0, 4096, num_slots)
+        self.pipeline: ChunkPipeline[str] = ChunkPipeline(
+            self.io, self.slots, QueueOrder.PRIORITY, num_threads=1, deadline_s=DEADLINE_S
+        )
+        self.threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in self.pipeline.loops]
+
+    def begin(self, block: int, *items: str) -> None:
+        self.pipeline.begin(Step(1), BlockIndex(block), items)
+
+    def start(self) -> None:
+        for thread in self.threads:
+            thread.start()
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        with contextlib.suppress(SlotPoolClosed, InterruptedError):  # raised by `stop`
+            loop()
+
+    def stop(self) -> None:
+        self.slots.close()
+        self.pipeline.close()
+        for thread in self.threads:
+            if thread.ident is not None:
+                thread.join(DEADLINE_S)
+        assert not any(thread.is_alive() for thread in self.threads)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench(num_slots=1)
+    yield bench
+    bench.stop()
+
+
+def test_pipeline_reads_updates_writes_and_reports_block_after_last_write(bench: Bench) -> None:
+    bench.begin(3, "a", "b")
+    bench.start()
+    for item in "ab":
+        bench.io.wait_for(f"read {item}")
+        bench.io.arrivals[item]()
+        bench.io.wait_for(f"write {item}")
+        assert "block 3 of step 1" not in bench.io.calls
+        bench.io.writes[item]()  # releases the only slot
+    assert bench.io.calls == ["read a", "update a", "write a", "read b", "update b", "write b", "block 3 of step 1"]
+
+
+def test_resident_chunk_needs_no_slot(bench: Bench) -> None:
+    (slot,) = bench.slots.acquire(1, DEADLINE_S)
+    bench.begin(0, "resident")
+    bench.start()
+    bench.io.wait_for("block 0 of step 1")
+    assert bench.io.calls == ["update resident", "block 0 of step 1"]
+    bench.slots.release([slot])
+
+
+def test_pipeline_without_slots_updates_resident_chunks() -> None:
+    bench = Bench(num_slots=0)
+    bench.begin(0, "resident 1", "resident 2")
+    bench.start()
+    bench.io.wait_for("block 0 of step 1")
+    bench.stop()
+
+
+@pytest.mark.parametrize("urgent", ["urgent", "resident and urgent"])
+def test_chunk_of_urgent_block_overtakes_during_wait_for_slot(bench: Bench, urgent: str) -> None:
+    (slot,) = bench.slots.acquire(1, DEADLINE_S)
+    waits = threading.Event()
+    acquire = bench.slots.acquire
+
+    def noted(num: int, deadline_s: float) -> list[Span]:
+        waits.set()
+        return acquire(num, deadline_s)
+
+    bench.slots.acquire = noted  # type: ignore[method-assign]
+    bench.begin(5, "late")
+    bench.start()
+    assert waits.wait(DEADLINE_S)
+    bench.begin(2, urgent)
+    bench.slots.release([slot])
+    bench.io.wait_for("read urgent" if urgent == "urgent" else "block 2 of step 1")
+    if urgent == "urgent":
+        assert "read late" not in bench.io.calls
+    else:  # its slot is free for the other chunk
+        bench.io.wait_for("read late")
+
+
+def test_call_goes_before_chunks_that_have_not_begun(bench: Bench) -> None:
+    bench.begin(0, "resident")
+    bench.pipeline.call(lambda: bench.io.note("call"))
+    bench.start()
+    bench.io.wait_for("block 0 of step 1")
+    assert bench.io.calls[0] == "call"
+
+
+def test_countdown_is_last_after_all_parts() -> None:
+    countdown = Countdown()
+    countdown.start("a", 2)
+    countdown.start("b", 1)
+    assert not countdown.is_last("a")
+    assert countdown.is_last("b")
+    assert countdown.is_last("a")
+    with pytest.raises(KeyError):
+        countdown.is_last("a")

@@ -1,0 +1,165 @@
+"""A loader fills device buffers with chunks, resident or read, and holds their slots until the copies are over."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+import torch
+
+from windlass.engine.device.device import Device
+from windlass.engine.device.param_loader import BlockLoad, ParamLoader
+from windlass.engine.device.streams import Event
+from windlass.engine.device.tensor_arena import TensorArena
+from windlass.storage.ids import BlockIndex, ChunkIndex, ChunkKey, Span
+from windlass.storage.memory.arena import SlotPool
+
+CHUNK_NUMEL, NUMEL, SLOT_NBYTES, DEADLINE_S = 1024, 2500, 4096, 20.0
+KEYS = [ChunkKey(BlockIndex(0), ChunkIndex(i)) for i in range(3)]
+FLAT = torch.arange(NUMEL, dtype=torch.float32)
+
+
+class Source:
+    """Chunks of one block. Reads are served when the test asks for it."""
+
+    def __init__(self, arena: TensorArena) -> None:
+        self.arena = arena
+        self.resident: dict[ChunkKey, Span] = {}
+        self.own: dict[ChunkKey, Span] = {}
+        self.reads: list[tuple[dict[ChunkKey, Span], Callable[[ChunkKey], None]]] = []
+        self.requested = threading.Semaphore(0)
+        self.arrived: list[ChunkKey] = []
+        self.copied: list[ChunkKey] = []
+
+    def chunk_range(self, key: ChunkKey) -> tuple[int, int]:
+        return key.chunk * CHUNK_NUMEL, min(NUMEL, (key.chunk + 1) * CHUNK_NUMEL)
+
+    def resident_params(self, key: ChunkKey) -> Span | None:
+        return self.resident.get(key)
+
+    def own_slot(self, key: ChunkKey) -> Span | None:
+        return self.own.get(key)
+
+    def read_params(self, load: BlockLoad, spans: Mapping[ChunkKey, Span], on_done: Callable[[ChunkKey], None]) -> None:
+        self.reads.append((dict(spans), on_done))
+        self.requested.release()
+
+    def serve(self) -> None:
+        assert self.requested.acquire(timeout=DEADLINE_S)
+        spans, on_done = self.reads.pop(0)
+        for key, span in spans.items():
+            self.fill(key, span)
+            on_done(key)
+
+    def fill(self, key: ChunkKey, span: Span) -> None:
+        start, stop = self.chunk_range(key)
+        self.arena.view(span.offset, stop - start, torch.float32).copy_(FLAT[start:stop])
+
+    def naming(self, load: BlockLoad, callback: Callable[[], None]) -> Callable[[], None]:
+        return callback
+
+    def chunk_arrived(self, load: BlockLoad, key: ChunkKey, params: torch.Tensor) -> None:
+        self.arrived.append(key)
+
+    def chunk_copied(self, load: BlockLoad, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
+        self.copied.append(key)
+
+
+class Bench:
+    def __init__(self, num_slots: int, batch: int) -> None:
+        self.arena = TensorArena(torch.full((8 * SLOT_NBYTES,), 0xFF, dtype=torch.uint8))
+        self.source = Source(self.arena)
+        self.slots = SlotPool(0, SLOT_NBYTES, num_slots)
+        self.loader: ParamLoader[BlockLoad] = ParamLoader(
+            self.source,
+            Device(torch.device("cpu")),
+            self.arena,
+            self.slots,
+            torch.float32,
+            batch=batch,
+            deadline_s=DEADLINE_S,
+        )
+        self.thread = threading.Thread(target=self.loader.run, daemon=True)
+        self.thread.start()
+
+    def start(self, load: BlockLoad) -> None:
+        threading.Thread(target=self.loader.start, args=(load, KEYS), daemon=True).start()
+
+    def stop(self) -> None:
+        self.slots.close()
+        self.loader.close()
+        self.thread.join(DEADLINE_S)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench(num_slots=2, batch=2)
+    yield bench
+    bench.stop()
+
+
+def new_load(first: int = 0) -> BlockLoad:
+    return BlockLoad(buffer=torch.full((NUMEL - first,), torch.nan), first=first, num_missing=len(KEYS))
+
+
+def test_missing_chunks_are_read_in_batches_and_fill_buffer(bench: Bench) -> None:
+    load = new_load()
+    bench.start(load)
+    bench.source.serve()
+    assert not load.ready.is_set()
+    bench.source.serve()  # its slots are those of the first batch
+    assert load.ready.wait(DEADLINE_S)
+    assert load.copied is not None
+    assert torch.equal(load.buffer, FLAT)
+    assert bench.source.arrived == bench.source.copied == KEYS
+    bench.slots.drain(DEADLINE_S)
+
+
+def test_resident_chunks_are_copied_without_slot(bench: Bench) -> None:
+    for i, key in enumerate(KEYS):
+        bench.source.resident[key] = Span((4 + i) * SLOT_NBYTES, SLOT_NBYTES)
+        bench.source.fill(key, bench.source.resident[key])
+    held = bench.slots.acquire(2, DEADLINE_S)
+    load = new_load()
+    bench.start(load)
+    assert load.ready.wait(DEADLINE_S)
+    assert torch.equal(load.buffer, FLAT)
+    assert bench.source.reads == []
+    bench.slots.release(held)
+
+
+def test_chunk_with_own_slot_is_read_there_and_holds_slot_of_pool_until_it_arrives(bench: Bench) -> None:
+    bench.source.own[KEYS[0]] = Span(6 * SLOT_NBYTES, SLOT_NBYTES)
+    load = new_load()
+    bench.start(load)
+    assert bench.source.requested.acquire(timeout=DEADLINE_S)
+    bench.source.requested.release()
+    assert bench.source.reads[0][0][KEYS[0]] == bench.source.own[KEYS[0]]
+    assert bench.slots.try_acquire(1) == []
+    bench.source.serve()
+    bench.source.serve()
+    assert load.ready.wait(DEADLINE_S)
+    assert torch.equal(load.buffer, FLAT)
+    bench.slots.drain(DEADLINE_S)
+
+
+@pytest.mark.parametrize("first", [0, 500, CHUNK_NUMEL, 1500, NUMEL - 1])
+def test_elements_before_first_are_not_copied(bench: Bench, first: int) -> None:
+    load = new_load(first)
+    bench.start(load)
+    bench.source.serve()
+    bench.source.serve()
+    assert load.ready.wait(DEADLINE_S)
+    assert torch.equal(load.buffer, FLAT[first:])
+
+
+def test_held_chunks_keep_their_slots() -> None:
+    bench = Bench(num_slots=4, batch=3)
+    load = new_load(NUMEL - 1)
+    load.holds_chunks = True
+    bench.start(load)
+    bench.source.serve()
+    assert load.ready.wait(DEADLINE_S)
+    assert len(load.held) == len(KEYS)
+    assert len(bench.slots.try_acquire(1)) == 1
+    assert bench.slots.try_acquire(1) == []
+    bench.stop()
