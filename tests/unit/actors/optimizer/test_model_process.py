@@ -114,6 +114,7 @@ def test_error_in_the_process_keeps_its_class_text_and_traceback(bench: Bench) -
     assert "in _find_tensors" in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.long
 def test_failed_export_leaves_nothing(bench: Bench) -> None:
     list(bench.io.load())
     target = Path(bench.spec.output_dir)
@@ -127,6 +128,7 @@ def test_failed_export_leaves_nothing(bench: Bench) -> None:
     assert sorted(target.parent.iterdir()) == before
 
 
+@pytest.mark.long
 def test_aborted_export_leaves_neither_files_nor_a_process(bench: Bench) -> None:
     list(bench.io.load())
     before = sorted(Path(bench.spec.output_dir).parent.iterdir())
@@ -146,12 +148,14 @@ def test_killed_process_is_reported_as_unforeseen(bench: Bench) -> None:
     assert not Path(bench.spec.output_dir).exists()
 
 
+@pytest.mark.long
 def test_prepared_process_without_a_task_ends_at_once(bench: Bench) -> None:
     bench.io.prepare()
     bench.io.close()
     assert find_process(bench.pids[0]) is None
 
 
+@pytest.mark.long
 def test_process_has_the_niceness_of_the_thread_that_starts_it(bench: Bench) -> None:
     niceness: list[int] = []
 
