@@ -20,13 +20,13 @@ def _compute_on_the_cpu(compute_device: ModuleType) -> None:
 def _note_visible_gpus(deploy: ModuleType) -> None:
     build = deploy.build_actor
 
-    def build_and_note(name: str, context: Any, send: Any, *, uses_gpu: bool) -> Any:
+    def build_and_note(name: str, context: Any, send: Any, **options: Any) -> Any:
         # Written atomically, because the test may read it at any time.
         file = Path(context.spec.job_dir, f"visible-gpus-{name}")
         partial = file.with_name(f"partial-{name}")
         partial.write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
         partial.replace(file)
-        return build(name, context, send, uses_gpu=uses_gpu)
+        return build(name, context, send, **options)
 
     deploy.build_actor = build_and_note
 

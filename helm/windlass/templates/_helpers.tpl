@@ -104,6 +104,8 @@ capabilities:
   value: "0"
 - name: RAY_worker_niceness
   value: "0"
+- name: RAY_preload_python_modules
+  value: windlass.actors.runtime.absent_packages
 {{- end -}}
 
 {{/* What a schema cannot say, as it is about several values. */}}

@@ -23,9 +23,9 @@ def _change_actors(deploy: ModuleType) -> None:
         _leave_pid(job_dir, "runner")
         return int(begin(job_dir, attempt))
 
-    def worker_builds(name: str, context: Any, send: Any, *, uses_gpu: bool) -> Any:
+    def worker_builds(name: str, context: Any, send: Any, **options: Any) -> Any:
         _leave_pid(Path(context.spec.job_dir), name)
-        return build(name, context, send, uses_gpu=uses_gpu)
+        return build(name, context, send, **options)
 
     def runner_gets(self: Any, messages: Sequence[Any]) -> None:
         file = Path(self.spec.job_dir, FAULT_FILE)
