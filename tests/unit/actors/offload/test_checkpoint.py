@@ -56,7 +56,7 @@ def test_load_of_saved_folder_in_new_objects_continues_as_plain_loop(
         assert_same_weights(model, after_six_plain_steps(dtype, clip_norm))
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.05], ids=["free", "clipped"])
+@pytest.mark.parametrize("clip_norm", [None, pytest.param(0.05, marks=pytest.mark.long)], ids=["free", "clipped"])
 @pytest.mark.parametrize(("dtype", "options"), FORMATS)
 def test_load_state_dict_in_new_objects_continues_as_plain_loop(
     dtype: torch.dtype, options: dict[str, Any], clip_norm: float | None, tmp_path: Path

@@ -106,6 +106,7 @@ def test_process_loads_and_exports_the_weights_bit_by_bit(bench: Bench) -> None:
     assert bench.slots.statistics.in_use_nbytes == 0
 
 
+@pytest.mark.long
 def test_error_in_the_process_keeps_its_class_text_and_traceback(bench: Bench) -> None:
     (Path(bench.spec.model_dir) / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="no weights; expected") as caught:
@@ -139,6 +140,7 @@ def test_aborted_export_leaves_neither_files_nor_a_process(bench: Bench) -> None
     assert all(find_process(pid) is None for pid in bench.pids)
 
 
+@pytest.mark.long
 def test_killed_process_is_reported_as_unforeseen(bench: Bench) -> None:
     list(bench.io.load())
     bench.on_read = lambda: os.kill(bench.pids[-1], signal.SIGKILL)

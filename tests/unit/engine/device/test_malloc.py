@@ -48,5 +48,6 @@ def test_freed_memory_is_taken_again_without_page_faults(mib_each: int) -> None:
     assert num_faults("keep", mib_each) < NUM_PAGES / 20
 
 
+@pytest.mark.long
 def test_environment_setting_of_user_wins() -> None:
     assert num_faults("keep", MALLOC_MMAP_THRESHOLD_="65536") > NUM_PAGES / 2
