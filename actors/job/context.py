@@ -1,7 +1,7 @@
 """Facts that every actor of a job derives from its spec in the same way: names, sizes, the plan."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windlass.actors.job.spec import JobCore, JobSpec
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, ModelSize, Plan, PlanError, cut_layers, make_plan
@@ -130,9 +130,9 @@ class CoreContext:
         in_memory = {*plan.host_blocks, *plan.device_blocks}
         blocks = (block.index for block in self.layout.blocks if block.index not in in_memory)
         keys = itertools.islice((key for block in blocks for key in self.layout.chunk_keys(block)), num_cached)
-        nbytes = plan.params.slot_nbytes
-        offset = plan.params.offset + (plan.params.num_slots - num_cached) * nbytes
-        return {key: Span(offset + i * nbytes, nbytes) for i, key in enumerate(keys)}
+        num_others = plan.params.num_slots - num_cached
+        offset = plan.params.offset + num_others * plan.params.slot_nbytes
+        return replace(plan.params, offset=offset, num_slots=num_cached).slots_of(keys)
 
     def partial_slots(self) -> dict[tuple[BlockIndex, ChunkKey], Span]:
         """Returns the arena spans for gradient sums between two groups of micro-batches.

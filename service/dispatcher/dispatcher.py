@@ -343,7 +343,7 @@ class Dispatcher:
             self._request_stop(job, attempt, StopKind.PREEMPT, self._runners.kill)
         elif job.status is JobStatus.PAUSING or job.yields_to is not None or must_end_for_plan(self._settings, job):
             self._request_stop(job, attempt, StopKind.PAUSE, self._runners.pause)
-        else:
+        elif self._corrections.job_id in (None, job.id):  # the planner is not correcting another job's plan
             self._corrections.poll(job)
 
     def _yields_at_once(self, job: Job) -> bool:
