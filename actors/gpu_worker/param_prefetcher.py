@@ -12,7 +12,6 @@ chunks stay in host memory until then.
 """
 
 import functools
-import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from windlass.engine.device import (
 )
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece, param_buffers
 from windlass.engine.model import PieceBuffers, StreamedParams
+from windlass.storage.cancellation import TaskQueue
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 from windlass.storage.memory import SlotPool
 
@@ -81,17 +81,11 @@ class ParamFeed:
         self._param_offset = context.state_offsets()[context.formats.param_kind]
         pool = context.plan.params
         num_slots = pool.num_slots - context.plan.num_cached_params
-        self._slots = SlotPool(pool.offset, pool.slot_nbytes, num_slots, name="param slots")
+        self._slots = SlotPool(pool.offset, pool.slot_nbytes, num_slots, name="param slots", token=device.token)
         self._cached = context.cached_params()
         self._filled: set[ChunkKey] = set()  # the chunks whose params are in their slot of `_cached`
         self._loader: ParamLoader[Fetch] = ParamLoader(
-            self,
-            device,
-            arena,
-            self._slots,
-            self._dtype,
-            batch=context.plan.fetch_batch,
-            deadline_s=context.spec.deadline_s,
+            self, device, arena, self._slots, self._dtype, batch=context.plan.fetch_batch
         )
         self._bounds = piece_bounds(context)
         num_buffers = param_buffers(
@@ -104,35 +98,19 @@ class ParamFeed:
             device,
             {(numel, self._dtype): number for numel, number in num_buffers.items()},
             name="params",
-            deadline_s=context.spec.deadline_s,
         )
         self._pieces: PieceBuffers | None = None
         if self._bounds:
             numel = largest_piece(list(self._bounds.values()))
             self._pieces = PieceBuffers(device, numel, self._dtype, NUM_PIECE_BUFFERS)
-        self._requests: queue.Queue[ParamRequest | None] = queue.Queue()
+        self._requests: TaskQueue[ParamRequest] = TaskQueue(device.token)
         self._changed = threading.Condition()
         self._fetches: dict[tuple[int, BlockIndex], Fetch] = {}
-        self._stopping = False
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
         """The functions to run in threads."""
         return (self._run_requests, self._run_arrivals)
-
-    def stop(self) -> None:
-        """Ends the threads, and interrupts waiting callers."""
-        with self._changed:
-            self._stopping = True
-            for fetch in self._fetches.values():
-                fetch.ready.set()
-            self._changed.notify_all()
-        self._slots.close()
-        self._buffers.close()
-        if self._pieces is not None:
-            self._pieces.close()
-        self._requests.put(None)
-        self._loader.close()
 
     # --- calls of the GPU worker ------------------------------------------------------------------------------------
 
@@ -146,27 +124,16 @@ class ParamFeed:
 
         It waits until the copies are queued, not until they are done. `release` must follow.
 
-        Raises:
-            TimeoutError: the params did not arrive within the job's timeout.
-            InterruptedError: the job was stopped.
+        Raises the errors of `CancelToken.wait_for`.
         """
-        key, deadline_s = (operation.op, block), self._context.spec.deadline_s
+        key, what = (operation.op, block), f"the params of block {block} in step {operation.step}"
         with self._changed:
-            if not self._changed.wait_for(lambda: self._stopping or key in self._fetches, deadline_s):
-                raise TimeoutError(f"the params of block {block} in step {operation.step} were never requested")
-            if self._stopping:
-                raise InterruptedError("the job was stopped")
-            fetch = self._fetches[key]
-        arrived = fetch.ready.wait(deadline_s)
-        with self._changed:
-            del self._fetches[key]
-            if self._stopping:
-                raise InterruptedError("the job was stopped")
-        if not arrived:
-            raise TimeoutError(
-                f"the params of block {block} in step {operation.step} did not arrive within {deadline_s:g} s; "
-                f"{fetch.num_missing} chunks are missing; see the logs of the SSD servers, and check the disks"
-            )
+            self._device.token.wait_for(self._changed, lambda: key in self._fetches, f"a request of {what}")
+            fetch = self._fetches.pop(key)
+        self._loader.wait_for(
+            fetch,
+            lambda: f"{what}; {fetch.num_missing} chunks are missing; see the logs of the SSD servers, and check disks",
+        )
         if fetch.copied is not None:
             self._device.compute.wait(fetch.copied)
         return fetch
@@ -191,17 +158,15 @@ class ParamFeed:
 
     def _run_requests(self) -> None:
         layout = self._context.layout
-        while (request := self._requests.get()) is not None:
+        while (request := self._requests.take()) is not None:
             works_at(request.operation)
             keys = layout.chunk_keys(request.block)
             resident = self._resident(request.block)
             if resident is not None and resident.dtype is self._dtype:
-                fetch = Fetch(request=request, buffer=resident, params=resident, is_lent=True)
-                fetch.ready.set()
+                fetch = Fetch(request=request, buffer=resident, params=resident, is_lent=True, is_ready=True)
             elif resident is not None:
                 buffer = self._buffers.take(resident.numel(), self._dtype, self._device.compute)
-                fetch = Fetch(request=request, buffer=buffer, params=buffer, master=resident)
-                fetch.ready.set()
+                fetch = Fetch(request=request, buffer=buffer, params=buffer, master=resident, is_ready=True)
             else:
                 first = self._first(request.block)
                 buffer = self._buffers.take(layout.blocks[request.block].numel - first, self._dtype, self._device.h2d)

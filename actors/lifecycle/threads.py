@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 from windlass.actors.job import SCHEDULER
 from windlass.actors.messages import ActorFailed, Message, in_words
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, JobId, Step
-from windlass.storage.threads import GuardedThread, GuardedThreads
+from windlass.storage.threads import CancellableThreads, GuardedThread
 from windlass.storage.threads import works_at as works_at
 
 # Added to the niceness of all other processes and threads if the model is computed on the CPU: one core taken from the
@@ -28,16 +29,17 @@ def working_at(message: Message, callback: Callable[[], None]) -> Callable[[], N
     return call
 
 
-class ActorThreads(GuardedThreads):
-    """Threads that run until their actor is stopped. Errors while it is being stopped are not reported."""
+class ActorThreads(CancellableThreads):
+    """The threads of an actor, with the resources that they use. Their errors are sent to the scheduler."""
 
     def __init__(
         self,
         name: ActorName,
         job: JobId,
+        token: CancelToken,
         send: Callable[..., None],
-        is_stopping: Callable[[], bool],
         *,
+        deadline_s: float,
         describe_pending: Callable[[], str] = lambda: "",
         under_way: Callable[[], Message | None] = lambda: None,
     ) -> None:
@@ -47,17 +49,14 @@ class ActorThreads(GuardedThreads):
         actor that is late. `under_way` returns the message that the actor as a whole works on, for errors in threads
         without a message of their own.
         """
-        super().__init__(name, job, self._report, in_words)
+        super().__init__(name, job, token, self._report, in_words, deadline_s=deadline_s)
         self._name = name
         self._idle = Message(job=job, step=Step(0))
         self._send = send
-        self._is_stopping = is_stopping
         self._describe_pending = describe_pending
         self._under_way = under_way
 
     def _report(self, error: Exception, at: Message | None) -> None:
-        if self._is_stopping():
-            return
         if isinstance(error, TimeoutError) and (pending := self._describe_pending()):
             error.add_note(pending)
         about = at or self._under_way() or self._idle

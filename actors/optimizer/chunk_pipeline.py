@@ -5,7 +5,6 @@ updates chunks that have arrived. Waiting chunks of the most urgent block go fir
 earlier; for this, few chunks are read ahead. The optimizers of jobs and `windlass.offload` use it.
 """
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -17,6 +16,7 @@ import torch
 
 from windlass.actors.optimizer.read_ahead import ReadAhead
 from windlass.actors.policy import BlockQueue, QueueOrder
+from windlass.storage.cancellation import CancelToken, TaskQueue
 from windlass.storage.ids import BlockIndex, Span, Step
 from windlass.storage.memory import SlotPool
 
@@ -90,22 +90,21 @@ class ChunkPipeline(Generic[_Item]):
     """Updates chunks in the order of their blocks. All methods are thread-safe."""
 
     def __init__(
-        self, io: UpdateIo[_Item], slots: SlotPool, order: QueueOrder, *, num_threads: int, deadline_s: float
+        self, io: UpdateIo[_Item], slots: SlotPool, order: QueueOrder, token: CancelToken, *, num_threads: int
     ) -> None:
-        """`num_threads` is torch's number for updates. `deadline_s` is the timeout of waits for slots and updates."""
+        """`token` ends the threads and their waits. `num_threads` is torch's number for updates."""
         self._io = io
+        self._token = token
         self._slots = slots
         self._num_threads = num_threads
-        self._deadline_s = deadline_s
-        self._read_ahead = ReadAhead()
+        self._read_ahead = ReadAhead(token)
         self._left = Countdown()
         # In order of arrival. In order of priority, a chunk would hold its slot for as long as others are more urgent.
-        self._arrived: queue.Queue[_Begun[_Item] | None] = queue.Queue()
+        self._arrived: TaskQueue[_Begun[_Item]] = TaskQueue(token)
         self._changed = threading.Condition()
         # All attributes below are protected by `_changed`.
         self._waiting: BlockQueue[_Waiting[_Item]] = BlockQueue(order)
         self._calls: deque[Callable[[], None]] = deque()
-        self._is_closed = False
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
@@ -126,14 +125,6 @@ class ChunkPipeline(Generic[_Item]):
             self._calls.append(function)
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Ends the threads, whatever they wait for. The pool of slots must be closed, too."""
-        self._read_ahead.close()
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._arrived.put(None)
-
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _run_feeds(self) -> None:
@@ -142,15 +133,15 @@ class ChunkPipeline(Generic[_Item]):
 
     def _next_task(self) -> Callable[[], None] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._calls or self._waiting)
-            if self._is_closed:
+            self._token.wait_for_work(self._changed, lambda: bool(self._calls or self._waiting))
+            if self._token.is_cancelled:
                 return None
             return self._calls.popleft() if self._calls else self._begin_next
 
     def _begin_next(self) -> None:
         with self._changed:
             self._io.works_at(self._waiting.first.item)
-        self._read_ahead.begin(self._deadline_s)
+        self._read_ahead.begin()
         begun = self._take_next()
         self._io.works_at(begun.waiting.item)
         if begun.is_resident:
@@ -163,7 +154,7 @@ class ChunkPipeline(Generic[_Item]):
         with self._changed:
             if (resident := self._io.resident_slot(self._waiting.first.item)) is not None:
                 return _Begun(self._waiting.pop(), resident, is_resident=True)
-        (slot,) = self._slots.acquire(1, self._deadline_s)
+        (slot,) = self._slots.acquire(1)
         with self._changed:  # only now, because a more urgent chunk may have arrived during the wait
             chunk = self._waiting.pop()
         if (resident := self._io.resident_slot(chunk.item)) is None:
@@ -177,7 +168,7 @@ class ChunkPipeline(Generic[_Item]):
 
     def _run_updates(self) -> None:
         torch.set_num_threads(self._num_threads)
-        while (begun := self._arrived.get()) is not None:
+        while (begun := self._arrived.take()) is not None:
             item = begun.waiting.item
             self._io.works_at(item)
             self._read_ahead.updating()

@@ -3,6 +3,8 @@
 import threading
 from dataclasses import dataclass
 
+from windlass.storage.cancellation import CancelToken
+
 
 @dataclass(slots=True)
 class Ahead:
@@ -25,23 +27,17 @@ class ReadAhead:
     all slots. Thread-safe.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, token: CancelToken) -> None:
+        self._token = token
         self._changed = threading.Condition()
         self._ahead = Ahead()
-        self._closed = False
 
-    def begin(self, deadline_s: float) -> None:
-        """Waits until another chunk may begin.
-
-        Raises:
-            TimeoutError: none may begin within `deadline_s` seconds.
-            InterruptedError: `close` was called.
-        """
+    def begin(self) -> None:
+        """Waits until another chunk may begin. Raises the errors of `CancelToken.wait_for`."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._closed or self._ahead.may_begin, deadline_s):
-                raise TimeoutError(f"no chunk was updated for {deadline_s:g} s: the optimizer is stuck")
-            if self._closed:
-                raise InterruptedError("the job was stopped")
+            self._token.wait_for(
+                self._changed, lambda: self._ahead.may_begin, "the update of a chunk: the optimizer is stuck"
+            )
             self._ahead.num_ahead += 1
 
     def arrived(self) -> None:
@@ -59,10 +55,4 @@ class ReadAhead:
         """Records that the update of a chunk is done."""
         with self._changed:
             self._ahead.num_ready -= 1
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Interrupts waiting callers."""
-        with self._changed:
-            self._closed = True
             self._changed.notify_all()

@@ -20,6 +20,7 @@ from windlass.actors.messages import (
     WriteActivations,
     WriteChunks,
 )
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, CorrelationId, Span, SsdIndex, StateKind, Step
 
 OnDone = Callable[[ChunkKey], None]
@@ -62,15 +63,18 @@ class _Open:
 class SsdClient:
     """Sends an actor's requests to the SSD servers and tracks their answers. Thread-safe."""
 
-    def __init__(self, name: ActorName, context: JobContext, send: Callable[[ActorName, Message], None]) -> None:
+    def __init__(
+        self, name: ActorName, context: JobContext, send: Callable[[ActorName, Message], None], token: CancelToken
+    ) -> None:
+        """`token` ends `watch`."""
         self._name = name
+        self._token = token
         self._spec = context.spec
         self._geometry = context.geometry(0) if context.ssds else None
         self._send = send
         self._lock = threading.Lock()
         self._correlations = itertools.count()
         self._open: dict[CorrelationId, _Open] = {}  # in the order in which they were sent
-        self._stopping = threading.Event()
 
     def read(self, items: Sequence[ChunkIo], step: Step, priority: tuple[int, int], on_done: OnDone) -> None:
         """Requests states of `step`. `on_done` is called for each chunk once its bytes are in its spans."""
@@ -120,20 +124,16 @@ class SsdClient:
         on_done()
 
     def watch(self) -> None:
-        """Watches for late answers until `stop`, in a thread of the owning actor.
+        """Watches for late answers, in a thread of the owning actor.
 
         Raises:
             TimeoutError: an SSD server is later than the job's timeout and has reported no error.
         """
         limit_s = self._spec.deadline_s + _PATIENCE_TICKS * _TICK_S
-        while not self._stopping.wait(_TICK_S):
+        while not self._token.pause(_TICK_S):
             oldest = self._oldest()
             if oldest is not None and time.monotonic() - oldest.since_s > limit_s:
                 raise TimeoutError(f"nothing came from {oldest.to} within {self._spec.deadline_s:g} s; see its log")
-
-    def stop(self) -> None:
-        """Ends `watch`."""
-        self._stopping.set()
 
     def describe_overdue(self) -> str:
         """Describes the oldest pending request to each SSD server, oldest first; empty if there is none.

@@ -19,13 +19,11 @@ BufferClass = tuple[int, torch.dtype]
 class DeviceBuffers:
     """The planned number of buffers of each class. All methods are thread-safe."""
 
-    def __init__(self, device: Device, planned: Mapping[BufferClass, int], *, name: str, deadline_s: float) -> None:
-        """Allocates all buffers. `name`: their purpose, for errors. `deadline_s`: timeout of a wait for a buffer."""
+    def __init__(self, device: Device, planned: Mapping[BufferClass, int], *, name: str) -> None:
+        """Allocates all buffers. `name`: their purpose, for errors. The device's token ends waits for a buffer."""
         self._device = device
         self._name = name
-        self._deadline_s = deadline_s
         self._changed = threading.Condition()
-        self._closed = False
         # Each buffer with the event that ends its last use.
         self._free: dict[BufferClass, list[tuple[torch.Tensor, Event]]] = defaultdict(list)
         for (numel, dtype), num_buffers in planned.items():
@@ -35,19 +33,12 @@ class DeviceBuffers:
     def take(self, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         """Acquires a buffer with undefined contents, for work that is queued on `stream` from now on.
 
-        Raises:
-            TimeoutError: no buffer was released in time.
-            InterruptedError: `close` was called.
+        Raises the errors of `CancelToken.wait_for`.
         """
         with self._changed:
             free = self._free[numel, dtype]
-            if not self._changed.wait_for(lambda: self._closed or free, self._deadline_s):
-                raise TimeoutError(
-                    f"no buffer of {numel} elements in {dtype} came free for {self._name} within {self._deadline_s:g} "
-                    "s; the computation or the copies from the device are stuck"
-                )
-            if self._closed:
-                raise InterruptedError("the job was stopped")
+            what = f"a buffer of {numel} elements in {dtype} for {self._name}; the computation or the copies are stuck"
+            self._device.token.wait_for(self._changed, lambda: bool(free), what)
             buffer, unused = free.pop(0)  # the one that has been free longest: its last use most likely has ended
         stream.wait(unused)
         return buffer
@@ -58,10 +49,4 @@ class DeviceBuffers:
         unused = stream.record()
         with self._changed:
             self._free[buffer.numel(), buffer.dtype].append((buffer, unused))
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Ends all waits for buffers."""
-        with self._changed:
-            self._closed = True
             self._changed.notify_all()

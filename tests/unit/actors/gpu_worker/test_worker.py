@@ -210,23 +210,23 @@ def test_params_are_read_before_all_updates_behind_them(bench: Bench) -> None:
 
 def test_params_that_do_not_arrive_are_an_error(tmp_path: Path) -> None:
     bench = Bench(tmp_path, deadline_s=0.2)
-    bench.worker.setup()
+    bench.start()
     bench.ssds.hold = True
     bench.grant(bench.operation(Phase.FORWARD, 0, op=1))
     (failed,) = bench.ssds.receive(ActorFailed)
     assert failed.actor == "gpu-0"
-    assert "the params of block 0 in step 1 did not arrive within 0.2 s; " in failed.error
+    assert "waited 0.2 s for the params of block 0 in step 1; " in failed.error
     assert "TimeoutError" in failed.detail
     bench.worker.stop()
 
 
 def test_unrequested_params_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path, deadline_s=0.2)
-    bench.worker.setup()
+    bench.start()
     monkeypatch.setattr(bench.worker._feed, "request", lambda operation: None)
     bench.grant(bench.operation(Phase.FORWARD, 0, op=1))
     (failed,) = bench.ssds.receive(ActorFailed)
-    assert "the params of block 0 in step 1 were never requested" in failed.error
+    assert "waited 0.2 s for a request of the params of block 0 in step 1" in failed.error
     bench.worker.stop()
 
 
@@ -234,7 +234,7 @@ def test_unrequested_params_are_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 def test_stop_does_not_wait_for_missing_params(tmp_path: Path, waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The timeout is longer than the test may take, so the stop itself must end the waits."""
     bench = Bench(tmp_path, deadline_s=3600.0)
-    bench.worker.setup()
+    bench.start()
     bench.ssds.hold = True
     first, second = (bench.operation(Phase.FORWARD, block, op=block) for block in (1, 2))
     match waits_for:

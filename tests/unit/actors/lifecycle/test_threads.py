@@ -9,9 +9,10 @@ import pytest
 from windlass.actors.job.context import GPU_WORKER, SCHEDULER
 from windlass.actors.lifecycle.threads import ActorThreads, working_at, works_at
 from windlass.actors.messages import ActorFailed, ComputeBlock, FailureKind, LoadModel, Message, Phase
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
 from windlass.storage.integrity.errors import StoreCorrupt
-from windlass.storage.memory.arena import SlotTimeout
+from windlass.storage.io_scheduler.errors import IoOverdueError
 from windlass.storage.memory.capacity import InsufficientSpaceError
 
 JOB = JobId("ftjob-1")
@@ -24,12 +25,13 @@ LOAD = LoadModel(job=JOB, step=Step(0))
 class Bench:
     def __init__(self, under_way: Message | None = None) -> None:
         self.told: queue.SimpleQueue[tuple[ActorName, Message]] = queue.SimpleQueue()
-        self.stopping = False
+        self.token = CancelToken()
         self.threads = ActorThreads(
             GPU_WORKER,
             JOB,
+            self.token,
             lambda to, message: self.told.put((to, message)),
-            lambda: self.stopping,
+            deadline_s=30.0,
             describe_pending=lambda: "ssd-1 owes a read",
             under_way=lambda: under_way,
         )
@@ -93,15 +95,15 @@ def test_callback_has_its_message_as_task_only_while_it_runs(before: Message | N
 
 
 def test_timeout_report_names_the_overdue_actor() -> None:
-    failed = Bench().failure_of(raising(SlotTimeout("no slots"), LoadModel(job=JOB, step=Step(0))))
-    assert failed.error == "SlotTimeout: no slots; ssd-1 owes a read (at load model of step 0)"
+    failed = Bench().failure_of(raising(TimeoutError("no slots"), LoadModel(job=JOB, step=Step(0))))
+    assert failed.error == "TimeoutError: no slots; ssd-1 owes a read (at load model of step 0)"
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (TimeoutError("late"), FailureKind.STALLED),
-        (SlotTimeout("late"), FailureKind.STALLED),
+        (IoOverdueError("late"), FailureKind.STALLED),
         (StoreCorrupt("other bytes"), FailureKind.LASTING),
         (OSError(5, "Input/output error"), FailureKind.LASTING),
         (OSError(28, "No space left on device"), FailureKind.NO_ROOM),
@@ -118,7 +120,7 @@ def test_permanent_errors_are_reported_as_permanent(error: Exception, kind: Fail
 
 def test_error_during_stop_is_not_reported() -> None:
     bench = Bench()
-    bench.stopping = True
+    bench.token.cancel()
     bench.threads.start([raising(RuntimeError("closed"))])
     bench.threads.join(30.0)
     assert bench.told.empty()

@@ -8,9 +8,9 @@ import pytest
 
 from windlass.actors.optimizer.chunk_pipeline import ChunkPipeline, Countdown
 from windlass.actors.policy import QueueOrder
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, Span, Step
 from windlass.storage.memory import SlotPool
-from windlass.storage.memory.arena import SlotPoolClosed
 
 RESIDENT = Span(1 << 20, 4096)
 DEADLINE_S = 20.0
@@ -59,9 +59,10 @@ class FakeIo:
 class Bench:
     def __init__(self, num_slots: int) -> None:
         self.io = FakeIo()
-        self.slots = SlotPool(0, 4096, num_slots)
+        self.token = CancelToken(DEADLINE_S)
+        self.slots = SlotPool(0, 4096, num_slots, token=self.token)
         self.pipeline: ChunkPipeline[str] = ChunkPipeline(
-            self.io, self.slots, QueueOrder.PRIORITY, num_threads=1, deadline_s=DEADLINE_S
+            self.io, self.slots, QueueOrder.PRIORITY, self.token, num_threads=1
         )
         self.threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in self.pipeline.loops]
 
@@ -73,12 +74,11 @@ class Bench:
             thread.start()
 
     def _run(self, loop: Callable[[], None]) -> None:
-        with contextlib.suppress(SlotPoolClosed, InterruptedError):  # raised by `stop`
+        with contextlib.suppress(InterruptedError):  # raised after `stop`
             loop()
 
     def stop(self) -> None:
-        self.slots.close()
-        self.pipeline.close()
+        self.token.cancel()
         for thread in self.threads:
             if thread.ident is not None:
                 thread.join(DEADLINE_S)
@@ -105,7 +105,7 @@ def test_pipeline_reads_updates_writes_and_reports_block_after_last_write(bench:
 
 
 def test_resident_chunk_needs_no_slot(bench: Bench) -> None:
-    (slot,) = bench.slots.acquire(1, DEADLINE_S)
+    (slot,) = bench.slots.acquire(1)
     bench.begin(0, "resident")
     bench.start()
     bench.io.wait_for("block 0 of step 1")
@@ -123,13 +123,13 @@ def test_pipeline_without_slots_updates_resident_chunks() -> None:
 
 @pytest.mark.parametrize("urgent", ["urgent", "resident and urgent"])
 def test_chunk_of_urgent_block_overtakes_during_wait_for_slot(bench: Bench, urgent: str) -> None:
-    (slot,) = bench.slots.acquire(1, DEADLINE_S)
+    (slot,) = bench.slots.acquire(1)
     waits = threading.Event()
     acquire = bench.slots.acquire
 
-    def noted(num: int, deadline_s: float) -> list[Span]:
+    def noted(num: int) -> list[Span]:
         waits.set()
-        return acquire(num, deadline_s)
+        return acquire(num)
 
     bench.slots.acquire = noted  # type: ignore[method-assign]
     bench.begin(5, "late")

@@ -22,6 +22,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.ssd import client as ssd_client
 from windlass.actors.ssd.client import SsdClient
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
 
 
@@ -29,7 +30,8 @@ class Bench:
     def __init__(self, directory: Path) -> None:
         self.context: JobContext = make_context(make_spec(), make_layout(3000, 5000), str(directory / "arena"))
         self.sent: list[tuple[ActorName, Any]] = []
-        self.client = SsdClient(ActorName("optimizer-0"), self.context, self._send)
+        self.token = CancelToken()
+        self.client = SsdClient(ActorName("optimizer-0"), self.context, self._send, self.token)
         keys = [key for block in (0, 1) for key in self.context.layout.chunk_keys(BlockIndex(block))]
         self.items = [ChunkIo(key, (ChunkPart(StateKind.PARAM, Span(0, 4096)),)) for key in keys]
         self.done: list[ChunkKey] = []
@@ -131,11 +133,11 @@ def test_client_calls_back_once_for_activations_and_describes_them(
 def test_an_ssd_server_that_never_answers_is_told_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssd_client, "_TICK_S", 0.01)
     bench.context = replace(bench.context, spec=replace(bench.context.spec, deadline_s=0.01))
-    client = SsdClient(ActorName("optimizer-0"), bench.context, bench._send)
+    client = SsdClient(ActorName("optimizer-0"), bench.context, bench._send, bench.token)
     client.read(bench.items[1:2], Step(4), (5, 1), bench.done.append)
     with pytest.raises(TimeoutError, match=r"nothing came from ssd-1 within 0\.01 s"):
         client.watch()
-    client.stop()
+    bench.token.cancel()
     client.watch()  # the test ends it
 
 
@@ -155,7 +157,7 @@ def test_an_answer_that_comes_before_the_request_is_sent_off_counts(bench: Bench
         for item in message.items:
             bench.answer(message, item.key)
 
-    bench.client = SsdClient(ActorName("optimizer-0"), bench.context, answer_at_once)
+    bench.client = SsdClient(ActorName("optimizer-0"), bench.context, answer_at_once, bench.token)
     bench.client.read(bench.items, Step(4), (5, 1), bench.done.append)
     assert sorted(bench.done) == [item.key for item in bench.items]
     assert bench.client.describe_overdue() == ""
@@ -165,7 +167,7 @@ def test_watch_leaves_an_ssd_server_the_time_to_tell_of_itself(bench: Bench, mon
     """The SSD server knows more about an overdue chunk, and checks for one once a second."""
     now_s = 0.0
     bench.context = replace(bench.context, spec=replace(bench.context.spec, deadline_s=10.0))
-    client = SsdClient(ActorName("optimizer-0"), bench.context, bench._send)
+    client = SsdClient(ActorName("optimizer-0"), bench.context, bench._send, bench.token)
     monkeypatch.setattr(ssd_client.time, "monotonic", lambda: now_s)
 
     def wait(timeout: float) -> bool:
@@ -173,7 +175,7 @@ def test_watch_leaves_an_ssd_server_the_time_to_tell_of_itself(bench: Bench, mon
         now_s += timeout
         return False
 
-    monkeypatch.setattr(client._stopping, "wait", wait)
+    monkeypatch.setattr(bench.token, "pause", wait)
     client.read(bench.items[:1], Step(4), (5, 1), bench.done.append)
     with pytest.raises(TimeoutError, match="nothing came from ssd-0 within 10 s"):
         client.watch()

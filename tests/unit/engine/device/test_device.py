@@ -13,6 +13,7 @@ from tests.support.late_streams import LateStreams
 from windlass.engine.device import device as device_module
 from windlass.engine.device.device import Device, PinError
 from windlass.engine.device.streams import StartThreads
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import Span
 from windlass.storage.memory.arena import Arena
 
@@ -109,13 +110,13 @@ def test_threads_never_share_a_buffer() -> None:
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A device whose streams run late, in the order of `request.param`."""
 
-    def open_streams(device: torch.device, deadline_s: float, start_threads: StartThreads) -> LateStreams:
-        return LateStreams(start_threads, order=request.param)
+    def open_streams(device: torch.device, token: CancelToken, start_threads: StartThreads) -> LateStreams:
+        return LateStreams(start_threads, token=token, order=request.param)
 
     monkeypatch.setattr(device_module, "open_streams", open_streams)
-    device = Device(torch.device("cpu"), poison_released=True, deadline_s=20.0)
+    device = Device(torch.device("cpu"), poison_released=True, token=CancelToken(20.0))
     yield device
-    device.close()
+    device.token.cancel()
 
 
 @contextmanager
@@ -142,7 +143,7 @@ def test_take_of_new_buffer_has_copies_in_wait_for_the_work_before(late: Device)
         late.take(8, torch.float32)
         late.h2d.run(lambda: done.append("h2d"))
         copied = late.h2d.record()
-    copied.wait(20.0)
+    copied.wait()
     assert done == ["compute", "h2d"]
 
 
