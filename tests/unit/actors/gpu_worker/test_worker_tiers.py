@@ -69,7 +69,6 @@ def test_the_next_forward_pass_takes_params_from_where_they_were_updated(bench: 
     )
     bench.worker._feed.request(operation)
     fetch = bench.worker._feed.wait_for(operation, BlockIndex(1))
-    assert fetch.ready.wait(60)
     assert not fetch.buffer.any()
     assert len(keys_read(bench)) == num_read
 
