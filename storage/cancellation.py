@@ -4,14 +4,30 @@ Each wait of an owner's threads goes through its token. So `cancel` wakes every 
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 # What a thread waits for, as a noun phrase for error texts. A function is called only if the text is needed.
 What = str | Callable[[], str]
 
 _Task = TypeVar("_Task")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wait:
+    """A wait that has not ended."""
+
+    thread: threading.Thread
+    condition: threading.Condition
+    what: What | None  # None: for work
+    since_s: float
+
+    def __str__(self) -> str:
+        what = self.what() if callable(self.what) else self.what
+        return f"has waited {time.monotonic() - self.since_s:.1f} s for {what}"
 
 
 class CancelToken:
@@ -22,7 +38,7 @@ class CancelToken:
         self._deadline_s = deadline_s
         self._is_cancelled = False
         self._lock = threading.Lock()  # of `_waits`
-        self._waits: dict[object, threading.Condition] = {}
+        self._waits: set[_Wait] = set()
         self._never = threading.Condition()
 
     @property
@@ -34,7 +50,7 @@ class CancelToken:
         """Ends all present and later waits. It may be called again."""
         with self._lock:
             self._is_cancelled = True
-            conditions = set(self._waits.values())
+            conditions = {wait.condition for wait in self._waits}
         for condition in conditions:
             with condition:
                 condition.notify_all()
@@ -54,31 +70,39 @@ class CancelToken:
         self.check()
         if is_done():
             return
-        is_in_time = self._wait(condition, is_done, self._deadline_s)
+        is_in_time = self._wait(condition, is_done, what, self._deadline_s)
         self.check()
         if not is_in_time:
             raise self._overdue(what if isinstance(what, str) else what())
 
     def wait_for_work(self, condition: threading.Condition, is_there: Callable[[], bool]) -> None:
         """Waits, without a timeout, until there is work or the token is cancelled. The caller holds the condition."""
-        self._wait(condition, is_there, None)
+        self._wait(condition, is_there, None, None)
 
     def pause(self, duration_s: float) -> bool:
         """Waits for some seconds. Returns True, and earlier, if the token is cancelled."""
         with self._never:
-            self._wait(self._never, lambda: False, duration_s)
+            self._wait(self._never, lambda: False, None, duration_s)
         return self._is_cancelled
 
-    def _wait(self, condition: threading.Condition, is_done: Callable[[], bool], timeout_s: float | None) -> bool:
-        wait = object()
+    def describe_waits(self) -> dict[threading.Thread, str]:
+        """Returns what each waiting thread waits for, and for how long; "" if it waits for work."""
+        with self._lock:
+            waits = list(self._waits)
+        return {wait.thread: "" if wait.what is None else str(wait) for wait in waits}
+
+    def _wait(
+        self, condition: threading.Condition, is_done: Callable[[], bool], what: What | None, timeout_s: float | None
+    ) -> bool:
+        wait = _Wait(threading.current_thread(), condition, what, time.monotonic())
         # Before the first check below, so that `cancel` either knows the condition or is seen by that check.
         with self._lock:
-            self._waits[wait] = condition
+            self._waits.add(wait)
         try:
             return condition.wait_for(lambda: self._is_cancelled or is_done(), timeout_s)
         finally:
             with self._lock:
-                del self._waits[wait]
+                self._waits.remove(wait)
 
     def _stopped(self) -> Exception:
         """Returns the error of a wait after `cancel`."""

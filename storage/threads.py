@@ -132,6 +132,15 @@ class CancellableThreads(GuardedThreads):
         self.join(self._deadline_s)
         self.resources.close()
 
+    def describe(self) -> str:
+        """Describes what each thread waits for or works at. Threads that wait for work are left out."""
+        waits, texts = self._token.describe_waits(), []
+        for thread in self._threads:
+            if thread.is_alive() and (doing := waits.get(thread, "is busy")):
+                at = "" if thread.at is None else f" (at {self._describe(thread.at)})"
+                texts.append(f"{thread.name.removeprefix(f'{self._owner} ')} {doing}{at}")
+        return "; ".join(texts)
+
     @contextlib.contextmanager
     def stopped_on_error(self) -> Iterator[None]:
         """Stops the threads if the context ends with an error. It is for the start of their owner."""

@@ -5,8 +5,7 @@ It has these threads; `post` only passes messages to them:
 - one queues operations on the compute stream,
 - one offloads gradients (`grad_offload`),
 - one copies gradient sums back (`grad_accumulation`),
-- one updates the states that are resident on the device (`device_optimizer`),
-- one watches for late SSD servers.
+- one updates the states that are resident on the device (`device_optimizer`).
 
 Messages with the scheduler are about blocks; those with SSD servers and optimizers are about chunks.
 
@@ -53,6 +52,7 @@ from windlass.actors.messages import (
     CommitReached,
     ComputeBlock,
     ComputeBlocks,
+    DescribeStatus,
     FlushBlock,
     GradSlotsReleased,
     KernelChosen,
@@ -107,8 +107,8 @@ class GpuWorker:
         self.hyper = context.spec.training
         self.partition = partition
         self.send = send
-        self._token = CancelToken(self.spec.deadline_s)
-        self._io = SsdClient(self.name, context, send, self._token)
+        self._token = CancelToken()
+        self._io = SsdClient(self.name, context, send)
         self._activations: ActivationTiers | None = None
         self._launched: list[ComputeBlock] = []  # operations that were queued on the device and are not finished
         self._threads = ActorThreads(
@@ -117,7 +117,6 @@ class GpuWorker:
             self._token,
             send,
             deadline_s=self.spec.deadline_s,
-            describe_pending=self._io.describe_overdue,
             under_way=lambda: next(iter(self._launched[:1]), None),
         )
         self._spans = SpanRecorder(self.name, context.spec.job, send)
@@ -212,7 +211,7 @@ class GpuWorker:
 
     def _start(self) -> None:
         release_team()  # the calling thread's OpenMP team; from here on, only the compute thread needs one
-        others = (*self._feed.loops, *self._grads.loops, self._states.run, self._io.watch)
+        others = (*self._feed.loops, *self._grads.loops, self._states.run)
         self._threads.start(others, niceness=0 if self.device.is_cuda else NICENESS_BESIDE_COMPUTE)
         self._threads.start((self._run_compute,))
 
@@ -230,6 +229,8 @@ class GpuWorker:
                 self._io.take(message)
             case GradSlotsReleased():
                 self._grads.release_slots(message.spans)
+            case DescribeStatus():
+                self._threads.report_status(self._io.describe_pending())
             case _:
                 raise ValueError(f"{self.name} has no handler for {type(message).__name__}")
 

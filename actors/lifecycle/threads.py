@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 
 from windlass.actors.job import SCHEDULER
-from windlass.actors.messages import ActorFailed, Message, in_words
+from windlass.actors.messages import ActorFailed, Message, StatusDescribed, in_words
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, JobId, Step
 from windlass.storage.threads import CancellableThreads, GuardedThread
@@ -40,24 +40,24 @@ class ActorThreads(CancellableThreads):
         send: Callable[..., None],
         *,
         deadline_s: float,
-        describe_pending: Callable[[], str] = lambda: "",
         under_way: Callable[[], Message | None] = lambda: None,
     ) -> None:
         """Creates no threads yet. Each thread passes the messages that it works at to `works_at`.
 
-        `describe_pending` describes the replies that the actor waits for. It is added to a timeout's text, to name the
-        actor that is late. `under_way` returns the message that the actor as a whole works on, for errors in threads
+        `under_way` returns the message that the actor as a whole works on, for errors in threads
         without a message of their own.
         """
         super().__init__(name, job, token, self._report, in_words, deadline_s=deadline_s)
         self._name = name
         self._idle = Message(job=job, step=Step(0))
         self._send = send
-        self._describe_pending = describe_pending
         self._under_way = under_way
 
+    def report_status(self, pending: str) -> None:
+        """Tells the scheduler what the threads do. `pending` describes the requests that the actor waits for."""
+        text = "; ".join(filter(None, (self.describe(), pending)))
+        self._send(SCHEDULER, StatusDescribed(job=self._idle.job, step=Step(0), actor=self._name, text=text))
+
     def _report(self, error: Exception, at: Message | None) -> None:
-        if isinstance(error, TimeoutError) and (pending := self._describe_pending()):
-            error.add_note(pending)
         about = at or self._under_way() or self._idle
         self._send(SCHEDULER, ActorFailed.of(error, actor=self._name, about=about))

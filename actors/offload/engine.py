@@ -308,10 +308,10 @@ class OffloadEngine:
             chunks_per_block=tuple(len(block.chunk_keys(chunk_numel)) for block in blocks),
             arena_dir=Path(config.arena_dir),
             arena_nbytes=self._plan.arena_nbytes,
-            deadline_s=config.deadline_s,
             direct_io=config.direct_io,
-            on_failure=self._token.fail,
+            token=self._token,
         )
+        self._token.describe_pending = self._store.describe_pending
         self._threads.resources.callback(self._store.close)
         self._make_workers(kernels, host_slots, offsets)
 

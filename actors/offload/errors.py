@@ -1,5 +1,7 @@
 """The errors of `windlass.offload`, and the token whose waits raise them."""
 
+from collections.abc import Callable
+
 from windlass.storage.cancellation import CancelToken
 
 
@@ -31,6 +33,7 @@ class OffloadToken(CancelToken):
     """A token whose waits raise OffloadFailedError."""
 
     _failure: Exception | None = None
+    describe_pending: Callable[[], str] = staticmethod(lambda: "")  # the transfers of the SSDs that are not done
 
     def fail(self, error: Exception) -> None:
         """Records an error, which present and later waits raise. Only the first one counts."""
@@ -45,4 +48,5 @@ class OffloadToken(CancelToken):
         return failed
 
     def _overdue(self, what: str) -> Exception:
-        return OffloadFailedError(f"{super()._overdue(what)}; a disk hangs or is too slow")
+        pending = self.describe_pending() or "no transfer is pending"
+        return OffloadFailedError(f"{super()._overdue(what)}; a disk hangs or is too slow; {pending}")

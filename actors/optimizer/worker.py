@@ -19,6 +19,7 @@ from windlass.actors.messages import (
     BlockUpdated,
     ChunkIo,
     ChunkIoDone,
+    DescribeStatus,
     ExportModel,
     FlushBlock,
     GradChunk,
@@ -92,14 +93,14 @@ class CpuOptimizer:
         self._formats = context.formats
         self._grad_dtype = TORCH_DTYPE[grad_precision(self.spec)]
         pool, ordering = context.plan.states[index], self.spec.effective_ordering
-        self._token = token = CancelToken(self.spec.deadline_s)
+        self._token = token = CancelToken()
         self._slots = SlotPool(
             pool.offset, pool.slot_nbytes, pool.num_slots, name=f"state slots of {name}", token=token
         )
         self._pipeline: ChunkPipeline[_ChunkUpdate] = ChunkPipeline(
             self, self._slots, ordering.queues, token, num_threads=self.spec.optimizer_threads
         )
-        self._io = SsdClient(name, context, send, token)
+        self._io = SsdClient(name, context, send)
         self._spans = SpanRecorder(name, context.spec.job, send)
         self._num_blocks = _num_blocks_of(context, name)
         self._num_updated: Counter[Step] = Counter()  # updated blocks by step, for steps that are not over
@@ -108,14 +109,7 @@ class CpuOptimizer:
         self._grad_releases = GradReleases(context.plan.grads.num_slots, self.spec.num_cpu_optimizers)
         self._flushes = Countdown()
         self._restore_permits = Permits(token, RESTORE_DEPTH)
-        self._threads = ActorThreads(
-            name,
-            context.spec.job,
-            token,
-            send,
-            deadline_s=self.spec.deadline_s,
-            describe_pending=self._io.describe_overdue,
-        )
+        self._threads = ActorThreads(name, context.spec.job, token, send, deadline_s=self.spec.deadline_s)
         with self._threads.stopped_on_error():
             self._start(start_model_worker or self._make_model_mover)
 
@@ -141,7 +135,7 @@ class CpuOptimizer:
             self._model_io.prepare()
         chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._updater.kernel)
         self.send(SCHEDULER, chosen)
-        self._threads.start((*self._pipeline.loops, self._io.watch))
+        self._threads.start(self._pipeline.loops)
 
     def post(self, message: Message) -> None:
         """Processes or queues a message and returns at once."""
@@ -153,6 +147,8 @@ class CpuOptimizer:
                 self._pipeline.call(partial(self._run, message))
             case ChunkIoDone():
                 self._io.take(message)
+            case DescribeStatus():
+                self._threads.report_status(self._io.describe_pending())
             case _:
                 raise ValueError(f"{self.name} has no handler for {type(message).__name__}")
 
@@ -241,7 +237,7 @@ class CpuOptimizer:
         )
 
     def _restore(self, message: RestoreStates) -> None:
-        """Restores the resident states. It reads a few chunks at a time, because queued requests could time out."""
+        """Restores the resident states. It reads a few chunks at a time, so that each has the attention of its SSD."""
         kinds, what = tuple(self._formats.itemsizes), f"states of step {message.step} from the SSDs; check the disks"
         total = sum(self.context.chunk_numel(key) for key in self._host_slots)
         num_params = num_reported = 0

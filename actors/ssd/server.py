@@ -14,6 +14,7 @@ from windlass.actors.messages import (
     ChunkIo,
     ChunkIoDone,
     CommitStore,
+    DescribeStatus,
     MemoryKind,
     MemoryReported,
     Message,
@@ -42,7 +43,7 @@ class SsdServer:
     """Serves one SSD to the other actors of a job, from a commit on.
 
     A slot named in a request belongs to the server until it reports the chunk as done. It never does so for a chunk
-    that failed or timed out.
+    that failed.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class SsdServer:
             space.store.resume_from(commit)
             arena = Arena.open(arena_path)
             self._threads.resources.callback(arena.close)
-            self._io = IoScheduler.start(name, space, arena, io, checksums=checksums)
+            self._io = IoScheduler.start(name, space, arena, self._token, io, checksums=checksums)
         self._threads.start((self._run_reports,))
 
     @property
@@ -127,11 +128,10 @@ class SsdServer:
 
         Raises:
             ValueError: the message is of another job or kind.
-            IoQueueFullError: too many transfers stayed open.
             RuntimeError: the server is stopped.
         """
         name = f"{self.name} of job {self._geometry.job}"
-        if message.job != self._geometry.job or not isinstance(message, SsdRequest | CommitStore):
+        if message.job != self._geometry.job or not isinstance(message, SsdRequest | CommitStore | DescribeStatus):
             raise ValueError(f"{name} does not accept {type(message).__name__} of job {message.job}")
         if self._token.is_cancelled:
             raise RuntimeError(f"{name} is stopped and takes no messages")
@@ -148,6 +148,8 @@ class SsdServer:
                 self._io.write_scratch(message.slots, message.span, self._activation_terms(message))
             case CommitStore():
                 self._io.commit(self._commit_request(message))
+            case DescribeStatus():
+                self._threads.report_status(self._io.describe_open())
 
     def _chunk_terms(self, request: ReadChunks | WriteChunks, item: ChunkIo) -> IoTerms:
         def report(result: IoResult) -> None:
@@ -175,7 +177,6 @@ class SsdServer:
     def _terms(self, request: SsdRequest, report: Callable[[IoResult], None]) -> IoTerms:
         return IoTerms(
             priority=request.priority,
-            deadline_s=request.deadline_s,
             on_done=report,
             on_failed=lambda error: self._report_failure(request, error),
         )

@@ -108,7 +108,6 @@ class Bench:
         *,
         step: int = 0,
         id: int = 1,
-        deadline_s: float = WAIT_S,
         gradient: bool = False,
     ) -> None:
         request = kind(
@@ -117,7 +116,6 @@ class Bench:
             correlation=CorrelationId(id),
             reply_to=WORKER,
             priority=(0, 0),
-            deadline_s=deadline_s,
             items=tuple(
                 ChunkIo(key, tuple(ChunkPart(kind, span) for kind, span in parts_of(key, gradient=gradient)))
                 for key in keys
@@ -140,7 +138,6 @@ class Bench:
             correlation=CorrelationId(id),
             reply_to=WORKER,
             priority=(0, 0),
-            deadline_s=WAIT_S,
             block=BlockIndex(block),
             slots=tuple(slots),
             span=span,

@@ -102,7 +102,7 @@ class SwapBench:
             for module in (activation_tiers, ssd_activations):
                 patch.setattr(module, "SlotPool", self._make_pool)
             self.span_log = SpanRecorder(WORKER, context.spec.job, self.send)
-            self.client = SsdClient(WORKER, context, self.send, self.device.token)
+            self.client = SsdClient(WORKER, context, self.send)
             self.store = ActivationTiers(
                 context, self.device, self.memory, self.client, self.threads.start, self.span_log
             )

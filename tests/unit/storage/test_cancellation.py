@@ -1,5 +1,6 @@
 """A cancelled token ends every kind of wait, and a wait that takes too long names what it is for."""
 
+import re
 import threading
 from collections.abc import Callable
 
@@ -17,8 +18,8 @@ class Waiting:
         self.result: object = None
         self.error: Exception | None = None
         self._call = call
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         try:
@@ -27,12 +28,12 @@ class Waiting:
             self.error = error
 
     def is_waiting(self) -> bool:
-        self._thread.join(0.05)
-        return self._thread.is_alive()
+        self.thread.join(0.05)
+        return self.thread.is_alive()
 
     def end(self) -> None:
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
 
 
 def wait_for(token: CancelToken, is_done: Callable[[], bool]) -> None:
@@ -176,3 +177,17 @@ def test_signal_lets_present_and_later_waits_continue() -> None:
     assert waiting.error is None
     signal.wait("a sign")
     assert signal.is_set
+
+
+def test_waits_are_described_by_thread() -> None:
+    token = CancelToken()
+    waiting, idle = Waiting(lambda: Signal(token).wait(lambda: "a sign")), Waiting(TaskQueue[int](token).take)
+    assert waiting.is_waiting()
+    assert idle.is_waiting()
+    waits = token.describe_waits()
+    assert re.fullmatch(r"has waited \d\.\d s for a sign", waits.pop(waiting.thread))
+    assert waits == {idle.thread: ""}
+    token.cancel()
+    waiting.end()
+    idle.end()
+    assert token.describe_waits() == {}

@@ -60,7 +60,7 @@ class Stage:
         self.on_ssds: dict[tuple[ActorName, int], torch.Tensor] = {}
         self.asked: list[tuple[ActorName, Request]] = []
         self.changed = threading.Condition()
-        self.client = SsdClient(WORKER, self.context, self._send, self.token)
+        self.client = SsdClient(WORKER, self.context, self._send)
         with monkeypatch.context() as patch:
             patch.setattr(ssd_activations, "SlotPool", self._make_pool)
             self.store = SsdActivations(
@@ -187,7 +187,6 @@ class TestRequests:
             assert (write.job, write.step, write.block, write.reply_to) == ("ftjob-1", 5, 2, WORKER)
             # It is needed again at the next operation; params of step 5 have priorities (4, operation).
             assert write.priority == (4, 71)
-            assert write.deadline_s == WAIT_S
             assert write.span.offset >= 3 * SLOT_NBYTES  # beyond the slots that stay in host memory
         assert [write.slots for write in writes] == [(0,), (1,), (2,)]
         assert [write.span.nbytes for write in writes] == [SLOT_NBYTES] * 3
@@ -409,7 +408,7 @@ class TestFailures:
         now_s = 50.0
         monkeypatch.setattr(ssd_activations.time, "monotonic", lambda: now_s)
         stage = make(weights=(1, 1), num_staged=6)
-        assert stage.client.describe_overdue() == ""
+        assert stage.client.describe_pending() == ""
         stage.prefetch(stage.rest(4))
         assert isinstance(stage.next(), ReadActivations)
         now_s = 51.0
@@ -417,13 +416,13 @@ class TestFailures:
         with stage.changed:
             assert stage.changed.wait_for(lambda: len(stage.asked) == 3, WAIT_S)
         now_s = 52.0
-        assert stage.client.describe_overdue() == (
+        assert stage.client.describe_pending() == (
             "ssd-0 has not finished a read of activations of block 4, step 3 after 2.0 s: check its SSD; "
             "ssd-1 has not finished a write of activations of block 5, step 3 after 1.0 s: check its SSD"
         )
         for _ in range(3):
             stage.answer()
-        assert stage.client.describe_overdue() == ""
+        assert stage.client.describe_pending() == ""
 
     def test_write_that_times_out_is_named(self, make: Callable[..., Stage]) -> None:
         stage = make(deadline_s=0.05, max_leaving_nbytes=0)

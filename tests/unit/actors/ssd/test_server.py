@@ -1,6 +1,7 @@
 """The messages of an SSD server: the requests that it accepts, its answers, and its reports."""
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,12 +16,14 @@ from tests.support.storage.io_bench import CHUNK_NBYTES, GEOMETRY, GRADIENT_NBYT
 from windlass.actors.messages import (
     ActivationIoDone,
     ChunkIoDone,
+    DescribeStatus,
     FailureKind,
     LoadModel,
     MemoryKind,
     ReadActivations,
     SpanKind,
     SpansReported,
+    StatusDescribed,
     StoreCommitted,
     WriteActivations,
 )
@@ -136,7 +139,7 @@ class TestFailures:
         assert failure.error.endswith("(at commit store of step 2)")
         assert failure.step == 2
 
-    def test_overdue_chunk_is_a_stall(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_status_of_hanging_ssd_names_its_oldest_chunk(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         bench.write_all()
         entered, released = threading.Event(), threading.Event()
 
@@ -146,13 +149,18 @@ class TestFailures:
             return fail(fd, buffers, offset)
 
         monkeypatch.setattr(os, "preadv", hang)
-        bench.read(KEYS[1:2], deadline_s=0.05)
+        bench.read(KEYS[1:2])
         assert entered.wait(WAIT_S)
-        failure = failure_of(bench.next())
+        bench.server.post(DescribeStatus(job=JOB, step=Step(0)))
+        to, status = bench.next()
         released.set()
-        assert failure.kind is FailureKind.STALLED
-        assert "the read of block 0, chunk 1, step 0 is not done within 0.05 s" in failure.error
-        assert failure.error.endswith("(at read chunks of step 0, block 0)")
+        assert to == "scheduler"
+        assert isinstance(status, StatusDescribed)
+        text = (
+            r"SSD .*, job ftjob-1: the read of block 0, chunk 1, step 0 is not done after \d\.\d s, as the first of 1 "
+        )
+        assert re.fullmatch(f"{text}transfers: check the disk", status.text)
+        failure_of(bench.next())
 
     def test_broken_thread_is_reported_with_its_request(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         def breaks(region: StateRegion, *_: object) -> None:
