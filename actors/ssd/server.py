@@ -89,7 +89,8 @@ class SsdServer:
             arena = Arena.open(arena_path)
             self._threads.resources.callback(arena.close)
             self._io = IoScheduler.start(name, space, arena, self._token, io, checksums=checksums)
-        self._threads.start((self._run_reports,))
+            self._threads.resources.callback(self._spans.tell, 0)  # the last spans
+            self._threads.start((self._run_reports,))
 
     @property
     def bytes_read(self) -> int:
@@ -112,8 +113,6 @@ class SsdServer:
         self._deletes_store = delete_store
         self._token.cancel()  # first, so that no more messages are taken
         self._io.close(self._deadline_s)
-        self._threads.join(self._deadline_s)
-        self._spans.tell(0)
         self._threads.stop()
 
     def _close_space(self) -> None:

@@ -2,24 +2,29 @@
 
 import math
 import re
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.support.actors.worker_bench import STEP, Bench, of_bench, running
+from windlass.actors.gpu_worker import worker
 from windlass.actors.gpu_worker.worker import GpuWorker, evaluation_groups
 from windlass.actors.job.context import grad_precision
 from windlass.actors.messages import ActorFailed, BlockUpdated, ComputeProgressed, GradOffloaded, Phase, ReadChunks
 from windlass.actors.policy import worker_queues
 from windlass.engine.data.examples import NO_TARGET
+from windlass.engine.device.device import Device
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.storage.ids import BlockIndex, JobId, Precision
+from windlass.storage.memory.arena import Arena
 
 
 @pytest.fixture
@@ -253,6 +258,38 @@ def test_stop_does_not_wait_for_missing_params(tmp_path: Path, waits_for: str, m
     time.sleep(0.2)  # lets its threads begin to wait
     bench.worker.stop()
     assert bench.ssds.of(ActorFailed) == []
+
+
+@pytest.mark.parametrize("step", ["choose_kernels", "DeviceStates", "PreparedDataset", "evaluation_groups"])
+def test_start_that_fails_leaves_no_thread_and_closes_what_it_opened(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, closed = Bench(tmp_path), list[str]()
+    close, unpin = Arena.close, Device.unpin
+    monkeypatch.setattr(Arena, "close", lambda arena: (closed.append("arena"), close(arena)))
+    monkeypatch.setattr(Device, "unpin", lambda device, memory: (closed.append("pinned memory"), unpin(device, memory)))
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("broken for the test")
+
+    monkeypatch.setattr(worker, step, SimpleNamespace(open=fail) if step == "PreparedDataset" else fail)
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="broken for the test"):
+        bench.start()
+    assert set(threading.enumerate()) <= before
+    assert closed == ["pinned memory", "arena"]
+    bench.arena.close()
+
+
+def test_stop_closes_what_the_start_opened_and_may_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, closed, before = Bench(tmp_path), list[str](), set(threading.enumerate())
+    close = Arena.close
+    monkeypatch.setattr(Arena, "close", lambda arena: (closed.append("arena"), close(arena)))
+    bench.start()
+    for _ in range(2):
+        bench.worker.stop()
+        assert closed == ["arena"]
+    assert set(threading.enumerate()) <= before
 
 
 def test_worker_with_foreign_message_raises(bench: Bench) -> None:

@@ -1,7 +1,8 @@
 """One optimizer of the pool, with SSD servers that keep states in memory."""
 
 import functools
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from windlass.actors.messages import (
     UpdateStep,
     WriteChunks,
 )
+from windlass.actors.optimizer.model_io import ModelIo
 from windlass.actors.optimizer.worker import RESTORE_DEPTH, CpuOptimizer
 from windlass.actors.policy.block_queue import Ordering, QueueOrder
 from windlass.engine.device.dtypes import TORCH_DTYPE, state_dtype
@@ -515,3 +517,27 @@ def test_states_that_do_not_arrive_are_in_the_status_and_do_not_hold_up_a_stop(t
     bench.optimizer.stop()
     bench.arena.close()
     bench.arena.unlink()
+
+
+# --- life cycle -----------------------------------------------------------------------------------------------------
+
+
+def test_start_that_fails_leaves_no_thread_and_closes_what_it_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, closed = Bench(tmp_path, FP32), list[str]()
+    close = Arena.close
+    monkeypatch.setattr(Arena, "close", lambda arena: (closed.append("arena"), close(arena)))
+    monkeypatch.setattr(ModelIo, "close", lambda _: closed.append("model"))
+
+    def fail(threads: ActorThreads, targets: Sequence[Callable[[], None]]) -> None:
+        start(threads, targets[:1])
+        raise RuntimeError("can't start new thread")
+
+    start, before = ActorThreads.start, set(threading.enumerate())
+    monkeypatch.setattr(ActorThreads, "start", fail)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        bench.start()
+    assert set(threading.enumerate()) <= before
+    assert closed == ["model", "arena"]
+    assert bench.ssds.of(ActorFailed) == []
