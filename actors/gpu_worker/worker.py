@@ -155,8 +155,16 @@ class GpuWorker:
         self._arena = Arena.open(self.context.arena_path)
         self._threads.resources.callback(self._arena.close)
         self._tensors = TensorArena.of(self._arena)
-        self.device.pin(self._tensors.memory)
+        self._pin_arena()
         self._threads.resources.callback(self.device.unpin, self._tensors.memory)
+
+    def _pin_arena(self) -> None:
+        """Registers the arena with CUDA. That can take minutes, which are reported."""
+        start_s = time.monotonic()
+        self.device.pin(self._tensors.memory)
+        if self.device.is_cuda:
+            gib, seconds = self._tensors.memory.nbytes / 2**30, time.monotonic() - start_s
+            self._announce(f"{gib:.1f} GiB of host memory registered with CUDA: {seconds / gib:.2f} s a GiB")
 
     def _prepare_model(self) -> None:
         if kernels := choose_kernels(self.context, self.partition, self.device.device, self._announce):
