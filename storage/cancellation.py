@@ -77,7 +77,8 @@ class CancelToken:
 
     def wait_for_work(self, condition: threading.Condition, is_there: Callable[[], bool]) -> None:
         """Waits, without a timeout, until there is work or the token is cancelled. The caller holds the condition."""
-        self._wait(condition, is_there, None, None)
+        if not is_there():
+            self._wait(condition, is_there, None, None)
 
     def pause(self, duration_s: float) -> bool:
         """Waits for some seconds. Returns True, and earlier, if the token is cancelled."""

@@ -253,6 +253,26 @@ def test_a_hanging_copy_is_an_error_that_says_so() -> None:
     stage.close()
 
 
+@pytest.mark.parametrize("waits_for", ["room in flight", "slots", "the copy back"])
+def test_cancel_ends_the_waits(waits_for: str) -> None:
+    stage = Stage(max_leaving_nbytes=0 if waits_for == "room in flight" else 1 << 30)
+    stage.device.gate.clear()
+    handle = stage.store.put(some_bytes(100))
+    calls: dict[str, Callable[[], object]] = {
+        "room in flight": lambda: stage.store.put(some_bytes(100)),
+        "slots": lambda: stage.store.room_nbytes(stage.memory.nbytes),
+        "the copy back": lambda: stage.store.get(handle),
+    }
+    if waits_for == "slots":
+        stage.store.drop(handle)
+    threading.Timer(0.05, stage.device.token.cancel).start()
+    with pytest.raises(InterruptedError, match="the job was stopped"):
+        calls[waits_for]()
+    stage.close()
+    stage.store.close()
+    assert stage.in_use_nbytes() == 0
+
+
 def test_a_failed_copy_raises_where_its_bytes_are_needed(stage: Stage) -> None:
     stage.device.fails = True
     handle = stage.store.put(some_bytes(100))
