@@ -290,7 +290,7 @@ class Scheduler:
                 self._fail(event)
             if isinstance(event, StatusDescribed):
                 answers[event.actor] = event.text
-        texts = {actor: f"{actor}: {answers.get(actor, 'no answer, its process hangs')}" for actor in actors}
+        texts = {actor: f"{actor}: {answers.get(actor, 'no answer, its process may hang')}" for actor in actors}
         return [text for actor, text in texts.items() if answers.get(actor) != ""]
 
     def _end_step(self, over: EndStep) -> None:

@@ -305,7 +305,7 @@ def test_error_of_a_stalled_attempt_tells_what_the_threads_of_all_actors_do(
     late = "; ".join(f"optimizer-{i} did not finish the update of block 2 in step 1 within 0.5 s" for i in (0, 1))
     assert outcome["error"]["message"] == (
         f"{late}; see its log, and the health of the device it uses; gpu-0: a thread has waited 0.6 s for a slot; "
-        "optimizer-1: ssd-1 has not finished a read; ssd-1: no answer, its process hangs"
+        "optimizer-1: ssd-1 has not finished a read; ssd-1: no answer, its process may hang"
     )
     asked = [to for to, message in stage.received if isinstance(message, DescribeStatus)]
     assert asked == ["gpu-0", "optimizer-0", "optimizer-1", "ssd-0", "ssd-1"]
