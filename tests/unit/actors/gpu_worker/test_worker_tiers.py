@@ -68,8 +68,8 @@ def test_the_next_forward_pass_takes_params_from_where_they_were_updated(bench: 
     )
     bench.worker._feed.request(operation)
     fetch = bench.worker._feed.wait_for(operation, BlockIndex(1))
-    assert fetch.ready.wait(60)
-    assert not fetch.buffer.any()
+    assert isinstance(fetch.params, torch.Tensor)
+    assert not fetch.params.any()
     assert len(keys_read(bench)) == num_read
 
 
@@ -79,8 +79,8 @@ def test_only_the_first_chunks_are_cached(bench: Bench) -> None:
     counts = Counter(keys_read(bench))
     every = [key for block in bench.layout.blocks for key in bench.layout.chunk_keys(block.index)]
     assert list(bench.context.cached_params()) == every[:3]
-    head = len(bench.layout.blocks) - 1  # it goes forward and backward at once
-    assert counts == {key: 1 if key in every[:3] or key.block == head else 2 for key in every}
+    # All others but the first layer's are on the device until they are needed again.
+    assert counts == {key: 2 if key.block == 1 and key not in every[:3] else 1 for key in every}
 
 
 # --- gradients on the SSDs ----------------------------------------------------------------------------------------
