@@ -1,4 +1,4 @@
-"""Which buffer holds which contents: shared by users, kept after the release, evicted in the order of releases."""
+"""Buffers share contents among users, keep them after the release, and evict them in the order of releases."""
 
 from collections import Counter
 

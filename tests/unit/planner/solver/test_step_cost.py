@@ -1,4 +1,4 @@
-"""The fetches of params that a step's costs count, beside those that the buffers on the device leave to do."""
+"""Fetches of params in a step's costs are those that the buffers on the device leave to do, or more."""
 
 from collections import Counter
 from dataclasses import replace
