@@ -33,6 +33,7 @@ from windlass.actors.lifecycle import (
     NICENESS_BESIDE_COMPUTE,
     WAIT_POLICY,
     StopRequest,
+    allocator_settings,
     begin_attempt,
     bind_optimizer,
     has_begun,
@@ -83,7 +84,9 @@ class ActorShell:
     def __init__(
         self, name: ActorName, context: JobContext, num_threads: int, niceness: int, *, uses_gpu: bool
     ) -> None:
-        if not uses_gpu:
+        if uses_gpu:
+            os.environ.update(allocator_settings(os.environ))
+        else:
             _hide_gpus()
         # OpenMP and MKL read these when torch is imported, which happens next. Ray sets one thread by default.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)

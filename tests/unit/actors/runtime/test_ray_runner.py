@@ -97,6 +97,14 @@ def test_threads_are_set_before_torch_is_imported(shell: ActorShell) -> None:
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
 
 
+def test_allocator_of_a_gpu_is_set_before_torch_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    context = make_context(make_spec(ssd_dirs=(str(tmp_path / "ssd"),)), make_layout(2048), str(tmp_path / "arena"))
+    ActorShell(ActorName("ssd-0"), context, 1, niceness=0, uses_gpu=True)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+
+
 def test_a_shell_passes_messages_on_and_answers_back(shell: ActorShell, scheduler: Peer, tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     shell.setup()
