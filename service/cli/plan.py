@@ -188,15 +188,15 @@ def _question(
 ) -> "PlanQuestion":
     """Makes the question that a job's preparation would send to the planner. The answer then holds for such a job."""
     os.environ.update(WAIT_POLICY)  # before torch is imported
-    from windlass.planner.planning import PlanOrder, measure_as_worker, question_of
-    from windlass.service.jobs import MachineResources, plan_question
+    from windlass.planner.planning import measure_as_worker, question_of
+    from windlass.service.jobs import MachineResources, plan_request
     from windlass.service.processes import is_box_free
 
     config = _config(settings, model, sequence_length)
     training = hypothetical_config(
         asked, batch_size=batch_size, num_microbatches=num_microbatches or 1, sequence_length=sequence_length
     )
-    question = plan_question(
+    request = plan_request(
         settings,
         machine,
         MachineResources.here() if is_local else None,
@@ -207,9 +207,8 @@ def _question(
         num_validation_examples=num_validation_examples,
         has_gpus=is_local and machine.gpus.count > 0 and is_box_free(settings),
     )
-    order = PlanOrder.model_validate(question)
-    measure_as_worker(order)
-    return question_of(order, config)
+    measure_as_worker(request)
+    return question_of(request, config)
 
 
 def _config(settings: Settings, model: str, sequence_length: int) -> Any:

@@ -260,7 +260,7 @@ class JobQueue:
 
     def _read_demand(self, job: Job) -> Demand:
         try:
-            budget_nbytes = plan_bounds(self._settings, job)["host_memory_nbytes"]
+            budget_nbytes = plan_bounds(self._settings, job).host_memory_nbytes
             plan, is_cpu = load_plan(self._settings, job), self._resources.num_gpus == 0
             return demand_of(plan, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
         # the job's own launch will fail, and other jobs are not affected

@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import TypeAdapter
 
+from windlass.actors.job import JobSpec
 from windlass.amounts import GIB
+from windlass.planner.planning import PlanRequest
 from windlass.service.preparation.check_cache import CheckCache
 from windlass.service.preparation.sandbox import (
     PASSED_ON,
@@ -42,7 +45,7 @@ CHECK_MODEL = "check_model"
 PREPARE_DATA = "prepare_data"
 PLAN_JOB = "plan_job"
 CHECK_BUDGETS = "check_budgets"
-QUESTION_FILE = "question.json"  # the planner's question
+QUESTION_FILE = "question.json"  # the request to the planner
 
 # Names of the steps in messages.
 _TITLES = {
@@ -98,6 +101,9 @@ class StepFailedError(PreparationError):
         self.cause, self.advice, self.log_path = cause, advice, log_path
 
 
+Results = dict[str, dict[str, Any]]  # of steps, by name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparationOrder:
     """The inputs and outputs of a preparation."""
@@ -116,10 +122,10 @@ class PreparationOrder:
     work_dir: Path  # results and log
     day: date  # the date that chat templates print; fixed, so that a repeated preparation gives the same data
     kept_checks_dir: Path | None = None  # of models that were checked before; None: each is checked anew
-    # Makes the planner's question from the results of the earlier steps; None: no plan is made.
-    plan_question: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None
-    # Makes the job's spec as JSON, to check its budgets if no plan was made; None: it has no budgets.
-    unplanned_spec: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None
+    # Makes the request to the planner from the results of the earlier steps; None: no plan is made.
+    plan_request: Callable[[Results], PlanRequest] | None = None
+    # Makes the job's spec, to check its budgets if no plan was made; None: it has no budgets.
+    unplanned_spec: Callable[[Results], JobSpec] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +166,6 @@ class PreparationStep:
         return self.timeout_s * self.num_threads
 
 
-Results = dict[str, dict[str, Any]]  # of steps, by name
 # Returns the memory in bytes that a step's process may take, or None if the step must wait.
 Admit = Callable[[PreparationStep], int | None]
 
@@ -470,8 +475,8 @@ def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Pre
         download = ("windlass.service.preparation.hub_download", "--model", order.model, "--model-dir", order.model_dir)
         steps.insert(0, _step(order.work_dir, DOWNLOAD_MODEL, download, passed_on=(*PASSED_ON, *_HUB_PASSED_ON)))
     later: list[LaterStep] = []
-    if (question := order.plan_question) is not None:
-        later.append(lambda results: plan_step(order.work_dir, question(results)))
+    if (request := order.plan_request) is not None:
+        later.append(lambda results: plan_step(order.work_dir, request(results)))
     if (spec := order.unplanned_spec) is not None:
         later.append(
             lambda results: (
@@ -481,20 +486,20 @@ def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Pre
     return Preparation([*steps, *later], work_dir=order.work_dir, start=start)
 
 
-def plan_step(work_dir: Path, question: dict[str, Any]) -> PreparationStep:
+def plan_step(work_dir: Path, request: PlanRequest) -> PreparationStep:
     """Makes the step that runs the planner. Its files go to `work_dir`, which must exist.
 
     Measurements may fail in unforeseen ways or take long. The step is then repeated without them. On a GPU, nothing is
     measured while a job runs.
     """
     path = work_dir / QUESTION_FILE
-    path.write_text(json.dumps(question))
+    path.write_text(json.dumps(request.to_json()))
     step = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", path))
-    threads, on_gpu = question["compute_threads"], question["hardware"]["gpus"]["count"] > 0
-    if threads is None or not question.get("may_measure", True) or (on_gpu and not question["is_alone"]):
+    threads, on_gpu = request.compute_threads, request.hardware.gpus.count > 0
+    if threads is None or not request.may_measure or (on_gpu and not request.is_alone):
         return step
     unmeasured = path.with_name(f"unmeasured-{path.name}")
-    unmeasured.write_text(json.dumps(question | {"may_measure": False}))
+    unmeasured.write_text(json.dumps(replace(request, may_measure=False).to_json()))
     instead = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", unmeasured))
     words = "It begins anew without measuring the model's blocks, so the plan's times may be less exact"
     command = (*step.command, "--measuring", str(step.measuring_path))
@@ -503,9 +508,9 @@ def plan_step(work_dir: Path, question: dict[str, Any]) -> PreparationStep:
     )
 
 
-def _budgets_step(work_dir: Path, spec: dict[str, Any]) -> PreparationStep:
+def _budgets_step(work_dir: Path, spec: JobSpec) -> PreparationStep:
     path = work_dir / "spec.json"
-    path.write_text(json.dumps(spec))
+    path.write_bytes(TypeAdapter(JobSpec).dump_json(spec))
     return _step(work_dir, CHECK_BUDGETS, (_BUDGETS, "--spec", path))
 
 

@@ -14,12 +14,12 @@ from pydantic import ConfigDict, Field
 
 from windlass.actors.timeline import SIMULATED_FOLDER, held_steps, load_step, trace_of
 from windlass.planner.hardware import Hardware, unusual
-from windlass.planner.planning import JobPlan, PlanReport
+from windlass.planner.planning import JobPlan, PlanReport, PlanRequest
 from windlass.service.api import CallerDep, ContextDep, is_visible, model_hint
 from windlass.service.api.middleware import BusyError
 from windlass.service.api.schemas import JobPlanObject, PlanObject, TraceObject
 from windlass.service.installation import Settings, check_is_here
-from windlass.service.jobs import MachineResources, job_dir, plan_question, plans_of, view_of
+from windlass.service.jobs import MachineResources, job_dir, plan_request, plans_of, view_of
 from windlass.service.machine import measured_hardware
 from windlass.service.preparation import (
     PLAN_JOB,
@@ -91,7 +91,7 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
             param="hardware",
             code="not_measured",
         )
-    question = plan_question(
+    request = plan_request(
         settings,
         hardware,
         MachineResources.here() if body.hardware is None else None,
@@ -107,7 +107,7 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
     )
     try:
         with context.limits.plans.entered(caller.user or ""):
-            report, warnings = _run(settings, question)
+            report, warnings = _run(settings, request)
     except BusyError as error:
         raise ApiError(
             f"plans are made one by one: {error}", status=429, code="plan_in_progress", kind="requests"
@@ -174,10 +174,10 @@ def _folder(settings: Settings, model: str) -> Path:
     return folder
 
 
-def _run(settings: Settings, question: dict[str, Any]) -> tuple[PlanReport, list[str]]:
+def _run(settings: Settings, request: PlanRequest) -> tuple[PlanReport, list[str]]:
     """Makes the plan in a child process. Returns it with warnings about processes that died meanwhile."""
     with tempfile.TemporaryDirectory(dir=settings.home, prefix="plan-") as name:
-        preparation = Preparation([plan_step(Path(name), question)], work_dir=Path(name))
+        preparation = Preparation([plan_step(Path(name), request)], work_dir=Path(name))
         memory, began_s = PreparationMemory(), time.monotonic()
         preparation.admit = lambda step: memory.grant(name, None, step, lambda: preparation.process, is_box_free=False)
         try:

@@ -19,6 +19,7 @@ from windlass.actors.lifecycle.attempt_lock import begin_attempt
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.planning.job_plan import JobPlan
+from windlass.planner.planning.plan_request import PlanRequest
 from windlass.planner.planning.report import PlanReport
 from windlass.service.dispatcher.capacity import MachineCapacity
 from windlass.service.dispatcher.dispatcher import Dispatcher
@@ -127,9 +128,9 @@ class StandInPreparation(Preparation):
 class StandInPlanner(Preparation):
     """A planner process for a running job; it answers when the test sets `answer`."""
 
-    def __init__(self, work_dir: Path, question: dict[str, Any]) -> None:
+    def __init__(self, work_dir: Path, request: PlanRequest) -> None:
         super().__init__([], work_dir=work_dir)
-        self.question = question
+        self.request = request
         self.answer: PreparationError | dict[str, Any] | None = None
         self.stopped = False
 
@@ -187,8 +188,8 @@ class Stage:
             self.preparations.append(StandInPreparation(order, database))
             return self.preparations[-1]
 
-        def ask(work_dir: Path, question: dict[str, Any]) -> Preparation:
-            self.planners.append(StandInPlanner(work_dir, question))
+        def ask(work_dir: Path, request: PlanRequest) -> Preparation:
+            self.planners.append(StandInPlanner(work_dir, request))
             return self.planners[-1]
 
         def clock() -> float:

@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.support.engine.folders import PLAIN_TEMPLATE, make_tokenizer, make_tokenizer_folder
+from windlass.engine.training_config.training_config import TrainingConfig
+from windlass.planner.hardware.hardware import Hardware, example_machines
+from windlass.planner.hardware.yaml_files import load
+from windlass.planner.planning.plan_request import PlanRequest
 from windlass.service.preparation import pipeline as preparation
 from windlass.service.preparation.pipeline import (
     Preparation,
@@ -232,8 +235,18 @@ def test_step_that_returns_an_error_does_not_run_its_alternative(tmp_path: Path)
 def test_the_planner_may_measure_and_need_not(
     tmp_path: Path, num_gpus: int, threads: int | None, *, may_measure: bool, is_alone: bool, measures: bool
 ) -> None:
-    asked: dict[str, Any] = {"compute_threads": threads, "may_measure": may_measure, "is_alone": is_alone}
-    asked["hardware"] = {"gpus": {"count": num_gpus}}
+    machine = load(Hardware, example_machines()["rtx4090-server"])
+    asked = PlanRequest(
+        model_dir=tmp_path,
+        hardware=machine.model_copy(update={"gpus": machine.gpus.model_copy(update={"count": num_gpus})}),
+        training=TrainingConfig(batch_size=1, sequence_length=8, total_steps=1),
+        num_optimizers=1,
+        host_memory_nbytes=None,
+        device_memory_nbytes=None,
+        compute_threads=threads,
+        may_measure=may_measure,
+        is_alone=is_alone,
+    )
     step = plan_step(tmp_path, asked)
     assert step.sees_gpus is (measures and num_gpus > 0)
     assert _asked(step) == asked
@@ -242,14 +255,13 @@ def test_the_planner_may_measure_and_need_not(
         assert step.num_threads == threads
         assert step.command[-2:] == ("--measuring", str(step.measuring_path))
         assert "--measuring" not in step.instead.command
-        assert _asked(step.instead) == asked | {"may_measure": False}
+        assert _asked(step.instead) == dataclasses.replace(asked, may_measure=False)
         assert not step.instead.sees_gpus
 
 
-def _asked(step: PreparationStep) -> dict[str, Any]:
+def _asked(step: PreparationStep) -> PlanRequest:
     path = Path(step.command[step.command.index("--question") + 1])
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return PlanRequest.from_json(json.loads(path.read_text()))
 
 
 def test_a_file_of_weights_that_is_larger_than_the_limit_can_be_mapped(
