@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 
 from windlass.actors.timeline import SIMULATED_FOLDER, held_steps, load_step, trace_of
+from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware, unusual
 from windlass.planner.planning import JobPlan, PlanReport, PlanRequest
 from windlass.service.api import CallerDep, ContextDep, is_visible, model_hint
@@ -97,12 +98,7 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
         MachineResources.here() if body.hardware is None else None,
         model_dir=_folder(settings, body.model),
         asked=asked,
-        training=hypothetical_config(
-            asked,
-            batch_size=body.batch_size,
-            num_microbatches=asked.num_microbatches or default_microbatches(body.batch_size),
-            sequence_length=sequence_length,
-        ),
+        training=_training(body, sequence_length),
         num_validation_examples=body.num_validation_examples,
     )
     try:
@@ -165,6 +161,19 @@ def _correction_of(plan: JobPlan | None) -> dict[str, Any]:
     if plan is None:
         return {"corrected": False, "told": None, "from_attempt": None}
     return {"corrected": plan.corrected, "told": plan.message, "from_attempt": plan.from_attempt}
+
+
+def _training(body: CreatePlan, sequence_length: int) -> TrainingConfig:
+    """Returns the training config of the planned job. Raises the ApiError that a request for the job would get."""
+    try:
+        return hypothetical_config(
+            body.windlass,
+            batch_size=body.batch_size,
+            num_microbatches=body.windlass.num_microbatches or default_microbatches(body.batch_size),
+            sequence_length=sequence_length,
+        )
+    except ValueError as error:
+        raise ApiError(str(error), param="windlass", code="invalid_value") from None
 
 
 def _folder(settings: Settings, model: str) -> Path:

@@ -11,7 +11,7 @@ import yaml
 from fastapi.testclient import TestClient
 from transformers import LlamaConfig
 
-from tests.support.service.api_client import context_of, serve
+from tests.support.service.api_client import context_of, serve, upload
 from tests.support.service.dispatcher_stage import PREPARED, Stage
 from windlass.actors.job.journal import METRICS, JournalRecord
 from windlass.actors.job.pace import Pace
@@ -155,6 +155,19 @@ def test_bad_input_gets_the_error_form(planning: TestClient, body: dict[str, Any
     response = ask(planning, **body)
     assert response.status_code == status, response.text
     assert response.json()["error"]["param"].startswith(param)
+
+
+def test_plan_with_more_microbatches_than_examples_is_refused_as_the_job_is(
+    planning: TestClient,
+) -> None:
+    settings = {"batch_size": 4, "num_microbatches": 5, "sequence_length": 64}
+    job = {"model": "llama", "training_file": upload(planning), "windlass": settings}
+    of_job = planning.post("/v1/fine_tuning/jobs", json=job)
+    of_plan = ask(planning, hardware=MACHINE, windlass={"num_microbatches": 5, "sequence_length": 64})
+    assert (of_plan.status_code, of_plan.json()) == (of_job.status_code, of_job.json())
+    error = of_plan.json()["error"]
+    assert (of_plan.status_code, error["param"], error["code"]) == (400, "windlass", "invalid_value")
+    assert error["message"] == "windlass.num_microbatches is 5, but a batch has only 4 examples"
 
 
 def test_a_job_without_a_plan_says_so(client: TestClient, file_id: str) -> None:
