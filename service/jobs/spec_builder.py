@@ -138,7 +138,7 @@ def journal_path(settings: Settings, job_id: str) -> Path:
 
 def preparation_order(
     settings: Settings,
-    machinery: MachineResources,
+    resources: MachineResources,
     job: Job,
     hardware: Hardware | None = None,
     *,
@@ -158,7 +158,7 @@ def preparation_order(
         request = plan_request(
             settings,
             hardware,
-            machinery,
+            resources,
             model_dir=_model_dir(settings, job.model),
             asked=asked.windlass,
             training=resolve_job(job, results).training,
@@ -170,7 +170,7 @@ def preparation_order(
     def unplanned_spec(results: Results) -> JobSpec:
         num_validation_examples = results[PREPARE_DATA]["num_validation_examples"]
         training = resolve_job(job, results).training
-        return _job_spec(settings, machinery, job, training, num_validation_examples, None)
+        return _job_spec(settings, resources, job, training, num_validation_examples, None)
 
     validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
 
@@ -200,7 +200,7 @@ def preparation_order(
 def plan_request(
     settings: Settings,
     hardware: Hardware,
-    machinery: MachineResources | None,
+    resources: MachineResources | None,
     *,
     model_dir: Path,
     asked: WindlassSettings,
@@ -211,12 +211,12 @@ def plan_request(
 ) -> PlanRequest:
     """Makes the request to the planner.
 
-    `machinery`: of this machine, which `hardware` then describes. If it is None, `hardware` is another machine. Nothing
+    `resources`: of this machine, which `hardware` then describes. If it is None, `hardware` is another machine. Nothing
     can be measured there, and this installation's settings do not apply. `asked`: the settings of the request, for its
     budgets. `chooses_microbatches`: the planner chooses the fastest number of micro-batches. `has_gpus`: the planner
     has this machine's GPUs, if any, for itself.
     """
-    bounds = _bounds_elsewhere(asked) if machinery is None else _bounds(settings, asked)
+    bounds = _bounds_elsewhere(asked) if resources is None else _bounds(settings, asked)
     return PlanRequest(
         model_dir=model_dir,
         hardware=hardware,
@@ -226,7 +226,7 @@ def plan_request(
         num_optimizers=bounds.num_optimizers,
         host_memory_nbytes=bounds.host_memory_nbytes,
         device_memory_nbytes=bounds.device_memory_nbytes,
-        compute_threads=None if machinery is None else threads_of(settings, machinery)[0],
+        compute_threads=None if resources is None else threads_of(settings, resources)[0],
         may_measure=has_gpus or hardware.gpus.count == 0,
         kept_times_dir=settings.home / _KEPT_TIMES,
     )
@@ -274,7 +274,7 @@ def training_config_of(job: Job) -> TrainingConfig:
 
 def build_job_spec(
     settings: Settings,
-    machinery: MachineResources,
+    resources: MachineResources,
     job: Job,
     plan: JobPlan | None = None,
     expected_pace: Pace | None = None,
@@ -282,13 +282,13 @@ def build_job_spec(
     """Builds the specification for the runner of the attempt in the job's row. `plan`: the job's current plan."""
     prepared = json.loads((job_dir(settings, job.id) / "prepare" / f"{PREPARE_DATA}.json").read_text())
     training, num_validation_examples = training_config_of(job), prepared["num_validation_examples"]
-    spec = _job_spec(settings, machinery, job, training, num_validation_examples, plan)
+    spec = _job_spec(settings, resources, job, training, num_validation_examples, plan)
     return replace(spec, expected_pace=expected_pace)
 
 
 def _job_spec(
     settings: Settings,
-    machinery: MachineResources,
+    resources: MachineResources,
     job: Job,
     training: TrainingConfig,
     num_validation_examples: int,
@@ -296,7 +296,7 @@ def _job_spec(
 ) -> JobSpec:
     asked = _settings_of(job)
     folder = job_dir(settings, job.id)
-    compute_threads, optimizer_threads = threads_of(settings, machinery)
+    compute_threads, optimizer_threads = threads_of(settings, resources)
     bounds = _bounds(settings, asked.windlass)
     if plan is not None and plan.placement is None:
         raise ValueError("the job's plan has no placement")
@@ -354,10 +354,10 @@ def _model_dir(settings: Settings, model: str) -> Path:
     return model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
 
 
-def threads_of(settings: Settings, machinery: MachineResources) -> tuple[int, int]:
+def threads_of(settings: Settings, resources: MachineResources) -> tuple[int, int]:
     """Returns the threads of a job's GPU worker and of each of its optimizers."""
     num_optimizers = settings.num_cpu_optimizers
-    compute, each = machinery.threads(num_optimizers, settings.compute_threads, settings.optimizer_threads)
+    compute, each = resources.threads(num_optimizers, settings.compute_threads, settings.optimizer_threads)
     if settings.optimizer_threads is None:  # at most the cores of the smallest share of a NUMA node
         nodes = numa_nodes()
         each = min(each, *(len(cores_of(index, num_optimizers, nodes)) for index in range(num_optimizers)))

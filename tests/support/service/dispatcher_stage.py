@@ -166,7 +166,7 @@ class Stage:
         self.now = 1000.0
         self.node = node_of(home)
         self.machine = "boot-1"
-        self._machinery = MachineResources(num_cores=4, num_gpus=num_gpus)
+        self._resources = MachineResources(num_cores=4, num_gpus=num_gpus)
         self.dispatcher = self.new_dispatcher()
 
     def new_dispatcher(self) -> Dispatcher:
@@ -199,7 +199,7 @@ class Stage:
             database,
             self.settings,
             self.runners,
-            self._machinery,
+            self._resources,
             Lease(database, node=self.node, machine=machine or self.machine, is_alone=is_alone, clock=clock),
             prepare=prepare,
             ask=ask,
