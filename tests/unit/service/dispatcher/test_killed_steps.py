@@ -18,12 +18,12 @@ from windlass.planner.planning.plan_request import PlanRequest
 from windlass.service.api.routes import plans
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.spec_builder import plan_request
-from windlass.service.preparation.pipeline import (
+from windlass.service.preparation.pipeline import Preparation
+from windlass.service.preparation.steps import (
     CHECK_MODEL,
     DOWNLOAD_MODEL,
     PLAN_JOB,
     PREPARE_DATA,
-    Preparation,
     PreparationOrder,
     PreparationStep,
 )

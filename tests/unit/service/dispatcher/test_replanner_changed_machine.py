@@ -15,7 +15,8 @@ from windlass.planner.planning.report import PlanReport
 from windlass.service.dispatcher import replanner
 from windlass.service.dispatcher.capacity import MachineCapacity
 from windlass.service.jobs.spec_builder import MachineResources, job_dir, plan_request, resolve_job
-from windlass.service.preparation.pipeline import CHECK_MODEL, PREPARE_DATA, QUESTION_FILE, PreparationError
+from windlass.service.preparation.pipeline import PreparationError
+from windlass.service.preparation.steps import CHECK_MODEL, PREPARE_DATA, QUESTION_FILE
 from windlass.service.validation.hyperparameters import WindlassSettings
 from windlass.storage.sql.job_status import JobStatus
 

@@ -14,7 +14,7 @@ from windlass.planner.planning.worker import question_of
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.plan_files import has_plan, keep_plan, load_plan, load_plan_request, plans_of
 from windlass.service.jobs.spec_builder import dataset_dir, job_dir, resolve_job
-from windlass.service.preparation.pipeline import PLAN_JOB, QUESTION_FILE
+from windlass.service.preparation.steps import PLAN_JOB, QUESTION_FILE
 from windlass.service.validation.hyperparameters import WindlassSettings
 from windlass.storage.sql.models import Job
 

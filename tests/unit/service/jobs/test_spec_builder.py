@@ -31,13 +31,8 @@ from windlass.service.jobs.spec_builder import (
     resolve_job,
     training_config_of,
 )
-from windlass.service.preparation.pipeline import (
-    CHECK_MODEL,
-    PLAN_JOB,
-    PREPARE_DATA,
-    PreparationError,
-    PreparationOrder,
-)
+from windlass.service.preparation.pipeline import PreparationError
+from windlass.service.preparation.steps import CHECK_MODEL, PLAN_JOB, PREPARE_DATA, PreparationOrder
 from windlass.service.validation.hyperparameters import (
     JobSettings,
     SupervisedHyperparameters,

@@ -20,18 +20,10 @@ from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning.plan_request import PlanRequest
 from windlass.service.preparation import pipeline as preparation
-from windlass.service.preparation.pipeline import (
-    Preparation,
-    PreparationError,
-    PreparationOrder,
-    PreparationStep,
-    Results,
-    StepFailedError,
-    plan_step,
-    preparation_of,
-    step_server,
-)
+from windlass.service.preparation import steps as preparation_steps
+from windlass.service.preparation.pipeline import Preparation, PreparationError, StepFailedError, preparation_of
 from windlass.service.preparation.sandbox.process import LimitedCommand, start_limited
+from windlass.service.preparation.steps import PreparationOrder, PreparationStep, Results, plan_step, step_server
 from windlass.storage.ids import Precision
 
 
@@ -89,10 +81,10 @@ def test_a_stale_result_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
 
 
 _STAGES = {
-    preparation.DOWNLOAD_MODEL: "the download of the model",
-    preparation.CHECK_MODEL: "the check of the model",
-    preparation.PREPARE_DATA: "the preparation of the data",
-    preparation.PLAN_JOB: "planning",
+    preparation_steps.DOWNLOAD_MODEL: "the download of the model",
+    preparation_steps.CHECK_MODEL: "the check of the model",
+    preparation_steps.PREPARE_DATA: "the preparation of the data",
+    preparation_steps.PLAN_JOB: "planning",
 }
 _KILLED = "os.kill(os.getpid(), 9)"
 
@@ -294,7 +286,7 @@ def test_a_file_of_weights_that_is_larger_than_the_limit_can_be_mapped(
 def test_a_hostile_template_ends_its_job_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, is_forked: bool
 ) -> None:
-    monkeypatch.setitem(preparation._TIMEOUTS_S, preparation.PREPARE_DATA, 30)
+    monkeypatch.setitem(preparation_steps._TIMEOUTS_S, preparation_steps.PREPARE_DATA, 30)
     # The limit of a small machine, because a test must not use this one's memory.
     monkeypatch.setattr(preparation, "_LEAST_ADDRESS_SPACE_NBYTES", 6 * 1024**3)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=0))
@@ -303,7 +295,9 @@ def test_a_hostile_template_ends_its_job_only(
     line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     order.training_file.write_text(json.dumps(line) + "\n")
     order = dataclasses.replace(order, validation_file=None)
-    steps = [step for step in preparation_of(order)._steps if getattr(step, "name", "") == preparation.PREPARE_DATA]
+    steps = [
+        step for step in preparation_of(order)._steps if getattr(step, "name", "") == preparation_steps.PREPARE_DATA
+    ]
     server = step_server(tmp_path / "server.log")
     start = server.start if is_forked else start_limited
     with pytest.raises(PreparationError) as raised:

@@ -39,7 +39,7 @@ from windlass.service.jobs.plan_files import expected_pace
 from windlass.service.jobs.plan_view import in_words, view_of
 from windlass.service.jobs.spec_builder import MachineResources, job_dir
 from windlass.service.preparation.memory import PreparationMemory
-from windlass.service.preparation.pipeline import Results
+from windlass.service.preparation.steps import Results
 from windlass.storage.ids import Precision
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
