@@ -87,13 +87,7 @@ def plan(
         raise CommandError(
             f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"
         )
-    if gradient_updates not in ("auto", *UpdateOrder):
-        raise CommandError(f"--gradient-updates: {gradient_updates!r} is not one of auto, {', '.join(UpdateOrder)}")
-    if clip and gradient_updates != "auto" and not UpdateOrder(gradient_updates).keeps_grads:
-        raise CommandError(
-            f"--gradient-updates: with {gradient_updates} updates begin before the norm of all gradients is known; add "
-            "--no-clip, or choose kept"
-        )
+    _check_order_of_updates(gradient_updates, clip=clip)
     asked = _settings(
         precision=precision,
         state_precision=state_precision,
@@ -143,6 +137,17 @@ def plan(
             _print_comparison(found, compared)
     if not found.feasible:
         raise typer.Exit(2)
+
+
+def _check_order_of_updates(gradient_updates: str, *, clip: bool) -> None:
+    """Raises CommandError for an unknown order, or one that does not go with clipping."""
+    if gradient_updates not in ("auto", *UpdateOrder):
+        raise CommandError(f"--gradient-updates: {gradient_updates!r} is not one of auto, {', '.join(UpdateOrder)}")
+    if clip and gradient_updates != "auto" and not UpdateOrder(gradient_updates).keeps_grads:
+        raise CommandError(
+            f"--gradient-updates: with {gradient_updates} updates begin before the norm of all gradients is known; add "
+            "--no-clip, or choose kept"
+        )
 
 
 def _settings(**asked: Any) -> WindlassSettings:
