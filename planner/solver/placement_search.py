@@ -426,14 +426,15 @@ def _placement(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) 
 
 
 def _letting_tensors_leave(costs: StepCosts, ways: Iterable[ActivationOption], *, num_stores: int) -> QueueDepths:
-    """Returns depths with room for the largest swapped tensor, because a single tensor is always admitted.
+    """Returns depths with room for the largest swapped tensors: one for each store, and see `StepCosts.num_leaving`.
 
     On a CPU nothing is on its way out while the next layer is computed, so the depths do not change.
     """
     largest = max((nbytes for way in ways for nbytes in way.out_nbytes), default=0)
     if costs.speeds.shares_cores:
         return costs.depths
-    return replace(costs.depths, leaving_nbytes=max(costs.depths.leaving_nbytes, num_stores * largest))
+    num_leaving = max(costs.num_leaving, num_stores)
+    return replace(costs.depths, leaving_nbytes=max(costs.depths.leaving_nbytes, num_leaving * largest))
 
 
 def _assignment(costs: StepCosts, kinds: Sequence[Kind], placement: Placement) -> Assignment:

@@ -340,12 +340,20 @@ class StepCosts:
     def _most_leaving_nbytes(self) -> float:
         """Returns the maximum bytes of swapped activations that have not left the device yet.
 
-        A single tensor is always admitted. So the result is at least the largest tensor of the option whose tensors are
-        smallest.
+        The result has room for the largest tensors of the option whose tensors are smallest: see `num_leaving`.
         """
         ways = (way for layer in self.job.model.blocks_of_layers for way in self.job.ways(layer))
         largest = min((max(way.out_nbytes) for way in ways if way.out_nbytes), default=0)
-        return max(self.depths.leaving_nbytes, largest)
+        return max(self.depths.leaving_nbytes, self.num_leaving * largest)
+
+    @property
+    def num_leaving(self) -> int:
+        """The number of tensors that may be leaving the device, however large they are.
+
+        With one, the thread that launches kernels would wait for each copy. A single one is always admitted, for plans
+        that must save device memory.
+        """
+        return 2 if self.depths.leaving_nbytes else 1
 
     @property
     def _transit_nbytes(self) -> float:

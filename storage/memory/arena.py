@@ -227,11 +227,13 @@ class SlotPool:
         Raises:
             SlotMisuse: a span is not a slot in use of this pool, or is named twice.
         """
+        released: set[Span] = set()
         with self._changed:
-            for i, span in enumerate(spans):
-                if span not in self._in_use or span in spans[:i]:
+            for span in spans:
+                if span not in self._in_use or span in released:
                     raise SlotMisuse(f"pool {self.name}: {span} is not a slot in use; released twice, or not ours")
-            self._in_use.difference_update(spans)
+                released.add(span)
+            self._in_use -= released
             self._free.extend(spans)
             self._changed.notify_all()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from windlass.actors.lifecycle import WAIT_POLICY
+from windlass.actors.lifecycle import WAIT_POLICY, allocator_settings
 from windlass.service.installation import num_cores
 from windlass.service.preparation.sandbox.fork_server import CONTINUE, HALT, PID, StepOrder
 from windlass.storage.memory import describe_process_end
@@ -84,7 +84,7 @@ def start_limited(limited: LimitedCommand, log: IO[bytes]) -> LimitedProcess:
     limits = [f"--cpu-s={limited.cpu_s}"]
     gpus = _NO_GPUS
     if limited.sees_gpus:
-        gpus = {name: os.environ[name] for name in _NO_GPUS if name in os.environ}
+        gpus = {name: os.environ[name] for name in _NO_GPUS if name in os.environ} | allocator_settings(os.environ)
     else:
         limits.append(f"--address-space-nbytes={limited.address_space_nbytes}")
         if limited.memory_nbytes is not None:
