@@ -66,6 +66,9 @@ class LimitedCommand:
     sees_gpus: bool = False  # then its address space is unlimited, because CUDA maps more than any limit
 
 
+# The program that limits itself and then becomes a command.
+_LIMITED_EXEC = "windlass.service.preparation.sandbox.limited_exec"
+
 # CUDA maps more addresses than the limit allows, and most steps do not need it.
 _NO_GPUS: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -102,10 +105,7 @@ def _start(
     more: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "windlass.service.preparation.sandbox.limited_exec", f"--parent-pid={os.getpid()}"),
-            *(*limits, "--", *command),
-        ],
+        [sys.executable, "-m", _LIMITED_EXEC, f"--parent-pid={os.getpid()}", *limits, "--", *command],
         env={
             "HF_HUB_OFFLINE": "1",
             **{name: os.environ[name] for name in passed_on if name in os.environ},
