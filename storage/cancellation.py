@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 What = str | Callable[[], str]
 
 _Task = TypeVar("_Task")
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,20 +61,27 @@ class CancelToken:
         if self._is_cancelled:
             raise self._stopped()
 
-    def wait_for(self, condition: threading.Condition, is_done: Callable[[], bool], what: What) -> None:
-        """Waits until `is_done` returns true. The caller holds the condition.
+    def wait_for(self, condition: threading.Condition, find: Callable[[], _Found | None], what: What) -> _Found:
+        """Waits until `find` returns something true, and returns that. The caller holds the condition.
 
         Raises:
             InterruptedError: the token is cancelled.
-            TimeoutError: it did not return true in time; the text names `what`.
+            TimeoutError: it returned nothing true in time; the text names `what`.
         """
         self.check()
-        if is_done():
-            return
-        is_in_time = self._wait(condition, is_done, what, self._deadline_s)
-        self.check()
-        if not is_in_time:
+        found = find()
+        if not found:
+
+            def look() -> bool:
+                nonlocal found
+                found = find()
+                return bool(found)
+
+            self._wait(condition, look, what, self._deadline_s)
+            self.check()
+        if not found:
             raise self._overdue(what if isinstance(what, str) else what())
+        return found
 
     def wait_for_work(self, condition: threading.Condition, is_there: Callable[[], bool]) -> None:
         """Waits, without a timeout, until there is work or the token is cancelled. The caller holds the condition."""

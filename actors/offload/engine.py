@@ -326,7 +326,6 @@ class OffloadEngine:
             self._plan.params,
             host_slots,
             offsets[self._store.formats.param_kind],
-            poison_released=config.poison_released,
         )
         self._updates = LayerUpdates(
             blocks,
