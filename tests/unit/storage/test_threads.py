@@ -87,13 +87,13 @@ def test_own_threads_are_known(bench: Bench) -> None:
 
     def look() -> None:
         assert started.wait(30.0)
-        found.append(threading.current_thread() in bench.threads)
+        found.append(bench.threads.include_caller)
 
     bench.threads.start([look])
     started.set()
     bench.threads.join(30.0)
     assert found == [True]
-    assert threading.current_thread() not in bench.threads
+    assert not bench.threads.include_caller
 
 
 class Owner:
