@@ -14,7 +14,7 @@ from windlass.actors.job import JobContext
 from windlass.actors.ssd import SsdClient
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.activations import NOTHING_SWAPPED, HostActivations, SwapCounts, SwapHandle
-from windlass.engine.device import Device, StartThreads
+from windlass.engine.device import Device
 from windlass.storage.ids import BlockIndex, Step
 from windlass.storage.memory import SlotPool
 
@@ -41,10 +41,9 @@ class ActivationTiers:
         device: Device,
         memory: torch.Tensor,
         client: SsdClient,
-        start_threads: StartThreads,
         spans: SpanRecorder,
     ) -> None:
-        """`memory` is the arena as flat uint8. The device's token ends the threads and all waits."""
+        """`memory` is the arena as flat uint8. The device's token ends all waits."""
         plan, pool = context.plan, context.plan.activations
         self._watch = ActivationSpans(spans)
         self._device = device
@@ -64,7 +63,7 @@ class ActivationTiers:
         self._ssds: SsdActivations | None = None
         if plan.num_ssd_activations:
             self._ssds = SsdActivations(
-                context, device, memory, client, start_threads, self._watch, max_leaving_nbytes=plan.max_leaving_nbytes
+                context, device, memory, client, self._watch, max_leaving_nbytes=plan.max_leaving_nbytes
             )
         self._held: dict[SwapHandle, _Held] = {}
         self._num_puts = 0

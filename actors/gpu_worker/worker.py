@@ -173,9 +173,7 @@ class GpuWorker:
         self._require_room()
         self._device_memory = DeviceMemory(self.device.device)
         if self.context.plan.activations.num_slots:
-            self._activations = ActivationTiers(
-                self.context, self.device, self._tensors.memory, self._io, self._threads.start, self._spans
-            )
+            self._activations = ActivationTiers(self.context, self.device, self._tensors.memory, self._io, self._spans)
             self._threads.resources.callback(self._activations.close)
         self.runner = BlockRunner(
             self.partition,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from windlass.amounts import bytes_text
-from windlass.engine.activations.store import SwapCounter, SwapCounts, SwapHandle, SwapWatch, Unwatched
+from windlass.engine.activations.store import SwapCounter, SwapCounts, SwapHandle, SwapWatch, Unwatched, wait_on_device
 from windlass.engine.device import Device, Event, copy
 from windlass.storage.ids import Span
 from windlass.storage.memory import SlotPool
@@ -136,17 +136,13 @@ class HostActivations:
         with self._changed:
             held = self._held.pop(handle)
         assert held.back is not None
-        (target, copied), compute = held.back, self._device.compute
-        if copied.is_over():
-            return target
-        asked = compute.record()
+        target, copied = held.back
         try:
-            compute.wait(copied)
+            wait_on_device(self._device, self._watch, copied)
         except TimeoutError as error:
             raise TimeoutError(
                 f"{error}: {bytes_text(handle.nbytes)} of activations did not come back from host memory"
             ) from error
-        compute.then(functools.partial(self._waited, self._watch.owner(), asked, compute.record()))
         return target
 
     def drop(self, handle: SwapHandle) -> None:
@@ -202,9 +198,6 @@ class HostActivations:
             )
         finally:
             self._watch.waited(self._watch.owner(), start_s, time.monotonic())
-
-    def _waited(self, owner: object, asked: Event, granted: Event) -> None:
-        self._watch.waited(owner, asked.time_s(), granted.time_s())
 
     def _has_left(self, tensor: torch.Tensor, owner: object, begun: Event, copied: Event) -> None:
         self._watch.moved(owner, begun.time_s(), copied.time_s(), tensor.nbytes, is_out=True)

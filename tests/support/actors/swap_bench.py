@@ -103,9 +103,7 @@ class SwapBench:
                 patch.setattr(module, "SlotPool", self._make_pool)
             self.span_log = SpanRecorder(WORKER, context.spec.job, self.send)
             self.client = SsdClient(WORKER, context, self.send)
-            self.store = ActivationTiers(
-                context, self.device, self.memory, self.client, self.threads.start, self.span_log
-            )
+            self.store = ActivationTiers(context, self.device, self.memory, self.client, self.span_log)
 
     def _make_pool(self, *args: Any, **kwargs: Any) -> SlotPool:
         pool = PoisonedSlots(*args, **kwargs)

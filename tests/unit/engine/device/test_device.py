@@ -177,8 +177,7 @@ def test_waits_for_the_compute_stream_return_when_its_work_is_done(late: Device)
     late.synchronize()
     assert done == [1]
     late.compute.run(lambda: done.append(2))
-    wait = late.after_now()
-    wait()
+    late.compute.record().wait()
     assert done == [1, 2]
 
 
