@@ -20,7 +20,7 @@ from windlass.actors.messages import ReadActivations, WriteActivations
 from windlass.actors.ssd import SsdClient
 from windlass.amounts import bytes_text
 from windlass.engine.activations import ActivationMemoryError, SwapCounter, SwapCounts, SwapWatch, wait_on_device
-from windlass.engine.device import Device, Event, copy
+from windlass.engine.device import Device, Event, TensorArena, copy
 from windlass.storage.ids import Span
 from windlass.storage.memory import SlotPool
 
@@ -38,13 +38,13 @@ class SsdActivations:
         self,
         context: JobContext,
         device: Device,
-        memory: torch.Tensor,
+        arena: TensorArena,
         client: SsdClient,
         watch: SwapWatch,
         *,
         max_leaving_nbytes: int,
     ) -> None:
-        """Opens the two streams. `memory` is the arena as flat uint8. The device's token ends all waits.
+        """Opens the two streams. The device's token ends all waits.
 
         `max_leaving_nbytes` limits the bytes that wait on the device for their copies; a single put may exceed it.
         """
@@ -52,7 +52,7 @@ class SsdActivations:
         pool, num_staged = plan.activations, plan.num_staged_activations
         self._device = device
         self._token = device.token
-        self._memory = memory
+        self._arena = arena
         self._client = client
         self._watch = watch
         self._max_leaving_nbytes = max_leaving_nbytes
@@ -310,7 +310,7 @@ class SsdActivations:
 
     def _in_buffer(self, part: Part) -> torch.Tensor:
         assert part.buffer is not None
-        return self._memory[part.buffer.offset : part.buffer.offset + part.nbytes]
+        return self._arena.view(part.buffer.offset, part.nbytes, torch.uint8)
 
     # --- inside: callbacks of the streams -----------------------------------------------------------------------------
 

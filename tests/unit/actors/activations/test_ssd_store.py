@@ -19,6 +19,7 @@ from windlass.engine.activations.host_store import ActivationMemoryError
 from windlass.engine.activations.store import Unwatched
 from windlass.engine.device.device import Device, copy
 from windlass.engine.device.streams import StartThreads
+from windlass.engine.device.tensor_arena import TensorArena
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, BlockIndex, Step
 from windlass.storage.threads import CancellableThreads
@@ -62,7 +63,7 @@ class Stage:
             self.store = SsdActivations(
                 self.context,
                 self.device,
-                self.memory,
+                TensorArena(self.memory),
                 self.client,
                 Unwatched(),
                 max_leaving_nbytes=max_leaving_nbytes,

@@ -12,7 +12,7 @@ import torch
 from tests.support.late_streams import LateStreams
 from windlass.engine.device import device as device_module
 from windlass.engine.device import registered_memory
-from windlass.engine.device.device import Device
+from windlass.engine.device.device import Device, copy
 from windlass.engine.device.registered_memory import PinError
 from windlass.engine.device.streams import StartThreads
 from windlass.storage.cancellation import CancelToken
@@ -334,6 +334,10 @@ class TestPinning:
         assert [piece.numel() * 4 for _, piece in pieces] == [3996, 4096, 4096, 4096, 3616]
         assert all(to.numel() == from_.numel() for to, from_ in pieces)
         assert pieces[1][1].data_ptr() == begin + 4096
+        launches: list[int] = []
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda to, *_, **__: launches.append(to.nbytes))
+        copy(torch.empty(host.numel(), dtype=torch.int32, device="meta"), host)
+        assert launches == [3996, 4096, 4096, 4096, 3616]
         within = memory[4096:8192]
         assert [piece.numel() for piece, _ in registered_memory.within_parts(within, within)] == [4096]
         gpu.unpin(memory)
