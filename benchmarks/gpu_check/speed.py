@@ -50,7 +50,7 @@ _TINY_MEASURED_S = 0.1
 
 
 class _EnoughSteps(Exception):
-    """Ends a run when enough steps are timed."""
+    """Ends a run when enough steps are timed, or its time is up."""
 
 
 def measure(case: SpeedCase, setting: Setting) -> dict[str, Any]:
@@ -151,6 +151,7 @@ class _Training:
         self._tracer = Tracer(setting.root / "trace.json.gz")
         self._waits = HostWaits()
         self._until_s = time.monotonic() + _TRAINED_S
+        self._is_out_of_time = False
         self._arena_nbytes = 0
         self._memory_stats: dict[str, int] = {}
 
@@ -175,6 +176,8 @@ class _Training:
             finally:
                 trace = self._tracer.stop()
             host_peak_nbytes = sampler.peak_nbytes("run")
+        if self._is_out_of_time:
+            raise NotHereError(f"no step was timed within {_TRAINED_S:g} s")
         if outcome is not None:
             raise RuntimeError(f"the job ended before it was timed: {outcome['error'] and outcome['error']['message']}")
         steps, is_gpu = self._timed_steps(), self._setting.device == "cuda"
@@ -206,7 +209,8 @@ class _Training:
         if num_after >= 2 or (is_late and self._timed_steps()):
             raise _EnoughSteps
         if is_late:
-            raise NotHereError(f"no step was timed within {_TRAINED_S:g} s")
+            self._is_out_of_time = True
+            raise _EnoughSteps
         self._waits.turn(on=num_after == 0)
         if num_after == 1:
             self._tracer.start()
