@@ -27,6 +27,7 @@ from benchmarks.gpu_check.case import Case, Result, ResultsFile, Setting, Status
 from benchmarks.gpu_check.cases import cases
 from benchmarks.gpu_check.report import has_failed, in_words, keys, report_lines
 from benchmarks.reporting.report import rounded
+from windlass.actors.lifecycle import allocator_settings
 
 REPORTS = Path(__file__).parents[1] / "reports"
 _LIMIT_S = 580.0  # timeout of a case
@@ -114,8 +115,7 @@ def _results_file(options: argparse.Namespace, root: Path) -> ResultsFile:
 
 def _run_apart(case: Case, setting: Setting, limit_s: float) -> Result:
     """Runs a case in a process of its own, because a failed kernel makes CUDA unusable for the rest of a process."""
-    # What torch's allocator reserves is then what it needs. It reads this when it is loaded.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.update(allocator_settings(os.environ))  # as in a job; PyTorch reads them when it is loaded
     before = len(setting.results.path.read_text().splitlines()) if setting.results.path.exists() else 0
     start_s = time.monotonic()
     process = multiprocessing.get_context("spawn").Process(target=run_here, args=(case, setting, limit_s))

@@ -244,7 +244,8 @@ def _speed_tables(results: list[Result]) -> list[str]:
         )
         times.append((result.case, _seconds(found["busy_s"]), _seconds(found["stall_s"])))
         waits += [(result.case, line, str(number)) for line, number in found["host_waits_by_line"].items()]
-    traces = [result for result in results if result.measured["trace"]]
+    traced = [result for result in results if result.measured["trace"]]
+    worst = max(traced, key=lambda result: float(result.measured["step_over_compute_only"]), default=None)
     return [
         *_explanation(),
         "",
@@ -254,7 +255,7 @@ def _speed_tables(results: list[Result]) -> list[str]:
         "",
         *table(("case", "busy, s a step", "nothing computed, s a step, by cause"), times),
         *(["", *table(("the host waited in", "line", "times a step"), waits)] if waits else []),
-        *(["", f"The trace of the worst case, {traces[-1].case}: {traces[-1].measured['trace']}"] if traces else []),
+        *([] if worst is None else ["", f"The trace of the worst case, {worst.case}: {worst.measured['trace']}"]),
     ]
 
 

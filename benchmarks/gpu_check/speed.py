@@ -130,8 +130,8 @@ def _keep_worst_trace(setting: Setting, measured: dict[str, Any]) -> None:
     measured["trace"] = None
     if trace is None:
         return
-    others = (each.measured.get("step_over_compute_only") for each in setting.results.read().values())
-    if over is None or any(other is not None and other >= over for other in others):
+    traced = (each.measured for each in setting.results.read().values() if each.measured.get("trace"))
+    if over is None or any(each["step_over_compute_only"] >= over for each in traced):
         Path(trace).unlink()
         return
     setting.results.path.parent.mkdir(parents=True, exist_ok=True)
@@ -206,10 +206,9 @@ class _Training:
         num_after = len(self._timed_steps()) - _NUM_TIMED
         if num_after >= 0 and not self._memory_stats and self._setting.device == "cuda":
             self._memory_stats = dict(torch.cuda.memory_stats())  # before the watching allocates
-        if num_after >= 2 or (is_late and self._timed_steps()):
-            raise _EnoughSteps
-        if is_late:
-            self._is_out_of_time = True
+        num_watched = 1 if self._planned.case.schedule is not None else 2  # imitations are not traced
+        if is_late or num_after >= num_watched:
+            self._is_out_of_time = num_after <= -_NUM_TIMED
             raise _EnoughSteps
         self._waits.turn(on=num_after == 0)
         if num_after == 1:
