@@ -48,6 +48,8 @@ _NUM_TINY_STEPS = 2
 # Largest difference, as a multiple of the noise floor. Differences of one size are spread this widely.
 FLOOR_FACTOR = 8.0
 _EPSILON = 2.0**-23  # smallest noise floor: a unit in the last place of an fp32 number
+# Smallest noise floor of params: one in 2^16 differs by a unit in the last place.
+_LEAST_PARAMS = {Precision.FP32: _EPSILON, Precision.BF16: 2.0 ** (-8 - 8), Precision.FP16: 2.0 ** (-11 - 8)}
 # Choices for activations, and whether swapped ones go to the SSDs.
 ACTIVATIONS = (*((choice, False) for choice in ActivationChoice), (ActivationChoice.SWAP, True))
 _ENOUGH_S = 480.0  # no further variant begins
@@ -97,12 +99,10 @@ class Differences:
     loss: float  # the largest of any step
     params: float  # norm of the difference over the norm, at the end
 
-    def is_within(self, floor: "Differences") -> bool:
+    def is_within(self, floor: "Differences", precision: Precision) -> bool:
         """Checks that both are at most a small multiple of the noise floor."""
-        return all(
-            ours <= FLOOR_FACTOR * max(noise, _EPSILON)
-            for ours, noise in ((self.loss, floor.loss), (self.params, floor.params))
-        )
+        loss, params = max(floor.loss, _EPSILON), max(floor.params, _LEAST_PARAMS[precision])
+        return self.loss <= FLOOR_FACTOR * loss and self.params <= FLOOR_FACTOR * params
 
     @classmethod
     def largest(cls, several: Sequence["Differences"]) -> "Differences":
@@ -150,7 +150,7 @@ def measure(case: ParityCase, setting: Setting) -> dict[str, Any]:
     for run in runs:
         if (difference := run["difference"]) is not None:
             found.append(difference)
-            run["is_wrong"] |= not difference.is_within(floor)
+            run["is_wrong"] |= not difference.is_within(floor, case.precision)
             run["difference"] = asdict(difference)
     largest = Differences.largest(found)
     return {
