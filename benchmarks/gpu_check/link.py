@@ -24,6 +24,7 @@ from windlass.amounts import GB, GIB
 from windlass.engine.device import Device, TensorArena, copy
 from windlass.planner.profiling.measure_machine import MachineRates
 from windlass.planner.profiling.measure_machine import measure as measure_rates
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import Attempt, JobId, Kernel, Precision, StatePrecision
 from windlass.storage.memory import Arena, arena_path, arena_room_nbytes, directory_free_nbytes
 
@@ -94,7 +95,8 @@ def _hardware(setting: Setting, rates: MachineRates, link: dict[str, Any]) -> di
 def _link(setting: Setting) -> dict[str, Any]:
     nbytes = _TINY_ARENA_NBYTES if setting.is_tiny else min(_ARENA_NBYTES, arena_room_nbytes(SHM_DIR) // 4)
     nbytes = max(2, nbytes // _PIECE_NBYTES // 2 * 2) * _PIECE_NBYTES
-    device = Device(torch.device(setting.device))
+    token = CancelToken(_DEADLINE_S)
+    device = Device(torch.device(setting.device), token=token)
     start_s = time.perf_counter()
     arena = Arena.create(arena_path(SHM_DIR, JobId("gpu-check"), Attempt(1)), nbytes)
     try:
@@ -114,7 +116,7 @@ def _link(setting: Setting) -> dict[str, Any]:
             **latencies,
         }
     finally:
-        device.close()
+        token.cancel()
         arena.close()
         arena.unlink()
 
@@ -135,7 +137,7 @@ def _copies(device: Device, memory: torch.Tensor) -> dict[str, float]:
             if "d2h" in ways:
                 device.d2h.run(lambda pair=outward[index]: copy(*pair))  # type: ignore[misc]
         for stream in (device.h2d, device.d2h):
-            stream.record().wait(_DEADLINE_S)
+            stream.record().wait()
 
     nbytes = half * _PIECE_NBYTES
     return {
@@ -158,7 +160,7 @@ def _latencies(device: Device) -> dict[str, float]:
 
     def wait() -> None:
         device.compute.run(launch)
-        device.compute.record().wait(_DEADLINE_S)
+        device.compute.record().wait()
 
     def hop() -> None:
         for _ in range(_NUM_WAITS):

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import benchmark as gpu_check
+from benchmarks.gpu_check import link as gpu_link
 from benchmarks.gpu_check import parity as gpu_parity
 from benchmarks.gpu_check import prediction
 from benchmarks.gpu_check import speed as gpu_speed
@@ -214,6 +215,7 @@ def test_a_case_has_as_many_layers_as_there_is_room_for() -> None:
     assert set(whole.placement.host_blocks) == set(range(30))
 
 
+@pytest.mark.long
 def test_states_on_the_ssd_are_cut_by_the_disk() -> None:
     plan = planned("speed-3B-ssd-16", gpu_gib=24, arena_gib=64, disk_gib=30)
     assert 1 <= plan.case.shape.num_layers < 36
@@ -226,6 +228,7 @@ def test_a_machine_without_room_has_no_case() -> None:
         planned("speed-7B-host-16", gpu_gib=4, arena_gib=120, disk_gib=0)
 
 
+@pytest.mark.long
 def test_all_of_the_gpus_memory_is_used_without_the_cap() -> None:
     plan = planned("speed-1.5B-host-16-all", gpu_gib=80, arena_gib=64, disk_gib=0)
     assert plan.choice is ActivationChoice.KEEP
@@ -268,6 +271,13 @@ def test_a_prediction_is_written_down_before_the_case(setting: Setting, monkeypa
 
     setting.plan[case.name]["num_layers"] = 2
     assert run_case(case, setting).reason == "the plan file has 2 layers, and 3 fit"
+
+
+def test_the_link_is_measured_from_a_registered_arena(setting: Setting) -> None:
+    found = gpu_link._link(setting)
+    assert min(found.values()) > 0
+    assert found.keys() >= {"h2d_gb_per_s", "d2h_gb_per_s", "duplex_gb_per_s", "register_s_per_gib", "launch_us"}
+    assert list(Path("/dev/shm").glob(f"windlass-gpu-check-*-{os.getpid()}.arena")) == []
 
 
 # --- results -------------------------------------------------------------------------------------------------------
