@@ -29,7 +29,7 @@ from windlass.storage.ids import BlockIndex, Precision
 _USUAL_ROUNDS = 3  # minimum number of rounds
 _LONG_S = 20.0  # of a pass: a longer one is the only one, and recomputation counts as a forward pass
 _STANDARD_ERROR = 0.01  # relative error below which rounds end
-_MAX_S = 8.0  # seconds after which rounds end
+_MAX_S = 8.0  # seconds after which rounds end, unless the caller gives others
 # A job writes every layer's activations to memory that no cache holds. So as many equal layers are measured as have
 # this many bytes of activations together.
 _MIN_ACTIVATIONS_NBYTES = 128 << 20
@@ -65,15 +65,16 @@ def measure_blocks(
     *,
     sums_grads: bool = False,
     grad_precision: Precision | None = None,
+    max_s: float | None = None,
 ) -> MeasuredBlocks:
     """Measures the time of each block of a profile on this device. Meanwhile some blocks' params are in memory.
 
     `sums_grads`: gradients are summed over micro-batches. `grad_precision`: type of a block's gradient; None: that of
-    the model.
+    the model. `max_s`: seconds after which no further round begins; None: the usual ones.
     """
     return _Bench(
         profile, config, precision, device, sums_grads=sums_grads, grad_precision=grad_precision or precision
-    ).measure()
+    ).measure(_MAX_S if max_s is None else max_s)
 
 
 def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelProfile:
@@ -117,9 +118,9 @@ class _Bench:
         vocab = int(self._partition.model.config.get_text_config().vocab_size)
         self._ids = torch.randint(vocab, (profile.num_examples, profile.num_tokens), device=device)
 
-    def measure(self) -> MeasuredBlocks:
+    def measure(self, max_s: float) -> MeasuredBlocks:
         """Returns the times of each block; equal layers share the times measured for their kind."""
-        rounds = self._rounds()
+        rounds = self._rounds(max_s)
         embedding, head = BlockIndex(0), self._partition.head
         times: dict[int, BlockTimes] = {}
         for block in (embedding, head):
@@ -132,15 +133,15 @@ class _Bench:
             times.update(dict.fromkeys(kind, BlockTimes(forward_s=kept[0], backward_s=kept[1], again=again)))
         return MeasuredBlocks(times=times, standard_error=_standard_error(rounds))
 
-    def _rounds(self) -> list[_Round]:
+    def _rounds(self, max_s: float) -> list[_Round]:
         start_s = time.perf_counter()
         first = self._pass(self._choices[0])
         if time.perf_counter() - start_s > _LONG_S:
             return [[first]]
         rounds = [self._round()]
-        if time.perf_counter() - start_s < _MAX_S / 2:
+        if time.perf_counter() - start_s < max_s / 2:
             rounds.clear()  # drop the first rounds of a short measurement, because they include one-time work
-        while not _is_known(rounds, time.perf_counter() - start_s):
+        while not _is_known(rounds, time.perf_counter() - start_s, max_s):
             rounds.append(self._round())
         return rounds
 
@@ -201,8 +202,8 @@ def _both(passes: Iterable[_Taken], blocks: Sequence[BlockIndex]) -> tuple[float
     return statistics.fmean(forward), statistics.fmean(backward)
 
 
-def _is_known(rounds: Sequence[_Round], taken_s: float) -> bool:
-    if rounds and taken_s > _MAX_S:
+def _is_known(rounds: Sequence[_Round], taken_s: float, max_s: float) -> bool:
+    if rounds and taken_s > max_s:
         return True
     return len(rounds) >= _USUAL_ROUNDS and _standard_error(rounds) < _STANDARD_ERROR
 

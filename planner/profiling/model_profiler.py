@@ -1,6 +1,6 @@
 """Profiles models by tensor shapes alone. It reads no weights, and computes or allocates nothing."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GPT2Config, LlamaConfig
@@ -10,14 +10,16 @@ from windlass.engine.memory_estimate import DryRun
 from windlass.engine.memory_plan import ATTENTION
 from windlass.engine.model import BlockRunner, ModelLayout, Partition, build_meta_model
 from windlass.planner.cost import BlockProfile, LayerProfile, ModelProfile, OperatorProfile
-from windlass.planner.hardware import ModelShape
 from windlass.storage.ids import BlockIndex, Precision
+
+if TYPE_CHECKING:  # `windlass.planner.hardware.model_shape` needs pydantic, which the GPU check does without
+    from windlass.planner.hardware import ModelShape
 
 # Tokens: the width to which an attention kernel on a GPU pads. Source: torch's memory-efficient attention, `kAlignLSE`.
 _PADDED_TOKENS = 32
 
 
-def config_of_shape(shape: ModelShape, *, num_tokens: int) -> Any:
+def config_of_shape(shape: "ModelShape", *, num_tokens: int) -> Any:
     """Returns a transformers config with these sizes, without dropout, for sequences of up to `num_tokens` tokens."""
     if shape.is_gpt:
         return GPT2Config(
