@@ -157,6 +157,7 @@ class GpuWorker:
             self.hyper.seed,
             activations=layer_activations(self.context),
             store=self._activations,
+            head_slices=self.hyper.head_slices,
         )
         group_size = self.context.plan.group_size
         self._computation = Computation(self.runner, self.device, group_size, self._activations)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.support.engine import odd_models
 from tests.support.engine.activation_runs import STEP, MemoryStore, Run
-from tests.support.engine.architectures import ARCHITECTURES, NUM_LAYERS, VOCABULARY, make_batch, make_model
+from tests.support.engine.architectures import ARCHITECTURES, NUM_LAYERS, make_batch, make_model
 from tests.support.engine.odd_models import odd_config
 from tests.unit.engine.activations.test_parity import POLICIES, everywhere
 from windlass.engine.activations.store import SwapHandle
@@ -21,9 +21,9 @@ from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
 from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.memory_plan.buffer_counts import summed_in_fp32
 from windlass.engine.memory_plan.device_moments import Pass, evaluation_moments, step_moments
-from windlass.engine.model import block_runner
-from windlass.engine.model.block_runner import LossSums
+from windlass.engine.model import head_slices
 from windlass.engine.model.grad_buffer import GradBuffer
+from windlass.engine.model.head_slices import LossSums
 from windlass.engine.model.partition import Partition, build_meta_model
 from windlass.storage.ids import BlockIndex, Precision
 
@@ -266,7 +266,8 @@ def test_the_allocator_agrees(choice: str) -> None:
 def test_head_with_many_slices_computes_two_in_the_dry_run(
     monkeypatch: pytest.MonkeyPatch, shapes: tuple[tuple[int, int], ...]
 ) -> None:
-    monkeypatch.setattr(block_runner, "MAX_LOGITS_NUMEL", 64 * VOCABULARY)
+    monkeypatch.setattr(head_slices, "MIN_SLICE_TOKENS", 64)
+    monkeypatch.setattr(head_slices, "MAX_SLICE_TOKENS", 64)
     assert_known(Case(name="Llama", choice=RECOMPUTE_ALL, precision=Precision.BF16, shapes=shapes, is_sliced=True))
 
 
