@@ -29,8 +29,8 @@ _MAX_LARGE_NUMEL = 256 * 2**20
 # Fewer would add the projection's gradient, vocabulary times hidden, more often.
 MIN_SLICE_TOKENS, MAX_SLICE_TOKENS = 1024, 4096
 _TOKENS_UNIT = 128  # because kernels for matrix products work on tiles of up to 128 rows
-# Elements: limit of the fp32 logits for which the loss is computed at once. Three such tensors are alive: 192 MiB.
-MAX_PIECE_NUMEL = 16 * 2**20
+# Elements: limit of the fp32 logits for which the loss is computed at once. Three such tensors are alive: 384 MiB.
+MAX_PIECE_NUMEL = 32 * 2**20
 
 
 def num_slice_tokens(slices: HeadSlices, vocab_size: int) -> int:
