@@ -50,8 +50,8 @@ class _Call:
 class EpilogueCalls(TorchFunctionMode):
     """Records calls while its context is entered. Then it repeats them, if that gives the same results.
 
-    A recording is not repeatable if it has a tensor of unknown origin, or a call that may read values or that runs in
-    another gradient mode, as inside a Python autograd function.
+    A recording is not repeatable in three cases. It has a tensor of unknown origin. A call may read values. Or a call
+    runs in another gradient mode, as inside a Python autograd function.
     """
 
     def __init__(self, model: nn.Module, modules: Iterable[nn.Module], hidden: torch.Tensor) -> None:
