@@ -48,8 +48,10 @@ class GuardedThreads:
         self._describe = describe
         self._threads: list[GuardedThread] = []
 
-    def __contains__(self, thread: threading.Thread) -> bool:
-        return thread in self._threads
+    @property
+    def include_caller(self) -> bool:
+        """Returns whether the calling thread is one of them."""
+        return threading.current_thread() in self._threads
 
     def start(self, targets: Iterable[Callable[[], None]], *, niceness: int = 0) -> None:
         """Starts one thread for each target. `niceness` is added to that of the process."""

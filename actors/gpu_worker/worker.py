@@ -141,7 +141,7 @@ class GpuWorker:
             limit_device_memory(self.device.device, self.spec.device_memory_nbytes)
         self._arena = Arena.open(self.context.arena_path)
         self._tensors = TensorArena.of(self._arena)
-        self.device.pin(self._tensors.memory)
+        self._pin_arena()
         if kernels := choose_kernels(self.context, self.partition, self.device.device, self._announce):
             chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
             self.send(SCHEDULER, chosen)
@@ -233,6 +233,14 @@ class GpuWorker:
         self.device.unpin(self._tensors.memory)
         del self._tensors
         self._arena.close()
+
+    def _pin_arena(self) -> None:
+        """Registers the arena with CUDA. That can take minutes, which are reported."""
+        start_s = time.monotonic()
+        self.device.pin(self._tensors.memory)
+        if self.device.is_cuda:
+            gib, seconds = self._tensors.memory.nbytes / 2**30, time.monotonic() - start_s
+            self._announce(f"{gib:.1f} GiB of host memory registered with CUDA: {seconds / gib:.2f} s a GiB")
 
     def _require_room(self) -> None:
         """Checks the device memory budget, before the job allocates device memory.

@@ -332,7 +332,6 @@ class OffloadEngine:
             host_slots,
             offsets[self._store.formats.param_kind],
             deadline_s=config.deadline_s,
-            poison_released=config.poison_released,
         )
         self._updates = LayerUpdates(
             blocks,

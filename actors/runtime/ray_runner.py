@@ -33,6 +33,7 @@ from windlass.actors.lifecycle import (
     NICENESS_BESIDE_COMPUTE,
     WAIT_POLICY,
     StopRequest,
+    allocator_settings,
     begin_attempt,
     bind_optimizer,
     has_begun,
@@ -61,6 +62,7 @@ DEVICE_RESOURCE = "device"
 _NODE_LABEL = "ray.io/node-id"  # a label that Ray sets on each node
 # Niceness of the training processes, so that the service's own processes get the cores first.
 _NICENESS = 10
+_NICENESS_BESIDE_LAUNCHES = 5  # added for optimizers where a GPU computes: a third of the launching thread's share
 # Seconds that a runner waits for disk space to write its outcome, and seconds between two tries. The first is less than
 # the minute after which a runner without a sign of life counts as hung, because the runner gives none meanwhile.
 _ROOM_DEADLINE_S, _ROOM_TRY_S = 45.0, 1.0
@@ -83,7 +85,9 @@ class ActorShell:
     def __init__(
         self, name: ActorName, context: JobContext, num_threads: int, niceness: int, *, uses_gpu: bool
     ) -> None:
-        if not uses_gpu:
+        if uses_gpu:
+            os.environ.update(allocator_settings(os.environ))
+        else:
             _hide_gpus()
         # OpenMP and MKL read these when torch is imported, which happens next. Ray sets one thread by default.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
@@ -315,7 +319,11 @@ class Runner:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
                 **options,
             ).remote(
-                name, context, _num_threads_of(name, spec), niceness=_niceness_of(name, has_gpus), uses_gpu=uses_gpu
+                name,
+                context,
+                _num_threads_of(name, spec),
+                niceness=niceness_of(name, has_gpus=has_gpus),
+                uses_gpu=uses_gpu,
             )
         return _answers_of({name: handle.address.remote() for name, handle in self._workers.items()})
 
@@ -367,9 +375,17 @@ def _num_threads_of(name: ActorName, spec: JobSpec) -> int:
     return 1 if optimizer_index(name) is None else spec.optimizer_threads
 
 
-def _niceness_of(name: ActorName, has_gpus: bool) -> int:
-    is_beside_compute = name != GPU_WORKER and not has_gpus
-    return _NICENESS + (NICENESS_BESIDE_COMPUTE if is_beside_compute else 0)
+def niceness_of(name: ActorName, *, has_gpus: bool) -> int:
+    """Returns the niceness of an actor's process, so that what the device computes with comes first.
+
+    Beside a GPU only the optimizers yield. They keep cores busy for long, and a GPU waits for the thread that launches
+    its kernels.
+    """
+    if name == GPU_WORKER:
+        return _NICENESS
+    if not has_gpus:
+        return _NICENESS + NICENESS_BESIDE_COMPUTE
+    return _NICENESS + (_NICENESS_BESIDE_LAUNCHES if optimizer_index(name) is not None else 0)
 
 
 _RemoteShell = ray.remote(concurrency_groups={"lifetime": 1})(ActorShell)

@@ -6,17 +6,12 @@ On a machine without a GPU the device is the CPU, and "device memory" is ordinar
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from windlass.amounts import bytes_text
+from windlass.engine.device.registered_memory import PinError, register, unregister, within_parts
 from windlass.engine.device.streams import Event, StartThreads, Stream, open_streams
-
-
-class PinError(RuntimeError):
-    """Host memory could not be registered with CUDA, or is not registered."""
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -25,7 +20,8 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         # NumPy's copy releases the GIL and starts no threads.
         np.copyto(_bytes_of(target), _bytes_of(source))
     else:
-        target.copy_(source, non_blocking=True)
+        for to, from_ in within_parts(target, source):
+            to.copy_(from_, non_blocking=True)
 
 
 def _start_daemons(targets: Iterable[Callable[[], None]]) -> None:
@@ -150,7 +146,7 @@ class Device:
     # --- pinned memory ----------------------------------------------------------------------------------------------
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Registers host memory with CUDA at its exact size, because PyTorch's pinned allocator would round it up.
+        """Registers host memory with CUDA (see `register`), so that copies from and to it do not make the host wait.
 
         The device keeps the tensor until `unpin`, so that its memory is not unmapped while it is registered. Without
         a GPU the call only keeps the tensor.
@@ -162,13 +158,7 @@ class Device:
         if address in self._pinned:
             raise PinError(f"host memory at {address:#x} is registered already; unpin it first")
         if self.is_cuda:
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            result = runtime.cudaHostRegister(address, memory.nbytes, 0)
-            if int(result) != 0:
-                raise PinError(
-                    f"CUDA did not register {bytes_text(memory.nbytes)} of host memory: error {int(result)}, "
-                    f"{runtime.cudaGetErrorString(result)}; lower the job's host memory budget"
-                )
+            register(memory)
         self._pinned[address] = memory
 
     def unpin(self, memory: torch.Tensor) -> None:
@@ -182,10 +172,8 @@ class Device:
         address = memory.data_ptr()
         if address not in self._pinned:
             raise PinError(f"host memory at {address:#x} is not registered; it was never pinned, or unpinned before")
-        if self.is_cuda:
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            if int(runtime.cudaHostUnregister(address)) != 0:
-                return
+        if self.is_cuda and not unregister(self._pinned[address]):
+            return
         del self._pinned[address]
 
 

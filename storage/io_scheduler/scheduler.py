@@ -182,7 +182,7 @@ class IoScheduler:
 
     def _has_room(self) -> bool:
         # A callback may make a request. The scheduler's own threads must not wait for themselves.
-        return self._closing or len(self._open) < self._max_open or threading.current_thread() in self._threads
+        return self._closing or len(self._open) < self._max_open or self._threads.include_caller
 
     def _require_open(self) -> None:
         if self._closing:

@@ -12,6 +12,7 @@ from tests.support.actors.specs import make_layout, make_spec
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
 from windlass.actors.job.context import make_context
 from windlass.actors.messages import ComputeBlock, Message, Phase, SpansReported, StoredParams
+from windlass.actors.policy.grad_sums import Use, leaving_sums
 from windlass.actors.timeline.recorder import SpanRecorder
 from windlass.engine.device.buffer_pool import DeviceBuffers
 from windlass.engine.device.device import Device
@@ -56,10 +57,13 @@ class Bench:
             loss_scale=1.0,
         )
 
+    def uses(self, operation: ComputeBlock) -> list[Use]:
+        return leaving_sums(operation, self.spec.placement.device_blocks)
+
     def leave(self, block: int, group: int, dtype: torch.dtype = torch.float32) -> dict[int, torch.Tensor]:
         """Stores random sums for every use of an operation, and returns copies of them by block."""
         operation, found = self.operation(block, group), {}
-        for use in self.partials.uses(operation):
+        for use in self.uses(operation):
             flat = torch.randn(NUMELS[use[1]], dtype=dtype)
             found[int(use[1])] = flat.clone()
             self.partials.copy_out(operation, use, GradBuffer(flat, [f"{use[0]} in {use[1]}"]))
@@ -67,7 +71,7 @@ class Bench:
 
     def take(self, block: int, group: int) -> dict[int, GradBuffer]:
         operation = self.operation(block, group)
-        return {int(use[1]): self.partials.take(operation, use) for use in self.partials.uses(operation)}
+        return {int(use[1]): self.partials.take(operation, use) for use in self.uses(operation)}
 
 
 @pytest.fixture
@@ -102,7 +106,7 @@ def test_one_operations_sums_are_back_at_a_time(bench: Bench) -> None:
         bench.leave(block, 0)
         bench.partials.expect(bench.operation(block, 1))
     head = bench.operation(2, 1)
-    first, second = bench.partials.uses(head)
+    first, second = bench.uses(head)
     bench.partials.take(head, first)
     partials = bench.partials
     with partials._changed:
@@ -138,7 +142,7 @@ def test_copies_are_noted(bench: Bench) -> None:
 
 @pytest.mark.parametrize("bench", [{"device_blocks": (0, 1)}], indirect=True)
 def test_sums_on_the_device_are_not_here(bench: Bench) -> None:
-    assert [bench.partials.uses(bench.operation(block, 1)) for block in (0, 1, 2)] == [[], [], [(2, 2)]]
+    assert [bench.uses(bench.operation(block, 1)) for block in (0, 1, 2)] == [[], [], [(2, 2)]]
     bench.partials.expect(bench.operation(1, 1))  # there is nothing to wait for
     left = bench.leave(2, 0)
     bench.partials.expect(bench.operation(2, 1))

@@ -174,30 +174,26 @@ def test_finished_work_is_reported_together_while_the_worker_is_not_idle(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = bench.forward_and_head()
-    bench.receive_grads(1)
+    bench.run(Phase.BACKWARD, last - 1)
+    bench.receive_grads(2)
     num_reports, num_offloaded = len(ops_reported(bench)), len(bench.ssds.of(GradOffloaded))
     monkeypatch.setattr(worker_queues, "REPORT_EVERY_S", math.inf)
     bench.ssds.hold = True
     num_reads = len(bench.ssds.of(ReadChunks))
-    bench.grant(*(bench.operation(Phase.BACKWARD, last - i, op=90 + i) for i in (1, 2)))
-
-    def serve(block: int) -> None:
-        nonlocal num_reads
-        num_missing = bench.layout.num_chunks(BlockIndex(block))
-        while num_missing > 0:
-            num_reads += 1
-            read = bench.ssds.receive(ReadChunks, num_reads)[num_reads - 1]
-            num_missing -= len(read.items)
-            bench.ssds.serve(read)
-
-    serve(last - 1)
+    # The params of the first one are on the device, from its forward operation.
+    bench.grant(*(bench.operation(Phase.BACKWARD, last - i, op=90 + i) for i in (2, 3)))
     # The optimizers have the gradient at once. The scheduler learns of it with the second operation, whose params have
     # not arrived yet.
     bench.ssds.receive(GradOffloaded, num_offloaded + 1)
     assert ops_reported(bench)[num_reports:] == []
-    serve(last - 2)
-    assert [grad.block for grad in bench.receive_grads(3)] == [last, last - 1, last - 2]
-    assert ops_reported(bench)[num_reports] == [91, 92]
+    num_missing = bench.layout.num_chunks(BlockIndex(last - 3))
+    while num_missing > 0:
+        num_reads += 1
+        read = bench.ssds.receive(ReadChunks, num_reads)[num_reads - 1]
+        num_missing -= len(read.items)
+        bench.ssds.serve(read)
+    assert [grad.block for grad in bench.receive_grads(4)] == [last, last - 1, last - 2, last - 3]
+    assert ops_reported(bench)[num_reports] == [92, 93]
 
 
 def test_params_are_read_before_all_updates_behind_them(bench: Bench) -> None:

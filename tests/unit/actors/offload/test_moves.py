@@ -157,7 +157,7 @@ def test_offload_on_a_gpu_waits_before_copies_of_what_the_compute_uses(
         engine = optimizer._engine
         device, feed, updates = engine._device, engine._feed, engine._updates
         monkeypatch.setattr(device, "record_current", LateEvent)
-        buffers = {buffer.flat.data_ptr(): buffer for buffer in feed._free}
+        buffers = {flat.data_ptr(): index for index, flat in enumerate(feed._flats)}
         computed: dict[int, LateEvent] = {}  # for each gradient in flight
         outward: list[bool] = []
         inward: list[bool] = []
@@ -174,7 +174,7 @@ def test_offload_on_a_gpu_waits_before_copies_of_what_the_compute_uses(
 
         def noted_arrival(entry: Any, *rest: Any) -> None:
             """Is called before a chunk's copy is queued."""
-            used = buffers[entry.buffer.untyped_storage().data_ptr()].used
+            used = feed._used[buffers[entry.buffer.untyped_storage().data_ptr()]]
             inward.append(used is None or used.is_over())
             chunk_arrived(entry, *rest)
 

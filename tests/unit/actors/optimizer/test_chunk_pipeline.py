@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -57,11 +58,11 @@ class FakeIo:
 
 
 class Bench:
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, *, deadline_s: float = DEADLINE_S) -> None:
         self.io = FakeIo()
         self.slots = SlotPool(0, 4096, num_slots)
         self.pipeline: ChunkPipeline[str] = ChunkPipeline(
-            self.io, self.slots, QueueOrder.PRIORITY, num_threads=1, deadline_s=DEADLINE_S
+            self.io, self.slots, QueueOrder.PRIORITY, num_threads=1, deadline_s=deadline_s
         )
         self.threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in self.pipeline.loops]
 
@@ -150,6 +151,50 @@ def test_call_goes_before_chunks_that_have_not_begun(bench: Bench) -> None:
     bench.start()
     bench.io.wait_for("block 0 of step 1")
     assert bench.io.calls[0] == "call"
+
+
+@pytest.fixture
+def held_back() -> Iterator[Bench]:
+    """A pipeline that has read two chunks. One has arrived, and nothing is updated, so a third one may not begin."""
+    bench = Bench(num_slots=3)
+    bench.begin(0, "a", "b")
+    bench.threads[0].start()
+    for item in "ab":
+        bench.io.wait_for(f"read {item}")
+    bench.io.arrivals["a"]()
+    bench.begin(1, "c")
+    yield bench
+    bench.stop()
+
+
+def test_chunk_that_may_not_begin_begins_after_the_update_before(held_back: Bench) -> None:
+    time.sleep(0.05)
+    assert "read c" not in held_back.io.calls
+    held_back.threads[1].start()
+    held_back.io.wait_for("read c")
+    assert "update a" in held_back.io.calls
+
+
+def test_call_does_not_wait_for_chunks_that_may_not_begin(held_back: Bench) -> None:
+    held_back.pipeline.call(lambda: held_back.io.note("call"))
+    held_back.io.wait_for("call")
+    assert "read c" not in held_back.io.calls
+
+
+def test_closing_ends_the_wait_of_a_chunk_that_may_not_begin(held_back: Bench) -> None:
+    time.sleep(0.05)  # lets the wait begin
+    held_back.pipeline.close()
+    held_back.threads[0].join(DEADLINE_S)
+    assert not held_back.threads[0].is_alive()
+
+
+def test_optimizer_that_hangs_is_an_error() -> None:
+    bench = Bench(num_slots=2, deadline_s=0.05)
+    bench.begin(0, "a", "b")
+    bench.io.read_states = lambda item, slot, on_done: on_done()  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError, match=r"no chunk was updated for 0.05 s: the optimizer is stuck"):
+        bench.pipeline.loops[0]()
+    bench.stop()
 
 
 def test_countdown_is_last_after_all_parts() -> None:

@@ -78,17 +78,71 @@ def test_released_buffers_are_poisoned_when_asked(poison: bool) -> None:
     assert buffer.isnan().all() if poison else (buffer == 2.0).all()
 
 
-@pytest.mark.parametrize("order", [*permutations(("compute", "h2d", "d2h")), 3], ids=str)
-def test_streams_wait_for_what_used_a_buffer_before(order: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that passes a buffer between streams does not wait, and the fill with NaN comes in between."""
+def test_released_contents_are_found_until_the_buffer_is_needed_for_others(device: Device) -> None:
+    buffers = make_buffers(device)
+    buffer, is_filled = buffers.take_with("a", 3, F32, device.h2d)
+    assert not is_filled
+    device.h2d.run(lambda: buffer.fill_(2.0))
+    assert buffers.take_with("a", 3, F32, device.h2d) == (buffer, True)
+    for _ in range(2):
+        buffers.give(buffer, device.compute)
+    found, is_filled = buffers.take_with("a", 3, F32, device.h2d)
+    assert found is buffer
+    assert is_filled
+    device.h2d.record().wait(DEADLINE_S)
+    assert buffer.tolist() == [2.0] * 3
+    buffers.give(buffer, device.compute)
+    assert buffers.take_with("b", 3, F32, device.h2d) == (buffer, False)
+    device.h2d.record().wait(DEADLINE_S)
+    assert buffer.isnan().all()  # a late read of the evicted contents shows
+
+
+def late_device(monkeypatch: pytest.MonkeyPatch, order: object, **options: object) -> tuple[Device, LateStreams]:
+    """A device whose streams run as late as possible, with released buffers filled with NaN."""
     streams: list[LateStreams] = []
 
     def open_streams(device: torch.device, deadline_s: float, start_threads: object) -> LateStreams:
-        streams.append(LateStreams(start_threads, order=order))  # type: ignore[arg-type]
+        streams.append(LateStreams(start_threads, order=order, **options))  # type: ignore[arg-type]
         return streams[-1]
 
     monkeypatch.setattr(device_module, "open_streams", open_streams)
-    device = Device(torch.device("cpu"), poison_released=True)
+    return Device(torch.device("cpu"), poison_released=True), streams[0]
+
+
+def read_contents(device: Device, contents: str) -> list[list[float]]:
+    """The values that the compute stream reads in one of two buffers, filled with each letter's code by copies."""
+    buffers, seen = make_buffers(device, 2), list[list[float]]()
+    for letter in contents:
+        buffer, is_filled = buffers.take_with(letter, 3, F32, device.h2d)
+        if not is_filled:
+            device.h2d.run(partial(buffer.fill_, float(ord(letter))))
+        device.compute.wait(device.h2d.record())
+        device.compute.run(lambda buffer=buffer: seen.append(buffer.tolist()))
+        buffers.give(buffer, device.compute)
+    device.compute.record().wait(DEADLINE_S)
+    device.close()
+    return seen
+
+
+@pytest.mark.parametrize("order", [*permutations(("compute", "h2d", "d2h")), 3], ids=str)
+def test_contents_are_read_before_they_are_evicted(order: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, _ = late_device(monkeypatch, order)
+    contents = "abbacaacbbcab"
+    assert read_contents(device, contents) == [[float(ord(letter))] * 3 for letter in contents]
+
+
+@pytest.mark.parametrize("forgotten", [("h2d", "compute"), ("compute", "h2d")], ids="-".join)
+def test_contents_with_a_missing_wait_are_not_read(forgotten: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    order = (forgotten[0], "d2h", forgotten[1])
+    device, _ = late_device(monkeypatch, order, forgets=lambda *pair: pair == forgotten)
+    contents = "abc"
+    assert read_contents(device, contents) != [[float(ord(letter))] * 3 for letter in contents]
+
+
+@pytest.mark.parametrize("order", [*permutations(("compute", "h2d", "d2h")), 3], ids=str)
+def test_streams_wait_for_what_used_a_buffer_before(order: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that passes a buffer between streams does not wait, and the fill with NaN comes in between."""
+    device, streams = late_device(monkeypatch, order)
     buffers = make_buffers(device)
     seen: list[list[float]] = []
     chain = (device.h2d, device.compute, device.d2h) * 3
@@ -98,7 +152,7 @@ def test_streams_wait_for_what_used_a_buffer_before(order: object, monkeypatch: 
         stream.run(partial(buffer.fill_, float(i)))
         stream.run(lambda buffer=buffer: seen.append(buffer.tolist()))
         buffers.give(buffer, stream)
-    assert not streams[0].host_waits
+    assert not streams.host_waits
     chain[-1].record().wait(DEADLINE_S)
     device.close()
     poisoned, written = seen[::2], seen[1::2]
