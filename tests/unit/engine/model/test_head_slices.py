@@ -78,6 +78,7 @@ def test_add_product_sums_products_in_the_type_of_the_buffer(
     factors: torch.dtype, sums: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grad_buffer, "MAX_PRODUCT_NUMEL", 16)
+    monkeypatch.setattr(grad_buffer, "ROWS_UNIT", 2)  # parts of two rows, and one of a single row
     buffer = GradBuffer(torch.full((2 + 5 * 6,), torch.nan, dtype=sums))
     expected = torch.zeros(5, 6, dtype=torch.float64)
     for seed in range(3):
