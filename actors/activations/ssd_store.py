@@ -2,11 +2,11 @@
 
 A tensor is cut into parts of a few slots. A part needs one buffer for its write and one for its read. It acquires the
 buffer only when nothing else is missing for that transfer, and releases it at the end. Therefore parts never deadlock,
-however few buffers there are. One thread copies in each direction; the SSD servers read and write the SSDs.
+however few buffers there are. One stream copies in each direction; the SSD servers read and write the SSDs. So no
+thread waits for a copy, and the thread that launches kernels waits only until the SSDs have answered.
 """
 
 import functools
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -16,19 +16,12 @@ import torch
 from windlass.actors.activations.parts import At, BufferQueue, Moment, Part, SsdSwap, cut, slots_of_part
 from windlass.actors.activations.scratch_slots import ScratchSlots
 from windlass.actors.job import JobContext, aligned, ssd_name
-from windlass.actors.lifecycle import ActorThreads
-from windlass.actors.messages import Message, ReadActivations, WriteActivations
+from windlass.actors.messages import ReadActivations, WriteActivations
 from windlass.actors.ssd import SsdClient
 from windlass.amounts import bytes_text
-from windlass.engine.activations import (
-    ActivationMemoryError,
-    ActivationTimeoutError,
-    SwapCounter,
-    SwapCounts,
-    SwapWatch,
-)
-from windlass.engine.device import Device
-from windlass.storage.ids import ActorName, Span
+from windlass.engine.activations import ActivationMemoryError, SwapCounter, SwapCounts, SwapWatch, wait_on_device
+from windlass.engine.device import Device, Event, copy
+from windlass.storage.ids import Span
 from windlass.storage.memory import SlotPool
 
 # Seconds. Shorter waits are not reported.
@@ -47,20 +40,18 @@ class SsdActivations:
         device: Device,
         memory: torch.Tensor,
         client: SsdClient,
-        send: Callable[[ActorName, Message], None],
-        name: ActorName,
         watch: SwapWatch,
         *,
         max_leaving_nbytes: int,
     ) -> None:
-        """`memory` is the arena as flat uint8. `send` and `name` are for reports of errors.
+        """Opens the two streams. `memory` is the arena as flat uint8. The device's token ends all waits.
 
         `max_leaving_nbytes` limits the bytes that wait on the device for their copies; a single put may exceed it.
         """
         plan, num_ssds = context.plan, len(context.ssds)
         pool, num_staged = plan.activations, plan.num_staged_activations
-        self._spec = context.spec
         self._device = device
+        self._token = device.token
         self._memory = memory
         self._client = client
         self._watch = watch
@@ -72,13 +63,14 @@ class SsdActivations:
             pool.slot_nbytes * self._part_slots,
             num_staged // self._part_slots,
             name="staging buffers",
+            token=device.token,
         )
         self._num_slots = plan.num_ssd_activations
         self._slots = ScratchSlots(
             [context.num_scratch_slots(ssd) for ssd in range(num_ssds)], [facts.weight for facts in context.ssds]
         )
-        self._to_copy_out: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
-        self._to_copy_in: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        self._outward = device.open_stream()
+        self._inward = device.open_stream()
         self._changed = threading.Condition()
         # All attributes below are protected by `_changed`.
         self._now = Moment()
@@ -86,9 +78,6 @@ class SsdActivations:
         self._num_settling = 0  # parts of dropped tensors that still hold slots or a buffer
         self._leaving_nbytes = 0
         self._counter = SwapCounter()
-        self._stopping = False
-        self._threads = ActorThreads(name, context.spec.job, send, lambda: self._stopping)
-        self._threads.start((self._run_out, self._run_in))
 
     # --- calls of the owner -----------------------------------------------------------------------------------------
 
@@ -102,16 +91,16 @@ class SsdActivations:
 
         Raises:
             ActivationMemoryError: there are not enough free slots.
-            ActivationTimeoutError: earlier puts hang.
+            TimeoutError: earlier puts hang.
             InterruptedError: the job was stopped.
         """
         nbytes = tensor.nbytes
         with self._changed:
             self._wait_to_leave(nbytes)
             self._wait_for_slots(nbytes)
-            swap = SsdSwap(nbytes, self._now, tensor, self._device.after_now())
+            swap = SsdSwap(nbytes, self._now, tensor, self._device.compute.record())
             swap.parts = list(cut(swap, self._slots, self._slot_nbytes, self._part_slots))
-            swap.num_on_device = swap.num_missing = len(swap.parts)
+            swap.num_on_device = swap.num_missing = swap.num_to_return = len(swap.parts)
             self._line_up(swap)
             self._leaving_nbytes += nbytes
             self._counter.hold(nbytes)
@@ -122,16 +111,20 @@ class SsdActivations:
     def prefetch(self, swap: SsdSwap, target: torch.Tensor) -> None:
         """Starts to read a tensor back into `target`, device memory of the same size. At most one call per tensor."""
         with self._changed:
-            swap.target, swap.target_ready, swap.wanted_in = target, self._device.after_now(), self._now
+            swap.target, swap.wanted_in = target, self._now
+            # Queued work may still read what the target's memory held before.
+            self._inward.wait(self._device.compute.record())
             self._line_up(swap)
             parts = self._hand_out_buffers()
         self._request(parts)
 
     def wait_for(self, swap: SsdSwap) -> None:
-        """Waits until a prefetched tensor is in its target. The handle is invalid afterwards.
+        """Makes later work of the compute stream wait for a prefetched tensor. The handle is invalid afterwards.
+
+        The call waits until the tensor has come from the SSDs, not for its copies to the device.
 
         Raises:
-            ActivationTimeoutError: the tensor did not arrive in time. A failed copy raises its own error.
+            TimeoutError: the tensor did not arrive in time.
             InterruptedError: the job was stopped.
         """
         with self._changed:
@@ -142,11 +135,12 @@ class SsdActivations:
         self._request(parts)
         with self._changed:
             try:
-                self._wait_until(lambda: swap.num_missing == 0 or swap.error is not None, lambda: self._lateness(swap))
-                if swap.error is not None:
-                    raise swap.error
+                self._wait_until(lambda: swap.num_to_return == 0, lambda: self._missing(swap))
+                returned = swap.returned
             finally:
                 self._drop(swap)
+        assert returned is not None
+        wait_on_device(self._device, self._watch, returned)
 
     def drop(self, swap: SsdSwap) -> None:
         """Discards a tensor. The handle is invalid afterwards."""
@@ -159,36 +153,22 @@ class SsdActivations:
         with self._changed:
             return self._counter.counts
 
-    def stop(self) -> None:
-        """Starts no further transfers and interrupts waiting callers. Answers of the SSD servers are still accepted."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._to_copy_out.put(None)
-        self._to_copy_in.put(None)
-
-    def close(self) -> None:
-        """Ends the threads, after `stop`. From then on this object does not access the memory."""
-        self._threads.join(self._spec.deadline_s)
-
     # --- inside: waits ------------------------------------------------------------------------------------------------
 
-    def _wait_until(self, condition: Callable[[], bool], lateness: Callable[[], str]) -> None:
+    def _wait_until(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
         start_s = time.monotonic()
-        in_time = self._changed.wait_for(lambda: self._stopping or condition(), self._spec.deadline_s)
-        if (end_s := time.monotonic()) - start_s > _LEAST_WAIT_S:
-            self._watch.waited(self._watch.owner(), start_s, end_s)
-        if self._stopping:
-            raise InterruptedError("the job was stopped")
-        if not in_time:
-            raise ActivationTimeoutError(lateness())
+        try:
+            self._token.wait_for(self._changed, condition, what)
+        finally:
+            if (end_s := time.monotonic()) - start_s > _LEAST_WAIT_S:
+                self._watch.waited(self._watch.owner(), start_s, end_s)
 
     def _wait_to_leave(self, nbytes: int) -> None:
         self._wait_until(
             lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= self._max_leaving_nbytes,
             lambda: (
-                f"{bytes_text(self._leaving_nbytes)} of activations did not leave the device for the SSDs within "
-                f"{self._spec.deadline_s:g} s; the copies or the SSDs are stuck"
+                f"{bytes_text(self._leaving_nbytes)} of activations to leave the device for the SSDs; the copies or "
+                "the SSDs are stuck"
             ),
         )
 
@@ -196,10 +176,7 @@ class SsdActivations:
         count = -(-nbytes // self._slot_nbytes)
         self._wait_until(
             lambda: self._slots.num_free >= count or not self._num_settling,
-            lambda: (
-                f"dropped activations did not release their SSD slots within {self._spec.deadline_s:g} s; the copies "
-                "or the SSDs are stuck"
-            ),
+            lambda: "the SSD slots of dropped activations; the copies or the SSDs are stuck",
         )
         if self._slots.num_free < count:
             raise ActivationMemoryError(
@@ -209,13 +186,13 @@ class SsdActivations:
                 "fewer layers swap"
             )
 
-    def _lateness(self, swap: SsdSwap) -> str:
+    def _missing(self, swap: SsdSwap) -> str:
         missing = [part for part in swap.parts if part.at is not At.GONE]
         ssds = ", ".join(sorted({ssd_name(part.ssd) for part in missing}))
         return (
             f"{bytes_text(sum(part.nbytes for part in missing))} of {bytes_text(swap.nbytes)} of activations of "
-            f"block {swap.left_in.block}, step {swap.left_in.step} did not come back from {ssds} within "
-            f"{self._spec.deadline_s:g} s; see the logs of the SSD servers, and check the disks"
+            f"block {swap.left_in.block}, step {swap.left_in.step} to come back from {ssds}; see the logs of the SSD "
+            "servers, and check the disks"
         )
 
     # --- inside: requests, without the lock ---------------------------------------------------------------------------
@@ -235,12 +212,12 @@ class SsdActivations:
             )
 
     def _has_moved(self, part: Part) -> None:
-        """Processes the end of a part's transfer. SSD servers may answer after `stop`."""
+        """Processes the end of a part's transfer. SSD servers may answer after the token is cancelled."""
         with self._changed:
-            if part.swap.is_dropped or self._stopping:
+            if part.swap.is_dropped or self._token.is_cancelled:
                 self._free(part)
             elif part.at is At.RETURNING:
-                self._to_copy_in.put(part)
+                self._copy_in(part)
             else:
                 self._release_buffer(part)
                 part.at = At.SSD
@@ -258,14 +235,14 @@ class SsdActivations:
     def _hand_out_buffers(self) -> list[Part]:
         """Gives free buffers to the parts whose turn it is; returns those to request from the SSD servers."""
         to_request: list[Part] = []
-        while not self._stopping and (part := self._turns.first()) is not None:
+        while not self._token.is_cancelled and (part := self._turns.first()) is not None:
             buffers = self._buffers.try_acquire(1)
             if not buffers:
                 break
             (part.buffer,) = buffers
             if part.at is At.DEVICE:
                 part.at = At.LEAVING
-                self._to_copy_out.put(part)
+                self._copy_out(part)
             else:
                 part.at = At.RETURNING
                 to_request.append(part)
@@ -275,8 +252,7 @@ class SsdActivations:
         """Drops a tensor. Parts in transfer are released at the end of the transfer, all others at once."""
         if swap.num_missing:
             self._counter.held_nbytes -= swap.nbytes
-        else:
-            swap.target = None  # now only the caller holds it
+        swap.target = None  # now only the caller and copies hold it
         for part in swap.parts:
             if part.at in (At.LEAVING, At.RETURNING):
                 self._num_settling += 1
@@ -309,65 +285,64 @@ class SsdActivations:
             self._buffers.release([part.buffer])
             part.buffer = None
 
-    # --- inside: the threads ------------------------------------------------------------------------------------------
-
-    def _run_out(self) -> None:
-        while (part := self._to_copy_out.get()) is not None:
-            swap, error = part.swap, self._copy(part, self._copy_out)
-            parts = []
-            with self._changed:
-                self._leave(part)
-                if error is None:
-                    self._counter.out_nbytes += part.nbytes
-                if error is not None or swap.is_dropped or self._stopping:
-                    swap.error = swap.error or error
-                    self._free(part)
-                else:
-                    parts = [part]
-                parts += self._hand_out_buffers()
-                self._changed.notify_all()
-            self._request(parts)
-
-    def _run_in(self) -> None:
-        while (part := self._to_copy_in.get()) is not None:
-            swap, error = part.swap, self._copy(part, self._copy_in)
-            with self._changed:
-                if error is None:
-                    self._counter.in_nbytes += part.nbytes
-                    swap.num_missing -= 1
-                    if swap.num_missing == 0 and not swap.is_dropped:
-                        self._counter.held_nbytes -= swap.nbytes
-                swap.error = swap.error or error
-                self._free(part)
-                parts = self._hand_out_buffers()
-                self._changed.notify_all()
-            self._request(parts)
-
-    def _copy(self, part: Part, copy: Callable[[Part, torch.Tensor], None]) -> Exception | None:
-        """Runs a copy of a part; returns its error, to be raised in the waiting thread."""
-        assert part.buffer is not None
-        try:
-            copy(part, self._memory[part.buffer.offset : part.buffer.offset + part.nbytes])
-        except Exception as error:  # noqa: BLE001
-            return error
-        return None
-
-    def _copy_out(self, part: Part, host: torch.Tensor) -> None:
+    def _copy_out(self, part: Part) -> None:
         swap = part.swap
         assert swap.source is not None
-        swap.source_ready()
-        start_s = time.monotonic()
-        self._device.copy_out(host, swap.source[part.range])
-        self._note(part, start_s, is_out=True)
+        assert swap.source_ready is not None
+        self._outward.wait(swap.source_ready)
+        begun = self._outward.record()
+        self._outward.run(functools.partial(copy, self._in_buffer(part), swap.source[part.range]))
+        # The callback holds the source, so that its memory is not reused before the copy has read it.
+        left = functools.partial(self._has_left, part, swap.source, begun, self._outward.record())
+        self._outward.then(left)
 
-    def _copy_in(self, part: Part, host: torch.Tensor) -> None:
+    def _copy_in(self, part: Part) -> None:
         swap = part.swap
         assert swap.target is not None
-        swap.target_ready()
-        start_s = time.monotonic()
-        self._device.copy_in(swap.target[part.range], host)
-        self._note(part, start_s, is_out=False)
+        begun = self._inward.record()
+        self._inward.run(functools.partial(copy, swap.target[part.range], self._in_buffer(part)))
+        self._inward.then(functools.partial(self._is_back, part, swap.target, begun, self._inward.record()))
+        swap.num_to_return -= 1
+        if not swap.num_to_return:
+            # Another event, so that on a CPU the callbacks have run before a wait for this event ends.
+            swap.returned = self._inward.record()
+            self._changed.notify_all()
 
-    def _note(self, part: Part, start_s: float, *, is_out: bool) -> None:
+    def _in_buffer(self, part: Part) -> torch.Tensor:
+        assert part.buffer is not None
+        return self._memory[part.buffer.offset : part.buffer.offset + part.nbytes]
+
+    # --- inside: callbacks of the streams -----------------------------------------------------------------------------
+
+    def _has_left(self, part: Part, source: torch.Tensor, begun: Event, copied: Event) -> None:
+        self._note(part, begun, copied, is_out=True)
+        with self._changed:
+            self._leave(part)
+            self._counter.out_nbytes += part.nbytes
+            parts = []
+            if part.swap.is_dropped or self._token.is_cancelled:
+                self._free(part)
+            else:
+                parts.append(part)
+            parts += self._hand_out_buffers()
+            self._changed.notify_all()
+        self._request(parts)
+
+    def _is_back(self, part: Part, target: torch.Tensor, begun: Event, copied: Event) -> None:
+        """Frees a part's slots and buffer. The callback holds `target`, so that its memory is not reused before."""
+        self._note(part, begun, copied, is_out=False)
+        swap = part.swap
+        with self._changed:
+            self._counter.in_nbytes += part.nbytes
+            swap.num_missing -= 1
+            if swap.num_missing == 0 and not swap.is_dropped:
+                self._counter.held_nbytes -= swap.nbytes
+            self._free(part)
+            parts = self._hand_out_buffers()
+            self._changed.notify_all()
+        self._request(parts)
+
+    def _note(self, part: Part, begun: Event, copied: Event, *, is_out: bool) -> None:
         left_in = part.swap.left_in
-        self._watch.moved((left_in.step, left_in.block), start_s, time.monotonic(), part.nbytes, is_out=is_out)
+        owner = (left_in.step, left_in.block)
+        self._watch.moved(owner, begun.time_s(), copied.time_s(), part.nbytes, is_out=is_out)

@@ -42,7 +42,6 @@ class PartialGrads:
         self._copied: dict[Use, tuple[torch.dtype, set[str]]] = {}  # sums in slots: type, tensors reached
         # The sums of the first expected operation, each with the event after its copy.
         self._back: dict[Use, tuple[GradBuffer, Event]] = {}
-        self._stopping = False
 
     def expect(self, operation: ComputeBlock) -> None:
         """Queues the sums of an operation to be copied back, after those of operations that were queued earlier."""
@@ -53,21 +52,14 @@ class PartialGrads:
     def take(self, operation: ComputeBlock, use: Use) -> GradBuffer:
         """Acquires a sum of the group before, for work that is queued on the compute stream from now on.
 
-        Raises:
-            TimeoutError: the sum did not come back within the job's timeout.
-            InterruptedError: the job was stopped.
+        Raises the errors of `CancelToken.wait_for`.
         """
-        deadline_s = self._context.spec.deadline_s
+        what = (
+            f"the gradient of block {use[1]} in step {operation.step}, as group {operation.group - 1} of its "
+            "micro-batches left it, to come back to the device; the copies from and to host memory are stuck"
+        )
         with self._changed:
-            is_there = self._changed.wait_for(lambda: self._stopping or use in self._back, deadline_s)
-            if self._stopping:
-                raise InterruptedError("the job was stopped")
-            if not is_there:
-                raise TimeoutError(
-                    f"the gradient of block {use[1]} in step {operation.step}, as group {operation.group - 1} of its "
-                    f"micro-batches left it, did not come back to the device within {deadline_s:g} s; the copies "
-                    "between the device and host memory are stuck"
-                )
+            self._device.token.wait_for(self._changed, lambda: use in self._back, what)
             grad, copied = self._back.pop(use)
             self._sums.take(use)
             self._changed.notify_all()
@@ -80,7 +72,7 @@ class PartialGrads:
         self._device.d2h.then(working_at(operation, functools.partial(self._copied_out, use, grad)))
 
     def run(self) -> None:
-        """Copies sums back until `stop`, in the thread of this object."""
+        """Copies sums back, in the thread of this object."""
         while (due := self._next()) is not None:
             operation, uses = due
             works_at(operation)
@@ -89,19 +81,13 @@ class PartialGrads:
                 self._back = back
                 self._changed.notify_all()
 
-    def stop(self) -> None:
-        """Ends the thread, and interrupts waiting callers."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _next(self) -> tuple[ComputeBlock, list[Use]] | None:
         """Waits for the next operation whose sums can be copied back; returns None if the job was stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._sums.is_due)
-            return None if self._stopping else self._sums.begin()
+            self._device.token.wait_for_work(self._changed, lambda: self._sums.is_due)
+            return None if self._device.token.is_cancelled else self._sums.begin()
 
     def _copied_out(self, use: Use, grad: GradBuffer) -> None:
         with self._changed:

@@ -6,7 +6,6 @@ sums of a group go to host memory until the next group (`grad_accumulation`). Al
 """
 
 import functools
-import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from windlass.actors.timeline import FROM_DEVICE, SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, TensorArena, copy
 from windlass.engine.memory_plan import grad_buffers_of_job
 from windlass.engine.model import GradBuffer
+from windlass.storage.cancellation import Permits, TaskQueue
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
@@ -88,19 +88,19 @@ class GradOffload:
         self._send = send
         self._report = report
         self._dtype = TORCH_DTYPE[grad_precision(context.spec)]
-        pool = context.plan.grads
-        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="grad slots")
-        self._requests: queue.Queue[_Offload | _Partial | None] = queue.Queue()
+        pool, token = context.plan.grads, device.token
+        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="grad slots", token=token)
+        self._requests: TaskQueue[_Offload | _Partial] = TaskQueue(token)
         self._lock = threading.Lock()
         self._offload_queue = OffloadQueue(context.spec.effective_ordering, frozenset(context.plan.spilled_blocks))
         self._waiting: dict[tuple[Step, BlockIndex], _Offload] = {}
         self._sums = GradSums(context.layout.shared, context.plan.device_blocks)
         self._buffers: dict[Use, GradBuffer] = {}
         self._complete: dict[BlockIndex, _Complete] = {}
-        self._permits = threading.Semaphore(context.plan.num_grad_buffers)
+        self._permits = Permits(token, context.plan.num_grad_buffers)
         self._flushed_step = 0  # the last step whose backward pass is over and whose spans were sent
         planned = self._plan_buffers(summed_in_fp32)
-        self._flats = DeviceBuffers(device, planned, name="gradients", deadline_s=context.spec.deadline_s)
+        self._flats = DeviceBuffers(device, planned, name="gradients")
         self._partials = PartialGrads(context, device, self._flats, arena, spans)
 
     # --- calls of the GPU worker ------------------------------------------------------------------------------------
@@ -120,18 +120,13 @@ class GradOffload:
         It is empty and of type `dtype`, or has the sums of the group before. It is for work that is queued on the
         compute stream from now on.
 
-        Raises:
-            TimeoutError: no buffer became free, or the earlier sums did not come back, within the job's timeout.
+        Raises the errors of `CancelToken.wait_for`.
         """
         use = (operation.block, block)
         source = self._sums.begin(operation, block)
         if source is not SumSource.DEVICE and self._sums.needs_permit(use):
-            deadline_s = self._context.spec.deadline_s
-            if not self._permits.acquire(timeout=deadline_s):
-                raise TimeoutError(
-                    f"no gradient buffer came free for block {block} in step {operation.step} within {deadline_s:g} s; "
-                    "the gradient offload or the optimizer is stuck"
-                )
+            where = f"block {block} in step {operation.step}"
+            self._permits.acquire(f"a gradient buffer for {where}; the gradient offload or the optimizer is stuck")
         if source is SumSource.HOST:
             self._buffers[use] = self._partials.take(operation, use)
         elif source is SumSource.NEW_BUFFER:
@@ -204,14 +199,6 @@ class GradOffload:
         """Releases slots that an optimizer has finished reading."""
         self._slots.release(spans)
 
-    def stop(self) -> None:
-        """Ends the threads, and interrupts waiting callers."""
-        self._slots.close()
-        self._flats.close()
-        self._permits.release()
-        self._partials.stop()
-        self._requests.put(None)
-
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _plan_buffers(self, summed_in_fp32: Collection[int]) -> dict[BufferClass, int]:
@@ -229,7 +216,7 @@ class GradOffload:
         return {(numel, dtypes[itemsize]): number for (numel, itemsize), number in planned.items()}
 
     def _run(self) -> None:
-        while (request := self._requests.get()) is not None:
+        while (request := self._requests.take()) is not None:
             if isinstance(request, _Partial):
                 works_at(request.operation)
                 self._copy_out_partial(request)
@@ -289,7 +276,7 @@ class GradOffload:
         """Queues the copies of a gradient to slots and releases its buffer; returns the slots."""
         layout, block, d2h = self._context.layout, operation.block, self._device.d2h
         keys = layout.chunk_keys(block)
-        spans = dict(zip(keys, self._slots.acquire(len(keys), self._context.spec.deadline_s), strict=True))
+        spans = dict(zip(keys, self._slots.acquire(len(keys)), strict=True))
         d2h.wait(grad.event)
         for key, span in spans.items():
             start, stop = layout.chunk_range(key)

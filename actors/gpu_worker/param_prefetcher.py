@@ -13,7 +13,6 @@ chunks stay in host memory until then.
 """
 
 import functools
-import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from windlass.engine.device import (
 )
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece, param_buffers
 from windlass.engine.model import PieceBuffers, StreamedParams
+from windlass.storage.cancellation import TaskQueue
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 from windlass.storage.memory import SlotPool
 
@@ -91,17 +91,11 @@ class ParamFeed:
         self._param_offset = context.state_offsets()[context.formats.param_kind]
         pool = context.plan.params
         num_slots = pool.num_slots - context.plan.num_cached_params
-        self._slots = SlotPool(pool.offset, pool.slot_nbytes, num_slots, name="param slots")
+        self._slots = SlotPool(pool.offset, pool.slot_nbytes, num_slots, name="param slots", token=device.token)
         self._cached = context.cached_params()
         self._filled: set[ChunkKey] = set()  # the chunks whose params are in their slot of `_cached`
         self._loader: ParamLoader[Load] = ParamLoader(
-            self,
-            device,
-            arena,
-            self._slots,
-            self._dtype,
-            batch=context.plan.fetch_batch,
-            deadline_s=context.spec.deadline_s,
+            self, device, arena, self._slots, self._dtype, batch=context.plan.fetch_batch
         )
         self._bounds = piece_bounds(context)
         num_buffers = param_buffers(
@@ -114,37 +108,20 @@ class ParamFeed:
             device,
             {(numel, self._dtype): number for numel, number in num_buffers.items()},
             name="params",
-            deadline_s=context.spec.deadline_s,
         )
         self._pieces: PieceBuffers | None = None
         if self._bounds:
             numel = largest_piece(list(self._bounds.values()))
             self._pieces = PieceBuffers(device, numel, self._dtype, NUM_PIECE_BUFFERS)
-        self._requests: queue.Queue[ParamRequest | None] = queue.Queue()
+        self._requests: TaskQueue[ParamRequest] = TaskQueue(device.token)
         self._changed = threading.Condition()
         self._fetches: dict[tuple[int, BlockIndex], Fetch] = {}
         self._loads: dict[BlockIndex, Load] = {}  # the last ones of blocks whose buffers can be used again
-        self._stopping = False
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
         """The functions to run in threads."""
         return (self._run_requests, self._run_arrivals)
-
-    def stop(self) -> None:
-        """Ends the threads, and interrupts waiting callers."""
-        with self._changed:
-            self._stopping = True
-            for fetch in self._fetches.values():
-                if fetch.load is not None:
-                    fetch.load.ready.set()
-            self._changed.notify_all()
-        self._slots.close()
-        self._buffers.close()
-        if self._pieces is not None:
-            self._pieces.close()
-        self._requests.put(None)
-        self._loader.close()
 
     # --- calls of the GPU worker ------------------------------------------------------------------------------------
 
@@ -158,30 +135,18 @@ class ParamFeed:
 
         It waits until the copies are queued, not until they are done. `release` must follow.
 
-        Raises:
-            TimeoutError: the params did not arrive within the job's timeout.
-            InterruptedError: the job was stopped.
+        Raises the errors of `CancelToken.wait_for`.
         """
-        key, deadline_s = (operation.op, block), self._context.spec.deadline_s
+        key, what = (operation.op, block), f"the params of block {block} in step {operation.step}"
         with self._changed:
-            if not self._changed.wait_for(lambda: self._stopping or key in self._fetches, deadline_s):
-                raise TimeoutError(f"the params of block {block} in step {operation.step} were never requested")
-            if self._stopping:
-                raise InterruptedError("the job was stopped")
-            fetch = self._fetches[key]
-        load = fetch.load
-        arrived = load is None or load.ready.wait(deadline_s)
-        with self._changed:
-            del self._fetches[key]
-            if self._stopping:
-                raise InterruptedError("the job was stopped")
-        if load is None:
+            self._device.token.wait_for(self._changed, lambda: key in self._fetches, f"a request of {what}")
+            fetch = self._fetches.pop(key)
+        if (load := fetch.load) is None:
             return fetch
-        if not arrived:
-            raise TimeoutError(
-                f"the params of block {block} in step {operation.step} did not arrive within {deadline_s:g} s; "
-                f"{load.num_missing} chunks are missing; see the logs of the SSD servers, and check the disks"
-            )
+        self._loader.wait_for(
+            load,
+            lambda: f"{what}; {load.num_missing} chunks are missing; see the logs of the SSD servers, and check disks",
+        )
         if load.copied is not None:
             self._device.compute.wait(load.copied)
         return fetch
@@ -205,7 +170,7 @@ class ParamFeed:
         return self._bounds[block][-1] if block in self._bounds else 0
 
     def _run_requests(self) -> None:
-        while (request := self._requests.get()) is not None:
+        while (request := self._requests.take()) is not None:
             works_at(request.operation)
             fetch = self._fetch(request)
             with self._changed:

@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 
-from windlass.actors.offload.errors import OffloadFailedError
 from windlass.actors.offload.layers import OffloadedBlock
 from windlass.actors.offload.store import OffloadStore
 from windlass.engine.device import BlockLoad, Device, Event, ParamLoader, state_dtype
 from windlass.engine.memory_plan import BlockBuffers, Pool
+from windlass.storage.cancellation import Signal
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
@@ -51,17 +51,16 @@ class ParamFeed:
         pool: Pool,
         host_slots: Mapping[ChunkKey, Span],
         param_offset: int,
-        *,
-        deadline_s: float,
     ) -> None:
         """`host_slots` are the slots of states that are resident in host memory; their params are at `param_offset`."""
         self._blocks = {block.index: block for block in blocks}
         self._store = store
         self._device = device
-        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="slots of params")
+        self._slots = SlotPool(
+            pool.offset, pool.slot_nbytes, pool.num_slots, name="slots of params", token=device.token
+        )
         self._host_slots = host_slots
         self._param_offset = param_offset
-        self._deadline_s = deadline_s
         self._kind = store.formats.param_kind
         self.dtype = state_dtype(store.formats, self._kind)
         self.labels: dict[ChunkKey, Step] = {}  # the step that last changed each chunk; set before `unblock`
@@ -69,9 +68,7 @@ class ParamFeed:
         self._largest = max(block.numel for block in blocks)
         self._flats = [device.take(self._largest, self.dtype) for _ in range(PREFETCH_DEPTH + 1)]
         self._num_moves = 0
-        self._loader: ParamLoader[_Entry] = ParamLoader(
-            self, device, store.arena, self._slots, self.dtype, batch=1, deadline_s=deadline_s
-        )
+        self._loader: ParamLoader[_Entry] = ParamLoader(self, device, store.arena, self._slots, self.dtype, batch=1)
         self._changed = threading.Condition()
         # All attributes below are protected by `_changed`.
         self._buffers: BlockBuffers[int, BlockIndex] = BlockBuffers({self._largest: len(self._flats)})
@@ -81,8 +78,6 @@ class ParamFeed:
         self._changing: set[BlockIndex] = set()
         self._following: dict[_Call, _Call] = {}  # the call that followed each call last time
         self._last: _Call | None = None
-        self._failure: Exception | None = None
-        self._stopping = False
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
@@ -145,29 +140,14 @@ class ParamFeed:
         if key in self._host_slots:
             yield self._view(key, self._host_slots[key].offset + self._param_offset)
             return
-        (slot,) = self._slots.acquire(1, self._deadline_s)
-        done = threading.Event()
+        (slot,) = self._slots.acquire(1)
+        done = Signal(self._device.token)
         self._read(key, slot, done.set)
-        if not done.wait(self._deadline_s):
-            raise self._late(f"{key} from the SSDs")
+        done.wait(f"{key} from the SSDs")
         try:
             yield self._view(key, slot.offset)
         finally:
             self._slots.release([slot])
-
-    def fail(self, error: Exception) -> None:
-        """Records an error, which present and later waits raise."""
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Ends the threads."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._slots.close()
-        self._loader.close()
 
     # --- inside, with the lock held ---------------------------------------------------------------------------------
 
@@ -186,13 +166,7 @@ class ParamFeed:
         return self._entries[block.index]
 
     def _wait(self, is_done: Callable[[], bool], what: str) -> None:
-        if not self._changed.wait_for(lambda: self._failure is not None or is_done(), self._deadline_s):
-            raise self._late(what)
-        if self._failure is not None:
-            raise OffloadFailedError(f"training cannot go on: {self._failure}") from self._failure
-
-    def _late(self, what: str) -> OffloadFailedError:
-        return OffloadFailedError(f"waited {self._deadline_s:g} s for {what}; a disk hangs or is too slow")
+        self._device.token.wait_for(self._changed, is_done, what)
 
     def _prefetch(self, skip: frozenset[BlockIndex]) -> None:
         """Queues the layers that followed the last call last time. None of them is evicted for another."""
@@ -246,8 +220,8 @@ class ParamFeed:
             return next((entry for entry in self._waiting if entry.block.index not in self._changing), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or readable() is not None)
-            if self._stopping:
+            self._device.token.wait_for_work(self._changed, lambda: readable() is not None)
+            if self._device.token.is_cancelled:
                 return None
             entry = readable()
             assert entry is not None

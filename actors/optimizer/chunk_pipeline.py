@@ -5,7 +5,6 @@ updates chunks that have arrived. Waiting chunks of the most urgent block go fir
 earlier (`ChunkQueue`). The optimizers of jobs and `windlass.offload` use it.
 """
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -16,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from windlass.actors.policy import ChunkQueue, QueuedChunk, QueueOrder
+from windlass.storage.cancellation import CancelToken, TaskQueue
 from windlass.storage.ids import BlockIndex, Span, Step
 from windlass.storage.memory import SlotPool
 
@@ -79,19 +79,18 @@ class ChunkPipeline(Generic[_Item]):
     """Updates chunks in the order of their blocks. All methods are thread-safe."""
 
     def __init__(
-        self, io: UpdateIo[_Item], slots: SlotPool, order: QueueOrder, *, num_threads: int, deadline_s: float
+        self, io: UpdateIo[_Item], slots: SlotPool, order: QueueOrder, token: CancelToken, *, num_threads: int
     ) -> None:
-        """`num_threads` is torch's number for updates. `deadline_s` is the timeout of waits for slots and updates."""
+        """`token` ends the threads and their waits. `num_threads` is torch's number for updates."""
         self._io = io
+        self._token = token
         self._slots = slots
         self._num_threads = num_threads
-        self._deadline_s = deadline_s
-        self._arrived: queue.Queue[_Begun[_Item] | None] = queue.Queue()
+        self._arrived: TaskQueue[_Begun[_Item]] = TaskQueue(token)
         self._changed = threading.Condition()
         # All attributes below are protected by `_changed`.
         self._queue: ChunkQueue[_Item] = ChunkQueue(order, lambda item: io.resident_slot(item) is not None)
         self._calls: deque[Callable[[], None]] = deque()
-        self._is_closed = False
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
@@ -110,13 +109,6 @@ class ChunkPipeline(Generic[_Item]):
             self._calls.append(function)
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Ends the threads, whatever they wait for. The pool of slots must be closed, too."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._arrived.put(None)
-
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _run_feeds(self) -> None:
@@ -125,15 +117,16 @@ class ChunkPipeline(Generic[_Item]):
 
     def _next_task(self) -> Callable[[], None] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._calls or self._queue.first)
+            self._token.wait_for_work(self._changed, lambda: bool(self._calls) or self._queue.first is not None)
+            if self._token.is_cancelled:
+                return None
             if self._queue.first is not None:
                 self._io.works_at(self._queue.first.item)
-            if not self._changed.wait_for(
-                lambda: self._is_closed or self._calls or self._queue.may_begin, self._deadline_s
-            ):
-                raise TimeoutError(f"no chunk was updated for {self._deadline_s:g} s: the optimizer is stuck")
-            if self._is_closed:
-                return None
+            self._token.wait_for(
+                self._changed,
+                lambda: bool(self._calls) or self._queue.may_begin,
+                "the update of a chunk: the optimizer is stuck",
+            )
             return self._calls.popleft() if self._calls else self._begin_next
 
     def _begin_next(self) -> None:
@@ -142,7 +135,7 @@ class ChunkPipeline(Generic[_Item]):
             chunk = self._queue.begin(has_slot=False)
         slots: list[Span] = []
         if chunk is None:
-            slots = self._slots.acquire(1, self._deadline_s)
+            slots = self._slots.acquire(1)
             with self._changed:
                 chunk = self._queue.begin(has_slot=True)
             assert chunk is not None, "with a slot any chunk may begin"
@@ -160,7 +153,7 @@ class ChunkPipeline(Generic[_Item]):
 
     def _run_updates(self) -> None:
         torch.set_num_threads(self._num_threads)
-        while (begun := self._arrived.get()) is not None:
+        while (begun := self._arrived.take()) is not None:
             chunk = begun.chunk
             self._io.works_at(chunk.item)
             self._record(self._queue.updating)

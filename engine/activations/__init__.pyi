@@ -1,7 +1,6 @@
 """Decides for each saved tensor whether it is kept, swapped or recomputed, and carries the decision out."""
 
 from windlass.engine.activations.host_store import ActivationMemoryError as ActivationMemoryError
-from windlass.engine.activations.host_store import ActivationTimeoutError as ActivationTimeoutError
 from windlass.engine.activations.host_store import HostActivations as HostActivations
 from windlass.engine.activations.microbatch import Unit as Unit
 from windlass.engine.activations.operator_costs import LayerCost as LayerCost
@@ -18,3 +17,4 @@ from windlass.engine.activations.store import SwapCounter as SwapCounter
 from windlass.engine.activations.store import SwapCounts as SwapCounts
 from windlass.engine.activations.store import SwapHandle as SwapHandle
 from windlass.engine.activations.store import SwapWatch as SwapWatch
+from windlass.engine.activations.store import wait_on_device as wait_on_device

@@ -19,13 +19,11 @@ BufferClass = tuple[int, torch.dtype]
 class DeviceBuffers:
     """The planned number of buffers of each class. All methods are thread-safe."""
 
-    def __init__(self, device: Device, planned: Mapping[BufferClass, int], *, name: str, deadline_s: float) -> None:
-        """Allocates all buffers. `name`: their purpose, for errors. `deadline_s`: timeout of a wait for a buffer."""
+    def __init__(self, device: Device, planned: Mapping[BufferClass, int], *, name: str) -> None:
+        """Allocates all buffers. `name`: their purpose, for errors. The device's token ends waits for a buffer."""
         self._device = device
         self._name = name
-        self._deadline_s = deadline_s
         self._changed = threading.Condition()
-        self._closed = False
         self._uses: BlockBuffers[BufferClass, Hashable] = BlockBuffers(planned)
         self._flats = [torch.empty(numel, dtype=dtype, device=device.device) for numel, dtype in self._uses.sizes]
         self._index = {id(flat): index for index, flat in enumerate(self._flats)}
@@ -36,9 +34,7 @@ class DeviceBuffers:
     def take(self, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         """Acquires a buffer with undefined contents, for work that is queued on `stream` from now on.
 
-        Raises:
-            TimeoutError: no buffer was released in time.
-            InterruptedError: `close` was called.
+        Raises the errors of `CancelToken.wait_for`.
         """
         return self.take_with(None, numel, dtype, stream)[0]
 
@@ -53,16 +49,10 @@ class DeviceBuffers:
         Raises the errors of `take`.
         """
         with self._changed:
-            acquired = self._changed.wait_for(
-                lambda: self._closed or self._uses.acquire((numel, dtype), contents), self._deadline_s
+            what = f"a buffer of {numel} elements in {dtype} for {self._name}; the computation or the copies are stuck"
+            acquired = self._device.token.wait_for(
+                self._changed, lambda: self._uses.acquire((numel, dtype), contents), what
             )
-            if self._closed:
-                raise InterruptedError("the job was stopped")
-            if acquired is None or isinstance(acquired, bool):
-                raise TimeoutError(
-                    f"no buffer of {numel} elements in {dtype} came free for {self._name} within {self._deadline_s:g} "
-                    "s; the computation or the copies from the device are stuck"
-                )
             unused = self._unused[acquired.buffer]
         flat = self._flats[acquired.buffer]
         if not acquired.has_contents:
@@ -82,10 +72,4 @@ class DeviceBuffers:
         with self._changed:
             self._unused[index] = unused
             self._uses.release(index)
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Ends all waits for buffers."""
-        with self._changed:
-            self._closed = True
             self._changed.notify_all()

@@ -12,6 +12,9 @@ import torch
 
 from windlass.engine.device.registered_memory import PinError, register, unregister, within_parts
 from windlass.engine.device.streams import Event, StartThreads, Stream, open_streams
+from windlass.storage.cancellation import CancelToken
+
+_DEADLINE_S = 120.0  # timeout of waits for a device without an owner's token
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -37,7 +40,7 @@ class Device:
         device: torch.device,
         *,
         poison_released: bool = False,
-        deadline_s: float = 120.0,
+        token: CancelToken | None = None,
         start_threads: StartThreads = _start_daemons,
     ) -> None:
         """Opens the three streams.
@@ -45,26 +48,22 @@ class Device:
         Args:
             device: the GPU or the CPU.
             poison_released: fill buffers with NaN at their release, so that a late read shows at once.
-            deadline_s: timeout of waits for a stream's work.
+            token: of the owner. It ends the streams' threads, and waits for their work and for buffers.
             start_threads: starts the threads of streams that need one.
         """
         self.device = device
         self.is_cuda = device.type == "cuda"
         self.poisons_released = poison_released
-        self._deadline_s = deadline_s
-        self._streams = open_streams(device, deadline_s, start_threads)
+        self.token = token or CancelToken(_DEADLINE_S)
+        self._streams = open_streams(device, self.token, start_threads)
         self.compute, self.h2d, self.d2h = self._streams.compute, self._streams.h2d, self._streams.d2h
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._pinned: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     def open_stream(self) -> Stream:
-        """Opens a further stream, which has its own thread on a CPU. The caller closes it."""
+        """Opens a further stream, which has its own thread on a CPU."""
         return self._streams.open()
-
-    def close(self) -> None:
-        """Ends the threads of the three streams."""
-        self._streams.close()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Allocates flat uint8 memory for the compute stream, with undefined contents.
@@ -77,11 +76,6 @@ class Device:
     def record_current(self) -> Event:
         """Returns an event after all work that the calling thread has queued on torch's current stream."""
         return self._streams.record_current()
-
-    def after_now(self) -> Callable[[], None]:
-        """Returns a function that waits, in any thread, for all work queued on the compute stream until now."""
-        event = self.compute.record()
-        return lambda: event.wait(self._deadline_s)
 
     def poison(self, buffer: torch.Tensor, stream: Stream) -> None:
         """Fills a released buffer with NaN if `poison_released` is set, after the stream's queued work."""
@@ -137,11 +131,11 @@ class Device:
 
     def _copy_now(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         stream.run(lambda: copy(target, source))
-        stream.record().wait(self._deadline_s)
+        stream.record().wait()
 
     def synchronize(self) -> None:
         """Waits for the compute stream."""
-        self.compute.record().wait(self._deadline_s)
+        self.compute.record().wait()
 
     # --- pinned memory ----------------------------------------------------------------------------------------------
 

@@ -15,35 +15,31 @@ from windlass.actors.activations.parts import Moment, SsdSwap
 from windlass.actors.activations.ssd_store import SsdActivations
 from windlass.actors.messages import ActivationIoDone, Message, ReadActivations, WriteActivations
 from windlass.actors.ssd.client import SsdClient
-from windlass.engine.activations.host_store import ActivationMemoryError, ActivationTimeoutError
+from windlass.engine.activations.host_store import ActivationMemoryError
 from windlass.engine.activations.store import Unwatched
-from windlass.engine.device.device import Device
+from windlass.engine.device.device import Device, copy
+from windlass.engine.device.streams import StartThreads
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, BlockIndex, Step
+from windlass.storage.threads import CancellableThreads
 
 Request = WriteActivations | ReadActivations
 
 
 class GatedDevice(Device):
-    """A device whose copies wait for a gate."""
+    """A device whose activations wait for a gate before each copy."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+    def __init__(self, token: CancelToken, start_threads: StartThreads) -> None:
+        super().__init__(torch.device("cpu"), token=token, start_threads=start_threads)
         self.gate = threading.Event()
         self.gate.set()
-        self.failing: set[str] = set()
+        self.failing = False
 
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._pass("out")
-        super().copy_out(target, source)
-
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._pass("in")
-        super().copy_in(target, source)
-
-    def _pass(self, way: str) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         assert self.gate.wait(WAIT_S)
-        if way in self.failing:
-            raise RuntimeError(f"the link is down, {way}")
+        if self.failing:
+            raise RuntimeError("the link is down")
+        copy(target, source)
 
 
 class Stage:
@@ -51,7 +47,11 @@ class Stage:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, max_leaving_nbytes: int = 1 << 30, **facts: Any) -> None:
         self.context = make_swap_context(Path("/nowhere"), **({"num_host": 3, "num_staged": 1, "num_ssd": 8} | facts))
-        self.device = GatedDevice()
+        self.token = CancelToken(self.context.spec.deadline_s)
+        self.errors: list[Exception] = []
+        self.threads = CancellableThreads(WORKER, "job", self.token, self._end, deadline_s=WAIT_S)
+        self.device = GatedDevice(self.token, self.threads.start)
+        monkeypatch.setattr(ssd_activations, "copy", self.device.copy)
         self.memory = torch.full((self.context.plan.activations.nbytes,), 0xFF, dtype=torch.uint8)
         self.on_ssds: dict[tuple[ActorName, int], torch.Tensor] = {}
         self.asked: list[tuple[ActorName, Request]] = []
@@ -64,11 +64,13 @@ class Stage:
                 self.device,
                 self.memory,
                 self.client,
-                self._send,
-                WORKER,
                 Unwatched(),
                 max_leaving_nbytes=max_leaving_nbytes,
             )
+
+    def _end(self, error: Exception, at: object) -> None:
+        self.errors.append(error)
+        self.token.cancel()
 
     def _make_pool(self, *args: Any, **kwargs: Any) -> PoisonedSlots:
         self.pool = PoisonedSlots(*args, **kwargs)
@@ -170,8 +172,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
     yield make
     for stage in stages:
         stage.device.gate.set()
-        stage.store.stop()
-        stage.store.close()
+        stage.threads.stop()
 
 
 class TestRequests:
@@ -185,7 +186,6 @@ class TestRequests:
             assert (write.job, write.step, write.block, write.reply_to) == ("ftjob-1", 5, 2, WORKER)
             # It is needed again at the next operation; params of step 5 have priorities (4, operation).
             assert write.priority == (4, 71)
-            assert write.deadline_s == WAIT_S
             assert write.span.offset >= 3 * SLOT_NBYTES  # beyond the slots that stay in host memory
         assert [write.slots for write in writes] == [(0,), (1,), (2,)]
         assert [write.span.nbytes for write in writes] == [SLOT_NBYTES] * 3
@@ -373,22 +373,20 @@ class TestBounds:
 
 class TestFailures:
     @pytest.mark.parametrize("way", ["out", "in"])
-    def test_a_failed_copy_raises_where_its_bytes_are_needed(self, make: Callable[..., Stage], way: str) -> None:
+    def test_a_failed_copy_ends_its_thread_and_the_waits(self, make: Callable[..., Stage], way: str) -> None:
         stage = make()
-        stage.device.failing = {way}
+        stage.device.failing = way == "out"
         swap = stage.put(1, 3 * SLOT_NBYTES)
         if way == "in":
             for _ in range(3):
                 stage.answer()
+            stage.device.failing = True
         stage.prefetch(swap)
         if way == "in":
             stage.answer()
-        with pytest.raises(RuntimeError, match=f"the link is down, {way}"):
+        with pytest.raises((InterruptedError, RuntimeError), match=r"the job was stopped|the link is down"):
             stage.store.wait_for(swap)
-        stage.device.failing = set()
-        while not stage.is_quiet():
-            stage.answer()
-        stage.check_free()
+        assert [str(error) for error in stage.errors] == ["the link is down"]
 
     def test_read_that_times_out_is_named(self, make: Callable[..., Stage]) -> None:
         stage = make(deadline_s=0.05, weights=(1, 1), num_staged=2)
@@ -396,9 +394,9 @@ class TestFailures:
         stage.prefetch(swap)
         stage.answer()
         text = (
-            r"8.00 KiB of 12.00 KiB of activations of block 4, step 3 did not come back from ssd-0, ssd-1 within 0.05 s"
+            r"waited 0.05 s for 8.00 KiB of 12.00 KiB of activations of block 4, step 3 to come back from ssd-0, ssd-1"
         )
-        with pytest.raises(ActivationTimeoutError, match=text):
+        with pytest.raises(TimeoutError, match=text):
             stage.store.wait_for(swap)
 
     def test_what_each_ssd_server_has_owed_for_longest_is_known(
@@ -407,7 +405,7 @@ class TestFailures:
         now_s = 50.0
         monkeypatch.setattr(ssd_activations.time, "monotonic", lambda: now_s)
         stage = make(weights=(1, 1), num_staged=6)
-        assert stage.client.describe_overdue() == ""
+        assert stage.client.describe_pending() == ""
         stage.prefetch(stage.rest(4))
         assert isinstance(stage.next(), ReadActivations)
         now_s = 51.0
@@ -415,18 +413,18 @@ class TestFailures:
         with stage.changed:
             assert stage.changed.wait_for(lambda: len(stage.asked) == 3, WAIT_S)
         now_s = 52.0
-        assert stage.client.describe_overdue() == (
+        assert stage.client.describe_pending() == (
             "ssd-0 has not finished a read of activations of block 4, step 3 after 2.0 s: check its SSD; "
             "ssd-1 has not finished a write of activations of block 5, step 3 after 1.0 s: check its SSD"
         )
         for _ in range(3):
             stage.answer()
-        assert stage.client.describe_overdue() == ""
+        assert stage.client.describe_pending() == ""
 
     def test_write_that_times_out_is_named(self, make: Callable[..., Stage]) -> None:
         stage = make(deadline_s=0.05, max_leaving_nbytes=0)
         stage.put(1, 2 * SLOT_NBYTES)
-        with pytest.raises(ActivationTimeoutError, match=r"4.00 KiB of activations did not leave the device"):
+        with pytest.raises(TimeoutError, match=r"4.00 KiB of activations to leave the device"):
             stage.put(2)
 
     def test_write_of_dropped_activation_that_times_out_is_named(self, make: Callable[..., Stage]) -> None:
@@ -435,7 +433,7 @@ class TestFailures:
         stage.next()
         stage.store.drop(swap)
         stage.put(2, 7 * SLOT_NBYTES)
-        with pytest.raises(ActivationTimeoutError, match=r"did not release their SSD slots within 0\.05 s"):
+        with pytest.raises(TimeoutError, match=r"waited 0\.05 s for the SSD slots of dropped activations"):
             stage.put(3)
 
 
@@ -447,7 +445,7 @@ class TestStop:
         get, put = stage.in_thread(lambda: stage.store.wait_for(swap)), stage.in_thread(lambda: stage.put(2))
         assert get.is_waiting()
         assert put.is_waiting()
-        stage.store.stop()
+        stage.token.cancel()
         for result in (get, put):
             with pytest.raises(InterruptedError, match="the job was stopped"):
                 result.end()
@@ -466,9 +464,9 @@ class TestStop:
             stage.answer()
         elif state != "copying out":
             stage.next()
-        stage.store.stop()
+        stage.token.cancel()
         stage.device.gate.set()
-        stage.store.close()
+        stage.threads.stop()
         if state in ("writing", "reading"):
             stage.answer()
         assert stage.asked == []

@@ -29,6 +29,7 @@ from tests.support.storage.stores import make_geometry, new_store, open_volume
 from tests.support.training import has_direct_io
 from windlass.engine.device import device as device_module
 from windlass.engine.device.streams import StartThreads
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import JobId
 from windlass.storage.ssd.volume import Volume
 from windlass.storage.store.tensor_store import TensorStore
@@ -142,7 +143,7 @@ class LateEvent:
     def is_over(self) -> bool:
         return self.has_come
 
-    def wait(self, deadline_s: float) -> None:
+    def wait(self) -> None:
         self.has_come = True
 
     def time_s(self) -> float:
@@ -255,8 +256,8 @@ def test_offload_on_late_streams_is_same_as_plain_pytorch(
 ) -> None:
     """Copies run as late as possible. What does not wait for them reads NaN, or the next step's values."""
 
-    def open_streams(device: torch.device, deadline_s: float, start_threads: StartThreads) -> LateStreams:
-        return LateStreams(start_threads, order=order)
+    def open_streams(device: torch.device, token: CancelToken, start_threads: StartThreads) -> LateStreams:
+        return LateStreams(start_threads, token=token, order=order)
 
     monkeypatch.setattr(device_module, "open_streams", open_streams)
     plain = seeded(Gpt)

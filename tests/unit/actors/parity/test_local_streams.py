@@ -28,6 +28,7 @@ from windlass.engine.device.streams import StartThreads
 from windlass.engine.memory_plan.activation_policy import ActivationChoice, BlockActivations
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.optimizer.grad_norm import squared_norm
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, Precision
 
 pytestmark = pytest.mark.usefixtures("small_activation_slots")
@@ -141,8 +142,8 @@ class Late:
     def __exit__(self, *_: object) -> None:
         self._patch.undo()
 
-    def open(self, device: torch.device, deadline_s: float, start_threads: StartThreads) -> LateStreams:
-        self.streams = LateStreams(start_threads, **self.options)
+    def open(self, device: torch.device, token: CancelToken, start_threads: StartThreads) -> LateStreams:
+        self.streams = LateStreams(start_threads, token=token, **self.options)
         return self.streams
 
     def squared_norm(self, grad: torch.Tensor) -> torch.Tensor:

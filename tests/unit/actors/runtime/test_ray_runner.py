@@ -114,9 +114,8 @@ def test_allocator_of_a_gpu_is_set_before_torch_is_imported(tmp_path: Path, monk
 
 def test_a_shell_passes_messages_on_and_answers_back(shell: ActorShell, scheduler: Peer, tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
-    shell.setup()
-    assert shell.commits() == []
-    shell.resume_from(None)
+    assert shell.open_space() == []
+    shell.start(None)
     scheduler.send(shell, commit(0))
     failed = scheduler.next_failure()
     shell.stop(False)
@@ -128,20 +127,22 @@ def test_a_shell_passes_messages_on_and_answers_back(shell: ActorShell, schedule
 
 def test_an_ssd_server_deletes_its_store_when_told(shell: ActorShell, tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
-    shell.setup()
+    shell.open_space()
+    shell.start(None)
     shell.stop(True)
     assert jobs_on(tmp_path / "ssd") == set()
 
 
-def test_a_failed_setup_reaches_the_caller(shell: ActorShell) -> None:
+def test_an_error_at_the_start_reaches_the_caller(shell: ActorShell) -> None:
     with pytest.raises(ValueError, match=r"SSD path .* is neither a directory nor a block device"):
-        shell.setup()
+        shell.open_space()
 
 
 def test_a_post_that_raises_is_told_to_the_scheduler(shell: ActorShell, scheduler: Peer, tmp_path: Path) -> None:
     """No caller waits for the call that brought the message."""
     (tmp_path / "ssd").mkdir()
-    shell.setup()
+    shell.open_space()
+    shell.start(None)
     shell.actor.stop(delete_store=True)
     scheduler.send(shell, commit(5))
     failed = scheduler.next_failure()

@@ -15,6 +15,7 @@ from windlass.engine.device import registered_memory
 from windlass.engine.device.device import Device
 from windlass.engine.device.registered_memory import PinError
 from windlass.engine.device.streams import StartThreads
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import Span
 from windlass.storage.memory.arena import Arena
 
@@ -111,13 +112,13 @@ def test_threads_never_share_a_buffer() -> None:
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A device whose streams run late, in the order of `request.param`."""
 
-    def open_streams(device: torch.device, deadline_s: float, start_threads: StartThreads) -> LateStreams:
-        return LateStreams(start_threads, order=request.param)
+    def open_streams(device: torch.device, token: CancelToken, start_threads: StartThreads) -> LateStreams:
+        return LateStreams(start_threads, token=token, order=request.param)
 
     monkeypatch.setattr(device_module, "open_streams", open_streams)
-    device = Device(torch.device("cpu"), poison_released=True, deadline_s=20.0)
+    device = Device(torch.device("cpu"), poison_released=True, token=CancelToken(20.0))
     yield device
-    device.close()
+    device.token.cancel()
 
 
 @contextmanager
@@ -144,7 +145,7 @@ def test_take_of_new_buffer_has_copies_in_wait_for_the_work_before(late: Device)
         late.take(8, torch.float32)
         late.h2d.run(lambda: done.append("h2d"))
         copied = late.h2d.record()
-    copied.wait(20.0)
+    copied.wait()
     assert done == ["compute", "h2d"]
 
 
@@ -176,8 +177,7 @@ def test_waits_for_the_compute_stream_return_when_its_work_is_done(late: Device)
     late.synchronize()
     assert done == [1]
     late.compute.run(lambda: done.append(2))
-    wait = late.after_now()
-    wait()
+    late.compute.record().wait()
     assert done == [1, 2]
 
 
