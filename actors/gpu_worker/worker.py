@@ -182,6 +182,7 @@ class GpuWorker:
             self.hyper.seed,
             activations=layer_activations(self.context),
             store=self._activations,
+            head_slices=self.hyper.head_slices,
         )
         self._threads.resources.callback(self.runner.forget)
 

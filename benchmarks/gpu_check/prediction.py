@@ -263,6 +263,7 @@ def _need(case: SpeedCase, partition: Partition, solution: Solution) -> DeviceNe
         num_microbatches=case.num_microbatches,
         num_ahead=solution.costs.job.num_prefetched,
         max_tokens=num_examples * num_tokens,
+        head_slices=training.head_slices,
     )
 
 

@@ -23,7 +23,7 @@ from windlass.engine.model import BlockRunner, GradBuffer, Partition, build_meta
 from windlass.engine.optimizer import squared_norm
 from windlass.planner.cost import AgainTimes, BlockProfile, LayerProfile, ModelProfile, holding_ways
 from windlass.planner.profiling.model_profiler import kinds_of_layers
-from windlass.storage.ids import BlockIndex, Precision
+from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 # Rounds are repeated until the standard error of the mean is low, or the time is over, because a machine's pace varies.
 _USUAL_ROUNDS = 3  # minimum number of rounds
@@ -65,15 +65,23 @@ def measure_blocks(
     *,
     sums_grads: bool = False,
     grad_precision: Precision | None = None,
+    head_slices: HeadSlices = HeadSlices.LARGE,
     max_s: float | None = None,
 ) -> MeasuredBlocks:
     """Measures the time of each block of a profile on this device. Meanwhile some blocks' params are in memory.
 
     `sums_grads`: gradients are summed over micro-batches. `grad_precision`: type of a block's gradient; None: that of
-    the model. `max_s`: seconds after which no further round begins; None: the usual ones.
+    the model. `head_slices`: the way in which the head goes over tokens. `max_s`: seconds after which no further round
+    begins; None: the usual ones.
     """
     return _Bench(
-        profile, config, precision, device, sums_grads=sums_grads, grad_precision=grad_precision or precision
+        profile,
+        config,
+        precision,
+        device,
+        sums_grads=sums_grads,
+        grad_precision=grad_precision or precision,
+        head_slices=head_slices,
     ).measure(_MAX_S if max_s is None else max_s)
 
 
@@ -102,6 +110,7 @@ class _Bench:
         *,
         sums_grads: bool,
         grad_precision: Precision,
+        head_slices: HeadSlices,
     ) -> None:
         self._partition = Partition(build_meta_model(config, precision))
         self._kinds = kinds_of_layers(self._partition)
@@ -112,7 +121,7 @@ class _Bench:
             choices |= dict.fromkeys(measured, _choices_of(layer))
         self._choices = [dict(zip(choices, choice, strict=True)) for choice in zip(*choices.values(), strict=True)]
         self._device, self._dtype = device, TORCH_DTYPE[precision]
-        self._runner = BlockRunner(self._partition, device, seed=0)
+        self._runner = BlockRunner(self._partition, device, seed=0, head_slices=head_slices)
         self._grad_dtype = TORCH_DTYPE[grad_precision]
         self._sums_grads = sums_grads
         vocab = int(self._partition.model.config.get_text_config().vocab_size)
