@@ -76,7 +76,7 @@ def add_largest(page: Page) -> dict[str, float]:
         "layer's activations, logits and half a GiB for CUDA; in host memory its arena and 1.2 GiB of processes. "
         "Whether embedding and head are one matrix (tied) matters on the GPU: a tied one has three sums there.",
     )
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for published in PUBLISHED_LARGEST:
         for is_tied in (False, True):
             billions = largest(host_gb=published.host_gb, device_gib=published.device_gib, is_tied=is_tied)
