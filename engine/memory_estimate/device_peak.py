@@ -20,6 +20,7 @@ from windlass.engine.memory_plan import (
     summed_in_fp32,
 )
 from windlass.engine.model import Partition
+from windlass.engine.optimizer import update_scratch_nbytes
 from windlass.storage.ids import BlockIndex, Formats, HeadSlices, Precision
 
 
@@ -89,12 +90,15 @@ def device_need(
         num_grad_buffers=plan.num_grad_buffers,
     )
     # Token ids and targets are int64.
+    updates_on_gpu = device != "cpu" and bool(plan.device_blocks)
     batch_nbytes = sum(2 * torch.int64.itemsize * num_examples * num_tokens for num_examples, num_tokens in shapes)
     return DeviceNeed(
         params_nbytes=_params_numel(partition, plan, num_ahead, formats) * TORCH_DTYPE[formats.precision].itemsize,
         grads_nbytes=sum(numel * itemsize * number for (numel, itemsize), number in grads.items()),
         states_nbytes=sum(layout.blocks[block].numel for block in plan.device_blocks) * formats.update_itemsize,
-        constants_nbytes=sum(buffer.nbytes for buffer in partition.model.buffers()) + batch_nbytes,
+        constants_nbytes=sum(buffer.nbytes for buffer in partition.model.buffers())
+        + batch_nbytes
+        + (update_scratch_nbytes(formats.states) if updates_on_gpu else 0),
         activations=activations,
         moment=moment,
         settled_activations_nbytes=max(need.settled_nbytes for _, need in moments),

@@ -3,6 +3,7 @@
 from windlass.engine.optimizer.adam_formulas import AdamSettings as AdamSettings
 from windlass.engine.optimizer.adam_kernel import ChunkStates as ChunkStates
 from windlass.engine.optimizer.adam_kernel import OptimizerKernel as OptimizerKernel
+from windlass.engine.optimizer.fused_adam import update_scratch_nbytes as update_scratch_nbytes
 from windlass.engine.optimizer.grad_norm import squared_norm as squared_norm
 from windlass.engine.optimizer.kernel_cache import KernelUnavailable as KernelUnavailable
 from windlass.engine.optimizer.kernel_set import KernelSet as KernelSet

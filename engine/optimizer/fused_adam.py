@@ -17,11 +17,18 @@ from windlass.storage.ids import StatePrecision
 _SLICE_NUMEL = 2**18
 # Elements of a slice on a GPU: 16 MiB of fp32. A slice takes longer than its launches, and its copies stay small.
 _DEVICE_SLICE_NUMEL = 2**22
+# Bytes of temporary tensors for each element of a slice.
+_SCRATCH_ITEMSIZE = {StatePrecision.FP32: 8, StatePrecision.SPLIT: 25, StatePrecision.BF16: 34}
 _LOW_HALF = 0xFFFF
 _TIE = 0x8000
 _SIGN = -(1 << 31)
 # Elements: a multiple of the length of PyTorch's SIMD vectors.
 _VECTOR_NUMEL = 64
+
+
+def update_scratch_nbytes(states: StatePrecision) -> int:
+    """Returns the memory that an update on a GPU takes for temporary tensors. A compiled kernel takes none."""
+    return _SCRATCH_ITEMSIZE[states] * _DEVICE_SLICE_NUMEL
 
 
 class FusedUpdate:

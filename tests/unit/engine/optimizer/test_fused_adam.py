@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.support.host_waits import GPU, no_host_waits
+from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
 from windlass.engine.optimizer.adam_formulas import AdamSettings, Format
-from windlass.engine.optimizer.fused_adam import FusedUpdate, write_rounded, write_split
+from windlass.engine.optimizer.fused_adam import FusedUpdate, update_scratch_nbytes, write_rounded, write_split
 from windlass.engine.optimizer.split_states import join_master, split_master
 from windlass.engine.optimizer.stochastic_rounding import random_halves, rounded
 from windlass.storage.ids import StatePrecision
@@ -76,10 +77,13 @@ def test_an_update_on_a_gpu_makes_no_host_wait(states: StatePrecision) -> None:
     kernel = Format(grad=torch.bfloat16, param=torch.bfloat16, states=states, decoupled=True)
     settings = AdamSettings(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, decoupled=True)
     tensors = [torch.empty(2**24 + 5, dtype=dtype, device=GPU) for dtype in kernel.operand_dtypes()]
-    with no_host_waits() as launches:
+    tracker = LiveStorageTracker(GPU)
+    with no_host_waits() as launches, tracker:
         FusedUpdate(settings, kernel).update(
             tensors, learning_rate=1e-3, step=1, grad_scale=0.5, decay_numel=2**22, seed=1, position=0
         )
     num_slices = 5
     assert launches.num_launches < 70 * num_slices
     assert launches.max_nbytes == 4 * 2**22
+    scratch_nbytes = update_scratch_nbytes(states)
+    assert 0.9 * scratch_nbytes < tracker.peak_nbytes <= scratch_nbytes + 2**20
