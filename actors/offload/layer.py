@@ -66,7 +66,11 @@ class OffloadedLayer:
 
     @contextlib.contextmanager
     def installed(self, grads: GradBuffer | None = None) -> Iterator[torch.Tensor]:
-        """Installs the layer's parameters during the context; with `grads`, their gradients are added there."""
+        """Installs the layer's parameters during the context; with `grads`, their gradients are added there.
+
+        Raises:
+            CannotOffloadError: the layer has written to its parameters. Their buffer may serve its next call, or not.
+        """
         flat = self.lender.borrow(self.block, is_backward=grads is not None)
         values = {}
         for param in self.block.params:
@@ -83,8 +87,11 @@ class OffloadedLayer:
                 value.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
             values[param.name] = value
         self.block.install(values)
+        version = flat._version
         try:
             yield flat
+            if flat._version != version:
+                raise CannotOffloadError(f"{self.block.name} changes its own parameters in place")
         finally:
             self.block.install({})
             self.lender.give_back(self.block)

@@ -70,6 +70,10 @@ class LayerCall:
         return LayerCall(args, {k: None if v is value else v for k, v in self.kwargs.items()}, self.by_keyword)
 
 
+class ParamsChangedError(RuntimeError):
+    """The model's code writes to its own parameters. An operation's params may serve the next one, or be read again."""
+
+
 class _PrologueDone(Exception):
     """Ends the model's forward at the last layer. The code after it belongs to the head."""
 
@@ -123,6 +127,7 @@ class BlockRunner:
         self._mode_on_call: Any = None
         self._params = BorrowedParams()
         self._streamed: StreamedLayer | None = None  # the installed layer, if its params are streamed
+        self._versions: dict[BlockIndex, int] = {}  # of the installed params when they were installed
         self._sinks: Mapping[BlockIndex, GradBuffer] = {}
         self._with_functions: set[BlockIndex] = set()  # layers that are known to have Python autograd functions
         self._units: dict[tuple[int, int], Unit] = {}  # by block and micro-batch
@@ -182,9 +187,20 @@ class BlockRunner:
             site.module._parameters[site.attribute] = nn.Parameter(view, requires_grad=False)
         if grads:
             self._require_grads(block)
+        self._versions = {b: flat._version for b, flat in self._params.flats.items()}
 
     def remove(self, block: BlockIndex) -> None:
-        """Removes the views from the modules, so that the buffers may be reused."""
+        """Removes the views from the modules, so that the buffers may be reused.
+
+        Raises:
+            ParamsChangedError: the model has written to its parameters.
+        """
+        changed = [b for b, flat in self._params.flats.items() if flat._version != self._versions[b]]
+        if changed:
+            raise ParamsChangedError(
+                f"block {block} changes the parameters of block {changed[0]} in place while it is computed; such a "
+                "model cannot be trained block by block"
+            )
         if self._streamed is not None:
             self._streamed.end()
         self._streamed = self._params.streamed = None

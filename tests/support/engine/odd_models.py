@@ -168,6 +168,22 @@ class SwitchingModel(PlainModel):
         self.layers = nn.ModuleList(_SwitchingLayer(config, i) for i in range(config.num_hidden_layers))
 
 
+class _ClampingLayer(Qwen2DecoderLayer):
+    """Writes to its own weights."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        with torch.no_grad():
+            self.mlp.down_proj.weight.clamp_(-1, 1)
+        output: torch.Tensor = super().forward(hidden_states, **kwargs)
+        return output
+
+
+class ClampingModel(PlainModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(_ClampingLayer(config, i) for i in range(config.num_hidden_layers))
+
+
 class _NotingLayer(Qwen2DecoderLayer):
     """Adds a tensor that the previous layer left in a list, which a trace does not see."""
 

@@ -193,6 +193,13 @@ class Mutating(nn.Linear):
         return super().forward(x)
 
 
+class Clamping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return super().forward(x)
+
+
 def mutating() -> nn.Module:
     layer = Mutating(8, 8)
     layer.register_buffer("calls", torch.zeros(()))
@@ -204,6 +211,7 @@ def mutating() -> nn.Module:
     [
         (lambda: InPlace(8, 8), "layers.1 changes an argument in place"),
         (mutating, "layers.1 changes a buffer in place"),
+        (lambda: Clamping(8, 8), "layers.1 changes its own parameters in place"),
         (lambda: Closure(8, 8), "layers.1 uses a tensor of shape"),
     ],
 )

@@ -91,6 +91,11 @@ def test_error_invisible_to_trace_is_caught(body: Any) -> None:
         check_architecture(config)
 
 
+def test_a_model_that_writes_to_its_params_is_refused() -> None:
+    with pytest.raises(UnsupportedArchitectureError, match="block 1 changes the parameters of block 1 in place"):
+        check_architecture(odd_config(odd_models.ClampingModel))
+
+
 @pytest.mark.parametrize("choice", ActivationChoice)
 def test_every_choice_of_activations_passes(choice: ActivationChoice) -> None:
     for body in (odd_models.SavingModel, odd_models.KernelModel, odd_models.HeadDropoutModel):
