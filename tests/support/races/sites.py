@@ -1,0 +1,118 @@
+"""The places of the product that order a device's work: waits, recorded events, callbacks, and memory that these hold.
+
+They are found in the code, so that a test fails until a new one has its place in a table.
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from tests.support.races.checker import ROOT
+
+# Rooms whose code queues work on a device.
+ROOMS = ("engine/device", "engine/activations", "engine/model", "actors/gpu_worker", "actors/activations", "actors/offload")
+_METHODS = {"wait", "wait_event", "synchronize", "record", "record_current", "record_stream", "after_now", "is_over", "query", "then"}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One call. It is named by its function and its text, so that the name outlives changes of other lines."""
+
+    path: str
+    function: str
+    text: str
+    position: tuple[int, int, int, int]  # first and last line, first and last column
+    is_hold: bool = False  # not the call is left out, but what its callback holds
+
+    @property
+    def name(self) -> str:
+        """The name in tables and reports."""
+        return f"{self.path}: {self.function}: {self.text}" + (" holds memory" if self.is_hold else "")
+
+    @property
+    def method(self) -> str:
+        """The called method."""
+        return self.text.partition("(")[0].rpartition(".")[2]
+
+
+def caller_is(site: Site, frame: FrameType | None) -> bool:
+    """Checks whether a frame is at a site's call."""
+    if frame is None or not frame.f_code.co_filename.endswith(site.path):
+        return False
+    for index, position in enumerate(frame.f_code.co_positions()):
+        if index == frame.f_lasti // 2:
+            return position == site.position
+    return False
+
+
+def sites() -> list[Site]:
+    """Returns all calls of the rooms that may order a device's work."""
+    found: list[Site] = []
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            found += _Finder(path).found
+    return found
+
+
+class _Finder(ast.NodeVisitor):
+    def __init__(self, path: Path) -> None:
+        self.found: list[Site] = []
+        self._path = str(path.relative_to(ROOT))
+        self._names: list[str] = []
+        tree = ast.parse(path.read_text())
+        self._holders = set(_functions_with_tensors(tree))
+        self.visit(tree)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._inside(node.name, node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._inside(node.name, node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
+            self._add(node)
+            if node.func.attr == "then" and self._holds_memory(node):
+                self._add(node, is_hold=True)
+        self.generic_visit(node)
+
+    def _inside(self, name: str, node: ast.AST) -> None:
+        self._names.append(name)
+        self.generic_visit(node)
+        self._names.pop()
+
+    def _add(self, node: ast.Call, *, is_hold: bool = False) -> None:
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        position = (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
+        text, same = ast.unparse(node), 1
+        while any(site.text == text and site.function == ".".join(self._names) and site.is_hold is is_hold for site in self.found):
+            same += 1
+            text = f"{ast.unparse(node)} ({same})"
+        self.found.append(Site(self._path, ".".join(self._names), text, position, is_hold))
+
+    def _holds_memory(self, node: ast.Call) -> bool:
+        called = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
+        return any(each.attr in self._holders for each in called)
+
+
+def _functions_with_tensors(tree: ast.AST) -> Iterator[str]:
+    """Yields the functions that take a tensor."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            for argument in node.args.args:
+                if argument.annotation is not None and ast.unparse(argument.annotation) == "torch.Tensor":
+                    yield node.name
+
+
+# The functions that may wait for the device. None of them runs in a step of a job, except that activations on their way
+# to and from the SSDs have threads that wait.
+HOST_WAITS = (
+    "CudaStream._call_next",  # a stream's own thread
+    "CudaStreams.__init__",  # sets the clock
+    "DeviceStates.__init__",
+    "DeviceStates._restore",
+    "SsdActivations._copy",
+)
