@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tests.support.races.checker import RaceChecker, place_of, places
+from tests.support.races.checker import RaceChecker, place_of
 from tests.support.races.clocks import Agent, Clock
 from tests.support.races.cuda import DEVICE, RecordedCuda
 from tests.support.races.memory import Region
@@ -28,6 +28,7 @@ from windlass.engine.device.tensor_arena import TensorArena
 from windlass.engine.model.block_runner import BlockRunner
 from windlass.engine.model.streamed_params import PieceBuffers
 from windlass.engine.optimizer.adam_kernel import ChunkStates, OptimizerKernel
+from windlass.engine.optimizer.grad_norm import squared_norm
 from windlass.storage.ids import Span
 from windlass.storage.io_scheduler.scheduler import IoScheduler
 from windlass.storage.io_scheduler.transfer_jobs import Piece, TransferJob
@@ -44,8 +45,6 @@ _NO_ACCESS = frozenset(
 _SYNCHRONIZING = frozenset(
     {"aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal", "aten._unique2"}
 )
-# Functions that use other operators on a GPU.
-_ONLY_ON_CPU = frozenset({"squared_norm"})
 
 
 class Memory:
@@ -82,10 +81,10 @@ class Memory:
         place, _ = place_of(sys._getframe(1))
         kind = "device" if on_device else "host"
         region = Region(f"{kind} memory {self._num_storages} of {storage.nbytes()} bytes, allocated at {place}")
-        region.on_device = on_device
-        if on_device:
-            region.allocated_by = allocated_by
         checker = self._checker
+        if on_device:
+            region.on_device, region.allocated_by = True, allocated_by
+            checker.allocated(region, storage.nbytes(), place)
         freed = (lambda _: checker.freed(region)) if on_device else (lambda _: None)
         self._regions[address] = region, weakref.ref(storage, freed)
         return region
@@ -162,15 +161,10 @@ class AccessMode(TorchDispatchMode):
             agent = memory.agent_of([*read, *written])
             self._checker.access(agent, name, read, written)
             if name in _SYNCHRONIZING and any(region.on_device for region, _, _ in read):
-                self._note_wait(agent, name)
+                self._checker.host_waits(sys._getframe(1), name)
+                self._checker.learn(agent.clock.copy())
         return result
 
-
-    def _note_wait(self, agent: Agent, name: str) -> None:
-        frame = sys._getframe(1)
-        if not any(function in _ONLY_ON_CPU for _, function in places(frame)):
-            self._checker.host_waits(frame, name)
-            self._checker.learn(agent.clock.copy())
 
 
 def _roles(
@@ -213,6 +207,7 @@ def follow_accesses(checker: RaceChecker, cuda: RecordedCuda, patch: pytest.Monk
     _follow_copies(memory, patch)
     _follow_numbers(memory, patch)
     _follow_kernels(memory, patch)
+    _follow_norms(memory, patch)
     _follow_arenas(memory, patch)
     _follow_slots(checker, patch)
     _follow_pools(checker, patch)
@@ -257,6 +252,23 @@ def _follow_kernels(memory: Memory, patch: pytest.MonkeyPatch) -> None:
         memory.note("update", [states.grad], [state for state in others if state is not None])
 
     patch.setattr(OptimizerKernel, "update", update_noted)
+
+
+def _follow_norms(memory: Memory, patch: pytest.MonkeyPatch) -> None:
+    """Follows squared norms as one operator each, because on a CPU they use other operators than on a GPU."""
+
+    def norm_noted(values: torch.Tensor) -> torch.Tensor:
+        with _disable_current_modes():
+            result = squared_norm(values)
+        found = memory.range_of(values)
+        if found is not None:
+            memory.region_of(result, on_device=found[0].on_device)
+        memory.note("squared_norm", [values], [result])
+        return result
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("windlass.") and getattr(module, "__dict__", {}).get("squared_norm") is squared_norm:
+            patch.setattr(module, "squared_norm", norm_noted)
 
 
 def _follow_arenas(memory: Memory, patch: pytest.MonkeyPatch) -> None:
@@ -349,9 +361,7 @@ def _follow_transfers(checker: RaceChecker, memory: Memory, patch: pytest.Monkey
     agents: dict[TransferJob, Agent] = {}
 
     def add_noted(scheduler: IoScheduler, job: TransferJob) -> None:
-        agent = agents[job] = checker.new_agent(str(job))
-        with checker.lock:
-            agent.clock.join(checker.snapshot())
+        agents[job] = checker.begin_transfer(str(job))
         add(scheduler, job)
 
     def note(scheduler: IoScheduler, piece: Piece) -> None:
@@ -372,8 +382,11 @@ def _follow_transfers(checker: RaceChecker, memory: Memory, patch: pytest.Monkey
         complete(scheduler, transfer, end_s)
 
     def finish_noted(scheduler: IoScheduler, job: TransferJob) -> None:
-        with checker.acting_as(agents.pop(job)):
+        agent = agents.pop(job)
+        last = agent.period
+        with checker.acting_as(agent):
             finish(scheduler, job)
+        checker.end_transfer(agent, last)
 
     for name, noted in (
         ("_add", add_noted), ("_submit", submit_noted), ("_complete", complete_noted), ("_finish", finish_noted)

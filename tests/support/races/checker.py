@@ -29,6 +29,7 @@ class Kind(StrEnum):
     RELEASED_SLOT = "a released slot is used"
     HOST_READ = "the host reads before the event"
     INSTALLED = "params are changed while they are installed"
+    EVENT_TIME = "the time of an event is read before the event is over"
     HOST_WAIT = "a thread waits for the device outside of the listed places"
 
 
@@ -91,6 +92,7 @@ class RaceChecker:
         self.lock = _thread.RLock()
         self.context = _Context()
         self._num_agents = 0
+        self._idle: dict[Agent, int] = {}  # of transfers that are over, with the period of their last access
         self._freed: deque[tuple[Region, Clock, str]] = deque()
 
     # --- agents -----------------------------------------------------------------------------------------------------
@@ -100,6 +102,28 @@ class RaceChecker:
         with self.lock:
             self._num_agents += 1
             return Agent(-self._num_agents if is_stream else self._num_agents, name)
+
+    def begin_transfer(self, name: str) -> Agent:
+        """Returns the agent of a transfer that the calling thread requests.
+
+        Clocks would grow with each new agent. So it is one of an earlier transfer that the thread knows to be over.
+        """
+        with self.lock:
+            known = self.host.clock.known
+            agent = next((old for old, last in self._idle.items() if known.get(old.number, 0) >= last), None)
+            if agent is None:
+                agent = self.new_agent(name)
+            else:
+                del self._idle[agent]
+                agent = agent.renamed(name)
+            agent.clock.join(self.host.hand_on())
+            return agent
+
+    def end_transfer(self, agent: Agent, last: int) -> None:
+        """Notes that a transfer is reported. `last`: the period of its last access."""
+        with self.lock:
+            agent.hand_on()
+            self._idle[agent] = last
 
     @property
     def host(self) -> Agent:
@@ -176,6 +200,15 @@ class RaceChecker:
                         self._compare(region, start, stop, earlier, access, is_read=False)
                     cell.write, cell.reads = access, {}
 
+    def allocated(self, region: Region, nbytes: int, place: str) -> None:
+        """Notes that a stream got memory, which its earlier work may still use under another name."""
+        assert region.allocated_by is not None
+        with self.lock:
+            region.allocated_by.clock.join(self.host.clock)
+            access = Access.now(region.allocated_by, "the allocation", place)
+            for cell in region.cells(0, nbytes):
+                cell.write = access
+
     def freed(self, region: Region) -> None:
         """Notes that a storage is freed. It may be called at any point of any thread."""
         clock = self.host.clock.copy()
@@ -214,10 +247,21 @@ class RaceChecker:
 
     def host_waits(self, frame: FrameType | None, what: str) -> None:
         """Notes that the calling thread waits for the device."""
-        if not any(function in self._host_waits for _, function in places(frame)):
-            place, function = place_of(frame, _INNER)
+        place, function = place_of(frame, _INNER)
+        if function and not any(each in self._host_waits for _, each in places(frame)):
             where = f"thread {self.host.name!r}"
             self._report(Report(Kind.HOST_WAIT, where, f"{what} in {function} at {place}"))
+
+    def needs_end_of(self, event: Access, frame: FrameType | None, dropped: bool) -> None:
+        """Notes that the calling thread reads an event's time. `dropped`: its record was left out."""
+        with self.lock:
+            clock = self.host.clock
+            if event.is_before(clock) and not dropped:
+                return
+            missing = self.dropped if dropped else self._missing(event, clock)
+            place, _ = place_of(frame, _INNER)
+            later = f"thread {self.host.name!r} at {place}"
+            self._report(Report(Kind.EVENT_TIME, f"an event of {event.agent.name}", later, str(event), missing=missing))
 
     def finish(self) -> list[Report]:
         """Returns all reports of the run."""

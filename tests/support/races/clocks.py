@@ -57,6 +57,13 @@ class Agent:
         self._ends: list[int] = []  # the periods that ended with an event, and the places of these events
         self._places: list[str] = []
 
+    def renamed(self, name: str) -> "Agent":
+        """Returns an agent that goes on where this one has ended."""
+        agent = Agent(self.number, name)
+        agent.period = self.period
+        agent.clock = Clock({self.number: self.period}, {self.number: self.period})
+        return agent
+
     @property
     def is_stream(self) -> bool:
         """True for work that the host does not wait for."""

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +18,11 @@ import torch
 
 from tests.support.races.checker import RaceChecker, place_of
 from tests.support.races.clocks import Clock
-from tests.support.races.memory import Region
+from tests.support.races.memory import Access, Region
 from tests.support.races.sites import Site, caller_is
 from windlass.engine.device import cuda_streams
 from windlass.engine.device import device as device_module
-from windlass.engine.device.cuda_streams import CudaEvent, CudaStream, CudaStreams
+from windlass.engine.device.cuda_streams import CudaClock, CudaEvent, CudaStream, CudaStreams
 from windlass.engine.device.device import Device
 
 # The device of a run. Its number tells memory that is allocated for the device from other memory.
@@ -140,8 +140,7 @@ class RecordedCuda:
 
         for name in ("wait", "record"):
             wrap(CudaStream, name)
-        for name in ("wait", "is_over"):
-            wrap(CudaEvent, name)
+        wrap(CudaEvent, "is_over")
         for name in ("record_current", "after_now", "synchronize"):
             wrap(Device, name)
         wrap(CudaStreams, "record_current")
@@ -149,12 +148,32 @@ class RecordedCuda:
 
         def then_or_at_once(stream: Any, callback: Any) -> None:
             with self.dropping(1) as is_dropped:
-                if is_dropped and self.dropped is not None and self.dropped.is_hold:
-                    self.checker.context.dropping = None
-                    callback = self._without_tensors(callback)
-                then(stream, self._letting_go(callback))
+                self.checker.context.dropping = None
+                if not is_dropped:
+                    then(stream, self._letting_go(callback))
+                elif self.dropped is not None and self.dropped.is_hold:
+                    then(stream, self._without_tensors(callback))
+                else:
+                    with self.checker.lock:
+                        self.checker.learn(stream._stream.agent.clock, dropped=True)
+                    callback()
 
         patch.setattr(CudaStream, "then", then_or_at_once)
+        wait, see = CudaEvent.wait, CudaClock.see
+
+        def wait_or_not(event: Any, deadline_s: float) -> None:
+            with self.dropping(1):
+                if self.checker.context.dropping is None:
+                    wait(event, deadline_s)
+                else:
+                    self.checker.learn(event.event.clock, dropped=True)
+
+        def see_noted(clock: CudaClock, event: Any) -> None:
+            event.needs_end(sys._getframe(1))
+            see(clock, event)
+
+        patch.setattr(CudaEvent, "wait", wait_or_not)
+        patch.setattr(CudaClock, "see", see_noted)
 
     def _letting_go(self, callback: Any) -> Any:
         """Returns the callback; it tells that the memory of its tensors is no longer held."""
@@ -204,18 +223,20 @@ class RecordedEvent:
     def __init__(self, cuda: RecordedCuda) -> None:
         self._cuda = cuda
         self.clock = Clock()
-        self.time_s = 0.0
+        self._time_s = 0.0
+        self._end: Access | None = None
+        self._is_dropped = False
 
     def record(self, stream: RecordedStream) -> None:
         """Records the stream's work so far, and what its calling thread has done."""
-        checker, is_dropped = self._cuda.checker, self._cuda.is_dropped(1)
-        place, _ = place_of(sys._getframe(1))
+        checker, self._is_dropped = self._cuda.checker, self._cuda.is_dropped(1)
+        place, _ = place_of(sys._getframe(1), ("engine/device/cuda_streams.py",))
         with checker.lock:
             stream.agent.clock.join(checker.host.clock)
+            self._end = Access.now(stream.agent, "its record", place)
             clock = stream.agent.hand_on(place)
-            self.clock = clock.forgotten() if is_dropped else clock
-        self._cuda.queued_s = time.monotonic()
-        self.time_s = time.monotonic()
+            self.clock = clock.forgotten() if self._is_dropped else clock
+        self._cuda.queued_s = self._time_s = time.monotonic()
 
     def query(self) -> bool:
         """Says that the event is still ahead, as on a slow device; or that it is over, where a test forgets to ask."""
@@ -233,8 +254,14 @@ class RecordedEvent:
         self._cuda.checker.learn(self.clock, dropped=is_dropped)
 
     def elapsed_time(self, later: "RecordedEvent") -> float:
-        """Returns milliseconds."""
-        return (later.time_s - self.time_s) * 1e3
+        """Returns milliseconds. The product has waited for the earlier event, see CudaClock."""
+        later.needs_end(sys._getframe(1))
+        return (later._time_s - self._time_s) * 1e3
+
+    def needs_end(self, frame: FrameType | None) -> None:
+        """Tells the checker that the caller relies on the event's being over."""
+        assert self._end is not None, "it was recorded"
+        self._cuda.checker.needs_end_of(self._end, frame, self._is_dropped)
 
 
 class _TorchWith:

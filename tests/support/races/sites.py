@@ -107,12 +107,17 @@ def _functions_with_tensors(tree: ast.AST) -> Iterator[str]:
                     yield node.name
 
 
-# The functions that may wait for the device. None of them runs in a step of a job, except that activations on their way
-# to and from the SSDs have threads that wait.
+# The functions that may wait for the device.
 HOST_WAITS = (
     "CudaStream._call_next",  # a stream's own thread
     "CudaStreams.__init__",  # sets the clock
+    # In jobs: before the first step, and the threads that move activations to and from the SSDs.
     "DeviceStates.__init__",
     "DeviceStates._restore",
     "SsdActivations._copy",
+    # In `windlass.offload`: the thread of the gradients, the norm of a step that clips, and the end.
+    "LayerUpdates._run_offloads",
+    "OutsideParams.squared_norm",
+    "OffloadEngine.close",
+    "ParamFeed._drop",  # only where released buffers are filled with NaN
 )
