@@ -21,6 +21,7 @@ from tests.support.races.memory import Region
 from windlass.actors.activations.parts import Part
 from windlass.actors.activations.ssd_store import SsdActivations
 from windlass.actors.messages import GradOffloaded
+from windlass.actors.offload.param_prefetcher import ParamFeed as OffloadedParams
 from windlass.actors.policy.worker_queues import UpdateActions, UpdateQueue
 from windlass.engine.device import device as device_module
 from windlass.engine.device.device import Device
@@ -208,7 +209,7 @@ def follow_accesses(checker: RaceChecker, cuda: RecordedCuda, patch: pytest.Monk
     _follow_numbers(memory, patch)
     _follow_kernels(memory, patch)
     _follow_norms(memory, patch)
-    _follow_arenas(memory, patch)
+    _follow_arenas(checker, memory, patch)
     _follow_slots(checker, patch)
     _follow_pools(checker, patch)
     _follow_holds(checker, memory, patch)
@@ -271,15 +272,21 @@ def _follow_norms(memory: Memory, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(module, "squared_norm", norm_noted)
 
 
-def _follow_arenas(memory: Memory, patch: pytest.MonkeyPatch) -> None:
-    of = TensorArena.of
+def _follow_arenas(checker: RaceChecker, memory: Memory, patch: pytest.MonkeyPatch) -> None:
+    of, unpin = TensorArena.of, Device.unpin
 
     def of_noted(arena: Arena) -> TensorArena:
         tensors = of(arena)
         memory.add_arena(tensors.memory, str(arena.path))
         return tensors
 
+    def unpin_noted(device: Device, pinned: torch.Tensor) -> None:
+        if (region := memory.region_of(pinned)) is not None:
+            checker.unpinned(region)
+        unpin(device, pinned)
+
     patch.setattr(TensorArena, "of", of_noted)
+    patch.setattr(Device, "unpin", unpin_noted)
 
 
 def _follow_slots(checker: RaceChecker, patch: pytest.MonkeyPatch) -> None:
@@ -433,6 +440,20 @@ def _follow_installed(memory: Memory, patch: pytest.MonkeyPatch) -> None:
             end(held.pop(key))
         end_operation(buffers)
 
+    borrow, give_back = OffloadedParams.borrow, OffloadedParams.give_back
+    borrowed: dict[tuple[int, int], list[Range]] = {}
+
+    def borrow_noted(feed: OffloadedParams, block: Any, *, is_backward: bool) -> torch.Tensor:
+        flat = borrow(feed, block, is_backward=is_backward)
+        borrowed.setdefault((id(feed), block.index), []).extend(begin(memory.ranges_of([flat])))
+        return flat
+
+    def give_back_noted(feed: OffloadedParams, block: Any) -> None:
+        end([borrowed[id(feed), block.index].pop()])
+        give_back(feed, block)
+
+    patch.setattr(OffloadedParams, "borrow", borrow_noted)
+    patch.setattr(OffloadedParams, "give_back", give_back_noted)
     patch.setattr(BlockRunner, "install", install_noted)
     patch.setattr(BlockRunner, "remove", remove_noted)
     patch.setattr(PieceBuffers, "hold", hold_noted)

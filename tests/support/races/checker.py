@@ -25,7 +25,7 @@ class Kind(StrEnum):
 
     RACE = "unordered conflicting accesses"
     USE_AFTER_FREE = "memory is freed while a stream may still use it"
-    EARLY_RELEASE = "a slot is released before its last transfer has ended"
+    EARLY_RELEASE = "host memory is released before its last transfer has ended"
     RELEASED_SLOT = "a released slot is used"
     HOST_READ = "the host reads before the event"
     INSTALLED = "params are changed while they are installed"
@@ -252,6 +252,16 @@ class RaceChecker:
             where = f"thread {self.host.name!r}"
             self._report(Report(Kind.HOST_WAIT, where, f"{what} in {function} at {place}"))
 
+    def unpinned(self, region: Region) -> None:
+        """Notes that the device may no longer access host memory."""
+        with self.lock:
+            agent = self.host
+            access = Access.now(agent, "the unpinning", place_of(sys._getframe(1), _INNER)[0])
+            for start, cell in region.all_cells():
+                for earlier in cell.accesses():
+                    if earlier.agent.is_stream:
+                        self._compare(region, start, cell.stop, earlier, access, kind=Kind.EARLY_RELEASE)
+
     def needs_end_of(self, event: Access, frame: FrameType | None, dropped: bool) -> None:
         """Notes that the calling thread reads an event's time. `dropped`: its record was left out."""
         with self.lock:
@@ -262,6 +272,12 @@ class RaceChecker:
             place, _ = place_of(frame, _INNER)
             later = f"thread {self.host.name!r} at {place}"
             self._report(Report(Kind.EVENT_TIME, f"an event of {event.agent.name}", later, str(event), missing=missing))
+
+    def lacks_earlier_event(self, frame: FrameType | None) -> None:
+        """Notes that an event's time is read before the clock has seen an earlier event."""
+        place, _ = place_of(frame, _INNER)
+        later = f"thread {self.host.name!r} at {place}"
+        self._report(Report(Kind.EVENT_TIME, "the clock has seen no earlier event", later, missing=self.dropped))
 
     def finish(self) -> list[Report]:
         """Returns all reports of the run."""
@@ -274,7 +290,7 @@ class RaceChecker:
     def _check_freed(self) -> None:
         while self._freed:
             region, clock, place = self._freed.popleft()
-            for cell in region.all_cells():
+            for _, cell in region.all_cells():
                 for access in cell.accesses():
                     if not access.is_before(clock):
                         missing = region.hold_dropped or self._missing(access, clock)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.races.checker import RaceChecker, place_of
+from tests.support.races.checker import RaceChecker, place_of, places
 from tests.support.races.clocks import Clock
 from tests.support.races.memory import Access, Region
 from tests.support.races.sites import Site, caller_is
@@ -39,6 +39,8 @@ class RecordedCuda:
         self.dropped = dropped
         self.region_of: Callable[[torch.Tensor], Region | None] = lambda tensor: None
         self.queued_s = 0.0
+        self.is_held_up = False  # no callback of a stream runs
+        self.is_fast = False  # events are over when a thread asks
         self._current = threading.local()
         self._num_streams = 0
         self.default = self.make_stream(name="compute")
@@ -66,6 +68,7 @@ class RecordedCuda:
             self._name_streams(device)
 
         patch.setattr(Device, "__init__", make_gpu)
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self._record_stream(tensor, stream))
         self._follow_calls(patch)
 
     @property
@@ -118,6 +121,8 @@ class RecordedCuda:
 
     def await_quiet(self) -> None:
         """Returns when no thread has queued work for a moment."""
+        while self.is_held_up:
+            time.sleep(_QUIET_S)
         until_s = time.monotonic() + _MAX_LATE_S
         while (now_s := time.monotonic()) < until_s and now_s - self.queued_s < _QUIET_S:
             time.sleep(_QUIET_S)
@@ -159,7 +164,7 @@ class RecordedCuda:
                     callback()
 
         patch.setattr(CudaStream, "then", then_or_at_once)
-        wait, see = CudaEvent.wait, CudaClock.see
+        wait, see, time_s = CudaEvent.wait, CudaClock.see, CudaClock.time_s
 
         def wait_or_not(event: Any, deadline_s: float) -> None:
             with self.dropping(1):
@@ -173,7 +178,25 @@ class RecordedCuda:
             see(clock, event)
 
         patch.setattr(CudaEvent, "wait", wait_or_not)
+        def time_s_noted(clock: CudaClock, event: Any) -> float:
+            if not clock._bases or not clock._bases[0][0].is_earlier(event):
+                self.checker.lacks_earlier_event(sys._getframe(1))
+                return 0.0
+            return time_s(clock, event)
+
         patch.setattr(CudaClock, "see", see_noted)
+        patch.setattr(CudaClock, "time_s", time_s_noted)
+
+    def _record_stream(self, tensor: torch.Tensor, stream: "RecordedStream") -> None:
+        """Lets the allocator wait for the stream's work so far before it hands on the tensor's memory."""
+        is_dropped = self.is_dropped(2)
+        if (region := self.region_of(tensor)) is None:
+            return
+        if is_dropped:
+            region.hold_dropped = self.checker.dropped
+            return
+        with self.checker.lock:
+            region.let_go.join(stream.agent.clock)
 
     def _letting_go(self, callback: Any) -> Any:
         """Returns the callback; it tells that the memory of its tensors is no longer held."""
@@ -239,24 +262,29 @@ class RecordedEvent:
         self._cuda.queued_s = self._time_s = time.monotonic()
 
     def query(self) -> bool:
-        """Says that the event is still ahead, as on a slow device; or that it is over, where a test forgets to ask."""
-        if not self._cuda.is_dropped(1):
-            return False
-        self._cuda.checker.learn(self.clock, dropped=True)
-        return True
+        """Says that the event is over on a fast device, or where the question is left out; else that it is ahead."""
+        is_dropped = self._cuda.is_dropped(1)
+        if is_dropped or self._cuda.is_fast:
+            self._cuda.checker.learn(self.clock, dropped=is_dropped)
+        return is_dropped or self._cuda.is_fast
 
     def synchronize(self) -> None:
         """Waits for the event."""
         is_dropped = self._cuda.is_dropped(1)
         if not is_dropped:
             self._cuda.checker.host_waits(sys._getframe(1), "a wait for an event")
-        self._cuda.await_quiet()
+        if any(function == "CudaStream._call_next" for _, function in places(sys._getframe(1))):
+            self._cuda.await_quiet()
         self._cuda.checker.learn(self.clock, dropped=is_dropped)
 
     def elapsed_time(self, later: "RecordedEvent") -> float:
         """Returns milliseconds. The product has waited for the earlier event, see CudaClock."""
         later.needs_end(sys._getframe(1))
         return (later._time_s - self._time_s) * 1e3
+
+    def is_earlier(self, other: "RecordedEvent") -> bool:
+        """Checks whether the event was recorded before another one."""
+        return self._time_s <= other._time_s
 
     def needs_end(self, frame: FrameType | None) -> None:
         """Tells the checker that the caller relies on the event's being over."""

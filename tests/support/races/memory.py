@@ -90,9 +90,9 @@ class Region:
             index += 1
         return found
 
-    def all_cells(self) -> list[Cell]:
-        """Returns the cells of all bytes that were accessed."""
-        return self._cells
+    def all_cells(self) -> list[tuple[int, Cell]]:
+        """Returns the cells of all bytes that were accessed, each with its first byte."""
+        return list(zip(self._starts, self._cells, strict=True))
 
     def _insert(self, index: int, start: int, cell: Cell) -> None:
         self._starts.insert(index, start)

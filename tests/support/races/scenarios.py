@@ -1,12 +1,9 @@
-"""What is run under the race checker: jobs in all modes, an offloaded model, and single parts.
-
-Parts are driven in ways that jobs rarely or never use, so that the order which messages ensure in a job is absent.
-"""
+"""What is run under the race checker: jobs in all modes, an offloaded model, and single parts."""
 
 import contextlib
 import functools
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch
 from tests.support.actors.offload_models import Gpt, gpt_loss, offloaded, seeded
 from tests.support.races.checker import Report
 from tests.support.races.cuda import DEVICE
+from tests.support.races.parts import PARTS
 from tests.support.races.run import Recording, recorded
 from tests.support.races.sites import Site
 from tests.support.stream_jobs import JOBS
@@ -24,26 +22,24 @@ from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.gpu_worker.grad_offload import GradOffload
 from windlass.actors.messages import ComputeBlock
 from windlass.actors.runtime.local_runner import run_local
-from windlass.engine.activations.host_store import HostActivations
-from windlass.engine.device.device import Device
 from windlass.engine.memory_plan import plan as memory_plan
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.plan import Placement
-from windlass.storage.memory.arena import SlotPool
+from windlass.storage.ids import Precision
 
 Scenario = Callable[[Path, Recording], None]
 
 _SLOT_NBYTES = 4096
-_DEADLINE_S = 20.0
 MODES: dict[str, dict[str, Any]] = {
     **JOBS,
     "swapped to SSDs": {
         "placement": Placement(
             activations=ActivationChoice.SWAP.of_layers(3),
             host_activation_nbytes=1 << 16,
-            ssd_activation_nbytes=2 << 20,
+            ssd_activation_nbytes=4 << 20,
         ),
     },
+    "fp16": {"precision": Precision.FP16},
 }
 OFFLOADED: dict[str, dict[str, Any]] = {
     "on SSDs": {},
@@ -94,67 +90,10 @@ def run_early_gradients(directory: Path, recording: Recording) -> None:
         run_job("active", directory, recording, num_steps=2)
 
 
-@contextlib.contextmanager
-def _activations(recording: Recording, num_slots: int = 4) -> Iterator[tuple[Device, HostActivations]]:
-    memory = torch.zeros(num_slots * _SLOT_NBYTES, dtype=torch.uint8)
-    recording.memory.add_arena(memory, "activations")
-    device = Device(DEVICE)
-    slots = SlotPool(0, _SLOT_NBYTES, num_slots, name="activations")
-    store = HostActivations(device, memory, slots, max_leaving_nbytes=memory.nbytes, deadline_s=_DEADLINE_S)
-    try:
-        yield device, store
-    finally:
-        store.stop()
-        device.close()
-
-
-def _computed(device: Device) -> torch.Tensor:
-    """Returns a tensor that the compute stream has filled."""
-    tensors: list[torch.Tensor] = []
-    device.compute.run(lambda: tensors.append(torch.ones(_SLOT_NBYTES, dtype=torch.uint8, device=DEVICE)))
-    return tensors.pop()
-
-
-def run_activations(directory: Path, recording: Recording) -> None:
-    """Puts activations into host memory and gets them back, or drops them at each stage."""
-    with _activations(recording) as (device, store):
-        for _ in range(2):
-            fetched, dropped, dropped_late = (store.put(_computed(device)) for _ in range(3))
-            store.drop(dropped)
-            for handle in (fetched, dropped_late):
-                store.prefetch(handle)
-            store.drop(dropped_late)
-            tensor = store.get(fetched)
-            device.compute.run(lambda tensor=tensor: tensor.add(1))
-            del tensor
-        device.synchronize()
-
-
-def run_blocking_copies(directory: Path, recording: Recording) -> None:
-    """Copies buffers in and out while the caller waits, and reuses them."""
-    host = torch.zeros(2 * _SLOT_NBYTES, dtype=torch.uint8)
-    recording.memory.add_arena(host, "copies")
-    device = Device(DEVICE, poison_released=True)
-    for _ in range(2):
-        buffer = device.take(_SLOT_NBYTES // 4, torch.float32)
-        device.copy_in(buffer, host[:_SLOT_NBYTES].view(torch.float32))
-        host[:_SLOT_NBYTES] = 1
-        device.compute.run(lambda buffer=buffer: buffer.add_(1))
-        device.synchronize()
-        device.copy_out(host[_SLOT_NBYTES:].view(torch.float32), buffer)
-        host[_SLOT_NBYTES:].sum()
-        device.give(buffer)
-    device.close()
-
-
-PARTS: dict[str, Scenario] = {
-    "early gradients": run_early_gradients,
-    "activations": run_activations,
-    "blocking copies": run_blocking_copies,
-}
 SCENARIOS: dict[str, Scenario] = {
     **{f"job: {mode}": functools.partial(run_job, mode) for mode in MODES},
     **{f"offload: {mode}": functools.partial(run_offloaded, mode) for mode in OFFLOADED},
+    "job: early gradients": run_early_gradients,
     **{f"part: {name}": part for name, part in PARTS.items()},
 }
 

@@ -12,13 +12,22 @@ from types import FrameType
 from tests.support.races.checker import ROOT
 
 # Rooms whose code queues work on a device.
-ROOMS = ("engine/device", "engine/activations", "engine/model", "actors/gpu_worker", "actors/activations", "actors/offload")
-_METHODS = {"wait", "wait_event", "synchronize", "record", "record_current", "record_stream", "after_now", "is_over", "query", "then"}
+ROOMS = (
+    *("engine/device", "engine/activations", "engine/model", "engine/optimizer"),
+    *("actors/gpu_worker", "actors/activations", "actors/offload"),
+)
+_METHODS = frozenset(
+    {"wait", "wait_event", "wait_stream", "synchronize", "record", "record_current", "record_event", "record_stream"}
+    | {"after_now", "is_over", "query", "then"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One call. It is named by its function and its text, so that the name outlives changes of other lines."""
+    """One call. It is named by its function and its text, so that the name outlives changes of other lines.
+
+    Calls with the same text are numbered in each function.
+    """
 
     path: str
     function: str
@@ -29,12 +38,12 @@ class Site:
     @property
     def name(self) -> str:
         """The name in tables and reports."""
-        return f"{self.path}: {self.function}: {self.text}" + (" holds memory" if self.is_hold else "")
+        return f"{self.path}: {self.call}"
 
     @property
-    def method(self) -> str:
-        """The called method."""
-        return self.text.partition("(")[0].rpartition(".")[2]
+    def call(self) -> str:
+        """The name within its file."""
+        return f"{self.function}: {self.text}" + (", memory" if self.is_hold else "")
 
 
 def caller_is(site: Site, frame: FrameType | None) -> bool:
@@ -87,11 +96,12 @@ class _Finder(ast.NodeVisitor):
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         position = (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
-        text, same = ast.unparse(node), 1
-        while any(site.text == text and site.function == ".".join(self._names) and site.is_hold is is_hold for site in self.found):
-            same += 1
-            text = f"{ast.unparse(node)} ({same})"
-        self.found.append(Site(self._path, ".".join(self._names), text, position, is_hold))
+        function, text, number = ".".join(self._names), ast.unparse(node.func), 1
+        known = {site.text for site in self.found if site.function == function and site.is_hold is is_hold}
+        while text in known:
+            number += 1
+            text = f"{ast.unparse(node.func)} ({number})"
+        self.found.append(Site(self._path, function, text, position, is_hold))
 
     def _holds_memory(self, node: ast.Call) -> bool:
         called = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]

@@ -1,0 +1,231 @@
+"""Single parts that use a device's streams, as the race checker runs them.
+
+They are driven in ways that jobs rarely or never use. So the order is absent that messages ensure in a job.
+"""
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from tests.support.actors.offload_models import Gpt, gpt_loss, offloaded, seeded
+from tests.support.actors.specs import make_layout, make_spec
+from tests.support.races.cuda import DEVICE
+from tests.support.races.run import Recording
+from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
+from windlass.actors.job import GPU_WORKER
+from windlass.actors.job.context import make_context
+from windlass.actors.messages import ComputeBlock, Phase, StoredParams
+from windlass.actors.timeline.recorder import SpanRecorder
+from windlass.engine.activations.host_store import HostActivations
+from windlass.engine.device.buffer_pool import DeviceBuffers
+from windlass.engine.device.device import Device, copy
+from windlass.engine.device.streams import Event
+from windlass.engine.device.tensor_arena import TensorArena
+from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.model.grad_buffer import GradBuffer
+from windlass.engine.model.streamed_params import PieceBuffers, StreamedParams
+from windlass.storage.ids import BlockIndex, Step
+from windlass.storage.memory.arena import SlotPool
+
+_SLOT_NBYTES = 4096
+_DEADLINE_S = 20.0
+
+
+@contextlib.contextmanager
+def _activations(recording: Recording, num_slots: int = 4) -> Iterator[tuple[Device, HostActivations]]:
+    memory = torch.zeros(num_slots * _SLOT_NBYTES, dtype=torch.uint8)
+    recording.memory.add_arena(memory, "activations")
+    device = Device(DEVICE)
+    slots = SlotPool(0, _SLOT_NBYTES, num_slots, name="activations")
+    store = HostActivations(device, memory, slots, max_leaving_nbytes=memory.nbytes, deadline_s=_DEADLINE_S)
+    try:
+        yield device, store
+    finally:
+        store.stop()
+        device.close()
+
+
+def _computed(device: Device) -> torch.Tensor:
+    """Returns a tensor that the compute stream has filled."""
+    tensors: list[torch.Tensor] = []
+    device.compute.run(lambda: tensors.append(torch.ones(_SLOT_NBYTES, dtype=torch.uint8, device=DEVICE)))
+    return tensors.pop()
+
+
+def run_activations(directory: Path, recording: Recording) -> None:
+    """Puts activations into host memory and gets them back, or drops them at each stage."""
+    with _activations(recording) as (device, store):
+        for _ in range(2):
+            fetched, dropped, dropped_late = (store.put(_computed(device)) for _ in range(3))
+            store.drop(dropped)
+            for handle in (fetched, dropped_late):
+                store.prefetch(handle)
+            store.drop(dropped_late)
+            tensor = store.get(fetched)
+            device.compute.run(lambda tensor=tensor: tensor.add(1))
+            del tensor
+        device.synchronize()
+
+
+def run_fast_activations(directory: Path, recording: Recording) -> None:
+    """Does the same where copies have ended when the compute thread asks."""
+    recording.cuda.is_fast = True
+    run_activations(directory, recording)
+
+
+def run_blocking_copies(directory: Path, recording: Recording) -> None:
+    """Copies buffers in and out while the caller waits, and reuses them."""
+    host = torch.zeros(2 * _SLOT_NBYTES, dtype=torch.uint8)
+    recording.memory.add_arena(host, "copies")
+    device = Device(DEVICE, poison_released=True)
+    for _ in range(2):
+        buffer = device.take(_SLOT_NBYTES // 4, torch.float32)
+        device.copy_in(buffer, host[:_SLOT_NBYTES].view(torch.float32))
+        host[:_SLOT_NBYTES] = 1
+        device.compute.run(lambda buffer=buffer: buffer.add_(1))
+        device.synchronize()
+        device.copy_out(host[_SLOT_NBYTES:].view(torch.float32), buffer)
+        host[_SLOT_NBYTES:].sum()
+        device.give(buffer)
+    device.close()
+
+
+def run_buffers(directory: Path, recording: Recording) -> None:
+    """Fills one buffer again and again while the compute stream uses it."""
+    device = Device(DEVICE)
+    host = torch.zeros(_SLOT_NBYTES, dtype=torch.uint8)
+    buffers = DeviceBuffers(device, {(_SLOT_NBYTES, torch.uint8): 1}, name="test", deadline_s=_DEADLINE_S)
+    for _ in range(2):
+        buffer = buffers.take(_SLOT_NBYTES, torch.uint8, device.h2d)
+        device.h2d.run(lambda buffer=buffer: copy(buffer, host))
+        device.compute.wait(device.h2d.record())
+        device.compute.run(lambda buffer=buffer: buffer.add(1))
+        buffers.give(buffer, device.compute)
+    device.close()
+
+
+class _Pieces:
+    """A source of pieces."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+
+    def load(self, target: torch.Tensor, start: int) -> None:
+        """See PieceSource."""
+        copy(target, self._flat[start : start + target.numel()])
+
+    def loaded(self, begun: Event, copied: Event, nbytes: int) -> None:
+        """See PieceSource."""
+        assert begun.time_s() <= copied.time_s()
+
+
+def run_pieces(directory: Path, recording: Recording) -> None:
+    """Computes with pieces of a layer, on demand and prefetched; a last one is prefetched and not used."""
+    numel = 3 * _SLOT_NBYTES // 4
+    host = torch.zeros(2 * numel)
+    recording.memory.add_arena(host, "pieces")
+    device = Device(DEVICE)
+    # Two slots, so that an operation need not wait for the end of the one before.
+    slots = SlotPool(0, numel * 4, 2, name="a block")
+    buffers = PieceBuffers(device, numel // 3, torch.float32, 2)
+    bounds = (0, numel // 3, 2 * numel // 3, numel)
+    for pieces in ((0, 1, 2), (0, 1, 2), (0,), (0, 1, 2)):
+        held = slots.acquire(1, _DEADLINE_S)
+        block = host[held[0].offset // 4 :]
+        params = StreamedParams(buffers, _Pieces(block), bounds, block[:0])
+        device.compute.run(functools.partial(buffers.begin, params, BlockIndex(1), goes_backward=False))
+        for piece in pieces:
+
+            def use(piece: int = piece) -> None:
+                buffers.hold(piece, backward=False).sum()
+                if piece < 2:
+                    buffers.release(piece)
+
+            device.compute.run(use)
+        device.compute.run(buffers.end)
+        device.compute.then(functools.partial(slots.release, held))
+    slots.drain(_DEADLINE_S)
+    buffers.close()
+    device.close()
+
+
+def run_partial_sums(directory: Path, recording: Recording) -> None:
+    """Moves a gradient's sum to host memory and back, into another buffer."""
+    numel = 2000
+    spec = make_spec(training={"num_microbatches": 2}, placement=Placement(group_size=1))
+    context = make_context(spec, make_layout(numel), "/arena")
+    memory = torch.zeros(context.plan.arena_nbytes, dtype=torch.uint8)
+    recording.memory.add_arena(memory, "sums")
+    device = Device(DEVICE)
+    flats = DeviceBuffers(device, {(numel, torch.float32): 2}, name="sums", deadline_s=_DEADLINE_S)
+    spans = SpanRecorder(GPU_WORKER, spec.job, lambda *_: None)
+    partials = PartialGrads(context, device, flats, TensorArena(memory), spans)
+    thread = threading.Thread(target=partials.run, daemon=True)
+    thread.start()
+    block = BlockIndex(0)
+
+    def operation(group: int) -> ComputeBlock:
+        params = (StoredParams(block, Step(0)),)
+        return ComputeBlock(
+            job=spec.job, step=Step(1), op=group, phase=Phase.BACKWARD, block=block, params=params, group=group,
+            loss_scale=1.0,
+        )  # fmt: skip
+
+    flat = flats.take(numel, torch.float32, device.compute)
+    device.compute.run(lambda: flat.fill_(1))
+    device.d2h.wait(device.compute.record())
+    partials.copy_out(operation(0), (block, block), GradBuffer(flat, ["weight"]))
+    flats.give(flat, device.d2h)
+    partials.expect(operation(1))
+    grad = partials.take(operation(1), (block, block))
+    device.compute.run(lambda: grad.flat.add_(1))
+    flats.give(grad.flat, device.compute)
+    device.close()
+    partials.stop()
+    thread.join(_DEADLINE_S)
+
+
+def run_closing(directory: Path, recording: Recording) -> None:
+    """Closes an offloaded model while layers are on their way to the device."""
+    with offloaded(seeded(Gpt), directory, num_ssds=1, poison_released=False, device=str(DEVICE)) as (model, optimizer):
+        feed = optimizer._engine._feed
+        last = len(model.layers) - 1  # type: ignore[arg-type]
+
+        def hold_up(*_: object) -> None:
+            """Runs when the last layer is there, and the first ones are not requested yet."""
+            _poll(lambda: feed._entries[BlockIndex(last)].state.name == "READY")
+            recording.cuda.is_held_up = True
+
+        try:
+            with torch.no_grad():
+                gpt_loss(model, 0)
+                gpt_loss(model, 0)  # from now on the order is known
+                model.layers[last - 1].out.register_forward_hook(hold_up)  # type: ignore[index, union-attr, operator]
+                gpt_loss(model, 0)
+            _poll(lambda: any(entry.num_missing < entry.num_copying for entry in feed._entries.values()))
+            optimizer.close()
+        finally:
+            recording.cuda.is_held_up = False
+
+
+def _poll(is_done: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + _DEADLINE_S
+    while not is_done():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+PARTS: dict[str, Callable[[Path, Recording], None]] = {
+    "activations": run_activations,
+    "activations of a fast device": run_fast_activations,
+    "blocking copies": run_blocking_copies,
+    "buffers": run_buffers,
+    "pieces": run_pieces,
+    "partial sums": run_partial_sums,
+    "closing": run_closing,
+}

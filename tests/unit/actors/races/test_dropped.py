@@ -1,0 +1,35 @@
+"""Whatever orders a device's work is left out in turn. The checker reports it by name."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.races.scenarios import reports_of
+from tests.support.races.sites import Site, sites
+from tests.support.races.table import CAUGHT_BY, NOT_OF_THE_DEVICE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def cases() -> list[object]:
+    """All calls of the table. Those that need a job or a model in training take longer."""
+    found = []
+    for site in sites():
+        scenario = CAUGHT_BY.get(site.path, {}).get(site.call)
+        if scenario is not None:
+            is_long = not scenario.startswith("part:")
+            found.append(pytest.param(site, scenario, id=site.name, marks=pytest.mark.long if is_long else ()))
+    return found
+
+
+def test_every_call_has_its_place_in_the_tables() -> None:
+    tables = (CAUGHT_BY, NOT_OF_THE_DEVICE)
+    listed = [f"{path}: {call}" for table in tables for path, calls in table.items() for call in calls]
+    assert sorted(listed) == sorted(site.name for site in sites())
+
+
+@pytest.mark.parametrize(("site", "scenario"), cases())
+def test_a_call_that_is_left_out_is_reported_by_name(site: Site, scenario: str, tmp_path: Path) -> None:
+    reports, num_dropped = reports_of(scenario, tmp_path, site)
+    assert num_dropped
+    assert site.name in {report.missing for report in reports}
