@@ -1,7 +1,6 @@
 """The engine of an offloaded model: fetches params for its layers, collects their gradients, and starts updates."""
 
 import atexit
-import contextlib
 import math
 import threading
 from collections import Counter
@@ -275,8 +274,6 @@ class OffloadEngine:
         for thread in self._threads:
             thread.join(self.config.deadline_s)
         if self._pinned:
-            with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing
-                self._device.h2d.record().wait(self.config.deadline_s)  # no call has waited for the last copies
             self._device.unpin(self._store.arena.memory)
         self._store.close()
         self._device.close()

@@ -3,6 +3,7 @@
 On a machine without a GPU the device is the CPU, and "device memory" is ordinary memory.
 """
 
+import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -60,11 +61,14 @@ class Device:
         self.compute, self.h2d, self.d2h = self._streams.compute, self._streams.h2d, self._streams.d2h
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._pinned: dict[int, torch.Tensor] = {}
+        self._opened: list[Stream] = []  # beside the three
         self._lock = threading.Lock()
 
     def open_stream(self) -> Stream:
         """Opens a further stream, which has its own thread on a CPU. The caller closes it."""
-        return self._streams.open()
+        stream = self._streams.open()
+        self._opened.append(stream)
+        return stream
 
     def close(self) -> None:
         """Ends the threads of the three streams."""
@@ -172,7 +176,7 @@ class Device:
         self._pinned[address] = memory
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Undoes `pin`. Copies to and from the memory must have ended.
+        """Undoes `pin`, after all queued copies. No thread may queue more of them.
 
         If CUDA fails because of an earlier error, the memory stays mapped until the process ends.
 
@@ -182,11 +186,19 @@ class Device:
         address = memory.data_ptr()
         if address not in self._pinned:
             raise PinError(f"host memory at {address:#x} is not registered; it was never pinned, or unpinned before")
+        self._await_copies()
         if self.is_cuda:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             if int(runtime.cudaHostUnregister(address)) != 0:
                 return
         del self._pinned[address]
+
+    def _await_copies(self) -> None:
+        """Waits for the streams that copy, because no thread may have waited for their last copies."""
+        for stream in (self.h2d, self.d2h, *self._opened):
+            # A device that has failed copies nothing, and neither does a closed stream with a thread.
+            with contextlib.suppress(RuntimeError, InterruptedError):
+                stream.record().wait(self._deadline_s)
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -1,6 +1,7 @@
 """Leaves out in turn what orders a device's work, and prints a table: the call, the scenario, the reports.
 
-`python -m tests.support.races [PATH ...]` takes the calls of files whose paths begin so. A call takes up to five seconds.
+`python -m tests.support.races [PATH ...]` takes the calls of files whose paths begin so.
+A call takes up to five seconds.
 """
 
 import sys

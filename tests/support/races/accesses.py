@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tests.support.races.checker import RaceChecker, place_of
+from tests.support.races.checker import INNER, RaceChecker, place_of
 from tests.support.races.clocks import Agent, Clock
 from tests.support.races.cuda import DEVICE, RecordedCuda
 from tests.support.races.memory import Region
@@ -90,6 +90,10 @@ class Memory:
         self._regions[address] = region, weakref.ref(storage, freed)
         return region
 
+    def region_at(self, address: int) -> Region | None:
+        """Returns the region that begins at an address."""
+        return self._regions[address][0] if address in self._regions else None
+
     def range_of(self, tensor: torch.Tensor, *, on_device: bool = False) -> Range | None:
         """Returns the bytes of a tensor, from its first to its last element."""
         if tensor.numel() == 0 or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
@@ -115,7 +119,7 @@ class Memory:
     def note(self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Notes the accesses of a piece of work."""
         read, written = self.ranges_of(reads), self.ranges_of(writes)
-        place, _ = place_of(sys._getframe(1), ("engine/device/device.py",))
+        place, _ = place_of(sys._getframe(1), INNER)
         self._checker.access(self.agent_of([*read, *written]), what, read, written, place)
 
 
@@ -167,7 +171,6 @@ class AccessMode(TorchDispatchMode):
         return result
 
 
-
 def _roles(
     func: Any, args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
@@ -204,12 +207,12 @@ def follow_accesses(checker: RaceChecker, cuda: RecordedCuda, patch: pytest.Monk
             run(self)
 
     patch.setattr(threading.Thread, "run", run_noted)
-    cuda.region_of = memory.region_of
+    cuda.region_of, cuda.region_at = memory.region_of, memory.region_at
     _follow_copies(memory, patch)
     _follow_numbers(memory, patch)
     _follow_kernels(memory, patch)
     _follow_norms(memory, patch)
-    _follow_arenas(checker, memory, patch)
+    _follow_arenas(memory, patch)
     _follow_slots(checker, patch)
     _follow_pools(checker, patch)
     _follow_holds(checker, memory, patch)
@@ -272,21 +275,15 @@ def _follow_norms(memory: Memory, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(module, "squared_norm", norm_noted)
 
 
-def _follow_arenas(checker: RaceChecker, memory: Memory, patch: pytest.MonkeyPatch) -> None:
-    of, unpin = TensorArena.of, Device.unpin
+def _follow_arenas(memory: Memory, patch: pytest.MonkeyPatch) -> None:
+    of = TensorArena.of
 
     def of_noted(arena: Arena) -> TensorArena:
         tensors = of(arena)
         memory.add_arena(tensors.memory, str(arena.path))
         return tensors
 
-    def unpin_noted(device: Device, pinned: torch.Tensor) -> None:
-        if (region := memory.region_of(pinned)) is not None:
-            checker.unpinned(region)
-        unpin(device, pinned)
-
     patch.setattr(TensorArena, "of", of_noted)
-    patch.setattr(Device, "unpin", unpin_noted)
 
 
 def _follow_slots(checker: RaceChecker, patch: pytest.MonkeyPatch) -> None:
@@ -362,9 +359,7 @@ def _follow_update_queues(checker: RaceChecker, patch: pytest.MonkeyPatch) -> No
 
 def _follow_transfers(checker: RaceChecker, memory: Memory, patch: pytest.MonkeyPatch) -> None:
     """Follows transfers of the SSDs. Each is an agent of its own, whichever thread moves its bytes."""
-    add, submit, complete, finish = (
-        getattr(IoScheduler, name) for name in ("_add", "_submit", "_complete", "_finish")
-    )
+    add, submit, complete, finish = (getattr(IoScheduler, name) for name in ("_add", "_submit", "_complete", "_finish"))
     agents: dict[TransferJob, Agent] = {}
 
     def add_noted(scheduler: IoScheduler, job: TransferJob) -> None:
@@ -459,4 +454,3 @@ def _follow_installed(memory: Memory, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PieceBuffers, "hold", hold_noted)
     patch.setattr(PieceBuffers, "release", release_noted)
     patch.setattr(PieceBuffers, "end", end_noted)
-

@@ -17,7 +17,7 @@ from tests.support.races.memory import Access, Cell, Region
 ROOT = Path(__file__).parents[3]
 _PACKAGE = f"{ROOT}/src/windlass/"
 # Modules below the callers whose places say more.
-_INNER = ("engine/device/cuda_streams.py", "engine/device/device.py", "engine/device/streams.py")
+INNER = ("engine/device/cuda_streams.py", "engine/device/device.py", "engine/device/streams.py")
 
 
 class Kind(StrEnum):
@@ -179,7 +179,7 @@ class RaceChecker:
     ) -> None:
         """Notes accesses, each of a range of bytes in a region."""
         if place is None:
-            place = place_of(sys._getframe(1))[0]
+            place = place_of(sys._getframe(1), INNER)[0]
         with self.lock:
             self._check_freed()
             if agent.is_stream:
@@ -247,7 +247,7 @@ class RaceChecker:
 
     def host_waits(self, frame: FrameType | None, what: str) -> None:
         """Notes that the calling thread waits for the device."""
-        place, function = place_of(frame, _INNER)
+        place, function = place_of(frame, INNER)
         if function and not any(each in self._host_waits for _, each in places(frame)):
             where = f"thread {self.host.name!r}"
             self._report(Report(Kind.HOST_WAIT, where, f"{what} in {function} at {place}"))
@@ -256,7 +256,7 @@ class RaceChecker:
         """Notes that the device may no longer access host memory."""
         with self.lock:
             agent = self.host
-            access = Access.now(agent, "the unpinning", place_of(sys._getframe(1), _INNER)[0])
+            access = Access.now(agent, "the unpinning", place_of(sys._getframe(1), INNER)[0])
             for start, cell in region.all_cells():
                 for earlier in cell.accesses():
                     if earlier.agent.is_stream:
@@ -269,13 +269,13 @@ class RaceChecker:
             if event.is_before(clock) and not dropped:
                 return
             missing = self.dropped if dropped else self._missing(event, clock)
-            place, _ = place_of(frame, _INNER)
+            place, _ = place_of(frame, INNER)
             later = f"thread {self.host.name!r} at {place}"
             self._report(Report(Kind.EVENT_TIME, f"an event of {event.agent.name}", later, str(event), missing=missing))
 
     def lacks_earlier_event(self, frame: FrameType | None) -> None:
         """Notes that an event's time is read before the clock has seen an earlier event."""
-        place, _ = place_of(frame, _INNER)
+        place, _ = place_of(frame, INNER)
         later = f"thread {self.host.name!r} at {place}"
         self._report(Report(Kind.EVENT_TIME, "the clock has seen no earlier event", later, missing=self.dropped))
 
@@ -345,4 +345,3 @@ class RaceChecker:
             if key not in self._known:
                 self._known.add(key)
                 self.reports.append(report)
-

@@ -38,6 +38,7 @@ class RecordedCuda:
         self.checker = checker
         self.dropped = dropped
         self.region_of: Callable[[torch.Tensor], Region | None] = lambda tensor: None
+        self.region_at: Callable[[int], Region | None] = lambda address: None
         self.queued_s = 0.0
         self.is_held_up = False  # no callback of a stream runs
         self.is_fast = False  # events are over when a thread asks
@@ -54,7 +55,7 @@ class RecordedCuda:
             default_stream=lambda device: self.default,
             current_stream=lambda device: self.current,
             cudart=lambda: SimpleNamespace(
-                cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0, cudaGetErrorString=str
+                cudaHostRegister=lambda *_: 0, cudaHostUnregister=self._unregister, cudaGetErrorString=str
             ),
         )
         patch.setattr(cuda_streams, "torch", SimpleNamespace(cuda=cuda))
@@ -178,6 +179,7 @@ class RecordedCuda:
             see(clock, event)
 
         patch.setattr(CudaEvent, "wait", wait_or_not)
+
         def time_s_noted(clock: CudaClock, event: Any) -> float:
             if not clock._bases or not clock._bases[0][0].is_earlier(event):
                 self.checker.lacks_earlier_event(sys._getframe(1))
@@ -186,6 +188,11 @@ class RecordedCuda:
 
         patch.setattr(CudaClock, "see", see_noted)
         patch.setattr(CudaClock, "time_s", time_s_noted)
+
+    def _unregister(self, address: int) -> int:
+        if (region := self.region_at(address)) is not None:
+            self.checker.unpinned(region)
+        return 0
 
     def _record_stream(self, tensor: torch.Tensor, stream: "RecordedStream") -> None:
         """Lets the allocator wait for the stream's work so far before it hands on the tensor's memory."""

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -37,17 +37,33 @@ _DEADLINE_S = 20.0
 
 
 @contextlib.contextmanager
+def _opened(**options: bool) -> Iterator[Device]:
+    """Yields a device. At the end all callbacks of its streams have run, if the context has closed further streams."""
+    threads: list[threading.Thread] = []
+
+    def start(targets: Iterable[Callable[[], None]]) -> None:
+        for target in targets:
+            threads.append(threading.Thread(target=target, daemon=True))
+            threads[-1].start()
+
+    device = Device(DEVICE, start_threads=start, **options)
+    try:
+        yield device
+    finally:
+        device.close()
+        for thread in threads:
+            thread.join(_DEADLINE_S)
+
+
+@contextlib.contextmanager
 def _activations(recording: Recording, num_slots: int = 4) -> Iterator[tuple[Device, HostActivations]]:
     memory = torch.zeros(num_slots * _SLOT_NBYTES, dtype=torch.uint8)
     recording.memory.add_arena(memory, "activations")
-    device = Device(DEVICE)
     slots = SlotPool(0, _SLOT_NBYTES, num_slots, name="activations")
-    store = HostActivations(device, memory, slots, max_leaving_nbytes=memory.nbytes, deadline_s=_DEADLINE_S)
-    try:
+    with _opened() as device:
+        store = HostActivations(device, memory, slots, max_leaving_nbytes=memory.nbytes, deadline_s=_DEADLINE_S)
         yield device, store
-    finally:
         store.stop()
-        device.close()
 
 
 def _computed(device: Device) -> torch.Tensor:
@@ -82,31 +98,29 @@ def run_blocking_copies(directory: Path, recording: Recording) -> None:
     """Copies buffers in and out while the caller waits, and reuses them."""
     host = torch.zeros(2 * _SLOT_NBYTES, dtype=torch.uint8)
     recording.memory.add_arena(host, "copies")
-    device = Device(DEVICE, poison_released=True)
-    for _ in range(2):
-        buffer = device.take(_SLOT_NBYTES // 4, torch.float32)
-        device.copy_in(buffer, host[:_SLOT_NBYTES].view(torch.float32))
-        host[:_SLOT_NBYTES] = 1
-        device.compute.run(lambda buffer=buffer: buffer.add_(1))
-        device.synchronize()
-        device.copy_out(host[_SLOT_NBYTES:].view(torch.float32), buffer)
-        host[_SLOT_NBYTES:].sum()
-        device.give(buffer)
-    device.close()
+    with _opened(poison_released=True) as device:
+        for _ in range(2):
+            buffer = device.take(_SLOT_NBYTES // 4, torch.float32)
+            device.copy_in(buffer, host[:_SLOT_NBYTES].view(torch.float32))
+            host[:_SLOT_NBYTES] = 1
+            device.compute.run(lambda buffer=buffer: buffer.add_(1))
+            device.synchronize()
+            device.copy_out(host[_SLOT_NBYTES:].view(torch.float32), buffer)
+            host[_SLOT_NBYTES:].sum()
+            device.give(buffer)
 
 
 def run_buffers(directory: Path, recording: Recording) -> None:
     """Fills one buffer again and again while the compute stream uses it."""
-    device = Device(DEVICE)
-    host = torch.zeros(_SLOT_NBYTES, dtype=torch.uint8)
-    buffers = DeviceBuffers(device, {(_SLOT_NBYTES, torch.uint8): 1}, name="test", deadline_s=_DEADLINE_S)
-    for _ in range(2):
-        buffer = buffers.take(_SLOT_NBYTES, torch.uint8, device.h2d)
-        device.h2d.run(lambda buffer=buffer: copy(buffer, host))
-        device.compute.wait(device.h2d.record())
-        device.compute.run(lambda buffer=buffer: buffer.add(1))
-        buffers.give(buffer, device.compute)
-    device.close()
+    with _opened() as device:
+        host = torch.zeros(_SLOT_NBYTES, dtype=torch.uint8)
+        buffers = DeviceBuffers(device, {(_SLOT_NBYTES, torch.uint8): 1}, name="test", deadline_s=_DEADLINE_S)
+        for _ in range(2):
+            buffer = buffers.take(_SLOT_NBYTES, torch.uint8, device.h2d)
+            device.h2d.run(lambda buffer=buffer: copy(buffer, host))
+            device.compute.wait(device.h2d.record())
+            device.compute.run(lambda buffer=buffer: buffer.add(1))
+            buffers.give(buffer, device.compute)
 
 
 class _Pieces:
@@ -129,29 +143,28 @@ def run_pieces(directory: Path, recording: Recording) -> None:
     numel = 3 * _SLOT_NBYTES // 4
     host = torch.zeros(2 * numel)
     recording.memory.add_arena(host, "pieces")
-    device = Device(DEVICE)
-    # Two slots, so that an operation need not wait for the end of the one before.
-    slots = SlotPool(0, numel * 4, 2, name="a block")
-    buffers = PieceBuffers(device, numel // 3, torch.float32, 2)
-    bounds = (0, numel // 3, 2 * numel // 3, numel)
-    for pieces in ((0, 1, 2), (0, 1, 2), (0,), (0, 1, 2)):
-        held = slots.acquire(1, _DEADLINE_S)
-        block = host[held[0].offset // 4 :]
-        params = StreamedParams(buffers, _Pieces(block), bounds, block[:0])
-        device.compute.run(functools.partial(buffers.begin, params, BlockIndex(1), goes_backward=False))
-        for piece in pieces:
+    with _opened() as device:
+        # Two slots, so that an operation need not wait for the end of the one before.
+        slots = SlotPool(0, numel * 4, 2, name="a block")
+        buffers = PieceBuffers(device, numel // 3, torch.float32, 2)
+        bounds = (0, numel // 3, 2 * numel // 3, numel)
+        for pieces in ((0, 1, 2), (0, 1, 2), (0,), (0, 1, 2)):
+            held = slots.acquire(1, _DEADLINE_S)
+            block = host[held[0].offset // 4 :]
+            params = StreamedParams(buffers, _Pieces(block), bounds, block[:0])
+            device.compute.run(functools.partial(buffers.begin, params, BlockIndex(1), goes_backward=False))
+            for piece in pieces:
 
-            def use(piece: int = piece) -> None:
-                buffers.hold(piece, backward=False).sum()
-                if piece < 2:
-                    buffers.release(piece)
+                def use(piece: int = piece) -> None:
+                    buffers.hold(piece, backward=False).sum()
+                    if piece < 2:
+                        buffers.release(piece)
 
-            device.compute.run(use)
-        device.compute.run(buffers.end)
-        device.compute.then(functools.partial(slots.release, held))
-    slots.drain(_DEADLINE_S)
-    buffers.close()
-    device.close()
+                device.compute.run(use)
+            device.compute.run(buffers.end)
+            device.compute.then(functools.partial(slots.release, held))
+        slots.drain(_DEADLINE_S)
+        buffers.close()
 
 
 def run_partial_sums(directory: Path, recording: Recording) -> None:
@@ -161,33 +174,46 @@ def run_partial_sums(directory: Path, recording: Recording) -> None:
     context = make_context(spec, make_layout(numel), "/arena")
     memory = torch.zeros(context.plan.arena_nbytes, dtype=torch.uint8)
     recording.memory.add_arena(memory, "sums")
-    device = Device(DEVICE)
-    flats = DeviceBuffers(device, {(numel, torch.float32): 2}, name="sums", deadline_s=_DEADLINE_S)
-    spans = SpanRecorder(GPU_WORKER, spec.job, lambda *_: None)
-    partials = PartialGrads(context, device, flats, TensorArena(memory), spans)
-    thread = threading.Thread(target=partials.run, daemon=True)
-    thread.start()
-    block = BlockIndex(0)
+    with _opened() as device:
+        flats = DeviceBuffers(device, {(numel, torch.float32): 2}, name="sums", deadline_s=_DEADLINE_S)
+        spans = SpanRecorder(GPU_WORKER, spec.job, lambda *_: None)
+        partials = PartialGrads(context, device, flats, TensorArena(memory), spans)
+        thread = threading.Thread(target=partials.run, daemon=True)
+        thread.start()
+        block = BlockIndex(0)
 
-    def operation(group: int) -> ComputeBlock:
-        params = (StoredParams(block, Step(0)),)
-        return ComputeBlock(
-            job=spec.job, step=Step(1), op=group, phase=Phase.BACKWARD, block=block, params=params, group=group,
-            loss_scale=1.0,
-        )  # fmt: skip
+        def operation(group: int) -> ComputeBlock:
+            params = (StoredParams(block, Step(0)),)
+            return ComputeBlock(
+                job=spec.job, step=Step(1), op=group, phase=Phase.BACKWARD, block=block, params=params, group=group,
+                loss_scale=1.0,
+            )  # fmt: skip
 
-    flat = flats.take(numel, torch.float32, device.compute)
-    device.compute.run(lambda: flat.fill_(1))
-    device.d2h.wait(device.compute.record())
-    partials.copy_out(operation(0), (block, block), GradBuffer(flat, ["weight"]))
-    flats.give(flat, device.d2h)
-    partials.expect(operation(1))
-    grad = partials.take(operation(1), (block, block))
-    device.compute.run(lambda: grad.flat.add_(1))
-    flats.give(grad.flat, device.compute)
-    device.close()
-    partials.stop()
-    thread.join(_DEADLINE_S)
+        flat = flats.take(numel, torch.float32, device.compute)
+        device.compute.run(lambda: flat.fill_(1))
+        device.d2h.wait(device.compute.record())
+        partials.copy_out(operation(0), (block, block), GradBuffer(flat, ["weight"]))
+        flats.give(flat, device.d2h)
+        partials.expect(operation(1))
+        grad = partials.take(operation(1), (block, block))
+        device.compute.run(lambda: grad.flat.add_(1))
+        flats.give(grad.flat, device.compute)
+        partials.stop()
+        thread.join(_DEADLINE_S)
+
+
+def run_unpinning(directory: Path, recording: Recording) -> None:
+    """Unpins host memory while copies are queued for which no thread has waited."""
+    host = torch.zeros(3 * _SLOT_NBYTES, dtype=torch.uint8)
+    recording.memory.add_arena(host, "unpinned")
+    with _opened() as device:
+        device.pin(host)
+        stream = device.open_stream()
+        for slot, copying in enumerate((device.h2d, device.d2h, stream)):
+            target = host[slot * _SLOT_NBYTES :][:_SLOT_NBYTES]
+            copying.run(functools.partial(copy, target, torch.ones_like(target)))
+        stream.close()
+        device.unpin(host)
 
 
 def run_closing(directory: Path, recording: Recording) -> None:
@@ -228,4 +254,5 @@ PARTS: dict[str, Callable[[Path, Recording], None]] = {
     "pieces": run_pieces,
     "partial sums": run_partial_sums,
     "closing": run_closing,
+    "unpinning": run_unpinning,
 }

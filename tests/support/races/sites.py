@@ -121,13 +121,13 @@ def _functions_with_tensors(tree: ast.AST) -> Iterator[str]:
 HOST_WAITS = (
     "CudaStream._call_next",  # a stream's own thread
     "CudaStreams.__init__",  # sets the clock
+    "Device.unpin",  # the end
     # In jobs: before the first step, and the threads that move activations to and from the SSDs.
     "DeviceStates.__init__",
     "DeviceStates._restore",
     "SsdActivations._copy",
-    # In `windlass.offload`: the thread of the gradients, the norm of a step that clips, and the end.
+    # In `windlass.offload`: the thread of the gradients, and the norm of a step that clips.
     "LayerUpdates._run_offloads",
     "OutsideParams.squared_norm",
-    "OffloadEngine.close",
     "ParamFeed._drop",  # only where released buffers are filled with NaN
 )

@@ -30,6 +30,8 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
         "Device._copy_now: stream.record": "part: blocking copies",
         "Device.synchronize: self.compute.record().wait": "part: blocking copies",
         "Device.synchronize: self.compute.record": "part: blocking copies",
+        "Device._await_copies: stream.record().wait": "part: unpinning",
+        "Device._await_copies: stream.record": "part: unpinning",
     },
     "engine/device/param_loader.py": {
         "ParamLoader.run: h2d.record": "job: active",
@@ -113,10 +115,6 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
     "actors/activations/ssd_store.py": {
         "SsdActivations.put: self._device.after_now": "job: swapped to SSDs",
         "SsdActivations.prefetch: self._device.after_now": "job: swapped to SSDs",
-    },
-    "actors/offload/engine.py": {
-        "OffloadEngine.close: self._device.h2d.record().wait": "part: closing",
-        "OffloadEngine.close: self._device.h2d.record": "part: closing",
     },
     "actors/offload/param_prefetcher.py": {
         "ParamFeed.give_back: self._device.record_current": "part: closing",
