@@ -21,8 +21,10 @@ from tests.support.stream_jobs import JOBS
 from tests.support.training import has_direct_io, make_partition, make_spec
 from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.gpu_worker.grad_offload import GradOffload
-from windlass.actors.messages import ComputeBlock
+from windlass.actors.messages import ComputeBlock, UpdateBlock
+from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.actors.runtime.local_runner import run_local
+from windlass.engine.device.cuda_streams import CudaStream, CudaStreams
 from windlass.engine.memory_plan import plan as memory_plan
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.plan import Placement
@@ -41,6 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
         ),
     },
     "fp16": {"precision": Precision.FP16},
+    "poisoned": {"precision": Precision.BF16, "poison_released": True},
 }
 OFFLOADED: dict[str, dict[str, Any]] = {
     "on SSDs": {},
@@ -53,11 +56,19 @@ OFFLOADED: dict[str, dict[str, Any]] = {
 
 def run_job(mode: str, directory: Path, _: Recording, *, num_steps: int = 3) -> None:
     """Trains a tiny model in a mode, with an evaluation."""
-    spec = make_spec(directory / "job", total_steps=num_steps, evaluate_every=2, **MODES[mode])
-    outcome = run_local(
-        spec, partition=make_partition(spec), device=str(DEVICE), direct=has_direct_io(directory / "job")
-    )
+    outcome = _train(directory, num_steps=num_steps, **MODES[mode])
     assert outcome["status"] == "succeeded", outcome
+
+
+def _train(directory: Path, *, num_steps: int, poison_released: bool = False, **changes: Any) -> dict[str, Any]:
+    spec = make_spec(directory / "job", total_steps=num_steps, evaluate_every=2, **changes)
+    return run_local(
+        spec,
+        partition=make_partition(spec),
+        device=str(DEVICE),
+        direct=has_direct_io(directory / "job"),
+        poison_released=poison_released,
+    )
 
 
 def run_offloaded(mode: str, directory: Path, _: Recording) -> None:
@@ -91,10 +102,38 @@ def run_early_gradients(directory: Path, recording: Recording) -> None:
         run_job("active", directory, recording, num_steps=2)
 
 
+def run_failing_job(directory: Path, _: Recording) -> None:
+    """Fails a job in its second step. The worker stops while a thread is between a copy and its callback."""
+    is_failing, is_closed = threading.Event(), threading.Event()
+    update, then, close = ChunkUpdater.update, CudaStream.then, CudaStreams.close
+
+    def fail(updater: ChunkUpdater, message: UpdateBlock, *args: Any) -> None:
+        if message.step == 2:
+            is_failing.set()
+            raise RuntimeError("a test fails the job")
+        update(updater, message, *args)
+
+    def then_late(stream: CudaStream, callback: Callable[[], None]) -> None:
+        if is_failing.is_set() and "ParamLoader.run" in threading.current_thread().name:
+            is_closed.wait()
+        then(stream, callback)
+
+    def close_noted(streams: CudaStreams) -> None:
+        close(streams)
+        is_closed.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChunkUpdater, "update", fail)
+        patch.setattr(CudaStream, "then", then_late)
+        patch.setattr(CudaStreams, "close", close_noted)
+        assert _train(directory, num_steps=4, **MODES["active"])["status"] == "interrupted"
+
+
 SCENARIOS: dict[str, Scenario] = {
     **{f"job: {mode}": functools.partial(run_job, mode) for mode in MODES},
     **{f"offload: {mode}": functools.partial(run_offloaded, mode) for mode in OFFLOADED},
     "job: early gradients": run_early_gradients,
+    "job: failing": run_failing_job,
     **{f"part: {name}": part for name, part in PARTS.items()},
 }
 

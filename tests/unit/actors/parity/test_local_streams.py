@@ -14,21 +14,19 @@ import torch
 
 from tests.support.fake_cuda import FakeCuda
 from tests.support.late_streams import LateStreams
+from tests.support.stream_jobs import JOBS
 from tests.support.training import exported_params, has_direct_io, losses_of, make_partition, make_spec, metrics_of
 from windlass.actors.gpu_worker import compute as computation
 from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.messages import ComputeProgressed, GradOffloaded, Message, Phase
-from windlass.actors.policy.block_queue import Ordering
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.device import device as device_module
 from windlass.engine.device.buffer_pool import DeviceBuffers
 from windlass.engine.device.cuda_streams import CudaStreams
 from windlass.engine.device.device import Device
 from windlass.engine.device.streams import StartThreads
-from windlass.engine.memory_plan.activation_policy import ActivationChoice, BlockActivations
-from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.optimizer.grad_norm import squared_norm
-from windlass.storage.ids import ActorName, Precision
+from windlass.storage.ids import ActorName
 
 pytestmark = pytest.mark.usefixtures("small_activation_slots")
 

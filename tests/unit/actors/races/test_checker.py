@@ -2,8 +2,11 @@
 
 import functools
 import queue
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 import torch
@@ -11,10 +14,12 @@ import torch
 from tests.support.races.checker import Kind, Report
 from tests.support.races.cuda import DEVICE
 from tests.support.races.run import Recording, recorded
+from windlass.engine.activations.host_store import HostActivations
 from windlass.engine.device.device import Device, copy
+from windlass.engine.model.streamed_params import PieceBuffers, StreamedParams
 from windlass.engine.optimizer.adam_formulas import AdamSettings
 from windlass.engine.optimizer.adam_kernel import ChunkStates, OptimizerKernel
-from windlass.storage.ids import Kernel, StatePrecision
+from windlass.storage.ids import BlockIndex, Kernel, StatePrecision
 from windlass.storage.memory.arena import SlotPool
 
 NUMEL = 1024
@@ -216,25 +221,61 @@ def test_a_product_thread_that_waits_outside_of_the_listed_places_is_reported(st
     waiting.join()
 
 
-def _frame_of_product() -> object:
-    """Returns the frame of a function of the product that waits."""
-    import sys
-    from types import FrameType
+class NoStore(HostActivations):
+    """A store without a device."""
 
+    def __init__(self) -> None:
+        pass
+
+
+def _frame_of_product() -> FrameType:
+    """Returns the frame of a function of the product."""
     found: list[FrameType] = []
 
     def look() -> bool:
         found.append(sys._getframe(1))
         return True
 
-    from windlass.engine.activations.host_store import HostActivations
+    NoStore()._wait_until(look)
+    return found[0]
 
-    class Store(HostActivations):
-        def __init__(self) -> None:
+
+def test_params_changed_while_they_are_installed_are_reported(stage: Stage) -> None:
+    class Source:
+        def load(self, target: torch.Tensor, start: int) -> None:
+            copy(target, stage.host[:NUMEL])
+
+        def loaded(self, *_: object) -> None:
             pass
 
-    Store()._wait_until(look)
-    return found[0]
+    buffers = PieceBuffers(stage.device, NUMEL, torch.float32, 1)
+    params = StreamedParams(buffers, Source(), (0, NUMEL), stage.host[:0])
+    stage.device.compute.run(lambda: buffers.begin(params, BlockIndex(0), goes_backward=False))
+    flats: list[torch.Tensor] = []
+    stage.device.compute.run(lambda: flats.append(buffers.hold(0, backward=False)))
+    stage.device.compute.run(lambda: flats[0].sum())
+    assert stage.reports == []
+    stage.device.compute.run(lambda: flats[0].zero_())
+    assert stage.kinds == [Kind.INSTALLED]
+    stage.device.compute.run(lambda: buffers.release(0))
+    stage.device.compute.run(lambda: flats[0].zero_())
+    assert stage.kinds == [Kind.INSTALLED]
+    buffers.close()
+
+
+def test_a_slot_released_before_its_transfer_has_ended_is_reported(stage: Stage) -> None:
+    """What `on_done` of an I/O scheduler does comes after the transfer; what the request's caller does may not."""
+    checker, region = stage.recording.checker, stage.recording.checker.arena
+    assert region is not None
+    first, second = stage.slots.acquire(2, DEADLINE_S)
+    agents = [checker.begin_transfer("a read") for _ in range(2)]
+    for agent, slot in zip(agents, (first, second), strict=True):
+        checker.access(agent, "a read", [], [(region, slot.offset, slot.offset + slot.nbytes)])
+    with checker.acting_as(agents[0]):
+        stage.slots.release([first])
+    assert stage.reports == []
+    stage.slots.release([second])
+    assert stage.kinds == [Kind.EARLY_RELEASE]
 
 
 def test_an_update_reads_the_gradient_and_writes_the_states(stage: Stage) -> None:
@@ -261,11 +302,10 @@ def test_an_update_reads_the_gradient_and_writes_the_states(stage: Stage) -> Non
 
 
 def test_threads_that_hand_on_nothing_are_reported(stage: Stage) -> None:
-    barrier = stage.slots  # no primitive that a thread waits for
     thread = threading.Thread(target=lambda: stage.host.zero_())
     thread.start()
-    while thread.is_alive():
-        barrier.try_acquire(0)
+    while thread.is_alive():  # tells the caller nothing that the checker follows
+        time.sleep(0.001)
     stage.host.add_(1)
     assert stage.kinds == [Kind.RACE]
 
