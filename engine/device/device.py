@@ -186,18 +186,17 @@ class Device:
         address = memory.data_ptr()
         if address not in self._pinned:
             raise PinError(f"host memory at {address:#x} is not registered; it was never pinned, or unpinned before")
-        self._await_copies()
         if self.is_cuda:
+            self._await_copies()
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             if int(runtime.cudaHostUnregister(address)) != 0:
                 return
         del self._pinned[address]
 
     def _await_copies(self) -> None:
-        """Waits for the streams that copy, because no thread may have waited for their last copies."""
+        """Waits for the streams that copy, because no thread has waited for copies without a callback."""
         for stream in (self.h2d, self.d2h, *self._opened):
-            # A device that has failed copies nothing, and neither does a closed stream with a thread.
-            with contextlib.suppress(RuntimeError, InterruptedError):
+            with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing
                 stream.record().wait(self._deadline_s)
 
 

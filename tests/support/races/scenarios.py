@@ -33,6 +33,7 @@ from windlass.storage.ids import Precision
 Scenario = Callable[[Path, Recording], None]
 
 _SLOT_NBYTES = 4096
+_DEADLINE_S = 20.0
 MODES: dict[str, dict[str, Any]] = {
     **JOBS,
     "swapped to SSDs": {
@@ -103,18 +104,20 @@ def run_early_gradients(directory: Path, recording: Recording) -> None:
 
 
 def run_failing_job(directory: Path, _: Recording) -> None:
-    """Fails a job in its second step. The worker stops while a thread is between a copy and its callback."""
-    is_failing, is_closed = threading.Event(), threading.Event()
+    """Fails a job between two steps. The worker stops while a thread is between a copy and its callback."""
+    is_failing, is_late, is_closed = (threading.Event() for _ in range(3))
     update, then, close = ChunkUpdater.update, CudaStream.then, CudaStreams.close
 
     def fail(updater: ChunkUpdater, message: UpdateBlock, *args: Any) -> None:
-        if message.step == 2:
-            is_failing.set()
+        is_failing.set()
+        if message.block == 2:  # the first block is updated, and its params are on their way
+            assert is_late.wait(_DEADLINE_S)
             raise RuntimeError("a test fails the job")
         update(updater, message, *args)
 
     def then_late(stream: CudaStream, callback: Callable[[], None]) -> None:
-        if is_failing.is_set() and "ParamLoader.run" in threading.current_thread().name:
+        if is_failing.is_set() and "_run_arrivals" in threading.current_thread().name:
+            is_late.set()
             is_closed.wait()
         then(stream, callback)
 
@@ -126,7 +129,7 @@ def run_failing_job(directory: Path, _: Recording) -> None:
         patch.setattr(ChunkUpdater, "update", fail)
         patch.setattr(CudaStream, "then", then_late)
         patch.setattr(CudaStreams, "close", close_noted)
-        assert _train(directory, num_steps=4, **MODES["active"])["status"] == "interrupted"
+        assert _train(directory, num_steps=4, **MODES["kept"])["status"] == "interrupted"
 
 
 SCENARIOS: dict[str, Scenario] = {
