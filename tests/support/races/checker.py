@@ -1,4 +1,4 @@
-"""The race checker: follows who waits for whom, and compares each access with those that no wait has ordered."""
+"""The race checker: follows all waits, and compares each access with those that no wait has ordered."""
 
 import _thread
 import contextlib

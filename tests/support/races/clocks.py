@@ -12,7 +12,7 @@ Periods = dict[int, int]
 
 @dataclass(slots=True)
 class Clock:
-    """What came before a point. `known` follows from all waits that were made.
+    """All that came before a point. `known` follows from all waits that were made.
 
     `intended` follows also from those that a test has dropped.
     """

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.races.accesses import AccessMode, Memory, follow_accesses
+from tests.support.races.accesses import follow_accesses
 from tests.support.races.checker import RaceChecker
 from tests.support.races.cuda import RecordedCuda
+from tests.support.races.operators import AccessMode, Memory
 from tests.support.races.sites import HOST_WAITS, Site
 from tests.support.races.sync import follow_threads
 

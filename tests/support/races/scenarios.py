@@ -1,4 +1,4 @@
-"""What is run under the race checker: jobs in all modes, an offloaded model, and single parts."""
+"""The scenarios of the race checker: jobs in all modes, an offloaded model, and single parts."""
 
 import contextlib
 import functools

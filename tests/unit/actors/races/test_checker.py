@@ -264,7 +264,7 @@ def test_params_changed_while_they_are_installed_are_reported(stage: Stage) -> N
 
 
 def test_a_slot_released_before_its_transfer_has_ended_is_reported(stage: Stage) -> None:
-    """What `on_done` of an I/O scheduler does comes after the transfer; what the request's caller does may not."""
+    """The work of an I/O scheduler's `on_done` comes after the transfer; that of the request's caller may not."""
     checker, region = stage.recording.checker, stage.recording.checker.arena
     assert region is not None
     first, second = stage.slots.acquire(2, DEADLINE_S)
