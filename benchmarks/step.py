@@ -24,7 +24,7 @@ from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import GIB, Report, parse_options, ratio, spread
 from benchmarks.ssd.mix import SETTINGS, MixFiles, mixed_bytes_per_s
 
-# Share of reads in a step's bytes per parameter: params twice and states once are read, params and states written.
+# Share of reads in a step's bytes per parameter: params are read about twice and states once, both are written once.
 _READ_SHARE = 16 / (16 + 14)
 _NUM_SSD_DIRS = 2  # the default of windlass
 _ARENAS = "windlass-benchmark-*.arena"

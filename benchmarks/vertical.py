@@ -3,7 +3,7 @@
 The same batch is trained in 1, 4 and 16 micro-batches in windlass's real processes, with states on the SSDs.
 
 - Vertical: each block is computed for all micro-batches of a step before the next block. So its params are fetched
-  twice a step, and its gradient leaves the device once.
+  at most twice a step, and its gradient leaves the device once.
 - Horizontal: each micro-batch passes through all blocks alone, as in ZeRO-Infinity. So params are fetched for each one,
   and gradient sums go to host memory and back between them.
 - Groups of 4: of 16 micro-batches, the hidden states of 4 are kept at once.

@@ -4,9 +4,11 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from windlass.storage.cancellation import CancelToken
 
 
 class GuardedThread(threading.Thread):
@@ -48,8 +50,10 @@ class GuardedThreads:
         self._describe = describe
         self._threads: list[GuardedThread] = []
 
-    def __contains__(self, thread: threading.Thread) -> bool:
-        return thread in self._threads
+    @property
+    def include_caller(self) -> bool:
+        """Returns whether the calling thread is one of them."""
+        return threading.current_thread() in self._threads
 
     def start(self, targets: Iterable[Callable[[], None]], *, niceness: int = 0) -> None:
         """Starts one thread for each target. `niceness` is added to that of the process."""
@@ -91,3 +95,59 @@ class GuardedThreads:
             thread = threading.current_thread()
             assert isinstance(thread, GuardedThread)
             self._on_error(error, thread.at)
+
+
+class CancellableThreads(GuardedThreads):
+    """Threads that end when their token is cancelled, with the resources that they use.
+
+    Errors in threads are not reported from then on, because each wait raises one.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        job: str,
+        token: CancelToken,
+        on_error: Callable[[Exception, Any], None],
+        describe: Callable[[Any], str] = str,
+        *,
+        deadline_s: float,
+    ) -> None:
+        """Creates no threads yet. `deadline_s` is the timeout of `stop`; see GuardedThreads for the others."""
+
+        def report(error: Exception, at: Any) -> None:
+            if not token.is_cancelled:
+                on_error(error, at)
+
+        super().__init__(owner, job, report, describe)
+        self._token = token
+        self._deadline_s = deadline_s
+        self.resources = contextlib.ExitStack()  # closed by `stop`, the last one first
+
+    def stop(self) -> None:
+        """Ends the threads, whatever they wait for, and closes the resources. It may be called again.
+
+        Raises:
+            TimeoutError: a thread hangs. The resources stay open, because the thread may still use them.
+        """
+        self._token.cancel()
+        self.join(self._deadline_s)
+        self.resources.close()
+
+    def describe(self) -> str:
+        """Describes what each thread waits for or works at. Threads that wait for work are left out."""
+        waits, texts = self._token.describe_waits(), []
+        for thread in self._threads:
+            if thread.is_alive() and (doing := waits.get(thread, "is busy")):
+                at = "" if thread.at is None else f" (at {self._describe(thread.at)})"
+                texts.append(f"{thread.name.removeprefix(f'{self._owner} ')} {doing}{at}")
+        return "; ".join(texts)
+
+    @contextlib.contextmanager
+    def stopped_on_error(self) -> Iterator[None]:
+        """Stops the threads if the context ends with an error. It is for the start of their owner."""
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise

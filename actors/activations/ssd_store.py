@@ -6,7 +6,6 @@ however few buffers there are. One thread copies in each direction; the SSD serv
 """
 
 import functools
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -16,19 +15,13 @@ import torch
 from windlass.actors.activations.parts import At, BufferQueue, Moment, Part, SsdSwap, cut, slots_of_part
 from windlass.actors.activations.scratch_slots import ScratchSlots
 from windlass.actors.job import JobContext, aligned, ssd_name
-from windlass.actors.lifecycle import ActorThreads
-from windlass.actors.messages import Message, ReadActivations, WriteActivations
+from windlass.actors.messages import ReadActivations, WriteActivations
 from windlass.actors.ssd import SsdClient
 from windlass.amounts import bytes_text
-from windlass.engine.activations import (
-    ActivationMemoryError,
-    ActivationTimeoutError,
-    SwapCounter,
-    SwapCounts,
-    SwapWatch,
-)
-from windlass.engine.device import Device
-from windlass.storage.ids import ActorName, Span
+from windlass.engine.activations import ActivationMemoryError, SwapCounter, SwapCounts, SwapWatch
+from windlass.engine.device import Device, StartThreads
+from windlass.storage.cancellation import TaskQueue
+from windlass.storage.ids import Span
 from windlass.storage.memory import SlotPool
 
 # Seconds. Shorter waits are not reported.
@@ -47,20 +40,19 @@ class SsdActivations:
         device: Device,
         memory: torch.Tensor,
         client: SsdClient,
-        send: Callable[[ActorName, Message], None],
-        name: ActorName,
+        start_threads: StartThreads,
         watch: SwapWatch,
         *,
         max_leaving_nbytes: int,
     ) -> None:
-        """`memory` is the arena as flat uint8. `send` and `name` are for reports of errors.
+        """`memory` is the arena as flat uint8. The device's token ends the threads and all waits.
 
         `max_leaving_nbytes` limits the bytes that wait on the device for their copies; a single put may exceed it.
         """
         plan, num_ssds = context.plan, len(context.ssds)
         pool, num_staged = plan.activations, plan.num_staged_activations
-        self._spec = context.spec
         self._device = device
+        self._token = device.token
         self._memory = memory
         self._client = client
         self._watch = watch
@@ -72,13 +64,14 @@ class SsdActivations:
             pool.slot_nbytes * self._part_slots,
             num_staged // self._part_slots,
             name="staging buffers",
+            token=device.token,
         )
         self._num_slots = plan.num_ssd_activations
         self._slots = ScratchSlots(
             [context.num_scratch_slots(ssd) for ssd in range(num_ssds)], [facts.weight for facts in context.ssds]
         )
-        self._to_copy_out: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
-        self._to_copy_in: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        self._to_copy_out: TaskQueue[Part] = TaskQueue(device.token)
+        self._to_copy_in: TaskQueue[Part] = TaskQueue(device.token)
         self._changed = threading.Condition()
         # All attributes below are protected by `_changed`.
         self._now = Moment()
@@ -86,9 +79,7 @@ class SsdActivations:
         self._num_settling = 0  # parts of dropped tensors that still hold slots or a buffer
         self._leaving_nbytes = 0
         self._counter = SwapCounter()
-        self._stopping = False
-        self._threads = ActorThreads(name, context.spec.job, send, lambda: self._stopping)
-        self._threads.start((self._run_out, self._run_in))
+        start_threads((self._run_out, self._run_in))
 
     # --- calls of the owner -----------------------------------------------------------------------------------------
 
@@ -102,7 +93,7 @@ class SsdActivations:
 
         Raises:
             ActivationMemoryError: there are not enough free slots.
-            ActivationTimeoutError: earlier puts hang.
+            TimeoutError: earlier puts hang.
             InterruptedError: the job was stopped.
         """
         nbytes = tensor.nbytes
@@ -131,7 +122,7 @@ class SsdActivations:
         """Waits until a prefetched tensor is in its target. The handle is invalid afterwards.
 
         Raises:
-            ActivationTimeoutError: the tensor did not arrive in time. A failed copy raises its own error.
+            TimeoutError: the tensor did not arrive in time. A failed copy raises its own error.
             InterruptedError: the job was stopped.
         """
         with self._changed:
@@ -142,7 +133,7 @@ class SsdActivations:
         self._request(parts)
         with self._changed:
             try:
-                self._wait_until(lambda: swap.num_missing == 0 or swap.error is not None, lambda: self._lateness(swap))
+                self._wait_until(lambda: swap.num_missing == 0 or swap.error is not None, lambda: self._missing(swap))
                 if swap.error is not None:
                     raise swap.error
             finally:
@@ -159,36 +150,22 @@ class SsdActivations:
         with self._changed:
             return self._counter.counts
 
-    def stop(self) -> None:
-        """Starts no further transfers and interrupts waiting callers. Answers of the SSD servers are still accepted."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._to_copy_out.put(None)
-        self._to_copy_in.put(None)
-
-    def close(self) -> None:
-        """Ends the threads, after `stop`. From then on this object does not access the memory."""
-        self._threads.join(self._spec.deadline_s)
-
     # --- inside: waits ------------------------------------------------------------------------------------------------
 
-    def _wait_until(self, condition: Callable[[], bool], lateness: Callable[[], str]) -> None:
+    def _wait_until(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
         start_s = time.monotonic()
-        in_time = self._changed.wait_for(lambda: self._stopping or condition(), self._spec.deadline_s)
-        if (end_s := time.monotonic()) - start_s > _LEAST_WAIT_S:
-            self._watch.waited(self._watch.owner(), start_s, end_s)
-        if self._stopping:
-            raise InterruptedError("the job was stopped")
-        if not in_time:
-            raise ActivationTimeoutError(lateness())
+        try:
+            self._token.wait_for(self._changed, condition, what)
+        finally:
+            if (end_s := time.monotonic()) - start_s > _LEAST_WAIT_S:
+                self._watch.waited(self._watch.owner(), start_s, end_s)
 
     def _wait_to_leave(self, nbytes: int) -> None:
         self._wait_until(
             lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= self._max_leaving_nbytes,
             lambda: (
-                f"{bytes_text(self._leaving_nbytes)} of activations did not leave the device for the SSDs within "
-                f"{self._spec.deadline_s:g} s; the copies or the SSDs are stuck"
+                f"{bytes_text(self._leaving_nbytes)} of activations to leave the device for the SSDs; the copies or "
+                "the SSDs are stuck"
             ),
         )
 
@@ -196,10 +173,7 @@ class SsdActivations:
         count = -(-nbytes // self._slot_nbytes)
         self._wait_until(
             lambda: self._slots.num_free >= count or not self._num_settling,
-            lambda: (
-                f"dropped activations did not release their SSD slots within {self._spec.deadline_s:g} s; the copies "
-                "or the SSDs are stuck"
-            ),
+            lambda: "the SSD slots of dropped activations; the copies or the SSDs are stuck",
         )
         if self._slots.num_free < count:
             raise ActivationMemoryError(
@@ -209,13 +183,13 @@ class SsdActivations:
                 "fewer layers swap"
             )
 
-    def _lateness(self, swap: SsdSwap) -> str:
+    def _missing(self, swap: SsdSwap) -> str:
         missing = [part for part in swap.parts if part.at is not At.GONE]
         ssds = ", ".join(sorted({ssd_name(part.ssd) for part in missing}))
         return (
             f"{bytes_text(sum(part.nbytes for part in missing))} of {bytes_text(swap.nbytes)} of activations of "
-            f"block {swap.left_in.block}, step {swap.left_in.step} did not come back from {ssds} within "
-            f"{self._spec.deadline_s:g} s; see the logs of the SSD servers, and check the disks"
+            f"block {swap.left_in.block}, step {swap.left_in.step} to come back from {ssds}; see the logs of the SSD "
+            "servers, and check the disks"
         )
 
     # --- inside: requests, without the lock ---------------------------------------------------------------------------
@@ -235,9 +209,9 @@ class SsdActivations:
             )
 
     def _has_moved(self, part: Part) -> None:
-        """Processes the end of a part's transfer. SSD servers may answer after `stop`."""
+        """Processes the end of a part's transfer. SSD servers may answer after the token is cancelled."""
         with self._changed:
-            if part.swap.is_dropped or self._stopping:
+            if part.swap.is_dropped or self._token.is_cancelled:
                 self._free(part)
             elif part.at is At.RETURNING:
                 self._to_copy_in.put(part)
@@ -258,7 +232,7 @@ class SsdActivations:
     def _hand_out_buffers(self) -> list[Part]:
         """Gives free buffers to the parts whose turn it is; returns those to request from the SSD servers."""
         to_request: list[Part] = []
-        while not self._stopping and (part := self._turns.first()) is not None:
+        while not self._token.is_cancelled and (part := self._turns.first()) is not None:
             buffers = self._buffers.try_acquire(1)
             if not buffers:
                 break
@@ -312,14 +286,14 @@ class SsdActivations:
     # --- inside: the threads ------------------------------------------------------------------------------------------
 
     def _run_out(self) -> None:
-        while (part := self._to_copy_out.get()) is not None:
+        while (part := self._to_copy_out.take()) is not None:
             swap, error = part.swap, self._copy(part, self._copy_out)
             parts = []
             with self._changed:
                 self._leave(part)
                 if error is None:
                     self._counter.out_nbytes += part.nbytes
-                if error is not None or swap.is_dropped or self._stopping:
+                if error is not None or swap.is_dropped or self._token.is_cancelled:
                     swap.error = swap.error or error
                     self._free(part)
                 else:
@@ -329,7 +303,7 @@ class SsdActivations:
             self._request(parts)
 
     def _run_in(self) -> None:
-        while (part := self._to_copy_in.get()) is not None:
+        while (part := self._to_copy_in.take()) is not None:
             swap, error = part.swap, self._copy(part, self._copy_in)
             with self._changed:
                 if error is None:

@@ -3,7 +3,6 @@
 Source: Ratel (LoHan), IV-D, equation 3.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +11,11 @@ from windlass.actors.activations.parts import Moment, SsdSwap
 from windlass.actors.activations.ssd_store import SsdActivations
 from windlass.actors.activations.tracing import ActivationSpans
 from windlass.actors.job import JobContext
-from windlass.actors.messages import Message
 from windlass.actors.ssd import SsdClient
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.activations import NOTHING_SWAPPED, HostActivations, SwapCounts, SwapHandle
-from windlass.engine.device import Device
-from windlass.storage.ids import ActorName, BlockIndex, Step
+from windlass.engine.device import Device, StartThreads
+from windlass.storage.ids import BlockIndex, Step
 from windlass.storage.memory import SlotPool
 
 
@@ -43,26 +41,30 @@ class ActivationTiers:
         device: Device,
         memory: torch.Tensor,
         client: SsdClient,
-        send: Callable[[ActorName, Message], None],
-        name: ActorName,
+        start_threads: StartThreads,
         spans: SpanRecorder,
     ) -> None:
-        """`memory` is the arena as flat uint8. `send` and `name` are for reports of errors."""
+        """`memory` is the arena as flat uint8. The device's token ends the threads and all waits."""
         plan, pool = context.plan, context.plan.activations
         self._watch = ActivationSpans(spans)
         self._device = device
         self._host = HostActivations(
             device,
             memory,
-            SlotPool(pool.offset, pool.slot_nbytes, plan.num_host_activations, name="activation slots"),
+            SlotPool(
+                pool.offset,
+                pool.slot_nbytes,
+                plan.num_host_activations,
+                name="activation slots",
+                token=device.token,
+            ),
             max_leaving_nbytes=plan.max_leaving_nbytes,
-            deadline_s=context.spec.deadline_s,
             watch=self._watch,
         )
         self._ssds: SsdActivations | None = None
         if plan.num_ssd_activations:
             self._ssds = SsdActivations(
-                context, device, memory, client, send, name, self._watch, max_leaving_nbytes=plan.max_leaving_nbytes
+                context, device, memory, client, start_threads, self._watch, max_leaving_nbytes=plan.max_leaving_nbytes
             )
         self._held: dict[SwapHandle, _Held] = {}
         self._num_puts = 0
@@ -83,7 +85,7 @@ class ActivationTiers:
 
         Raises:
             ActivationMemoryError: host memory and SSDs are full.
-            ActivationTimeoutError: earlier puts hang.
+            TimeoutError: earlier puts hang.
             InterruptedError: the job was stopped.
         """
         host_nbytes, ssd = tensor.nbytes, None
@@ -113,7 +115,7 @@ class ActivationTiers:
         """See ActivationStore.
 
         Raises:
-            ActivationTimeoutError: the bytes did not arrive in time. A failed copy raises its own error.
+            TimeoutError: the bytes did not arrive in time. A failed copy raises its own error.
             InterruptedError: the job was stopped.
         """
         self.prefetch(handle)
@@ -154,14 +156,6 @@ class ActivationTiers:
         """The bytes transferred and held so far, on the SSDs alone."""
         return NOTHING_SWAPPED if self._ssds is None else self._ssds.counts
 
-    def stop(self) -> None:
-        """Interrupts waiting callers of `put` and `get` with InterruptedError. `drop` may still be called."""
-        self._host.stop()
-        if self._ssds is not None:
-            self._ssds.stop()
-
     def close(self) -> None:
-        """Ends all access to the memory. Called after `stop`, when the threads of the device have ended."""
-        if self._ssds is not None:
-            self._ssds.close()
+        """Releases the slots in host memory. Call it when the threads have ended. `drop` may still be called."""
         self._host.close()

@@ -5,7 +5,6 @@ Source: AutoHete, footnote 2.
 """
 
 import functools
-import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -34,6 +33,7 @@ from windlass.actors.policy import UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import COMPUTE, FROM_DEVICE, WHOLE_BLOCK, SpanRecorder
 from windlass.engine.device import Device, Event, TensorArena, copy, release_team, state_dtype
+from windlass.storage.cancellation import Signal, TaskQueue
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Kernel, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
@@ -72,7 +72,9 @@ class DeviceStates:
         self._num_updated: Counter[Step] = Counter()  # updated blocks, by step, for steps that are not over
         self._offsets = context.state_offsets()
         pool = context.plan.transit
-        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="slots of states on their way")
+        self._slots = SlotPool(
+            pool.offset, pool.slot_nbytes, pool.num_slots, name="slots of states on their way", token=device.token
+        )
         self._updater: ChunkUpdater | None = None
         if context.plan.device_blocks:
             self._updater = ChunkUpdater(context, device.device, holds_params=False, announce=self._announce)
@@ -88,8 +90,7 @@ class DeviceStates:
         self._lock = threading.Lock()  # of `_update_queue`
         ordering = context.spec.effective_ordering
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating_on_device, len(self._states))
-        self._commands: queue.Queue[_Command | None] = queue.Queue()
-        self._arrived: queue.Queue[ChunkKey | None] = queue.Queue()
+        self._commands: TaskQueue[_Command] = TaskQueue(device.token)
 
     @property
     def kernel(self) -> Kernel | None:
@@ -121,15 +122,9 @@ class DeviceStates:
                 self._update_queue.add(GradOffloaded(job=self._context.spec.job, step=step, block=block, chunks=()))
             )
 
-    def stop(self) -> None:
-        """Ends the thread."""
-        self._slots.close()
-        self._commands.put(None)
-        self._arrived.put(None)
-
     def run(self) -> None:
-        """Executes commands until `stop`, in the thread of this object."""
-        while (command := self._commands.get()) is not None:
+        """Executes commands, in the thread of this object."""
+        while (command := self._commands.take()) is not None:
             works_at(command)
             match command:
                 case UpdateBlock():
@@ -180,13 +175,13 @@ class DeviceStates:
         """
         d2h = self._device.d2h
         for key in self._context.layout.chunk_keys(message.block):
-            (slot,) = self._slots.acquire(1, self._context.spec.deadline_s)
+            (slot,) = self._slots.acquire(1)
             begun = d2h.record()
             for kind, here in self._parts(key).items():
                 d2h.run(functools.partial(copy, self._view(slot, key, kind), here))
             write = functools.partial(self._write, message, key, slot, begun, d2h.record())
             d2h.then(working_at(message, write))
-        self._slots.drain(self._context.spec.deadline_s)
+        self._slots.drain()
         job, step, block = message.job, message.step, message.block
         self._spans.tell(step)  # otherwise the spans of the last commit would not be sent
         self._report(BlockFlushed(job=job, step=step, block=block, actor=self._name))
@@ -207,27 +202,18 @@ class DeviceStates:
     def _restore(self, message: RestoreStates) -> None:
         for block in self._states:
             for key in self._context.layout.chunk_keys(block):
-                (slot,) = self._slots.acquire(1, self._context.spec.deadline_s)
-                priority = (message.step, block)
-                item = self._chunk_io(slot, key, self._context.formats.kinds_to_update)
-                self._io.read([item], message.step, priority, self._arrived.put)
-                self._await_chunk(key, message.step)
+                (slot,) = self._slots.acquire(1)
+                self._read(key, slot, message.step)
                 for kind, here in self._parts(key).items():
                     self._device.copy_in(here, self._view(slot, key, kind))
                 self._slots.release([slot])
         self._report(StatesRestored(job=message.job, step=message.step, actor=self._name))
 
-    def _await_chunk(self, key: ChunkKey, step: Step) -> None:
-        deadline_s = self._context.spec.deadline_s
-        try:
-            arrived = self._arrived.get(timeout=deadline_s)
-        except queue.Empty:
-            raise TimeoutError(
-                f"the states of {key} as step {step} left them did not come from the SSDs within {deadline_s:g} s; "
-                "check the disks"
-            ) from None
-        if arrived is None:
-            raise InterruptedError("the job was stopped")
+    def _read(self, key: ChunkKey, slot: Span, step: Step) -> None:
+        """Reads a chunk as a step left it, and waits for it."""
+        item, arrived = self._chunk_io(slot, key, self._context.formats.kinds_to_update), Signal(self._device.token)
+        self._io.read([item], step, (step, key.block), lambda _: arrived.set())
+        arrived.wait(f"the states of {key} as step {step} left them, from the SSDs; check the disks")
 
     def _parts(self, key: ChunkKey) -> dict[StateKind, torch.Tensor]:
         start, stop = self._context.layout.chunk_range(key)

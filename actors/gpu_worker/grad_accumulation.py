@@ -9,20 +9,17 @@ added to or copied out. No thread waits for a copy; the thread that copies sums 
 
 import functools
 import threading
-from collections import deque
 
 import torch
 
 from windlass.actors.job import JobContext
 from windlass.actors.lifecycle import working_at, works_at
-from windlass.actors.messages import ComputeBlock, Phase, SpanKind
+from windlass.actors.messages import ComputeBlock, SpanKind
+from windlass.actors.policy import ReturningSums, Use
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, SpanRecorder
 from windlass.engine.device import Device, DeviceBuffers, Event, TensorArena, copy
 from windlass.engine.model import GradBuffer
-from windlass.storage.ids import BlockIndex, ChunkKey
-
-# The block whose operation adds to a sum, and the block whose gradient it is. They differ only if blocks share tensors.
-Use = tuple[BlockIndex, BlockIndex]
+from windlass.storage.ids import ChunkKey
 
 
 class PartialGrads:
@@ -41,43 +38,30 @@ class PartialGrads:
         self._spans = spans
         self._slots = context.partial_slots()
         self._changed = threading.Condition()
-        self._expected: deque[ComputeBlock] = deque()
+        self._sums = ReturningSums(context.plan.device_blocks)
         self._copied: dict[Use, tuple[torch.dtype, set[str]]] = {}  # sums in slots: type, tensors reached
         # The sums of the first expected operation, each with the event after its copy.
         self._back: dict[Use, tuple[GradBuffer, Event]] = {}
-        self._stopping = False
-
-    def uses(self, operation: ComputeBlock) -> list[Use]:
-        """Returns the sums of an operation that are copied off the device after its group."""
-        resident = self._context.plan.device_blocks
-        return [(operation.block, block) for block in operation.blocks if block not in resident]
 
     def expect(self, operation: ComputeBlock) -> None:
         """Queues the sums of an operation to be copied back, after those of operations that were queued earlier."""
-        if operation.group > 0 and operation.phase in (Phase.HEAD, Phase.BACKWARD) and self.uses(operation):
-            with self._changed:
-                self._expected.append(operation)
-                self._changed.notify_all()
+        with self._changed:
+            self._sums.expect(operation)
+            self._changed.notify_all()
 
     def take(self, operation: ComputeBlock, use: Use) -> GradBuffer:
         """Acquires a sum of the group before, for work that is queued on the compute stream from now on.
 
-        Raises:
-            TimeoutError: the sum did not come back within the job's timeout.
-            InterruptedError: the job was stopped.
+        Raises the errors of `CancelToken.wait_for`.
         """
-        deadline_s = self._context.spec.deadline_s
+        what = (
+            f"the gradient of block {use[1]} in step {operation.step}, as group {operation.group - 1} of its "
+            "micro-batches left it, to come back to the device; the copies from and to host memory are stuck"
+        )
         with self._changed:
-            is_there = self._changed.wait_for(lambda: self._stopping or use in self._back, deadline_s)
-            if self._stopping:
-                raise InterruptedError("the job was stopped")
-            if not is_there:
-                raise TimeoutError(
-                    f"the gradient of block {use[1]} in step {operation.step}, as group {operation.group - 1} of its "
-                    f"micro-batches left it, did not come back to the device within {deadline_s:g} s; the copies "
-                    "between the device and host memory are stuck"
-                )
+            self._device.token.wait_for(self._changed, lambda: use in self._back, what)
             grad, copied = self._back.pop(use)
+            self._sums.take(use)
             self._changed.notify_all()
         self._device.compute.wait(copied)
         return grad
@@ -88,36 +72,27 @@ class PartialGrads:
         self._device.d2h.then(working_at(operation, functools.partial(self._copied_out, use, grad)))
 
     def run(self) -> None:
-        """Copies sums back until `stop`, in the thread of this object."""
-        while (operation := self._next()) is not None:
+        """Copies sums back, in the thread of this object."""
+        while (due := self._next()) is not None:
+            operation, uses = due
             works_at(operation)
-            back = {use: self._bring_back(operation, use) for use in self.uses(operation)}
+            back = {use: self._bring_back(operation, use) for use in uses}
             with self._changed:
                 self._back = back
                 self._changed.notify_all()
 
-    def stop(self) -> None:
-        """Ends the thread, and interrupts waiting callers."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _next(self) -> ComputeBlock | None:
+    def _next(self) -> tuple[ComputeBlock, list[Use]] | None:
         """Waits for the next operation whose sums can be copied back; returns None if the job was stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._is_due())
-            return None if self._stopping else self._expected.popleft()
-
-    def _is_due(self) -> bool:
-        if not self._expected or self._back:
-            return False
-        return all(use in self._copied for use in self.uses(self._expected[0]))
+            self._device.token.wait_for_work(self._changed, lambda: self._sums.is_due)
+            return None if self._device.token.is_cancelled else self._sums.begin()
 
     def _copied_out(self, use: Use, grad: GradBuffer) -> None:
         with self._changed:
             self._copied[use] = (grad.flat.dtype, grad.touched)
+            self._sums.left(use)
             self._changed.notify_all()
 
     def _bring_back(self, operation: ComputeBlock, use: Use) -> tuple[GradBuffer, Event]:

@@ -6,14 +6,13 @@ sums of a group go to host memory until the next group (`grad_accumulation`). Al
 """
 
 import functools
-import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from windlass.actors.gpu_worker.grad_accumulation import PartialGrads, Use
+from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
 from windlass.actors.job import JobContext, grad_precision
 from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import (
@@ -22,12 +21,13 @@ from windlass.actors.messages import (
     GradOffloaded,
     SpanKind,
 )
-from windlass.actors.policy import OffloadQueue
+from windlass.actors.policy import GradSums, OffloadQueue, SumSource, Use
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import FROM_DEVICE, SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, TensorArena, copy
 from windlass.engine.memory_plan import grad_buffers_of_job
 from windlass.engine.model import GradBuffer
+from windlass.storage.cancellation import Permits, TaskQueue
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
@@ -88,21 +88,19 @@ class GradOffload:
         self._send = send
         self._report = report
         self._dtype = TORCH_DTYPE[grad_precision(context.spec)]
-        pool = context.plan.grads
-        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="grad slots")
-        self._requests: queue.Queue[_Offload | _Partial | None] = queue.Queue()
+        pool, token = context.plan.grads, device.token
+        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="grad slots", token=token)
+        self._requests: TaskQueue[_Offload | _Partial] = TaskQueue(token)
         self._lock = threading.Lock()
         self._offload_queue = OffloadQueue(context.spec.effective_ordering, frozenset(context.plan.spilled_blocks))
         self._waiting: dict[tuple[Step, BlockIndex], _Offload] = {}
-        # The gradients that are being summed. If several operations use a block's tensors, each has its own sum until
-        # the last one, so that the sums over micro-batches do not depend on how these are grouped.
+        self._sums = GradSums(context.layout.shared, context.plan.device_blocks)
         self._buffers: dict[Use, GradBuffer] = {}
         self._complete: dict[BlockIndex, _Complete] = {}
-        self._permits = threading.Semaphore(context.plan.num_grad_buffers)
-        self._permitted: set[BlockIndex] = set()
+        self._permits = Permits(token, context.plan.num_grad_buffers)
         self._flushed_step = 0  # the last step whose backward pass is over and whose spans were sent
         planned = self._plan_buffers(summed_in_fp32)
-        self._flats = DeviceBuffers(device, planned, name="gradients", deadline_s=context.spec.deadline_s)
+        self._flats = DeviceBuffers(device, planned, name="gradients")
         self._partials = PartialGrads(context, device, self._flats, arena, spans)
 
     # --- calls of the GPU worker ------------------------------------------------------------------------------------
@@ -122,25 +120,16 @@ class GradOffload:
         It is empty and of type `dtype`, or has the sums of the group before. It is for work that is queued on the
         compute stream from now on.
 
-        Raises:
-            TimeoutError: no buffer became free, or the earlier sums did not come back, within the job's timeout.
+        Raises the errors of `CancelToken.wait_for`.
         """
         use = (operation.block, block)
-        if use in self._buffers:  # it has stayed on the device since the group before
-            return self._buffers[use]
-        # Only a block's own gradient needs a permit. The gradient of a shared block is held until the step's last
-        # operation, which would deadlock. Blocks that are resident on the device need none either.
-        if block == operation.block and block not in self._context.plan.device_blocks:
-            deadline_s = self._context.spec.deadline_s
-            if not self._permits.acquire(timeout=deadline_s):
-                raise TimeoutError(
-                    f"no gradient buffer came free for block {block} in step {operation.step} within {deadline_s:g} s; "
-                    "the gradient offload or the optimizer is stuck"
-                )
-            self._permitted.add(block)
-        if operation.group > 0 and block not in self._context.plan.device_blocks:
+        source = self._sums.begin(operation, block)
+        if source is not SumSource.DEVICE and self._sums.needs_permit(use):
+            where = f"block {block} in step {operation.step}"
+            self._permits.acquire(f"a gradient buffer for {where}; the gradient offload or the optimizer is stuck")
+        if source is SumSource.HOST:
             self._buffers[use] = self._partials.take(operation, use)
-        else:
+        elif source is SumSource.NEW_BUFFER:
             numel = self._context.layout.blocks[block].numel
             self._buffers[use] = GradBuffer(self._flats.take(numel, dtype, self._device.compute))
         return self._buffers[use]
@@ -150,7 +139,7 @@ class GradOffload:
 
         It is called after the operation is queued on the compute stream, in all groups but the step's last.
         """
-        for use in self._partials.uses(operation):
+        for use in self._sums.pass_on(operation):
             self._requests.put(_Partial(operation, use, self._buffers.pop(use), self._device.compute.record()))
 
     def complete(self, block: BlockIndex, on_complete: Callable[[torch.Tensor], object]) -> None:
@@ -160,7 +149,7 @@ class GradOffload:
         overflow.
         """
         params = [(p.name, p.offset, p.numel) for p in self._context.layout.blocks[block].params]
-        (grad, *others), compute = self._sums_of(block), self._device.compute
+        (grad, *others), compute = map(self._buffers.pop, self._sums.complete(block)), self._device.compute
 
         def finish() -> None:
             for other in others:
@@ -210,14 +199,6 @@ class GradOffload:
         """Releases slots that an optimizer has finished reading."""
         self._slots.release(spans)
 
-    def stop(self) -> None:
-        """Ends the threads, and interrupts waiting callers."""
-        self._slots.close()
-        self._flats.close()
-        self._permits.release()
-        self._partials.stop()
-        self._requests.put(None)
-
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _plan_buffers(self, summed_in_fp32: Collection[int]) -> dict[BufferClass, int]:
@@ -234,14 +215,8 @@ class GradOffload:
         dtypes = {self._dtype.itemsize: self._dtype, torch.float32.itemsize: torch.float32}
         return {(numel, dtypes[itemsize]): number for (numel, itemsize), number in planned.items()}
 
-    def _sums_of(self, block: BlockIndex) -> list[GradBuffer]:
-        """Removes and returns the sums of all operations that use a block, in order; the block's own is last."""
-        shared = self._context.layout.shared
-        users = [BlockIndex(user) for user in reversed(range(len(shared))) if block in shared[user]]
-        return [self._buffers.pop((user, block)) for user in users]
-
     def _run(self) -> None:
-        while (request := self._requests.get()) is not None:
+        while (request := self._requests.take()) is not None:
             if isinstance(request, _Partial):
                 works_at(request.operation)
                 self._copy_out_partial(request)
@@ -257,14 +232,12 @@ class GradOffload:
     def _copy_out_partial(self, partial: _Partial) -> None:
         self._device.d2h.wait(partial.event)
         self._partials.copy_out(partial.operation, partial.use, partial.grad)
-        user, block = partial.use
-        self._release_buffer_and_permit(partial.grad.flat, block if user == block else None)
+        self._release_buffer_and_permit(partial.grad.flat, partial.use)
 
-    def _release_buffer_and_permit(self, flat: torch.Tensor, permitted: BlockIndex | None) -> None:
-        """Releases a buffer after its copies were queued, and the permit of the block `permitted`, if it has one."""
+    def _release_buffer_and_permit(self, flat: torch.Tensor, use: Use) -> None:
+        """Releases a buffer after its copies were queued, and its permit, if it has one."""
         self._flats.give(flat, self._device.d2h)
-        if permitted in self._permitted:
-            self._permitted.remove(permitted)
+        if self._sums.needs_permit(use):
             self._permits.release()
 
     def _pop_complete(self, block: BlockIndex) -> _Complete:
@@ -303,7 +276,7 @@ class GradOffload:
         """Queues the copies of a gradient to slots and releases its buffer; returns the slots."""
         layout, block, d2h = self._context.layout, operation.block, self._device.d2h
         keys = layout.chunk_keys(block)
-        spans = dict(zip(keys, self._slots.acquire(len(keys), self._context.spec.deadline_s), strict=True))
+        spans = dict(zip(keys, self._slots.acquire(len(keys)), strict=True))
         d2h.wait(grad.event)
         for key, span in spans.items():
             start, stop = layout.chunk_range(key)
@@ -313,7 +286,7 @@ class GradOffload:
             d2h.run(functools.partial(copy, target, source))
             note = functools.partial(self._note, operation, key, begun, d2h.record(), source.nbytes)
             d2h.then(working_at(operation, note))
-        self._release_buffer_and_permit(grad.flat, block)
+        self._release_buffer_and_permit(grad.flat, (block, block))
         return spans
 
     def _note(self, operation: ComputeBlock, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:

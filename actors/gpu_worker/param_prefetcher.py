@@ -4,15 +4,15 @@ Params that are resident on the device are used in place. Two threads work: one 
 servers, one queues the copies of chunks that are in host memory. A chunk of cached params is read once in an attempt;
 the optimizer then replaces its params in the same slot.
 
-A block's params are one flat buffer, held from its request until its operation is queued on the device. The buffers are
-allocated at set-up. The next user of a buffer waits for the last one on the device, not in these threads.
+A block's params are one flat buffer, held from its request until its operation is queued on the device. They stay there
+until the buffer is needed for others, so an operation that finds them needs no transfer. The buffers are allocated at
+set-up. The next user of a buffer waits for the last one on the device, not in these threads.
 
 Of a streamed block, only the norms and biases are prefetched. The operation copies its matrices in pieces, and their
 chunks stay in host memory until then.
 """
 
 import functools
-import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,19 +40,29 @@ from windlass.engine.device import (
 )
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece, param_buffers
 from windlass.engine.model import PieceBuffers, StreamedParams
+from windlass.storage.cancellation import TaskQueue
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 from windlass.storage.memory import SlotPool
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Fetch(BlockLoad):
+class Load(BlockLoad):
     """The prefetch of one block's params to a device buffer; for a streamed block, to host memory."""
 
-    request: ParamRequest
-    params: torch.Tensor | StreamedParams  # the operation's params: the buffer, or the buffer and the later pieces
-    is_lent: bool = False  # the buffer holds resident params and is not released
-    master: torch.Tensor | None = None  # the resident master from which the params are rounded before use
+    request: ParamRequest  # the first one for these params
+    params: torch.Tensor | StreamedParams  # the buffer, or the buffer and the later pieces
     chunks: HostChunks | None = None  # for a streamed block: the source of its pieces
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Fetch:
+    """The params of one block for one operation."""
+
+    request: ParamRequest
+    params: torch.Tensor | StreamedParams
+    buffer: torch.Tensor | None = None  # released after the operation; None: the params are resident
+    load: Load | None = None  # fills the buffer, for this operation or an earlier one; None: no transfer is needed
+    master: torch.Tensor | None = None  # the resident master from which the params are rounded before use
 
 
 class ParamFeed:
@@ -81,17 +91,11 @@ class ParamFeed:
         self._param_offset = context.state_offsets()[context.formats.param_kind]
         pool = context.plan.params
         num_slots = pool.num_slots - context.plan.num_cached_params
-        self._slots = SlotPool(pool.offset, pool.slot_nbytes, num_slots, name="param slots")
+        self._slots = SlotPool(pool.offset, pool.slot_nbytes, num_slots, name="param slots", token=device.token)
         self._cached = context.cached_params()
         self._filled: set[ChunkKey] = set()  # the chunks whose params are in their slot of `_cached`
-        self._loader: ParamLoader[Fetch] = ParamLoader(
-            self,
-            device,
-            arena,
-            self._slots,
-            self._dtype,
-            batch=context.plan.fetch_batch,
-            deadline_s=context.spec.deadline_s,
+        self._loader: ParamLoader[Load] = ParamLoader(
+            self, device, arena, self._slots, self._dtype, batch=context.plan.fetch_batch
         )
         self._bounds = piece_bounds(context)
         num_buffers = param_buffers(
@@ -104,35 +108,20 @@ class ParamFeed:
             device,
             {(numel, self._dtype): number for numel, number in num_buffers.items()},
             name="params",
-            deadline_s=context.spec.deadline_s,
         )
         self._pieces: PieceBuffers | None = None
         if self._bounds:
             numel = largest_piece(list(self._bounds.values()))
             self._pieces = PieceBuffers(device, numel, self._dtype, NUM_PIECE_BUFFERS)
-        self._requests: queue.Queue[ParamRequest | None] = queue.Queue()
+        self._requests: TaskQueue[ParamRequest] = TaskQueue(device.token)
         self._changed = threading.Condition()
         self._fetches: dict[tuple[int, BlockIndex], Fetch] = {}
-        self._stopping = False
+        self._loads: dict[BlockIndex, Load] = {}  # the last ones of blocks whose buffers can be used again
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
         """The functions to run in threads."""
         return (self._run_requests, self._run_arrivals)
-
-    def stop(self) -> None:
-        """Ends the threads, and interrupts waiting callers."""
-        with self._changed:
-            self._stopping = True
-            for fetch in self._fetches.values():
-                fetch.ready.set()
-            self._changed.notify_all()
-        self._slots.close()
-        self._buffers.close()
-        if self._pieces is not None:
-            self._pieces.close()
-        self._requests.put(None)
-        self._loader.close()
 
     # --- calls of the GPU worker ------------------------------------------------------------------------------------
 
@@ -146,42 +135,33 @@ class ParamFeed:
 
         It waits until the copies are queued, not until they are done. `release` must follow.
 
-        Raises:
-            TimeoutError: the params did not arrive within the job's timeout.
-            InterruptedError: the job was stopped.
+        Raises the errors of `CancelToken.wait_for`.
         """
-        key, deadline_s = (operation.op, block), self._context.spec.deadline_s
+        key, what = (operation.op, block), f"the params of block {block} in step {operation.step}"
         with self._changed:
-            if not self._changed.wait_for(lambda: self._stopping or key in self._fetches, deadline_s):
-                raise TimeoutError(f"the params of block {block} in step {operation.step} were never requested")
-            if self._stopping:
-                raise InterruptedError("the job was stopped")
-            fetch = self._fetches[key]
-        arrived = fetch.ready.wait(deadline_s)
-        with self._changed:
-            del self._fetches[key]
-            if self._stopping:
-                raise InterruptedError("the job was stopped")
-        if not arrived:
-            raise TimeoutError(
-                f"the params of block {block} in step {operation.step} did not arrive within {deadline_s:g} s; "
-                f"{fetch.num_missing} chunks are missing; see the logs of the SSD servers, and check the disks"
-            )
-        if fetch.copied is not None:
-            self._device.compute.wait(fetch.copied)
+            self._device.token.wait_for(self._changed, lambda: key in self._fetches, f"a request of {what}")
+            fetch = self._fetches.pop(key)
+        if (load := fetch.load) is None:
+            return fetch
+        self._loader.wait_for(
+            load,
+            lambda: f"{what}; {load.num_missing} chunks are missing; see the logs of the SSD servers, and check disks",
+        )
+        if load.copied is not None:
+            self._device.compute.wait(load.copied)
         return fetch
 
     def round_master(self, fetch: Fetch) -> None:
         """Queues the rounding of a master to params, if `fetch` has one. Called before the operation is queued."""
-        if fetch.master is not None:
+        if fetch.buffer is not None and fetch.master is not None:
             self._device.compute.run(functools.partial(fetch.buffer.copy_, fetch.master))
 
     def release(self, fetch: Fetch) -> None:
         """Releases the params after their operation was queued on the compute stream."""
-        if not fetch.is_lent:
+        if fetch.buffer is not None:
             self._buffers.give(fetch.buffer, self._device.compute)
-        if fetch.held:
-            self._device.compute.then(functools.partial(self._slots.release, fetch.held))
+        if fetch.load is not None and fetch.load.held:
+            self._device.compute.then(functools.partial(self._slots.release, fetch.load.held))
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -190,31 +170,42 @@ class ParamFeed:
         return self._bounds[block][-1] if block in self._bounds else 0
 
     def _run_requests(self) -> None:
-        layout = self._context.layout
-        while (request := self._requests.get()) is not None:
+        while (request := self._requests.take()) is not None:
             works_at(request.operation)
-            keys = layout.chunk_keys(request.block)
-            resident = self._resident(request.block)
-            if resident is not None and resident.dtype is self._dtype:
-                fetch = Fetch(request=request, buffer=resident, params=resident, is_lent=True)
-                fetch.ready.set()
-            elif resident is not None:
-                buffer = self._buffers.take(resident.numel(), self._dtype, self._device.compute)
-                fetch = Fetch(request=request, buffer=buffer, params=buffer, master=resident)
-                fetch.ready.set()
-            else:
-                first = self._first(request.block)
-                buffer = self._buffers.take(layout.blocks[request.block].numel - first, self._dtype, self._device.h2d)
-                fetch = Fetch(request=request, buffer=buffer, params=buffer, first=first, num_missing=len(keys))
-                if self._pieces is not None and request.block in self._bounds:
-                    fetch.holds_chunks = True
-                    fetch.chunks = HostChunks(layout.chunk_numel, request, self._spans)
-                    fetch.params = StreamedParams(self._pieces, fetch.chunks, self._bounds[request.block], buffer)
+            fetch = self._fetch(request)
             with self._changed:
                 self._fetches[(request.operation.op, request.block)] = fetch
                 self._changed.notify_all()
-            if resident is None:
-                self._loader.start(fetch, keys)
+            if (load := fetch.load) is not None and load.request is request:
+                self._loader.start(load, self._context.layout.chunk_keys(request.block))
+
+    def _fetch(self, request: ParamRequest) -> Fetch:
+        """Returns an operation's params in a buffer, and waits for a free one if no buffer has them."""
+        block, resident = request.block, self._resident(request.block)
+        if resident is not None and resident.dtype is self._dtype:
+            return Fetch(request=request, params=resident)
+        # A streamed block's buffer has its norms and biases only, so it saves no transfer. The params of other blocks
+        # change together with their step number.
+        contents = None if block in self._bounds else (block, request.step)
+        numel = self._context.layout.blocks[block].numel - self._first(block)
+        stream = self._device.h2d if resident is None else self._device.compute
+        buffer, is_filled = self._buffers.take_with(contents, numel, self._dtype, stream)
+        if resident is not None:
+            return Fetch(request=request, params=buffer, buffer=buffer, master=None if is_filled else resident)
+        load = self._loads[block] if is_filled else self._new_load(request, buffer)
+        if contents is not None:
+            self._loads[block] = load
+        return Fetch(request=request, params=load.params, buffer=buffer, load=load)
+
+    def _new_load(self, request: ParamRequest, buffer: torch.Tensor) -> Load:
+        layout, block = self._context.layout, request.block
+        load = Load(request=request, params=buffer, buffer=buffer, first=self._first(block))
+        load.num_missing = layout.num_chunks(block)
+        if self._pieces is not None and block in self._bounds:
+            load.holds_chunks = True
+            load.chunks = HostChunks(layout.chunk_numel, request, self._spans)
+            load.params = StreamedParams(self._pieces, load.chunks, self._bounds[block], buffer)
+        return load
 
     def _run_arrivals(self) -> None:
         self._loader.run()
@@ -235,9 +226,9 @@ class ParamFeed:
         """See ParamSource."""
         return self._cached.get(key)
 
-    def read_params(self, fetch: Fetch, spans: Mapping[ChunkKey, Span], on_done: Callable[[ChunkKey], None]) -> None:
+    def read_params(self, load: Load, spans: Mapping[ChunkKey, Span], on_done: Callable[[ChunkKey], None]) -> None:
         """See ParamSource."""
-        kind, request = self._context.formats.param_kind, fetch.request
+        kind, request = self._context.formats.param_kind, load.request
         itemsizes = {kind: self._dtype.itemsize}
         items = [
             chunk_io(key, self._context.chunk_numel(key), {kind: span.offset}, itemsizes) for key, span in spans.items()
@@ -252,17 +243,17 @@ class ParamFeed:
 
         self._io.read(items, request.step, priority, arrived)
 
-    def naming(self, fetch: Fetch, callback: Callable[[], None]) -> Callable[[], None]:
+    def naming(self, load: Load, callback: Callable[[], None]) -> Callable[[], None]:
         """See ParamSource."""
-        return working_at(fetch.request.operation, callback)
+        return working_at(load.request.operation, callback)
 
-    def chunk_arrived(self, fetch: Fetch, key: ChunkKey, params: torch.Tensor) -> None:
+    def chunk_arrived(self, load: Load, key: ChunkKey, params: torch.Tensor) -> None:
         """See ParamSource."""
-        works_at(fetch.request.operation)
-        if fetch.chunks is not None:
-            fetch.chunks.add(key.chunk, params)
+        works_at(load.request.operation)
+        if load.chunks is not None:
+            load.chunks.add(key.chunk, params)
 
-    def chunk_copied(self, fetch: Fetch, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
+    def chunk_copied(self, load: Load, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
         """See ParamSource."""
         kind, start_s, end_s = SpanKind.COPY_PARAMS_IN, begun.time_s(), copied.time_s()
-        self._spans.note(TO_DEVICE, kind, fetch.request.step, key.block, key.chunk, start_s, end_s, nbytes)
+        self._spans.note(TO_DEVICE, kind, load.request.step, key.block, key.chunk, start_s, end_s, nbytes)

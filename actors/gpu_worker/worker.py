@@ -5,8 +5,7 @@ It has these threads; `post` only passes messages to them:
 - one queues operations on the compute stream,
 - one offloads gradients (`grad_offload`),
 - one copies gradient sums back (`grad_accumulation`),
-- one updates the states that are resident on the device (`device_optimizer`),
-- one watches for late SSD servers.
+- one updates the states that are resident on the device (`device_optimizer`).
 
 Messages with the scheduler are about blocks; those with SSD servers and optimizers are about chunks.
 
@@ -17,7 +16,6 @@ of them at a time are prefetched, queued and computed (`OperationWindow`).
 
 import contextlib
 import functools
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -54,6 +52,7 @@ from windlass.actors.messages import (
     CommitReached,
     ComputeBlock,
     ComputeBlocks,
+    DescribeStatus,
     FlushBlock,
     GradSlotsReleased,
     KernelChosen,
@@ -77,12 +76,13 @@ from windlass.engine.memory_estimate import ActivationNeedUnknownError, DeviceNe
 from windlass.engine.memory_plan import RECOMPUTE_ALL, summed_in_fp32
 from windlass.engine.model import BlockRunner, GradBuffer, Partition, check_architecture
 from windlass.engine.optimizer import squared_norm
+from windlass.storage.cancellation import CancelToken, TaskQueue
 from windlass.storage.ids import BlockIndex, Step
 from windlass.storage.memory import Arena
 
 
 class GpuWorker:
-    """The actor that computes the model. `send` sends messages to other actors and must not block."""
+    """The actor that computes the model."""
 
     name = GPU_WORKER
 
@@ -95,30 +95,32 @@ class GpuWorker:
         device: str = "cpu",
         poison_released: bool = False,
     ) -> None:
+        """Maps the arena, opens the data, and starts the threads. After an error nothing stays open.
+
+        `send` sends messages to other actors and must not block.
+
+        Raises:
+            PlanError: the job needs more device memory than its budget.
+        """
         self.context = context
         self.spec = context.spec
         self.hyper = context.spec.training
         self.partition = partition
         self.send = send
+        self._token = CancelToken()
         self._io = SsdClient(self.name, context, send)
         self._activations: ActivationTiers | None = None
         self._launched: list[ComputeBlock] = []  # operations that were queued on the device and are not finished
         self._threads = ActorThreads(
             self.name,
-            context.spec.job,
+            self.spec.job,
+            self._token,
             send,
-            lambda: self._stopping,
-            describe_pending=self._io.describe_overdue,
+            deadline_s=self.spec.deadline_s,
             under_way=lambda: next(iter(self._launched[:1]), None),
         )
-        self.device = Device(
-            torch.device(device),
-            poison_released=poison_released,
-            deadline_s=context.spec.deadline_s,
-            start_threads=self._threads.start,
-        )
         self._spans = SpanRecorder(self.name, context.spec.job, send)
-        self._to_compute: queue.Queue[ComputeBlock | None] = queue.Queue()
+        self._to_compute: TaskQueue[ComputeBlock] = TaskQueue(self._token)
         self._lock = threading.Lock()  # of the following
         self._window = OperationWindow(context.spec.effective_ordering)
         self._reports = ComputeReports(context.spec.job, self.name)
@@ -127,21 +129,44 @@ class GpuWorker:
         self._num_targets = 0  # target tokens of all micro-batches in `_batch`
         self._evaluation: list[list[MicroBatch]] = []
         self._reported_nbytes: dict[MemoryKind, int] = {}  # the last reported peaks
-        self._stopping = False
+        with self._threads.stopped_on_error():
+            self._open_memory(torch.device(device), poison_released=poison_released)
+            self._prepare_model()
+            self._make_workers()
+            self._check_activations()
+            self._start()
 
     # --- life cycle -------------------------------------------------------------------------------------------------
 
-    def setup(self) -> None:
-        """Maps the arena, opens the data, and starts the threads.
+    def stop(self) -> None:
+        """Ends the threads, whatever they wait for, and unmaps the arena.
 
         Raises:
-            PlanError: the job needs more device memory than its budget.
+            TimeoutError: a thread hangs. The arena stays mapped, because the thread may still use it.
         """
+        self._threads.stop()
+
+    def _open_memory(self, device: torch.device, *, poison_released: bool) -> None:
+        self.device = Device(
+            device, poison_released=poison_released, token=self._token, start_threads=self._threads.start
+        )
         if self.spec.device_memory_nbytes is not None:
-            limit_device_memory(self.device.device, self.spec.device_memory_nbytes)
+            limit_device_memory(device, self.spec.device_memory_nbytes)
         self._arena = Arena.open(self.context.arena_path)
+        self._threads.resources.callback(self._arena.close)
         self._tensors = TensorArena.of(self._arena)
+        self._pin_arena()
+        self._threads.resources.callback(self.device.unpin, self._tensors.memory)
+
+    def _pin_arena(self) -> None:
+        """Registers the arena with CUDA. That can take minutes, which are reported."""
+        start_s = time.monotonic()
         self.device.pin(self._tensors.memory)
+        if self.device.is_cuda:
+            gib, seconds = self._tensors.memory.nbytes / 2**30, time.monotonic() - start_s
+            self._announce(f"{gib:.1f} GiB of host memory registered with CUDA: {seconds / gib:.2f} s a GiB")
+
+    def _prepare_model(self) -> None:
         if kernels := choose_kernels(self.context, self.partition, self.device.device, self._announce):
             chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
             self.send(SCHEDULER, chosen)
@@ -149,8 +174,9 @@ class GpuWorker:
         self._device_memory = DeviceMemory(self.device.device)
         if self.context.plan.activations.num_slots:
             self._activations = ActivationTiers(
-                self.context, self.device, self._tensors.memory, self._io, self.send, self.name, self._spans
+                self.context, self.device, self._tensors.memory, self._io, self._threads.start, self._spans
             )
+            self._threads.resources.callback(self._activations.close)
         self.runner = BlockRunner(
             self.partition,
             self.device.device,
@@ -158,6 +184,9 @@ class GpuWorker:
             activations=layer_activations(self.context),
             store=self._activations,
         )
+        self._threads.resources.callback(self.runner.forget)
+
+    def _make_workers(self) -> None:
         group_size = self.context.plan.group_size
         self._computation = Computation(self.runner, self.device, group_size, self._activations)
         self._grads = GradOffload(
@@ -187,9 +216,10 @@ class GpuWorker:
         self._device_memory.pause()
         self.dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         self._evaluation = evaluation_groups(self.spec)
-        self._check_activations()
+
+    def _start(self) -> None:
         release_team()  # the calling thread's OpenMP team; from here on, only the compute thread needs one
-        others = (*self._feed.loops, *self._grads.loops, self._states.run, self._io.watch)
+        others = (*self._feed.loops, *self._grads.loops, self._states.run)
         self._threads.start(others, niceness=0 if self.device.is_cuda else NICENESS_BESIDE_COMPUTE)
         self._threads.start((self._run_compute,))
 
@@ -207,31 +237,10 @@ class GpuWorker:
                 self._io.take(message)
             case GradSlotsReleased():
                 self._grads.release_slots(message.spans)
+            case DescribeStatus():
+                self._threads.report_status(self._io.describe_pending())
             case _:
                 raise ValueError(f"{self.name} has no handler for {type(message).__name__}")
-
-    def stop(self) -> None:
-        """Ends the threads, whatever they wait for, and unmaps the arena.
-
-        Raises:
-            TimeoutError: a thread hangs. The arena stays mapped, because the thread may still use it.
-        """
-        self._stopping = True
-        self._io.stop()
-        self._feed.stop()
-        self._states.stop()
-        self._grads.stop()
-        if self._activations is not None:
-            self._activations.stop()
-        self._to_compute.put(None)
-        self.device.close()
-        self._threads.join(self.spec.deadline_s)
-        self.runner.forget()
-        if self._activations is not None:
-            self._activations.close()
-        self.device.unpin(self._tensors.memory)
-        del self._tensors
-        self._arena.close()
 
     def _require_room(self) -> None:
         """Checks the device memory budget, before the job allocates device memory.
@@ -300,7 +309,7 @@ class GpuWorker:
         if not self.device.is_cuda:
             self.device.compute.run(lambda: torch.set_num_threads(self.spec.compute_threads))
         start_s = time.monotonic()
-        while (message := self._to_compute.get()) is not None:
+        while (message := self._to_compute.take()) is not None:
             works_at(message)
             self._device_memory.begin()
             self._load_batch(message)

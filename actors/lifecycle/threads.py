@@ -4,9 +4,10 @@ import threading
 from collections.abc import Callable
 
 from windlass.actors.job import SCHEDULER
-from windlass.actors.messages import ActorFailed, Message, in_words
+from windlass.actors.messages import ActorFailed, Message, StatusDescribed, in_words
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, JobId, Step
-from windlass.storage.threads import GuardedThread, GuardedThreads
+from windlass.storage.threads import CancellableThreads, GuardedThread
 from windlass.storage.threads import works_at as works_at
 
 # Added to the niceness of all other processes and threads if the model is computed on the CPU: one core taken from the
@@ -28,37 +29,35 @@ def working_at(message: Message, callback: Callable[[], None]) -> Callable[[], N
     return call
 
 
-class ActorThreads(GuardedThreads):
-    """Threads that run until their actor is stopped. Errors while it is being stopped are not reported."""
+class ActorThreads(CancellableThreads):
+    """The threads of an actor, with the resources that they use. Their errors are sent to the scheduler."""
 
     def __init__(
         self,
         name: ActorName,
         job: JobId,
+        token: CancelToken,
         send: Callable[..., None],
-        is_stopping: Callable[[], bool],
         *,
-        describe_pending: Callable[[], str] = lambda: "",
+        deadline_s: float,
         under_way: Callable[[], Message | None] = lambda: None,
     ) -> None:
         """Creates no threads yet. Each thread passes the messages that it works at to `works_at`.
 
-        `describe_pending` describes the replies that the actor waits for. It is added to a timeout's text, to name the
-        actor that is late. `under_way` returns the message that the actor as a whole works on, for errors in threads
+        `under_way` returns the message that the actor as a whole works on, for errors in threads
         without a message of their own.
         """
-        super().__init__(name, job, self._report, in_words)
+        super().__init__(name, job, token, self._report, in_words, deadline_s=deadline_s)
         self._name = name
         self._idle = Message(job=job, step=Step(0))
         self._send = send
-        self._is_stopping = is_stopping
-        self._describe_pending = describe_pending
         self._under_way = under_way
 
+    def report_status(self, pending: str) -> None:
+        """Tells the scheduler what the threads do. `pending` describes the requests that the actor waits for."""
+        text = "; ".join(filter(None, (self.describe(), pending)))
+        self._send(SCHEDULER, StatusDescribed(job=self._idle.job, step=Step(0), actor=self._name, text=text))
+
     def _report(self, error: Exception, at: Message | None) -> None:
-        if self._is_stopping():
-            return
-        if isinstance(error, TimeoutError) and (pending := self._describe_pending()):
-            error.add_note(pending)
         about = at or self._under_way() or self._idle
         self._send(SCHEDULER, ActorFailed.of(error, actor=self._name, about=about))

@@ -52,9 +52,11 @@ from windlass.actors.messages.ssd import SsdRequest as SsdRequest
 from windlass.actors.messages.ssd import StoreCommitted as StoreCommitted
 from windlass.actors.messages.ssd import WriteActivations as WriteActivations
 from windlass.actors.messages.ssd import WriteChunks as WriteChunks
+from windlass.actors.messages.telemetry import DescribeStatus as DescribeStatus
 from windlass.actors.messages.telemetry import MemoryKind as MemoryKind
 from windlass.actors.messages.telemetry import MemoryReported as MemoryReported
 from windlass.actors.messages.telemetry import SpanKind as SpanKind
 from windlass.actors.messages.telemetry import SpansReported as SpansReported
+from windlass.actors.messages.telemetry import StatusDescribed as StatusDescribed
 from windlass.actors.messages.telemetry import UserMessage as UserMessage
 from windlass.actors.messages.telemetry import WorkSpan as WorkSpan

@@ -29,7 +29,6 @@ class SsdRequest(Message):
     correlation: CorrelationId
     reply_to: ActorName
     priority: tuple[int, int]  # the smallest goes first; ties in order of arrival
-    deadline_s: float  # timeout of a chunk, or of the activations, counted from the request's arrival
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

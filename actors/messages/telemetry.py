@@ -14,6 +14,18 @@ class UserMessage(Message):
     text: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribeStatus(Message):
+    """Asks an actor what its threads do, because an actor of the job is late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusDescribed(Event):
+    """Tells what the threads of an actor wait for or work at, and its oldest pending request to each SSD server."""
+
+    text: str  # empty: the actor has nothing to do
+
+
 class SpanKind(StrEnum):
     """The kinds of work of a resource in a span of time, and the causes for which compute waits."""
 

@@ -2,7 +2,6 @@
 
 import atexit
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from windlass.actors.offload.config import Hyper, OffloadConfig, OffloadStatistics, plan_offload
-from windlass.actors.offload.errors import OffloadClosedError, OffloadMisuseError
+from windlass.actors.offload.errors import OffloadClosedError, OffloadMisuseError, OffloadToken
 from windlass.actors.offload.layer import OffloadedLayer
 from windlass.actors.offload.layers import OffloadedBlock, OffloadedParameter, WrappedParam, outside_params
 from windlass.actors.offload.param_prefetcher import ParamFeed
@@ -23,6 +22,9 @@ from windlass.engine.device import TORCH_DTYPE, Device
 from windlass.engine.model import GradBuffer, choose_chunk_numel
 from windlass.engine.optimizer import MOMENTS, KernelSet, SavedStates, from_saved, to_saved
 from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Kernel, Precision, Span, StateKind, StatePrecision, Step
+from windlass.storage.threads import CancellableThreads
+
+_NAME = "windlass.offload"  # of the threads, in errors
 
 
 class OffloadEngine:
@@ -44,11 +46,12 @@ class OffloadEngine:
         self.blocks = blocks
         self.device = config.chosen_device
         self._hyper_of = hyper_of
-        self._device = Device(self.device, poison_released=config.poison_released)
+        self._token = OffloadToken(config.deadline_s)
+        self._threads = CancellableThreads(
+            _NAME, _NAME, self._token, lambda error, _: self._token.fail(error), deadline_s=config.deadline_s
+        )
         self._closed = False
-        self._pinned = False
         self._layers: list[OffloadedLayer] = []
-        self._threads: list[threading.Thread] = []
         self.num_steps = 0
         is_fp16 = any(param.dtype is torch.float16 for param in model.parameters())
         self.trainer = TrainerState(scales_loss=is_fp16)
@@ -61,12 +64,15 @@ class OffloadEngine:
         self._begun: dict[BlockIndex, dict[str, Hyper]] = {}  # settings of the updates that this step has started
         self._num_updates: Counter[str] = Counter()  # updates so far, by param
         torch.get_num_threads()  # fixes this thread's number before other threads set theirs
-        self._open_store(blocks)
-        try:
+        with self._threads.stopped_on_error():
+            self._device = Device(
+                self.device,
+                poison_released=config.poison_released,
+                token=self._token,
+                start_threads=self._threads.start,
+            )
+            self._open_store(blocks)
             self._start(model)
-        except BaseException:
-            self.close()
-            raise
 
     # --- calls of the layers (ParamLender) --------------------------------------------------------------------------
 
@@ -264,24 +270,18 @@ class OffloadEngine:
         )
 
     def close(self) -> None:
-        """Ends the threads and releases memory and SSD space. The layers' parameters are lost. Idempotent."""
-        if self._closed:
-            return
+        """Ends the threads and releases memory and SSD space. The layers' parameters are lost. Idempotent.
+
+        Raises:
+            TimeoutError: a thread hangs. The memory stays mapped, because the thread may still use it.
+        """
         self._closed = True
-        atexit.unregister(self.close)
-        self._feed.stop()
-        self._updates.stop()
-        for thread in self._threads:
-            thread.join(self.config.deadline_s)
-        if self._pinned:
-            self._device.unpin(self._store.arena.memory)
-        self._store.close()
-        self._device.close()
+        self._threads.stop()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _open_store(self, blocks: Sequence[OffloadedBlock]) -> None:
-        """Plans the buffers and reserves memory and SSD space. After an error, nothing stays reserved."""
+        """Plans the buffers and reserves memory and SSD space."""
         config = self.config
         dtype = blocks[0].params[0].stand_in.dtype
         precision = next(precision for precision, known in TORCH_DTYPE.items() if known is dtype)
@@ -307,15 +307,12 @@ class OffloadEngine:
             chunks_per_block=tuple(len(block.chunk_keys(chunk_numel)) for block in blocks),
             arena_dir=Path(config.arena_dir),
             arena_nbytes=self._plan.arena_nbytes,
-            deadline_s=config.deadline_s,
             direct_io=config.direct_io,
-            on_failure=self._fail,
+            token=self._token,
         )
-        try:
-            self._make_workers(kernels, host_slots, offsets)
-        except BaseException:
-            self._store.close()
-            raise
+        self._token.describe_pending = self._store.describe_pending
+        self._threads.resources.callback(self._store.close)
+        self._make_workers(kernels, host_slots, offsets)
 
     def _make_workers(
         self, kernels: KernelSet, host_slots: dict[ChunkKey, Span], offsets: dict[StateKind, int]
@@ -328,8 +325,6 @@ class OffloadEngine:
             self._plan.params,
             host_slots,
             offsets[self._store.formats.param_kind],
-            deadline_s=config.deadline_s,
-            poison_released=config.poison_released,
         )
         self._updates = LayerUpdates(
             blocks,
@@ -342,18 +337,15 @@ class OffloadEngine:
             offsets,
             num_threads=config.num_optimizer_threads,
             with_norms=self._needs_norm,
-            deadline_s=config.deadline_s,
         )
 
     def _start(self, model: nn.Module) -> None:
         """Starts the threads and changes the model; nothing of it was changed before."""
         self._device.pin(self._store.arena.memory)
-        self._pinned = True
-        for target in (*self._feed.loops, *self._updates.loops):
-            thread = threading.Thread(target=self._guard, args=(target,), name=target.__name__, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._threads.resources.callback(self._device.unpin, self._store.arena.memory)
+        self._threads.start((*self._feed.loops, *self._updates.loops))
         atexit.register(self.close)
+        self._threads.resources.callback(atexit.unregister, self.close)
         for block in self.blocks:
             originals = {param.name: _param_at(*param.sites[0]) for param in block.params}
             self._updates.load(block, originals)
@@ -365,17 +357,6 @@ class OffloadEngine:
         )
         _move_buffers(model, self.device)
         self._layers = [OffloadedLayer(block, self) for block in self.blocks]
-
-    def _guard(self, target: Callable[[], None]) -> None:
-        try:
-            target()
-        except Exception as error:  # noqa: BLE001 - the training thread must learn of every error
-            if not self._closed:
-                self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self._feed.fail(error)
-        self._updates.fail(error)
 
     def _require_open(self) -> None:
         if self._closed:

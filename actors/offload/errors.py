@@ -1,4 +1,8 @@
-"""The errors of `windlass.offload`."""
+"""The errors of `windlass.offload`, and the token whose waits raise them."""
+
+from collections.abc import Callable
+
+from windlass.storage.cancellation import CancelToken
 
 
 class OffloadError(RuntimeError):
@@ -23,3 +27,26 @@ class OffloadClosedError(OffloadError):
 
 class OffloadFailedError(OffloadError):
     """A disk or a background thread failed, so training cannot continue. The cause is chained."""
+
+
+class OffloadToken(CancelToken):
+    """A token whose waits raise OffloadFailedError."""
+
+    _failure: Exception | None = None
+    describe_pending: Callable[[], str] = staticmethod(lambda: "")  # the transfers of the SSDs that are not done
+
+    def fail(self, error: Exception) -> None:
+        """Records an error, which present and later waits raise. Only the first one counts."""
+        self._failure = self._failure or error
+        self.cancel()
+
+    def _stopped(self) -> Exception:
+        if self._failure is None:
+            return OffloadClosedError("the model was closed")
+        failed = OffloadFailedError(f"training cannot go on: {self._failure}")
+        failed.__cause__ = self._failure
+        return failed
+
+    def _overdue(self, what: str) -> Exception:
+        pending = self.describe_pending() or "no transfer is pending"
+        return OffloadFailedError(f"{super()._overdue(what)}; a disk hangs or is too slow; {pending}")

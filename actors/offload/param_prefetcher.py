@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 
-from windlass.actors.offload.errors import OffloadFailedError
 from windlass.actors.offload.layers import OffloadedBlock
 from windlass.actors.offload.store import OffloadStore
 from windlass.engine.device import BlockLoad, Device, Event, ParamLoader, state_dtype
-from windlass.engine.memory_plan import Pool
+from windlass.engine.memory_plan import BlockBuffers, Pool
+from windlass.storage.cancellation import Signal
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
@@ -22,14 +22,6 @@ from windlass.storage.memory import SlotPool
 PREFETCH_DEPTH = 2
 # A layer's call: its block, and whether it is in backward.
 _Call = tuple[BlockIndex, bool]
-
-
-@dataclass(slots=True, eq=False)
-class _Buffer:
-    """Device memory that can hold any one layer."""
-
-    flat: torch.Tensor
-    used: Event | None = None  # after the last queued work that reads it
 
 
 class _State(Enum):
@@ -43,9 +35,8 @@ class _Entry(BlockLoad):
     """A block's parameters on the device or in flight to it."""
 
     block: OffloadedBlock
-    home: _Buffer
+    home: int  # the index of its buffer
     state: _State = _State.QUEUED
-    num_users: int = 0
     num_copying: int = 0  # chunks that are not on the device
 
 
@@ -60,40 +51,33 @@ class ParamFeed:
         pool: Pool,
         host_slots: Mapping[ChunkKey, Span],
         param_offset: int,
-        *,
-        deadline_s: float,
-        poison_released: bool = False,
     ) -> None:
-        """`host_slots` are the slots of states that are resident in host memory; their params are at `param_offset`.
-
-        `poison_released` fills released buffers with NaN, so that a late read is detected.
-        """
+        """`host_slots` are the slots of states that are resident in host memory; their params are at `param_offset`."""
         self._blocks = {block.index: block for block in blocks}
         self._store = store
         self._device = device
-        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="slots of params")
+        self._slots = SlotPool(
+            pool.offset, pool.slot_nbytes, pool.num_slots, name="slots of params", token=device.token
+        )
         self._host_slots = host_slots
         self._param_offset = param_offset
-        self._deadline_s = deadline_s
-        self._poison_released = poison_released
         self._kind = store.formats.param_kind
         self.dtype = state_dtype(store.formats, self._kind)
         self.labels: dict[ChunkKey, Step] = {}  # the step that last changed each chunk; set before `unblock`
-        largest = max(block.numel for block in blocks)
-        self._free = [_Buffer(device.take(largest, self.dtype)) for _ in range(PREFETCH_DEPTH + 1)]
+        # Each buffer can hold any one layer.
+        self._largest = max(block.numel for block in blocks)
+        self._flats = [device.take(self._largest, self.dtype) for _ in range(PREFETCH_DEPTH + 1)]
         self._num_moves = 0
-        self._loader: ParamLoader[_Entry] = ParamLoader(
-            self, device, store.arena, self._slots, self.dtype, batch=1, deadline_s=deadline_s
-        )
+        self._loader: ParamLoader[_Entry] = ParamLoader(self, device, store.arena, self._slots, self.dtype, batch=1)
         self._changed = threading.Condition()
         # All attributes below are protected by `_changed`.
+        self._buffers: BlockBuffers[int, BlockIndex] = BlockBuffers({self._largest: len(self._flats)})
+        self._used: list[Event | None] = [None] * len(self._flats)  # after the last queued work that reads each buffer
         self._entries: dict[BlockIndex, _Entry] = {}
         self._waiting: deque[_Entry] = deque()
         self._changing: set[BlockIndex] = set()
         self._following: dict[_Call, _Call] = {}  # the call that followed each call last time
         self._last: _Call | None = None
-        self._failure: Exception | None = None
-        self._stopping = False
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
@@ -113,7 +97,7 @@ class ParamFeed:
                 self._following[self._last] = call
             self._last = call
             entry = self._await(block)
-            entry.num_users += 1
+            self._buffers.acquire(self._largest, block.index)
             self._prefetch(frozenset())
             return entry.buffer
 
@@ -121,8 +105,8 @@ class ParamFeed:
         """Releases a layer's parameters. Only work that is already queued on the device may still read them."""
         with self._changed:
             entry = self._entries[block.index]
-            entry.home.used = self._device.record_current()
-            entry.num_users -= 1
+            self._used[entry.home] = self._device.record_current()
+            self._buffers.release(entry.home)
             self._changed.notify_all()
 
     def prefetch(self, skip: frozenset[BlockIndex]) -> None:
@@ -134,9 +118,9 @@ class ParamFeed:
         """Drops a block's params from the device before they change; they are not read again until `unblock`."""
         with self._changed:
             self._wait(lambda: not self._is_moving(index), f"the params of {self._blocks[index].name} to arrive")
-            entry = self._entries.get(index)
-            if entry is not None:
-                self._drop(entry)
+            if (entry := self._entries.get(index)) is not None:
+                self._buffers.drop(entry.home)
+                self._forget(index)
             self._changing.add(index)
 
     def unblock(self, index: BlockIndex) -> None:
@@ -156,29 +140,14 @@ class ParamFeed:
         if key in self._host_slots:
             yield self._view(key, self._host_slots[key].offset + self._param_offset)
             return
-        (slot,) = self._slots.acquire(1, self._deadline_s)
-        done = threading.Event()
+        (slot,) = self._slots.acquire(1)
+        done = Signal(self._device.token)
         self._read(key, slot, done.set)
-        if not done.wait(self._deadline_s):
-            raise self._late(f"{key} from the SSDs")
+        done.wait(f"{key} from the SSDs")
         try:
             yield self._view(key, slot.offset)
         finally:
             self._slots.release([slot])
-
-    def fail(self, error: Exception) -> None:
-        """Records an error, which present and later waits raise."""
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Ends the threads."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._slots.close()
-        self._loader.close()
 
     # --- inside, with the lock held ---------------------------------------------------------------------------------
 
@@ -197,13 +166,7 @@ class ParamFeed:
         return self._entries[block.index]
 
     def _wait(self, is_done: Callable[[], bool], what: str) -> None:
-        if not self._changed.wait_for(lambda: self._failure is not None or is_done(), self._deadline_s):
-            raise self._late(what)
-        if self._failure is not None:
-            raise OffloadFailedError(f"training cannot go on: {self._failure}") from self._failure
-
-    def _late(self, what: str) -> OffloadFailedError:
-        return OffloadFailedError(f"waited {self._deadline_s:g} s for {what}; a disk hangs or is too slow")
+        self._device.token.wait_for(self._changed, is_done, what)
 
     def _prefetch(self, skip: frozenset[BlockIndex]) -> None:
         """Queues the layers that followed the last call last time. None of them is evicted for another."""
@@ -218,31 +181,29 @@ class ParamFeed:
                 self._enqueue(self._blocks[index], keep=keep, urgent=False)
 
     def _enqueue(self, block: OffloadedBlock, *, keep: frozenset[BlockIndex], urgent: bool) -> None:
-        """Queues a block if there is a free buffer, or one of an idle block that is not in `keep`."""
-        if not self._free:
-            idle = (entry for entry in self._entries.values() if not entry.num_users)
-            idle = (entry for entry in idle if entry.state is not _State.MOVING)
-            victim = next((entry for entry in idle if entry.block.index not in keep), None)
-            if victim is None:
-                return
-            self._drop(victim)
-        home = self._free.pop()
-        entry = self._entries[block.index] = _Entry(block=block, home=home, buffer=home.flat[: block.numel])
+        """Queues a block if there is an empty buffer, or one of an idle block that is not in `keep`."""
+        acquired = self._buffers.acquire(self._largest, block.index, keep)
+        if acquired is None:
+            return
+        home = acquired.buffer
+        self._buffers.release(home)  # it is in use again once its chunks are in flight
+        if acquired.evicted is not None:
+            self._forget(acquired.evicted)
+        entry = self._entries[block.index] = _Entry(block=block, home=home, buffer=self._flats[home][: block.numel])
         if urgent:
             self._waiting.appendleft(entry)
         else:
             self._waiting.append(entry)
         self._changed.notify_all()
 
-    def _drop(self, entry: _Entry) -> None:
-        assert not entry.num_users, "params in use are not dropped"
+    def _forget(self, index: BlockIndex) -> None:
+        """Removes the entry of a block whose buffer is free for others, after queued work that reads it."""
+        entry = self._entries.pop(index)
         if entry.state is _State.QUEUED:
             self._waiting.remove(entry)
-        del self._entries[entry.block.index]
-        if self._poison_released:
-            entry.home.flat.fill_(float("nan"))
-            self._device.synchronize()
-        self._free.append(entry.home)
+        if (used := self._used[entry.home]) is not None:
+            self._device.h2d.wait(used)
+        self._device.poison(self._flats[entry.home], self._device.h2d)
 
     def _is_moving(self, index: BlockIndex) -> bool:
         entry = self._entries.get(index)
@@ -252,8 +213,6 @@ class ParamFeed:
 
     def _run_reads(self) -> None:
         while (entry := self._next()) is not None:
-            if entry.home.used is not None:
-                self._device.h2d.wait(entry.home.used)
             self._loader.start(entry, entry.block.chunk_keys(self._store.chunk_numel))
 
     def _next(self) -> _Entry | None:
@@ -261,13 +220,14 @@ class ParamFeed:
             return next((entry for entry in self._waiting if entry.block.index not in self._changing), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or readable() is not None)
-            if self._stopping:
+            self._device.token.wait_for_work(self._changed, lambda: readable() is not None)
+            if self._device.token.is_cancelled:
                 return None
             entry = readable()
             assert entry is not None
             self._waiting.remove(entry)
             entry.state = _State.MOVING
+            self._buffers.acquire(self._largest, entry.block.index)  # until all copies are over
             entry.num_missing = entry.num_copying = len(entry.block.chunk_keys(self._store.chunk_numel))
             return entry
 
@@ -304,6 +264,7 @@ class ParamFeed:
             entry.num_copying -= 1
             if entry.num_copying == 0:
                 entry.state = _State.READY
+                self._buffers.release(entry.home)
                 self._num_moves += 1
                 self._changed.notify_all()
 

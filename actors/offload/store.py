@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from windlass.actors.job import aligned, calibration_of
-from windlass.actors.offload.errors import OffloadFailedError
+from windlass.actors.offload.errors import OffloadFailedError, OffloadToken
 from windlass.engine.device import TensorArena
 from windlass.storage.files import lock, open_lock_file, try_lock
 from windlass.storage.ids import (
@@ -44,19 +44,17 @@ class OffloadStore:
         chunks_per_block: tuple[int, ...],
         arena_dir: Path,
         arena_nbytes: int,
-        deadline_s: float,
         direct_io: bool,
-        on_failure: Callable[[Exception], None],
+        token: OffloadToken,
     ) -> None:
-        """Reserves the space on the SSDs and in memory. `on_failure` is called from threads of the I/O schedulers.
+        """Reserves the space on the SSDs and in memory. `token` gets the errors of transfers.
 
         Raises:
             InsufficientSpaceError: there is too little space. Nothing stays reserved.
         """
         self.formats = formats
         self.chunk_numel = chunk_numel
-        self._deadline_s = deadline_s
-        self._on_failure = on_failure
+        self._token = token
         self._job = JobId(f"{_PREFIX}{os.getpid()}-{time.time_ns():x}")
         remove_leftovers(arena_dir)
         calibrations = _survey(ssd_dirs, direct_io)
@@ -84,7 +82,8 @@ class OffloadStore:
                 space = JobSpace.open(directory, geometry, direct=direct_io)
                 self._spaces.append(space)
                 space.store.resume_from(None)
-                self._schedulers.append(IoScheduler.start(f"{_PREFIX}{i}", space, self._io_arena, calibrations[i].io))
+                scheduler = IoScheduler.start(f"{_PREFIX}{i}", space, self._io_arena, token, calibrations[i].io)
+                self._schedulers.append(scheduler)
         except BaseException:
             self.close()
             raise
@@ -98,6 +97,10 @@ class OffloadStore:
     def bytes_written(self) -> int:
         """The bytes written to the SSDs so far."""
         return sum(scheduler.bytes_written for scheduler in self._schedulers)
+
+    def describe_pending(self) -> str:
+        """Describes the transfers that are not done, by the oldest one of each SSD; "" if there are none."""
+        return "; ".join(filter(None, (scheduler.describe_open() for scheduler in self._schedulers)))
 
     def read(
         self, key: ChunkKey, numel: int, step: Step, offsets: Mapping[StateKind, int], priority: tuple[int, int],
@@ -147,14 +150,13 @@ class OffloadStore:
     def _terms(self, priority: tuple[int, int], on_done: Callable[[], None]) -> IoTerms:
         return IoTerms(
             priority=priority,
-            deadline_s=self._deadline_s,
             on_done=lambda _: on_done(),
             on_failed=self._fail,
         )
 
     def _fail(self, error: Exception) -> None:
         # Only the text, because the frames of the error's traceback hold buffers of the arena.
-        self._on_failure(OffloadFailedError(f"{type(error).__name__}: {error}"))
+        self._token.fail(OffloadFailedError(f"{type(error).__name__}: {error}"))
 
 
 def _survey(ssd_dirs: Sequence[Path], direct_io: bool) -> list[Calibration]:

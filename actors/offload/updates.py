@@ -4,7 +4,6 @@ A gradient is copied into host slots and added to those of earlier backward pass
 chunk's states, changes them in place and writes them back. Updates of successive chunks overlap.
 """
 
-import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from windlass.actors.offload.errors import OffloadFailedError
 from windlass.actors.offload.layers import OffloadedBlock
 from windlass.actors.offload.param_prefetcher import ParamFeed
 from windlass.actors.offload.store import OffloadStore
@@ -21,6 +19,7 @@ from windlass.actors.policy import QueueOrder, fold
 from windlass.engine.device import Device, Event, state_dtype
 from windlass.engine.memory_plan import Plan
 from windlass.engine.optimizer import AdamSettings, ChunkStates, KernelSet, element_position, squared_norm
+from windlass.storage.cancellation import Permits, Signal, TaskQueue
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
@@ -87,7 +86,6 @@ class LayerUpdates:
         *,
         num_threads: int,
         with_norms: bool,
-        deadline_s: float,
     ) -> None:
         """`offsets` has the offset of each state in a state slot. `num_threads` is torch's number for updates."""
         self._store = store
@@ -97,23 +95,24 @@ class LayerUpdates:
         self._host_slots = host_slots
         self._offsets = offsets
         self._with_norms = with_norms
-        self._deadline_s = deadline_s
+        self._token = device.token
         self._formats = store.formats
         grads, states = plan.grads, plan.states[0]
-        self._grad_slots = SlotPool(grads.offset, grads.slot_nbytes, grads.num_slots, name="slots of gradients")
-        self._state_slots = SlotPool(states.offset, states.slot_nbytes, states.num_slots, name="slots of states")
+        self._grad_slots, self._state_slots = (
+            SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name=f"slots of {name}", token=device.token)
+            for pool, name in ((grads, "gradients"), (states, "states"))
+        )
         self._scratch = torch.empty(store.chunk_numel, dtype=feed.dtype)  # for a gradient that is added to another
-        self._permits = threading.Semaphore(_MAX_WAITING_GRADS)
-        self._to_offload: queue.Queue[_Grad | None] = queue.Queue()
+        self._permits = Permits(device.token, _MAX_WAITING_GRADS)
+        self._to_offload: TaskQueue[_Grad] = TaskQueue(device.token)
         self._pipeline: ChunkPipeline[_ChunkUpdate] = ChunkPipeline(
-            self, self._state_slots, QueueOrder.PRIORITY, num_threads=num_threads, deadline_s=deadline_s
+            self, self._state_slots, QueueOrder.PRIORITY, device.token, num_threads=num_threads
         )
         self._changed = threading.Condition()
         # All attributes below are protected by `_changed`.
         self._kept: dict[BlockIndex, dict[ChunkKey, Span]] = {}  # gradients in host memory
         self._squares: dict[ChunkKey, float] = {}  # their squared norms
         self._num_offloading = 0
-        self._failure: Exception | None = None
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
@@ -125,9 +124,7 @@ class LayerUpdates:
 
         Blocks while too many gradients are in flight.
         """
-        if not self._permits.acquire(timeout=self._deadline_s):
-            raise OffloadFailedError(f"gradients did not leave the device for {self._deadline_s:g} s; a disk hangs?")
-        self._check()
+        self._permits.acquire("gradients to leave the device")
         done = self._device.record_current()
         with self._changed:
             self._num_offloading += 1
@@ -142,7 +139,8 @@ class LayerUpdates:
 
     def await_grads(self) -> None:
         """Waits until all gradients in flight are in host memory."""
-        self._await(lambda: self._num_offloading == 0, "gradients to leave the device")
+        with self._changed:
+            self._token.wait_for(self._changed, lambda: self._num_offloading == 0, "gradients to leave the device")
 
     def squared_norm(self) -> float:
         """Returns the squared norm of all gradients in host memory, summed from the last block to the first.
@@ -211,34 +209,9 @@ class LayerUpdates:
 
     def await_writes(self) -> None:
         """Waits until no states are in flight."""
-        self._state_slots.drain(self._deadline_s)
-        self._check()
-
-    def fail(self, error: Exception) -> None:
-        """Records an error, which present and later waits raise."""
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
-        self._permits.release()
-
-    def stop(self) -> None:
-        """Ends the threads; running updates may be lost."""
-        for pool in (self._grad_slots, self._state_slots):
-            pool.close()
-        self._to_offload.put(None)
-        self._pipeline.close()
+        self._state_slots.drain()
 
     # --- inside -----------------------------------------------------------------------------------------------------
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise OffloadFailedError(f"training cannot go on: {self._failure}") from self._failure
-
-    def _await(self, is_done: Callable[[], bool], what: str) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._failure is not None or is_done(), self._deadline_s):
-                raise OffloadFailedError(f"waited {self._deadline_s:g} s for {what}; a disk hangs or is too slow")
-        self._check()
 
     def _take_grad(self, block: OffloadedBlock) -> dict[ChunkKey, Span]:
         """Removes and returns the slots of a gradient in host memory. The caller must release them."""
@@ -260,7 +233,7 @@ class LayerUpdates:
     def _slot_of(self, key: ChunkKey) -> Span:
         """Returns the slot in which a chunk is resident, or else acquires one."""
         host_slot = self._host_slots.get(key)
-        return self._state_slots.acquire(1, self._deadline_s)[0] if host_slot is None else host_slot
+        return self._state_slots.acquire(1)[0] if host_slot is None else host_slot
 
     def _read(self, block: OffloadedBlock, key: ChunkKey, slot: Span, on_done: Callable[[], None]) -> None:
         start, stop = block.chunk_range(key, self._store.chunk_numel)
@@ -268,15 +241,9 @@ class LayerUpdates:
         self._store.read(key, stop - start, self._feed.labels[key], offsets, (1, key.block), on_done)
 
     def _read_now(self, block: OffloadedBlock, key: ChunkKey, slot: Span) -> None:
-        arrived = threading.Event()
-
-        def on_done() -> None:
-            with self._changed:
-                arrived.set()
-                self._changed.notify_all()
-
-        self._read(block, key, slot, on_done)
-        self._await(arrived.is_set, f"states of {block.name} from the SSDs")
+        arrived = Signal(self._token)
+        self._read(block, key, slot, arrived.set)
+        arrived.wait(f"states of {block.name} from the SSDs")
 
     def _write_back(self, block: OffloadedBlock, key: ChunkKey, slot: Span, step: Step) -> None:
         """Writes a chunk's states and releases their slot, unless the chunk is resident."""
@@ -345,8 +312,8 @@ class LayerUpdates:
 
     def _run_offloads(self) -> None:
         torch.set_num_threads(1)
-        while (grad := self._to_offload.get()) is not None:
-            grad.computed.wait(self._deadline_s)
+        while (grad := self._to_offload.take()) is not None:
+            grad.computed.wait()
             self._copy_out(grad.block, grad.flat)
             self._device.give(grad.flat)
             self._permits.release()
@@ -362,7 +329,7 @@ class LayerUpdates:
             spans = self._kept.get(block.index)
         is_first = spans is None
         if spans is None:
-            spans = dict(zip(keys, self._grad_slots.acquire(len(keys), self._deadline_s), strict=True))
+            spans = dict(zip(keys, self._grad_slots.acquire(len(keys)), strict=True))
         squares = {}
         for key, span in spans.items():
             start, stop = block.chunk_range(key, self._store.chunk_numel)

@@ -1,11 +1,10 @@
-"""The update of chunks: a slot, a read of the states, the update, a write back, and a count of the remaining chunks.
+"""The update of chunks: a slot, a read of the states, the update, and a write back.
 
 Reads, updates and writes of successive chunks overlap. One thread requests states as slots become free, and one thread
 updates chunks that have arrived. Waiting chunks of the most urgent block go first, even if another block was begun
-earlier; for this, few chunks are read ahead. The optimizers of jobs and `windlass.offload` use it.
+earlier (`ChunkQueue`). The optimizers of jobs and `windlass.offload` use it.
 """
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -15,8 +14,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from windlass.actors.optimizer.read_ahead import ReadAhead
-from windlass.actors.policy import BlockQueue, QueueOrder
+from windlass.actors.policy import ChunkQueue, QueuedChunk, QueueOrder
+from windlass.storage.cancellation import CancelToken, TaskQueue
 from windlass.storage.ids import BlockIndex, Span, Step
 from windlass.storage.memory import SlotPool
 
@@ -69,43 +68,29 @@ class Countdown:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Waiting(Generic[_Item]):
-    """A chunk that has not begun."""
-
-    step: Step
-    block: BlockIndex
-    item: _Item
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Begun(Generic[_Item]):
     """A chunk in flight."""
 
-    waiting: _Waiting[_Item]
-    slot: Span  # of its states
-    is_resident: bool  # the states stay in the slot and are not written
+    chunk: QueuedChunk[_Item]
+    slot: Span  # of its states; it stays theirs if they are resident
 
 
 class ChunkPipeline(Generic[_Item]):
     """Updates chunks in the order of their blocks. All methods are thread-safe."""
 
     def __init__(
-        self, io: UpdateIo[_Item], slots: SlotPool, order: QueueOrder, *, num_threads: int, deadline_s: float
+        self, io: UpdateIo[_Item], slots: SlotPool, order: QueueOrder, token: CancelToken, *, num_threads: int
     ) -> None:
-        """`num_threads` is torch's number for updates. `deadline_s` is the timeout of waits for slots and updates."""
+        """`token` ends the threads and their waits. `num_threads` is torch's number for updates."""
         self._io = io
+        self._token = token
         self._slots = slots
         self._num_threads = num_threads
-        self._deadline_s = deadline_s
-        self._read_ahead = ReadAhead()
-        self._left = Countdown()
-        # In order of arrival. In order of priority, a chunk would hold its slot for as long as others are more urgent.
-        self._arrived: queue.Queue[_Begun[_Item] | None] = queue.Queue()
+        self._arrived: TaskQueue[_Begun[_Item]] = TaskQueue(token)
         self._changed = threading.Condition()
         # All attributes below are protected by `_changed`.
-        self._waiting: BlockQueue[_Waiting[_Item]] = BlockQueue(order)
+        self._queue: ChunkQueue[_Item] = ChunkQueue(order, lambda item: io.resident_slot(item) is not None)
         self._calls: deque[Callable[[], None]] = deque()
-        self._is_closed = False
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
@@ -114,10 +99,8 @@ class ChunkPipeline(Generic[_Item]):
 
     def begin(self, step: Step, block: BlockIndex, items: Sequence[_Item]) -> None:
         """Queues the chunks of a block's update; at least one."""
-        self._left.start((step, block), len(items))
         with self._changed:
-            for item in items:
-                self._waiting.push(step, block, _Waiting(step, block, item))
+            self._queue.add(step, block, items)
             self._changed.notify_all()
 
     def call(self, function: Callable[[], None]) -> None:
@@ -125,14 +108,6 @@ class ChunkPipeline(Generic[_Item]):
         with self._changed:
             self._calls.append(function)
             self._changed.notify_all()
-
-    def close(self) -> None:
-        """Ends the threads, whatever they wait for. The pool of slots must be closed, too."""
-        self._read_ahead.close()
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._arrived.put(None)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -142,56 +117,64 @@ class ChunkPipeline(Generic[_Item]):
 
     def _next_task(self) -> Callable[[], None] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._calls or self._waiting)
-            if self._is_closed:
+            self._token.wait_for_work(self._changed, lambda: bool(self._calls) or self._queue.first is not None)
+            if self._token.is_cancelled:
                 return None
+            if self._queue.first is not None:
+                self._io.works_at(self._queue.first.item)
+            self._token.wait_for(
+                self._changed,
+                lambda: bool(self._calls) or self._queue.may_begin,
+                "the update of a chunk: the optimizer is stuck",
+            )
             return self._calls.popleft() if self._calls else self._begin_next
 
     def _begin_next(self) -> None:
+        """Begins the most urgent chunk. Waits for a slot only if that chunk needs one."""
         with self._changed:
-            self._io.works_at(self._waiting.first.item)
-        self._read_ahead.begin(self._deadline_s)
-        begun = self._take_next()
-        self._io.works_at(begun.waiting.item)
-        if begun.is_resident:
-            self._arrive(begun)
+            chunk = self._queue.begin(has_slot=False)
+        slots: list[Span] = []
+        if chunk is None:
+            slots = self._slots.acquire(1)
+            with self._changed:
+                chunk = self._queue.begin(has_slot=True)
+            assert chunk is not None, "with a slot any chunk may begin"
+        self._io.works_at(chunk.item)
+        if (resident := self._io.resident_slot(chunk.item)) is not None:
+            self._slots.release(slots)
+            self._arrive(_Begun(chunk, resident))
         else:
-            self._io.read_states(begun.waiting.item, begun.slot, partial(self._arrive, begun))
-
-    def _take_next(self) -> _Begun[_Item]:
-        """Removes and returns the most urgent chunk, with a slot. Waits for a slot only if the chunk needs one."""
-        with self._changed:
-            if (resident := self._io.resident_slot(self._waiting.first.item)) is not None:
-                return _Begun(self._waiting.pop(), resident, is_resident=True)
-        (slot,) = self._slots.acquire(1, self._deadline_s)
-        with self._changed:  # only now, because a more urgent chunk may have arrived during the wait
-            chunk = self._waiting.pop()
-        if (resident := self._io.resident_slot(chunk.item)) is None:
-            return _Begun(chunk, slot, is_resident=False)
-        self._slots.release([slot])
-        return _Begun(chunk, resident, is_resident=True)
+            begun = _Begun(chunk, *slots)
+            self._io.read_states(chunk.item, begun.slot, partial(self._arrive, begun))
 
     def _arrive(self, begun: _Begun[_Item]) -> None:
-        self._read_ahead.arrived()
+        self._record(self._queue.arrived)
         self._arrived.put(begun)
 
     def _run_updates(self) -> None:
         torch.set_num_threads(self._num_threads)
-        while (begun := self._arrived.get()) is not None:
-            item = begun.waiting.item
-            self._io.works_at(item)
-            self._read_ahead.updating()
-            self._io.update_chunk(item, begun.slot)
-            self._read_ahead.updated()
-            if begun.is_resident:
-                self._done(begun.waiting)
+        while (begun := self._arrived.take()) is not None:
+            chunk = begun.chunk
+            self._io.works_at(chunk.item)
+            self._record(self._queue.updating)
+            self._io.update_chunk(chunk.item, begun.slot)
+            self._record(self._queue.updated)
+            if chunk.is_resident:
+                self._done(chunk)
             else:
-                self._io.write_states(item, begun.slot, partial(self._written, begun))
+                self._io.write_states(chunk.item, begun.slot, partial(self._written, begun))
+
+    def _record(self, event: Callable[[], None]) -> None:
+        with self._changed:
+            event()
+            self._changed.notify_all()
 
     def _written(self, begun: _Begun[_Item]) -> None:
         self._slots.release([begun.slot])
-        self._done(begun.waiting)
+        self._done(begun.chunk)
 
-    def _done(self, chunk: _Waiting[_Item]) -> None:
-        if self._left.is_last((chunk.step, chunk.block)):
+    def _done(self, chunk: QueuedChunk[_Item]) -> None:
+        with self._changed:
+            is_last = self._queue.is_block_done(chunk)
+        if is_last:
             self._io.block_updated(chunk.step, chunk.block)

@@ -1,7 +1,6 @@
 """Loads a model into the store and exports it, chunk by chunk, through an optimizer's slots."""
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Protocol
 
 from windlass.actors.job import JobContext
 from windlass.engine.checkpoint import copy_model_folder
+from windlass.storage.cancellation import CancelToken, Signal
 from windlass.storage.ids import ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
 
@@ -50,7 +50,9 @@ class ModelIo:
         start_worker: Callable[[], ModelWorker],
         read: Callable[..., None],
         write: Callable[..., None],
+        token: CancelToken,
     ) -> None:
+        """`token` ends a load or an export before its next chunk."""
         self.context = context
         self._slots = slots
         self._start_worker = start_worker
@@ -58,17 +60,11 @@ class ModelIo:
         self._read = read
         self._write = write
         self._resting = {} if context.spec.ssd_dirs else context.host_slots()
-        self._aborted = threading.Event()
-        self._arrived = threading.Event()  # the chunk that an export reads has arrived
+        self._token = token
 
     def prepare(self) -> None:
         """Starts the worker of the next task, so that it can import its modules meanwhile."""
         self._prepared = self._start_worker()
-
-    def abort(self) -> None:
-        """Ends a load or an export before its next chunk."""
-        self._aborted.set()
-        self._arrived.set()
 
     def close(self) -> None:
         """Ends a prepared worker that got no task. No load or export may run."""
@@ -83,19 +79,19 @@ class ModelIo:
         with self._working(ModelTask(export_path=None)) as worker:
             for block in layout.blocks:
                 for key in layout.chunk_keys(block.index):
-                    self._check()
+                    self._token.check()
                     self._load_chunk(key, worker)
                     num_params += self.context.chunk_numel(key)
                 if num_params - shown_at >= layout.numel // 20:
                     shown_at = num_params
                     yield {"num_params": num_params, "total_params": layout.numel}
-        self._slots.drain(self.context.spec.deadline_s)  # every write is done then
+        self._slots.drain()  # every write is done then
 
     def _load_chunk(self, key: ChunkKey, worker: ModelWorker) -> None:
         if self._resting:
             worker.move(key, self._resting[key])
             return
-        (slot,) = self._slots.acquire(1, self.context.spec.deadline_s)
+        (slot,) = self._slots.acquire(1)
         worker.move(key, slot)
         self._write(slot, key, Step(0), lambda: self._slots.release([slot]))
 
@@ -128,20 +124,13 @@ class ModelIo:
     @contextlib.contextmanager
     def _held(self, key: ChunkKey, kind: StateKind, step: Step) -> Iterator[Span]:
         """Yields the slot with a state of a chunk, which stays valid during the context."""
-        self._arrived.clear()  # before the check, so that an event set by `abort` is not cleared
-        self._check()
+        self._token.check()
         if self._resting:
             yield self._resting[key]
             return
-        deadline_s = self.context.spec.deadline_s
-        (slot,) = self._slots.acquire(1, deadline_s)
-        self._read(slot, key, (kind,), step, self._arrived.set)
-        if not self._arrived.wait(deadline_s):
-            raise TimeoutError(f"{key} of step {step} did not arrive within {deadline_s:g} s; check the disks")
-        self._check()
+        (slot,) = self._slots.acquire(1)
+        arrived = Signal(self._token)
+        self._read(slot, key, (kind,), step, arrived.set)
+        arrived.wait(f"{key} of step {step}, from the SSDs; check the disks")
         yield slot
         self._slots.release([slot])
-
-    def _check(self) -> None:
-        if self._aborted.is_set():
-            raise InterruptedError("the job was stopped")

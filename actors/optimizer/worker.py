@@ -19,6 +19,7 @@ from windlass.actors.messages import (
     BlockUpdated,
     ChunkIo,
     ChunkIoDone,
+    DescribeStatus,
     ExportModel,
     FlushBlock,
     GradChunk,
@@ -45,6 +46,7 @@ from windlass.actors.policy import GradReleases, UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, TensorArena, release_team, state_dtype
+from windlass.storage.cancellation import CancelToken, Permits
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import Arena, SlotPool
 
@@ -75,7 +77,10 @@ class CpuOptimizer:
         *,
         start_model_worker: Callable[[], ModelWorker] | None = None,
     ) -> None:
-        """`start_model_worker` starts what loads or exports the model; without it, the optimizer's own thread does."""
+        """Maps the arena and starts the threads. After an error nothing stays open.
+
+        `start_model_worker` starts what loads or exports the model; without it, the optimizer's own thread does.
+        """
         self.name = name
         self.context = context
         self.spec = context.spec
@@ -88,13 +93,12 @@ class CpuOptimizer:
         self._formats = context.formats
         self._grad_dtype = TORCH_DTYPE[grad_precision(self.spec)]
         pool, ordering = context.plan.states[index], self.spec.effective_ordering
-        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name=f"state slots of {name}")
+        self._token = token = CancelToken()
+        self._slots = SlotPool(
+            pool.offset, pool.slot_nbytes, pool.num_slots, name=f"state slots of {name}", token=token
+        )
         self._pipeline: ChunkPipeline[_ChunkUpdate] = ChunkPipeline(
-            self,
-            self._slots,
-            ordering.queues,
-            num_threads=self.spec.optimizer_threads,
-            deadline_s=self.spec.deadline_s,
+            self, self._slots, ordering.queues, token, num_threads=self.spec.optimizer_threads
         )
         self._io = SsdClient(name, context, send)
         self._spans = SpanRecorder(name, context.spec.job, send)
@@ -104,26 +108,34 @@ class CpuOptimizer:
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating, self._num_blocks)
         self._grad_releases = GradReleases(context.plan.grads.num_slots, self.spec.num_cpu_optimizers)
         self._flushes = Countdown()
-        self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
-        self._threads = ActorThreads(
-            name, context.spec.job, send, lambda: self._stopping, describe_pending=self._io.describe_overdue
-        )
-        self._start_model_worker = start_model_worker or self._make_model_mover
-        self._stopping = False
+        self._restore_permits = Permits(token, RESTORE_DEPTH)
+        self._threads = ActorThreads(name, context.spec.job, token, send, deadline_s=self.spec.deadline_s)
+        with self._threads.stopped_on_error():
+            self._start(start_model_worker or self._make_model_mover)
 
     # --- life cycle -------------------------------------------------------------------------------------------------
 
-    def setup(self) -> None:
-        """Maps the arena and starts the threads."""
+    def stop(self) -> None:
+        """Ends the threads, whatever they wait for, and unmaps the arena.
+
+        Raises:
+            TimeoutError: a thread hangs. The arena stays mapped, because the thread may still use it.
+        """
+        self._threads.stop()
+
+    def _start(self, start_model_worker: Callable[[], ModelWorker]) -> None:
         self._updater = ChunkUpdater(self.context, announce=self._announce)
-        self._arena = Arena.open(self.context.arena_path)
-        self._tensors = TensorArena.of(self._arena)
-        self._model_io = ModelIo(self.context, self._slots, self._start_model_worker, self.read, self.write)
+        arena = Arena.open(self.context.arena_path)
+        self._threads.resources.callback(arena.close)
+        self._tensors = TensorArena.of(arena)
+        self._threads.resources.callback(self._forget_memory)
+        self._model_io = ModelIo(self.context, self._slots, start_model_worker, self.read, self.write, self._token)
+        self._threads.resources.callback(self._model_io.close)
         if self.name == optimizer_name(0) and self.spec.attempt == 1:  # it loads the initial weights
             self._model_io.prepare()
         chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._updater.kernel)
         self.send(SCHEDULER, chosen)
-        self._threads.start((*self._pipeline.loops, self._io.watch))
+        self._threads.start(self._pipeline.loops)
 
     def post(self, message: Message) -> None:
         """Processes or queues a message and returns at once."""
@@ -135,25 +147,14 @@ class CpuOptimizer:
                 self._pipeline.call(partial(self._run, message))
             case ChunkIoDone():
                 self._io.take(message)
+            case DescribeStatus():
+                self._threads.report_status(self._io.describe_pending())
             case _:
                 raise ValueError(f"{self.name} has no handler for {type(message).__name__}")
 
-    def stop(self) -> None:
-        """Ends the threads, whatever they wait for, and unmaps the arena.
-
-        Raises:
-            TimeoutError: a thread hangs. The arena stays mapped, because the thread may still use it.
-        """
-        self._stopping = True
-        self._io.stop()
-        self._model_io.abort()
-        self._slots.close()
-        self._restore_permits.release()
-        self._pipeline.close()
-        self._threads.join(self.spec.deadline_s)
-        self._model_io.close()
+    def _forget_memory(self) -> None:
+        """Drops the tensors of the arena, because it stays mapped as long as there are any."""
         del self._tensors
-        self._arena.close()
 
     def _make_model_mover(self) -> ModelWorker:
         # Imported late, because it needs the transformers library.
@@ -236,27 +237,20 @@ class CpuOptimizer:
         )
 
     def _restore(self, message: RestoreStates) -> None:
-        """Restores the resident states. It reads a few chunks at a time, because queued requests could time out."""
-        kinds = tuple(self._formats.itemsizes)
+        """Restores the resident states. It reads a few chunks at a time, so that each has the attention of its SSD."""
+        kinds, what = tuple(self._formats.itemsizes), f"states of step {message.step} from the SSDs; check the disks"
         total = sum(self.context.chunk_numel(key) for key in self._host_slots)
         num_params = num_reported = 0
         for key, slot in self._host_slots.items():
-            self._take_permit(message.step)
+            self._restore_permits.acquire(what)
             self.read(slot, key, kinds, message.step, self._restore_permits.release)
             num_params += self.context.chunk_numel(key)
             if num_params - num_reported >= total // 20:
                 num_reported = num_params
                 self._tell_progress(num_params=num_params, total_params=total)
         for _ in range(RESTORE_DEPTH):  # waits for the last reads
-            self._take_permit(message.step)
+            self._restore_permits.acquire(what)
         self.send(SCHEDULER, StatesRestored(job=self.spec.job, step=message.step, actor=self.name))
-
-    def _take_permit(self, step: Step) -> None:
-        deadline_s = self.spec.deadline_s
-        if not self._restore_permits.acquire(timeout=deadline_s):
-            raise TimeoutError(f"no states of step {step} came from the SSDs for {deadline_s:g} s; check the disks")
-        if self._stopping:
-            raise InterruptedError("the job was stopped")
 
     def _tell_progress(self, *, num_params: int, total_params: int) -> None:
         progress = LoadProgressed(

@@ -3,9 +3,16 @@
 from windlass.actors.policy.block_queue import BlockQueue as BlockQueue
 from windlass.actors.policy.block_queue import Ordering as Ordering
 from windlass.actors.policy.block_queue import QueueOrder as QueueOrder
+from windlass.actors.policy.chunk_queue import ChunkQueue as ChunkQueue
+from windlass.actors.policy.chunk_queue import QueuedChunk as QueuedChunk
 from windlass.actors.policy.clipping import clip_scale as clip_scale
 from windlass.actors.policy.config import SchedulerConfig as SchedulerConfig
 from windlass.actors.policy.folding import fold as fold
+from windlass.actors.policy.grad_sums import GradSums as GradSums
+from windlass.actors.policy.grad_sums import ReturningSums as ReturningSums
+from windlass.actors.policy.grad_sums import SumSource as SumSource
+from windlass.actors.policy.grad_sums import Use as Use
+from windlass.actors.policy.grad_sums import leaving_sums as leaving_sums
 from windlass.actors.policy.pending_replies import DeadlineMissedError as DeadlineMissedError
 from windlass.actors.policy.pending_replies import Instruction as Instruction
 from windlass.actors.policy.pending_replies import UnexpectedEventError as UnexpectedEventError

@@ -92,10 +92,6 @@ class PendingReplies:
         """Records a sign of life of an actor. The timeout of all its replies starts anew."""
         self._last_heard_s[actor] = now_s
 
-    def most_silent(self, now_s: float) -> Wait | None:
-        """Returns the pending reply of the actor that has been silent longest; of several, the first requested."""
-        return max(self.outstanding.values(), key=lambda wait: self._silent_s(wait, now_s), default=None)
-
     def check(self, now_s: float) -> None:
         """Raises DeadlineMissedError if actors with pending replies have been silent for too long.
 

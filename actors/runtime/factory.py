@@ -1,12 +1,13 @@
-"""Builds the actors of a job by name. Each imports only the modules that it needs: an SSD server never loads torch."""
+"""Starts the actors of a job by name. Each imports only the modules that it needs: an SSD server never loads torch."""
 
 import functools
 import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.actors.job import GPU_WORKER, JobContext, optimizer_index
+from windlass.actors.job import GPU_WORKER, JobContext, keeping_kernel, optimizer_index
 from windlass.storage.ids import ActorName
+from windlass.storage.store import CommitRecord, JobSpace
 
 # The base module of all models. transformers loads it when the first model is built, which takes a second or two.
 _MODELS = "transformers.modeling_utils"
@@ -34,43 +35,53 @@ def import_for(name: ActorName) -> None:
         importlib.import_module(module)
 
 
-def build_actor(
+def open_space(server: ActorName, context: JobContext, *, direct: bool = True) -> JobSpace:
+    """Opens the space of the job on the SSD of a server. `direct=False` is for file systems without O_DIRECT.
+
+    Raises the errors of `JobSpace.open`.
+    """
+    index = _number_of(server)
+    return JobSpace.open(
+        context.spec.ssd_dirs[index],
+        context.geometry(index),
+        direct=direct,
+        scratch_slot_nbytes=context.plan.activations.slot_nbytes,
+        num_scratch_slots=context.num_scratch_slots(index),
+    )
+
+
+def start_actor(
     name: ActorName,
     context: JobContext,
+    commit: CommitRecord | None,
     send: Any,
     *,
+    space: JobSpace | None = None,
     uses_gpu: bool = False,
     local: LocalOptions | None = None,
 ) -> Any:
-    """Builds the actor of a name, without setting it up.
+    """Starts the actor of a name. It runs until its `stop` is called. After an error nothing of it stays open.
 
     Args:
         name: of the actor.
-        context: of the attempt; for all but SSD servers, with the kernels of the commit from which the job resumes.
+        context: of the attempt.
+        commit: from which the job resumes; None: it begins.
         send: sends a message to another actor.
+        space: for an SSD server, from `open_space`. The server closes it, also after an error.
         uses_gpu: Ray gave this process a GPU.
         local: all actors run in this process; None: this process is the actor's own.
 
     Raises:
         GpuUnusableError: PyTorch cannot use that GPU.
     """
-    kind, _, number = name.partition("-")
-    index = int(number)
+    kind, index = name.partition("-")[0], _number_of(name)
     if kind == "ssd":
         from windlass.actors.ssd import SsdServer
 
-        path, facts = context.spec.ssd_dirs[index], context.ssds[index]
-        return SsdServer(
-            name,
-            path,
-            context.geometry(index),
-            context.arena_path,
-            send,
-            io=facts.io,
-            direct=local is None or local.direct,
-            scratch_slot_nbytes=context.plan.activations.slot_nbytes,
-            num_scratch_slots=context.num_scratch_slots(index),
-        )
+        assert space is not None, "an SSD server serves an open space"
+        spec, io = context.spec, context.ssds[index].io
+        return SsdServer(name, space, commit, context.arena_path, send, io=io, deadline_s=spec.deadline_s)
+    context = keeping_kernel(context, commit)
     if kind == "optimizer":
         from windlass.actors.optimizer import CpuOptimizer, ModelProcess
 
@@ -88,3 +99,7 @@ def build_actor(
         retain_freed_memory()
     partition = partition_folder(context.spec.model_dir, context.formats.precision)
     return GpuWorker(context, partition, send, device=device.type)
+
+
+def _number_of(name: ActorName) -> int:
+    return int(name.partition("-")[2])

@@ -1,20 +1,19 @@
 """Runs all actors of a job in one process: for tests, for the GPU check, and for machines without Ray."""
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts, keeping_kernel
+from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts
 from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import ActorFailed, Message
-from windlass.actors.runtime.factory import LocalOptions, build_actor
-from windlass.actors.runtime.start_up import START_DEADLINE_S, open_attempt, set_up_actors
+from windlass.actors.runtime.factory import LocalOptions, open_space, start_actor
+from windlass.actors.runtime.start_up import START_DEADLINE_S, open_attempt, start_actors
 from windlass.actors.scheduler import GOES_ON, Scheduler
 from windlass.engine.model import Partition, partition_folder
 from windlass.storage.ids import ActorName
-from windlass.storage.store import CommitRecord
+from windlass.storage.store import CommitRecord, JobSpace
 
 
 def run_local(
@@ -41,6 +40,7 @@ def run_local(
     context, arena = open_attempt(spec, partition.layout, direct=direct, ssds=ssds)
     options = LocalOptions(partition=partition, device=device, poison_released=poison_released, direct=direct)
     actors: dict[ActorName, Any] = {}
+    spaces: dict[ActorName, JobSpace] = {}  # of SSD servers that have not started
     early: list[Message] = []  # to the scheduler, before there is one
     lock = threading.Lock()  # of `early`, and of the scheduler's arrival in `actors`
     is_over = False
@@ -57,24 +57,27 @@ def run_local(
         except Exception as error:  # noqa: BLE001 - the receiver's error; the sender does not wait for an answer
             send(SCHEDULER, ActorFailed.of(error, actor=to, about=message))
 
-    def set_up(name: ActorName, commit: CommitRecord | None = None) -> None:
-        """Builds an actor and starts it. SSD servers are set up before the commit is known."""
-        actors[name] = build_actor(name, keeping_kernel(context, commit), send, local=options)
-        actors[name].setup()
+    def open_space_of(name: ActorName) -> list[CommitRecord]:
+        spaces[name] = open_space(name, context, direct=direct)
+        return spaces[name].commits()
+
+    def start(name: ActorName, commit: CommitRecord | None) -> None:
+        actors[name] = start_actor(name, context, commit, send, space=spaces.pop(name, None), local=options)
         ending.callback(end, name)
 
     def call(
         names: Sequence[ActorName], method: str, *arguments: Any, deadline_s: float = START_DEADLINE_S
     ) -> dict[ActorName, Any]:
-        methods = {
-            name: functools.partial(set_up, name) if method == "setup" else getattr(actors[name], method)
-            for name in names
-        }
-        return {name: methods[name](*arguments) for name in names}
+        methods: dict[str, Callable[..., Any]] = {"open_space": open_space_of, "start": start}
+        return {name: methods[method](name, *arguments) for name in names}
+
+    def close_spaces() -> None:
+        for space in spaces.values():
+            space.close()
 
     def end(name: ActorName) -> None:
         if name.startswith("ssd-"):
-            actors[name].stop(delete_store=is_over, deadline_s=spec.deadline_s)
+            actors[name].stop(delete_store=is_over)
         else:
             actors[name].stop()
 
@@ -82,7 +85,8 @@ def run_local(
     with contextlib.ExitStack() as ending:
         ending.callback(arena.unlink)
         ending.callback(arena.close)
-        commit = set_up_actors(spec, call)
+        ending.callback(close_spaces)
+        commit = start_actors(spec, call)
         scheduler = Scheduler(context, send, resume_from=commit, stop=stop)
         with lock:
             for message in early:

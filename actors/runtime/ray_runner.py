@@ -26,13 +26,13 @@ from windlass.actors.job import (
     JobContext,
     JobSpec,
     Journal,
-    keeping_kernel,
     optimizer_index,
 )
 from windlass.actors.lifecycle import (
     NICENESS_BESIDE_COMPUTE,
     WAIT_POLICY,
     StopRequest,
+    allocator_settings,
     begin_attempt,
     bind_optimizer,
     has_begun,
@@ -40,10 +40,10 @@ from windlass.actors.lifecycle import (
     tell_alive,
 )
 from windlass.actors.messages import ActorFailed, Message, UserMessage
-from windlass.actors.runtime.factory import build_actor, import_for
+from windlass.actors.runtime.factory import import_for, open_space, start_actor
 from windlass.actors.runtime.outbox import Outbox
 from windlass.actors.runtime.sockets import MessageClient, MessageServer
-from windlass.actors.runtime.start_up import START_DEADLINE_S, open_attempt, set_up_actors, worker_names
+from windlass.actors.runtime.start_up import START_DEADLINE_S, open_attempt, start_actors, worker_names
 from windlass.actors.scheduler import GOES_ON, INTERRUPTED, ActorLostError, Scheduler
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import ActorName, Attempt, JobId
@@ -53,7 +53,7 @@ from windlass.storage.memory import (
     is_out_of_space,
     may_find_room_later,
 )
-from windlass.storage.store import CommitRecord
+from windlass.storage.store import CommitRecord, JobSpace
 
 NAMESPACE = "windlass"
 # The Ray resource that stands for a compute device: a GPU, or the CPU of a machine without one.
@@ -61,6 +61,7 @@ DEVICE_RESOURCE = "device"
 _NODE_LABEL = "ray.io/node-id"  # a label that Ray sets on each node
 # Niceness of the training processes, so that the service's own processes get the cores first.
 _NICENESS = 10
+_NICENESS_BESIDE_LAUNCHES = 5  # added for optimizers where a GPU computes: a third of the launching thread's share
 # Seconds that a runner waits for disk space to write its outcome, and seconds between two tries. The first is less than
 # the minute after which a runner without a sign of life counts as hung, because the runner gives none meanwhile.
 _ROOM_DEADLINE_S, _ROOM_TRY_S = 45.0, 1.0
@@ -78,12 +79,14 @@ def runner_name(job: JobId, attempt: Attempt) -> str:
 
 
 class ActorShell:
-    """A worker process: builds its actor, passes messages to it, and reports its errors to the scheduler."""
+    """A worker process: starts its actor, passes messages to it, and reports its errors to the scheduler."""
 
     def __init__(
         self, name: ActorName, context: JobContext, num_threads: int, niceness: int, *, uses_gpu: bool
     ) -> None:
-        if not uses_gpu:
+        if uses_gpu:
+            os.environ.update(allocator_settings(os.environ))
+        else:
             _hide_gpus()
         # OpenMP and MKL read these when torch is imported, which happens next. Ray sets one thread by default.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
@@ -99,6 +102,7 @@ class ActorShell:
         self.name = name
         self.context = context
         self._uses_gpu = uses_gpu
+        self._space: JobSpace | None = None  # of an SSD server
         self._mailbox = MessageServer(self._post)
         self._stopped = threading.Event()
 
@@ -117,11 +121,16 @@ class ActorShell:
         """
         self._attempt_lock = join_attempt(Path(self.context.spec.job_dir), self.context.spec.attempt)
 
-    def setup(self, commit: CommitRecord | None = None) -> None:
-        """Builds the actor and opens its devices and files; raises the actor's errors.
+    def open_space(self) -> list[CommitRecord]:
+        """Opens the SSD of an SSD server. Returns the commits on it. Raises the errors of `JobSpace.open`."""
+        self._importing.join()
+        self._space = open_space(self.name, self.context)
+        return self._space.commits()
 
-        `commit` is the commit from which the job resumes. SSD servers are set up without it, because it is found out
-        from their journals.
+    def start(self, commit: CommitRecord | None) -> None:
+        """Starts the actor, which opens its devices and files; raises the actor's errors.
+
+        `commit` is the commit from which the job resumes.
         """
         spec, libc = self.context.spec, ctypes.CDLL(None)
         self._importing.join()
@@ -131,9 +140,9 @@ class ActorShell:
             # would map new pages, which is a third of the kernel's time or more.
             libc.mallopt(_M_TRIM_THRESHOLD, 32 << 20)
             libc.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
-        context = keeping_kernel(self.context, commit)
-        self.actor = build_actor(self.name, context, self._outbox.send, uses_gpu=self._uses_gpu)
-        self.actor.setup()
+        self.actor = start_actor(
+            self.name, self.context, commit, self._outbox.send, space=self._space, uses_gpu=self._uses_gpu
+        )
         libc.malloc_trim(0)  # returns what imports and checks have freed
 
     def _post(self, messages: Sequence[Message]) -> None:
@@ -143,15 +152,6 @@ class ActorShell:
             except Exception as error:  # noqa: BLE001 - the sender does not wait for an answer
                 failed = ActorFailed.of(error, actor=self.name, about=message)
                 self._outbox.send(SCHEDULER, failed)
-
-    def commits(self) -> list[CommitRecord]:
-        """Returns the commit records of an SSD server."""
-        commits: list[CommitRecord] = self.actor.commits()
-        return commits
-
-    def resume_from(self, commit: CommitRecord | None) -> None:
-        """Sets the commit from which an SSD server resumes."""
-        self.actor.resume_from(commit)
 
     def stop(self, delete_store: bool) -> None:
         """Ends the actor's threads and closes its files."""
@@ -172,7 +172,7 @@ class ActorShell:
 class Runner:
     """The detached actor of one attempt.
 
-    It sets up the other actors, runs the scheduler in a thread, and at the end stops the others and itself.
+    It starts the other actors, runs the scheduler in a thread, and at the end stops the others and itself.
     """
 
     def __init__(self, spec: JobSpec) -> None:
@@ -288,7 +288,7 @@ class Runner:
             if not group.wait(START_DEADLINE_S):
                 raise TimeoutError(f"no device came free within {START_DEADLINE_S:g} s; another job holds it")
             addresses = self._make_workers(context, group, has_gpus=has_gpus) | {SCHEDULER: mailbox.address}
-            commit = self._set_up_workers(addresses)
+            commit = self._start_workers(addresses)
             outbox = Outbox(MessageClient(addresses).deliver)
             outcome = self._make_scheduler(context, outbox.send, commit).run()
             if outcome["status"] != INTERRUPTED:  # after an interruption, workers may be dead or hang: only kill them
@@ -315,16 +315,20 @@ class Runner:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
                 **options,
             ).remote(
-                name, context, _num_threads_of(name, spec), niceness=_niceness_of(name, has_gpus), uses_gpu=uses_gpu
+                name,
+                context,
+                _num_threads_of(name, spec),
+                niceness=niceness_of(name, has_gpus=has_gpus),
+                uses_gpu=uses_gpu,
             )
         return _answers_of({name: handle.address.remote() for name, handle in self._workers.items()})
 
-    def _set_up_workers(self, addresses: Mapping[ActorName, str]) -> CommitRecord | None:
-        """Sets up all workers; returns the commit from which the job resumes."""
+    def _start_workers(self, addresses: Mapping[ActorName, str]) -> CommitRecord | None:
+        """Starts the actors of all workers; returns the commit from which the job resumes."""
         names = list(self._workers)
         self._call(names, "connect", addresses)
         self._call(names, "join_attempt")
-        commit = set_up_actors(self.spec, self._call)
+        commit = start_actors(self.spec, self._call)
         self._alive = {handle.wait_until_stopped.remote(): name for name, handle in self._workers.items()}
         return commit
 
@@ -367,9 +371,17 @@ def _num_threads_of(name: ActorName, spec: JobSpec) -> int:
     return 1 if optimizer_index(name) is None else spec.optimizer_threads
 
 
-def _niceness_of(name: ActorName, has_gpus: bool) -> int:
-    is_beside_compute = name != GPU_WORKER and not has_gpus
-    return _NICENESS + (NICENESS_BESIDE_COMPUTE if is_beside_compute else 0)
+def niceness_of(name: ActorName, *, has_gpus: bool) -> int:
+    """Returns the niceness of an actor's process, so that what the device computes with comes first.
+
+    Beside a GPU only the optimizers yield. They keep cores busy for long, and a GPU waits for the thread that launches
+    its kernels.
+    """
+    if name == GPU_WORKER:
+        return _NICENESS
+    if not has_gpus:
+        return _NICENESS + NICENESS_BESIDE_COMPUTE
+    return _NICENESS + (_NICENESS_BESIDE_LAUNCHES if optimizer_index(name) is not None else 0)
 
 
 _RemoteShell = ray.remote(concurrency_groups={"lifetime": 1})(ActorShell)

@@ -23,9 +23,9 @@ from windlass.storage.memory import Arena, arena_path, remove_leftovers
 from windlass.storage.store import CommitRecord, last_common_commit
 
 START_DEADLINE_S = 120.0  # seconds until processes must have started and answered a call
-# Seconds until workers must be set up. It is long because a worker may compile kernels, or wait for another process
+# Seconds until workers must have started. It is long because a worker may compile kernels, or wait for another process
 # that compiles them.
-_SET_UP_DEADLINE_S = 1500.0
+_WORKER_DEADLINE_S = 1500.0
 
 
 class CallActors(Protocol):
@@ -62,17 +62,17 @@ def open_attempt(
     return context, Arena.create(path, context.plan.arena_nbytes)
 
 
-def set_up_actors(spec: JobSpec, call: CallActors) -> CommitRecord | None:
-    """Sets up the actors of an attempt. Returns the commit from which the job resumes; None: it begins.
+def start_actors(spec: JobSpec, call: CallActors) -> CommitRecord | None:
+    """Starts the actors of an attempt. Returns the commit from which the job resumes; None: it begins.
 
-    The SSD servers come first, because the other actors must know that commit.
+    All SSDs are opened first, because every actor starts from the last commit that they have in common.
+    `open_space` returns the commits of a server's SSD. `start` starts an actor from a commit.
     """
     servers = _server_names(spec)
-    call(servers, "setup")
-    commit = last_common_commit(list(call(servers, "commits").values()))
-    call(servers, "resume_from", commit)
+    commit = last_common_commit(list(call(servers, "open_space").values()))
+    call(servers, "start", commit)
     others = [name for name in worker_names(spec) if name not in servers]
-    call(others, "setup", commit, deadline_s=_SET_UP_DEADLINE_S)
+    call(others, "start", commit, deadline_s=_WORKER_DEADLINE_S)
     return commit
 
 

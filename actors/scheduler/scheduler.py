@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from windlass.actors.job import (
     GPU_WORKER,
     JOURNAL_FILE,
-    SCHEDULER,
     CoreContext,
     JobContext,
     Journal,
@@ -28,6 +27,7 @@ from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import (
     ActorFailed,
     CommitStore,
+    DescribeStatus,
     Event,
     FailureKind,
     KernelChosen,
@@ -38,6 +38,7 @@ from windlass.actors.messages import (
     ModelKernelsChosen,
     ModelLoaded,
     SpansReported,
+    StatusDescribed,
     UserMessage,
 )
 from windlass.actors.policy import (
@@ -54,14 +55,13 @@ from windlass.actors.scheduler.checkpoint_policy import Checkpoints
 from windlass.actors.scheduler.progress import Progress
 from windlass.engine.checkpoint import remove_model_folder
 from windlass.engine.optimizer import learning_rate
-from windlass.storage.ids import ActorName, Precision
+from windlass.storage.ids import ActorName, Precision, Step
 from windlass.storage.store import CommitRecord
 
 # Seconds between two checks for timeouts and lost actors.
 _TICK_S = 1.0
-# Ticks for which further reports are collected after a timeout. The actor that is stuck is not always the first to be
-# reported, because others wait for it.
-_EXPLANATION_TICKS = 4
+# Ticks that the actors have to answer what their threads do, after a timeout.
+_STATUS_TICKS = 4
 
 # The outcome of an attempt that was lost through no fault of the job: another attempt can resume from the last commit.
 INTERRUPTED = "interrupted"
@@ -272,26 +272,26 @@ class Scheduler:
         try:
             self.pipeline.waits.check(time.monotonic())
         except DeadlineMissedError as error:
-            self._end_stalled({SCHEDULER: str(error)})
+            raise DeadlineMissedError("; ".join((str(error), *self._statuses()))) from None
 
-    def _end_stalled(self, reports: dict[ActorName, str]) -> NoReturn:
-        """Ends the attempt after a timeout, with the reports of all actors that arrive within the next few seconds.
+    def _statuses(self) -> list[str]:
+        """Asks all actors what their threads do, because a late one often waits for another. Returns the answers.
 
-        The first report often comes from an actor that was itself waiting for the stuck one.
+        An actor that does not answer soon is named, too. A failure that arrives meanwhile ends the attempt.
         """
-        until_s = time.monotonic() + _EXPLANATION_TICKS * _TICK_S
-        while (left_s := until_s - time.monotonic()) > 0:
+        shape, answers = self.pipeline.config, dict[ActorName, str]()
+        actors = (shape.gpu_worker, *shape.optimizers, *shape.ssd_servers)
+        for actor in actors:
+            self._send(actor, DescribeStatus(job=self.spec.job, step=Step(0)))
+        until_s = time.monotonic() + _STATUS_TICKS * _TICK_S
+        while len(answers) < len(actors) and (left_s := until_s - time.monotonic()) > 0:
             event = self._next_event(left_s)
             if isinstance(event, ActorFailed):
-                if event.kind is not FailureKind.STALLED:
-                    self._fail(event)
-                reports.setdefault(event.actor, f"{event.actor}: {event.error}")
-            elif isinstance(event, Event):
-                self.pipeline.waits.heard_from(event.actor, time.monotonic())
-        late = self.pipeline.waits.most_silent(time.monotonic())
-        if late is not None and not {late.actor, SCHEDULER} & reports.keys():
-            reports[SCHEDULER] = f"{late.actor} has not finished {late.what} yet"
-        raise DeadlineMissedError("; ".join(reports.values()))
+                self._fail(event)
+            if isinstance(event, StatusDescribed):
+                answers[event.actor] = event.text
+        texts = {actor: f"{actor}: {answers.get(actor, 'no answer, its process may hang')}" for actor in actors}
+        return [text for actor, text in texts.items() if answers.get(actor) != ""]
 
     def _end_step(self, over: EndStep) -> None:
         """Records a step's end, and what its commit stores for a restart."""
@@ -378,7 +378,7 @@ class Scheduler:
             case FailureKind.UNFORESEEN | FailureKind.NO_ROOM:
                 raise ActorLostError(text, (event.room_path, event.room_nbytes) if event.room_path else None)
             case FailureKind.STALLED:
-                self._end_stalled({event.actor: text})
+                raise DeadlineMissedError(text)
 
     def _handle(self, event: Event) -> list[Action]:
         try:

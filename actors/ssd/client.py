@@ -24,12 +24,6 @@ from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, CorrelationId,
 
 OnDone = Callable[[ChunkKey], None]
 
-# Seconds between two checks for late answers.
-_TICK_S = 1.0
-# Ticks beyond the timeout before the client raises an error. A server reports a late chunk by itself and knows more
-# about it, so the client reports only a server that cannot do even that.
-_PATIENCE_TICKS = 2
-
 
 def chunk_io(
     key: ChunkKey, numel: int, offsets: Mapping[StateKind, int], itemsizes: Mapping[StateKind, int]
@@ -70,7 +64,6 @@ class SsdClient:
         self._lock = threading.Lock()
         self._correlations = itertools.count()
         self._open: dict[CorrelationId, _Open] = {}  # in the order in which they were sent
-        self._stopping = threading.Event()
 
     def read(self, items: Sequence[ChunkIo], step: Step, priority: tuple[int, int], on_done: OnDone) -> None:
         """Requests states of `step`. `on_done` is called for each chunk once its bytes are in its spans."""
@@ -102,7 +95,6 @@ class SsdClient:
             correlation=self._next_correlation(),
             reply_to=self._name,
             priority=priority,
-            deadline_s=self._spec.deadline_s,
             block=block,
             slots=slots,
             span=span,
@@ -119,23 +111,7 @@ class SsdClient:
                 del self._open[done.correlation]
         on_done()
 
-    def watch(self) -> None:
-        """Watches for late answers until `stop`, in a thread of the owning actor.
-
-        Raises:
-            TimeoutError: an SSD server is later than the job's timeout and has reported no error.
-        """
-        limit_s = self._spec.deadline_s + _PATIENCE_TICKS * _TICK_S
-        while not self._stopping.wait(_TICK_S):
-            oldest = self._oldest()
-            if oldest is not None and time.monotonic() - oldest.since_s > limit_s:
-                raise TimeoutError(f"nothing came from {oldest.to} within {self._spec.deadline_s:g} s; see its log")
-
-    def stop(self) -> None:
-        """Ends `watch`."""
-        self._stopping.set()
-
-    def describe_overdue(self) -> str:
+    def describe_pending(self) -> str:
         """Describes the oldest pending request to each SSD server, oldest first; empty if there is none.
 
         All servers are listed, because one may hang while another, asked a moment earlier, is only slow.
@@ -147,10 +123,6 @@ class SsdClient:
         return "; ".join(oldest.values())
 
     # --- inside -----------------------------------------------------------------------------------------------------
-
-    def _oldest(self) -> _Open | None:
-        with self._lock:
-            return next(iter(self._open.values()), None)
 
     def _request_chunks(
         self,
@@ -171,7 +143,6 @@ class SsdClient:
                 correlation=self._next_correlation(),
                 reply_to=self._name,
                 priority=priority,
-                deadline_s=self._spec.deadline_s,
                 items=tuple(its_items),
             )
             self._request(ssd, request, {item.key: functools.partial(on_done, item.key) for item in its_items})

@@ -3,7 +3,6 @@
 Its I/O scheduler does the work. It imports neither torch nor Ray.
 """
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from windlass.actors.messages import (
     ChunkIo,
     ChunkIoDone,
     CommitStore,
+    DescribeStatus,
     MemoryKind,
     MemoryReported,
     Message,
@@ -27,120 +27,96 @@ from windlass.actors.messages import (
     WriteChunks,
 )
 from windlass.actors.timeline import NO_BLOCK, WHOLE_BLOCK, SpanRecorder, transfer_kind
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, Span, StateKind
 from windlass.storage.integrity import StoreError
 from windlass.storage.io import DEFAULT_IO, IoSettings
 from windlass.storage.io_scheduler import CommitRequest, IoResult, IoScheduler, IoTerms
 from windlass.storage.memory import Arena
-from windlass.storage.store import CommitRecord, JobSpace, StoreGeometry
+from windlass.storage.store import CommitRecord, JobSpace
 
 _STOP_DEADLINE_S = 60.0  # seconds that `stop` waits for the threads
 _REPORT_S = 1.0  # seconds between two reports of spans; commits report them too, but may be rare
 
 
 class SsdServer:
-    """Serves one SSD to the other actors of a job.
+    """Serves one SSD to the other actors of a job, from a commit on.
 
     A slot named in a request belongs to the server until it reports the chunk as done. It never does so for a chunk
-    that failed or timed out.
+    that failed.
     """
 
     def __init__(
         self,
         name: ActorName,
-        path: Path | str,
-        geometry: StoreGeometry,
+        space: JobSpace,
+        commit: CommitRecord | None,
         arena_path: Path | str,
         send: Callable[[ActorName, Message], None],
         *,
         io: IoSettings = DEFAULT_IO,
-        direct: bool = True,
         checksums: bool = True,
-        scratch_slot_nbytes: int = 1 << 20,
-        num_scratch_slots: int = 0,
+        deadline_s: float = _STOP_DEADLINE_S,
     ) -> None:
-        """`path` is an SSD directory or a raw device. `send` is called from the server's threads.
+        """Resumes from a commit, maps the arena, and starts the threads. The server closes `space`, also on an error.
 
-        `direct=False` is for file systems without O_DIRECT. `checksums=False` is for measuring their cost. The scratch
-        slots are for activations.
-        """
-        self.name = name
-        self._path = path
-        self._geometry = geometry
-        self._arena_path = arena_path
-        self._send = send
-        self._settings = io
-        self._direct = direct
-        self._checksums = checksums
-        self._scratch_slot_nbytes = scratch_slot_nbytes
-        self._num_scratch_slots = num_scratch_slots
-        self._io: IoScheduler | None = None  # from `resume_from` on
-        self._stopping = threading.Event()
-        self._threads = ActorThreads(name, geometry.job, send, self._stopping.is_set)
-        self._spans = SpanRecorder(name, geometry.job, send)
-        self._has_told_space = False
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from the SSD since the server started."""
-        return 0 if self._io is None else self._io.bytes_read
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes written to the SSD since the server started."""
-        return 0 if self._io is None else self._io.bytes_written
-
-    # --- life cycle ---------------------------------------------------------------------------------------------------
-
-    def setup(self) -> None:
-        """Maps the arena, creates or opens the store, and reserves its scratch space for this attempt.
-
-        `resume_from` must follow.
-
-        Raises:
-            StoreError: the store on the SSD was made for another geometry, damaged, or taken by a newer attempt.
-            InsufficientSpaceError: the SSD is too full for the model states, or for the scratch.
-        """
-        self._space = JobSpace.open(
-            self._path,
-            self._geometry,
-            direct=self._direct,
-            scratch_slot_nbytes=self._scratch_slot_nbytes,
-            num_scratch_slots=self._num_scratch_slots,
-        )
-        try:
-            self._arena = Arena.open(self._arena_path)
-        except BaseException:
-            self._space.close()
-            raise
-
-    def commits(self) -> list[CommitRecord]:
-        """Returns the commit records of this SSD, oldest first."""
-        return self._space.store.commits()
-
-    def resume_from(self, commit: CommitRecord | None) -> None:
-        """Resumes from a commit that every SSD of the job has, or from the beginning if None; starts the threads.
+        Args:
+            name: of the server.
+            space: of the job on the SSD.
+            commit: a commit that every SSD of the job has; None: the job begins.
+            arena_path: the job's arena.
+            send: is called from the server's threads.
+            io: settings of the SSD.
+            checksums: False is for measuring their cost.
+            deadline_s: timeout of `stop`.
 
         Raises:
             StoreCorrupt: this SSD lacks that commit, or it is damaged.
         """
-        self._space.store.resume_from(commit)
-        self._io = IoScheduler.start(self.name, self._space, self._arena, self._settings, checksums=self._checksums)
-        self._threads.start((self._run_reports,))
+        self.name = name
+        self._space = space
+        self._geometry = space.store.geometry
+        self._send = send
+        self._deadline_s = deadline_s
+        self._deletes_store = False
+        self._has_told_space = False
+        self._token = CancelToken()
+        self._threads = ActorThreads(name, self._geometry.job, self._token, send, deadline_s=deadline_s)
+        self._spans = SpanRecorder(name, self._geometry.job, send)
+        with self._threads.stopped_on_error():
+            self._threads.resources.callback(self._close_space)
+            space.store.resume_from(commit)
+            arena = Arena.open(arena_path)
+            self._threads.resources.callback(arena.close)
+            self._io = IoScheduler.start(name, space, arena, self._token, io, checksums=checksums)
+            self._threads.resources.callback(self._spans.tell, 0)  # the last spans
+            self._threads.start((self._run_reports,))
 
-    def stop(self, *, delete_store: bool = False, deadline_s: float = _STOP_DEADLINE_S) -> None:
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the SSD since the server started."""
+        return self._io.bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written to the SSD since the server started."""
+        return self._io.bytes_written
+
+    # --- life cycle ---------------------------------------------------------------------------------------------------
+
+    def stop(self, *, delete_store: bool = False) -> None:
         """Finishes all queued commands, ends the threads, and closes the store and the arena.
 
         Raises:
             TimeoutError: a thread hangs in I/O. The files stay open, because it may still write.
         """
-        self._stopping.set()
-        if self._io is not None:
-            self._io.close(deadline_s)
-        self._threads.join(deadline_s)
-        self._spans.tell(0)
-        self._space.close(delete=delete_store)
-        self._arena.close()
+        self._deletes_store = delete_store
+        self._token.cancel()  # first, so that no more messages are taken
+        self._io.close(self._deadline_s)
+        self._threads.stop()
+
+    def _close_space(self) -> None:
+        self._space.close(delete=self._deletes_store)
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
@@ -151,15 +127,13 @@ class SsdServer:
 
         Raises:
             ValueError: the message is of another job or kind.
-            IoQueueFullError: too many transfers stayed open.
             RuntimeError: the server is stopped.
         """
         name = f"{self.name} of job {self._geometry.job}"
-        if message.job != self._geometry.job or not isinstance(message, SsdRequest | CommitStore):
+        if message.job != self._geometry.job or not isinstance(message, SsdRequest | CommitStore | DescribeStatus):
             raise ValueError(f"{name} does not accept {type(message).__name__} of job {message.job}")
-        if self._stopping.is_set():
+        if self._token.is_cancelled:
             raise RuntimeError(f"{name} is stopped and takes no messages")
-        assert self._io is not None, "`resume_from` comes first"
         match message:
             case ReadChunks():
                 for item in message.items:
@@ -173,6 +147,8 @@ class SsdServer:
                 self._io.write_scratch(message.slots, message.span, self._activation_terms(message))
             case CommitStore():
                 self._io.commit(self._commit_request(message))
+            case DescribeStatus():
+                self._threads.report_status(self._io.describe_open())
 
     def _chunk_terms(self, request: ReadChunks | WriteChunks, item: ChunkIo) -> IoTerms:
         def report(result: IoResult) -> None:
@@ -200,7 +176,6 @@ class SsdServer:
     def _terms(self, request: SsdRequest, report: Callable[[IoResult], None]) -> IoTerms:
         return IoTerms(
             priority=request.priority,
-            deadline_s=request.deadline_s,
             on_done=report,
             on_failed=lambda error: self._report_failure(request, error),
         )
@@ -223,7 +198,6 @@ class SsdServer:
             self._spans.note(self.name, kind, step, block, chunk, result.start_s, result.end_s, result.nbytes)
 
     def _report_commit(self, command: CommitStore, result: IoResult) -> None:
-        assert self._io is not None
         self._spans.note(self.name, SpanKind.COMMIT, command.step, NO_BLOCK, WHOLE_BLOCK, result.start_s, result.end_s)
         self._spans.tell(command.step)  # before StoreCommitted, so that the step's timeline includes them
         self._tell_space(command)
@@ -254,7 +228,7 @@ class SsdServer:
         self._send(SCHEDULER, measured)
 
     def _run_reports(self) -> None:
-        while not self._stopping.wait(_REPORT_S):
+        while not self._token.pause(_REPORT_S):
             self._spans.tell(0)
 
 

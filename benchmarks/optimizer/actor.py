@@ -72,7 +72,6 @@ class ActorRun:
         self._updated = threading.Event()
         self._error: str | None = None
         self.optimizer = CpuOptimizer(optimizer_name(0), 0, context, self._send)
-        self.optimizer.setup()
         self._step = 0
         grads = context.plan.grads
         # Fill the arena, because the kernel should not compute with zeros: 0.5 in bf16, and nearly 0.5 in fp32.

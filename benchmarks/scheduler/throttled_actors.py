@@ -16,10 +16,10 @@ from windlass.storage.store import CommitRecord
 class ThrottledShell(ActorShell):
     """A worker process with a throttled actor."""
 
-    def setup(self, commit: CommitRecord | None = None) -> None:
-        """Sets up the actor with the rates in the job's folder."""
+    def start(self, commit: CommitRecord | None) -> None:
+        """Starts the actor with the rates in the job's folder."""
         Throttle.read(Path(self.context.spec.job_dir)).slow_actor(self.name)
-        super().setup(commit)
+        super().start(commit)
 
 
 class ThrottledRunner(Runner):

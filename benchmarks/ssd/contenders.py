@@ -15,7 +15,7 @@ from windlass.storage.ids import ActorName
 from windlass.storage.io import IoSettings
 from windlass.storage.memory import Arena
 from windlass.storage.ssd import Volume
-from windlass.storage.store import StoreGeometry, TensorStore
+from windlass.storage.store import JobSpace, StoreGeometry, TensorStore
 
 
 class Setup:
@@ -65,9 +65,8 @@ class LocalServer:
         def to_server(to: ActorName, message: Message) -> None:
             self._server.post(message)
 
-        self._server = _server(setup, io, to_requester, checksums=checksums)
-        self._server.setup()
-        self._server.resume_from(None)
+        space = JobSpace.open(setup.directory, setup.geometry)
+        self._server = SsdServer(SERVER, space, None, setup.arena.path, to_requester, io=io, checksums=checksums)
         self.requester.send = to_server
 
     def measure(self, traffic: Traffic, seconds: float) -> float:
@@ -137,13 +136,11 @@ class _ServerShell(_Shell):
 
     def __init__(self, directory: Path, geometry: StoreGeometry, arena_path: Path, io: IoSettings) -> None:
         self._make: Callable[..., SsdServer] = lambda send: SsdServer(
-            SERVER, directory, geometry, arena_path, send, io=io
+            SERVER, JobSpace.open(directory, geometry), None, arena_path, send, io=io
         )
 
     def connect(self, addresses: Mapping[ActorName, str]) -> None:
         self._actor = self._make(Outbox(MessageClient(addresses).deliver).send)
-        self._actor.setup()
-        self._actor.resume_from(None)
 
     def stop(self) -> None:
         self._actor.stop()
@@ -162,7 +159,3 @@ class _RequesterShell(_Shell):
     def call(self, method: str, *arguments: Any) -> Any:
         with self._one_call:
             return getattr(self._actor, method)(*arguments)
-
-
-def _server(setup: Setup, io: IoSettings, send: Callable[[ActorName, Message], None], *, checksums: bool) -> SsdServer:
-    return SsdServer(SERVER, setup.directory, setup.geometry, setup.arena.path, send, io=io, checksums=checksums)

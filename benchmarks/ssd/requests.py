@@ -175,7 +175,6 @@ class Requester:
             correlation=CorrelationId(self._correlation),
             reply_to=REQUESTER,
             priority=(0, 0),
-            deadline_s=_DEADLINE_S,
             items=tuple(items),
         )
         self.send(SERVER, request)

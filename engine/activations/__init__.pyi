@@ -1,7 +1,6 @@
 """Decides for each saved tensor whether it is kept, swapped or recomputed, and carries the decision out."""
 
 from windlass.engine.activations.host_store import ActivationMemoryError as ActivationMemoryError
-from windlass.engine.activations.host_store import ActivationTimeoutError as ActivationTimeoutError
 from windlass.engine.activations.host_store import HostActivations as HostActivations
 from windlass.engine.activations.microbatch import Unit as Unit
 from windlass.engine.activations.operator_costs import LayerCost as LayerCost

@@ -19,10 +19,6 @@ class ActivationMemoryError(RuntimeError):
     """The host memory for activations is full."""
 
 
-class ActivationTimeoutError(TimeoutError):
-    """A copy of activations timed out."""
-
-
 @dataclass(slots=True)
 class _Held:
     """The state of the bytes behind one handle."""
@@ -46,29 +42,25 @@ class HostActivations:
         slots: SlotPool,
         *,
         max_leaving_nbytes: int,
-        deadline_s: float,
         watch: SwapWatch | None = None,
     ) -> None:
-        """Opens the two streams.
+        """Opens the two streams. The device's token ends their threads, and waits for copies and for slots.
 
         Args:
             device: the device that the activations leave.
             memory: flat uint8; the offsets of `slots` count from its start.
             slots: the parts of `memory` that may be used.
             max_leaving_nbytes: limit of the bytes in flight to the host; a single larger put is still accepted.
-            deadline_s: timeout of each wait for a copy or for a slot.
             watch: is notified of each copy and each wait.
         """
         self._device = device
         self._memory = memory
         self._slots = slots
         self._max_leaving_nbytes = max_leaving_nbytes
-        self._deadline_s = deadline_s
         self._watch: SwapWatch = watch or Unwatched()
         self._held: dict[SwapHandle, _Held] = {}  # from `put` until `get` or `drop`
         self._taken: dict[SwapHandle, list[Span]] = {}  # from `put` until the last copy is over
         self._changed = threading.Condition()
-        self._stopping = False
         self._num_puts = 0
         self._num_returning = 0  # handles whose slots become free when their copies are over
         self._leaving_nbytes = 0
@@ -81,7 +73,7 @@ class HostActivations:
 
         Raises:
             ActivationMemoryError: there are not enough free slots.
-            ActivationTimeoutError: earlier puts hang.
+            TimeoutError: earlier puts hang.
         """
         nbytes = tensor.nbytes
         owner = self._watch.owner()
@@ -110,7 +102,7 @@ class HostActivations:
         """Returns how many bytes of a put of that size would fit, in whole slots. Waits for slots that are being freed.
 
         Raises:
-            ActivationTimeoutError: the wait timed out.
+            TimeoutError: the wait timed out.
         """
         num_slots = -(-wanted_nbytes // self._slots.slot_nbytes)
         with self._changed:
@@ -138,7 +130,7 @@ class HostActivations:
         """See ActivationStore.
 
         Raises:
-            ActivationTimeoutError: the copy hangs. A failed copy raises its own error.
+            TimeoutError: the copy hangs. A failed copy raises its own error.
         """
         self.prefetch(handle)
         with self._changed:
@@ -151,9 +143,8 @@ class HostActivations:
         try:
             compute.wait(copied)
         except TimeoutError as error:
-            raise ActivationTimeoutError(
-                f"{bytes_text(handle.nbytes)} of activations did not come back from host memory within "
-                f"{self._deadline_s:g} s; the copy is stuck, or the deadline is too short for this machine"
+            raise TimeoutError(
+                f"{error}: {bytes_text(handle.nbytes)} of activations did not come back from host memory"
             ) from error
         compute.then(functools.partial(self._waited, self._watch.owner(), asked, compute.record()))
         return target
@@ -172,16 +163,8 @@ class HostActivations:
         with self._changed:
             return self._counter.counts
 
-    def stop(self) -> None:
-        """Ends the streams after their queued work, and ends the waits of other threads."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._outward.close()
-        self._inward.close()
-
     def close(self) -> None:
-        """Releases all slots. Call it after `stop`, when the threads of the streams have ended."""
+        """Releases all slots. Call it when the threads of the streams have ended."""
         with self._changed:
             for handle in list(self._taken):
                 self._num_returning += 1
@@ -211,15 +194,14 @@ class HostActivations:
         if condition():
             return
         start_s = time.monotonic()
-        is_over = self._changed.wait_for(lambda: self._stopping or condition(), self._deadline_s)
-        self._watch.waited(self._watch.owner(), start_s, time.monotonic())
-        if not is_over:
-            raise ActivationTimeoutError(
-                f"{bytes_text(self._leaving_nbytes)} of activations did not reach host memory within "
-                f"{self._deadline_s:g} s; the copy is stuck, or the deadline is too short for this machine"
+        try:
+            self._device.token.wait_for(
+                self._changed,
+                condition,
+                lambda: f"{bytes_text(self._leaving_nbytes)} of activations to reach host memory; the copy is stuck",
             )
-        if self._stopping:
-            raise InterruptedError("the store of activations was closed")
+        finally:
+            self._watch.waited(self._watch.owner(), start_s, time.monotonic())
 
     def _waited(self, owner: object, asked: Event, granted: Event) -> None:
         self._watch.waited(owner, asked.time_s(), granted.time_s())

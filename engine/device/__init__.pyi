@@ -13,4 +13,5 @@ from windlass.engine.device.openmp import release_team as release_team
 from windlass.engine.device.param_loader import BlockLoad as BlockLoad
 from windlass.engine.device.param_loader import ParamLoader as ParamLoader
 from windlass.engine.device.streams import Event as Event
+from windlass.engine.device.streams import StartThreads as StartThreads
 from windlass.engine.device.tensor_arena import TensorArena as TensorArena

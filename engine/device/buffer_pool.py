@@ -4,13 +4,13 @@ For reuse of a buffer no thread waits for the device: the next stream waits for 
 """
 
 import threading
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import torch
 
 from windlass.engine.device.device import Device
 from windlass.engine.device.streams import Event, Stream
+from windlass.engine.memory_plan import BlockBuffers
 
 # The number of elements and their dtype.
 BufferClass = tuple[int, torch.dtype]
@@ -19,49 +19,57 @@ BufferClass = tuple[int, torch.dtype]
 class DeviceBuffers:
     """The planned number of buffers of each class. All methods are thread-safe."""
 
-    def __init__(self, device: Device, planned: Mapping[BufferClass, int], *, name: str, deadline_s: float) -> None:
-        """Allocates all buffers. `name`: their purpose, for errors. `deadline_s`: timeout of a wait for a buffer."""
+    def __init__(self, device: Device, planned: Mapping[BufferClass, int], *, name: str) -> None:
+        """Allocates all buffers. `name`: their purpose, for errors. The device's token ends waits for a buffer."""
         self._device = device
         self._name = name
-        self._deadline_s = deadline_s
         self._changed = threading.Condition()
-        self._closed = False
-        # Each buffer with the event that ends its last use.
-        self._free: dict[BufferClass, list[tuple[torch.Tensor, Event]]] = defaultdict(list)
-        for (numel, dtype), num_buffers in planned.items():
-            for _ in range(num_buffers):
-                self.give(torch.empty(numel, dtype=dtype, device=device.device), device.compute)
+        self._uses: BlockBuffers[BufferClass, Hashable] = BlockBuffers(planned)
+        self._flats = [torch.empty(numel, dtype=dtype, device=device.device) for numel, dtype in self._uses.sizes]
+        self._index = {id(flat): index for index, flat in enumerate(self._flats)}
+        for flat in self._flats:
+            device.poison(flat, device.compute)
+        self._unused: list[Event] = [device.compute.record() for _ in self._flats]  # the end of each buffer's last use
 
     def take(self, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         """Acquires a buffer with undefined contents, for work that is queued on `stream` from now on.
 
-        Raises:
-            TimeoutError: no buffer was released in time.
-            InterruptedError: `close` was called.
+        Raises the errors of `CancelToken.wait_for`.
+        """
+        return self.take_with(None, numel, dtype, stream)[0]
+
+    def take_with(
+        self, contents: Hashable, numel: int, dtype: torch.dtype, stream: Stream
+    ) -> tuple[torch.Tensor, bool]:
+        """Acquires a buffer for contents, and returns whether an earlier user has queued the work that fills it.
+
+        If not, the caller queues that work on `stream`, and later users find the contents. None names contents that are
+        not used again. All users of the same contents must release them for the same stream.
+
+        Raises the errors of `take`.
         """
         with self._changed:
-            free = self._free[numel, dtype]
-            if not self._changed.wait_for(lambda: self._closed or free, self._deadline_s):
-                raise TimeoutError(
-                    f"no buffer of {numel} elements in {dtype} came free for {self._name} within {self._deadline_s:g} "
-                    "s; the computation or the copies from the device are stuck"
-                )
-            if self._closed:
-                raise InterruptedError("the job was stopped")
-            buffer, unused = free.pop(0)  # the one that has been free longest: its last use most likely has ended
-        stream.wait(unused)
-        return buffer
+            what = f"a buffer of {numel} elements in {dtype} for {self._name}; the computation or the copies are stuck"
+            acquired = self._device.token.wait_for(
+                self._changed, lambda: self._uses.acquire((numel, dtype), contents), what
+            )
+            unused = self._unused[acquired.buffer]
+        flat = self._flats[acquired.buffer]
+        if not acquired.has_contents:
+            stream.wait(unused)
+        if acquired.evicted is not None:  # else the buffer was filled with NaN at its release
+            self._device.poison(flat, stream)
+        return flat, acquired.has_contents
 
     def give(self, buffer: torch.Tensor, stream: Stream) -> None:
         """Releases a buffer. Only work that is already queued on `stream` may still use it."""
-        self._device.poison(buffer, stream)
+        index = self._index[id(buffer)]
+        with self._changed:
+            is_reusable = self._uses.contents(index) is not None
+        if not is_reusable:
+            self._device.poison(buffer, stream)
         unused = stream.record()
         with self._changed:
-            self._free[buffer.numel(), buffer.dtype].append((buffer, unused))
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Ends all waits for buffers."""
-        with self._changed:
-            self._closed = True
+            self._unused[index] = unused
+            self._uses.release(index)
             self._changed.notify_all()

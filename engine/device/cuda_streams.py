@@ -4,7 +4,6 @@ One thread for each stream waits for events and runs callbacks. The wait blocks 
 """
 
 import functools
-import queue
 import threading
 import time
 from collections import deque
@@ -13,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from windlass.engine.device.streams import Event, StartThreads, Stream
+from windlass.storage.cancellation import CancelToken, TaskQueue
 
 # Seconds between two base events. CUDA returns milliseconds as 32-bit floats, and its clock drifts from the machine's.
 _REBASE_S = 10.0
@@ -62,8 +62,8 @@ class CudaEvent:
         """See Event."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
-    def wait(self, deadline_s: float) -> None:
-        """See Event. Ignores the deadline, because CUDA's wait has none; the scheduler watches for timeouts."""
+    def wait(self) -> None:
+        """See Event. Nothing ends CUDA's wait early; the scheduler watches for timeouts."""
         self.event.synchronize()
         self._clock.see(self.event)
 
@@ -76,13 +76,13 @@ class CudaStream:
     """A CUDA stream, with a thread for its callbacks that the first `then` starts."""
 
     def __init__(
-        self, stream: torch.cuda.Stream, *, clock: CudaClock, deadline_s: float, start_threads: StartThreads
+        self, stream: torch.cuda.Stream, *, clock: CudaClock, token: CancelToken, start_threads: StartThreads
     ) -> None:
         self._stream = stream
         self._clock = clock
-        self._deadline_s = deadline_s
         self._start_threads = start_threads
-        self._callbacks: queue.SimpleQueue[tuple[CudaEvent, Callable[[], None]] | None] = queue.SimpleQueue()
+        # All callbacks are called, also after a cancel. So a stream's copies have ended when its thread ends.
+        self._callbacks: TaskQueue[tuple[CudaEvent, Callable[[], None]]] = TaskQueue(token)
         self._lock = threading.Lock()
         self._has_thread = False
 
@@ -108,24 +108,20 @@ class CudaStream:
                 self._start_threads((self._run,))
             self._callbacks.put((CudaEvent(self._stream, self._clock), callback))
 
-    def close(self) -> None:
-        """See Stream."""
-        self._callbacks.put(None)
-
     def _run(self) -> None:
         while self._call_next():
             pass
 
     def _call_next(self) -> bool:
-        """Waits for one event and runs its callback. Returns False when the stream is closed.
+        """Waits for one event and runs its callback. Returns False if there will be no more.
 
         It is a separate function so that no variable holds a callback, and its memory, during the next wait.
         """
-        item = self._callbacks.get()
+        item = self._callbacks.take()
         if item is None:
             return False
         event, callback = item
-        event.wait(self._deadline_s)
+        event.wait()
         callback()
         return True
 
@@ -133,12 +129,12 @@ class CudaStream:
 class CudaStreams:
     """The streams of one CUDA device. `compute` is the default stream, in which torch starts kernels."""
 
-    def __init__(self, device: torch.device, deadline_s: float, start_threads: StartThreads) -> None:
+    def __init__(self, device: torch.device, token: CancelToken, start_threads: StartThreads) -> None:
         self._device = device
         self._clock = clock = CudaClock()
-        self._make = functools.partial(CudaStream, clock=clock, deadline_s=deadline_s, start_threads=start_threads)
+        self._make = functools.partial(CudaStream, clock=clock, token=token, start_threads=start_threads)
         self.compute: Stream = self._make(torch.cuda.default_stream(device))
-        self.compute.record().wait(deadline_s)  # gives the clock its first base event
+        self.compute.record().wait()  # gives the clock its first base event
         self.h2d: Stream = self.open()
         self.d2h: Stream = self.open()
 
@@ -149,8 +145,3 @@ class CudaStreams:
     def record_current(self) -> Event:
         """See Streams."""
         return CudaEvent(torch.cuda.current_stream(self._device), self._clock)
-
-    def close(self) -> None:
-        """See Streams."""
-        for stream in (self.compute, self.h2d, self.d2h):
-            stream.close()

@@ -7,17 +7,15 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from windlass.amounts import bytes_text
+from windlass.engine.device.registered_memory import PinError, register, unregister, within_parts
 from windlass.engine.device.streams import Event, StartThreads, Stream, open_streams
+from windlass.storage.cancellation import CancelToken
 
-
-class PinError(RuntimeError):
-    """Host memory could not be registered with CUDA, or is not registered."""
+_DEADLINE_S = 120.0  # timeout of waits for a device without an owner's token
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -26,7 +24,8 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         # NumPy's copy releases the GIL and starts no threads.
         np.copyto(_bytes_of(target), _bytes_of(source))
     else:
-        target.copy_(source, non_blocking=True)
+        for to, from_ in within_parts(target, source):
+            to.copy_(from_, non_blocking=True)
 
 
 def _start_daemons(targets: Iterable[Callable[[], None]]) -> None:
@@ -42,7 +41,7 @@ class Device:
         device: torch.device,
         *,
         poison_released: bool = False,
-        deadline_s: float = 120.0,
+        token: CancelToken | None = None,
         start_threads: StartThreads = _start_daemons,
     ) -> None:
         """Opens the three streams.
@@ -50,14 +49,14 @@ class Device:
         Args:
             device: the GPU or the CPU.
             poison_released: fill buffers with NaN at their release, so that a late read shows at once.
-            deadline_s: timeout of waits for a stream's work.
+            token: of the owner. It ends the streams' threads, and waits for their work and for buffers.
             start_threads: starts the threads of streams that need one.
         """
         self.device = device
         self.is_cuda = device.type == "cuda"
         self.poisons_released = poison_released
-        self._deadline_s = deadline_s
-        self._streams = open_streams(device, deadline_s, start_threads)
+        self.token = token or CancelToken(_DEADLINE_S)
+        self._streams = open_streams(device, self.token, start_threads)
         self.compute, self.h2d, self.d2h = self._streams.compute, self._streams.h2d, self._streams.d2h
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._pinned: dict[int, torch.Tensor] = {}
@@ -65,14 +64,10 @@ class Device:
         self._lock = threading.Lock()
 
     def open_stream(self) -> Stream:
-        """Opens a further stream, which has its own thread on a CPU. The caller closes it."""
+        """Opens a further stream, which has its own thread on a CPU."""
         stream = self._streams.open()
         self._opened.append(stream)
         return stream
-
-    def close(self) -> None:
-        """Ends the threads of the three streams."""
-        self._streams.close()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Allocates flat uint8 memory for the compute stream, with undefined contents.
@@ -88,8 +83,7 @@ class Device:
 
     def after_now(self) -> Callable[[], None]:
         """Returns a function that waits, in any thread, for all work queued on the compute stream until now."""
-        event = self.compute.record()
-        return lambda: event.wait(self._deadline_s)
+        return self.compute.record().wait
 
     def poison(self, buffer: torch.Tensor, stream: Stream) -> None:
         """Fills a released buffer with NaN if `poison_released` is set, after the stream's queued work."""
@@ -145,16 +139,16 @@ class Device:
 
     def _copy_now(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         stream.run(lambda: copy(target, source))
-        stream.record().wait(self._deadline_s)
+        stream.record().wait()
 
     def synchronize(self) -> None:
         """Waits for the compute stream."""
-        self.compute.record().wait(self._deadline_s)
+        self.compute.record().wait()
 
     # --- pinned memory ----------------------------------------------------------------------------------------------
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Registers host memory with CUDA at its exact size, because PyTorch's pinned allocator would round it up.
+        """Registers host memory with CUDA (see `register`), so that copies from and to it do not make the host wait.
 
         The device keeps the tensor until `unpin`, so that its memory is not unmapped while it is registered. Without
         a GPU the call only keeps the tensor.
@@ -166,13 +160,7 @@ class Device:
         if address in self._pinned:
             raise PinError(f"host memory at {address:#x} is registered already; unpin it first")
         if self.is_cuda:
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            result = runtime.cudaHostRegister(address, memory.nbytes, 0)
-            if int(result) != 0:
-                raise PinError(
-                    f"CUDA did not register {bytes_text(memory.nbytes)} of host memory: error {int(result)}, "
-                    f"{runtime.cudaGetErrorString(result)}; lower the job's host memory budget"
-                )
+            register(memory)
         self._pinned[address] = memory
 
     def unpin(self, memory: torch.Tensor) -> None:
@@ -188,8 +176,7 @@ class Device:
             raise PinError(f"host memory at {address:#x} is not registered; it was never pinned, or unpinned before")
         if self.is_cuda:
             self._await_copies()
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            if int(runtime.cudaHostUnregister(address)) != 0:
+            if not unregister(self._pinned[address]):
                 return
         del self._pinned[address]
 
@@ -197,7 +184,7 @@ class Device:
         """Waits for the streams that copy, because no thread has waited for copies without a callback."""
         for stream in (self.h2d, self.d2h, *self._opened):
             with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing
-                stream.record().wait(self._deadline_s)
+                stream.record().wait()
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -5,7 +5,6 @@ memory. The GPU worker of jobs and `windlass.offload` decide which block comes n
 """
 
 import functools
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch
 from windlass.engine.device.device import Device, copy
 from windlass.engine.device.streams import Event
 from windlass.engine.device.tensor_arena import TensorArena
+from windlass.storage.cancellation import TaskQueue, What
 from windlass.storage.ids import ChunkKey, Span
 from windlass.storage.memory import SlotPool
 
@@ -29,7 +29,7 @@ class BlockLoad:
     holds_chunks: bool = False  # chunks stay in host memory until their slots in `held` are released by the caller
     num_missing: int = 0  # chunks whose copies are not queued
     held: list[Span] = field(default_factory=list)
-    ready: threading.Event = field(default_factory=threading.Event)  # set when all copies are queued
+    is_ready: bool = False  # all copies are queued
     copied: Event | None = None  # after the last copy; None if none was needed
 
 
@@ -84,17 +84,16 @@ class ParamLoader(Generic[_Load]):
         dtype: torch.dtype,
         *,
         batch: int,
-        deadline_s: float,
     ) -> None:
-        """`batch` is the largest number of chunks in a request. `deadline_s` is the timeout of waits for slots."""
+        """`batch` is the largest number of chunks in a request. The device's token ends waits, and `run`."""
         self._source = source
         self._device = device
         self._arena = arena
         self._slots = slots
         self._dtype = dtype
         self._batch = batch
-        self._deadline_s = deadline_s
-        self._arrived: queue.Queue[_Arrival[_Load] | None] = queue.Queue()
+        self._arrived: TaskQueue[_Arrival[_Load]] = TaskQueue(device.token)
+        self._changed = threading.Condition()  # of all loads' `is_ready`
 
     def start(self, load: _Load, keys: Sequence[ChunkKey]) -> None:
         """Queues the copies of a block's chunks, and requests those that are missing; waits for slots.
@@ -110,10 +109,15 @@ class ParamLoader(Generic[_Load]):
         for start in range(0, len(missing), self._batch):
             self._read(load, missing[start : start + self._batch])
 
+    def wait_for(self, load: _Load, what: What) -> None:
+        """Waits until all copies of a block are queued. Raises the errors of `CancelToken.wait_for`."""
+        with self._changed:
+            self._device.token.wait_for(self._changed, lambda: load.is_ready, what)
+
     def run(self) -> None:
-        """Queues copies until `close`, in a thread of the caller."""
+        """Queues copies, in a thread of the caller."""
         h2d = self._device.h2d
-        while (arrival := self._arrived.get()) is not None:
+        while (arrival := self._arrived.take()) is not None:
             load, key = arrival.load, arrival.key
             start, stop = self._source.chunk_range(key)
             params = self._arena.view(arrival.span.offset, stop - start, self._dtype)
@@ -133,18 +137,16 @@ class ParamLoader(Generic[_Load]):
             callback = functools.partial(self._copied, arrival, begun, copied, part.nbytes)
             h2d.then(self._source.naming(load, callback))
             if load.copied is not None:
-                load.ready.set()
-
-    def close(self) -> None:
-        """Ends `run`. The pool of slots must be closed, too."""
-        self._arrived.put(None)
+                with self._changed:
+                    load.is_ready = True
+                    self._changed.notify_all()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _read(self, load: _Load, keys: Sequence[ChunkKey]) -> None:
         # A chunk with a slot of its own still holds one of the pool until it arrives, because more requests in the
         # queues of the SSDs could time out.
-        slots = dict(zip(keys, self._slots.acquire(len(keys), self._deadline_s), strict=True))
+        slots = dict(zip(keys, self._slots.acquire(len(keys)), strict=True))
         own = {key: span for key in keys if (span := self._source.own_slot(key)) is not None}
         spans = {**slots, **own}
 

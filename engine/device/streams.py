@@ -5,13 +5,14 @@ Streams wait for each other's events, while the thread that submits work continu
 returns. A `ThreadStream` has a thread of its own.
 """
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
+
+from windlass.storage.cancellation import CancelToken, Signal, TaskQueue
 
 # Starts a thread for each function, and reports the exceptions that they raise.
 StartThreads = Callable[[Iterable[Callable[[], None]]], None]
@@ -23,11 +24,10 @@ class Event(Protocol):
     def is_over(self) -> bool:
         """Checks whether the stream has reached the event; false if earlier work failed."""
 
-    def wait(self, deadline_s: float) -> None:
+    def wait(self) -> None:
         """Blocks the calling thread until the stream has reached the event.
 
-        Raises:
-            TimeoutError: the stream did not reach it within `deadline_s`. Failed earlier work raises its own error.
+        Raises the errors of `CancelToken.wait_for`. Failed earlier work raises its own error.
         """
 
     def time_s(self) -> float:
@@ -52,25 +52,19 @@ class Stream(Protocol):
     def then(self, callback: Callable[[], None]) -> None:
         """Calls back in a thread of the device when all work queued so far is over. Callbacks run in call order."""
 
-    def close(self) -> None:
-        """Ends the stream's thread after its queued work. Work that is queued later is discarded."""
-
 
 class Streams(Protocol):
-    """The streams of a device."""
+    """The streams of a device. Their threads end after the queued work once the device's token is cancelled."""
 
     compute: Stream  # runs kernels
     h2d: Stream  # copies from host memory
     d2h: Stream  # copies to host memory
 
     def open(self) -> Stream:
-        """Opens a further stream, which has a thread on a CPU. The caller closes it."""
+        """Opens a further stream, which has a thread on a CPU."""
 
     def record_current(self) -> Event:
         """Returns an event after all work on torch's current stream of the calling thread."""
-
-    def close(self) -> None:
-        """Closes the three streams."""
 
 
 class _CompletedEvent:
@@ -82,7 +76,7 @@ class _CompletedEvent:
     def is_over(self) -> bool:
         return True
 
-    def wait(self, deadline_s: float) -> None:
+    def wait(self) -> None:
         pass
 
     def time_s(self) -> float:
@@ -96,9 +90,7 @@ class DirectStream:
     Updates of states on the device took seven times as long beside a forward pass (measured on two cores).
     """
 
-    def __init__(self, deadline_s: float) -> None:
-        """`deadline_s`: timeout of waits for events of streams with a thread."""
-        self._deadline_s = deadline_s
+    def __init__(self) -> None:
         self._turn = threading.RLock()  # reentrant: work may submit work
 
     def run(self, work: Callable[[], object]) -> None:
@@ -108,7 +100,7 @@ class DirectStream:
 
     def wait(self, event: Event) -> None:
         """See Stream. Raises the errors of `Event.wait`."""
-        event.wait(self._deadline_s)
+        event.wait()
 
     def record(self) -> Event:
         """See Stream."""
@@ -118,15 +110,12 @@ class DirectStream:
         """See Stream."""
         callback()
 
-    def close(self) -> None:
-        """See Stream."""
-
 
 class _ThreadEvent:
     """An event of a stream with a thread."""
 
-    def __init__(self) -> None:
-        self._completed = threading.Event()
+    def __init__(self, token: CancelToken) -> None:
+        self._completed = Signal(token)
         self._time_s = 0.0
         self._failure: Exception | None = None
 
@@ -135,14 +124,10 @@ class _ThreadEvent:
         self._completed.set()
 
     def is_over(self) -> bool:
-        return self._completed.is_set() and self._failure is None
+        return self._completed.is_set and self._failure is None
 
-    def wait(self, deadline_s: float) -> None:
-        if not self._completed.wait(deadline_s):
-            raise TimeoutError(
-                f"work queued on a device stream did not finish within {deadline_s:g} s; a copy is stuck, or the "
-                "deadline is too short for this machine"
-            )
+    def wait(self) -> None:
+        self._completed.wait("the end of work on a device stream; a copy is stuck or slow")
         if self._failure is not None:
             raise self._failure
 
@@ -153,12 +138,12 @@ class _ThreadEvent:
 class ThreadStream:
     """Runs work in a thread of its own. After a failure it discards all work, and its events raise the failure."""
 
-    def __init__(self, deadline_s: float, start_threads: StartThreads) -> None:
-        """`deadline_s`: timeout of waits for events of other streams."""
-        self._deadline_s = deadline_s
+    def __init__(self, token: CancelToken, start_threads: StartThreads) -> None:
+        """The thread ends after its queued work once `token` is cancelled."""
+        self._token = token
         self._lock = threading.Lock()
-        self._failure: Exception | None = None  # set after a failure or `close`: the stream accepts no more work
-        self._tasks: queue.SimpleQueue[Callable[[], object] | _ThreadEvent | None] = queue.SimpleQueue()
+        self._failure: Exception | None = None  # set after a failure: the stream accepts no more work
+        self._tasks: TaskQueue[Callable[[], object] | _ThreadEvent] = TaskQueue(token)
         start_threads((self._run,))
 
     def run(self, work: Callable[[], object]) -> None:
@@ -167,23 +152,17 @@ class ThreadStream:
 
     def wait(self, event: Event) -> None:
         """See Stream."""
-        self._submit(lambda: event.wait(self._deadline_s))
+        self._submit(event.wait)
 
     def record(self) -> Event:
         """See Stream."""
-        event = _ThreadEvent()
+        event = _ThreadEvent(self._token)
         self._submit(event)
         return event
 
     def then(self, callback: Callable[[], None]) -> None:
         """See Stream."""
         self._submit(callback)
-
-    def close(self) -> None:
-        """See Stream."""
-        with self._lock:
-            self._failure = self._failure or InterruptedError("the stream was closed")
-            self._tasks.put(None)
 
     def _submit(self, task: Callable[[], object] | _ThreadEvent) -> None:
         with self._lock:
@@ -199,17 +178,17 @@ class ThreadStream:
         except Exception as error:
             with self._lock:
                 self._failure = error
-                while not self._tasks.empty():
-                    if isinstance(task := self._tasks.get(), _ThreadEvent):
+                for task in self._tasks.drop_all():
+                    if isinstance(task, _ThreadEvent):
                         task.set(error)
             raise
 
     def _do_next(self) -> bool:
-        """Waits for one task and runs it. Returns False when the stream is closed.
+        """Waits for one task and runs it. Returns False if there will be no more.
 
         It is a separate function so that no variable holds a task, and its memory, during the next wait.
         """
-        task = self._tasks.get()
+        task = self._tasks.take()
         if task is None:
             return False
         if isinstance(task, _ThreadEvent):
@@ -222,30 +201,27 @@ class ThreadStream:
 class CpuStreams:
     """The streams of a CPU. The three standard ones run work in the submitting thread."""
 
-    def __init__(self, deadline_s: float, start_threads: StartThreads) -> None:
-        self._deadline_s = deadline_s
+    def __init__(self, token: CancelToken, start_threads: StartThreads) -> None:
+        self._token = token
         self._start_threads = start_threads
-        self.compute: Stream = DirectStream(deadline_s)
-        self.h2d: Stream = DirectStream(deadline_s)
-        self.d2h: Stream = DirectStream(deadline_s)
+        self.compute: Stream = DirectStream()
+        self.h2d: Stream = DirectStream()
+        self.d2h: Stream = DirectStream()
 
     def open(self) -> Stream:
         """See Streams."""
-        return ThreadStream(self._deadline_s, self._start_threads)
+        return ThreadStream(self._token, self._start_threads)
 
     def record_current(self) -> Event:
         """See Streams."""
         return self.compute.record()
 
-    def close(self) -> None:
-        """See Streams."""
 
-
-def open_streams(device: torch.device, deadline_s: float, start_threads: StartThreads) -> Streams:
-    """Opens the streams of a device. `deadline_s`: timeout of waits for events."""
+def open_streams(device: torch.device, token: CancelToken, start_threads: StartThreads) -> Streams:
+    """Opens the streams of a device. `token` ends the waits for events, and the streams' threads."""
     if device.type != "cuda":
-        return CpuStreams(deadline_s, start_threads)
+        return CpuStreams(token, start_threads)
     # Imported here, because a machine without a GPU does not need it.
     from windlass.engine.device.cuda_streams import CudaStreams
 
-    return CudaStreams(device, deadline_s, start_threads)
+    return CudaStreams(device, token, start_threads)

@@ -8,6 +8,8 @@ from windlass.engine.memory_plan.activation_policy import ActivationChoice as Ac
 from windlass.engine.memory_plan.activation_policy import BlockActivations as BlockActivations
 from windlass.engine.memory_plan.activation_policy import Place as Place
 from windlass.engine.memory_plan.activation_policy import in_words as in_words
+from windlass.engine.memory_plan.block_buffers import Acquired as Acquired
+from windlass.engine.memory_plan.block_buffers import BlockBuffers as BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import MAX_GRAD_BUFFERS as MAX_GRAD_BUFFERS
 from windlass.engine.memory_plan.buffer_counts import grad_buffers as grad_buffers
 from windlass.engine.memory_plan.buffer_counts import grad_buffers_of_job as grad_buffers_of_job

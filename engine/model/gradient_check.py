@@ -19,6 +19,7 @@ from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.partition import Partition, UnsupportedArchitectureError, build_meta_model, find_layers
 from windlass.engine.model.streamed_flats import StreamedFlats
 from windlass.engine.optimizer import KernelUnavailable
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, ModelKernel, Precision
 from windlass.storage.memory import ALIGNMENT_NBYTES, SlotPool
 
@@ -210,23 +211,21 @@ def _gradients_with(
 ) -> dict[str, torch.Tensor]:
     """Returns the block runner's gradients with one policy for all layers, and with a store like a job's."""
     memory = torch.empty(_STORE_NBYTES if choice.swaps else 0, dtype=torch.uint8)
-    slots = SlotPool(0, ALIGNMENT_NBYTES, memory.nbytes // ALIGNMENT_NBYTES, name="activation slots")
-    store = HostActivations(
-        Device(batch[0].device), memory, slots, max_leaving_nbytes=_STORE_NBYTES, deadline_s=_DEADLINE_S
-    )
+    token = CancelToken(_DEADLINE_S)
+    slots = SlotPool(0, ALIGNMENT_NBYTES, memory.nbytes // ALIGNMENT_NBYTES, name="activation slots", token=token)
+    device = Device(batch[0].device, token=token)
+    store = HostActivations(device, memory, slots, max_leaving_nbytes=_STORE_NBYTES)
     layers = [BlockIndex(b) for b in range(1, len(partition.layers) + 1)]
     streams = None
     if is_streamed:
-        streams = StreamedFlats(partition, layers, Device(batch[0].device, poison_released=True))
+        streams = StreamedFlats(partition, layers, Device(batch[0].device, poison_released=True, token=token))
     activations = dict.fromkeys(layers, choice)
     try:
         return block_gradients(
             partition, params, batch, targets, seed=0, step=1, activations=activations, store=store, streams=streams
         )
     finally:
-        store.stop()
-        if streams is not None:
-            streams.close()
+        token.cancel()
 
 
 def block_gradients(

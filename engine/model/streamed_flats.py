@@ -41,10 +41,6 @@ class StreamedFlats:
         """Converts whole flat params to the arguments of `BlockRunner.install` for one operation."""
         return {block: self._streamed(block, flat) if block in self._bounds else flat for block, flat in flats.items()}
 
-    def close(self) -> None:
-        """Ends the copy thread."""
-        self.buffers.close()
-
     def _streamed(self, block: BlockIndex, flat: torch.Tensor) -> StreamedParams:
         bounds = self._bounds[block]
         return StreamedParams(self.buffers, _Whole(flat), bounds, flat[bounds[-1] :])

@@ -92,10 +92,6 @@ class PieceBuffers:
             buffer.piece = buffer.copied = None
         self._params = self._moment = None
 
-    def close(self) -> None:
-        """Ends the stream's thread."""
-        self._stream.close()
-
     def hold(self, piece: int, *, backward: bool) -> torch.Tensor:
         """Acquires a piece for work of the compute stream until `release`. `backward`: for a node of the backward pass.
 

@@ -10,6 +10,7 @@ Source of the third and fourth multiplier: Appleby, MurmurHash3, and Knuth's gol
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
@@ -39,10 +40,10 @@ def rounding_keys(seed: int, step: int, position: int) -> list[int]:
     return [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in range(0, len(digest), 4)]
 
 
-def random_words(words: torch.Tensor, keys: torch.Tensor) -> list[torch.Tensor]:
+def random_words(words: torch.Tensor, keys: torch.Tensor | Sequence[int]) -> list[torch.Tensor]:
     """Returns 32 random bits for each of three states: the low half for a pair's even element, the rest for the odd.
 
-    `words`: int32, half the elements' positions. `keys`: `NUM_KEYS` int32 numbers.
+    `words`: int32, half the elements' positions. `keys`: `NUM_KEYS` int32 numbers; a tensor for compiled kernels.
     """
     mixed = words ^ keys[0]
     mixed = (mixed ^ shifted_right(mixed, 16)) * _FIRST_MULTIPLIER
@@ -74,9 +75,9 @@ def random_halves(position: int, numel: int, seed: int, step: int, device: torch
     """Returns 16 random bits, int16, for every element of a range within one key, for each of three states."""
     first = position % NUMEL_PER_KEY
     words = torch.arange(first // 2, (first + numel + 1) // 2, device=device).to(torch.int32)
-    keys = torch.tensor(rounding_keys(seed, step, position), dtype=torch.int32, device=device)
     # The low half of a word comes first in memory and belongs to the even element.
-    return [word.view(torch.int16)[first % 2 :][:numel] for word in random_words(words, keys)]
+    halves = random_words(words, rounding_keys(seed, step, position))
+    return [word.view(torch.int16)[first % 2 :][:numel] for word in halves]
 
 
 def plain_nan(values: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """A job's plan as one value, with its JSON: the planner's answer, and the fields that the service adds to it."""
 
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
@@ -10,8 +10,22 @@ from windlass.engine.memory_plan import Placement
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning.report import PlanReport
 
-# The fields that replace parts of the planner's question.
-_CHANGED_INPUTS = ("hardware", "num_optimizers", "host_memory_nbytes", "device_memory_nbytes")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanBounds:
+    """The parts of a planner's request that follow from the installation's settings and the job's budgets."""
+
+    num_optimizers: int
+    host_memory_nbytes: int | None  # budget of the arena; None: all of the machine's
+    device_memory_nbytes: int | None  # budget; None: all of the device's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedInputs:
+    """The parts of a planner's request that may change while a job waits. None: those of the request hold."""
+
+    hardware: Hardware | None
+    bounds: PlanBounds | None
 
 
 class SimulatedStep(BaseModel):
@@ -62,22 +76,24 @@ class JobPlan(BaseModel):
 
     @field_serializer("hardware")
     def _hardware_json(self, hardware: Hardware | None) -> dict[str, Any] | None:
-        """Keeps unset fields of the hardware, because a question has them."""
+        """Keeps unset fields of the hardware, because a request has them."""
         return None if hardware is None else hardware.model_dump(mode="json")
 
     @property
-    def changed_inputs(self) -> dict[str, Any]:
-        """The facts for which a renewed plan was made, such as a changed machine or budget, as in a question."""
-        return {name: value for name, value in self.to_json().items() if name in _CHANGED_INPUTS}
+    def changed_inputs(self) -> ChangedInputs:
+        """The facts for which a renewed plan was made, such as a changed machine or budget."""
+        bounds = None
+        if self.num_optimizers is not None:
+            bounds = PlanBounds(
+                num_optimizers=self.num_optimizers,
+                host_memory_nbytes=self.host_memory_nbytes,
+                device_memory_nbytes=self.device_memory_nbytes,
+            )
+        return ChangedInputs(hardware=self.hardware, bounds=bounds)
 
-
-class ReplanRequest(BaseModel):
-    """A request to plan again with the measurements of a running job."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    timeline_dir: Path  # spans of its last steps
-    first_step: int  # in steady state
-    plan: JobPlan  # the plan that the job runs with
-    num_steps_left: int
-    restart_s: float  # seconds that another attempt costs
+    def made_for(self, inputs: ChangedInputs) -> "JobPlan":
+        """Returns the plan as one that was made for these facts."""
+        changes: dict[str, object] = {} if inputs.bounds is None else asdict(inputs.bounds)
+        if inputs.hardware is not None:
+            changes["hardware"] = inputs.hardware
+        return self.model_copy(update=changes)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import math
 import os
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +16,7 @@ from windlass.engine.model import ModelLayout
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import ModelProfile, Speeds, Ways, for_lengths, speeds_of, ways_of_layer
 from windlass.planner.hardware import Hardware
+from windlass.planner.planning.bisection import MarginSearch
 from windlass.planner.planning.feasibility import numbers_of_microbatches, what_takes_memory, what_would_fit, with_part
 from windlass.planner.planning.rate_correction import Correction
 from windlass.planner.planning.report import (
@@ -315,48 +315,40 @@ def _solve(
     """
     job = profiles.job(question, num_microbatches)
     speeds, limits = question.speeds, question.limits
-    taken_off, too_little, excess = 0.0, 0.0, math.inf
+    search = MarginSearch(near=_NEAR * limits.device_nbytes)
     best: tuple[PlannedJob, Solution, list[Solution]] | None = None
-    least_excess = math.inf
-    too_much: float | None = None  # with this much subtracted there is no assignment
     for _ in range(_MAX_CORRECTIONS):
-        less = replace(limits, device_nbytes=limits.device_nbytes - taken_off)
-        if speeds.shares_cores:
-            less = replace(less, host_nbytes=limits.host_nbytes - taken_off)
         try:
-            solution, *others = candidates(job, speeds, less)
+            solution, *others = candidates(job, speeds, _less(limits, search.margin, speeds))
         except DoesNotFitError:
-            if not taken_off:
+            if not search.margin:
                 raise
-            too_much = taken_off
-            if too_much - too_little < _NEAR * limits.device_nbytes:
-                break
-            taken_off = (too_little + too_much) / 2
-            continue
+            if search.found_none():
+                continue
+            break
         if question.num_layers is not None:  # hypothetical layers cannot be counted exactly
             return job, solution, others
-        last_excess = excess
         exact, excess = _counted(question, profiles, job, solution)
         left_out = exact.nbytes[MemoryTier.DEVICE] - solution.nbytes[MemoryTier.DEVICE]
         if best is not None:
             return (job, exact, others) if excess <= 0 and exact.cost < best[1].cost else best
-        if excess <= 0:
-            best = job, exact, others
-            if not too_little < left_out < taken_off:
-                return best
-            taken_off = left_out  # more was subtracted than this solution needs, so a better one may exist
+        if excess > 0:
+            search.exceeded(excess, left_out)
             continue
-        least_excess = min(least_excess, excess)
-        # A new solution may need even more than the program counts. If that repeats, take growing steps.
-        growing = 2 * (taken_off - too_little) if excess > last_excess / 2 else 0.0
-        too_little, taken_off = taken_off, max(left_out, taken_off + max(excess, growing))
-        if too_much is not None:
-            taken_off = min(taken_off, (too_little + too_much) / 2)
+        best = job, exact, others
+        if not search.fitted(left_out):  # else more was subtracted than it needs, so a better one may exist
+            return best
     if best is not None:
         return best
     # On a CPU the device's memory is the host's, unless a budget makes it smaller.
     short = MemoryTier.HOST if speeds.shares_cores and limits.device_nbytes >= limits.host_nbytes else MemoryTier.DEVICE
-    raise DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 0) | {short: int(least_excess)})
+    raise DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 0) | {short: int(search.least_excess)})
+
+
+def _less(limits: Limits, margin: float, speeds: Speeds) -> Limits:
+    """Returns the limits with less device memory. On a CPU, that is the host's memory."""
+    less = replace(limits, device_nbytes=limits.device_nbytes - margin)
+    return replace(less, host_nbytes=limits.host_nbytes - margin) if speeds.shares_cores else less
 
 
 def _counted(question: PlanQuestion, profiles: Profiles, job: PlannedJob, solution: Solution) -> tuple[Solution, float]:

@@ -14,8 +14,9 @@ _Any = TypeVar("_Any")
 
 # Host memory of a job's processes beside the arena: Ray, and actors that each import torch.
 PROCESSES_NBYTES = 3 * GIB // 2
-# GPU memory of the driver and its libraries, which no allocator counts.
-DRIVER_NBYTES = 3 * GIB // 4
+# GPU memory that torch's allocator cannot give out: the driver's, and what the card keeps of its nominal size. It
+# leaves 22.5 GiB of a 24 GB card.
+DRIVER_NBYTES = 3 * GIB // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
 
 from windlass.actors.lifecycle import NICENESS_BESIDE_COMPUTE
 from windlass.actors.timeline import SIMULATED_FOLDER, keep_step
@@ -15,40 +14,16 @@ from windlass.engine.data import DatasetError, example_lengths
 from windlass.engine.device import retain_freed_memory
 from windlass.engine.memory_plan import ExampleLengths
 from windlass.engine.model import UnsupportedArchitectureError, load_config
-from windlass.engine.training_config import TrainingConfig
-from windlass.planner.hardware import Hardware
-from windlass.planner.planning.job_plan import JobPlan, ReplanRequest, SimulatedStep
+from windlass.planner.planning.job_plan import JobPlan, SimulatedStep
 from windlass.planner.planning.measured_steps import MIN_STEPS, load_measured
+from windlass.planner.planning.plan_request import PlanRequest, ReplanRequest
 from windlass.planner.planning.planner import Planned, PlanQuestion, Profiles, answer
 from windlass.planner.planning.replan import RunningJob, correct
 from windlass.planner.profiling import TimingCache
 from windlass.planner.simulation import Stuck, TooLong, simulate_planned
 
 
-class PlanOrder(BaseModel):
-    """A question to the planner, as stored in a file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model_dir: Path
-    hardware: Hardware
-    training: TrainingConfig
-    chooses_microbatches: bool = False  # search the fastest number of micro-batches, instead of the config's
-    # The prepared data that the job trains on; None: every example has the maximum length.
-    dataset_dir: Path | None = None
-    num_validation_examples: int = 0
-    num_optimizers: int
-    host_memory_nbytes: int | None  # budget of the arena
-    device_memory_nbytes: int | None
-    compute_threads: int | None = None  # threads of a local GPU worker; None: the hardware is another machine
-    may_measure: bool = True  # time the model's blocks with these threads; else use stored times or rates
-    kept_times_dir: Path | None = None  # folder of stored block times; None: times are not stored
-    is_alone: bool = False  # no other job computes on this machine, so new measurements are reliable
-    simulation_s: float = 0.0  # maximum seconds of the plan's simulation; 0: do not simulate
-    running: ReplanRequest | None = None  # plan again with the measurements of a running job
-
-
-def plan_job(order: PlanOrder, folder: Path, marker: Path | None = None) -> JobPlan:
+def plan_job(request: PlanRequest, folder: Path, marker: Path | None = None) -> JobPlan:
     """Plans a job, or plans a running job again.
 
     A simulation writes the spans of a step to `folder`. `marker`: a file that exists during measurements.
@@ -58,51 +33,53 @@ def plan_job(order: PlanOrder, folder: Path, marker: Path | None = None) -> JobP
         DatasetError: the job's data is missing.
         RuntimeError: the model cannot be planned by shapes alone, or too few steps were measured.
     """
-    question = question_of(order, load_config(order.model_dir), marker)
-    if order.running is not None:
-        return _plan_again(question, order.running)
-    measure_as_worker(order)
+    question = question_of(request, load_config(request.model_dir), marker)
+    if request.running is not None:
+        return _plan_again(question, request.running)
+    measure_as_worker(request)
     planned = answer(question)
     plan = _job_plan(planned)
-    if planned.solution is not None and order.simulation_s:
-        return _with_simulation(plan, order, planned, folder)
+    if planned.solution is not None and request.simulation_s:
+        return _with_simulation(plan, request, planned, folder)
     return plan
 
 
-def question_of(order: PlanOrder, config: Any, marker: Path | None = None) -> PlanQuestion:
+def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -> PlanQuestion:
     """Builds the planner's question about a model.
 
     `config`: a transformers config. `marker`: a file to be there while blocks of the model are measured.
     """
     kept_times = None
-    if order.kept_times_dir is not None:
-        machine = order.hardware.model_dump(mode="json") | {"num_threads": order.compute_threads}
-        kept_times = TimingCache(folder=order.kept_times_dir, machine=machine, is_alone=order.is_alone, marker=marker)
-    device_is_present = order.hardware.gpus.count == 0 or torch.cuda.is_available()
-    measures = order.may_measure and order.compute_threads is not None
+    if request.kept_times_dir is not None:
+        machine = request.hardware.model_dump(mode="json") | {"num_threads": request.compute_threads}
+        kept_times = TimingCache(
+            folder=request.kept_times_dir, machine=machine, is_alone=request.is_alone, marker=marker
+        )
+    device_is_present = request.hardware.gpus.count == 0 or torch.cuda.is_available()
+    measures = request.may_measure and request.compute_threads is not None
     return PlanQuestion(
         config=config,
-        hardware=order.hardware,
-        training=order.training,
-        chooses_microbatches=order.chooses_microbatches,
-        lengths=_lengths_of(order),
-        num_validation_examples=order.num_validation_examples,
-        num_optimizers=order.num_optimizers,
-        host_memory_nbytes=order.host_memory_nbytes,
-        device_memory_nbytes=order.device_memory_nbytes,
+        hardware=request.hardware,
+        training=request.training,
+        chooses_microbatches=request.chooses_microbatches,
+        lengths=_lengths_of(request),
+        num_validation_examples=request.num_validation_examples,
+        num_optimizers=request.num_optimizers,
+        host_memory_nbytes=request.host_memory_nbytes,
+        device_memory_nbytes=request.device_memory_nbytes,
         measures=measures and device_is_present,
         kept_times=kept_times,
     )
 
 
-def _lengths_of(order: PlanOrder) -> ExampleLengths | None:
-    if order.dataset_dir is None:
+def _lengths_of(request: PlanRequest) -> ExampleLengths | None:
+    if request.dataset_dir is None:
         return None
-    training = order.training
-    if order.chooses_microbatches:
+    training = request.training
+    if request.chooses_microbatches:
         raise ValueError("num_microbatches is missing: with the job's data, it decides how wide micro-batches are")
     return example_lengths(
-        order.dataset_dir,
+        request.dataset_dir,
         batch_size=training.batch_size,
         num_microbatches=training.num_microbatches,
         seed=training.seed,
@@ -110,11 +87,11 @@ def _lengths_of(order: PlanOrder) -> ExampleLengths | None:
     )
 
 
-def measure_as_worker(order: PlanOrder) -> None:
+def measure_as_worker(request: PlanRequest) -> None:
     """Configures this process to compute like a job's GPU worker, if it is to measure."""
-    if order.compute_threads is not None:
-        torch.set_num_threads(order.compute_threads)
-        if order.hardware.gpus.count == 0:
+    if request.compute_threads is not None:
+        torch.set_num_threads(request.compute_threads)
+        if request.hardware.gpus.count == 0:
             retain_freed_memory()
 
 
@@ -165,15 +142,17 @@ def _job_plan(planned: Planned) -> JobPlan:
     return JobPlan(report=planned.report, placement=solution.placement, arena_nbytes=solution.plan.arena_nbytes)
 
 
-def _with_simulation(plan: JobPlan, order: PlanOrder, planned: Planned, folder: Path) -> JobPlan:
+def _with_simulation(plan: JobPlan, request: PlanRequest, planned: Planned, folder: Path) -> JobPlan:
     """Simulates the plan with queues and waits. Adds the step's time and summary, or a warning on failure."""
     assert planned.solution is not None, "it fits"
     assert planned.layout is not None, "there is such a model"
     num_cores = len(os.sched_getaffinity(0))
     try:
-        simulated = simulate_planned(planned.solution, planned.layout, num_cores=num_cores, limit_s=order.simulation_s)
+        simulated = simulate_planned(
+            planned.solution, planned.layout, num_cores=num_cores, limit_s=request.simulation_s
+        )
     except TooLong:
-        why = f"it takes longer than {order.simulation_s:g} s"
+        why = f"it takes longer than {request.simulation_s:g} s"
     except (Stuck, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
     else:
@@ -198,10 +177,10 @@ def main() -> None:
     parser.add_argument("--measuring", type=Path, help="a file to be there while blocks of the model are measured")
     options = parser.parse_args()
     try:
-        order = PlanOrder.model_validate_json(options.question.read_text())
-        if order.running is not None:
+        request = PlanRequest.from_json(json.loads(options.question.read_text()))
+        if request.running is not None:
             os.nice(NICENESS_BESIDE_COMPUTE)
-        result: dict[str, Any] = {"ok": True, **plan_job(order, options.result.parent, options.measuring).to_json()}
+        result: dict[str, Any] = {"ok": True, **plan_job(request, options.result.parent, options.measuring).to_json()}
     except UnsupportedArchitectureError as error:
         result = _refusal("model_not_supported", str(error))
     except (DatasetError, RuntimeError, MemoryError) as error:

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -152,10 +153,10 @@ class _Bench:
         self._runner.activations = choices
         runner, batch, head = self._runner, [self._ids], self._partition.head
         blocks = [BlockIndex(0), *choices]
-        forward = {block: self._timed(block, lambda b=block: self._forward(b)) for block in blocks}  # type: ignore[misc]
-        times = {head: (self._timed(head, lambda: runner.head(1, batch), goes_backward=True), 0.0)}
+        forward = {block: self._timed(block, partial(self._forward, block)) for block in blocks}
+        times = {head: (self._timed(head, partial(runner.head, 1, batch), goes_backward=True), 0.0)}
         for block in reversed(blocks):
-            taken = self._timed(block, lambda b=block: runner.backward(b, 1, batch), goes_backward=True)  # type: ignore[misc]
+            taken = self._timed(block, partial(runner.backward, block, 1, batch), goes_backward=True)
             times[block] = forward[block], taken
         return times
 

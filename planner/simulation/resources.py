@@ -1,6 +1,5 @@
 """The resources of a simulated machine, each of which does one thing at a time, and the work for them."""
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from windlass.actors.timeline import WHOLE_BLOCK, Level
 from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.simulation.cores import SharedCores
 from windlass.planner.simulation.waiting import Process
+from windlass.storage.priority_queue import PriorityQueue
 
 # Share of a piece: a shorter rest of a transfer counts as nothing, because times are sums with rounding errors.
 _ROUNDING = 1e-6
@@ -167,15 +167,12 @@ class Resource:
 class _Transfer:
     """A transfer to or from an SSD."""
 
-    urgency: tuple[tuple[int, int], int]  # (priority, order of arrival)
+    rank: tuple[int, int, int]  # its priority and its order of arrival, which it keeps when it is interrupted
     left_s: float
     piece_s: float
     cpu_s: float
     over: simpy.Event
     start_s: float | None = None
-
-    def __lt__(self, other: "_Transfer") -> bool:
-        return self.urgency < other.urgency
 
 
 class Ssd:
@@ -186,7 +183,7 @@ class Ssd:
         self._log = log
         self._name = name
         self._cpu_s_per_byte = cpu_s_per_byte
-        self._waiting: list[_Transfer] = []  # heap
+        self._waiting: PriorityQueue[_Transfer] = PriorityQueue()
         self._moving: _Transfer | None = None
         self._since_s = 0.0
         self._num_arrived = 0
@@ -208,18 +205,18 @@ class Ssd:
         self._num_arrived += 1
         over = self._log.env.event()
         cpu_s = nbytes * self._cpu_s_per_byte
-        transfer = _Transfer((priority, self._num_arrived), duration_s, duration_s / num_pieces, cpu_s, over)
-        heapq.heappush(self._waiting, transfer)
+        transfer = _Transfer((*priority, self._num_arrived), duration_s, duration_s / num_pieces, cpu_s, over)
+        self._waiting.push(transfer.rank, transfer)
         if self._moving is None:
             self._begin()
-        elif transfer < self._moving:
+        elif transfer.rank < self._moving.rank:
             self._cut_short(self._moving)
         yield over
         assert transfer.start_s is not None, "it is over"
         self._log.note(self._name, kind, step, block, chunk, transfer.start_s, nbytes)
 
     def _begin(self) -> None:
-        self._moving = moving = heapq.heappop(self._waiting)
+        self._moving = moving = self._waiting.pop()
         self._since_s = self._log.env.now
         if moving.start_s is None:
             moving.start_s = self._since_s
@@ -250,7 +247,7 @@ class Ssd:
             moving.over.succeed()
         else:
             moving.left_s -= self._log.env.now - self._since_s
-            heapq.heappush(self._waiting, moving)
+            self._waiting.push(moving.rank, moving)
         self._moving = None
         if self._waiting:
             self._begin()

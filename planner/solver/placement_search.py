@@ -113,12 +113,32 @@ _RESOURCES = {
     "ssd": (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE, Part.SSD_FLUSH),
     "optimizer": (Part.OPTIMIZER,),
 }
-# Options that save device memory and cost time. The saved memory may be worth more for other uses.
-_MEMORY_SAVERS: tuple[dict[str, Any], ...] = tuple(
-    {"num_grad_buffers": num_grad_buffers, "streams": streams}
-    for num_grad_buffers in (MAX_GRAD_BUFFERS, 1)
-    for streams in (False, True)
-)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MemorySaver:
+    """Options that save memory and cost time. The saved memory may be worth more for other uses."""
+
+    spills: bool  # kept gradients go to the SSDs
+    num_grad_buffers: int
+    streams: bool  # layers are copied to the device in pieces
+
+    def num_changes(self, costs: StepCosts) -> int:
+        """Returns how many of the options that save device memory differ from those of `costs`."""
+        return [self.num_grad_buffers != costs.num_grad_buffers, self.streams != costs.streams].count(True)
+
+    def of(self, costs: StepCosts) -> StepCosts:
+        """Returns the costs with these options."""
+        return replace(costs, spills=self.spills, num_grad_buffers=self.num_grad_buffers, streams=self.streams)
+
+
+def _memory_savers(*, spills: bool) -> tuple[_MemorySaver, ...]:
+    """Returns the combinations of options, those that cost least time first."""
+    return tuple(
+        _MemorySaver(spills=spills, num_grad_buffers=num_grad_buffers, streams=streams)
+        for num_grad_buffers in (MAX_GRAD_BUFFERS, 1)
+        for streams in (False, True)
+    )
 
 
 def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
@@ -141,11 +161,11 @@ def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution
     for spills in _spills(job):
         if solutions_found and min(solutions_found, key=lambda solution: solution.cost).has_room:
             break
-        savers = iter(_MEMORY_SAVERS)
-        for saver in savers:
-            solutions = _solutions(job, speeds, limits, {"spills": spills, **saver}, missing)
+        savers = _memory_savers(spills=spills)
+        for number, saver in enumerate(savers, start=1):
+            solutions = _solutions(job, speeds, limits, saver, missing)
             if solutions:
-                solutions_found += (*solutions, *_with_memory_savers(solutions, limits, savers))
+                solutions_found += (*solutions, *_with_memory_savers(solutions, limits, savers[number:]))
                 break
     if not solutions_found:
         raise DoesNotFitError(
@@ -158,7 +178,7 @@ def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution
 
 
 def _solutions(
-    job: PlannedJob, speeds: Speeds, limits: Limits, saver: dict[str, Any], missing: list[DoesNotFitError]
+    job: PlannedJob, speeds: Speeds, limits: Limits, saver: _MemorySaver, missing: list[DoesNotFitError]
 ) -> list[Solution]:
     """Returns the solutions with a memory-saving option. If there are none, appends the reasons to `missing`."""
     lacking = _programs_without_assignment(job, speeds, limits, saver)
@@ -172,7 +192,7 @@ def _solutions(
         if solutions:
             break
         for group_size in group_sizes(job.num_microbatches):
-            costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, **saver)
+            costs = saver.of(StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size))
             for variant in _saving_memory(costs, depths):
                 try:
                     solutions.append(_solve(variant))
@@ -185,7 +205,7 @@ def _solutions(
 
 
 def _with_memory_savers(
-    solutions: Sequence[Solution], limits: Limits, savers: Iterable[dict[str, Any]]
+    solutions: Sequence[Solution], limits: Limits, savers: Iterable[_MemorySaver]
 ) -> Iterator[Solution]:
     """Yields the best solution with further memory-saving options, if device memory is short.
 
@@ -195,10 +215,10 @@ def _with_memory_savers(
     if best.nbytes[MemoryTier.DEVICE] < (1 - _FREE_SHARE) * limits.device_nbytes:
         return
     for saver in savers:
-        if sum(getattr(best.costs, name) != value for name, value in saver.items()) > 1:
+        if saver.num_changes(best.costs) > 1:
             continue
         with contextlib.suppress(DoesNotFitError):
-            solution = _solve(replace(best.costs, limits=limits, **saver))
+            solution = _solve(replace(saver.of(best.costs), limits=limits))
             best = min(best, solution, key=lambda candidate: candidate.cost)
             yield solution
 
@@ -212,7 +232,7 @@ def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: MemoryTi
     needs: list[float] = []
     # On a CPU the device uses the host's memory, so both limits grow together.
     beside = (TIER_INDEX[MemoryTier.DEVICE],) if speeds.shares_cores and tier is MemoryTier.HOST else ()
-    for saver in _memory_savers(job):
+    for saver in _all_memory_savers(job):
         for program in _programs_at_the_border(job, speeds, limits, saver):
             lacking = shortfall_of(program, TIER_INDEX[tier], beside=beside)
             if lacking is not None:
@@ -222,12 +242,12 @@ def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: MemoryTi
 
 def may_fit(job: PlannedJob, speeds: Speeds, limits: Limits) -> bool:
     """Checks whether the program has an assignment. A plan may need more. For the groups see `least_nbytes`."""
-    savers = reversed(_memory_savers(job))  # the most saving options first
+    savers = reversed(_all_memory_savers(job))  # the most saving options first
     return any(_programs_without_assignment(job, speeds, limits, saver) is None for saver in savers)
 
 
-def _memory_savers(job: PlannedJob) -> list[dict[str, Any]]:
-    return [{"spills": spills, **saver} for spills in _spills(job) for saver in _MEMORY_SAVERS]
+def _all_memory_savers(job: PlannedJob) -> list[_MemorySaver]:
+    return [saver for spills in _spills(job) for saver in _memory_savers(spills=spills)]
 
 
 def _spills(job: PlannedJob) -> tuple[bool, ...]:
@@ -238,26 +258,18 @@ def _spills(job: PlannedJob) -> tuple[bool, ...]:
     return (False, True) if job.keeps_grads else (False,)
 
 
-def _programs_at_the_border(
-    job: PlannedJob, speeds: Speeds, limits: Limits, saver: dict[str, Any]
-) -> Iterator[Program]:
+def _programs_at_the_border(job: PlannedJob, speeds: Speeds, limits: Limits, saver: _MemorySaver) -> Iterator[Program]:
     """Yields the programs that need least memory. If any program has an assignment, one of these has."""
     depths = QueueDepths(leaving_nbytes=0)
     for group_size, overflows in itertools.product({1, job.num_microbatches}, (True, False)):
-        costs = StepCosts(
-            job=job,
-            speeds=speeds,
-            limits=limits,
-            group_size=group_size,
-            overflows=overflows,
-            depths=depths,
-            **saver,
+        costs = saver.of(
+            StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, overflows=overflows, depths=depths)
         )
         yield costs.program(costs.kinds())
 
 
 def _programs_without_assignment(
-    job: PlannedJob, speeds: Speeds, limits: Limits, saver: dict[str, Any]
+    job: PlannedJob, speeds: Speeds, limits: Limits, saver: _MemorySaver
 ) -> list[Program] | None:
     """Returns the programs of `_programs_at_the_border` if none of them has an assignment, else None."""
     programs = []
@@ -348,12 +360,13 @@ def solution_of(costs: StepCosts, placement: Placement, arena_nbytes: int) -> So
 
 def _solution(costs: StepCosts, placement: Placement, plan: Plan, outcome: Outcome) -> Solution:
     nbytes = values_by_tier(outcome.nbytes)
+    num_memory_savers = [costs.streams, costs.num_grad_buffers == 1].count(True)
     return Solution(
         costs=costs,
         placement=replace(placement, num_cached_params=plan.num_cached_params),
         plan=plan,
         step_s=outcome.step_s,
-        cost=outcome.cost * (1 + _MEMORY_SAVER_PENALTY * (costs.streams + (costs.num_grad_buffers == 1))),
+        cost=outcome.cost * (1 + _MEMORY_SAVER_PENALTY * num_memory_savers),
         seconds=dict(zip(Part, outcome.seconds, strict=True)),
         nbytes={
             MemoryTier.DEVICE: int(nbytes[MemoryTier.DEVICE]),
@@ -413,14 +426,15 @@ def _placement(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) 
 
 
 def _letting_tensors_leave(costs: StepCosts, ways: Iterable[ActivationOption], *, num_stores: int) -> QueueDepths:
-    """Returns depths with room for the largest swapped tensor, because a single tensor is always admitted.
+    """Returns depths with room for the largest swapped tensors: one for each store, and see `StepCosts.num_leaving`.
 
     On a CPU nothing is on its way out while the next layer is computed, so the depths do not change.
     """
     largest = max((nbytes for way in ways for nbytes in way.out_nbytes), default=0)
     if costs.speeds.shares_cores:
         return costs.depths
-    return replace(costs.depths, leaving_nbytes=max(costs.depths.leaving_nbytes, num_stores * largest))
+    num_leaving = max(costs.num_leaving, num_stores)
+    return replace(costs.depths, leaving_nbytes=max(costs.depths.leaving_nbytes, num_leaving * largest))
 
 
 def _assignment(costs: StepCosts, kinds: Sequence[Kind], placement: Placement) -> Assignment:

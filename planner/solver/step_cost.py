@@ -257,9 +257,9 @@ class StepCosts:
         seconds[Part.D2H_BACKWARD] = (grad_nbytes + partial_nbytes) / speeds.d2h_bytes
         seconds[Part.OPTIMIZER] = numel / speeds.optimizer_params
         if tier is StateTier.SSD:
-            seconds[Part.SSD_FORWARD] = self.num_groups * param_nbytes / speeds.read_bytes
-            is_head = block == len(job.model.layers) + 1
-            seconds[Part.SSD_BACKWARD] = 0.0 if is_head else self.num_groups * param_nbytes / speeds.read_bytes
+            reads_forward, reads_backward = self._fetches(block)
+            seconds[Part.SSD_FORWARD] = reads_forward * param_nbytes / speeds.read_bytes
+            seconds[Part.SSD_BACKWARD] = reads_backward * param_nbytes / speeds.read_bytes
         if tier in (StateTier.CACHED, StateTier.SSD):
             read_s = numel * (job.read_itemsize - self._read_from_memory(tier)) / speeds.read_bytes
             seconds[Part.SSD_UPDATE] = read_s + numel * job.state_itemsize / speeds.write_bytes
@@ -295,13 +295,23 @@ class StepCosts:
 
     def _uses(self, block: int) -> tuple[int, int]:
         """Returns how often a block's params are copied to the device in the forward and in the backward pass."""
-        head = len(self.job.model.layers) + 1
-        if block == head:
-            return self.num_groups, 0
-        if self.streams and block:
+        if block in self.streamed_blocks:
             # Once for each micro-batch. The backward pass recomputes, and then uses the matrices again from the end.
             return self.job.num_microbatches, 2 * self.job.num_microbatches
-        return self.num_groups, self.num_groups
+        return self._fetches(block)
+
+    def _fetches(self, block: int) -> tuple[int, int]:
+        """Returns how often a block's params are fetched in the forward and in the backward pass; an upper bound.
+
+        The bound is exact for the embedding and the head. A block of a size of its own has a device buffer of its own,
+        where all operations of a step find its params. Of other blocks, those in the buffers at the turns of a pass are
+        fetched once less (`BlockBuffers`). That depends on the order in which blocks are placed, so it is not counted.
+        """
+        numels = [other.numel for other in self.job.model.blocks]
+        if block not in self.streamed_blocks and numels.count(numels[block]) == 1:
+            return 1, 0
+        is_head = block == len(self.job.model.layers) + 1
+        return self.num_groups, 0 if is_head else self.num_groups
 
     def _activation_option(self, layer: LayerProfile, way: ActivationOption) -> Option:
         job, speeds = self.job, self.speeds
@@ -340,12 +350,20 @@ class StepCosts:
     def _most_leaving_nbytes(self) -> float:
         """Returns the maximum bytes of swapped activations that have not left the device yet.
 
-        A single tensor is always admitted. So the result is at least the largest tensor of the option whose tensors are
-        smallest.
+        The result has room for the largest tensors of the option whose tensors are smallest: see `num_leaving`.
         """
         ways = (way for layer in self.job.model.blocks_of_layers for way in self.job.ways(layer))
         largest = min((max(way.out_nbytes) for way in ways if way.out_nbytes), default=0)
-        return max(self.depths.leaving_nbytes, largest)
+        return max(self.depths.leaving_nbytes, self.num_leaving * largest)
+
+    @property
+    def num_leaving(self) -> int:
+        """The number of tensors that may be leaving the device, however large they are.
+
+        With one, the thread that launches kernels would wait for each copy. A single one is always admitted, for plans
+        that must save device memory.
+        """
+        return 2 if self.depths.leaving_nbytes else 1
 
     @property
     def _transit_nbytes(self) -> float:

@@ -87,13 +87,7 @@ def plan(
         raise CommandError(
             f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"
         )
-    if gradient_updates not in ("auto", *UpdateOrder):
-        raise CommandError(f"--gradient-updates: {gradient_updates!r} is not one of auto, {', '.join(UpdateOrder)}")
-    if clip and gradient_updates != "auto" and not UpdateOrder(gradient_updates).keeps_grads:
-        raise CommandError(
-            f"--gradient-updates: with {gradient_updates} updates begin before the norm of all gradients is known; add "
-            "--no-clip, or choose kept"
-        )
+    _check_order_of_updates(gradient_updates, clip=clip)
     asked = _settings(
         precision=precision,
         state_precision=state_precision,
@@ -145,6 +139,17 @@ def plan(
         raise typer.Exit(2)
 
 
+def _check_order_of_updates(gradient_updates: str, *, clip: bool) -> None:
+    """Raises CommandError for an unknown order, or one that does not go with clipping."""
+    if gradient_updates not in ("auto", *UpdateOrder):
+        raise CommandError(f"--gradient-updates: {gradient_updates!r} is not one of auto, {', '.join(UpdateOrder)}")
+    if clip and gradient_updates != "auto" and not UpdateOrder(gradient_updates).keeps_grads:
+        raise CommandError(
+            f"--gradient-updates: with {gradient_updates} updates begin before the norm of all gradients is known; add "
+            "--no-clip, or choose kept"
+        )
+
+
 def _settings(**asked: Any) -> WindlassSettings:
     """Checks settings in the same way as a request's object `windlass`.
 
@@ -188,15 +193,15 @@ def _question(
 ) -> "PlanQuestion":
     """Makes the question that a job's preparation would send to the planner. The answer then holds for such a job."""
     os.environ.update(WAIT_POLICY)  # before torch is imported
-    from windlass.planner.planning import PlanOrder, measure_as_worker, question_of
-    from windlass.service.jobs import MachineResources, plan_question
+    from windlass.planner.planning import measure_as_worker, question_of
+    from windlass.service.jobs import MachineResources, plan_request
     from windlass.service.processes import is_box_free
 
     config = _config(settings, model, sequence_length)
     training = hypothetical_config(
         asked, batch_size=batch_size, num_microbatches=num_microbatches or 1, sequence_length=sequence_length
     )
-    question = plan_question(
+    request = plan_request(
         settings,
         machine,
         MachineResources.here() if is_local else None,
@@ -207,9 +212,8 @@ def _question(
         num_validation_examples=num_validation_examples,
         has_gpus=is_local and machine.gpus.count > 0 and is_box_free(settings),
     )
-    order = PlanOrder.model_validate(question)
-    measure_as_worker(order)
-    return question_of(order, config)
+    measure_as_worker(request)
+    return question_of(request, config)
 
 
 def _config(settings: Settings, model: str, sequence_length: int) -> Any:

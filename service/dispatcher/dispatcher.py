@@ -9,15 +9,15 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 from pathlib import Path
 
 from windlass.actors.job import OUTCOME, JournalRecord
-from windlass.actors.lifecycle import close_attempt, has_begun, kill_attempt, last_sign_of_life
+from windlass.actors.lifecycle import has_begun, last_sign_of_life
 from windlass.actors.scheduler import ROOM
 from windlass.planner.planning import JobPlan
-from windlass.service.data import free_space, jobs_with_states, remove_arenas, remove_states
+from windlass.service.data import jobs_with_states
 from windlass.service.dispatcher.capacity import MachineCapacity, read_capacity
 from windlass.service.dispatcher.housekeeping import Housekeeping
 from windlass.service.dispatcher.job_watch import AttemptPhase, AttemptWatch, JobWatch, JobWatches, StopKind
@@ -41,7 +41,7 @@ from windlass.service.dispatcher.replanner import (
     ask_planner,
     must_end_for_plan,
 )
-from windlass.service.dispatcher.runners import RunnerLostError, Runners
+from windlass.service.dispatcher.runners import EndedAttempts, RunnerLostError, Runners
 from windlass.service.installation import Settings, about, is_out_of_room, room_reason
 from windlass.service.jobs import (
     MachineResources,
@@ -71,10 +71,6 @@ _LOG = logging.getLogger(__name__)
 
 # Seconds after which a runner is requested again to end.
 _STOP_RETRY_S = 10.0
-# Seconds for a runner whose attempt is over to close its files and end its other actors.
-_KILL_AFTER_S = 180.0
-# Seconds for the other actors to outlive their runner; Ray ends them with it.
-_KILL_ORPHANS_AFTER_S = 5.0
 # Seconds without a sign of life after which a runner counts as hung. It gives a sign every second.
 _SILENT_S = 60.0
 _HANGS = f"its runner hung: it gave no sign of life for {_SILENT_S:g} s"
@@ -126,6 +122,7 @@ class Dispatcher:
         self._corrections = Replanner(database, settings, by_steps, ask=ask)
         self._renewals = Replanner(database, settings, ChangedMachine(settings=settings), ask=ask)
         self._watches: JobWatches = JobWatches(JobWatch)
+        self._ended = EndedAttempts(database, settings, runners, self._watches, clock=clock)
         self._queue = JobQueue(
             database,
             settings,
@@ -169,14 +166,14 @@ class Dispatcher:
         for job in running:
             self._guarded(about(job.id, job.attempt), self._watch, job)
         self._corrections.drop(keep={job.id for job in running})
-        for job_id, attempt in self._attempts_over().items():
-            self._guarded(about(job_id, attempt.attempt), self._clean_up_ended, job_id, attempt)
+        for job_id, attempt in self._ended.attempts().items():
+            self._guarded(about(job_id, attempt.attempt), self._ended.clean_up, job_id, attempt)
         validating = self._jobs(JobStatus.VALIDATING_FILES)
         self._preparations.arrange(validating, starting=[job for job in running if is_starting(job)])
         for job in validating:
             self._guarded(about(job.id, job.attempt), self._preparations.advance, job, validating)
         self._launch_next()
-        busy = {*self._attempts_over(), *self._preparations.job_ids}
+        busy = {*self._ended.attempts(), *self._preparations.job_ids}
         self._housekeeping.tick(busy=busy)
         self._forget_all_but({*busy, *self._queue.job_ids, *(job.id for job in (*running, *validating))})
         self._last_pass_failed = False
@@ -214,13 +211,13 @@ class Dispatcher:
                 job = JobRepository(session).find(job_id)
                 deleted = DeletionRepository(session).deleted_job(job_id)
             if job is not None and job.status in TERMINAL_STATUSES:
-                self._await_exit(job.id, job.attempt)
+                self._ended.await_exit(job.id, job.attempt)
             elif deleted is not None:  # this SSD was absent when the job was removed
-                self._await_exit(job_id, deleted.attempt)
+                self._ended.await_exit(job_id, deleted.attempt)
         with self._database.read() as session:
             doomed = DeletionRepository(session).jobs_to_remove(self._lease.node)
         for deleted_job in doomed:
-            self._await_exit(deleted_job.id, deleted_job.attempt)
+            self._ended.await_exit(deleted_job.id, deleted_job.attempt)
         for job in self._jobs(*ACTIVE_STATUSES):
             self._guarded(about(job.id, job.attempt), self._adopt, job)
 
@@ -228,7 +225,7 @@ class Dispatcher:
         if job.status in (JobStatus.RUNNING, JobStatus.PAUSING):
             self._end_unless_begun(job)
         elif job.attempt:
-            self._await_exit(job.id, job.attempt)
+            self._ended.await_exit(job.id, job.attempt)
 
     # --- running jobs -----------------------------------------------------------------------------------------------
 
@@ -256,7 +253,7 @@ class Dispatcher:
                 fail_job(session, job, "journal_damaged", str(error))
             is_over = True
         if is_over:
-            self._await_exit(job.id, job.attempt, 0.0 if runner is _Runner.HUNG else _KILL_AFTER_S)
+            self._ended.await_exit(job.id, job.attempt, is_hung=runner is _Runner.HUNG)
             self._note_room_needed(job, records)
             self._report_full_disk(job)
         else:
@@ -365,64 +362,11 @@ class Dispatcher:
                 attempt.enter(AttemptPhase.STOPPING)
             send(JobId(job.id), attempt.attempt)
 
-    # --- ended attempts ---------------------------------------------------------------------------------------------
-
-    def _attempts_over(self) -> Mapping[str, AttemptWatch]:
-        """Returns the ended attempts whose processes or states remain, by job."""
-        watches = self._watches.items()
-        return {job_id: last for job_id, watch in watches if (last := watch.attempt) is not None and last.is_over}
-
-    def _clean_up_ended(self, job_id: str, attempt: AttemptWatch) -> None:
-        """Frees the memory and SSD space of an ended attempt once its processes are gone."""
-        if attempt.phase is AttemptPhase.EXITING:
-            if not self._have_exited(job_id, attempt):
-                return
-            attempt.enter(AttemptPhase.EXITED)
-            remove_arenas()
-        with self._database.read() as session:
-            job = JobRepository(session).find(job_id)
-            deleted = DeletionRepository(session).deleted_job(job_id)
-        if job is None:
-            if deleted is not None:
-                free_space(self._settings, JobId(job_id), self._settings.fine_tuned_dir / deleted.model)
-            del self._watches[job_id]
-        elif job.status in TERMINAL_STATUSES:  # else the next attempt needs the states
-            remove_states(self._settings, job)
-            del self._watches[job_id]
-
-    def _have_exited(self, job_id: str, attempt: AttemptWatch) -> bool:
-        """Returns whether all processes of the attempt are gone, so that none can write.
-
-        Kills those that stay too long.
-        """
-        now = self._clock()
-        if self._runners.is_alive(JobId(job_id), attempt.attempt):
-            if now >= attempt.kill_at:
-                self._runners.kill(JobId(job_id), attempt.attempt)
-            return False
-        folder = job_dir(self._settings, job_id)
-        if close_attempt(folder, attempt.attempt):
-            return True
-        attempt.kill_at = min(attempt.kill_at, now + _KILL_ORPHANS_AFTER_S)
-        if now >= attempt.kill_at and (killed := kill_attempt(folder, attempt.attempt)):
-            _LOG.warning(
-                "processes %s outlived their runner and were killed", killed, extra=about(job_id, attempt.attempt)
-            )
-        return False
-
-    def _await_exit(self, job_id: str, number: int, kill_after_s: float = _KILL_AFTER_S) -> None:
-        """Watches the processes of an ended attempt, until they exit or are killed."""
-        watch = self._watches[job_id]
-        if watch.attempt is None or watch.attempt.attempt != number or watch.attempt.is_over:
-            watch.attempt = AttemptWatch(attempt=Attempt(number))
-        watch.attempt.enter(AttemptPhase.EXITING)
-        watch.attempt.kill_at = self._clock() + kill_after_s
-
     # --- the queue --------------------------------------------------------------------------------------------------
 
     def _launch_next(self) -> None:
         """Launches the jobs whose turn it is, and stores why the others wait."""
-        over = self._attempts_over().items()
+        over = self._ended.attempts().items()
         leaving = {job_id for job_id, attempt in over if attempt.phase is AttemptPhase.EXITING}
         verdicts = self._queue.verdicts(leaving, self._preparations.soon_ready)
         self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
@@ -470,7 +414,7 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001  # any error here is this job's error
             _LOG.exception("could not be started", extra=about(job.id, attempt))
             # All started processes must be gone before the next job gets the device.
-            self._await_exit(job.id, attempt)
+            self._ended.await_exit(job.id, attempt)
             self._runners.kill(JobId(job.id), attempt)
             with self._database.write() as session:
                 if isinstance(error, RunnerLostError) or may_find_room_later(error, attempt):

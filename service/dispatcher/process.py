@@ -141,13 +141,13 @@ def _connect(settings: Settings) -> tuple[RayCluster | RayNode, MachineResources
     """
     if settings.ray_address is not None:
         node = RayNode.join(settings.ray_address)
-        return node, node.machinery
+        return node, node.resources
     here = MachineResources.here()
     cluster = RayCluster(settings.home)
     cluster.ensure_running(num_cpus=here.num_cores, num_gpus=here.num_gpus)
     cluster.connect()
     # An adopted daemon may be older than a GPU's driver. Jobs get the GPUs that Ray was started with.
-    resources = RayNode.of_this_process().machinery
+    resources = RayNode.of_this_process().resources
     if resources.num_gpus != here.num_gpus:
         _LOG.warning(
             "the driver lists %d GPUs, but Ray was started when there were %d, and jobs get those; "

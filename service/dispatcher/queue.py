@@ -191,7 +191,9 @@ class JobQueue:
                 JobRepository(session).ask_to_yield(victim, job.id, message=message, seen=running)
             _LOG.info(
                 "of priority %d, it makes room for job %s, of priority %d",
-                *(running.priority, job.id, job.priority),
+                running.priority,
+                job.id,
+                job.priority,
                 extra=about(victim, running.attempt),
             )
 
@@ -260,7 +262,7 @@ class JobQueue:
 
     def _read_demand(self, job: Job) -> Demand:
         try:
-            budget_nbytes = plan_bounds(self._settings, job)["host_memory_nbytes"]
+            budget_nbytes = plan_bounds(self._settings, job).host_memory_nbytes
             plan, is_cpu = load_plan(self._settings, job), self._resources.num_gpus == 0
             return demand_of(plan, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
         # the job's own launch will fail, and other jobs are not affected
@@ -274,7 +276,8 @@ class JobQueue:
 
     def _holder(self, job: Job, capacity: MachineCapacity, is_leaving: bool, *, highest: int) -> Holder:
         demand = self._demand(job)
-        is_leaving |= job.status is not JobStatus.RUNNING or job.cancel_requested or job.yields_to is not None
+        is_to_end = job.status is not JobStatus.RUNNING or job.cancel_requested or job.yields_to is not None
+        is_leaving = is_leaving or is_to_end
         may_be_paused = not is_leaving and job.priority > highest
         return Holder(
             job_id=job.id,

@@ -7,14 +7,14 @@ the dispatcher dies meanwhile.
 import shutil
 import statistics
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from windlass.actors.timeline import FOLDER
-from windlass.planner.planning import MIN_STEPS, JobPlan, ReplanRequest
+from windlass.planner.planning import MIN_STEPS, ChangedInputs, JobPlan, PlanRequest, ReplanRequest
 from windlass.service.installation import Settings
-from windlass.service.jobs import job_dir, keep_plan, load_plan, load_question, plan_bounds
+from windlass.service.jobs import job_dir, keep_plan, load_plan, load_plan_request, plan_bounds
 from windlass.service.machine import measured_hardware
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step, tell_warnings
 from windlass.service.preparation.sandbox import Start, start_limited
@@ -29,22 +29,22 @@ _MIN_LEFT_S = 60.0
 # Cost of a restart, in times of the attempt's start: one for the new attempt's start and one for the old one's end.
 _STARTS_A_RESTART = 2
 
-Ask = Callable[[Path, dict[str, Any]], Preparation]
+Ask = Callable[[Path, PlanRequest], Preparation]
 
 
-def ask_planner(work_dir: Path, question: dict[str, Any], start: Start = start_limited) -> Preparation:
+def ask_planner(work_dir: Path, request: PlanRequest, start: Start = start_limited) -> Preparation:
     """Starts a planner process. Its files go to `work_dir`, which is created anew."""
     shutil.rmtree(work_dir, ignore_errors=True)
     work_dir.mkdir(parents=True)
-    return Preparation([plan_step(work_dir, question)], work_dir=work_dir, start=start)
+    return Preparation([plan_step(work_dir, request)], work_dir=work_dir, start=start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replan:
-    """A plan to make again: the planner's question, and the plan that follows from its answer."""
+    """A plan to make again: the request to the planner, and the plan that follows from its answer."""
 
     work_dir: Path
-    question: dict[str, Any]
+    request: PlanRequest
     accept: Callable[[JobPlan], JobPlan]  # makes the job's next plan from the planner's plan
     reject: Callable[[str], JobPlan]  # makes it from the previous plan; gets the reason why there is no other
     reports_step_time: bool  # in the event
@@ -88,7 +88,7 @@ class Replanner:
             return True
         replan = self._trigger(job)
         if replan is not None and running is None:
-            preparation = self._ask(replan.work_dir, replan.question)
+            preparation = self._ask(replan.work_dir, replan.request)
             attempt = Attempt(job.attempt)
             self._running = _Running(job_id=job.id, attempt=attempt, replan=replan, preparation=preparation)
         return replan is not None
@@ -171,27 +171,22 @@ class MeasuredSteps:
         num_left = job.total_steps - job.step
         if num_left * statistics.median(_step_s(row) for row in steps[_NUM_FIRST_STEPS:]) < _MIN_LEFT_S:
             return None
-        plan, question = load_plan(self.settings, job), load_question(self.settings, job)
-        if plan is None or plan.placement is None or question is None:
+        plan, request = load_plan(self.settings, job), load_plan_request(self.settings, job)
+        if plan is None or plan.placement is None or request is None:
             return None
         start_s = steps[0].created_at - _step_s(steps[0]) - began.created_at
         folder = job_dir(self.settings, job.id)
-        request = ReplanRequest(
+        running = ReplanRequest(
             timeline_dir=folder / FOLDER,
             first_step=steps[_NUM_FIRST_STEPS].step,
             plan=plan,
             num_steps_left=num_left,
             restart_s=_STARTS_A_RESTART * max(0.0, start_s),
         )
-        # The planner must not measure blocks while the job computes. It uses the job's own steps.
-        changes = {
-            "may_measure": False,
-            "simulation_s": 0.0,
-            "running": request.model_dump(mode="json", exclude_unset=True),
-        }
         return Replan(
             work_dir=folder / "correction",
-            question=question | changes,
+            # The planner must not measure blocks while the job computes. It uses the job's own steps.
+            request=replace(request, may_measure=False, simulation_s=0.0, running=running),
             accept=lambda answer: _corrected(plan, answer, job.attempt),
             reject=lambda why: _uncorrected(plan, why),
             reports_step_time=True,
@@ -205,15 +200,15 @@ def must_end_for_plan(settings: Settings, job: Job) -> bool:
 
 
 def _corrected(before: JobPlan, answer: JobPlan, attempt: int) -> JobPlan:
-    return JobPlan(
+    plan = JobPlan(
         report=answer.report,
         placement=answer.placement,
         arena_nbytes=answer.arena_nbytes,
         message=answer.message,
         corrected=True,
         from_attempt=attempt + 1 if answer.changes else None,
-        **before.changed_inputs,
     )
+    return plan.made_for(before.changed_inputs)
 
 
 def _uncorrected(before: JobPlan, why: str) -> JobPlan:
@@ -241,16 +236,18 @@ class ChangedMachine:
 
     def __call__(self, job: Job) -> Replan | None:
         """Returns the renewal of a job's plan, or None if nothing has changed or the job has no plan."""
-        plan, question, now = load_plan(self.settings, job), load_question(self.settings, job), self._inputs(job)
-        if plan is None or question is None:
+        plan, before = load_plan(self.settings, job), load_plan_request(self.settings, job)
+        if plan is None or before is None:
             return None
-        changed = [name for name, value in now.items() if question.get(name, value) != value]
-        if not changed:
+        now = ChangedInputs(hardware=measured_hardware(self.settings), bounds=plan_bounds(self.settings, job))
+        request = before.with_inputs(now)
+        if request == before:
             return None
-        why = "The machine was measured again" if "hardware" in changed else "The settings' budgets have changed"
+        is_other_machine = request.hardware != before.hardware
+        why = "The machine was measured again" if is_other_machine else "The settings' budgets have changed"
         return Replan(
             work_dir=job_dir(self.settings, job.id) / "renewal",
-            question=question | now,
+            request=request,
             accept=lambda answer: _renewed(answer, now, job.attempt, why),
             reject=lambda why_not: _not_renewed(
                 plan, now, job.attempt, f"{why}, but there is no new plan, and the previous plan is kept: {why_not}"
@@ -258,26 +255,20 @@ class ChangedMachine:
             reports_step_time=False,
         )
 
-    def _inputs(self, job: Job) -> dict[str, Any]:
-        """Returns the parts of a planner's question that may have changed by now."""
-        hardware = measured_hardware(self.settings)
-        measured = {} if hardware is None else {"hardware": hardware.model_dump()}
-        return {**plan_bounds(self.settings, job), **measured}
 
-
-def _renewed(answer: JobPlan, now: dict[str, Any], attempt: int, why: str) -> JobPlan:
-    return JobPlan(
+def _renewed(answer: JobPlan, now: ChangedInputs, attempt: int, why: str) -> JobPlan:
+    plan = JobPlan(
         report=answer.report,
         placement=answer.placement,
         arena_nbytes=answer.arena_nbytes,
         message=f"{why}: the job goes on by a new plan",
         corrected=False,
         from_attempt=attempt + 1,
-        **now,
     )
+    return plan.made_for(now)
 
 
-def _not_renewed(before: JobPlan, now: dict[str, Any], attempt: int, message: str) -> JobPlan:
+def _not_renewed(before: JobPlan, now: ChangedInputs, attempt: int, message: str) -> JobPlan:
     """Makes a plan with the new facts, so that it is not renewed again."""
-    about = {"corrected": False, "from_attempt": attempt + 1, "told": message}
-    return JobPlan.model_validate({**before.to_json(), **about, **now})
+    about = {"corrected": False, "from_attempt": attempt + 1, "message": message}
+    return before.model_copy(update=about).made_for(now)

@@ -5,7 +5,7 @@ from windlass.service.jobs.plan_files import expected_pace as expected_pace
 from windlass.service.jobs.plan_files import has_plan as has_plan
 from windlass.service.jobs.plan_files import keep_plan as keep_plan
 from windlass.service.jobs.plan_files import load_plan as load_plan
-from windlass.service.jobs.plan_files import load_question as load_question
+from windlass.service.jobs.plan_files import load_plan_request as load_plan_request
 from windlass.service.jobs.plan_files import plans_of as plans_of
 from windlass.service.jobs.plan_files import seconds_left as seconds_left
 from windlass.service.jobs.plan_view import in_words as in_words
@@ -16,7 +16,7 @@ from windlass.service.jobs.spec_builder import build_job_spec as build_job_spec
 from windlass.service.jobs.spec_builder import job_dir as job_dir
 from windlass.service.jobs.spec_builder import journal_path as journal_path
 from windlass.service.jobs.spec_builder import plan_bounds as plan_bounds
-from windlass.service.jobs.spec_builder import plan_question as plan_question
+from windlass.service.jobs.spec_builder import plan_request as plan_request
 from windlass.service.jobs.spec_builder import preparation_order as preparation_order
 from windlass.service.jobs.spec_builder import resolve_job as resolve_job
 from windlass.service.jobs.spec_builder import threads_of as threads_of

@@ -6,12 +6,12 @@ The job's row names the current one. An attempt runs by the plan that is current
 import functools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from windlass.actors.job import Pace, pace_of_metrics
-from windlass.engine.training_config import config_json
-from windlass.planner.planning import JobPlan
+from windlass.engine.training_config import TrainingConfig
+from windlass.planner.planning import JobPlan, PlanRequest
 from windlass.service.installation import Settings
 from windlass.service.jobs.spec_builder import dataset_dir, job_dir, training_config_of
 from windlass.service.preparation import PLAN_JOB, QUESTION_FILE
@@ -19,7 +19,7 @@ from windlass.service.validation import model_dir
 from windlass.storage.files import sync_path, write_durably
 from windlass.storage.sql import Job, JobMetrics
 
-# Fields of the planner's question in older releases, which the training config has now.
+# Fields of the request to the planner in older releases, which the training config has now.
 _OLDER_SETTINGS = frozenset(
     (
         "batch_size",
@@ -80,24 +80,33 @@ def keep_plan(settings: Settings, job: Job, plan: JobPlan) -> int:
     return number
 
 
-def load_question(settings: Settings, job: Job) -> dict[str, Any] | None:
-    """Returns the planner's question for the current plan, or None if it is no longer known."""
+def load_plan_request(settings: Settings, job: Job) -> PlanRequest | None:
+    """Returns the request to the planner for the current plan, or None if it is no longer known."""
     plan = load_plan(settings, job)
     try:
-        question: dict[str, Any] = json.loads((job_dir(settings, job.id) / "prepare" / QUESTION_FILE).read_text())
-        training = training_config_of(job)
+        stored = json.loads((job_dir(settings, job.id) / "prepare" / QUESTION_FILE).read_text())
+        request = _read_request(stored, training_config_of(job), dataset_dir(job_dir(settings, job.id)))
     except (OSError, ValueError):
         return None
-    # A question of an older release has single settings in place of the training config.
-    question = {name: value for name, value in question.items() if name not in _OLDER_SETTINGS}
-    question["training"] = config_json.to_json(training)
-    # The home may have been moved since.
+    # The home may have been moved since, and other jobs may run now.
     folder = model_dir(job.model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-    # `dataset` is the field of an older release. A question of a still older one has no data.
-    if question.pop("dataset", None) is not None or question.get("dataset_dir") is not None:
-        question["dataset_dir"] = str(dataset_dir(job_dir(settings, job.id)))
-    # Other jobs may run now.
-    return question | {"model_dir": str(folder), "is_alone": False} | (plan.changed_inputs if plan is not None else {})
+    request = replace(request, model_dir=folder, is_alone=False)
+    return request if plan is None else request.with_inputs(plan.changed_inputs)
+
+
+def _read_request(stored: object, training: TrainingConfig, data_dir: Path) -> PlanRequest:
+    """Reads a request of this release or an older one. Raises ValueError.
+
+    `training`: of the job's row. `data_dir`: where the job's data is now.
+    """
+    if not isinstance(stored, dict):
+        raise ValueError("a request to the planner is a JSON object")
+    # A request of an older release has single settings in place of the training config.
+    values = {name: value for name, value in stored.items() if name not in _OLDER_SETTINGS}
+    # `dataset` is the field of an older release. A request of a still older one has no data.
+    if values.pop("dataset", None) is not None or values.get("dataset_dir") is not None:
+        values["dataset_dir"] = data_dir
+    return PlanRequest.from_json({**values, "training": training})
 
 
 def expected_pace(plan: JobPlan | None, last_step: JobMetrics | None) -> Pace | None:

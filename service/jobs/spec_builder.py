@@ -7,15 +7,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from windlass.actors.job import JOURNAL_FILE, JobSpec, Pace
 from windlass.actors.lifecycle import cores_of, numa_nodes
 from windlass.amounts import GIB
 from windlass.engine.memory_plan import Placement
 from windlass.engine.training_config import Initialization, TrainingConfig, config_json
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning import JobPlan
+from windlass.planner.planning import JobPlan, PlanBounds, PlanRequest
 from windlass.service.installation import CORES_TO_DIVIDE, Settings, find_gpus, num_cores
 from windlass.service.preparation import (
     CHECK_MODEL,
@@ -140,7 +138,7 @@ def journal_path(settings: Settings, job_id: str) -> Path:
 
 def preparation_order(
     settings: Settings,
-    machinery: MachineResources,
+    resources: MachineResources,
     job: Job,
     hardware: Hardware | None = None,
     *,
@@ -154,27 +152,25 @@ def preparation_order(
     """
     folder, asked = job_dir(settings, job.id), _settings_of(job)
 
-    def question(results: Results) -> dict[str, Any]:
-        assert hardware is not None, "nothing is asked without it"
+    def request(results: Results) -> PlanRequest:
+        assert hardware is not None, "nothing is requested without it"
         alone = is_alone()
-        question = plan_question(
+        request = plan_request(
             settings,
             hardware,
-            machinery,
+            resources,
             model_dir=_model_dir(settings, job.model),
             asked=asked.windlass,
             training=resolve_job(job, results).training,
             num_validation_examples=results[PREPARE_DATA]["num_validation_examples"],
             has_gpus=alone,
         )
-        return question | {"dataset_dir": str(dataset_dir(folder)), "simulation_s": _SIMULATION_S, "is_alone": alone}
+        return replace(request, dataset_dir=dataset_dir(folder), simulation_s=_SIMULATION_S, is_alone=alone)
 
-    def unplanned_spec(results: Results) -> dict[str, Any]:
+    def unplanned_spec(results: Results) -> JobSpec:
         num_validation_examples = results[PREPARE_DATA]["num_validation_examples"]
         training = resolve_job(job, results).training
-        spec = _job_spec(settings, machinery, job, training, num_validation_examples, None)
-        found: dict[str, Any] = TypeAdapter(JobSpec).dump_python(spec, mode="json")
-        return found
+        return _job_spec(settings, resources, job, training, num_validation_examples, None)
 
     validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
 
@@ -196,15 +192,15 @@ def preparation_order(
         dataset_dir=dataset_dir(folder),
         work_dir=folder / "prepare",
         day=datetime.fromtimestamp(job.created_at, UTC).date(),
-        plan_question=None if hardware is None else question,
+        plan_request=None if hardware is None else request,
         unplanned_spec=unplanned_spec if _has_budget(_bounds(settings, asked.windlass)) else None,
     )
 
 
-def plan_question(
+def plan_request(
     settings: Settings,
     hardware: Hardware,
-    machinery: MachineResources | None,
+    resources: MachineResources | None,
     *,
     model_dir: Path,
     asked: WindlassSettings,
@@ -212,33 +208,36 @@ def plan_question(
     chooses_microbatches: bool = False,
     num_validation_examples: int = 0,
     has_gpus: bool = False,
-) -> dict[str, Any]:
-    """Makes the planner's question as JSON (`planner.planning.PlanOrder`).
+) -> PlanRequest:
+    """Makes the request to the planner.
 
-    `machinery`: of this machine, which `hardware` then describes. If it is None, `hardware` is another machine. Nothing
+    `resources`: of this machine, which `hardware` then describes. If it is None, `hardware` is another machine. Nothing
     can be measured there, and this installation's settings do not apply. `asked`: the settings of the request, for its
     budgets. `chooses_microbatches`: the planner chooses the fastest number of micro-batches. `has_gpus`: the planner
     has this machine's GPUs, if any, for itself.
     """
-    return {
-        "model_dir": str(model_dir),
-        "hardware": hardware.model_dump(),
-        "training": config_json.to_json(training),
-        "chooses_microbatches": chooses_microbatches,
-        "num_validation_examples": num_validation_examples,
-        "compute_threads": None if machinery is None else threads_of(settings, machinery)[0],
-        "may_measure": has_gpus or hardware.gpus.count == 0,
-        "kept_times_dir": str(settings.home / _KEPT_TIMES),
-        **(_bounds_elsewhere(asked) if machinery is None else _bounds(settings, asked)),
-    }
+    bounds = _bounds_elsewhere(asked) if resources is None else _bounds(settings, asked)
+    return PlanRequest(
+        model_dir=model_dir,
+        hardware=hardware,
+        training=training,
+        chooses_microbatches=chooses_microbatches,
+        num_validation_examples=num_validation_examples,
+        num_optimizers=bounds.num_optimizers,
+        host_memory_nbytes=bounds.host_memory_nbytes,
+        device_memory_nbytes=bounds.device_memory_nbytes,
+        compute_threads=None if resources is None else threads_of(settings, resources)[0],
+        may_measure=has_gpus or hardware.gpus.count == 0,
+        kept_times_dir=settings.home / _KEPT_TIMES,
+    )
 
 
-def plan_bounds(settings: Settings, job: Job) -> dict[str, int | None]:
-    """Returns the parts of the planner's question that depend on the installation's settings."""
+def plan_bounds(settings: Settings, job: Job) -> PlanBounds:
+    """Returns the parts of the planner's request that depend on the installation's settings."""
     return _bounds(settings, _settings_of(job).windlass)
 
 
-def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
+def resolve_job(job: Job, results: Results) -> ResolvedJob:
     """Computes the settings that the request left open, from the results of the preparation.
 
     Raises:
@@ -275,7 +274,7 @@ def training_config_of(job: Job) -> TrainingConfig:
 
 def build_job_spec(
     settings: Settings,
-    machinery: MachineResources,
+    resources: MachineResources,
     job: Job,
     plan: JobPlan | None = None,
     expected_pace: Pace | None = None,
@@ -283,13 +282,13 @@ def build_job_spec(
     """Builds the specification for the runner of the attempt in the job's row. `plan`: the job's current plan."""
     prepared = json.loads((job_dir(settings, job.id) / "prepare" / f"{PREPARE_DATA}.json").read_text())
     training, num_validation_examples = training_config_of(job), prepared["num_validation_examples"]
-    spec = _job_spec(settings, machinery, job, training, num_validation_examples, plan)
+    spec = _job_spec(settings, resources, job, training, num_validation_examples, plan)
     return replace(spec, expected_pace=expected_pace)
 
 
 def _job_spec(
     settings: Settings,
-    machinery: MachineResources,
+    resources: MachineResources,
     job: Job,
     training: TrainingConfig,
     num_validation_examples: int,
@@ -297,7 +296,7 @@ def _job_spec(
 ) -> JobSpec:
     asked = _settings_of(job)
     folder = job_dir(settings, job.id)
-    compute_threads, optimizer_threads = threads_of(settings, machinery)
+    compute_threads, optimizer_threads = threads_of(settings, resources)
     bounds = _bounds(settings, asked.windlass)
     if plan is not None and plan.placement is None:
         raise ValueError("the job's plan has no placement")
@@ -318,16 +317,16 @@ def _job_spec(
         optimizer_threads=optimizer_threads,
         kernel_dir=str(settings.home / "kernels"),
         # A planned job gets exactly the planned memory.
-        host_memory_nbytes=bounds["host_memory_nbytes"] if plan is None else plan.arena_nbytes,
-        device_memory_nbytes=bounds["device_memory_nbytes"],
+        host_memory_nbytes=bounds.host_memory_nbytes if plan is None else plan.arena_nbytes,
+        device_memory_nbytes=bounds.device_memory_nbytes,
         planned_device_nbytes=None if plan is None else _planned_device_nbytes(plan),
         deadline_s=_DEADLINE_S,
         placement=(plan.placement if plan is not None else None) or Placement(),
     )
 
 
-def _has_budget(bounds: dict[str, int | None]) -> bool:
-    return bounds["host_memory_nbytes"] is not None or bounds["device_memory_nbytes"] is not None
+def _has_budget(bounds: PlanBounds) -> bool:
+    return bounds.host_memory_nbytes is not None or bounds.device_memory_nbytes is not None
 
 
 def _budget_that_lacks(asked: WindlassSettings, missing_nbytes: Mapping[str, int]) -> str | None:
@@ -355,31 +354,31 @@ def _model_dir(settings: Settings, model: str) -> Path:
     return model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
 
 
-def threads_of(settings: Settings, machinery: MachineResources) -> tuple[int, int]:
+def threads_of(settings: Settings, resources: MachineResources) -> tuple[int, int]:
     """Returns the threads of a job's GPU worker and of each of its optimizers."""
     num_optimizers = settings.num_cpu_optimizers
-    compute, each = machinery.threads(num_optimizers, settings.compute_threads, settings.optimizer_threads)
+    compute, each = resources.threads(num_optimizers, settings.compute_threads, settings.optimizer_threads)
     if settings.optimizer_threads is None:  # at most the cores of the smallest share of a NUMA node
         nodes = numa_nodes()
         each = min(each, *(len(cores_of(index, num_optimizers, nodes)) for index in range(num_optimizers)))
     return compute, each
 
 
-def _bounds(settings: Settings, asked: WindlassSettings) -> dict[str, int | None]:
-    return {
-        "num_optimizers": settings.num_cpu_optimizers,
-        "host_memory_nbytes": _budget_nbytes(settings.host_memory_gib, asked.budgets.host_memory_gib),
-        "device_memory_nbytes": _budget_nbytes(settings.gpu_memory_gib, asked.budgets.gpu_memory_gib),
-    }
+def _bounds(settings: Settings, asked: WindlassSettings) -> PlanBounds:
+    return PlanBounds(
+        num_optimizers=settings.num_cpu_optimizers,
+        host_memory_nbytes=_budget_nbytes(settings.host_memory_gib, asked.budgets.host_memory_gib),
+        device_memory_nbytes=_budget_nbytes(settings.gpu_memory_gib, asked.budgets.gpu_memory_gib),
+    )
 
 
-def _bounds_elsewhere(asked: WindlassSettings) -> dict[str, int | None]:
+def _bounds_elsewhere(asked: WindlassSettings) -> PlanBounds:
     """Returns the bounds of a job on another machine, of which only the profile is known."""
-    return {
-        "num_optimizers": 1,
-        "host_memory_nbytes": _budget_nbytes(asked.budgets.host_memory_gib),
-        "device_memory_nbytes": _budget_nbytes(asked.budgets.gpu_memory_gib),
-    }
+    return PlanBounds(
+        num_optimizers=1,
+        host_memory_nbytes=_budget_nbytes(asked.budgets.host_memory_gib),
+        device_memory_nbytes=_budget_nbytes(asked.budgets.gpu_memory_gib),
+    )
 
 
 def _budget_nbytes(*budgets_gib: float | None) -> int | None:

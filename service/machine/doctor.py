@@ -154,12 +154,12 @@ def check_limits(machine: Machine) -> list[Finding]:
 
 def _rates(settings: Settings, precision: Precision) -> dict[str, Any]:
     kernels = str(settings.home / "kernels")
-    machinery = MachineResources.here()
-    _, each = threads_of(settings, machinery)
+    resources = MachineResources.here()
+    _, each = threads_of(settings, resources)
     threads = str(settings.num_cpu_optimizers * each)
     command = [sys.executable, "-m", "windlass.planner.profiling.measure_machine", "--kernel-dir", kernels]
     command += ["--optimizer-threads", threads, "--precision", precision]
-    if machinery.num_gpus:
+    if resources.num_gpus:
         command.append("--gpu")
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)

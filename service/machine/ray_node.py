@@ -19,7 +19,7 @@ class RayNode:
     """The node that this process has joined, with its resources for jobs."""
 
     node_id: str
-    machinery: MachineResources
+    resources: MachineResources
 
     @classmethod
     def join(cls, address: str) -> "RayNode":
@@ -36,7 +36,7 @@ class RayNode:
     def of_this_process(cls) -> "RayNode":
         """Returns the node of a process that is already a driver. Raises RayStartError."""
         node_id = ray.get_runtime_context().get_node_id()
-        return cls(node_id=node_id, machinery=_machinery(_find(node_id)))
+        return cls(node_id=node_id, resources=_resources(_find(node_id)))
 
     @property
     def is_running(self) -> bool:
@@ -48,17 +48,17 @@ def _find(node_id: str) -> dict[str, Any] | None:
     return next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
 
 
-def _machinery(node: dict[str, Any] | None) -> MachineResources:
+def _resources(node: dict[str, Any] | None) -> MachineResources:
     if node is None:
         raise RayStartError("the Ray node of this machine has just ended")
-    resources = node["Resources"]
+    offered = node["Resources"]
     # `--num-cpus` may be less than the machine has, such as a container's share.
-    cores = min(num_cores(), int(resources.get("CPU", 0)) or num_cores())
-    machinery = MachineResources(num_cores=cores, num_gpus=int(resources.get("GPU", 0)))
-    found = resources.get(DEVICE_RESOURCE, 0)
-    if found != machinery.num_devices:
+    cores = min(num_cores(), int(offered.get("CPU", 0)) or num_cores())
+    resources = MachineResources(num_cores=cores, num_gpus=int(offered.get("GPU", 0)))
+    num_devices = offered.get(DEVICE_RESOURCE, 0)
+    if num_devices != resources.num_devices:
         raise RayStartError(
-            f"the Ray node of this machine offers {found:g} of the resource {DEVICE_RESOURCE!r}, and has "
-            f"{machinery.num_gpus} GPUs: start it with --resources='{{\"{DEVICE_RESOURCE}\": {machinery.num_devices}}}'"
+            f"the Ray node of this machine offers {num_devices:g} of the resource {DEVICE_RESOURCE!r}, and has "
+            f"{resources.num_gpus} GPUs: start it with --resources='{{\"{DEVICE_RESOURCE}\": {resources.num_devices}}}'"
         )
-    return machinery
+    return resources

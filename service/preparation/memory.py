@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import psutil
 
 from windlass.amounts import bytes_text
-from windlass.service.preparation.pipeline import DOWNLOAD_MODEL, LEAST_MEMORY_NBYTES, PREPARE_DATA, PreparationStep
+from windlass.service.preparation.pipeline import LEAST_MEMORY_NBYTES
 from windlass.service.preparation.sandbox import LimitedProcess
+from windlass.service.preparation.steps import DOWNLOAD_MODEL, PREPARE_DATA, PreparationStep
 
 _GIB = 1024**3
 # Maximum bytes for steps that do not hold a model. For data, `engine.data` limits the size of one example. A download

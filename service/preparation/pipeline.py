@@ -1,4 +1,4 @@
-"""Checks a job's model and prepares its data, each in a limited process of its own.
+"""Runs the steps of a preparation, each in a limited process of its own.
 
 Chat templates and data files come from users, so the processes that read them have little memory, little time and no
 secrets.
@@ -10,68 +10,44 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from windlass.amounts import GIB
-from windlass.service.preparation.check_cache import CheckCache
 from windlass.service.preparation.sandbox import (
-    PASSED_ON,
     LimitedCommand,
     LimitedProcess,
     ServerEndedError,
     Start,
-    StepServer,
     start_limited,
 )
-from windlass.storage.ids import Precision
+from windlass.service.preparation.steps import (
+    CHECK_MODEL,
+    DOWNLOAD_MODEL,
+    PREPARE_DATA,
+    LaterStep,
+    PreparationOrder,
+    PreparationStep,
+    Results,
+    steps_of,
+)
 from windlass.storage.memory import describe_process_end, last_line, reports_out_of_memory
 
 _LOG = logging.getLogger(__name__)
 
-DOWNLOAD_MODEL = "download_model"
-CHECK_MODEL = "check_model"
-PREPARE_DATA = "prepare_data"
-PLAN_JOB = "plan_job"
-CHECK_BUDGETS = "check_budgets"
-QUESTION_FILE = "question.json"  # the planner's question
-
-# Names of the steps in messages.
-_TITLES = {
-    DOWNLOAD_MODEL: "the download of the model",
-    CHECK_MODEL: "the check of the model",
-    PREPARE_DATA: "the preparation of the data",
-    PLAN_JOB: "planning",
-    CHECK_BUDGETS: "the check of the budgets",
-}
 _MEMORY_ADVICE = "Wait until other jobs and programs have ended, or add memory, and submit the job again"
 _TIME_ADVICE = {PREPARE_DATA: "Try a smaller file", CHECK_MODEL: "Try a smaller model"}
 _OTHER_ADVICE = "Submit the job again; the administrator finds its output in prepare/prepare.log of the job's folder"
 _MOST_LOG_NBYTES = 4096  # bytes of a step's output that are searched for its last line
-_TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600, PLAN_JOB: 600, CHECK_BUDGETS: 600}
-_CHECKER, _PREPARER, _PLANNER = (
-    "windlass.engine.checkpoint.check_model",
-    "windlass.engine.data.tokenize",
-    "windlass.planner.planning.worker",
-)
-_BUDGETS = "windlass.actors.job.check_budgets"
-# Transformers imports this module with the first model that is built. The checker and the planner build one.
-_MODELS = "transformers.modeling_utils"
 # Minimum memory grant of a step in bytes. Importing torch and transformers takes a third of it.
 LEAST_MEMORY_NBYTES = 3 * 1024**3 // 2
 # Minimum address space of a step in bytes. Importing torch alone maps several GiB.
 _LEAST_ADDRESS_SPACE_NBYTES = 16 * 1024**3
-# Further environment variables of the download, the only step that talks to the hub. It runs only if the model's folder
-# is missing, so it reads no user's file.
-_HUB_PASSED_ON = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE")
 
 
 class PreparationError(Exception):
@@ -98,69 +74,6 @@ class StepFailedError(PreparationError):
         self.cause, self.advice, self.log_path = cause, advice, log_path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparationOrder:
-    """The inputs and outputs of a preparation."""
-
-    model: str  # the requested id
-    model_dir: Path
-    training_file: Path
-    training_name: str  # the file's name in messages
-    validation_file: Path | None
-    validation_name: str | None
-    sequence_length: int
-    precision: Precision
-    random_weights: bool  # the folder needs no weights
-    layout_file: Path  # the model's blocks
-    dataset_dir: Path  # created anew
-    work_dir: Path  # results and log
-    day: date  # the date that chat templates print; fixed, so that a repeated preparation gives the same data
-    kept_checks_dir: Path | None = None  # of models that were checked before; None: each is checked anew
-    # Makes the planner's question from the results of the earlier steps; None: no plan is made.
-    plan_question: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None
-    # Makes the job's spec as JSON, to check its budgets if no plan was made; None: it has no budgets.
-    unplanned_spec: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparationStep:
-    """A step of a preparation: the command of its process, and the file of its result."""
-
-    name: str
-    command: tuple[str, ...]
-    result_path: Path
-    timeout_s: int
-    passed_on: tuple[str, ...] = PASSED_ON  # environment variables
-    kept: CheckCache | None = None  # cache that may already hold its result
-    maps: Path | None = None  # a model whose weights it maps, one file at a time
-    sees_gpus: bool = False
-    num_threads: int = 1  # threads that compute at once
-    # The step to run if this one fails, as a step that measures may; None: the preparation fails.
-    instead: "PreparationStep | None" = None
-    instead_in_words: str = ""  # how `instead` differs
-
-    @property
-    def title(self) -> str:
-        """The name of the step in messages."""
-        return _TITLES.get(self.name, self.name)
-
-    @property
-    def progress_path(self) -> Path:
-        """The file in which the process may report its progress: a JSON object with `percent`, `line` and `file`."""
-        return self.result_path.with_suffix(".progress")
-
-    @property
-    def measuring_path(self) -> Path:
-        """A file that is there while the process measures times."""
-        return self.result_path.with_suffix(".measuring")
-
-    @property
-    def cpu_s(self) -> int:
-        """Limit of the CPU time of all its threads together, in seconds."""
-        return self.timeout_s * self.num_threads
-
-
-Results = dict[str, dict[str, Any]]  # of steps, by name
 # Returns the memory in bytes that a step's process may take, or None if the step must wait.
 Admit = Callable[[PreparationStep], int | None]
 
@@ -168,9 +81,6 @@ Admit = Callable[[PreparationStep], int | None]
 def half_of_the_machine(_step: PreparationStep) -> int:
     """Admits any step, with half of the machine's memory."""
     return max(LEAST_MEMORY_NBYTES, psutil.virtual_memory().total // 2)
-
-
-LaterStep = Callable[[Results], PreparationStep | None]  # None: the step is not needed
 
 
 class Preparation:
@@ -430,104 +340,10 @@ class Preparation:
         return ""
 
 
-def step_server(log_path: Path) -> StepServer:
-    """Makes a server for the steps that share their imports.
-
-    The download is excluded, because its process has secrets.
-    """
-    return StepServer((_CHECKER, _PREPARER, _PLANNER, _BUDGETS), log_path, also=(_MODELS,))
-
-
 def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Preparation:
-    """Makes the steps of a preparation: the model's download if it is missing, its check, the data, and the plan.
-
-    The dataset's folder is deleted first.
-    """
+    """Makes a preparation of all steps. Deletes the dataset's folder."""
     shutil.rmtree(order.dataset_dir, ignore_errors=True)
-    check = (
-        *(_CHECKER, "--model-dir", order.model_dir, "--precision", order.precision),
-        *("--layout-file", order.layout_file, *(("--random-weights",) if order.random_weights else ())),
-    )
-    prepare = (
-        *(_PREPARER, "--model-dir", order.model_dir, "--training-file", order.training_file),
-        f"--training-name={order.training_name}",
-        *(("--validation-file", order.validation_file) if order.validation_file is not None else ()),
-        *((f"--validation-name={order.validation_name}",) if order.validation_name is not None else ()),
-        *("--sequence-length", order.sequence_length, "--output-dir", order.dataset_dir, "--day", order.day),
-        *("--progress", order.work_dir / f"{PREPARE_DATA}.progress"),
-    )
-    kept = None
-    if order.kept_checks_dir is not None:
-        asked = (order.precision.value, "random" if order.random_weights else "weights")
-        kept = CheckCache(
-            folder=order.kept_checks_dir, model_dir=order.model_dir, layout_file=order.layout_file, asked=asked
-        )
-    steps = [
-        _step(order.work_dir, CHECK_MODEL, check, kept=kept, maps=order.model_dir),
-        _step(order.work_dir, PREPARE_DATA, prepare),
-    ]
-    if not order.model_dir.exists():
-        download = ("windlass.service.preparation.hub_download", "--model", order.model, "--model-dir", order.model_dir)
-        steps.insert(0, _step(order.work_dir, DOWNLOAD_MODEL, download, passed_on=(*PASSED_ON, *_HUB_PASSED_ON)))
-    later: list[LaterStep] = []
-    if (question := order.plan_question) is not None:
-        later.append(lambda results: plan_step(order.work_dir, question(results)))
-    if (spec := order.unplanned_spec) is not None:
-        later.append(
-            lambda results: (
-                None if "plan" in results.get(PLAN_JOB, {}) else _budgets_step(order.work_dir, spec(results))
-            )
-        )
-    return Preparation([*steps, *later], work_dir=order.work_dir, start=start)
-
-
-def plan_step(work_dir: Path, question: dict[str, Any]) -> PreparationStep:
-    """Makes the step that runs the planner. Its files go to `work_dir`, which must exist.
-
-    Measurements may fail in unforeseen ways or take long. The step is then repeated without them. On a GPU, nothing is
-    measured while a job runs.
-    """
-    path = work_dir / QUESTION_FILE
-    path.write_text(json.dumps(question))
-    step = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", path))
-    threads, on_gpu = question["compute_threads"], question["hardware"]["gpus"]["count"] > 0
-    if threads is None or not question.get("may_measure", True) or (on_gpu and not question["is_alone"]):
-        return step
-    unmeasured = path.with_name(f"unmeasured-{path.name}")
-    unmeasured.write_text(json.dumps(question | {"may_measure": False}))
-    instead = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", unmeasured))
-    words = "It begins anew without measuring the model's blocks, so the plan's times may be less exact"
-    command = (*step.command, "--measuring", str(step.measuring_path))
-    return replace(
-        step, command=command, sees_gpus=on_gpu, num_threads=threads, instead=instead, instead_in_words=words
-    )
-
-
-def _budgets_step(work_dir: Path, spec: dict[str, Any]) -> PreparationStep:
-    path = work_dir / "spec.json"
-    path.write_text(json.dumps(spec))
-    return _step(work_dir, CHECK_BUDGETS, (_BUDGETS, "--spec", path))
-
-
-def _step(
-    work_dir: Path,
-    name: str,
-    module_and_arguments: tuple[object, ...],
-    *,
-    passed_on: tuple[str, ...] = PASSED_ON,
-    kept: CheckCache | None = None,
-    maps: Path | None = None,
-) -> PreparationStep:
-    result_path = work_dir / f"{name}.json"
-    return PreparationStep(
-        name=name,
-        command=(sys.executable, "-m", *map(str, module_and_arguments), "--result", str(result_path)),
-        result_path=result_path,
-        timeout_s=_TIMEOUTS_S[name],
-        passed_on=passed_on,
-        kept=kept,
-        maps=maps,
-    )
+    return Preparation(steps_of(order), work_dir=order.work_dir, start=start)
 
 
 def _address_space_nbytes(step: PreparationStep) -> int:

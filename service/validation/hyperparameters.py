@@ -341,12 +341,11 @@ def with_derived(config: TrainingConfig) -> TrainingConfig:
 def hypothetical_config(
     asked: WindlassSettings, *, batch_size: int, num_microbatches: int, sequence_length: int
 ) -> TrainingConfig:
-    """Returns the training config of a job that does not exist, for a plan. Its data is one batch of examples."""
-    numbers = {
-        "batch_size": batch_size,
-        "num_microbatches": min(num_microbatches, batch_size),
-        "sequence_length": sequence_length,
-    }
+    """Returns the training config of a job that does not exist, for a plan. Its data is one batch of examples.
+
+    Raises ValueError for what a job's settings refuse, such as more micro-batches than examples.
+    """
+    numbers = {"batch_size": batch_size, "num_microbatches": num_microbatches, "sequence_length": sequence_length}
     # A plan may be larger than a job, so the numbers are not validated again.
     settings = JobSettings(
         supervised=SupervisedHyperparameters(), windlass=asked.model_copy(update=numbers), seed=asked.seed or 0

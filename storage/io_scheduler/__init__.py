@@ -1,4 +1,4 @@
-"""The I/O scheduler of an SSD: the order of transfers, their timeouts, and the writes that a commit waits for."""
+"""The I/O scheduler of an SSD: the order of transfers, and the writes that a commit waits for."""
 
 from windlass.exports import lazy_exports
 

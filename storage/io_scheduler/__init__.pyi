@@ -1,7 +1,5 @@
-"""The I/O scheduler of an SSD: the order of transfers, their timeouts, and the writes that a commit waits for."""
+"""The I/O scheduler of an SSD: the order of transfers, and the writes that a commit waits for."""
 
-from windlass.storage.io_scheduler.errors import IoOverdueError as IoOverdueError
-from windlass.storage.io_scheduler.errors import IoQueueFullError as IoQueueFullError
 from windlass.storage.io_scheduler.requests import CommitRequest as CommitRequest
 from windlass.storage.io_scheduler.requests import IoResult as IoResult
 from windlass.storage.io_scheduler.requests import IoTerms as IoTerms

@@ -24,7 +24,6 @@ class IoTerms:
     """
 
     priority: tuple[int, int]  # the smallest goes first; ties in order of arrival
-    deadline_s: float  # timeout
     on_done: Callable[[IoResult], None]
     on_failed: Callable[[Exception], None]
 

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Self
 
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ChunkKey, Span, StateKind, Step
 from windlass.storage.integrity import StoreError
 from windlass.storage.io import DEFAULT_IO, IoSettings, Transfer, TransferEngine, open_engine
 from windlass.storage.io_scheduler.commit_gate import CommitGate
-from windlass.storage.io_scheduler.errors import IoOverdueError, IoQueueFullError
 from windlass.storage.io_scheduler.requests import CommitRequest, IoResult, IoTerms
 from windlass.storage.io_scheduler.transfer_jobs import ChunkJob, Piece, ScratchJob, TransferJob, cut
 from windlass.storage.memory import Arena
@@ -22,8 +22,6 @@ from windlass.storage.store import JobSpace
 from windlass.storage.threads import GuardedThreads, works_at
 
 _CLOSE_DEADLINE_S = 60.0  # seconds that `close` waits for the threads
-# Seconds between two checks for overdue requests.
-_TICK_S = 1.0
 # Limit of transfers that are queued or in flight. The callers' slots limit them as well; this limit stops callers with
 # a defect.
 _MAX_OPEN = 4096
@@ -33,7 +31,7 @@ class IoScheduler:
     """Serves one SSD to the workers of a job. All methods but `close` may be called by any thread, also in callbacks.
 
     A span named in a request belongs to the scheduler until it calls `on_done`. It never does so for a transfer that
-    failed or timed out. Therefore late bytes cannot arrive in memory that has a new owner.
+    failed. Therefore late bytes cannot arrive in memory that has a new owner.
     """
 
     def __init__(
@@ -41,6 +39,7 @@ class IoScheduler:
         name: str,
         space: JobSpace,
         arena: Arena,
+        token: CancelToken,
         io: IoSettings,
         engines: list[TransferEngine],
         *,
@@ -50,6 +49,7 @@ class IoScheduler:
         """Internal: use `start`."""
         self._space = space
         self._arena = arena
+        self._token = token
         self._io = io
         self._checksums = checksums
         self._max_open = max_open
@@ -72,6 +72,7 @@ class IoScheduler:
         name: str,
         space: JobSpace,
         arena: Arena,
+        token: CancelToken,
         io: IoSettings = DEFAULT_IO,
         *,
         checksums: bool = True,
@@ -80,7 +81,8 @@ class IoScheduler:
         """Opens the engines and starts the threads, whose names begin with `name`.
 
         The caller keeps `space` and `arena` open until `close` has returned, and has called `resume_from` of the
-        store. `checksums=False` is for measuring their cost.
+        store. `token` is the caller's: it ends the waits of requests, but no transfers. `checksums=False` is for
+        measuring their cost.
         """
         engines: list[TransferEngine] = []
         try:
@@ -90,8 +92,8 @@ class IoScheduler:
             for engine in engines:
                 engine.close()
             raise
-        scheduler = cls(name, space, arena, io, engines, checksums=checksums, max_open=max_open)
-        scheduler._threads.start((scheduler._run_control, *[scheduler._run_transfers] * len(engines)))
+        scheduler = cls(name, space, arena, token, io, engines, checksums=checksums, max_open=max_open)
+        scheduler._threads.start((scheduler._run_commits, *[scheduler._run_transfers] * len(engines)))
         return scheduler
 
     @property
@@ -107,11 +109,10 @@ class IoScheduler:
     def read(self, key: ChunkKey, step: Step, parts: Sequence[tuple[StateKind, Span]], terms: IoTerms) -> None:
         """Requests the read of states of a chunk, as `step` left them, into spans of the arena.
 
-        Spans are aligned to 4096 bytes. The call blocks while too many transfers are open, for the timeout of `terms`
-        at most. The timeout of the transfer begins after that.
+        Spans are aligned to 4096 bytes. The call blocks while too many transfers are open; then it raises the errors of
+        `CancelToken.wait_for`.
 
         Raises:
-            IoQueueFullError: too many transfers stayed open.
             RuntimeError: the scheduler was closed.
         """
         self._add(ChunkJob(is_read=True, terms=terms, key=key, step=step, parts=parts))
@@ -142,6 +143,18 @@ class IoScheduler:
             self._gate.add(request)
             self._changed.notify_all()
 
+    def describe_open(self) -> str:
+        """Describes the transfers that are not done, by the one that was requested first; "" if there are none."""
+        with self._changed:
+            oldest = min(self._open, key=lambda job: job.since_s, default=None)
+            num_open = len(self._open)
+        if oldest is None:
+            return ""
+        return (
+            f"{self._space.store.name}: {oldest} is not done after {time.monotonic() - oldest.since_s:.1f} s, as the "
+            f"first of {num_open} transfers: check the disk"
+        )
+
     def close(self, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
         """Finishes all requests and ends the threads.
 
@@ -162,17 +175,15 @@ class IoScheduler:
 
     def _add(self, job: TransferJob) -> None:
         with self._changed:
-            if not self._changed.wait_for(self._has_room, timeout=job.terms.deadline_s):
-                raise IoQueueFullError(
-                    f"the SSD at {self._space.volume.path} left {len(self._open)} transfers waiting for "
-                    f"{job.terms.deadline_s:g} s; check the disk"
-                )
+            if not self._has_room():
+                what = f"the SSD at {self._space.volume.path}, which has {len(self._open)} transfers to do"
+                self._token.wait_for(self._changed, self._has_room, what)
             self._require_open()
             job.rank = (
                 *job.terms.priority,
                 self._num_arrived,
             )  # all different, so that a planned job returns to its place
-            job.late_at_s = time.monotonic() + job.terms.deadline_s
+            job.since_s = time.monotonic()
             self._num_arrived += 1
             self._open.add(job)
             self._queue.push(job.rank, job)
@@ -182,7 +193,7 @@ class IoScheduler:
 
     def _has_room(self) -> bool:
         # A callback may make a request. The scheduler's own threads must not wait for themselves.
-        return self._closing or len(self._open) < self._max_open or threading.current_thread() in self._threads
+        return self._closing or len(self._open) < self._max_open or self._threads.include_caller
 
     def _require_open(self) -> None:
         if self._closing:
@@ -209,6 +220,7 @@ class IoScheduler:
         except BaseException:
             with self._changed:
                 self._is_broken = True
+                self._changed.notify_all()
             raise
         finally:
             engine.close()
@@ -326,7 +338,7 @@ class IoScheduler:
     def _end_broken(self, error: Exception, at: TransferJob | CommitRequest | None) -> None:
         """Reports an unexpected error that ends a thread, as the failure of its last work.
 
-        A thread without work has done nothing that could fail; the timeouts of later requests report its absence.
+        A thread without work has done nothing that could fail. Later requests that need it are never done.
         """
         with self._changed:
             if self._closing:
@@ -336,36 +348,21 @@ class IoScheduler:
         if at is not None:
             at.on_failed(error)
 
-    # --- inside: commits and deadlines --------------------------------------------------------------------------------
+    # --- inside: commits ----------------------------------------------------------------------------------------------
 
-    def _run_control(self) -> None:
-        """Commits and checks timeouts.
-
-        It has its own thread, because a sync can take long and transfers may hang.
-        """
+    def _run_commits(self) -> None:
+        """Commits, in a thread of its own, because a sync can take long."""
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_control_work, timeout=_TICK_S)
+                self._changed.wait_for(lambda: self._gate.num_ready or self._has_ended())
                 commit = self._gate.take()
-                is_idle = not self._open and not self._gate.num_waiting
-                if commit is None and self._closing and (is_idle or self._is_broken):
-                    return
-                now_s = time.monotonic()
-                overdue = [job for job in self._open if job.late_at_s < now_s]
-            for job in overdue:
-                works_at(job)
-                self._fail(job, self._overdue_error(job))
-            if commit is not None:
-                self._commit(commit)
+            if commit is None:
+                return
+            self._commit(commit)
 
-    def _has_control_work(self) -> bool:
-        return bool(self._gate.num_ready) or (self._closing and not self._open)
-
-    def _overdue_error(self, job: TransferJob) -> IoOverdueError:
-        return IoOverdueError(
-            f"{self._space.store.name}: {job} is not done within {job.terms.deadline_s:g} s; the SSD is slow or hangs: "
-            "check the disk"
-        )
+    def _has_ended(self) -> bool:
+        is_idle = not self._open and not self._gate.num_waiting
+        return self._closing and (is_idle or self._is_broken)
 
     def _commit(self, request: CommitRequest) -> None:
         works_at(request)

@@ -18,7 +18,7 @@ class TransferJob(ABC):
     terms: IoTerms
     # Set when the job is queued.
     rank: tuple[int, ...] = field(default=(), init=False)
-    late_at_s: float = field(default=0.0, init=False)
+    since_s: float = field(default=0.0, init=False)
     pieces: "deque[Piece] | None" = field(default=None, init=False)  # pieces without a thread yet; None: not planned
     num_unfinished: int = field(default=0, init=False)
     failed: bool = field(default=False, init=False)

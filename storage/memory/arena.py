@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.amounts import bytes_text
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.files import lock, try_lock
 from windlass.storage.ids import Attempt, JobId, Span
 from windlass.storage.memory.capacity import InsufficientSpaceError, directory_free_nbytes, require_arena_room
@@ -135,14 +136,6 @@ class Arena:
         self.path.unlink(missing_ok=True)
 
 
-class SlotTimeout(TimeoutError):
-    """The requested slots were not released in time."""
-
-
-class SlotPoolClosed(RuntimeError):
-    """Slots were requested from a closed pool, or the pool was closed during the wait."""
-
-
 class SlotMisuse(ValueError):
     """A released span is not a slot of the pool, or is not in use."""
 
@@ -162,7 +155,10 @@ class SlotPool:
     Requests are served in order of arrival, so that small requests do not starve a large one.
     """
 
-    def __init__(self, offset: int, slot_nbytes: int, num_slots: int, *, name: str = "slots") -> None:
+    def __init__(
+        self, offset: int, slot_nbytes: int, num_slots: int, *, name: str = "slots", token: CancelToken
+    ) -> None:
+        """`name`: for errors. `token` ends the waits for slots."""
         if offset < 0 or offset % ALIGNMENT_NBYTES or slot_nbytes <= 0 or slot_nbytes % ALIGNMENT_NBYTES:
             raise ValueError(
                 f"pool {name}: offset {offset} and slot size {slot_nbytes} must be multiples of {ALIGNMENT_NBYTES} "
@@ -178,15 +174,13 @@ class SlotPool:
         self._in_use: set[Span] = set()
         self._high_water = 0
         self._waiting: deque[object] = deque()
-        self._closed = False
+        self._token = token
         self._changed = threading.Condition()
 
-    def acquire(self, n: int, deadline_s: float) -> list[Span]:
-        """Acquires `n` slots together, waiting at most `deadline_s` seconds. The caller owns them until their release.
+    def acquire(self, n: int) -> list[Span]:
+        """Acquires `n` slots together. The caller owns them until their release.
 
-        Raises:
-            SlotTimeout: fewer than `n` slots became free in time; none is acquired.
-            SlotPoolClosed: the pool is closed, or was closed during the wait; none is acquired.
+        Raises the errors of `CancelToken.wait_for`. None is acquired then.
         """
         if not 0 <= n <= self.num_slots:
             raise ValueError(f"pool {self.name} has {self.num_slots} slots; {n} were asked for at once")
@@ -194,17 +188,11 @@ class SlotPool:
         with self._changed:
             self._waiting.append(ticket)
             try:
-                served = self._changed.wait_for(
-                    lambda: self._closed or (self._waiting[0] is ticket and len(self._free) >= n), timeout=deadline_s
+                self._token.wait_for(
+                    self._changed,
+                    lambda: self._waiting[0] is ticket and len(self._free) >= n,
+                    lambda: self._describe_wait(n),
                 )
-                if self._closed:
-                    raise SlotPoolClosed(f"pool {self.name} is closed")
-                if not served:
-                    raise SlotTimeout(
-                        f"pool {self.name}: {n} slots of {bytes_text(self.slot_nbytes)} did not come free within "
-                        f"{deadline_s} s; {len(self._in_use)} of {self.num_slots} are in use. Whoever holds them is "
-                        "stuck, or the deadline is too short for this machine"
-                    )
                 return self._hand_out(n)
             finally:
                 self._waiting.remove(ticket)
@@ -213,13 +201,13 @@ class SlotPool:
     def try_acquire(self, n: int) -> list[Span]:
         """Acquires `n` slots if they are free and no other request waits; else returns none. Never waits."""
         with self._changed:
-            if self._closed or self._waiting or len(self._free) < n:
+            if self._waiting or len(self._free) < n:
                 return []
             return self._hand_out(n)
 
-    def drain(self, deadline_s: float) -> None:
+    def drain(self) -> None:
         """Waits until no slot is in use. Raises the errors of `acquire`."""
-        self.release(self.acquire(self.num_slots, deadline_s))
+        self.release(self.acquire(self.num_slots))
 
     def release(self, spans: Sequence[Span]) -> None:
         """Releases slots: all of them or, on an error, none.
@@ -227,11 +215,13 @@ class SlotPool:
         Raises:
             SlotMisuse: a span is not a slot in use of this pool, or is named twice.
         """
+        released: set[Span] = set()
         with self._changed:
-            for i, span in enumerate(spans):
-                if span not in self._in_use or span in spans[:i]:
+            for span in spans:
+                if span not in self._in_use or span in released:
                     raise SlotMisuse(f"pool {self.name}: {span} is not a slot in use; released twice, or not ours")
-            self._in_use.difference_update(spans)
+                released.add(span)
+            self._in_use -= released
             self._free.extend(spans)
             self._changed.notify_all()
 
@@ -241,11 +231,11 @@ class SlotPool:
         self._high_water = max(self._high_water, len(self._in_use))
         return taken
 
-    def close(self) -> None:
-        """Closes the pool: waiting requests fail at once. Slots may still be released."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+    def _describe_wait(self, n: int) -> str:
+        return (
+            f"{n} slots of {bytes_text(self.slot_nbytes)} of pool {self.name}: {len(self._in_use)} of "
+            f"{self.num_slots} are in use, and their holders are stuck or slow"
+        )
 
     @property
     def statistics(self) -> SlotStatistics:

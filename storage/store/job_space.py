@@ -6,7 +6,7 @@ from typing import Self
 
 from windlass.storage.integrity import StoreError, StoreMissing
 from windlass.storage.ssd import Volume
-from windlass.storage.store.format import StoreGeometry
+from windlass.storage.store.format import CommitRecord, StoreGeometry
 from windlass.storage.store.scratch import Scratch
 from windlass.storage.store.tensor_store import TensorStore
 
@@ -45,6 +45,10 @@ class JobSpace:
         except BaseException:
             volume.close()
             raise
+
+    def commits(self) -> list[CommitRecord]:
+        """Returns the commit records of this SSD, oldest first."""
+        return self.store.commits()
 
     def held_nbytes(self) -> int:
         """Returns the bytes of the SSD that the job has. Raises StoreError."""

@@ -32,7 +32,7 @@ PLAN: dict[str, Any] = {
     "busy_s": {"compute": 5.32, "h2d": 1.1, "d2h": 0.6, "ssd": 3.4, "optimizer": 5.5},
     "peak_gib": {"gpu": 10.75, "host": 21.5, "ssd": 48.0},
     "engine_gib": {"gpu": 10.0, "host": 20.0, "ssd": 48.0},
-    "limit_gib": {"gpu": 23.25, "host": 30.0, "ssd": 900.0},
+    "limit_gib": {"gpu": 22.5, "host": 30.0, "ssd": 900.0},
     "choices": {
         "num_microbatches": 4,
         "group_size": 2,

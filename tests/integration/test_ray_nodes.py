@@ -52,7 +52,7 @@ deploy.Runner = Where
 node = RayNode.join(sys.argv[1])
 for attempt in (1, 2):
     deploy.start_runner(SimpleNamespace(job="ftjob-1", attempt=attempt, path=sys.argv[3]))
-print(json.dumps([len(ray.nodes()), node.node_id, node.machinery.num_cores, node.is_running]), flush=True)
+print(json.dumps([len(ray.nodes()), node.node_id, node.resources.num_cores, node.is_running]), flush=True)
 sys.stdin.readline()
 while node.is_running:
     time.sleep(0.1)

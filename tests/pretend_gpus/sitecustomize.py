@@ -18,17 +18,17 @@ def _compute_on_the_cpu(compute_device: ModuleType) -> None:
 
 
 def _note_visible_gpus(deploy: ModuleType) -> None:
-    build = deploy.build_actor
+    start = deploy.start_actor
 
-    def build_and_note(name: str, context: Any, send: Any, **options: Any) -> Any:
+    def note_and_start(name: str, context: Any, *arguments: Any, **options: Any) -> Any:
         # Written atomically, because the test may read it at any time.
         file = Path(context.spec.job_dir, f"visible-gpus-{name}")
         partial = file.with_name(f"partial-{name}")
         partial.write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
         partial.replace(file)
-        return build(name, context, send, **options)
+        return start(name, context, *arguments, **options)
 
-    deploy.build_actor = build_and_note
+    deploy.start_actor = note_and_start
 
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {

@@ -1,4 +1,4 @@
-"""A stand-in for the package liger_kernel: functions of the same form, and a norm that runs on a CPU."""
+"""A stand-in for the package liger_kernel: functions of the same form, and a norm and an MLP that run on a CPU."""
 
 import sys
 from collections.abc import Callable
@@ -11,12 +11,13 @@ from transformers.models.qwen2 import modeling_qwen2
 
 
 class FakeLiger:
-    """Replaces the norms of a Qwen2 and, as Liger does, also the class in its module."""
+    """Replaces the norms and MLPs of a Qwen2 and, as Liger does, also the norm's class in its module."""
 
     def __init__(self) -> None:
         self.model_types = {"qwen2"}
         self.calls: list[dict[str, Any]] = []
         self.num_norms = 0  # norms computed
+        self.num_products = 0  # of an MLP's two halves
         self.change_grad: Callable[[torch.Tensor], torch.Tensor] = lambda grad: grad
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,11 +57,21 @@ class FakeLiger:
         modeling_qwen2.Qwen2RMSNorm = type("LigerRMSNorm", (norm_class,), {})
         for norm in (module for module in model.modules() if type(module) is norm_class):
             norm.forward = self._forward_of(norm)
+        for mlp in (module for module in model.modules() if type(module) is modeling_qwen2.Qwen2MLP):
+            mlp.forward = self._forward_of_mlp(mlp)
 
     def _forward_of(self, norm: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         def forward(hidden: torch.Tensor) -> torch.Tensor:
             self.num_norms += 1
             output: torch.Tensor = _Norm.apply(hidden, norm.weight, norm.variance_epsilon, self)
+            return output
+
+        return forward
+
+    def _forward_of_mlp(self, mlp: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            self.num_products += 1
+            output: torch.Tensor = mlp.down_proj(_SiluProduct.apply(mlp.gate_proj(hidden), mlp.up_proj(hidden)))
             return output
 
         return forward
@@ -84,4 +95,29 @@ class _Norm(torch.autograd.Function):
         of_normed = grad.float() * weight.float()
         of_hidden = scale * (of_normed - normed * (of_normed * normed).mean(-1, keepdim=True))
         of_weight = (grad.float() * normed).flatten(0, -2).sum(0)
-        return ctx.liger.change_grad(of_hidden.to(hidden.dtype)), of_weight.to(weight.dtype), None, None
+        _overwrite(grad, ctx.liger.change_grad(of_hidden.to(hidden.dtype)))
+        return grad, of_weight.to(weight.dtype), None, None
+
+
+class _SiluProduct(torch.autograd.Function):
+    """The product of an MLP's halves. Like Liger's, its backward pass overwrites the tensors that it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate.float()).to(gate.dtype) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        share = torch.sigmoid(gate.float())
+        of_up = grad * (gate.float() * share).to(gate.dtype)
+        of_gate = (grad.float() * up.float() * share * (1 + gate.float() * (1 - share))).to(gate.dtype)
+        _overwrite(gate, of_gate)
+        _overwrite(up, of_up)
+        return gate, up
+
+
+def _overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes as a kernel of another package does: autograd's version counter does not notice."""
+    tensor.data.copy_(values)

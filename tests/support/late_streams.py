@@ -18,7 +18,9 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.engine.device.streams import Event, StartThreads, Stream
+from windlass.storage.cancellation import CancelToken
 
+_DEADLINE_S = 30.0  # timeout of a host's wait
 # Seconds without new work until a task runs: by then every thread that could run ahead has done so.
 _QUIET_S = 0.0005
 # Operators for which a GPU's host waits: their result is a number, or a tensor whose shape depends on the data.
@@ -36,11 +38,11 @@ class LateEvent:
     def is_over(self) -> bool:
         return self.came_s is not None
 
-    def wait(self, deadline_s: float) -> None:
+    def wait(self) -> None:
         self._gpu.host_waits[threading.current_thread().name] += 1
         with self._gpu.changed:
-            if not self._gpu.changed.wait_for(lambda: self.came_s is not None or self._gpu.is_over, deadline_s):
-                raise TimeoutError(f"what a stream was given was not done within {deadline_s:g} s")
+            if not self._gpu.changed.wait_for(lambda: self.came_s is not None or self._gpu.is_over, _DEADLINE_S):
+                raise TimeoutError(f"what a stream was given was not done within {_DEADLINE_S:g} s")
             if self.came_s is None:
                 raise InterruptedError("the streams were closed")
 
@@ -76,7 +78,7 @@ class LateStream:
 
     def record(self) -> Event:
         event = LateEvent(self._gpu, self.name)
-        if self._gpu.works_for(self):
+        if self._gpu.works_for(self) or (self._gpu.is_over and not self._tasks):
             event.came_s = time.monotonic()
         else:
             self._give(lambda: self._gpu.come(event))
@@ -91,9 +93,6 @@ class LateStream:
             self._call_back(callback)
         else:
             self._give(lambda: self._call_back(callback))
-
-    def close(self) -> None:
-        pass
 
     def next_task(self) -> Callable[[], None] | None:
         """The task that the stream can run next; None if it waits or is empty."""
@@ -135,11 +134,12 @@ class LateStreams:
         self,
         start_threads: StartThreads,
         *,
+        token: CancelToken | None = None,
         order: Sequence[str] | int,
         forgets: Callable[[str, str], bool] = lambda waits, on: False,
         quiet_s: float = _QUIET_S,
     ) -> None:
-        """Starts the streams and their thread.
+        """Starts the streams and their thread, which ends at `close`, or after its work once `token` is cancelled.
 
         `order`: names of streams ("compute", "h2d", "d2h"), highest priority first; or a seed to draw with.
 
@@ -154,6 +154,7 @@ class LateStreams:
         self.is_held_up = False  # no task runs, even if a thread waits for it
         self.given_s = 0.0
         self.is_over = False
+        self._token = token or CancelToken()
         self.forgets = forgets
         self._order = order
         self._quiet_s = quiet_s
@@ -235,6 +236,9 @@ class LateStreams:
             quiet_s = time.monotonic() - self.given_s
             if self.is_over and busy is not None:
                 raise InterruptedError("the streams were closed")
+            if not ready and self._token.is_cancelled:
+                self.close()
+                return
             if not ready or quiet_s < self._quiet_s or self.is_held_up:
                 self.changed.wait(self._quiet_s if ready else 0.05)
                 return

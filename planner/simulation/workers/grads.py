@@ -1,17 +1,14 @@
 """Simulates the offload of gradients, as the real `GradOffload` and `PartialGrads` do."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from windlass.actors.messages import ComputeBlock, GradChunk, GradOffloaded, Phase, SpanKind
-from windlass.actors.policy import OffloadQueue
+from windlass.actors.messages import ComputeBlock, GradChunk, GradOffloaded, SpanKind
+from windlass.actors.policy import GradSums, OffloadQueue, ReturningSums, SumSource, Use
 from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE, MemoryTier, grad_buffers
 from windlass.planner.simulation import GRADIENTS, Process, Queue, Signal, SimulatedMachine, Slots
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, Step
-
-# As in `PartialGrads`: the block whose operation adds to a sum, and the block whose gradient it is.
-Use = tuple[BlockIndex, BlockIndex]
 
 _PARTIALS = "partial gradients"
 
@@ -52,9 +49,8 @@ class Grads:
             for numel, n in numbers.items()
         }
         world.allocate(MemoryTier.HOST, _PARTIALS, plan.partial_grads.nbytes)
-        self._being_summed: set[Use] = set()  # sums of blocks that are not resident on the device
-        self._expected: deque[ComputeBlock] = deque()
-        self._left: set[Use] = set()
+        self._sums = GradSums(layout.shared, self._resident)
+        self._returning = ReturningSums(self._resident)
         self._back: set[Use] = set()
         self._changed = Signal(env)
         env.process(self._run())
@@ -62,41 +58,38 @@ class Grads:
 
     def expect(self, operation: ComputeBlock) -> None:
         """Prefetches the partial sums that an earlier group left for an operation."""
-        if operation.group > 0 and operation.phase in (Phase.HEAD, Phase.BACKWARD) and self._uses(operation):
-            self._expected.append(operation)
-            self._changed.notify()
+        self._returning.expect(operation)
+        self._changed.notify()
 
     def take(self, operation: ComputeBlock) -> Process:
         """Acquires buffers for an operation's sums, with the partial sums of the previous group."""
-        for use in self._uses(operation):
-            if use[0] == use[1]:
+        for block in operation.blocks:
+            use = (operation.block, block)
+            source = self._sums.begin(operation, block)
+            if source is not SumSource.DEVICE and self._sums.needs_permit(use):
                 yield from self._permits.take()
-            if operation.group > 0:
+            if source is SumSource.HOST:
                 yield from self._take_back(use)
-            else:
-                yield from self._flat(use[1]).take()
-            self._being_summed.add(use)
-        if operation.group == 0:
-            for block in self._resident.intersection(operation.blocks):
+            elif source is SumSource.NEW_BUFFER and block in self._resident:
                 self._stays(block, 1)
+            elif source is SumSource.NEW_BUFFER:
+                yield from self._flat(block).take()
 
     def queue_partial_sums(self, operation: ComputeBlock) -> None:
         """Offloads an operation's partial sums, which the next group will continue."""
-        for use in self._uses(operation):
-            self._being_summed.remove(use)
+        for use in self._sums.pass_on(operation):
             self._to_offload.put(_Partial(operation, use))
 
     def complete(self, operation: ComputeBlock) -> None:
         """Completes a block's gradient, by adding the sums of other operations that use its params, and offloads it."""
         block = operation.block
-        for use in [use for use in self._being_summed if use[1] == block]:
-            self._being_summed.remove(use)
-            if use[0] != block:
-                self._flat(block).give_back()
+        _, *others = self._sums.complete(block)
         if block in self._resident:
-            self._stays(block, -sum(block in shared[1:] for shared in self.world.context.layout.shared))
+            self._stays(block, -len(others))
             self._report(operation)
         else:
+            for _ in others:
+                self._flat(block).give_back()
             self._waiting[(operation.step, block)] = operation
             self._start_offloads(self._offload_queue.push(operation.step, block))
 
@@ -111,9 +104,6 @@ class Grads:
     def _start_offloads(self, keys: Sequence[tuple[Step, BlockIndex]]) -> None:
         for key in keys:
             self._to_offload.put(self._waiting.pop(key))
-
-    def _uses(self, operation: ComputeBlock) -> list[Use]:
-        return [(operation.block, block) for block in operation.blocks if block not in self._resident]
 
     def _stays(self, block: BlockIndex, number: int) -> None:
         """Adds `number` sums of a block to the level of sums that never leave the device."""
@@ -173,27 +163,26 @@ class Grads:
     def _take_back(self, use: Use) -> Process:
         yield from self._changed.until(lambda: use in self._back)
         self._back.remove(use)
+        self._returning.take(use)
         self._changed.notify()
 
     def _copy_out_partial(self, partial: _Partial) -> Process:
-        user, block = partial.use
-        if user == block:
+        _, block = partial.use
+        if self._sums.needs_permit(partial.use):
             self._permits.give_back()
         self._leaves_partial(block, 1)
         for key in self.world.context.layout.chunk_keys(block):
             nbytes, step = self._partial_nbytes(key), partial.operation.step
             yield from self.world.copy_out(nbytes, SpanKind.COPY_PARTIAL_OUT, step, key.block, key.chunk)
         self._flat(block).give_back()
-        self._left.add(partial.use)
+        self._returning.left(partial.use)
         self._changed.notify()
 
     def _bring_back(self) -> Process:
         while True:
-            yield from self._changed.until(self._is_due)
-            operation = self._expected.popleft()
-            uses = self._uses(operation)
+            yield from self._changed.until(lambda: self._returning.is_due)
+            operation, uses = self._returning.begin()
             for use in uses:
-                self._left.remove(use)
                 yield from self._flat(use[1]).take()
                 for key in self.world.context.layout.chunk_keys(use[1]):
                     nbytes, step = self._partial_nbytes(key), operation.step
@@ -201,9 +190,6 @@ class Grads:
                 self._leaves_partial(use[1], -1)
             self._back.update(uses)
             self._changed.notify()
-
-    def _is_due(self) -> bool:
-        return bool(self._expected) and not self._back and self._left.issuperset(self._uses(self._expected[0]))
 
     def _partial_nbytes(self, key: ChunkKey) -> int:
         """Returns the bytes of a chunk's partial sum: in the type of gradients in transit, or fp32 for tied params."""

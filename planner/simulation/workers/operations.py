@@ -112,7 +112,7 @@ class Operations:
 
     def _compute(self, operation: ComputeBlock, fetches: list[Fetch]) -> Process:
         world, block, request = self.world, operation.block, fetches[0].request
-        num_rounded = sum(fetch.numel or 0 for fetch in fetches if fetch.is_rounded)
+        num_rounded = sum(fetch.num_rounded for fetch in fetches)
         if num_rounded:
             yield from world.spend(num_rounded / world.rates.device_rounded_params)
         num_microbatches = self._num_microbatches(operation.group)

@@ -12,8 +12,7 @@ from windlass.actors.messages import (
     UpdateBlock,
     UpdateStep,
 )
-from windlass.actors.optimizer import Ahead
-from windlass.actors.policy import BlockQueue, GradReleases, UpdateActions, UpdateQueue
+from windlass.actors.policy import ChunkQueue, GradReleases, QueuedChunk, UpdateActions, UpdateQueue
 from windlass.engine.memory_plan import Pool
 from windlass.planner.simulation import Process, Queue, Resource, Signal, SimulatedMachine
 from windlass.storage.ids import ActorName
@@ -35,12 +34,12 @@ class Optimizer:
         self.name = name
         self._resource = Resource(world, name)
         self._slots = world.pool(f"states at {name}", states)
-        self._to_begin: BlockQueue[_Chunk] = BlockQueue(world.shape.ordering.queues)
-        self._arrived: Queue[_Chunk] = Queue(world.env)
-        self._ahead = Ahead()
+        self._queue: ChunkQueue[_Chunk] = ChunkQueue(
+            world.shape.ordering.queues, lambda chunk: chunk.grad.key in world.host_slots
+        )
+        self._arrived: Queue[QueuedChunk[_Chunk]] = Queue(world.env)
         self._changed = Signal(world.env)
         self._grad_releases = GradReleases(world.context.plan.grads.num_slots, world.context.spec.num_cpu_optimizers)
-        self._num_left: dict[tuple[int, int], int] = {}
         ordering = world.shape.ordering
         num_blocks = sum(name in world.shape.holders(block) for block in range(world.shape.num_blocks))
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating, num_blocks)
@@ -57,10 +56,8 @@ class Optimizer:
 
     def _update(self, message: UpdateBlock) -> None:
         """Queues the updates of a block's chunks."""
-        self._num_left[(message.step, message.block)] = len(message.chunks)
         self._grad_releases.begin(len(message.chunks))
-        for grad in message.chunks:
-            self._to_begin.push(message.step, message.block, _Chunk(message, grad))
+        self._queue.add(message.step, message.block, [_Chunk(message, grad) for grad in message.chunks])
         self._changed.notify()
 
     def flush(self, message: FlushBlock) -> Process:
@@ -81,67 +78,68 @@ class Optimizer:
         world.send_to_scheduler(BlockFlushed(job=message.job, step=message.step, block=message.block, actor=self.name))
 
     def _feed(self) -> Process:
-        world, ahead = self.world, self._ahead
         while True:
-            yield from self._changed.until(lambda: bool(self._to_begin) and ahead.may_begin)
-            ahead.num_ahead += 1
-            # As in `ChunkPipeline`: no wait for a slot that is not needed, and the most urgent chunk after a wait.
-            if has_slot := self._to_begin.first.grad.key not in world.host_slots:
+            yield from self._changed.until(lambda: self._queue.may_begin)
+            chunk = self._queue.begin(has_slot=False)
+            if chunk is None:
                 yield from self._slots.take()
-            chunk = self._to_begin.pop()
-            if chunk.grad.key in world.host_slots:
-                if has_slot:
+                chunk = self._queue.begin(has_slot=True)
+                assert chunk is not None, "with a slot any chunk may begin"
+                if chunk.is_resident:
                     self._slots.give_back()
-                ahead.num_ready += 1
-                self._arrived.put(chunk)
-                continue
-            world.env.process(self._read(chunk))
+            if chunk.is_resident:
+                self._arrive(chunk)
+            else:
+                self.world.env.process(self._read(chunk))
 
-    def _read(self, chunk: _Chunk) -> Process:
-        world, update, key = self.world, chunk.update, chunk.grad.key
+    def _arrive(self, chunk: QueuedChunk[_Chunk]) -> None:
+        self._queue.arrived()
+        self._arrived.put(chunk)
+
+    def _read(self, chunk: QueuedChunk[_Chunk]) -> Process:
+        world, update, grad = self.world, chunk.item.update, chunk.item.grad
+        key = grad.key
         formats, numel = world.context.formats, world.chunk_numel(key)
         kinds = set(formats.kinds_to_update)
         if key in world.cached_params:
             kinds.discard(formats.param_kind)
         moves = [(sum(formats.itemsizes[kind] for kind in kinds) * numel, SpanKind.READ_STATES)]
-        if chunk.grad.span is None:
+        if grad.span is None:
             moves.append((world.grad_itemsize * numel, SpanKind.READ_GRAD))
         # Both reads are from the same SSD with the same priority, so they run one after the other.
         for nbytes, kind in moves:
             yield from world.chunk_move(key, nbytes, kind, update.how.from_step, (update.step, key.block))
-        self._ahead.num_ready += 1
-        self._arrived.put(chunk)
+        self._arrive(chunk)
 
     def _run_updates(self) -> Process:
         world = self.world
         while True:
             chunk = yield from self._arrived.get()
-            self._ahead.num_ahead -= 1
+            self._queue.updating()
             self._changed.notify()
-            update, key = chunk.update, chunk.grad.key
+            update, grad = chunk.item.update, chunk.item.grad
+            key = grad.key
             duration_s = world.chunk_numel(key) / world.rates.optimizer_params
             yield from self._resource.work(duration_s, SpanKind.UPDATE, update.step, key.block, key.chunk)
-            self._ahead.num_ready -= 1
+            self._queue.updated()
             self._changed.notify()
-            if released := self._grad_releases.updated(chunk.grad.span):
+            if released := self._grad_releases.updated(grad.span):
                 world.grad_slots.give_back(len(released))
-            if key in world.host_slots:
-                self._done(update)
+            if chunk.is_resident:
+                self._done(chunk)
             else:
                 world.env.process(self._write_back(chunk))
 
-    def _write_back(self, chunk: _Chunk) -> Process:
-        world, update, key = self.world, chunk.update, chunk.grad.key
+    def _write_back(self, chunk: QueuedChunk[_Chunk]) -> Process:
+        world, update, key = self.world, chunk.item.update, chunk.item.grad.key
         nbytes = world.state_itemsize * world.chunk_numel(key)
         yield from world.chunk_move(key, nbytes, SpanKind.WRITE_STATES, update.step, (update.step, key.block))
         self._slots.give_back()
-        self._done(update)
+        self._done(chunk)
 
-    def _done(self, update: UpdateBlock) -> None:
-        key = (update.step, update.block)
-        self._num_left[key] -= 1
-        if not self._num_left[key]:
-            del self._num_left[key]
+    def _done(self, chunk: QueuedChunk[_Chunk]) -> None:
+        update = chunk.item.update
+        if self._queue.is_block_done(chunk):
             self.world.send_to_scheduler(
                 BlockUpdated(job=update.job, step=update.step, block=update.block, actor=self.name)
             )

@@ -6,22 +6,33 @@ from dataclasses import dataclass
 import simpy
 
 from windlass.actors.messages import ComputeBlock, ParamRequest, SpanKind
-from windlass.engine.memory_plan import MemoryTier, param_buffers
+from windlass.engine.memory_plan import Acquired, BlockBuffers, MemoryTier, param_buffers
 from windlass.planner.simulation import PARAMS, Process, ProcessReturning, Queue, Signal, SimulatedMachine
-from windlass.storage.ids import BlockIndex, ChunkKey
+from windlass.storage.ids import BlockIndex, ChunkKey, Step
+
+# A block's params, by the step under which they are stored.
+_Params = tuple[BlockIndex, Step]
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A transfer of one block's params to a buffer, or to host memory if the block is streamed."""
+
+    request: ParamRequest  # the first one for these params
+    arrived: simpy.Event
+    num_missing: int
+    num_held: int = 0  # slots with chunks of a streamed block, held until it is computed
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A transfer of one block's params to the device, or to host memory if the block is streamed."""
+    """The params of one block for one operation."""
 
     request: ParamRequest
-    arrived: simpy.Event
-    ready: simpy.Event  # set after `arrived`, when `on_params_ready` has been called
-    num_missing: int = 0
-    numel: int | None = None  # elements of the buffer; None: the params are resident
-    is_rounded: bool = False  # derived on the device from the resident master, when they are needed
-    num_held: int = 0  # slots with chunks of a streamed block, held until it is computed
+    ready: simpy.Event  # set after their arrival, when `on_params_ready` has been called
+    buffer: int | None = None  # None: the params are resident
+    load: _Load | None = None  # None: no transfer is needed
+    num_rounded: int = 0  # elements that are derived on the device from the resident master, when they are needed
 
 
 class ParamFeed:
@@ -33,10 +44,11 @@ class ParamFeed:
         self._on_params_ready = on_params_ready
         env, context = world.env, world.context
         self._requests: Queue[ParamRequest] = Queue(env)
-        self._arrived: Queue[tuple[Fetch, ChunkKey, bool]] = Queue(env)  # True: the chunk is in a slot
+        self._arrived: Queue[tuple[_Load, ChunkKey, bool]] = Queue(env)  # True: the chunk is in a slot
         self._filled: set[ChunkKey] = set()  # cached params that were read
         self._fetching: Queue[Fetch] = Queue(env)
         self._fetches: dict[tuple[int, BlockIndex], Fetch] = {}
+        self._loads: dict[BlockIndex, _Load] = {}  # the last ones
         self._created = Signal(env)
         numbers = param_buffers(
             [block.numel - self._first(block.index) for block in context.layout.blocks],
@@ -44,10 +56,9 @@ class ParamFeed:
             resident=context.formats.lent(context.plan.device_blocks),
             num_ahead=context.spec.effective_ordering.max_prefetched,
         )
-        self._buffers = {
-            numel: world.slots(MemoryTier.DEVICE, PARAMS, numel * world.param_itemsize, n)
-            for numel, n in numbers.items()
-        }
+        self._buffers: BlockBuffers[int, _Params] = BlockBuffers(numbers)
+        self._released = Signal(env)
+        world.allocate(MemoryTier.DEVICE, PARAMS, sum(map(self._nbytes, range(len(self._buffers.sizes)))))
         for loop in (self._run_requests, self._run_arrivals, self._tell):
             env.process(loop())
 
@@ -66,43 +77,62 @@ class ParamFeed:
 
     def release(self, fetch: Fetch) -> None:
         """Releases the params after the operation."""
-        if fetch.numel is not None:
-            self._buffers[fetch.numel].give_back()
-        if fetch.num_held:
-            self.world.param_slots.give_back(fetch.num_held)
+        if fetch.buffer is not None:
+            self._buffers.release(fetch.buffer)
+            if not self._buffers.num_users(fetch.buffer):
+                self.world.level(MemoryTier.DEVICE, PARAMS, -self._nbytes(fetch.buffer))
+            self._released.notify()
+        if fetch.load is not None and fetch.load.num_held:
+            self.world.param_slots.give_back(fetch.load.num_held)
 
     def _first(self, block: BlockIndex) -> int:
         """Returns the first element with a buffer of its own. The elements before it are copied in pieces."""
         bounds = self.world.bounds
         return bounds[block][-1] if block in bounds else 0
 
+    def _nbytes(self, buffer: int) -> int:
+        return self._buffers.sizes[buffer] * self.world.param_itemsize
+
     def _run_requests(self) -> Process:
-        world = self.world
         while True:
             request = yield from self._requests.get()
-            keys = world.context.layout.chunk_keys(request.block)
-            fetch = Fetch(request, world.env.event(), world.env.event())
-            is_resident = request.block in world.context.plan.device_blocks
-            if is_resident:
-                fetch.arrived.succeed()
-            if is_resident and world.context.formats.derives_param:
-                fetch.numel, fetch.is_rounded = world.context.layout.blocks[request.block].numel, True
-                yield from self._buffers[fetch.numel].take()
-            elif not is_resident:
-                fetch.numel = world.context.layout.blocks[request.block].numel - self._first(request.block)
-                fetch.num_missing = len(keys)
-                yield from self._buffers[fetch.numel].take()
+            fetch = yield from self._fetch(request)
             self._fetches[(request.operation.op, request.block)] = fetch
             self._created.notify()
             self._fetching.put(fetch)
-            if fetch.num_missing:
-                yield from self._fetch(fetch, keys)
+            if (load := fetch.load) is not None and load.request is request:
+                yield from self._load(load)
 
-    def _fetch(self, fetch: Fetch, keys: list[ChunkKey]) -> Process:
+    def _fetch(self, request: ParamRequest) -> ProcessReturning[Fetch]:
+        """Returns an operation's params in a buffer, and waits for a free one if no buffer has them."""
+        world, block = self.world, request.block
+        fetch = Fetch(request, world.env.event())
+        is_resident = block in world.context.plan.device_blocks
+        if is_resident and not world.context.formats.derives_param:
+            return fetch
+        numel = world.context.layout.blocks[block].numel - self._first(block)
+        acquired = yield from self._acquire(numel, None if block in world.bounds else (block, request.step))
+        fetch.buffer = acquired.buffer
+        if is_resident:
+            fetch.num_rounded = 0 if acquired.has_contents else numel
+            return fetch
+        if not acquired.has_contents:
+            self._loads[block] = _Load(request, world.env.event(), world.context.layout.num_chunks(block))
+        fetch.load = self._loads[block]
+        return fetch
+
+    def _acquire(self, numel: int, contents: _Params | None) -> ProcessReturning[Acquired[_Params]]:
+        while (acquired := self._buffers.acquire(numel, contents)) is None:
+            yield self._released.next
+        if self._buffers.num_users(acquired.buffer) == 1:
+            self.world.level(MemoryTier.DEVICE, PARAMS, self._nbytes(acquired.buffer))
+        return acquired
+
+    def _load(self, load: _Load) -> Process:
         world, missing = self.world, []
-        for key in keys:
+        for key in world.context.layout.chunk_keys(load.request.block):
             if key in world.host_slots or key in self._filled:
-                self._arrived.put((fetch, key, False))
+                self._arrived.put((load, key, False))
             else:
                 missing.append(key)
         batch = world.context.plan.fetch_batch
@@ -110,37 +140,38 @@ class ParamFeed:
             some = missing[start : start + batch]
             yield from world.param_slots.take(len(some))
             for key in some:
-                world.env.process(self._read(fetch, key))
+                world.env.process(self._read(load, key))
 
-    def _read(self, fetch: Fetch, key: ChunkKey) -> Process:
-        world, step = self.world, fetch.request.step
+    def _read(self, load: _Load, key: ChunkKey) -> Process:
+        world, step = self.world, load.request.step
         is_cached = key in world.cached_params
         nbytes = world.param_itemsize * world.chunk_numel(key)
         yield from world.chunk_move(key, nbytes, SpanKind.READ_PARAMS, step, (step, 0))
         if is_cached:
             self._filled.add(key)
             world.param_slots.give_back()
-        self._arrived.put((fetch, key, not is_cached))
+        self._arrived.put((load, key, not is_cached))
 
     def _run_arrivals(self) -> Process:
         world = self.world
         while True:
-            fetch, key, is_slot = yield from self._arrived.get()
+            load, key, is_slot = yield from self._arrived.get()
             start, stop = world.chunk_ranges[key]
             nbytes = world.param_itemsize * max(0, stop - max(start, self._first(key.block)))
             if nbytes:
-                yield from world.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, fetch.request.step, key.block, key.chunk)
+                yield from world.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, load.request.step, key.block, key.chunk)
             if is_slot and key.block in world.bounds:
-                fetch.num_held += 1
+                load.num_held += 1
             elif is_slot:
                 world.param_slots.give_back()
-            fetch.num_missing -= 1
-            if not fetch.num_missing:
-                fetch.arrived.succeed()
+            load.num_missing -= 1
+            if not load.num_missing:
+                load.arrived.succeed()
 
     def _tell(self) -> Process:
         while True:
             fetch = yield from self._fetching.get()
-            yield fetch.arrived
+            if fetch.load is not None:
+                yield fetch.load.arrived
             self._on_params_ready(fetch)
             fetch.ready.succeed()

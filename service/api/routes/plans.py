@@ -13,13 +13,14 @@ from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 
 from windlass.actors.timeline import SIMULATED_FOLDER, held_steps, load_step, trace_of
+from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware, unusual
-from windlass.planner.planning import JobPlan, PlanReport
+from windlass.planner.planning import JobPlan, PlanReport, PlanRequest
 from windlass.service.api import CallerDep, ContextDep, is_visible, model_hint
 from windlass.service.api.middleware import BusyError
 from windlass.service.api.schemas import JobPlanObject, PlanObject, TraceObject
 from windlass.service.installation import Settings, check_is_here
-from windlass.service.jobs import MachineResources, job_dir, plan_question, plans_of, view_of
+from windlass.service.jobs import MachineResources, job_dir, plan_request, plans_of, view_of
 from windlass.service.machine import measured_hardware
 from windlass.service.preparation import (
     PLAN_JOB,
@@ -91,23 +92,18 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
             param="hardware",
             code="not_measured",
         )
-    question = plan_question(
+    request = plan_request(
         settings,
         hardware,
         MachineResources.here() if body.hardware is None else None,
         model_dir=_folder(settings, body.model),
         asked=asked,
-        training=hypothetical_config(
-            asked,
-            batch_size=body.batch_size,
-            num_microbatches=asked.num_microbatches or default_microbatches(body.batch_size),
-            sequence_length=sequence_length,
-        ),
+        training=_training(body, sequence_length),
         num_validation_examples=body.num_validation_examples,
     )
     try:
         with context.limits.plans.entered(caller.user or ""):
-            report, warnings = _run(settings, question)
+            report, warnings = _run(settings, request)
     except BusyError as error:
         raise ApiError(
             f"plans are made one by one: {error}", status=429, code="plan_in_progress", kind="requests"
@@ -167,6 +163,19 @@ def _correction_of(plan: JobPlan | None) -> dict[str, Any]:
     return {"corrected": plan.corrected, "told": plan.message, "from_attempt": plan.from_attempt}
 
 
+def _training(body: CreatePlan, sequence_length: int) -> TrainingConfig:
+    """Returns the training config of the planned job. Raises the ApiError that a request for the job would get."""
+    try:
+        return hypothetical_config(
+            body.windlass,
+            batch_size=body.batch_size,
+            num_microbatches=body.windlass.num_microbatches or default_microbatches(body.batch_size),
+            sequence_length=sequence_length,
+        )
+    except ValueError as error:
+        raise ApiError(str(error), param="windlass", code="invalid_value") from None
+
+
 def _folder(settings: Settings, model: str) -> Path:
     folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
     if not folder.is_dir():
@@ -174,10 +183,10 @@ def _folder(settings: Settings, model: str) -> Path:
     return folder
 
 
-def _run(settings: Settings, question: dict[str, Any]) -> tuple[PlanReport, list[str]]:
+def _run(settings: Settings, request: PlanRequest) -> tuple[PlanReport, list[str]]:
     """Makes the plan in a child process. Returns it with warnings about processes that died meanwhile."""
     with tempfile.TemporaryDirectory(dir=settings.home, prefix="plan-") as name:
-        preparation = Preparation([plan_step(Path(name), question)], work_dir=Path(name))
+        preparation = Preparation([plan_step(Path(name), request)], work_dir=Path(name))
         memory, began_s = PreparationMemory(), time.monotonic()
         preparation.admit = lambda step: memory.grant(name, None, step, lambda: preparation.process, is_box_free=False)
         try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from windlass.actors.lifecycle import WAIT_POLICY
+from windlass.actors.lifecycle import WAIT_POLICY, allocator_settings
 from windlass.service.installation import num_cores
 from windlass.service.preparation.sandbox.fork_server import CONTINUE, HALT, PID, StepOrder
 from windlass.storage.memory import describe_process_end
@@ -66,6 +66,9 @@ class LimitedCommand:
     sees_gpus: bool = False  # then its address space is unlimited, because CUDA maps more than any limit
 
 
+# The program that limits itself and then becomes a command.
+_LIMITED_EXEC = "windlass.service.preparation.sandbox.limited_exec"
+
 # CUDA maps more addresses than the limit allows, and most steps do not need it.
 _NO_GPUS: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -81,7 +84,7 @@ def start_limited(limited: LimitedCommand, log: IO[bytes]) -> LimitedProcess:
     limits = [f"--cpu-s={limited.cpu_s}"]
     gpus = _NO_GPUS
     if limited.sees_gpus:
-        gpus = {name: os.environ[name] for name in _NO_GPUS if name in os.environ}
+        gpus = {name: os.environ[name] for name in _NO_GPUS if name in os.environ} | allocator_settings(os.environ)
     else:
         limits.append(f"--address-space-nbytes={limited.address_space_nbytes}")
         if limited.memory_nbytes is not None:
@@ -102,10 +105,7 @@ def _start(
     more: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "windlass.service.preparation.sandbox.limited_exec", f"--parent-pid={os.getpid()}"),
-            *(*limits, "--", *command),
-        ],
+        [sys.executable, "-m", _LIMITED_EXEC, f"--parent-pid={os.getpid()}", *limits, "--", *command],
         env={
             "HF_HUB_OFFLINE": "1",
             **{name: os.environ[name] for name in passed_on if name in os.environ},

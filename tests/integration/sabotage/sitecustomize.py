@@ -17,15 +17,15 @@ FAULT_FILE = "fault.json"  # in the job's folder; `test_ray_hangs.py` writes it
 
 def _change_actors(deploy: ModuleType) -> None:
     """Makes each process of a job write its pid to a file. The runner sends the signal at the message of the fault."""
-    begin, build, post = deploy.begin_attempt, deploy.build_actor, deploy.Runner._post
+    begin, start, post = deploy.begin_attempt, deploy.start_actor, deploy.Runner._post
 
     def runner_begins(job_dir: Path, attempt: int) -> int:
         _leave_pid(job_dir, "runner")
         return int(begin(job_dir, attempt))
 
-    def worker_builds(name: str, context: Any, send: Any, **options: Any) -> Any:
+    def worker_starts(name: str, context: Any, *arguments: Any, **options: Any) -> Any:
         _leave_pid(Path(context.spec.job_dir), name)
-        return build(name, context, send, **options)
+        return start(name, context, *arguments, **options)
 
     def runner_gets(self: Any, messages: Sequence[Any]) -> None:
         file = Path(self.spec.job_dir, FAULT_FILE)
@@ -38,7 +38,7 @@ def _change_actors(deploy: ModuleType) -> None:
 
     deploy.begin_attempt = runner_begins
     # A module function is patched, because Ray has already copied the methods of the actor's class.
-    deploy.build_actor = worker_builds
+    deploy.start_actor = worker_starts
     deploy.Runner._post = runner_gets
 
 

@@ -27,6 +27,7 @@ from windlass.actors.messages import (
     ComputeBlock,
     ComputeBlocks,
     ComputeProgressed,
+    DescribeStatus,
     Event,
     ExportModel,
     FlushBlock,
@@ -47,6 +48,7 @@ from windlass.actors.messages import (
     SkipStep,
     SpansReported,
     StatesRestored,
+    StatusDescribed,
     StoreCommitted,
     UpdateBlock,
     UpdateStep,
@@ -139,13 +141,15 @@ ROWS = (
     Row(message=SpansReported, to=(SCHEDULER,), is_awaited=False),
     Row(message=MemoryReported, to=(SCHEDULER,), is_awaited=False),
 )
-# Sent before training begins; the report of a fault itself; base classes; carriers of messages that have cases; an
+# Sent before training begins; the reports of a fault itself; base classes; carriers of messages that have cases; an
 # optimizer's own task, which is not sent.
 WITHOUT_CASES = {
     Event,
     UserMessage,
     ModelKernelsChosen,
     ActorFailed,
+    DescribeStatus,
+    StatusDescribed,
     ComputeBlocks,
     ComputeProgressed,
     UpdateBlock,

@@ -20,11 +20,9 @@ from windlass.actors.messages import ActorFailed, ComputeBlocks, ComputeProgress
 from windlass.actors.optimizer.worker import CpuOptimizer
 from windlass.actors.scheduler import scheduler
 from windlass.actors.scheduler.scheduler import Scheduler
-from windlass.actors.ssd import client as ssd_client
 from windlass.actors.ssd.server import SsdServer
 from windlass.storage import threads
 from windlass.storage.ids import ActorName
-from windlass.storage.io_scheduler import scheduler as io_scheduler
 
 BROKEN = "broken for the test"
 
@@ -163,9 +161,7 @@ def double_between_actors(fault: Fault | None = None) -> Iterator[Double]:
     """Routes the messages of every actor made in the context through the double."""
     double = Double(fault)
     with pytest.MonkeyPatch.context() as patch:
-        # Timeouts are short here, so they are checked more often.
-        for module in (scheduler, ssd_client, io_scheduler):
-            patch.setattr(module, "_TICK_S", 0.1)
+        patch.setattr(scheduler, "_TICK_S", 0.1)  # timeouts are short here, so they are checked more often
         for actor in (GpuWorker, CpuOptimizer, SsdServer, Scheduler):
             patch.setattr(actor, "post", _between(double, actor.post))
         patch.setattr(threads.GuardedThread, "at", _noting(double))

@@ -1,5 +1,6 @@
 """A stand-in for the other actors of a job: SSD servers that keep states in memory, and a log of sent messages."""
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from windlass.actors.job.context import JobContext
 from windlass.actors.messages import (
     ChunkIo,
     ChunkIoDone,
+    DescribeStatus,
     Message,
     ReadChunks,
+    StatusDescribed,
     WriteChunks,
 )
 from windlass.storage.ids import ActorName, ChunkKey, StateKind, Step
@@ -81,6 +84,17 @@ class MemorySsds:
         """The messages of one type that were sent, in order."""
         with self._changed:
             return [message for _, message in self.sent if isinstance(message, kind)]
+
+    def await_status(self, pattern: str) -> str:
+        """Asks the actor for its status until it matches a pattern, and returns it."""
+        until_s = time.monotonic() + WAIT_S
+        while time.monotonic() < until_s:
+            self.answer(DescribeStatus(job=self.context.spec.job, step=Step(0)))
+            text = self.of(StatusDescribed)[-1].text
+            if re.search(pattern, text):
+                return text
+            time.sleep(0.01)
+        raise AssertionError(text)
 
     def receive(self, kind: type[AnyMessage], count: int = 1) -> list[AnyMessage]:
         """Waits until at least `count` messages of a type were sent, and returns all of them."""

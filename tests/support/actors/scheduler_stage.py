@@ -21,6 +21,7 @@ from windlass.actors.messages import (
     ComputeBlock,
     ComputeBlocks,
     ComputeProgressed,
+    DescribeStatus,
     ExportModel,
     FailureKind,
     FlushBlock,
@@ -34,6 +35,7 @@ from windlass.actors.messages import (
     Phase,
     RestoreStates,
     StatesRestored,
+    StatusDescribed,
     StoreCommitted,
     UpdateStep,
 )
@@ -85,6 +87,7 @@ class Stage:
         self.context = make_context(self.spec, LAYOUT, str(directory / "arena"))
         self.received: list[tuple[ActorName, Message]] = []
         self.silent: set[type[Message]] = set()  # message types that no actor answers
+        self.statuses: dict[ActorName, str] = {}  # the answers of the actors that answer when asked
         self.loss = 3.0
         self.losses: dict[int, float] = {}  # by step, where the loss is another one
         self.bad_outputs: set[tuple[int, Phase, int]] = set()  # step, phase and block whose output is not finite
@@ -165,6 +168,8 @@ class Stage:
             case ExportModel():
                 Path(message.path).mkdir()
                 return [ModelExported(**facts, actor=to, path=message.path)]
+            case DescribeStatus() if to in self.statuses:
+                return [StatusDescribed(**facts, actor=to, text=self.statuses[to])]
         return []
 
     def _updates(self, step: int) -> list[Message]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from windlass.actors.messages import (
 from windlass.actors.ssd.server import SsdServer
 from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, CorrelationId, JobId, Span, Step
 from windlass.storage.memory.arena import Arena
+from windlass.storage.store import JobSpace
 from windlass.storage.store.common_commit import last_common_commit
-from windlass.storage.store.format import StoreGeometry
+from windlass.storage.store.format import CommitRecord, StoreGeometry
 
 WORKER = ActorName("optimizer-0")
 
@@ -47,25 +48,33 @@ class Bench:
 
     def __init__(self, directory: Path, geometry: StoreGeometry = GEOMETRY, num_scratch_slots: int = 0) -> None:
         self.directory = directory
+        self._geometry = geometry
+        self._num_scratch_slots = num_scratch_slots
         self.arena = Arena.create(directory / f"arena-{len(list(directory.glob('arena-*')))}", ARENA_NBYTES)
         self.sent: queue.SimpleQueue[tuple[ActorName, Message]] = queue.SimpleQueue()
         self.spans: list[WorkSpan] = []
         self.space: list[MemoryReported] = []
+
+    def open_space(self) -> JobSpace:
+        """Opens the job's space on the SSD."""
+        return JobSpace.open(
+            str(self.directory), self._geometry, direct=False, num_scratch_slots=self._num_scratch_slots
+        )
+
+    def start(self, choose: Callable[[list[CommitRecord]], CommitRecord | None] | None = None) -> None:
+        """Starts the server as a job does, or from the commit that `choose` returns."""
+        self.opened = self.open_space()
+        commits = self.opened.commits()
+        commit = last_common_commit([commits]) if choose is None else choose(commits)
         self.server = SsdServer(
             ActorName("ssd-0"),
-            str(directory),
-            geometry,
+            self.opened,
+            commit,
             str(self.arena.path),
             lambda to, message: self.sent.put((to, message)),
             io=threads(4),
-            direct=False,
-            num_scratch_slots=num_scratch_slots,
+            deadline_s=WAIT_S,
         )
-
-    def setup(self) -> None:
-        """Starts the server as a job does."""
-        self.server.setup()
-        self.server.resume_from(last_common_commit([self.server.commits()]))
 
     def next(self) -> tuple[ActorName, Message]:
         """The next message, without reports of spans and of space, which come at any time."""
@@ -99,7 +108,6 @@ class Bench:
         *,
         step: int = 0,
         id: int = 1,
-        deadline_s: float = WAIT_S,
         gradient: bool = False,
     ) -> None:
         request = kind(
@@ -108,7 +116,6 @@ class Bench:
             correlation=CorrelationId(id),
             reply_to=WORKER,
             priority=(0, 0),
-            deadline_s=deadline_s,
             items=tuple(
                 ChunkIo(key, tuple(ChunkPart(kind, span) for kind, span in parts_of(key, gradient=gradient)))
                 for key in keys
@@ -131,7 +138,6 @@ class Bench:
             correlation=CorrelationId(id),
             reply_to=WORKER,
             priority=(0, 0),
-            deadline_s=WAIT_S,
             block=BlockIndex(block),
             slots=tuple(slots),
             span=span,
@@ -154,7 +160,7 @@ class Bench:
 @contextlib.contextmanager
 def running(bench: Bench) -> Iterator[Bench]:
     """Starts the bench's server, and stops it at the end."""
-    bench.setup()
+    bench.start()
     yield bench
     bench.server.stop()
 

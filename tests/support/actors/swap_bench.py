@@ -30,10 +30,13 @@ from windlass.actors.ssd.server import SsdServer
 from windlass.actors.timeline.recorder import SpanRecorder
 from windlass.engine.device.device import Device
 from windlass.engine.memory_plan.plan import Pool
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, JobId, Span
 from windlass.storage.io.engines import Backend, IoSettings
 from windlass.storage.memory.arena import Arena, SlotPool
 from windlass.storage.ssd.device import SsdDevice
+from windlass.storage.store import JobSpace
+from windlass.storage.threads import CancellableThreads
 
 WORKER = ActorName("gpu-0")
 SLOT_NBYTES = 4096
@@ -88,7 +91,10 @@ class SwapBench:
         self.arena = Arena.create(context.arena_path, max(1, num_slots) * SLOT_NBYTES, huge_pages=False)
         self.memory = torch.frombuffer(self.arena.buffer(Span(0, self.arena.nbytes)), dtype=torch.uint8)
         self.memory.fill_(0xFF)
-        self.device = device or Device(torch.device("cpu"))
+        self.device = device or Device(torch.device("cpu"), token=CancelToken(context.spec.deadline_s))
+        self.threads = CancellableThreads(
+            WORKER, context.spec.job, self.device.token, lambda error, _: self._failed(error), deadline_s=WAIT_S
+        )
         self.servers: dict[ActorName, SsdServer] = {}
         with monkeypatch.context() as patch:
             patch.setattr(SsdDevice, "sync", lambda self: None)  # no power loss is tested here
@@ -98,7 +104,7 @@ class SwapBench:
             self.span_log = SpanRecorder(WORKER, context.spec.job, self.send)
             self.client = SsdClient(WORKER, context, self.send)
             self.store = ActivationTiers(
-                context, self.device, self.memory, self.client, self.send, WORKER, self.span_log
+                context, self.device, self.memory, self.client, self.threads.start, self.span_log
             )
 
     def _make_pool(self, *args: Any, **kwargs: Any) -> SlotPool:
@@ -110,19 +116,14 @@ class SwapBench:
     def start_servers(self, direct: bool) -> None:
         for i, directory in enumerate(self.context.spec.ssd_dirs):
             Path(directory).mkdir(exist_ok=True)
-            server = SsdServer(
-                ssd_name(i),
+            space = JobSpace.open(
                 directory,
                 self.context.geometry(i),
-                self.context.arena_path,
-                self.send,
-                io=IO,
                 direct=direct,
                 scratch_slot_nbytes=SLOT_NBYTES,
                 num_scratch_slots=self.context.num_scratch_slots(i),
             )
-            server.setup()
-            server.resume_from(None)
+            server = SsdServer(ssd_name(i), space, None, self.context.arena_path, self.send, io=IO)
             self.servers[ssd_name(i)] = server
 
     def send(self, to: ActorName, message: Message) -> None:
@@ -143,6 +144,11 @@ class SwapBench:
             case _:
                 raise AssertionError(message)
 
+    def _failed(self, error: Exception) -> None:
+        with self.changed:
+            self.failures.append(str(error))
+            self.changed.notify_all()
+
     def failure(self) -> str:
         with self.changed:
             assert self.changed.wait_for(lambda: bool(self.failures), WAIT_S)
@@ -162,7 +168,7 @@ class SwapBench:
 
     def close(self) -> None:
         """Closes the store as the worker does, then stops the servers."""
-        self.store.stop()
+        self.threads.stop()
         self.store.close()
         for server in self.servers.values():
             server.stop(delete_store=True)

@@ -40,7 +40,7 @@ Part = TypeVar("Part", bound=Message)
 
 
 class Bench:
-    """A started worker, its arena, and SSDs that hold the model's params of step 0."""
+    """A worker that `start` starts, its arena, and SSDs that hold the model's params of step 0."""
 
     def __init__(self, directory: Path, *, is_committed: bool = True, **changes: Any) -> None:
         self.is_committed = is_committed  # the worker knows of the commit of step 0 from the beginning
@@ -52,13 +52,17 @@ class Bench:
         self.context = make_context(self.spec, self.layout, str(directory / "arena"))
         self.arena = Arena.create(self.context.arena_path, self.context.plan.arena_nbytes)
         self.ssds = MemorySsds(self.context, self.arena)
-        self.worker = GpuWorker(self.context, partition, self.ssds.send, poison_released=True)
-        self.ssds.answer = self.worker.post
+        self._partition = partition
         self.model = AutoModelForCausalLM.from_pretrained(
             self.spec.model_dir, dtype=TORCH_DTYPE[self.precision]
         ).train()
         self.store_params()
         self.num_operations = 0
+
+    def start(self) -> None:
+        """Starts the worker."""
+        self.worker = GpuWorker(self.context, self._partition, self.ssds.send, poison_released=True)
+        self.ssds.answer = self.worker.post
 
     def store_params(self) -> None:
         """Stores the model's current params as those of step 0."""
@@ -190,7 +194,7 @@ class Bench:
 @contextlib.contextmanager
 def running(bench: Bench) -> Iterator[Bench]:
     """Starts the bench's worker, and stops it at the end."""
-    bench.worker.setup()
+    bench.start()
     if bench.is_committed and bench.context.plan.spilled_blocks:
         bench.commit(0)
     yield bench

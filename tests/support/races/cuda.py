@@ -20,7 +20,7 @@ from tests.support.races.checker import RaceChecker, place_of, places
 from tests.support.races.clocks import Clock
 from tests.support.races.memory import Access, Region
 from tests.support.races.sites import Site, caller_is
-from windlass.engine.device import cuda_streams
+from windlass.engine.device import cuda_streams, registered_memory
 from windlass.engine.device import device as device_module
 from windlass.engine.device.cuda_streams import CudaClock, CudaEvent, CudaStream, CudaStreams
 from windlass.engine.device.device import Device
@@ -40,7 +40,6 @@ class RecordedCuda:
         self.region_of: Callable[[torch.Tensor], Region | None] = lambda tensor: None
         self.region_at: Callable[[int], Region | None] = lambda address: None
         self.queued_s = 0.0
-        self.is_held_up = False  # no callback of a stream runs
         self.is_fast = False  # events are over when a thread asks
         self._current = threading.local()
         self._num_streams = 0
@@ -59,7 +58,7 @@ class RecordedCuda:
             ),
         )
         patch.setattr(cuda_streams, "torch", SimpleNamespace(cuda=cuda))
-        patch.setattr(device_module, "torch", _TorchWith(cuda))
+        patch.setattr(registered_memory, "torch", _TorchWith(cuda))
         patch.setattr(device_module, "open_streams", CudaStreams)
         make = Device.__init__
 
@@ -122,8 +121,6 @@ class RecordedCuda:
 
     def await_quiet(self) -> None:
         """Returns when no thread has queued work for a moment."""
-        while self.is_held_up:
-            time.sleep(_QUIET_S)
         until_s = time.monotonic() + _MAX_LATE_S
         while (now_s := time.monotonic()) < until_s and now_s - self.queued_s < _QUIET_S:
             time.sleep(_QUIET_S)
@@ -167,10 +164,10 @@ class RecordedCuda:
         patch.setattr(CudaStream, "then", then_or_at_once)
         wait, see, time_s = CudaEvent.wait, CudaClock.see, CudaClock.time_s
 
-        def wait_or_not(event: Any, deadline_s: float) -> None:
+        def wait_or_not(event: Any) -> None:
             with self.dropping(1):
                 if self.checker.context.dropping is None:
-                    wait(event, deadline_s)
+                    wait(event)
                 else:
                     self.checker.learn(event.event.clock, dropped=True)
 

@@ -6,13 +6,11 @@ They are driven in ways that jobs rarely or never use. So the order is absent th
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 
-from tests.support.actors.offload_models import Gpt, gpt_loss, offloaded, seeded
 from tests.support.actors.specs import make_layout, make_spec
 from tests.support.races.cuda import DEVICE
 from tests.support.races.run import Recording
@@ -29,6 +27,7 @@ from windlass.engine.device.tensor_arena import TensorArena
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.streamed_params import PieceBuffers, StreamedParams
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, Step
 from windlass.storage.memory.arena import SlotPool
 
@@ -38,7 +37,7 @@ _DEADLINE_S = 20.0
 
 @contextlib.contextmanager
 def _opened(**options: bool) -> Iterator[Device]:
-    """Yields a device. At the end all callbacks of its streams have run, if the context has closed further streams."""
+    """Yields a device. At the end all callbacks of its streams have run."""
     threads: list[threading.Thread] = []
 
     def start(targets: Iterable[Callable[[], None]]) -> None:
@@ -46,11 +45,12 @@ def _opened(**options: bool) -> Iterator[Device]:
             threads.append(threading.Thread(target=target, daemon=True))
             threads[-1].start()
 
-    device = Device(DEVICE, start_threads=start, **options)
+    token = CancelToken(_DEADLINE_S)
+    device = Device(DEVICE, token=token, start_threads=start, **options)
     try:
         yield device
     finally:
-        device.close()
+        token.cancel()
         for thread in threads:
             thread.join(_DEADLINE_S)
 
@@ -59,11 +59,10 @@ def _opened(**options: bool) -> Iterator[Device]:
 def _activations(recording: Recording, num_slots: int = 4) -> Iterator[tuple[Device, HostActivations]]:
     memory = torch.zeros(num_slots * _SLOT_NBYTES, dtype=torch.uint8)
     recording.memory.add_arena(memory, "activations")
-    slots = SlotPool(0, _SLOT_NBYTES, num_slots, name="activations")
     with _opened() as device:
-        store = HostActivations(device, memory, slots, max_leaving_nbytes=memory.nbytes, deadline_s=_DEADLINE_S)
+        slots = SlotPool(0, _SLOT_NBYTES, num_slots, name="activations", token=device.token)
+        store = HostActivations(device, memory, slots, max_leaving_nbytes=memory.nbytes)
         yield device, store
-        store.stop()
 
 
 def _computed(device: Device) -> torch.Tensor:
@@ -114,7 +113,7 @@ def run_buffers(directory: Path, recording: Recording) -> None:
     """Fills one buffer again and again while the compute stream uses it."""
     with _opened() as device:
         host = torch.zeros(_SLOT_NBYTES, dtype=torch.uint8)
-        buffers = DeviceBuffers(device, {(_SLOT_NBYTES, torch.uint8): 1}, name="test", deadline_s=_DEADLINE_S)
+        buffers = DeviceBuffers(device, {(_SLOT_NBYTES, torch.uint8): 1}, name="test")
         for _ in range(2):
             buffer = buffers.take(_SLOT_NBYTES, torch.uint8, device.h2d)
             device.h2d.run(lambda buffer=buffer: copy(buffer, host))
@@ -145,11 +144,11 @@ def run_pieces(directory: Path, recording: Recording) -> None:
     recording.memory.add_arena(host, "pieces")
     with _opened() as device:
         # Two slots, so that an operation need not wait for the end of the one before.
-        slots = SlotPool(0, numel * 4, 2, name="a block")
+        slots = SlotPool(0, numel * 4, 2, name="a block", token=device.token)
         buffers = PieceBuffers(device, numel // 3, torch.float32, 2)
         bounds = (0, numel // 3, 2 * numel // 3, numel)
         for pieces in ((0, 1, 2), (0, 1, 2), (0,), (0, 1, 2)):
-            held = slots.acquire(1, _DEADLINE_S)
+            held = slots.acquire(1)
             block = host[held[0].offset // 4 :]
             params = StreamedParams(buffers, _Pieces(block), bounds, block[:0])
             device.compute.run(functools.partial(buffers.begin, params, BlockIndex(1), goes_backward=False))
@@ -163,8 +162,7 @@ def run_pieces(directory: Path, recording: Recording) -> None:
                 device.compute.run(use)
             device.compute.run(buffers.end)
             device.compute.then(functools.partial(slots.release, held))
-        slots.drain(_DEADLINE_S)
-        buffers.close()
+        slots.drain()
 
 
 def run_partial_sums(directory: Path, recording: Recording) -> None:
@@ -175,7 +173,7 @@ def run_partial_sums(directory: Path, recording: Recording) -> None:
     memory = torch.zeros(context.plan.arena_nbytes, dtype=torch.uint8)
     recording.memory.add_arena(memory, "sums")
     with _opened() as device:
-        flats = DeviceBuffers(device, {(numel, torch.float32): 2}, name="sums", deadline_s=_DEADLINE_S)
+        flats = DeviceBuffers(device, {(numel, torch.float32): 2}, name="sums")
         spans = SpanRecorder(GPU_WORKER, spec.job, lambda *_: None)
         partials = PartialGrads(context, device, flats, TensorArena(memory), spans)
         thread = threading.Thread(target=partials.run, daemon=True)
@@ -198,8 +196,7 @@ def run_partial_sums(directory: Path, recording: Recording) -> None:
         grad = partials.take(operation(1), (block, block))
         device.compute.run(lambda: grad.flat.add_(1))
         flats.give(grad.flat, device.compute)
-        partials.stop()
-        thread.join(_DEADLINE_S)
+    thread.join(_DEADLINE_S)
 
 
 def run_unpinning(directory: Path, recording: Recording) -> None:
@@ -212,38 +209,7 @@ def run_unpinning(directory: Path, recording: Recording) -> None:
         for slot, copying in enumerate((device.h2d, device.d2h, stream)):
             target = host[slot * _SLOT_NBYTES :][:_SLOT_NBYTES]
             copying.run(functools.partial(copy, target, torch.ones_like(target)))
-        stream.close()
         device.unpin(host)
-
-
-def run_closing(directory: Path, recording: Recording) -> None:
-    """Closes an offloaded model while layers are on their way to the device."""
-    with offloaded(seeded(Gpt), directory, num_ssds=1, poison_released=False, device=str(DEVICE)) as (model, optimizer):
-        feed = optimizer._engine._feed
-        last = len(model.layers) - 1  # type: ignore[arg-type]
-
-        def hold_up(*_: object) -> None:
-            """Runs when the last layer is there, and the first ones are not requested yet."""
-            _poll(lambda: feed._entries[BlockIndex(last)].state.name == "READY")
-            recording.cuda.is_held_up = True
-
-        try:
-            with torch.no_grad():
-                gpt_loss(model, 0)
-                gpt_loss(model, 0)  # from now on the order is known
-                model.layers[last - 1].out.register_forward_hook(hold_up)  # type: ignore[index, union-attr, operator]
-                gpt_loss(model, 0)
-            _poll(lambda: any(entry.num_missing < entry.num_copying for entry in feed._entries.values()))
-            optimizer.close()
-        finally:
-            recording.cuda.is_held_up = False
-
-
-def _poll(is_done: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + _DEADLINE_S
-    while not is_done():
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
 
 
 PARTS: dict[str, Callable[[Path, Recording], None]] = {
@@ -253,6 +219,5 @@ PARTS: dict[str, Callable[[Path, Recording], None]] = {
     "buffers": run_buffers,
     "pieces": run_pieces,
     "partial sums": run_partial_sums,
-    "closing": run_closing,
     "unpinning": run_unpinning,
 }

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from windlass.actors.gpu_worker.grad_offload import GradOffload
 from windlass.actors.messages import ComputeBlock, UpdateBlock
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.actors.runtime.local_runner import run_local
-from windlass.engine.device.cuda_streams import CudaStream, CudaStreams
+from windlass.engine.device.cuda_streams import CudaStream
 from windlass.engine.memory_plan import plan as memory_plan
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.plan import Placement
@@ -105,8 +106,8 @@ def run_early_gradients(directory: Path, recording: Recording) -> None:
 
 def run_failing_job(directory: Path, _: Recording) -> None:
     """Fails a job between two steps. The worker stops while a thread is between a copy and its callback."""
-    is_failing, is_late, is_closed = (threading.Event() for _ in range(3))
-    update, then, close = ChunkUpdater.update, CudaStream.then, CudaStreams.close
+    is_failing, is_late = threading.Event(), threading.Event()
+    update, then = ChunkUpdater.update, CudaStream.then
 
     def fail(updater: ChunkUpdater, message: UpdateBlock, *args: Any) -> None:
         is_failing.set()
@@ -118,17 +119,13 @@ def run_failing_job(directory: Path, _: Recording) -> None:
     def then_late(stream: CudaStream, callback: Callable[[], None]) -> None:
         if is_failing.is_set() and "_run_arrivals" in threading.current_thread().name:
             is_late.set()
-            is_closed.wait()
+            stream._callbacks._token.pause(_DEADLINE_S)
+            time.sleep(0.2)  # until the stream's thread has ended
         then(stream, callback)
-
-    def close_noted(streams: CudaStreams) -> None:
-        close(streams)
-        is_closed.set()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChunkUpdater, "update", fail)
         patch.setattr(CudaStream, "then", then_late)
-        patch.setattr(CudaStreams, "close", close_noted)
         assert _train(directory, num_steps=4, **MODES["kept"])["status"] == "interrupted"
 
 

@@ -19,6 +19,7 @@ ROOMS = (
 _METHODS = frozenset(
     {"wait", "wait_event", "wait_stream", "synchronize", "record", "record_current", "record_event", "record_stream"}
     | {"after_now", "is_over", "query", "then"}
+    | {"source_ready", "target_ready"}  # the waits that `after_now` hands on
 )
 
 
@@ -62,6 +63,20 @@ def sites() -> list[Site]:
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
             found += _Finder(path).found
+    return found
+
+
+def handed_on() -> list[str]:
+    """Returns where a method that may order work is handed on without a call. Its calls have other names."""
+    found = []
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            tree = ast.parse(path.read_text())
+            called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
+            for node in ast.walk(tree):
+                is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+                if is_read and node.attr in _METHODS and node not in called:
+                    found.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)}")
     return found
 
 

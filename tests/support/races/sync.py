@@ -8,12 +8,14 @@ import _thread
 import queue
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.races.checker import RaceChecker
 from tests.support.races.clocks import Clock
+from windlass.storage.cancellation import CancelToken, TaskQueue
 
 
 def follow_threads(checker: RaceChecker, patch: pytest.MonkeyPatch) -> None:
@@ -193,6 +195,34 @@ def _follow_queues(checker: RaceChecker, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(queue.Queue, "_put", put)
     patch.setattr(queue.Queue, "_get", get)
     patch.setattr(queue, "SimpleQueue", lambda: _SimpleQueue(checker))
+    make_tasks = TaskQueue.__init__
+
+    def make_quiet_tasks(self: Any, token: CancelToken) -> None:
+        make_tasks(self, token)
+        self._tasks, self._changed.is_quiet = _Tasks(checker), True
+
+    patch.setattr(TaskQueue, "__init__", make_quiet_tasks)
+
+
+class _Tasks(deque[Any]):
+    """The tasks of a TaskQueue, each with what its sender knew."""
+
+    def __init__(self, checker: RaceChecker) -> None:
+        super().__init__()
+        self._checker = checker
+
+    def append(self, task: object) -> None:
+        super().append((task, self._checker.snapshot()))
+
+    def popleft(self) -> Any:
+        task, clock = super().popleft()
+        self._checker.learn(clock)
+        return task
+
+    def __iter__(self) -> Iterator[Any]:
+        for task, clock in super().__iter__():
+            self._checker.learn(clock)
+            yield task
 
 
 class _SimpleQueue:

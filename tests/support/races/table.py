@@ -7,7 +7,8 @@ the calls of the same names that order no device's work.
 # By file and call: a scenario of `scenarios.py`.
 CAUGHT_BY: dict[str, dict[str, str]] = {
     "engine/device/buffer_pool.py": {
-        "DeviceBuffers.take: stream.wait": "part: buffers",
+        "DeviceBuffers.__init__: device.compute.record": "part: buffers",
+        "DeviceBuffers.take_with: stream.wait": "part: buffers",
         "DeviceBuffers.give: stream.record": "part: buffers",
     },
     "engine/device/cuda_streams.py": {
@@ -22,7 +23,6 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
     "engine/device/device.py": {
         "Device.record_current: self._streams.record_current": "offload: on SSDs",
         "Device.after_now: self.compute.record": "job: swapped to SSDs",
-        "Device.after_now: event.wait": "job: swapped to SSDs",
         "Device.take: self.h2d.wait": "part: blocking copies",
         "Device.take: self.compute.record": "part: blocking copies",
         "Device.give: self.synchronize": "part: blocking copies",
@@ -115,11 +115,12 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
     "actors/activations/ssd_store.py": {
         "SsdActivations.put: self._device.after_now": "job: swapped to SSDs",
         "SsdActivations.prefetch: self._device.after_now": "job: swapped to SSDs",
+        "SsdActivations._copy_out: swap.source_ready": "job: swapped to SSDs",
+        "SsdActivations._copy_in: swap.target_ready": "job: swapped to SSDs",
     },
     "actors/offload/param_prefetcher.py": {
-        "ParamFeed.give_back: self._device.record_current": "part: closing",
-        "ParamFeed._drop: self._device.synchronize": "offload: poisoned",
-        "ParamFeed._run_reads: self._device.h2d.wait": "part: closing",
+        "ParamFeed.give_back: self._device.record_current": "offload: on SSDs",
+        "ParamFeed._forget: self._device.h2d.wait": "offload: on SSDs",
     },
     "actors/offload/updates.py": {
         "LayerUpdates.offload: self._device.record_current": "offload: on SSDs",
@@ -136,11 +137,13 @@ NOT_OF_THE_DEVICE: dict[str, dict[str, str]] = {
     "engine/device/streams.py": {
         "DirectStream.wait: event.wait": _CPU,
         "_ThreadEvent.wait: self._completed.wait": _CPU,
-        "ThreadStream.wait: event.wait": _CPU,
         "CpuStreams.record_current: self.compute.record": _CPU,
     },
-    "actors/gpu_worker/param_prefetcher.py": {
-        "ParamFeed.wait_for: fetch.ready.wait": _THREADS,
+    "actors/gpu_worker/device_optimizer.py": {
+        "DeviceStates._read: arrived.wait": _THREADS,
+    },
+    "actors/offload/updates.py": {
+        "LayerUpdates._read_now: arrived.wait": _THREADS,
     },
     "actors/activations/ssd_store.py": {
         "SsdActivations.wait_for: self._turns.wait": _QUEUE,

@@ -19,6 +19,7 @@ from windlass.actors.lifecycle.attempt_lock import begin_attempt
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.planning.job_plan import JobPlan
+from windlass.planner.planning.plan_request import PlanRequest
 from windlass.planner.planning.report import PlanReport
 from windlass.service.dispatcher.capacity import MachineCapacity
 from windlass.service.dispatcher.dispatcher import Dispatcher
@@ -27,7 +28,8 @@ from windlass.service.dispatcher.lease import BEAT_S, LEASE_S, Lease
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.spec_builder import MachineResources, resolve_job
-from windlass.service.preparation.pipeline import PLAN_JOB, Preparation, PreparationError, PreparationOrder
+from windlass.service.preparation.pipeline import Preparation, PreparationError
+from windlass.service.preparation.steps import PLAN_JOB, PreparationOrder
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
@@ -127,9 +129,9 @@ class StandInPreparation(Preparation):
 class StandInPlanner(Preparation):
     """A planner process for a running job; it answers when the test sets `answer`."""
 
-    def __init__(self, work_dir: Path, question: dict[str, Any]) -> None:
+    def __init__(self, work_dir: Path, request: PlanRequest) -> None:
         super().__init__([], work_dir=work_dir)
-        self.question = question
+        self.request = request
         self.answer: PreparationError | dict[str, Any] | None = None
         self.stopped = False
 
@@ -165,7 +167,7 @@ class Stage:
         self.now = 1000.0
         self.node = node_of(home)
         self.machine = "boot-1"
-        self._machinery = MachineResources(num_cores=4, num_gpus=num_gpus)
+        self._resources = MachineResources(num_cores=4, num_gpus=num_gpus)
         self.dispatcher = self.new_dispatcher()
 
     def new_dispatcher(self) -> Dispatcher:
@@ -187,8 +189,8 @@ class Stage:
             self.preparations.append(StandInPreparation(order, database))
             return self.preparations[-1]
 
-        def ask(work_dir: Path, question: dict[str, Any]) -> Preparation:
-            self.planners.append(StandInPlanner(work_dir, question))
+        def ask(work_dir: Path, request: PlanRequest) -> Preparation:
+            self.planners.append(StandInPlanner(work_dir, request))
             return self.planners[-1]
 
         def clock() -> float:
@@ -198,7 +200,7 @@ class Stage:
             database,
             self.settings,
             self.runners,
-            self._machinery,
+            self._resources,
             Lease(database, node=self.node, machine=machine or self.machine, is_alone=is_alone, clock=clock),
             prepare=prepare,
             ask=ask,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.storage.stores import BF16
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import (
     Attempt,
     BlockIndex,
@@ -100,14 +101,22 @@ class IoBench:
         checksums: bool = True,
         max_open: int = 100,
         num_scratch_slots: int = 0,
+        deadline_s: float = WAIT_S,
     ) -> None:
+        self.token = CancelToken(deadline_s)
         self.directory = directory
         self.ended: queue.SimpleQueue[End] = queue.SimpleQueue()
         self.arena = Arena.create(directory / f"arena-{len(list(directory.glob('arena-*')))}", ARENA_NBYTES)
         self.space = JobSpace.open(directory, geometry, direct=direct, num_scratch_slots=num_scratch_slots)
         self.space.store.resume_from(last_common_commit([self.space.store.commits()]))
         self.io = IoScheduler.start(
-            "ssd-0", self.space, self.arena, io or threads(num_threads), checksums=checksums, max_open=max_open
+            "ssd-0",
+            self.space,
+            self.arena,
+            self.token,
+            io or threads(num_threads),
+            checksums=checksums,
+            max_open=max_open,
         )
 
     def holding_queue(self) -> contextlib.AbstractContextManager[object]:
@@ -130,12 +139,11 @@ class IoBench:
         of: ChunkKey | tuple[int, ...],
         *,
         priority: tuple[int, int] = (0, 0),
-        deadline_s: float = WAIT_S,
     ) -> IoTerms:
         def end(outcome: IoResult | Exception) -> None:
             self.ended.put(End(id, of, outcome))
 
-        return IoTerms(priority=priority, deadline_s=deadline_s, on_done=end, on_failed=end)
+        return IoTerms(priority=priority, on_done=end, on_failed=end)
 
     def read(
         self, keys: Sequence[ChunkKey], *, step: int = 0, id: int = 1, gradient: bool = False, **urgency: object

@@ -30,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_workload_comes_back_as_written(folder: Path) -> None:
     assert read_workload(folder) == WORKLOAD
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from windlass.storage.threads import GuardedThreads, works_at
+from windlass.storage.cancellation import CancelToken, Signal
+from windlass.storage.threads import CancellableThreads, GuardedThreads, works_at
 
 
 class Bench:
@@ -86,10 +87,69 @@ def test_own_threads_are_known(bench: Bench) -> None:
 
     def look() -> None:
         assert started.wait(30.0)
-        found.append(threading.current_thread() in bench.threads)
+        found.append(bench.threads.include_caller)
 
     bench.threads.start([look])
     started.set()
     bench.threads.join(30.0)
     assert found == [True]
-    assert threading.current_thread() not in bench.threads
+    assert not bench.threads.include_caller
+
+
+class Owner:
+    """Threads that can be cancelled, with two resources."""
+
+    def __init__(self, deadline_s: float = 30.0) -> None:
+        self.token = CancelToken()
+        self.errors: list[Exception] = []
+        self.closed: list[str] = []
+        self.threads = CancellableThreads(
+            "gpu-0", "ftjob-1", self.token, lambda error, _: self.errors.append(error), deadline_s=deadline_s
+        )
+        for name in ("first", "second"):
+            self.threads.resources.callback(self.closed.append, name)
+
+
+def test_stop_ends_waiting_threads_and_closes_resources_the_last_one_first() -> None:
+    owner = Owner()
+    owner.threads.start([lambda: Signal(owner.token).wait("a sign")])
+    owner.threads.stop()
+    assert owner.closed == ["second", "first"]
+    assert owner.errors == []  # an error after a cancel is no failure
+    owner.threads.stop()
+    assert owner.closed == ["second", "first"]
+
+
+def test_error_before_a_cancel_is_reported() -> None:
+    owner = Owner()
+    owner.threads.start([lambda: 1 // 0])
+    owner.threads.join(30.0)
+    assert [type(error) for error in owner.errors] == [ZeroDivisionError]
+    owner.threads.stop()
+
+
+def test_resources_stay_open_while_a_thread_hangs() -> None:
+    owner, released = Owner(deadline_s=0.05), threading.Event()
+    owner.threads.start([lambda: released.wait(30.0)])
+    with pytest.raises(TimeoutError, match="did not end within"):
+        owner.threads.stop()
+    assert owner.closed == []
+    released.set()
+    owner.threads.join(30.0)
+    owner.threads.stop()
+    assert owner.closed == ["second", "first"]
+
+
+def test_start_that_fails_stops_threads_and_closes_resources() -> None:
+    owner = Owner()
+
+    def start() -> None:
+        with owner.threads.stopped_on_error():
+            owner.threads.start([lambda: Signal(owner.token).wait("a sign")])
+            raise ValueError("no such file")
+
+    with pytest.raises(ValueError, match="no such file"):
+        start()
+    assert owner.closed == ["second", "first"]
+    with Owner().threads.stopped_on_error():
+        pass

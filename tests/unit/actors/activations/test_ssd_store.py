@@ -15,10 +15,12 @@ from windlass.actors.activations.parts import Moment, SsdSwap
 from windlass.actors.activations.ssd_store import SsdActivations
 from windlass.actors.messages import ActivationIoDone, Message, ReadActivations, WriteActivations
 from windlass.actors.ssd.client import SsdClient
-from windlass.engine.activations.host_store import ActivationMemoryError, ActivationTimeoutError
+from windlass.engine.activations.host_store import ActivationMemoryError
 from windlass.engine.activations.store import Unwatched
 from windlass.engine.device.device import Device
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, BlockIndex, Step
+from windlass.storage.threads import CancellableThreads
 
 Request = WriteActivations | ReadActivations
 
@@ -26,8 +28,8 @@ Request = WriteActivations | ReadActivations
 class GatedDevice(Device):
     """A device whose copies wait for a gate."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+    def __init__(self, token: CancelToken) -> None:
+        super().__init__(torch.device("cpu"), token=token)
         self.gate = threading.Event()
         self.gate.set()
         self.failing: set[str] = set()
@@ -51,7 +53,9 @@ class Stage:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, max_leaving_nbytes: int = 1 << 30, **facts: Any) -> None:
         self.context = make_swap_context(Path("/nowhere"), **({"num_host": 3, "num_staged": 1, "num_ssd": 8} | facts))
-        self.device = GatedDevice()
+        self.token = CancelToken(self.context.spec.deadline_s)
+        self.device = GatedDevice(self.token)
+        self.threads = CancellableThreads(WORKER, "job", self.token, lambda error, at: None, deadline_s=WAIT_S)
         self.memory = torch.full((self.context.plan.activations.nbytes,), 0xFF, dtype=torch.uint8)
         self.on_ssds: dict[tuple[ActorName, int], torch.Tensor] = {}
         self.asked: list[tuple[ActorName, Request]] = []
@@ -64,8 +68,7 @@ class Stage:
                 self.device,
                 self.memory,
                 self.client,
-                self._send,
-                WORKER,
+                self.threads.start,
                 Unwatched(),
                 max_leaving_nbytes=max_leaving_nbytes,
             )
@@ -170,8 +173,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
     yield make
     for stage in stages:
         stage.device.gate.set()
-        stage.store.stop()
-        stage.store.close()
+        stage.threads.stop()
 
 
 class TestRequests:
@@ -185,7 +187,6 @@ class TestRequests:
             assert (write.job, write.step, write.block, write.reply_to) == ("ftjob-1", 5, 2, WORKER)
             # It is needed again at the next operation; params of step 5 have priorities (4, operation).
             assert write.priority == (4, 71)
-            assert write.deadline_s == WAIT_S
             assert write.span.offset >= 3 * SLOT_NBYTES  # beyond the slots that stay in host memory
         assert [write.slots for write in writes] == [(0,), (1,), (2,)]
         assert [write.span.nbytes for write in writes] == [SLOT_NBYTES] * 3
@@ -396,9 +397,9 @@ class TestFailures:
         stage.prefetch(swap)
         stage.answer()
         text = (
-            r"8.00 KiB of 12.00 KiB of activations of block 4, step 3 did not come back from ssd-0, ssd-1 within 0.05 s"
+            r"waited 0.05 s for 8.00 KiB of 12.00 KiB of activations of block 4, step 3 to come back from ssd-0, ssd-1"
         )
-        with pytest.raises(ActivationTimeoutError, match=text):
+        with pytest.raises(TimeoutError, match=text):
             stage.store.wait_for(swap)
 
     def test_what_each_ssd_server_has_owed_for_longest_is_known(
@@ -407,7 +408,7 @@ class TestFailures:
         now_s = 50.0
         monkeypatch.setattr(ssd_activations.time, "monotonic", lambda: now_s)
         stage = make(weights=(1, 1), num_staged=6)
-        assert stage.client.describe_overdue() == ""
+        assert stage.client.describe_pending() == ""
         stage.prefetch(stage.rest(4))
         assert isinstance(stage.next(), ReadActivations)
         now_s = 51.0
@@ -415,18 +416,18 @@ class TestFailures:
         with stage.changed:
             assert stage.changed.wait_for(lambda: len(stage.asked) == 3, WAIT_S)
         now_s = 52.0
-        assert stage.client.describe_overdue() == (
+        assert stage.client.describe_pending() == (
             "ssd-0 has not finished a read of activations of block 4, step 3 after 2.0 s: check its SSD; "
             "ssd-1 has not finished a write of activations of block 5, step 3 after 1.0 s: check its SSD"
         )
         for _ in range(3):
             stage.answer()
-        assert stage.client.describe_overdue() == ""
+        assert stage.client.describe_pending() == ""
 
     def test_write_that_times_out_is_named(self, make: Callable[..., Stage]) -> None:
         stage = make(deadline_s=0.05, max_leaving_nbytes=0)
         stage.put(1, 2 * SLOT_NBYTES)
-        with pytest.raises(ActivationTimeoutError, match=r"4.00 KiB of activations did not leave the device"):
+        with pytest.raises(TimeoutError, match=r"4.00 KiB of activations to leave the device"):
             stage.put(2)
 
     def test_write_of_dropped_activation_that_times_out_is_named(self, make: Callable[..., Stage]) -> None:
@@ -435,7 +436,7 @@ class TestFailures:
         stage.next()
         stage.store.drop(swap)
         stage.put(2, 7 * SLOT_NBYTES)
-        with pytest.raises(ActivationTimeoutError, match=r"did not release their SSD slots within 0\.05 s"):
+        with pytest.raises(TimeoutError, match=r"waited 0\.05 s for the SSD slots of dropped activations"):
             stage.put(3)
 
 
@@ -447,7 +448,7 @@ class TestStop:
         get, put = stage.in_thread(lambda: stage.store.wait_for(swap)), stage.in_thread(lambda: stage.put(2))
         assert get.is_waiting()
         assert put.is_waiting()
-        stage.store.stop()
+        stage.token.cancel()
         for result in (get, put):
             with pytest.raises(InterruptedError, match="the job was stopped"):
                 result.end()
@@ -466,9 +467,9 @@ class TestStop:
             stage.answer()
         elif state != "copying out":
             stage.next()
-        stage.store.stop()
+        stage.token.cancel()
         stage.device.gate.set()
-        stage.store.close()
+        stage.threads.stop()
         if state in ("writing", "reading"):
             stage.answer()
         assert stage.asked == []

@@ -37,9 +37,9 @@ def test_a_job_makes_these_buffers(
     nbytes: dict[str, int] = {"pieces": 0}
     make_buffers, make_pieces = DeviceBuffers.__init__, PieceBuffers.__init__
 
-    def note_buffers(self: Any, device: Any, planned: dict[BufferClass, int], *, name: str, deadline_s: float) -> None:
+    def note_buffers(self: Any, device: Any, planned: dict[BufferClass, int], *, name: str) -> None:
         nbytes[name] = sum(numel * dtype.itemsize * number for (numel, dtype), number in planned.items())
-        make_buffers(self, device, planned, name=name, deadline_s=deadline_s)
+        make_buffers(self, device, planned, name=name)
 
     def note_pieces(self: Any, device: Any, numel: int, dtype: torch.dtype, num_buffers: int) -> None:
         nbytes["pieces"] = numel * dtype.itemsize * num_buffers

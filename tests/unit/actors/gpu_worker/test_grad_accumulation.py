@@ -1,7 +1,7 @@
 """Partial gradient sums between accumulation groups: they return unchanged, in time, one operation's at a time."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,14 @@ from tests.support.actors.specs import make_layout, make_spec
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
 from windlass.actors.job.context import make_context
 from windlass.actors.messages import ComputeBlock, Message, Phase, SpansReported, StoredParams
+from windlass.actors.policy.grad_sums import Use, leaving_sums
 from windlass.actors.timeline.recorder import SpanRecorder
 from windlass.engine.device.buffer_pool import DeviceBuffers
 from windlass.engine.device.device import Device
 from windlass.engine.device.tensor_arena import TensorArena
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.grad_buffer import GradBuffer
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 # Three blocks of 1, 3 and 2 chunks; the head also uses the params of the first block.
@@ -37,9 +39,10 @@ class Bench:
         memory = torch.zeros(context.plan.arena_nbytes, dtype=torch.uint8)
         self.told: list[Message] = []
         self.spans = SpanRecorder(GPU, self.spec.job, lambda to, message: self.told.append(message))
-        device = Device(torch.device("cpu"), poison_released=True)
+        self.token = CancelToken(deadline_s)
+        device = Device(torch.device("cpu"), poison_released=True, token=self.token)
         planned = {(numel, dtype): 3 for numel in NUMELS for dtype in (torch.float32, torch.bfloat16)}
-        flats = DeviceBuffers(device, planned, name="gradients", deadline_s=deadline_s)
+        flats = DeviceBuffers(device, planned, name="gradients")
         self.partials = PartialGrads(context, device, flats, TensorArena(memory), self.spans)
         self.thread = threading.Thread(target=self.partials.run, daemon=True)
         self.thread.start()
@@ -56,10 +59,13 @@ class Bench:
             loss_scale=1.0,
         )
 
+    def uses(self, operation: ComputeBlock) -> list[Use]:
+        return leaving_sums(operation, self.spec.placement.device_blocks)
+
     def leave(self, block: int, group: int, dtype: torch.dtype = torch.float32) -> dict[int, torch.Tensor]:
         """Stores random sums for every use of an operation, and returns copies of them by block."""
         operation, found = self.operation(block, group), {}
-        for use in self.partials.uses(operation):
+        for use in self.uses(operation):
             flat = torch.randn(NUMELS[use[1]], dtype=dtype)
             found[int(use[1])] = flat.clone()
             self.partials.copy_out(operation, use, GradBuffer(flat, [f"{use[0]} in {use[1]}"]))
@@ -67,14 +73,14 @@ class Bench:
 
     def take(self, block: int, group: int) -> dict[int, GradBuffer]:
         operation = self.operation(block, group)
-        return {int(use[1]): self.partials.take(operation, use) for use in self.partials.uses(operation)}
+        return {int(use[1]): self.partials.take(operation, use) for use in self.uses(operation)}
 
 
 @pytest.fixture
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     bench = Bench(**getattr(request, "param", {}))
     yield bench
-    bench.partials.stop()
+    bench.token.cancel()
     bench.thread.join(60)
     assert not bench.thread.is_alive()
 
@@ -102,7 +108,7 @@ def test_one_operations_sums_are_back_at_a_time(bench: Bench) -> None:
         bench.leave(block, 0)
         bench.partials.expect(bench.operation(block, 1))
     head = bench.operation(2, 1)
-    first, second = bench.partials.uses(head)
+    first, second = bench.uses(head)
     bench.partials.take(head, first)
     partials = bench.partials
     with partials._changed:
@@ -138,7 +144,7 @@ def test_copies_are_noted(bench: Bench) -> None:
 
 @pytest.mark.parametrize("bench", [{"device_blocks": (0, 1)}], indirect=True)
 def test_sums_on_the_device_are_not_here(bench: Bench) -> None:
-    assert [bench.partials.uses(bench.operation(block, 1)) for block in (0, 1, 2)] == [[], [], [(2, 2)]]
+    assert [bench.uses(bench.operation(block, 1)) for block in (0, 1, 2)] == [[], [], [(2, 2)]]
     bench.partials.expect(bench.operation(1, 1))  # there is nothing to wait for
     left = bench.leave(2, 0)
     bench.partials.expect(bench.operation(2, 1))
@@ -156,14 +162,13 @@ def test_a_first_group_and_a_forward_pass_expect_nothing(bench: Bench) -> None:
 @pytest.mark.parametrize("bench", [{"deadline_s": 0.1}], indirect=True)
 def test_a_sum_that_does_not_come_back_is_an_error(bench: Bench) -> None:
     bench.partials.expect(bench.operation(1, 2))
-    message = "the gradient of block 1 in step 1, as group 1 of its micro-batches left it, did not come back"
-    with pytest.raises(TimeoutError, match=message):
+    message = "the gradient of block 1 in step 1, as group 1 of its micro-batches left it, to come back"
+    with pytest.raises(TimeoutError, match=f"waited 0.1 s for {message}"):
         bench.take(1, 2)
 
 
 def test_stopping_ends_the_wait_for_a_sum(bench: Bench) -> None:
-    stop: Callable[[], None] = bench.partials.stop
-    timer = threading.Timer(0.05, stop)
+    timer = threading.Timer(0.05, bench.token.cancel)
     timer.start()
     with pytest.raises(InterruptedError):
         bench.take(1, 1)

@@ -1,24 +1,30 @@
 """One rank, with SSD servers that keep params in memory, computes the same as plain autograd."""
 
 import math
+import re
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.support.actors.worker_bench import STEP, Bench, of_bench, running
+from windlass.actors.gpu_worker import worker
 from windlass.actors.gpu_worker.worker import GpuWorker, evaluation_groups
 from windlass.actors.job.context import grad_precision
 from windlass.actors.messages import ActorFailed, BlockUpdated, ComputeProgressed, GradOffloaded, Phase, ReadChunks
 from windlass.actors.policy import worker_queues
 from windlass.engine.data.examples import NO_TARGET
+from windlass.engine.device.device import Device
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.storage.ids import BlockIndex, JobId, Precision
+from windlass.storage.memory.arena import Arena
 
 
 @pytest.fixture
@@ -170,30 +176,26 @@ def test_finished_work_is_reported_together_while_the_worker_is_not_idle(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = bench.forward_and_head()
-    bench.receive_grads(1)
+    bench.run(Phase.BACKWARD, last - 1)
+    bench.receive_grads(2)
     num_reports, num_offloaded = len(ops_reported(bench)), len(bench.ssds.of(GradOffloaded))
     monkeypatch.setattr(worker_queues, "REPORT_EVERY_S", math.inf)
     bench.ssds.hold = True
     num_reads = len(bench.ssds.of(ReadChunks))
-    bench.grant(*(bench.operation(Phase.BACKWARD, last - i, op=90 + i) for i in (1, 2)))
-
-    def serve(block: int) -> None:
-        nonlocal num_reads
-        num_missing = bench.layout.num_chunks(BlockIndex(block))
-        while num_missing > 0:
-            num_reads += 1
-            read = bench.ssds.receive(ReadChunks, num_reads)[num_reads - 1]
-            num_missing -= len(read.items)
-            bench.ssds.serve(read)
-
-    serve(last - 1)
+    # The params of the first one are on the device, from its forward operation.
+    bench.grant(*(bench.operation(Phase.BACKWARD, last - i, op=90 + i) for i in (2, 3)))
     # The optimizers have the gradient at once. The scheduler learns of it with the second operation, whose params have
     # not arrived yet.
     bench.ssds.receive(GradOffloaded, num_offloaded + 1)
     assert ops_reported(bench)[num_reports:] == []
-    serve(last - 2)
-    assert [grad.block for grad in bench.receive_grads(3)] == [last, last - 1, last - 2]
-    assert ops_reported(bench)[num_reports] == [91, 92]
+    num_missing = bench.layout.num_chunks(BlockIndex(last - 3))
+    while num_missing > 0:
+        num_reads += 1
+        read = bench.ssds.receive(ReadChunks, num_reads)[num_reads - 1]
+        num_missing -= len(read.items)
+        bench.ssds.serve(read)
+    assert [grad.block for grad in bench.receive_grads(4)] == [last, last - 1, last - 2, last - 3]
+    assert ops_reported(bench)[num_reports] == [92, 93]
 
 
 def test_params_are_read_before_all_updates_behind_them(bench: Bench) -> None:
@@ -208,25 +210,25 @@ def test_params_are_read_before_all_updates_behind_them(bench: Bench) -> None:
     assert sorted(keys) == bench.layout.chunk_keys(BlockIndex(0))
 
 
-def test_params_that_do_not_arrive_are_an_error(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, deadline_s=0.2)
-    bench.worker.setup()
+def test_status_names_params_that_do_not_arrive_and_late_ssd_servers(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.start()
     bench.ssds.hold = True
     bench.grant(bench.operation(Phase.FORWARD, 0, op=1))
-    (failed,) = bench.ssds.receive(ActorFailed)
-    assert failed.actor == "gpu-0"
-    assert "the params of block 0 in step 1 did not arrive within 0.2 s; " in failed.error
-    assert "TimeoutError" in failed.detail
+    text = bench.ssds.await_status(r"has waited .* s for the params of block 0 in step 1; \d chunks are missing")
+    assert "GpuWorker._run_compute has waited" in text
+    assert "(at compute block, forward, of step 1, block 0)" in text
+    assert re.search(r"ssd-\d has not finished a read of block 0, chunk \d, step 0", text)
     bench.worker.stop()
+    assert bench.ssds.of(ActorFailed) == []
 
 
-def test_unrequested_params_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(tmp_path, deadline_s=0.2)
-    bench.worker.setup()
+def test_status_names_params_that_were_not_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path)
+    bench.start()
     monkeypatch.setattr(bench.worker._feed, "request", lambda operation: None)
     bench.grant(bench.operation(Phase.FORWARD, 0, op=1))
-    (failed,) = bench.ssds.receive(ActorFailed)
-    assert "the params of block 0 in step 1 were never requested" in failed.error
+    bench.ssds.await_status("has waited .* s for a request of the params of block 0 in step 1")
     bench.worker.stop()
 
 
@@ -234,7 +236,7 @@ def test_unrequested_params_are_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 def test_stop_does_not_wait_for_missing_params(tmp_path: Path, waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The timeout is longer than the test may take, so the stop itself must end the waits."""
     bench = Bench(tmp_path, deadline_s=3600.0)
-    bench.worker.setup()
+    bench.start()
     bench.ssds.hold = True
     first, second = (bench.operation(Phase.FORWARD, block, op=block) for block in (1, 2))
     match waits_for:
@@ -252,6 +254,38 @@ def test_stop_does_not_wait_for_missing_params(tmp_path: Path, waits_for: str, m
     time.sleep(0.2)  # lets its threads begin to wait
     bench.worker.stop()
     assert bench.ssds.of(ActorFailed) == []
+
+
+@pytest.mark.parametrize("step", ["choose_kernels", "DeviceStates", "PreparedDataset", "evaluation_groups"])
+def test_start_that_fails_leaves_no_thread_and_closes_what_it_opened(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, closed = Bench(tmp_path), list[str]()
+    close, unpin = Arena.close, Device.unpin
+    monkeypatch.setattr(Arena, "close", lambda arena: (closed.append("arena"), close(arena)))
+    monkeypatch.setattr(Device, "unpin", lambda device, memory: (closed.append("pinned memory"), unpin(device, memory)))
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("broken for the test")
+
+    monkeypatch.setattr(worker, step, SimpleNamespace(open=fail) if step == "PreparedDataset" else fail)
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="broken for the test"):
+        bench.start()
+    assert set(threading.enumerate()) <= before
+    assert closed == ["pinned memory", "arena"]
+    bench.arena.close()
+
+
+def test_stop_closes_what_the_start_opened_and_may_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, closed, before = Bench(tmp_path), list[str](), set(threading.enumerate())
+    close = Arena.close
+    monkeypatch.setattr(Arena, "close", lambda arena: (closed.append("arena"), close(arena)))
+    bench.start()
+    for _ in range(2):
+        bench.worker.stop()
+        assert closed == ["arena"]
+    assert set(threading.enumerate()) <= before
 
 
 def test_worker_with_foreign_message_raises(bench: Bench) -> None:

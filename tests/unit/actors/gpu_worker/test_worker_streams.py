@@ -14,6 +14,7 @@ from windlass.actors.messages import ComputeBlock, ComputeProgressed, Phase
 from windlass.engine.device import device as device_module
 from windlass.engine.device.streams import StartThreads, Stream
 from windlass.engine.memory_plan.plan import Placement
+from windlass.storage.cancellation import CancelToken
 
 WAIT_S = 20.0
 
@@ -45,15 +46,16 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """`request.param`: the order of the device's streams. All params stay in host memory."""
     opened: list[LateStreams] = []
 
-    def open_streams(device: torch.device, deadline_s: float, start_threads: StartThreads) -> LateStreams:
-        opened.append(LateStreams(start_threads, order=request.param))
+    def open_streams(device: torch.device, token: CancelToken, start_threads: StartThreads) -> LateStreams:
+        opened.append(LateStreams(start_threads, token=token, order=request.param))
         return opened[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_module, "open_streams", open_streams)
-        bench = LateBench(tmp_path, placement=Placement(num_cached_params=100))
-    (bench.streams,) = opened
+    bench = LateBench(tmp_path, placement=Placement(num_cached_params=100))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(device_module, "open_streams", open_streams)
     with running(bench):
+        patch.undo()
+        (bench.streams,) = opened
         yield bench
         bench.streams.is_held_up = False
 

@@ -71,10 +71,10 @@ class Found:
     def _watch_buffers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         make_buffers, make_pieces = DeviceBuffers.__init__, PieceBuffers.__init__
 
-        def note_buffers(each: Any, device: Any, classes: Any, *, name: str, deadline_s: float) -> None:
+        def note_buffers(each: Any, device: Any, classes: Any, *, name: str) -> None:
             sizes = (number * numel * dtype.itemsize for (numel, dtype), number in classes.items())
             self.buffers[name] += sum(sizes)
-            make_buffers(each, device, classes, name=name, deadline_s=deadline_s)
+            make_buffers(each, device, classes, name=name)
 
         def note_pieces(each: Any, device: Any, numel: int, dtype: torch.dtype, num_buffers: int) -> None:
             self.buffers["params"] += num_buffers * numel * dtype.itemsize

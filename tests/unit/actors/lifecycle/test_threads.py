@@ -1,17 +1,19 @@
 """The threads of an actor: the report when one of them fails or hangs."""
 
 import queue
+import re
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
 from windlass.actors.job.context import GPU_WORKER, SCHEDULER
 from windlass.actors.lifecycle.threads import ActorThreads, working_at, works_at
-from windlass.actors.messages import ActorFailed, ComputeBlock, FailureKind, LoadModel, Message, Phase
+from windlass.actors.messages import ActorFailed, ComputeBlock, FailureKind, LoadModel, Message, Phase, StatusDescribed
+from windlass.storage.cancellation import CancelToken, Signal, TaskQueue
 from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
 from windlass.storage.integrity.errors import StoreCorrupt
-from windlass.storage.memory.arena import SlotTimeout
 from windlass.storage.memory.capacity import InsufficientSpaceError
 
 JOB = JobId("ftjob-1")
@@ -24,13 +26,13 @@ LOAD = LoadModel(job=JOB, step=Step(0))
 class Bench:
     def __init__(self, under_way: Message | None = None) -> None:
         self.told: queue.SimpleQueue[tuple[ActorName, Message]] = queue.SimpleQueue()
-        self.stopping = False
+        self.token = CancelToken()
         self.threads = ActorThreads(
             GPU_WORKER,
             JOB,
+            self.token,
             lambda to, message: self.told.put((to, message)),
-            lambda: self.stopping,
-            describe_pending=lambda: "ssd-1 owes a read",
+            deadline_s=30.0,
             under_way=lambda: under_way,
         )
 
@@ -92,16 +94,47 @@ def test_callback_has_its_message_as_task_only_while_it_runs(before: Message | N
     assert later == "RuntimeError: later" + ("" if before is None else " (at load model of step 0)")
 
 
-def test_timeout_report_names_the_overdue_actor() -> None:
-    failed = Bench().failure_of(raising(SlotTimeout("no slots"), LoadModel(job=JOB, step=Step(0))))
-    assert failed.error == "SlotTimeout: no slots; ssd-1 owes a read (at load model of step 0)"
+def test_status_tells_what_threads_wait_for_and_work_at() -> None:
+    bench, begun, released = Bench(), threading.Barrier(4), threading.Event()
+    signal, tasks = Signal(bench.token), TaskQueue[int](bench.token)
+
+    def waits() -> None:
+        works_at(COMPUTE)
+        begun.wait(30.0)
+        signal.wait("the params of block 2")
+
+    def works() -> None:
+        works_at(LOAD)
+        begun.wait(30.0)
+        released.wait(30.0)
+
+    def idles() -> None:
+        works_at(LOAD)  # is over
+        begun.wait(30.0)
+        tasks.take()
+
+    bench.threads.start([waits, works, idles])
+    begun.wait(30.0)
+    while len(bench.token.describe_waits()) < 2:
+        time.sleep(0.001)
+    bench.threads.report_status("ssd-1 owes a read")
+    to, status = bench.told.get(timeout=30.0)
+    assert to == SCHEDULER
+    assert isinstance(status, StatusDescribed)
+    name = "test_status_tells_what_threads_wait_for_and_work_at.<locals>"
+    waited = r"has waited 0\.\d s for the params of block 2 \(at compute block, backward, of step 3, block 2\)"
+    expected = rf"{name}\.waits {waited}; {name}\.works is busy \(at load model of step 0\); ssd-1 owes a read"
+    assert re.fullmatch(expected, status.text)
+    released.set()
+    bench.threads.stop()
+    bench.threads.report_status("")
+    assert bench.told.get(timeout=30.0)[1].text == ""  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (TimeoutError("late"), FailureKind.STALLED),
-        (SlotTimeout("late"), FailureKind.STALLED),
         (StoreCorrupt("other bytes"), FailureKind.LASTING),
         (OSError(5, "Input/output error"), FailureKind.LASTING),
         (OSError(28, "No space left on device"), FailureKind.NO_ROOM),
@@ -118,7 +151,7 @@ def test_permanent_errors_are_reported_as_permanent(error: Exception, kind: Fail
 
 def test_error_during_stop_is_not_reported() -> None:
     bench = Bench()
-    bench.stopping = True
+    bench.token.cancel()
     bench.threads.start([raising(RuntimeError("closed"))])
     bench.threads.join(30.0)
     assert bench.told.empty()

@@ -29,6 +29,7 @@ from tests.support.storage.stores import make_geometry, new_store, open_volume
 from tests.support.training import has_direct_io
 from windlass.engine.device import device as device_module
 from windlass.engine.device.streams import StartThreads
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import JobId
 from windlass.storage.ssd.volume import Volume
 from windlass.storage.store.tensor_store import TensorStore
@@ -142,7 +143,7 @@ class LateEvent:
     def is_over(self) -> bool:
         return self.has_come
 
-    def wait(self, deadline_s: float) -> None:
+    def wait(self) -> None:
         self.has_come = True
 
     def time_s(self) -> float:
@@ -157,7 +158,7 @@ def test_offload_on_a_gpu_waits_before_copies_of_what_the_compute_uses(
         engine = optimizer._engine
         device, feed, updates = engine._device, engine._feed, engine._updates
         monkeypatch.setattr(device, "record_current", LateEvent)
-        buffers = {buffer.flat.data_ptr(): buffer for buffer in feed._free}
+        buffers = {flat.data_ptr(): index for index, flat in enumerate(feed._flats)}
         computed: dict[int, LateEvent] = {}  # for each gradient in flight
         outward: list[bool] = []
         inward: list[bool] = []
@@ -174,7 +175,7 @@ def test_offload_on_a_gpu_waits_before_copies_of_what_the_compute_uses(
 
         def noted_arrival(entry: Any, *rest: Any) -> None:
             """Is called before a chunk's copy is queued."""
-            used = buffers[entry.buffer.untyped_storage().data_ptr()].used
+            used = feed._used[buffers[entry.buffer.untyped_storage().data_ptr()]]
             inward.append(used is None or used.is_over())
             chunk_arrived(entry, *rest)
 
@@ -255,8 +256,8 @@ def test_offload_on_late_streams_is_same_as_plain_pytorch(
 ) -> None:
     """Copies run as late as possible. What does not wait for them reads NaN, or the next step's values."""
 
-    def open_streams(device: torch.device, deadline_s: float, start_threads: StartThreads) -> LateStreams:
-        return LateStreams(start_threads, order=order)
+    def open_streams(device: torch.device, token: CancelToken, start_threads: StartThreads) -> LateStreams:
+        return LateStreams(start_threads, token=token, order=order)
 
     monkeypatch.setattr(device_module, "open_streams", open_streams)
     plain = seeded(Gpt)

@@ -2,15 +2,16 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from windlass.actors.optimizer.chunk_pipeline import ChunkPipeline, Countdown
 from windlass.actors.policy import QueueOrder
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, Span, Step
 from windlass.storage.memory import SlotPool
-from windlass.storage.memory.arena import SlotPoolClosed
 
 RESIDENT = Span(1 << 20, 4096)
 DEADLINE_S = 20.0
@@ -57,11 +58,12 @@ class FakeIo:
 
 
 class Bench:
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, *, deadline_s: float = DEADLINE_S) -> None:
         self.io = FakeIo()
-        self.slots = SlotPool(0, 4096, num_slots)
+        self.token = CancelToken(deadline_s)
+        self.slots = SlotPool(0, 4096, num_slots, token=self.token)
         self.pipeline: ChunkPipeline[str] = ChunkPipeline(
-            self.io, self.slots, QueueOrder.PRIORITY, num_threads=1, deadline_s=DEADLINE_S
+            self.io, self.slots, QueueOrder.PRIORITY, self.token, num_threads=1
         )
         self.threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in self.pipeline.loops]
 
@@ -73,12 +75,11 @@ class Bench:
             thread.start()
 
     def _run(self, loop: Callable[[], None]) -> None:
-        with contextlib.suppress(SlotPoolClosed, InterruptedError):  # raised by `stop`
+        with contextlib.suppress(InterruptedError):  # raised after `stop`
             loop()
 
     def stop(self) -> None:
-        self.slots.close()
-        self.pipeline.close()
+        self.token.cancel()
         for thread in self.threads:
             if thread.ident is not None:
                 thread.join(DEADLINE_S)
@@ -105,7 +106,7 @@ def test_pipeline_reads_updates_writes_and_reports_block_after_last_write(bench:
 
 
 def test_resident_chunk_needs_no_slot(bench: Bench) -> None:
-    (slot,) = bench.slots.acquire(1, DEADLINE_S)
+    (slot,) = bench.slots.acquire(1)
     bench.begin(0, "resident")
     bench.start()
     bench.io.wait_for("block 0 of step 1")
@@ -123,13 +124,13 @@ def test_pipeline_without_slots_updates_resident_chunks() -> None:
 
 @pytest.mark.parametrize("urgent", ["urgent", "resident and urgent"])
 def test_chunk_of_urgent_block_overtakes_during_wait_for_slot(bench: Bench, urgent: str) -> None:
-    (slot,) = bench.slots.acquire(1, DEADLINE_S)
+    (slot,) = bench.slots.acquire(1)
     waits = threading.Event()
     acquire = bench.slots.acquire
 
-    def noted(num: int, deadline_s: float) -> list[Span]:
+    def noted(num: int) -> list[Span]:
         waits.set()
-        return acquire(num, deadline_s)
+        return acquire(num)
 
     bench.slots.acquire = noted  # type: ignore[method-assign]
     bench.begin(5, "late")
@@ -150,6 +151,50 @@ def test_call_goes_before_chunks_that_have_not_begun(bench: Bench) -> None:
     bench.start()
     bench.io.wait_for("block 0 of step 1")
     assert bench.io.calls[0] == "call"
+
+
+@pytest.fixture
+def held_back() -> Iterator[Bench]:
+    """A pipeline that has read two chunks. One has arrived, and nothing is updated, so a third one may not begin."""
+    bench = Bench(num_slots=3)
+    bench.begin(0, "a", "b")
+    bench.threads[0].start()
+    for item in "ab":
+        bench.io.wait_for(f"read {item}")
+    bench.io.arrivals["a"]()
+    bench.begin(1, "c")
+    yield bench
+    bench.stop()
+
+
+def test_chunk_that_may_not_begin_begins_after_the_update_before(held_back: Bench) -> None:
+    time.sleep(0.05)
+    assert "read c" not in held_back.io.calls
+    held_back.threads[1].start()
+    held_back.io.wait_for("read c")
+    assert "update a" in held_back.io.calls
+
+
+def test_call_does_not_wait_for_chunks_that_may_not_begin(held_back: Bench) -> None:
+    held_back.pipeline.call(lambda: held_back.io.note("call"))
+    held_back.io.wait_for("call")
+    assert "read c" not in held_back.io.calls
+
+
+def test_cancel_ends_the_wait_of_a_chunk_that_may_not_begin(held_back: Bench) -> None:
+    time.sleep(0.05)  # lets the wait begin
+    held_back.token.cancel()
+    held_back.threads[0].join(DEADLINE_S)
+    assert not held_back.threads[0].is_alive()
+
+
+def test_optimizer_that_hangs_is_an_error() -> None:
+    bench = Bench(num_slots=2, deadline_s=0.05)
+    bench.begin(0, "a", "b")
+    bench.io.read_states = lambda item, slot, on_done: on_done()  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError, match=r"waited 0.05 s for the update of a chunk: the optimizer is stuck"):
+        bench.pipeline.loops[0]()
+    bench.stop()
 
 
 def test_countdown_is_last_after_all_parts() -> None:

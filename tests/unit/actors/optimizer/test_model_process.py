@@ -23,6 +23,7 @@ from windlass.engine.checkpoint.model_exporter import ExportError
 from windlass.engine.checkpoint.reader import CheckpointError
 from windlass.engine.device.dtypes import state_dtype
 from windlass.service.installation.process_ids import find_process, wait_until_gone
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ChunkKey, Span, StateKind, Step
 from windlass.storage.memory.arena import Arena, SlotPool
 
@@ -39,11 +40,12 @@ class Bench:
         self.context = make_context(self.spec, layout, str(path))
         nbytes = self.context.plan.states[0].slot_nbytes
         self.arena = Arena.create(path, 2 * nbytes, huge_pages=False)
-        self.slots = SlotPool(0, nbytes, 2)
+        self.token = CancelToken(self.spec.deadline_s)
+        self.slots = SlotPool(0, nbytes, 2, token=self.token)
         self.store: dict[ChunkKey, bytes] = {}
         self.processes: list[ModelProcess] = []
         self.on_read: Callable[[], None] = lambda: None
-        self.io = ModelIo(self.context, self.slots, self.start, self.read, self.write)
+        self.io = ModelIo(self.context, self.slots, self.start, self.read, self.write, self.token)
 
     def start(self) -> ModelProcess:
         self.processes.append(ModelProcess(self.context))
@@ -133,7 +135,7 @@ def test_failed_export_leaves_nothing(bench: Bench) -> None:
 def test_aborted_export_leaves_neither_files_nor_a_process(bench: Bench) -> None:
     list(bench.io.load())
     before = sorted(Path(bench.spec.output_dir).parent.iterdir())
-    bench.on_read = bench.io.abort
+    bench.on_read = bench.token.cancel
     with pytest.raises(InterruptedError, match="the job was stopped"):
         bench.io.export(bench.spec.output_dir, Step(0))
     assert sorted(Path(bench.spec.output_dir).parent.iterdir()) == before

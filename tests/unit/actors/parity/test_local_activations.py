@@ -234,7 +234,7 @@ def test_a_copy_that_fails_ends_the_attempt_and_leaves_nothing(
 
     def open_failing(self: CpuStreams) -> Stream:
         opened.append("in" if opened else "out")
-        return FailingStream(self._deadline_s, self._start_threads) if opened[-1] == way else open_stream(self)
+        return FailingStream(self._token, self._start_threads) if opened[-1] == way else open_stream(self)
 
     monkeypatch.setattr(CpuStreams, "open", open_failing)
     spec = job(tmp_path / "job", placement=placed(SWAP))

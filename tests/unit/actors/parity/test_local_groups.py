@@ -238,10 +238,11 @@ def test_each_group_leaves_its_sums_to_the_next_and_fetches_params(tmp_path: Pat
         for kind in (SpanKind.COPY_PARTIAL_OUT, SpanKind.COPY_PARTIAL_IN):
             assert moved.nbytes[kind, step] == 4 * sum(uses) * (num_groups - 1)
         assert moved.nbytes[SpanKind.COPY_GRAD_OUT, step] == 4 * layout.numel
-        # Params are named by the step before. All but the head's own are needed twice by each group.
-        once = layout.blocks[-1].numel + (layout.blocks[0].numel if tied else 0)
-        twice = sum(block.numel for block in layout.blocks[:-1])
-        assert moved.nbytes[SpanKind.COPY_PARAMS_IN, step - 1] == 4 * (once + 2 * twice) * num_groups
+        # Params are named by the step before. The embedding and the head have buffers of their own. Layers have two,
+        # which still hold the last two after the head, and the first two between groups.
+        once, layers = layout.blocks[0].numel + layout.blocks[-1].numel, layout.blocks[1:-1]
+        num_loads = 2 * len(layers) * num_groups - 2 * (2 * num_groups - 1)
+        assert moved.nbytes[SpanKind.COPY_PARAMS_IN, step - 1] == 4 * (once + num_loads * layers[0].numel)
 
 
 def test_sums_of_what_rests_on_the_device_stay_there(tmp_path: Path) -> None:

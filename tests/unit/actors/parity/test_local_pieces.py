@@ -112,9 +112,9 @@ def test_the_device_has_no_buffer_for_a_whole_layer_and_everything_comes_in_piec
     pieces: list[tuple[int, int]] = []
     make_buffers, make_pieces = DeviceBuffers.__init__, PieceBuffers.__init__
 
-    def note_buffers(self: Any, device: Any, classes: Any, *, name: str, deadline_s: float) -> None:
+    def note_buffers(self: Any, device: Any, classes: Any, *, name: str) -> None:
         planned[name] = dict(classes)
-        make_buffers(self, device, classes, name=name, deadline_s=deadline_s)
+        make_buffers(self, device, classes, name=name)
 
     def note_pieces(self: Any, device: Any, numel: int, dtype: torch.dtype, num_buffers: int) -> None:
         pieces.append((numel, num_buffers))

@@ -26,6 +26,7 @@ from windlass.engine.device.cuda_streams import CudaStreams
 from windlass.engine.device.device import Device
 from windlass.engine.device.streams import StartThreads
 from windlass.engine.optimizer.grad_norm import squared_norm
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName
 
 pytestmark = pytest.mark.usefixtures("small_activation_slots")
@@ -95,8 +96,8 @@ class Late:
     def __exit__(self, *_: object) -> None:
         self._patch.undo()
 
-    def open(self, device: torch.device, deadline_s: float, start_threads: StartThreads) -> LateStreams:
-        self.streams = LateStreams(start_threads, **self.options)
+    def open(self, device: torch.device, token: CancelToken, start_threads: StartThreads) -> LateStreams:
+        self.streams = LateStreams(start_threads, token=token, **self.options)
         return self.streams
 
     def squared_norm(self, grad: torch.Tensor) -> torch.Tensor:
@@ -132,7 +133,7 @@ def test_streams_that_run_behind_change_no_number(
     [
         ("active", ("compute", "h2d"), ("compute", "d2h", "h2d")),
         ("active", ("compute", "d2h"), ("compute", "h2d", "d2h")),
-        # Evaluation: the next group needs the embedding while the head still computes with it.
+        # The compute stream fills all buffers with NaN at set-up. Later, a buffer's last operation has always ended.
         ("kept", ("h2d", "compute"), ("h2d", "d2h", "compute")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,

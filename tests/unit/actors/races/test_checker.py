@@ -19,6 +19,7 @@ from windlass.engine.device.device import Device, copy
 from windlass.engine.model.streamed_params import PieceBuffers, StreamedParams
 from windlass.engine.optimizer.adam_formulas import AdamSettings
 from windlass.engine.optimizer.adam_kernel import ChunkStates, OptimizerKernel
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, Kernel, StatePrecision
 from windlass.storage.memory.arena import SlotPool
 
@@ -36,8 +37,9 @@ class Stage:
         self.recording = recording
         self.host = torch.zeros(2 * NUMEL)
         recording.memory.add_arena(self.host, "stage")
-        self.slots = SlotPool(0, NBYTES, 2, name="stage")
-        self.device = Device(DEVICE)
+        self.token = CancelToken(DEADLINE_S)
+        self.slots = SlotPool(0, NBYTES, 2, name="stage", token=self.token)
+        self.device = Device(DEVICE, token=self.token)
         self.buffer = torch.empty(NUMEL, device=DEVICE)
         self.device.h2d.wait(self.device.compute.record())
         self.device.d2h.wait(self.device.compute.record())
@@ -72,7 +74,7 @@ def stage() -> Iterator[Stage]:
     with recorded() as recording:
         stage = Stage(recording)
         yield stage
-        stage.device.close()
+        stage.token.cancel()
 
 
 def test_a_stream_that_waits_is_not_reported(stage: Stage) -> None:
@@ -81,7 +83,7 @@ def test_a_stream_that_waits_is_not_reported(stage: Stage) -> None:
     stage.compute()
     stage.device.d2h.wait(stage.device.compute.record())
     stage.copy_out(1)
-    stage.device.d2h.record().wait(DEADLINE_S)
+    stage.device.d2h.record().wait()
     stage.host.sum()
     assert stage.reports == []
 
@@ -116,7 +118,7 @@ def test_ranges_that_do_not_overlap_are_not_reported(stage: Stage) -> None:
 
 
 def test_a_host_read_before_the_event_is_reported(stage: Stage) -> None:
-    stage.device.compute.record().wait(DEADLINE_S)
+    stage.device.compute.record().wait()
     stage.copy_out()
     event = stage.device.d2h.record()
     assert not event.is_over()
@@ -130,14 +132,14 @@ def test_downloaded_numbers_are_read_only_after_their_event(stage: Stage) -> Non
     event = stage.device.compute.record()
     assert len(found[0].tolist()) == 1
     assert stage.kinds == [Kind.HOST_READ]
-    event.wait(DEADLINE_S)
+    event.wait()
     stage.recording.checker.reports.clear()
     found[0].tolist()
     assert stage.reports == []
 
 
 def test_a_slot_released_before_its_copy_has_ended_is_reported(stage: Stage) -> None:
-    (slot,) = stage.slots.acquire(1, DEADLINE_S)
+    (slot,) = stage.slots.acquire(1)
     stage.copy_in()
     stage.slots.release([slot])
     assert stage.kinds == [Kind.EARLY_RELEASE]
@@ -145,16 +147,16 @@ def test_a_slot_released_before_its_copy_has_ended_is_reported(stage: Stage) -> 
 
 def test_a_slot_released_by_a_callback_is_not_reported(stage: Stage) -> None:
     for _ in range(3):
-        spans = stage.slots.acquire(2, DEADLINE_S)
+        spans = stage.slots.acquire(2)
         stage.host.zero_()
         stage.copy_in()
         stage.device.h2d.then(functools.partial(stage.slots.release, spans))
-    stage.slots.drain(DEADLINE_S)
+    stage.slots.drain()
     assert stage.reports == []
 
 
 def test_use_of_a_released_slot_is_reported(stage: Stage) -> None:
-    stage.slots.drain(DEADLINE_S)
+    stage.slots.drain()
     stage.host[:NUMEL].zero_()
     assert stage.kinds == [Kind.RELEASED_SLOT]
 
@@ -205,7 +207,7 @@ def test_time_of_an_event_that_is_not_over_is_reported(stage: Stage) -> None:
     event = stage.device.compute.record()
     event.time_s()
     assert stage.kinds == [Kind.EVENT_TIME]
-    event.wait(DEADLINE_S)
+    event.wait()
     stage.recording.checker.reports.clear()
     event.time_s()
     assert stage.reports == []
@@ -260,14 +262,13 @@ def test_params_changed_while_they_are_installed_are_reported(stage: Stage) -> N
     stage.device.compute.run(lambda: buffers.release(0))
     stage.device.compute.run(lambda: flats[0].zero_())
     assert stage.kinds == [Kind.INSTALLED]
-    buffers.close()
 
 
 def test_a_slot_released_before_its_transfer_has_ended_is_reported(stage: Stage) -> None:
     """The work of an I/O scheduler's `on_done` comes after the transfer; that of the request's caller may not."""
     checker, region = stage.recording.checker, stage.recording.checker.arena
     assert region is not None
-    first, second = stage.slots.acquire(2, DEADLINE_S)
+    first, second = stage.slots.acquire(2)
     agents = [checker.begin_transfer("a read") for _ in range(2)]
     for agent, slot in zip(agents, (first, second), strict=True):
         checker.access(agent, "a read", [], [(region, slot.offset, slot.offset + slot.nbytes)])
@@ -368,7 +369,7 @@ def test_a_lock_does_not_order_a_streams_work(stage: Stage) -> None:
     has_released = torch.zeros(1)  # no primitive that a thread waits for
 
     def work() -> None:
-        stage.device.d2h.record().wait(DEADLINE_S)
+        stage.device.d2h.record().wait()
         with lock:
             has_released.fill_(1)
         items.put(1)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.races.scenarios import reports_of
-from tests.support.races.sites import Site, sites
+from tests.support.races.sites import Site, handed_on, sites
 from tests.support.races.table import CAUGHT_BY, NOT_OF_THE_DEVICE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,6 +26,12 @@ def test_every_call_has_its_place_in_the_tables() -> None:
     tables = (CAUGHT_BY, NOT_OF_THE_DEVICE)
     listed = [f"{path}: {call}" for table in tables for path, calls in table.items() for call in calls]
     assert sorted(listed) == sorted(site.name for site in sites())
+
+
+def test_a_wait_is_handed_on_only_where_its_calls_are_known() -> None:
+    """The scan finds calls by the name of the method. These are called as `source_ready` and `target_ready`."""
+    of_a_cpu = "engine/device/streams.py: event.wait"
+    assert handed_on() == ["engine/device/device.py: self.compute.record().wait", of_a_cpu]
 
 
 @pytest.mark.parametrize(("site", "scenario"), cases())

@@ -13,7 +13,7 @@ from tests.support.actors.specs import make_layout, make_spec
 from windlass.actors.job.context import SCHEDULER, make_context
 from windlass.actors.messages import ActorFailed, CommitStore, Message
 from windlass.actors.runtime import ray_runner as deploy
-from windlass.actors.runtime.ray_runner import ActorShell, runner_name
+from windlass.actors.runtime.ray_runner import ActorShell, niceness_of, runner_name
 from windlass.actors.runtime.sockets import MessageClient, MessageServer
 from windlass.actors.scheduler.scheduler import ActorLostError
 from windlass.storage.ids import ActorName, Attempt, JobId, Step
@@ -93,15 +93,29 @@ def test_a_runner_is_named_by_job_and_attempt() -> None:
     assert runner_name(JobId("ftjob-7"), Attempt(3)) == "job-ftjob-7-3"
 
 
+def test_what_the_device_computes_with_comes_first() -> None:
+    beside_cpu = {name: niceness_of(ActorName(name), has_gpus=False) for name in ("gpu-0", "optimizer-0", "ssd-0")}
+    assert beside_cpu["gpu-0"] < beside_cpu["optimizer-0"] == beside_cpu["ssd-0"]
+    beside_gpu = {name: niceness_of(ActorName(name), has_gpus=True) for name in beside_cpu}
+    assert beside_gpu["gpu-0"] == beside_gpu["ssd-0"] < beside_gpu["optimizer-0"]
+
+
 def test_threads_are_set_before_torch_is_imported(shell: ActorShell) -> None:
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
 
 
+def test_allocator_of_a_gpu_is_set_before_torch_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    context = make_context(make_spec(ssd_dirs=(str(tmp_path / "ssd"),)), make_layout(2048), str(tmp_path / "arena"))
+    ActorShell(ActorName("ssd-0"), context, 1, niceness=0, uses_gpu=True)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+
+
 def test_a_shell_passes_messages_on_and_answers_back(shell: ActorShell, scheduler: Peer, tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
-    shell.setup()
-    assert shell.commits() == []
-    shell.resume_from(None)
+    assert shell.open_space() == []
+    shell.start(None)
     scheduler.send(shell, commit(0))
     failed = scheduler.next_failure()
     shell.stop(False)
@@ -113,20 +127,22 @@ def test_a_shell_passes_messages_on_and_answers_back(shell: ActorShell, schedule
 
 def test_an_ssd_server_deletes_its_store_when_told(shell: ActorShell, tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
-    shell.setup()
+    shell.open_space()
+    shell.start(None)
     shell.stop(True)
     assert jobs_on(tmp_path / "ssd") == set()
 
 
-def test_a_failed_setup_reaches_the_caller(shell: ActorShell) -> None:
+def test_an_error_at_the_start_reaches_the_caller(shell: ActorShell) -> None:
     with pytest.raises(ValueError, match=r"SSD path .* is neither a directory nor a block device"):
-        shell.setup()
+        shell.open_space()
 
 
 def test_a_post_that_raises_is_told_to_the_scheduler(shell: ActorShell, scheduler: Peer, tmp_path: Path) -> None:
     """No caller waits for the call that brought the message."""
     (tmp_path / "ssd").mkdir()
-    shell.setup()
+    shell.open_space()
+    shell.start(None)
     shell.actor.stop(delete_store=True)
     scheduler.send(shell, commit(5))
     failed = scheduler.next_failure()

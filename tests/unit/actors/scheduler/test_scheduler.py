@@ -17,6 +17,7 @@ from windlass.actors.messages import (
     ActorFailed,
     CommitStore,
     ComputeBlock,
+    DescribeStatus,
     ExportModel,
     FailureKind,
     FlushBlock,
@@ -281,17 +282,39 @@ def stalled_by(stage: Stage, *failures: ActorFailed) -> dict[str, Any]:
     return stage.run()
 
 
-def test_stalled_actors_are_named_with_overdue_replies(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The most informative report need not come first."""
+def stalled_stage(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """A stage whose first update never ends, and whose actors answer when they are asked for their status."""
     monkeypatch.setattr(scheduler, "_TICK_S", 0.05)
-    first = failure("gpu-0", "no grad slot came free", FailureKind.STALLED)
-    second = failure("optimizer-1", "ssd-1 owes a read", FailureKind.STALLED)
-    outcome = stalled_by(stage, first, second, failure("gpu-0", "nor params", FailureKind.STALLED))
-    assert outcome["status"] == INTERRUPTED
+    stage = Stage(directory, deadline_s=0.5)
+    stage.silent = {UpdateStep}
+    shape = stage.scheduler.pipeline.config
+    stage.statuses = dict.fromkeys((shape.gpu_worker, *shape.optimizers, *shape.ssd_servers), "")
+    return stage
+
+
+def test_error_of_a_stalled_attempt_tells_what_the_threads_of_all_actors_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The late actors often wait for another one, which has no pending reply."""
+    stage = stalled_stage(tmp_path, monkeypatch)
+    stage.statuses[ActorName("gpu-0")] = "a thread has waited 0.6 s for a slot"
+    stage.statuses[ActorName("optimizer-1")] = "ssd-1 has not finished a read"
+    del stage.statuses[ActorName("ssd-1")]
+    outcome = stage.run()
+    assert (outcome["status"], outcome["error"]["code"]) == (INTERRUPTED, "training_stalled")
+    late = "; ".join(f"optimizer-{i} did not finish the update of block 2 in step 1 within 0.5 s" for i in (0, 1))
     assert outcome["error"]["message"] == (
-        "gpu-0: no grad slot came free; optimizer-1: ssd-1 owes a read; "
-        "optimizer-0 has not finished the update of block 2 in step 1 yet"
+        f"{late}; see its log, and the health of the device it uses; gpu-0: a thread has waited 0.6 s for a slot; "
+        "optimizer-1: ssd-1 has not finished a read; ssd-1: no answer, its process may hang"
     )
+    asked = [to for to, message in stage.received if isinstance(message, DescribeStatus)]
+    assert asked == ["gpu-0", "optimizer-0", "optimizer-1", "ssd-0", "ssd-1"]
+
+
+def test_timeout_in_an_actor_ends_the_attempt(stage: Stage) -> None:
+    outcome = stalled_by(stage, failure("gpu-0", "TimeoutError: a lock is held", FailureKind.STALLED))
+    assert (outcome["status"], outcome["error"]["code"]) == (INTERRUPTED, "training_stalled")
+    assert outcome["error"]["message"] == "gpu-0: TimeoutError: a lock is held"
     assert Path(stage.spec.job_dir, "error.txt").read_text() == "gpu-0\nTraceback"
 
 
@@ -303,9 +326,13 @@ def test_stalled_actors_are_named_with_overdue_replies(stage: Stage, monkeypatch
         (FailureKind.UNFORESEEN, INTERRUPTED, "process_lost"),
     ],
 )
-def test_broken_actor_is_named_instead_of_waiting_ones(stage: Stage, kind: FailureKind, status: str, code: str) -> None:
+def test_broken_actor_is_named_instead_of_late_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: FailureKind, status: str, code: str
+) -> None:
+    stage = stalled_stage(tmp_path, monkeypatch)
     broken = failure("ssd-1", "the disk is broken", kind)
-    outcome = stalled_by(stage, failure("gpu-0", "no params came", FailureKind.STALLED), broken)
+    stage.before = lambda message: stage.scheduler.post(broken) if isinstance(message, DescribeStatus) else None
+    outcome = stage.run()
     assert outcome["status"] == status
     assert outcome["error"] == {"code": code, "message": "ssd-1: the disk is broken", "param": None}
 

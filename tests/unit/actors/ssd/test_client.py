@@ -1,6 +1,5 @@
 """Requests to SSD servers, and the callbacks that get the answers."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,6 @@ def test_each_ssd_gets_one_request_for_its_chunks(bench: Bench) -> None:
         assert isinstance(request, ReadChunks)
         assert {f"ssd-{bench.context.geometry(0).ssd_of(item.key)}" for item in request.items} == {to}
         assert (request.step, request.priority, request.reply_to) == (4, (5, 1), "optimizer-0")
-        assert request.deadline_s == bench.context.spec.deadline_s
     assert sorted(item.key for _, request in bench.sent for item in request.items) == [i.key for i in bench.items]
 
 
@@ -79,7 +77,7 @@ def test_an_answer_is_that_of_its_request(bench: Bench) -> None:
 def test_client_describes_oldest_request_of_each_ssd_server(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 50.0
     monkeypatch.setattr(ssd_client.time, "monotonic", lambda: now_s)
-    assert bench.client.describe_overdue() == ""
+    assert bench.client.describe_pending() == ""
     bench.client.read(bench.items[:2], Step(4), (5, 1), bench.done.append)
     now_s = 59.0
     bench.client.write(bench.items[2:3], Step(5), (5, 1), bench.done.append)
@@ -87,12 +85,12 @@ def test_client_describes_oldest_request_of_each_ssd_server(bench: Bench, monkey
     late = "has not finished a read of block 0, chunk"
     first, second = (f"ssd-{i} {late} {i}, step 4 after 10.0 s: check its SSD" for i in (0, 1))
     # The oldest request does not show which server hangs: both are named.
-    assert bench.client.describe_overdue() == f"{first}; {second}"
+    assert bench.client.describe_pending() == f"{first}; {second}"
     bench.answer(bench.sent[0][1], bench.items[0].key)
     then = "ssd-0 has not finished a write of block 1, chunk 0, step 5 after 1.0 s: check its SSD"
-    assert bench.client.describe_overdue() == f"{second}; {then}"
+    assert bench.client.describe_pending() == f"{second}; {then}"
     bench.answer(bench.sent[1][1], bench.items[1].key)
-    assert bench.client.describe_overdue() == then
+    assert bench.client.describe_pending() == then
 
 
 def test_client_calls_back_once_for_activations_and_describes_them(
@@ -118,25 +116,14 @@ def test_client_calls_back_once_for_activations_and_describes_them(
     ]
     for _, request in requests:
         assert {name: getattr(request, name) for name in facts} == facts
-        assert (request.reply_to, request.deadline_s) == ("optimizer-0", bench.context.spec.deadline_s)
+        assert request.reply_to == "optimizer-0"
     late = "has not finished a {} of activations of block 2, step 4 after 2.0 s: check its SSD"
     bench.answer(chunk, bench.items[0].key)
-    assert bench.client.describe_overdue() == f"ssd-1 {late.format('write')}; ssd-0 {late.format('read')}"
+    assert bench.client.describe_pending() == f"ssd-1 {late.format('write')}; ssd-0 {late.format('read')}"
     for _, request in requests:
         bench.client.take(ActivationIoDone(job=request.job, step=request.step, correlation=request.correlation))
     assert done == ["WriteActivations", "ReadActivations"]
-    assert bench.client.describe_overdue() == ""
-
-
-def test_an_ssd_server_that_never_answers_is_told_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssd_client, "_TICK_S", 0.01)
-    bench.context = replace(bench.context, spec=replace(bench.context.spec, deadline_s=0.01))
-    client = SsdClient(ActorName("optimizer-0"), bench.context, bench._send)
-    client.read(bench.items[1:2], Step(4), (5, 1), bench.done.append)
-    with pytest.raises(TimeoutError, match=r"nothing came from ssd-1 within 0\.01 s"):
-        client.watch()
-    client.stop()
-    client.watch()  # the test ends it
+    assert bench.client.describe_pending() == ""
 
 
 def test_second_answer_for_a_chunk_is_refused(bench: Bench) -> None:
@@ -158,23 +145,4 @@ def test_an_answer_that_comes_before_the_request_is_sent_off_counts(bench: Bench
     bench.client = SsdClient(ActorName("optimizer-0"), bench.context, answer_at_once)
     bench.client.read(bench.items, Step(4), (5, 1), bench.done.append)
     assert sorted(bench.done) == [item.key for item in bench.items]
-    assert bench.client.describe_overdue() == ""
-
-
-def test_watch_leaves_an_ssd_server_the_time_to_tell_of_itself(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The SSD server knows more about an overdue chunk, and checks for one once a second."""
-    now_s = 0.0
-    bench.context = replace(bench.context, spec=replace(bench.context.spec, deadline_s=10.0))
-    client = SsdClient(ActorName("optimizer-0"), bench.context, bench._send)
-    monkeypatch.setattr(ssd_client.time, "monotonic", lambda: now_s)
-
-    def wait(timeout: float) -> bool:
-        nonlocal now_s
-        now_s += timeout
-        return False
-
-    monkeypatch.setattr(client._stopping, "wait", wait)
-    client.read(bench.items[:1], Step(4), (5, 1), bench.done.append)
-    with pytest.raises(TimeoutError, match="nothing came from ssd-0 within 10 s"):
-        client.watch()
-    assert now_s == 13.0  # more than the timeout and two checks
+    assert bench.client.describe_pending() == ""

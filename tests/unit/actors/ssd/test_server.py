@@ -1,6 +1,7 @@
 """The messages of an SSD server: the requests that it accepts, its answers, and its reports."""
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,17 +16,19 @@ from tests.support.storage.io_bench import CHUNK_NBYTES, GEOMETRY, GRADIENT_NBYT
 from windlass.actors.messages import (
     ActivationIoDone,
     ChunkIoDone,
+    DescribeStatus,
     FailureKind,
     LoadModel,
     MemoryKind,
     ReadActivations,
     SpanKind,
     SpansReported,
+    StatusDescribed,
     StoreCommitted,
     WriteActivations,
 )
 from windlass.storage.ids import ActorName, Attempt, JobId, Span, Step
-from windlass.storage.integrity.errors import StoreIoError
+from windlass.storage.integrity.errors import StoreCorrupt, StoreIoError
 from windlass.storage.memory.arena import Arena
 from windlass.storage.ssd.volume import Volume
 from windlass.storage.store.regions import StateRegion
@@ -88,7 +91,7 @@ class TestAnswers:
                     bytes_written=len(KEYS) * CHUNK_NBYTES,
                 ),
             )
-        assert [record.trainer_state for record in bench.server.commits()] == ["[0]", "[1]"]
+        assert [record.trainer_state for record in bench.opened.commits()] == ["[0]", "[1]"]
 
     def test_first_commit_comes_with_the_space_of_the_job(self, bench: Bench) -> None:
         bench.write_all()
@@ -136,7 +139,7 @@ class TestFailures:
         assert failure.error.endswith("(at commit store of step 2)")
         assert failure.step == 2
 
-    def test_overdue_chunk_is_a_stall(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_status_of_hanging_ssd_names_its_oldest_chunk(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         bench.write_all()
         entered, released = threading.Event(), threading.Event()
 
@@ -146,13 +149,18 @@ class TestFailures:
             return fail(fd, buffers, offset)
 
         monkeypatch.setattr(os, "preadv", hang)
-        bench.read(KEYS[1:2], deadline_s=0.05)
+        bench.read(KEYS[1:2])
         assert entered.wait(WAIT_S)
-        failure = failure_of(bench.next())
+        bench.server.post(DescribeStatus(job=JOB, step=Step(0)))
+        to, status = bench.next()
         released.set()
-        assert failure.kind is FailureKind.STALLED
-        assert "the read of block 0, chunk 1, step 0 is not done within 0.05 s" in failure.error
-        assert failure.error.endswith("(at read chunks of step 0, block 0)")
+        assert to == "scheduler"
+        assert isinstance(status, StatusDescribed)
+        text = (
+            r"SSD .*, job ftjob-1: the read of block 0, chunk 1, step 0 is not done after \d\.\d s, as the first of 1 "
+        )
+        assert re.fullmatch(f"{text}transfers: check the disk", status.text)
+        failure_of(bench.next())
 
     def test_broken_thread_is_reported_with_its_request(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         def breaks(region: StateRegion, *_: object) -> None:
@@ -169,14 +177,14 @@ class TestFailures:
             bench.server.post(LoadModel(job=JOB, step=Step(0)))
         with pytest.raises(ValueError, match="does not accept CommitStore of job ftjob-2"):
             bench.server.post(commit_of(0, job=JobId("ftjob-2")))
-        assert bench.server.commits() == []
+        assert bench.opened.commits() == []
 
 
 class TestSpans:
     def test_each_chunk_that_moved_is_reported_the_written_ones_before_the_commit(self, tmp_path: Path) -> None:
         begin_s = time.monotonic()
         bench = Bench(tmp_path)
-        bench.setup()
+        bench.start()
         bench.write_all(step=0)
         bench.commit(0)
         assert isinstance(bench.next()[1], StoreCommitted)
@@ -208,7 +216,7 @@ class TestSpans:
 
     def test_activations_are_reported(self, tmp_path: Path) -> None:
         bench = Bench(tmp_path, num_scratch_slots=6)
-        bench.setup()
+        bench.start()
         for kind in (WriteActivations, ReadActivations):
             bench.move_activations(kind, [3, 4], Span(0, MIB + 4096), block=2)
             bench.wait_done(1)
@@ -222,7 +230,7 @@ class TestSpans:
 
     def test_a_chunk_that_failed_has_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         bench = Bench(tmp_path)
-        bench.setup()
+        bench.start()
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", fail)
             bench.write(KEYS[:1])
@@ -235,7 +243,7 @@ class TestSpans:
 class TestLifeCycle:
     def test_stop_finishes_what_was_posted(self, tmp_path: Path) -> None:
         bench = Bench(tmp_path)
-        bench.setup()
+        bench.start()
         bench.write(KEYS)
         bench.commit(0)
         bench.server.stop()
@@ -251,29 +259,37 @@ class TestLifeCycle:
                 bench.commit(step)
                 assert isinstance(bench.next()[1], StoreCommitted)
         bench = Bench(tmp_path, geometry=replace(GEOMETRY, attempt=Attempt(2)))
-        bench.server.setup()
-        bench.server.resume_from(bench.server.commits()[0])
+        bench.start(lambda commits: commits[0])
         bench.read(KEYS[:1], step=1)
         assert "cannot read" in failure_of(bench.next()).error
         bench.read(KEYS, step=0)
         bench.wait_done()
-        last = bench.server.commits()[-1]
+        last = bench.opened.commits()[-1]
         assert (last.step, last.attempt) == (0, 2)
         bench.server.stop(delete_store=True)
         with closing(Volume.open(tmp_path, direct=False)) as volume:
             assert JOB not in volume.allocations()
 
-    def test_setup_without_an_arena_closes_the_ssd(self, tmp_path: Path) -> None:
+    def test_start_without_an_arena_closes_the_ssd(self, tmp_path: Path) -> None:
         bench = Bench(tmp_path)
         Arena.unlink(bench.arena)
         before = num_open_files(tmp_path)
         with pytest.raises(FileNotFoundError):
-            bench.server.setup()
+            bench.start()
         assert num_open_files(tmp_path) == before
 
-    def test_server_that_was_set_up_only_can_be_stopped(self, tmp_path: Path) -> None:
+    def test_start_from_a_commit_that_the_ssd_lacks_closes_it(self, tmp_path: Path) -> None:
+        with running(Bench(tmp_path)) as bench:
+            bench.write_all(0)
+            bench.commit(0)
+            assert isinstance(bench.next()[1], StoreCommitted)
+        bench, before = Bench(tmp_path), num_open_files(tmp_path)
+        with pytest.raises(StoreCorrupt):
+            bench.start(lambda commits: replace(commits[-1], step=Step(7)))
+        assert num_open_files(tmp_path) == before
+
+    def test_space_that_no_server_serves_can_be_closed(self, tmp_path: Path) -> None:
         bench = Bench(tmp_path)
         before = num_open_files(tmp_path)
-        bench.server.setup()
-        bench.server.stop()
+        bench.open_space().close()
         assert num_open_files(tmp_path) == before

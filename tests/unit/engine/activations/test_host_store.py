@@ -16,13 +16,14 @@ from tests.support.engine.activation_runs import Run
 from tests.support.engine.architectures import ARCHITECTURES, make_batch, make_model
 from tests.support.fake_cuda import FakeCuda
 from tests.support.late_streams import LateStreams
-from windlass.engine.activations.host_store import ActivationMemoryError, ActivationTimeoutError, HostActivations
+from windlass.engine.activations.host_store import ActivationMemoryError, HostActivations
 from windlass.engine.activations.store import SwapCounts, SwapWatch
 from windlass.engine.device import device as device_module
 from windlass.engine.device.cuda_streams import CudaStreams
 from windlass.engine.device.device import Device
 from windlass.engine.device.streams import Stream, ThreadStream
 from windlass.engine.memory_plan.activation_policy import BlockActivations
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, Span
 from windlass.storage.memory.arena import SlotPool
 
@@ -34,7 +35,7 @@ class GatedStream(ThreadStream):
     """A stream whose copies wait for a gate."""
 
     def __init__(self, device: "GatedDevice") -> None:
-        super().__init__(DEADLINE_S, device.start_threads)
+        super().__init__(device.token, device.start_threads)
         self._device = device
 
     def run(self, work: Callable[[], object]) -> None:
@@ -55,7 +56,7 @@ class GatedDevice(Device):
     """
 
     def __init__(self, deadline_s: float) -> None:
-        super().__init__(torch.device("cpu"), deadline_s=deadline_s, start_threads=self.start_threads)
+        super().__init__(torch.device("cpu"), token=CancelToken(deadline_s), start_threads=self.start_threads)
         self.gate = threading.Event()
         self.gate.set()
         self.num_copies = 0
@@ -71,7 +72,7 @@ class GatedDevice(Device):
             self.threads[-1].start()
 
     def _run(self, target: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError, TimeoutError):
+        with contextlib.suppress(RuntimeError, TimeoutError, InterruptedError):
             target()
 
 
@@ -79,7 +80,9 @@ class PoisonedSlots(SlotPool):
     """A slot pool that fills released slots with 0xFF."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        super().__init__(0, SLOT_NBYTES, memory.nbytes // SLOT_NBYTES, name="activations")
+        super().__init__(
+            0, SLOT_NBYTES, memory.nbytes // SLOT_NBYTES, name="activations", token=CancelToken(DEADLINE_S)
+        )
         self._memory = memory
 
     def release(self, spans: Sequence[Span]) -> None:
@@ -105,13 +108,18 @@ class Stage:
             self.memory,
             self.slots,
             max_leaving_nbytes=max_leaving_nbytes,
-            deadline_s=deadline_s,
             watch=watch,
         )
 
+    def finish_copies(self) -> None:
+        """Waits for the copies of both streams."""
+        self.device.gate.set()
+        self.store._outward.record().wait()
+        self.store._inward.record().wait()
+
     def close(self) -> None:
         self.device.gate.set()
-        self.store.stop()
+        self.device.token.cancel()
         for thread in self.device.threads:
             thread.join(DEADLINE_S)
 
@@ -145,7 +153,7 @@ def test_bytes_come_back_as_they_left_and_their_slots_are_free(stage: Stage) -> 
 
 
 def test_bytes_in_scattered_slots_come_back_too(stage: Stage) -> None:
-    scattered = stage.slots.acquire(8, DEADLINE_S)
+    scattered = stage.slots.acquire(8)
     stage.slots.release([scattered[i] for i in (0, 1, 4, 6)])
     tensor = some_bytes(4 * SLOT_NBYTES - 9)
     handle = stage.store.put(tensor)
@@ -171,7 +179,7 @@ def test_what_is_dropped_frees_its_slots_after_its_copy(stage: Stage) -> None:
     prefetched = stage.store.put(some_bytes(100))
     stage.store.prefetch(prefetched)
     stage.store.drop(prefetched)
-    stage.close()
+    stage.finish_copies()
     assert stage.in_use_nbytes() == 0
     assert stage.store.counts.held_nbytes == 0
 
@@ -238,11 +246,31 @@ def test_a_hanging_copy_is_an_error_that_says_so() -> None:
     stage = Stage(max_leaving_nbytes=0, deadline_s=0.05)
     stage.device.gate.clear()
     handle = stage.store.put(some_bytes(100))
-    with pytest.raises(ActivationTimeoutError, match=r"100 bytes of activations did not reach host memory within 0.05"):
+    with pytest.raises(TimeoutError, match=r"waited 0.05 s for 100 bytes of activations to reach host memory"):
         stage.store.put(some_bytes(100))
-    with pytest.raises(ActivationTimeoutError, match=r"100 bytes"):
+    with pytest.raises(TimeoutError, match=r"100 bytes"):
         stage.store.get(handle)
     stage.close()
+
+
+@pytest.mark.parametrize("waits_for", ["room in flight", "slots", "the copy back"])
+def test_cancel_ends_the_waits(waits_for: str) -> None:
+    stage = Stage(max_leaving_nbytes=0 if waits_for == "room in flight" else 1 << 30)
+    stage.device.gate.clear()
+    handle = stage.store.put(some_bytes(100))
+    calls: dict[str, Callable[[], object]] = {
+        "room in flight": lambda: stage.store.put(some_bytes(100)),
+        "slots": lambda: stage.store.room_nbytes(stage.memory.nbytes),
+        "the copy back": lambda: stage.store.get(handle),
+    }
+    if waits_for == "slots":
+        stage.store.drop(handle)
+    threading.Timer(0.05, stage.device.token.cancel).start()
+    with pytest.raises(InterruptedError, match="the job was stopped"):
+        calls[waits_for]()
+    stage.close()
+    stage.store.close()
+    assert stage.in_use_nbytes() == 0
 
 
 def test_a_failed_copy_raises_where_its_bytes_are_needed(stage: Stage) -> None:
@@ -281,8 +309,9 @@ def test_a_watch_is_told_of_every_move() -> None:
     second = stage.store.put(some_bytes(70))
     stage.store.prefetch(second)
     stage.store.drop(first)
-    stage.close()
+    stage.finish_copies()
     stage.store.get(second)
+    stage.close()
     assert watch.moves == [("first", 60, True), ("second", 70, True), ("second", 70, False)]
     assert watch.waits == []  # all requested bytes were present
 
@@ -349,8 +378,8 @@ class LateStage:
     """A store on streams that run late. The test's thread submits work, as a GPU's host thread does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, order: object, num_slots: int = 8, **options: Any) -> None:
-        def open_streams(device: torch.device, deadline_s: float, start_threads: Any) -> LateStreams:
-            self.streams = LateStreams(start_threads, order=order, **options)  # type: ignore[arg-type]
+        def open_streams(device: torch.device, token: CancelToken, start_threads: Any) -> LateStreams:
+            self.streams = LateStreams(start_threads, token=token, order=order, **options)  # type: ignore[arg-type]
             return self.streams
 
         monkeypatch.setattr(device_module, "open_streams", open_streams)
@@ -358,9 +387,7 @@ class LateStage:
         monkeypatch.setattr(self.device, "empty", lambda nbytes: torch.full((nbytes,), 0xFF, dtype=torch.uint8))
         self.memory = torch.full((num_slots * SLOT_NBYTES,), 0xFF, dtype=torch.uint8)
         self.slots = PoisonedSlots(self.memory)
-        self.store = HostActivations(
-            self.device, self.memory, self.slots, max_leaving_nbytes=1 << 30, deadline_s=DEADLINE_S
-        )
+        self.store = HostActivations(self.device, self.memory, self.slots, max_leaving_nbytes=1 << 30)
 
     def send_around(self, num_rounds: int, *, prefetches: bool) -> bool:
         """Returns whether tensors that are computed, swapped out and back are unchanged.
@@ -382,7 +409,7 @@ class LateStage:
                 back = self.store.get(handle)
                 self.device.compute.run(lambda back=back: found.append(back.clone()))
         assert not self.streams.host_waits
-        self.device.compute.record().wait(DEADLINE_S)
+        self.device.compute.record().wait()
         return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -394,7 +421,7 @@ LATE_ORDERS = [*permutations(("compute", "h2d", "d2h")), 1]
 def test_host_threads_do_not_wait_for_copies(monkeypatch: pytest.MonkeyPatch, order: object, prefetches: bool) -> None:
     stage = LateStage(monkeypatch, order)
     assert stage.send_around(3, prefetches=prefetches)
-    stage.device.close()
+    stage.device.token.cancel()
 
 
 @pytest.mark.parametrize("forgotten", [("d2h", "compute"), ("h2d", "d2h"), ("compute", "h2d")], ids=str)
@@ -403,7 +430,7 @@ def test_each_wait_is_needed(monkeypatch: pytest.MonkeyPatch, forgotten: tuple[s
     for order in LATE_ORDERS:
         stage = LateStage(monkeypatch, order, forgets=lambda *pair: pair == forgotten)
         right.append(stage.send_around(3, prefetches=True))
-        stage.device.close()
+        stage.device.token.cancel()
     assert not all(right)
 
 
@@ -412,9 +439,9 @@ def test_put_waits_for_slots_that_are_being_read(monkeypatch: pytest.MonkeyPatch
     for i in range(3):
         tensor = some_bytes(6 * SLOT_NBYTES, i)
         back = stage.store.get(stage.store.put(tensor))
-        stage.device.compute.record().wait(DEADLINE_S)
+        stage.device.compute.record().wait()
         assert torch.equal(back, tensor)
-    stage.device.close()
+    stage.device.token.cancel()
 
 
 def test_memory_that_queued_work_still_reads_is_not_written_yet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,10 +452,10 @@ def test_memory_that_queued_work_still_reads_is_not_written_yet(monkeypatch: pyt
     stage.device.compute.run(lambda: seen.append(memory.clone()))
     monkeypatch.setattr(stage.device, "empty", lambda nbytes: memory)
     back = stage.store.get(handle)
-    stage.device.compute.record().wait(DEADLINE_S)
+    stage.device.compute.record().wait()
     assert torch.equal(seen[0], torch.full((100,), 7, dtype=torch.uint8))
     assert torch.equal(back, some_bytes(100))
-    stage.device.close()
+    stage.device.token.cancel()
 
 
 class TestCuda:
@@ -445,7 +472,7 @@ class TestCuda:
         device = Device(torch.device("cpu"))
         memory = torch.zeros(8 * SLOT_NBYTES, dtype=torch.uint8)
         slots = PoisonedSlots(memory)
-        store = HostActivations(device, memory, slots, max_leaving_nbytes=1 << 30, deadline_s=DEADLINE_S)
+        store = HostActivations(device, memory, slots, max_leaving_nbytes=1 << 30)
         cuda.may_synchronize.clear()
         tensor = some_bytes(100)
         handle, leaving = store.put(tensor), weakref.ref(tensor.untyped_storage())
@@ -464,4 +491,4 @@ class TestCuda:
             time.sleep(0.001)
         gc.collect()
         assert (leaving(), coming(), slots.statistics.in_use_nbytes) == (None, None, 0)
-        store.stop()
+        device.token.cancel()

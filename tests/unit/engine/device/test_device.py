@@ -11,8 +11,11 @@ import torch
 
 from tests.support.late_streams import LateStreams
 from windlass.engine.device import device as device_module
-from windlass.engine.device.device import Device, PinError
+from windlass.engine.device import registered_memory
+from windlass.engine.device.device import Device
+from windlass.engine.device.registered_memory import PinError
 from windlass.engine.device.streams import StartThreads
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import Span
 from windlass.storage.memory.arena import Arena
 
@@ -109,13 +112,13 @@ def test_threads_never_share_a_buffer() -> None:
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A device whose streams run late, in the order of `request.param`."""
 
-    def open_streams(device: torch.device, deadline_s: float, start_threads: StartThreads) -> LateStreams:
-        return LateStreams(start_threads, order=request.param)
+    def open_streams(device: torch.device, token: CancelToken, start_threads: StartThreads) -> LateStreams:
+        return LateStreams(start_threads, token=token, order=request.param)
 
     monkeypatch.setattr(device_module, "open_streams", open_streams)
-    device = Device(torch.device("cpu"), poison_released=True, deadline_s=20.0)
+    device = Device(torch.device("cpu"), poison_released=True, token=CancelToken(20.0))
     yield device
-    device.close()
+    device.token.cancel()
 
 
 @contextmanager
@@ -142,7 +145,7 @@ def test_take_of_new_buffer_has_copies_in_wait_for_the_work_before(late: Device)
         late.take(8, torch.float32)
         late.h2d.run(lambda: done.append("h2d"))
         copied = late.h2d.record()
-    copied.wait(20.0)
+    copied.wait()
     assert done == ["compute", "h2d"]
 
 
@@ -215,10 +218,11 @@ class FakeRuntime:
         self.arena_path = arena_path
         self.calls: list[tuple[str, int, int, bool]] = []
         self.result = 0
+        self.num_accepted = 0  # first calls that succeed whatever `result` is
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.calls.append(("register", address, nbytes, is_mapped(self.arena_path)))
-        return self.result
+        return 0 if len(self.calls) <= self.num_accepted else self.result
 
     def cudaHostUnregister(self, address: int) -> int:
         self.calls.append(("unregister", address, 0, is_mapped(self.arena_path)))
@@ -315,6 +319,45 @@ class TestPinning:
         del memory
         arena.close()
         assert not is_mapped(runtime.arena_path)
+
+    def test_large_memory_is_registered_in_parts(
+        self, gpu: Device, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(registered_memory, "PART_NBYTES", 4096)
+        memory = torch.arange(10000, dtype=torch.int32).view(torch.uint8)
+        begin = memory.data_ptr()
+        gpu.pin(memory)
+        parts = [(begin + start, min(4096, 40000 - start)) for start in range(0, 40000, 4096)]
+        assert [call[1:3] for call in runtime.calls] == parts
+        # A copy is cut where parts end, also one that begins and ends within parts.
+        host = memory[100:20000].view(torch.int32)
+        pieces = list(registered_memory.within_parts(torch.empty(host.numel(), dtype=torch.int32, device="meta"), host))
+        assert [piece.numel() * 4 for _, piece in pieces] == [3996, 4096, 4096, 4096, 3616]
+        assert all(to.numel() == from_.numel() for to, from_ in pieces)
+        assert pieces[1][1].data_ptr() == begin + 4096
+        within = memory[4096:8192]
+        assert [piece.numel() for piece, _ in registered_memory.within_parts(within, within)] == [4096]
+        gpu.unpin(memory)
+        assert [call[1] for call in runtime.calls[10:]] == [address for address, _ in parts]
+        assert len(list(registered_memory.within_parts(host, host))) == 1
+
+    def test_parts_of_refused_memory_are_released(
+        self, gpu: Device, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(registered_memory, "PART_NBYTES", 4096)
+        runtime.result, runtime.num_accepted = 2, 2
+        memory = torch.zeros(5 * 4096, dtype=torch.uint8)
+        begin = memory.data_ptr()
+        with pytest.raises(PinError, match=r"20.00 KiB .* error 2"):
+            gpu.pin(memory)
+        assert [(name, address - begin) for name, address, *_ in runtime.calls] == [
+            ("register", 0),
+            ("register", 4096),
+            ("register", 8192),
+            ("unregister", 4096),
+            ("unregister", 0),
+        ]
+        assert len(list(registered_memory.within_parts(memory, memory))) == 1
 
     def test_memory_that_cannot_be_released_stays_mapped(self, gpu: Device, runtime: FakeRuntime) -> None:
         arena = Arena.create(runtime.arena_path, 4096)

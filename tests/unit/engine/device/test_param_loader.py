@@ -10,6 +10,7 @@ from windlass.engine.device.device import Device
 from windlass.engine.device.param_loader import BlockLoad, ParamLoader
 from windlass.engine.device.streams import Event
 from windlass.engine.device.tensor_arena import TensorArena
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, ChunkIndex, ChunkKey, Span
 from windlass.storage.memory.arena import SlotPool
 
@@ -68,15 +69,15 @@ class Bench:
     def __init__(self, num_slots: int, batch: int) -> None:
         self.arena = TensorArena(torch.full((8 * SLOT_NBYTES,), 0xFF, dtype=torch.uint8))
         self.source = Source(self.arena)
-        self.slots = SlotPool(0, SLOT_NBYTES, num_slots)
+        self.token = CancelToken(DEADLINE_S)
+        self.slots = SlotPool(0, SLOT_NBYTES, num_slots, token=self.token)
         self.loader: ParamLoader[BlockLoad] = ParamLoader(
             self.source,
-            Device(torch.device("cpu")),
+            Device(torch.device("cpu"), token=self.token),
             self.arena,
             self.slots,
             torch.float32,
             batch=batch,
-            deadline_s=DEADLINE_S,
         )
         self.thread = threading.Thread(target=self.loader.run, daemon=True)
         self.thread.start()
@@ -85,8 +86,7 @@ class Bench:
         threading.Thread(target=self.loader.start, args=(load, KEYS), daemon=True).start()
 
     def stop(self) -> None:
-        self.slots.close()
-        self.loader.close()
+        self.token.cancel()
         self.thread.join(DEADLINE_S)
 
 
@@ -105,23 +105,23 @@ def test_missing_chunks_are_read_in_batches_and_fill_buffer(bench: Bench) -> Non
     load = new_load()
     bench.start(load)
     bench.source.serve()
-    assert not load.ready.is_set()
+    assert not load.is_ready
     bench.source.serve()  # its slots are those of the first batch
-    assert load.ready.wait(DEADLINE_S)
+    bench.loader.wait_for(load, "the copies")
     assert load.copied is not None
     assert torch.equal(load.buffer, FLAT)
     assert bench.source.arrived == bench.source.copied == KEYS
-    bench.slots.drain(DEADLINE_S)
+    bench.slots.drain()
 
 
 def test_resident_chunks_are_copied_without_slot(bench: Bench) -> None:
     for i, key in enumerate(KEYS):
         bench.source.resident[key] = Span((4 + i) * SLOT_NBYTES, SLOT_NBYTES)
         bench.source.fill(key, bench.source.resident[key])
-    held = bench.slots.acquire(2, DEADLINE_S)
+    held = bench.slots.acquire(2)
     load = new_load()
     bench.start(load)
-    assert load.ready.wait(DEADLINE_S)
+    bench.loader.wait_for(load, "the copies")
     assert torch.equal(load.buffer, FLAT)
     assert bench.source.reads == []
     bench.slots.release(held)
@@ -137,9 +137,9 @@ def test_chunk_with_own_slot_is_read_there_and_holds_slot_of_pool_until_it_arriv
     assert bench.slots.try_acquire(1) == []
     bench.source.serve()
     bench.source.serve()
-    assert load.ready.wait(DEADLINE_S)
+    bench.loader.wait_for(load, "the copies")
     assert torch.equal(load.buffer, FLAT)
-    bench.slots.drain(DEADLINE_S)
+    bench.slots.drain()
 
 
 @pytest.mark.parametrize("first", [0, 500, CHUNK_NUMEL, 1500, NUMEL - 1])
@@ -148,7 +148,7 @@ def test_elements_before_first_are_not_copied(bench: Bench, first: int) -> None:
     bench.start(load)
     bench.source.serve()
     bench.source.serve()
-    assert load.ready.wait(DEADLINE_S)
+    bench.loader.wait_for(load, "the copies")
     assert torch.equal(load.buffer, FLAT[first:])
 
 
@@ -158,7 +158,7 @@ def test_held_chunks_keep_their_slots() -> None:
     load.holds_chunks = True
     bench.start(load)
     bench.source.serve()
-    assert load.ready.wait(DEADLINE_S)
+    bench.loader.wait_for(load, "the copies")
     assert len(load.held) == len(KEYS)
     assert len(bench.slots.try_acquire(1)) == 1
     assert bench.slots.try_acquire(1) == []

@@ -15,6 +15,7 @@ from windlass.engine.device import cuda_streams as streams_cuda
 from windlass.engine.device.cuda_streams import CudaClock, CudaEvent, CudaStreams
 from windlass.engine.device.device import Device, copy
 from windlass.engine.device.streams import CpuStreams, Stream, Streams, ThreadStream, open_streams
+from windlass.storage.cancellation import CancelToken
 
 DEADLINE_S = 20.0
 CPU = torch.device("cpu")
@@ -50,24 +51,31 @@ def threads() -> Threads:
 
 
 @pytest.fixture
+def token() -> CancelToken:
+    return CancelToken(DEADLINE_S)
+
+
+@pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     cuda = FakeCuda()
     cuda.install(monkeypatch)
     return cuda
 
 
-def streams_of(kind: str, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> Streams:
+def streams_of(kind: str, threads: Threads, token: CancelToken, monkeypatch: pytest.MonkeyPatch) -> Streams:
     if kind == "cpu":
-        return CpuStreams(DEADLINE_S, threads.start)
+        return CpuStreams(token, threads.start)
     if kind == "late":
-        return LateStreams(threads.start, order=0)
+        return LateStreams(threads.start, token=token, order=0)
     FakeCuda().install(monkeypatch)
-    return CudaStreams(CPU, DEADLINE_S, threads.start)
+    return CudaStreams(CPU, token, threads.start)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "late"])
-def test_work_is_done_in_order_and_told_of(kind: str, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = streams_of(kind, threads, monkeypatch)
+def test_work_is_done_in_order_and_told_of(
+    kind: str, threads: Threads, token: CancelToken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = streams_of(kind, threads, token, monkeypatch)
     opened = streams.open()
     for stream in (streams.compute, streams.h2d, streams.d2h, opened):
         done: list[str] = []
@@ -79,20 +87,21 @@ def test_work_is_done_in_order_and_told_of(kind: str, threads: Threads, monkeypa
         last = threading.Event()
         stream.then(last.set)
         assert last.wait(DEADLINE_S)
-        ended.wait(DEADLINE_S)
+        ended.wait()
         assert [each for each in done if each.startswith("work")] == ["work 0", "work 1", "work 2"]
         assert [each for each in done if each.startswith("told")] == ["told 0", "told 1", "told 2"]
         assert all(done.index(f"work {i}") < done.index(f"told {i}") for i in range(3))
         assert begun.time_s() <= ended.time_s() <= time.monotonic() + 1e-3
-    opened.close()
-    streams.close()
+    token.cancel()
     threads.join()
     assert threads.failures == []
 
 
 @pytest.mark.parametrize("kind", ["cpu", "late"])
-def test_a_stream_waits_for_an_event_of_another(kind: str, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = streams_of(kind, threads, monkeypatch)
+def test_a_stream_waits_for_an_event_of_another(
+    kind: str, threads: Threads, token: CancelToken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = streams_of(kind, threads, token, monkeypatch)
     one, other = streams.open(), streams.open()
     gate, found = threading.Event(), []
     one.run(lambda: gate.wait(DEADLINE_S) and found.append("one"))
@@ -101,94 +110,108 @@ def test_a_stream_waits_for_an_event_of_another(kind: str, threads: Threads, mon
     gate.set()
     streams.compute.wait(other.record())
     streams.compute.run(lambda: found.append("compute"))
-    streams.compute.record().wait(DEADLINE_S)
+    streams.compute.record().wait()
     assert found == ["one", "other", "compute"]
-    one.close()
-    other.close()
-    streams.close()
+    token.cancel()
 
 
-def test_a_machine_without_a_gpu_has_no_threads_but_those_asked_for(threads: Threads) -> None:
-    streams = open_streams(CPU, DEADLINE_S, threads.start)
+def test_a_machine_without_a_gpu_has_no_threads_but_those_asked_for(threads: Threads, token: CancelToken) -> None:
+    streams = open_streams(CPU, token, threads.start)
     for stream in (streams.compute, streams.h2d, streams.d2h):
         ran_in: list[threading.Thread] = []
         stream.run(lambda ran_in=ran_in: ran_in.append(threading.current_thread()))
         stream.then(lambda ran_in=ran_in: ran_in.append(threading.current_thread()))
         assert ran_in == [threading.current_thread()] * 2
     assert threads.started == []
-    streams.open().close()
+    streams.open()
+    token.cancel()
     threads.join()
 
 
 class TestThreadStream:
-    def test_submitting_work_does_not_wait(self, threads: Threads) -> None:
-        stream, gate, done = ThreadStream(DEADLINE_S, threads.start), threading.Event(), threading.Event()
+    def test_submitting_work_does_not_wait(self, threads: Threads, token: CancelToken) -> None:
+        stream, gate, done = ThreadStream(token, threads.start), threading.Event(), threading.Event()
         stream.run(lambda: gate.wait(DEADLINE_S))
         stream.then(done.set)
         assert not done.is_set()
         gate.set()
         assert done.wait(DEADLINE_S)
-        stream.close()
+        token.cancel()
 
     def test_an_event_that_does_not_come_is_an_error(self, threads: Threads) -> None:
-        stream, gate = ThreadStream(DEADLINE_S, threads.start), threading.Event()
+        stream, gate = ThreadStream(CancelToken(0.05), threads.start), threading.Event()
         stream.run(lambda: gate.wait(DEADLINE_S))
-        with pytest.raises(TimeoutError, match=r"did not finish within 0\.05 s"):
-            stream.record().wait(0.05)
+        with pytest.raises(TimeoutError, match=r"waited 0\.05 s for the end of work on a device stream"):
+            stream.record().wait()
         gate.set()
-        stream.close()
 
-    def test_after_a_failure_nothing_is_done_and_its_events_raise_it(self, threads: Threads) -> None:
-        stream, gate, done = ThreadStream(DEADLINE_S, threads.start), threading.Event(), []
+    def test_after_a_failure_nothing_is_done_and_its_events_raise_it(
+        self, threads: Threads, token: CancelToken
+    ) -> None:
+        stream, gate, done = ThreadStream(token, threads.start), threading.Event(), []
         before = stream.record()
         stream.run(lambda: gate.wait(DEADLINE_S))
         stream.run(lambda: 1 // 0)
         stream.run(lambda: done.append("work"))
         stream.then(lambda: done.append("told"))
         after = stream.record()
-        before.wait(DEADLINE_S)
+        before.wait()
         gate.set()
         with pytest.raises(ZeroDivisionError):
-            after.wait(DEADLINE_S)
+            after.wait()
         threads.join()
         with pytest.raises(ZeroDivisionError):
-            stream.record().wait(DEADLINE_S)
+            stream.record().wait()
         assert done == []
         assert [type(failure) for failure in threads.failures] == [ZeroDivisionError]
 
-    def test_a_failure_reaches_the_streams_that_wait(self, threads: Threads) -> None:
-        one, other = (ThreadStream(DEADLINE_S, threads.start) for _ in range(2))
+    def test_a_failure_reaches_the_streams_that_wait(self, threads: Threads, token: CancelToken) -> None:
+        one, other = (ThreadStream(token, threads.start) for _ in range(2))
         one.run(lambda: 1 // 0)
         other.wait(one.record())
         with pytest.raises(ZeroDivisionError):
-            other.record().wait(DEADLINE_S)
+            other.record().wait()
 
-    def test_closing_comes_after_what_was_given(self, threads: Threads) -> None:
-        stream, gate, done = ThreadStream(DEADLINE_S, threads.start), threading.Event(), []
+    def test_thread_ends_after_its_work_once_the_token_is_cancelled(self, threads: Threads, token: CancelToken) -> None:
+        stream, gate, done = ThreadStream(token, threads.start), threading.Event(), []
         stream.run(lambda: gate.wait(DEADLINE_S))
         stream.run(lambda: done.append("before"))
-        stream.close()
-        stream.run(lambda: done.append("after"))
-        with pytest.raises(InterruptedError, match="closed"):
-            stream.record().wait(DEADLINE_S)
+        last = stream.record()
+        token.cancel()
+        with pytest.raises(InterruptedError, match="the job was stopped"):
+            last.wait()
         gate.set()
         threads.join()
         assert done == ["before"]
+        assert last.is_over()
 
-    def test_finished_work_is_not_held(self, threads: Threads) -> None:
-        stream, tensor = ThreadStream(DEADLINE_S, threads.start), torch.zeros(4)
+    def test_cancel_ends_the_wait_of_a_stream_for_another(self, threads: Threads, token: CancelToken) -> None:
+        one, other = (ThreadStream(token, threads.start) for _ in range(2))
+        gate, done = threading.Event(), []
+        one.run(lambda: gate.wait(DEADLINE_S))
+        other.wait(one.record())
+        other.run(lambda: done.append("after the wait"))
+        token.cancel()
+        threads.started[1].join(DEADLINE_S)
+        assert not threads.started[1].is_alive()
+        assert done == []
+        gate.set()
+        threads.join()
+
+    def test_finished_work_is_not_held(self, threads: Threads, token: CancelToken) -> None:
+        stream, tensor = ThreadStream(token, threads.start), torch.zeros(4)
         memory = weakref.ref(tensor)
         stream.run(tensor.zero_)
-        stream.record().wait(DEADLINE_S)
+        stream.record().wait()
         del tensor
         gc.collect()
         assert memory() is None
-        stream.close()
+        token.cancel()
 
 
 class TestCuda:
-    def test_work_runs_in_its_stream_at_once(self, cuda: FakeCuda, threads: Threads) -> None:
-        streams = CudaStreams(CPU, DEADLINE_S, threads.start)
+    def test_work_runs_in_its_stream_at_once(self, cuda: FakeCuda, threads: Threads, token: CancelToken) -> None:
+        streams = CudaStreams(CPU, token, threads.start)
         opened = streams.open()
         ran_in: list[str] = []
         for stream in (streams.compute, streams.h2d, streams.d2h, opened):
@@ -196,15 +219,17 @@ class TestCuda:
         assert ran_in == ["stream 0", "stream 1", "stream 2", "stream 3"]
         assert cuda.current is cuda.default  # where torch itself starts kernels
 
-    def test_streams_wait_on_the_device(self, cuda: FakeCuda, threads: Threads) -> None:
-        streams = CudaStreams(CPU, DEADLINE_S, threads.start)
+    def test_streams_wait_on_the_device(self, cuda: FakeCuda, threads: Threads, token: CancelToken) -> None:
+        streams = CudaStreams(CPU, token, threads.start)
         cuda.may_synchronize.clear()
         streams.h2d.wait(streams.compute.record())
         streams.d2h.wait(streams.h2d.record())
         assert cuda.calls == ["stream 1 waits for stream 0", "stream 2 waits for stream 1"]
 
-    def test_only_its_own_thread_waits_before_it_calls_back(self, cuda: FakeCuda, threads: Threads) -> None:
-        streams = CudaStreams(CPU, DEADLINE_S, threads.start)
+    def test_only_its_own_thread_waits_before_it_calls_back(
+        self, cuda: FakeCuda, threads: Threads, token: CancelToken
+    ) -> None:
+        streams = CudaStreams(CPU, token, threads.start)
         cuda.may_synchronize.clear()
         cuda.synchronized.clear()
         told: list[int] = []
@@ -212,19 +237,21 @@ class TestCuda:
             streams.compute.then(lambda i=i: told.append(i))
         assert (told, len(threads.started)) == ([], 1)
         cuda.may_synchronize.set()
-        streams.close()
+        token.cancel()
         threads.join()
         assert told == [0, 1, 2]
         assert cuda.synchronized == [threads.started[0].name] * 3
 
-    def test_error_in_stream_thread_is_raised_by_it(self, cuda: FakeCuda, threads: Threads) -> None:
-        streams = CudaStreams(CPU, DEADLINE_S, threads.start)
+    def test_error_in_stream_thread_is_raised_by_it(self, cuda: FakeCuda, threads: Threads, token: CancelToken) -> None:
+        streams = CudaStreams(CPU, token, threads.start)
         streams.h2d.then(lambda: 1 // 0)
         threads.join()
         assert [type(failure) for failure in threads.failures] == [ZeroDivisionError]
 
-    def test_a_callback_is_held_no_longer_than_it_takes(self, cuda: FakeCuda, threads: Threads) -> None:
-        streams, tensor, done = CudaStreams(CPU, DEADLINE_S, threads.start), torch.zeros(4), threading.Event()
+    def test_a_callback_is_held_no_longer_than_it_takes(
+        self, cuda: FakeCuda, threads: Threads, token: CancelToken
+    ) -> None:
+        streams, tensor, done = CudaStreams(CPU, token, threads.start), torch.zeros(4), threading.Event()
         memory = weakref.ref(tensor)
         streams.d2h.then(tensor.zero_)
         streams.d2h.then(done.set)
@@ -232,7 +259,7 @@ class TestCuda:
         del tensor
         gc.collect()
         assert memory() is None
-        streams.close()
+        token.cancel()
 
 
 class TestCudaClock:
@@ -284,7 +311,7 @@ class TestCudaClock:
 @pytest.mark.gpu
 def test_gpu_streams_wait_for_each_other_and_host_does_not(threads: Threads) -> None:
     """Long kernels precede each piece of work, so work that misses a wait finds no data yet."""
-    device = Device(torch.device("cuda"), deadline_s=DEADLINE_S, start_threads=threads.start)
+    device = Device(torch.device("cuda"), token=CancelToken(DEADLINE_S), start_threads=threads.start)
     sources = torch.arange(16.0).pin_memory()
     results = torch.zeros(16).pin_memory()
     entering, leaving = (torch.full((1,), torch.nan, device="cuda") for _ in range(2))
@@ -313,10 +340,10 @@ def test_gpu_streams_wait_for_each_other_and_host_does_not(threads: Threads) -> 
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not taken.is_over()  # it still has long to run
-    taken.wait(DEADLINE_S)
+    taken.wait()
     assert torch.equal(results, torch.arange(16.0) * 2)
     assert read.time_s() <= taken.time_s() <= time.monotonic() + 0.01
-    device.close()
+    device.token.cancel()
     threads.join()
     assert told == list(range(16))
     assert threads.failures == []
@@ -347,7 +374,7 @@ def doubles_numbers(streams: LateStreams) -> bool:
         streams.d2h.run(partial(result.copy_, leaving))
         taken = streams.d2h.record()
     for stream in (streams.h2d, streams.compute, streams.d2h):
-        stream.record().wait(DEADLINE_S)
+        stream.record().wait()
     streams.close()
     return torch.equal(results, sources * 2)
 
@@ -372,7 +399,7 @@ def test_late_streams_run_no_work_at_once(threads: Threads) -> None:
     give(streams.compute, "first")
     assert done == []  # before the quiet time was over
     streams.compute.run(lambda: give(streams.compute, "inside"))
-    streams.compute.record().wait(DEADLINE_S)
+    streams.compute.record().wait()
     assert done == ["first", "inside"]
     assert sum(streams.host_waits.values()) == 1
     streams.close()
@@ -382,9 +409,9 @@ def test_late_streams_count_synchronizing_operators(threads: Threads) -> None:
     streams = LateStreams(threads.start, order=0)
     tensor = torch.ones(3)
     streams.compute.run(lambda: tensor.add_(1).sum())
-    streams.compute.record().wait(DEADLINE_S)
+    streams.compute.record().wait()
     assert not streams.syncs
     streams.compute.run(lambda: float(tensor.sum()) and tensor.nonzero())
-    streams.compute.record().wait(DEADLINE_S)
+    streams.compute.record().wait()
     assert streams.syncs == {"aten._local_scalar_dense": 1, "aten.nonzero": 1}
     streams.close()

@@ -163,7 +163,7 @@ def assert_known(case: Case) -> None:
 @pytest.mark.parametrize(
     ("name", "choice"),
     [
-        ("Qwen2", "recompute"),
+        pytest.param("Qwen2", "recompute", marks=pytest.mark.long),
         pytest.param("Qwen2", "all kept", marks=pytest.mark.long),
         pytest.param("Qwen2", "all swapped", marks=pytest.mark.long),
         ("Qwen2", "matrix products swapped, rest kept"),
@@ -177,7 +177,9 @@ def test_each_operation_of_a_step(name: str, choice: str, precision: Precision) 
     assert_known(Case(name=name, choice=CHOICES[choice], precision=precision, shapes=SEVERAL))
 
 
-@pytest.mark.parametrize("choice", ["recompute", "all kept", "matrix products swapped"])
+@pytest.mark.parametrize(
+    "choice", ["recompute", pytest.param("all kept", marks=pytest.mark.long), "matrix products swapped"]
+)
 def test_a_single_micro_batch(choice: str) -> None:
     assert_known(Case(name="Qwen2", choice=CHOICES[choice], precision=Precision.BF16, shapes=ONE))
 
@@ -189,7 +191,9 @@ def test_experts_are_known(precision: Precision) -> None:
     assert_known(Case(name="Mixtral", choice=CHOICES["all swapped"], precision=precision, shapes=SEVERAL))
 
 
-@pytest.mark.parametrize("shapes", [ONE, SEVERAL], ids=["one micro-batch", "several"])
+@pytest.mark.parametrize(
+    "shapes", [pytest.param(ONE, marks=pytest.mark.long), SEVERAL], ids=["one micro-batch", "several"]
+)
 def test_tied_weights(shapes: tuple[tuple[int, int], ...]) -> None:
     assert_known(Case(name="GPT-2", choice=RECOMPUTE_ALL, precision=Precision.BF16, shapes=shapes, is_tied=True))
 
@@ -249,7 +253,7 @@ def allocated(case: Case) -> dict[Where, int]:
     return peaks
 
 
-@pytest.mark.parametrize("choice", ["recompute", "all kept"])
+@pytest.mark.parametrize("choice", [pytest.param("recompute", marks=pytest.mark.long), "all kept"])
 def test_the_allocator_agrees(choice: str) -> None:
     case = Case(name="Qwen2", choice=CHOICES[choice], precision=Precision.FP32, shapes=SEVERAL)
     torch.backends.mkldnn.set_flags(False)  # oneDNN's kernels allocate memory for themselves
@@ -262,7 +266,11 @@ def test_the_allocator_agrees(choice: str) -> None:
     assert all(found[where] >= nbytes for where, nbytes in expected.items())
 
 
-@pytest.mark.parametrize("shapes", [((5, 48),), ((5, 48), (5, 48))], ids=["one micro-batch", "several"])
+@pytest.mark.parametrize(
+    "shapes",
+    [pytest.param(((5, 48),), marks=pytest.mark.long), ((5, 48), (5, 48))],
+    ids=["one micro-batch", "several"],
+)
 def test_head_with_many_slices_computes_two_in_the_dry_run(
     monkeypatch: pytest.MonkeyPatch, shapes: tuple[tuple[int, int], ...]
 ) -> None:

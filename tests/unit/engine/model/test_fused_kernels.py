@@ -100,8 +100,10 @@ def test_a_model_without_flash_attention_is_an_error(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("precision", Precision)
 def test_kernels_that_are_right_pass_with_every_choice_of_activations(liger: FakeLiger, precision: Precision) -> None:
+    """Also kernels whose backward passes overwrite what autograd saved, and gradients that they got, as Liger's do."""
     check_kernels(CONFIG, (LIGER,), precision, CPU, CHOICES)
     assert liger.num_norms > 0
+    assert liger.num_products > 0
 
 
 def scaled(grad: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from windlass.engine.device import device as device_module
 from windlass.engine.device.device import Device, copy
 from windlass.engine.device.streams import Event
 from windlass.engine.model.streamed_params import PieceBuffers, PieceBuffersHeldError, StreamedParams
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex
 
 DEADLINE_S = 20.0
@@ -62,7 +63,7 @@ def expected(pieces: Sequence[tuple[int, bool]]) -> list[list[float]]:
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = Device(torch.device("cpu"), poison_released=request.param)
     yield device
-    device.close()
+    device.token.cancel()
 
 
 def test_pieces_are_copied_on_request(device: Device) -> None:
@@ -71,7 +72,6 @@ def test_pieces_are_copied_on_request(device: Device) -> None:
         buffers.begin(params, BlockIndex(1), goes_backward=True)
         assert use(buffers, FORWARD + BACKWARD) == expected(FORWARD + BACKWARD)
         buffers.end()
-    buffers.close()
 
 
 @pytest.mark.parametrize("device", [False], indirect=True)
@@ -87,7 +87,6 @@ def test_last_released_pieces_are_reused_in_backward(device: Device) -> None:
     buffers.end()
     # the buffers may hold other pieces by now, and the pieces that followed last time are prefetched
     assert source.loads[6:] == [0, 1]
-    buffers.close()
 
 
 @pytest.mark.parametrize("device", [False], indirect=True)
@@ -108,7 +107,6 @@ def test_first_piece_is_copied_when_an_operation_begins(device: Device) -> None:
     buffers.begin(params, BlockIndex(2), goes_backward=False)
     buffers.end()
     assert source.loads == []  # another block may use another order
-    buffers.close()
 
 
 @pytest.mark.parametrize("device", [False], indirect=True)
@@ -129,7 +127,6 @@ def test_the_next_micro_batch_begins_where_this_one_did_and_nothing_follows_the_
             copied_last.append(source.loads[-1])
         buffers.end()
     assert copied_last == [last, first, last, first, first, last]  # at first the order is not known
-    buffers.close()
 
 
 def test_a_piece_more_than_there_are_buffers_is_refused(device: Device) -> None:
@@ -145,7 +142,6 @@ def test_a_piece_more_than_there_are_buffers_is_refused(device: Device) -> None:
     buffers.release(2)
     assert buffers.hold(1, backward=False).tolist() == [3.0, 4.0]
     buffers.end()
-    buffers.close()
 
 
 @pytest.mark.parametrize("device", [True], indirect=True)
@@ -158,7 +154,6 @@ def test_released_buffer_is_filled_with_nan_on_request(device: Device) -> None:
     assert held.tolist() == [0.0, 1.0, 2.0]
     buffers.release(0)
     assert held.isnan().all()
-    buffers.close()
 
 
 def test_tensors_in_a_piece_are_found(device: Device) -> None:
@@ -170,7 +165,6 @@ def test_tensors_in_a_piece_are_found(device: Device) -> None:
     assert buffers.place_of(FLAT) is None
     buffers.end()
     assert buffers.place_of(first) is None
-    buffers.close()
 
 
 # --- streams --------------------------------------------------------------------------------------------------------
@@ -241,9 +235,9 @@ def test_streamed_params_on_late_streams_are_right(order: Any, forgets: bool, mo
     """`forgets`: without the waits of the compute stream for copies the results differ."""
     opened: list[LateStreams] = []
 
-    def open_streams(device: torch.device, deadline_s: float, start_threads: Any) -> LateStreams:
+    def open_streams(device: torch.device, token: CancelToken, start_threads: Any) -> LateStreams:
         forgotten = ("compute", "d2h") if forgets else None  # the name of the stream that is opened first
-        opened.append(LateStreams(start_threads, order=order, forgets=lambda *pair: pair == forgotten))
+        opened.append(LateStreams(start_threads, token=token, order=order, forgets=lambda *pair: pair == forgotten))
         return opened[-1]
 
     monkeypatch.setattr(device_module, "open_streams", open_streams)
@@ -259,6 +253,6 @@ def test_streamed_params_on_late_streams_are_right(order: Any, forgets: bool, mo
     for _ in range(3):
         device.compute.run(operation)
     assert not opened[0].host_waits
-    device.compute.record().wait(DEADLINE_S)
-    device.close()
+    device.compute.record().wait()
+    device.token.cancel()
     assert (found == expected(FORWARD + BACKWARD) * 3) is not forgets

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from windlass.engine.optimizer.fused_adam import write_rounded, write_split
+from tests.support.host_waits import GPU, no_host_waits
+from windlass.engine.optimizer.adam_formulas import AdamSettings, Format
+from windlass.engine.optimizer.fused_adam import FusedUpdate, write_rounded, write_split
 from windlass.engine.optimizer.split_states import join_master, split_master
 from windlass.engine.optimizer.stochastic_rounding import random_halves, rounded
+from windlass.storage.ids import StatePrecision
 
 # Zeros, denormal numbers, ones, ties between an even and an odd neighbour, the last before infinity, infinity.
 PATTERNS = (0, 1, 0x8000, 0x18000, 0x7FFFFF, 0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7F800000)
@@ -66,3 +69,17 @@ def test_without_nan_nothing_is_compared_element_by_element(monkeypatch: pytest.
     write_split(values, param, residual, values.abs())
     write_rounded(values, param, residual)
     assert calls == (["split_master", "rounded"] if infinities else [])
+
+
+@pytest.mark.parametrize("states", StatePrecision)
+def test_an_update_on_a_gpu_makes_no_host_wait(states: StatePrecision) -> None:
+    kernel = Format(grad=torch.bfloat16, param=torch.bfloat16, states=states, decoupled=True)
+    settings = AdamSettings(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, decoupled=True)
+    tensors = [torch.empty(2**24 + 5, dtype=dtype, device=GPU) for dtype in kernel.operand_dtypes()]
+    with no_host_waits() as launches:
+        FusedUpdate(settings, kernel).update(
+            tensors, learning_rate=1e-3, step=1, grad_scale=0.5, decay_numel=2**22, seed=1, position=0
+        )
+    num_slices = 5
+    assert launches.num_launches < 70 * num_slices
+    assert launches.max_nbytes == 4 * 2**22

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from windlass.engine.optimizer.grad_norm import squared_norm
+from tests.support.host_waits import GPU, no_host_waits
+from windlass.engine.optimizer.grad_norm import squared_norm, without_waiting
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [0, 1, 5, 1024, 5000, 2**19, 2**19 + 4097, 2**20 + 17]
@@ -63,3 +64,36 @@ def test_rows_beside_one_that_overflows_fp32_still_count() -> None:
     assert squared_norm(grad).item() == pytest.approx(9e38, rel=1e-6)
     grad[1500] = 1e10
     assert squared_norm(grad).item() == pytest.approx(1e20, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", SIZES)
+def test_norm_on_a_gpu_is_the_sum_of_squares(dtype: torch.dtype, numel: int) -> None:
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    torch.testing.assert_close(without_waiting(grad), grad.double().square().sum(), rtol=5e-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norm_on_a_gpu_of_rows_that_overflow_fp32_is_exact(dtype: torch.dtype) -> None:
+    grad = torch.randn(2**19 + 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for row in range(64):
+        grad[row * 4096 + 7] = torch.finfo(dtype).max
+    torch.testing.assert_close(without_waiting(grad), grad.double().square().sum(), rtol=5e-7, atol=0)
+
+
+@pytest.mark.parametrize("place", [0, 1023, 2**19 + 2])
+@pytest.mark.parametrize(("bad", "expected"), [(-torch.inf, torch.inf), (torch.nan, torch.nan)])
+def test_norm_on_a_gpu_with_one_element_not_finite_is_not_finite(place: int, bad: float, expected: float) -> None:
+    grad = torch.ones(2**19 + 3, dtype=torch.bfloat16)
+    grad[77] = torch.finfo(torch.bfloat16).max
+    grad[place] = bad
+    torch.testing.assert_close(without_waiting(grad), torch.tensor(expected).double(), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_on_a_gpu_makes_no_host_wait_and_no_copy_of_the_gradient(dtype: torch.dtype) -> None:
+    grad = torch.empty(2**24 + 17, dtype=dtype, device=GPU)
+    with no_host_waits() as launches:
+        squared_norm(grad)
+    assert launches.num_launches < 30
+    assert launches.max_nbytes <= 2**20

@@ -9,7 +9,7 @@ from windlass.engine.memory_plan.activation_policy import BlockActivations
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
-from windlass.planner.planning.job_plan import JobPlan, SimulatedStep
+from windlass.planner.planning.job_plan import ChangedInputs, JobPlan, PlanBounds, SimulatedStep
 from windlass.planner.planning.report import ExampleTokens, PlanReport
 
 PLACEMENT = Placement(
@@ -57,8 +57,9 @@ def test_job_plan_of_all_fields_survives_json() -> None:
         device_memory_nbytes=1 << 30,
     )
     assert JobPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    inputs = {"num_optimizers": 2, "host_memory_nbytes": None, "device_memory_nbytes": 1 << 30}
-    assert plan.changed_inputs == {"hardware": hardware.model_dump(), **inputs}
+    bounds = PlanBounds(num_optimizers=2, host_memory_nbytes=None, device_memory_nbytes=1 << 30)
+    assert plan.changed_inputs == ChangedInputs(hardware=hardware, bounds=bounds)
+    assert JobPlan(report=REPORT).made_for(plan.changed_inputs).changed_inputs == plan.changed_inputs
 
 
 def test_job_plan_of_older_release_is_read_and_keeps_its_fields() -> None:
@@ -76,7 +77,8 @@ def test_job_plan_of_older_release_is_read_and_keeps_its_fields() -> None:
 def test_job_plan_of_planners_answer_has_only_the_fields_that_were_set() -> None:
     plan = JobPlan(report=REPORT, placement=PLACEMENT, arena_nbytes=1 << 20)
     assert list(plan.to_json()) == ["plan", "placement", "arena_nbytes"]
-    assert plan.changed_inputs == {}
+    assert plan.changed_inputs == ChangedInputs(hardware=None, bounds=None)
+    assert plan.made_for(plan.changed_inputs).to_json() == plan.to_json()
     assert JobPlan.from_json({"ok": True, "simulated": None, **plan.to_json()}) == plan
 
 

@@ -28,8 +28,9 @@ from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.actors.timeline.span_files import FOLDER
 from windlass.engine.model.partition import Partition, build_meta_model, load_config
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
-from windlass.planner.planning.job_plan import JobPlan, ReplanRequest
-from windlass.planner.planning.worker import PlanOrder, plan_job
+from windlass.planner.planning.job_plan import JobPlan
+from windlass.planner.planning.plan_request import PlanRequest, ReplanRequest
+from windlass.planner.planning.worker import plan_job
 from windlass.storage.ids import ActorName, Attempt
 
 NUM_STEPS, NUM_MEASURED = 12, 6
@@ -67,9 +68,11 @@ def partition_of(spec: JobSpec) -> Partition:
     return Partition(build_meta_model(load_config(spec.model_dir), spec.training.precision))
 
 
-def order(spec: JobSpec, running: ReplanRequest | None = None, *, host_memory_nbytes: int = BUDGET_NBYTES) -> PlanOrder:
+def request(
+    spec: JobSpec, running: ReplanRequest | None = None, *, host_memory_nbytes: int = BUDGET_NBYTES
+) -> PlanRequest:
     ssd_gb_per_s = 100 * SSD_BYTES / 1e9
-    return PlanOrder(
+    return PlanRequest(
         model_dir=Path(spec.model_dir),
         hardware=Hardware(
             gpus=Gpus(count=0, memory_gib=4, tflops=FLOP / 1e12),
@@ -124,7 +127,7 @@ def run(spec: JobSpec, *, pause_in: int | None = None, cut_off_in: int | None = 
 @pytest.mark.parametrize("cut_off_in", [None, NUM_MEASURED + 2])
 def test_the_plan_changes_after_the_first_steps_and_the_losses_do_not(tmp_path: Path, cut_off_in: int | None) -> None:
     spec = job(tmp_path)
-    first = plan_job(order(spec), tmp_path)
+    first = plan_job(request(spec), tmp_path)
     with Throttle(ssd_bytes_per_s=SSD_BYTES, compute_flop_per_s=FLOP).holding_back():
         paused = run(by_plan(spec, 1, first), pause_in=NUM_MEASURED)
     assert paused is not None
@@ -136,7 +139,7 @@ def test_the_plan_changes_after_the_first_steps_and_the_losses_do_not(tmp_path: 
         num_steps_left=1000,
         restart_s=1.0,
     )
-    second = plan_job(order(spec, running), tmp_path)
+    second = plan_job(request(spec, running), tmp_path)
     assert second.message is not None
     assert "each SSD reads" in second.message
     assert "the profile said 3 GB/s" in second.message

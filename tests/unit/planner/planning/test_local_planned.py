@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.training import has_direct_io, leftovers_of
-from tests.unit.planner.planning.test_local_plan_correction import by_plan, job, order, partition_of
+from tests.unit.planner.planning.test_local_plan_correction import by_plan, job, partition_of, request
 from windlass.actors.messages import GradOffloaded, Message
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.memory_plan.update_order import UpdateOrder
@@ -42,7 +42,7 @@ def test_planned_job_with_any_gradient_settings_spills_the_gradients_that_were_p
         accumulation_precision=accumulation_precision,
         clip_norm=clip_norm,
     )
-    found = plan_job(order(spec, host_memory_nbytes=HOST_MEMORY_NBYTES), tmp_path)
+    found = plan_job(request(spec, host_memory_nbytes=HOST_MEMORY_NBYTES), tmp_path)
     assert found.report.feasible, found.report.reasons
     assert found.arena_nbytes is not None
     assert found.arena_nbytes <= HOST_MEMORY_NBYTES

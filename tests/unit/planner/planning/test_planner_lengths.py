@@ -27,9 +27,10 @@ from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning import planner as planning
 from windlass.planner.planning.feasibility import _smaller, with_part
+from windlass.planner.planning.plan_request import PlanRequest
 from windlass.planner.planning.planner import PlanQuestion, Profiles
 from windlass.planner.planning.report import ExampleTokens, PlanReport
-from windlass.planner.planning.worker import PlanOrder, plan_job, question_of
+from windlass.planner.planning.worker import plan_job, question_of
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
@@ -127,16 +128,16 @@ def test_advice_on_length_uses_lengths_of_real_examples() -> None:
 
 def test_a_question_with_data_must_name_a_number_of_microbatches(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
-    order = order_of(spec, chooses_microbatches=True)
+    request = request_of(spec, chooses_microbatches=True)
     with pytest.raises(ValueError, match="num_microbatches is missing"):
-        question_of(order, load_config(spec.model_dir))
+        question_of(request, load_config(spec.model_dir))
 
 
 # --- by the plan, with real data ----------------------------------------------------------------------------------
 
 
-def order_of(spec: JobSpec, **changes: Any) -> PlanOrder:
-    """The service's order for a plan of this job, on a machine without a GPU."""
+def request_of(spec: JobSpec, **changes: Any) -> PlanRequest:
+    """The service's request for a plan of this job, on a machine without a GPU."""
     training = replace(spec.training, sequence_length=changes.pop("sequence_length", 2048))
     fields: dict[str, Any] = {
         "model_dir": Path(spec.model_dir),
@@ -152,7 +153,7 @@ def order_of(spec: JobSpec, **changes: Any) -> PlanOrder:
         "host_memory_nbytes": None,
         "device_memory_nbytes": None,
     }
-    return PlanOrder(**fields | changes)
+    return PlanRequest(**fields | changes)
 
 
 def redraw_lengths(spec: JobSpec, seed: int) -> None:
@@ -180,7 +181,7 @@ def test_planned_memory_suffices_for_every_batch_and_evaluation(
 ) -> None:
     spec = make_spec(tmp_path, num_microbatches=num_microbatches, precision=precision, tied=tied, total_steps=2)
     redraw_lengths(spec, seed)
-    found = plan_job(order_of(spec, sequence_length=48), tmp_path)
+    found = plan_job(request_of(spec, sequence_length=48), tmp_path)
     assert found.report.engine_gib is not None
     assert found.placement is not None
     planned_nbytes = round(found.report.engine_gib["gpu"] * GIB)
@@ -217,7 +218,7 @@ def test_planned_memory_suffices_for_every_batch_and_evaluation(
 def test_a_job_of_mixed_lengths_runs_within_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec(tmp_path, total_steps=5, evaluate_every=5, num_microbatches=2)
     redraw_lengths(spec, seed=1)
-    found = plan_job(order_of(spec), tmp_path)
+    found = plan_job(request_of(spec), tmp_path)
     report = found.report
     assert report.example_tokens is not None
     assert report.engine_gib is not None

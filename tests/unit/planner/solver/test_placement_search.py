@@ -130,6 +130,21 @@ def test_bytes_in_flight_are_a_share_of_available_device_memory() -> None:
     assert leaving_mib(64) == 2  # a layer's input, which is all that is swapped
 
 
+def test_two_of_the_largest_tensors_may_leave_unless_device_memory_is_short() -> None:
+    """Otherwise the thread that launches kernels would wait for each copy."""
+    costs = StepCosts(
+        job=make_job(18), speeds=make_speeds(), limits=PLENTY, group_size=1, depths=QueueDepths(leaving_nbytes=MIB)
+    )
+
+    def on_device_nbytes(costs: StepCosts) -> float:
+        on_device, _ = costs.program(costs.kinds()).buffers
+        return on_device.most_nbytes
+
+    input_nbytes = 2 * MIB
+    assert on_device_nbytes(costs) == 2 * input_nbytes
+    assert on_device_nbytes(replace(costs, depths=QueueDepths(leaving_nbytes=0))) == input_nbytes
+
+
 def test_swapped_tensors_use_device_memory_until_copied_out() -> None:
     """The maximum number of tensors in flight; and for the head, a layer's share of those that return."""
     costs = StepCosts(

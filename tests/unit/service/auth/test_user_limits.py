@@ -105,7 +105,7 @@ def _key(database: Database, user: str, role: Role = Role.USER, **limits: Any) -
 
 @pytest.fixture
 def four_gpus(stage: Stage) -> Stage:
-    stage._machinery = type(stage._machinery)(num_cores=4, num_gpus=4)
+    stage._resources = type(stage._resources)(num_cores=4, num_gpus=4)
     stage.new_dispatcher()
     return stage
 

@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from tests.support.service.api_client import serve, upload
 from tests.support.service.dispatcher_stage import Stage
 from tests.unit.service.data.test_deletion import export, model_of, succeed, train
 from windlass.engine.checkpoint import model_folder
-from windlass.engine.training_config import config_json
+from windlass.planner.hardware.hardware import Hardware, example_machines
+from windlass.planner.hardware.yaml_files import load
+from windlass.planner.planning.plan_request import PlanRequest
 from windlass.service.data import backup
 from windlass.service.data.backup import BackupError, make_backup, restore_backup
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings, load_settings
-from windlass.service.jobs.plan_files import load_question
+from windlass.service.jobs.plan_files import load_plan_request
 from windlass.service.jobs.spec_builder import training_config_of
 from windlass.service.webhooks.secret_box import SecretBox
 from windlass.storage.ids import Attempt, Formats, JobId, Precision, StatePrecision
@@ -135,12 +138,22 @@ def test_what_the_planner_was_asked_is_asked_again_of_the_new_home(
 ) -> None:
     job_id = stage.queue()
     folder = settings.jobs_dir / job_id / "prepare"
-    (folder / "question.json").write_text(json.dumps({"model_dir": str(settings.models_dir / "tiny"), "batch_size": 4}))
+    training = training_config_of(stage.job(job_id))
+    request = PlanRequest(
+        model_dir=settings.models_dir / "tiny",
+        hardware=load(Hardware, example_machines()["rtx4090-server"]),
+        training=training,
+        dataset_dir=settings.jobs_dir / job_id / "dataset",
+        num_optimizers=1,
+        host_memory_nbytes=None,
+        device_memory_nbytes=None,
+        is_alone=True,
+    )
+    (folder / "question.json").write_text(json.dumps(request.to_json()))
     new = copy_home(settings, tmp_path)
-    question = load_question(new, stage.job(job_id))
     # By then other jobs may train at the same time.
-    training = config_json.to_json(training_config_of(stage.job(job_id)))
-    assert question == {"model_dir": str(new.models_dir / "tiny"), "training": training, "is_alone": False}
+    moved = {"model_dir": new.models_dir / "tiny", "dataset_dir": new.jobs_dir / job_id / "dataset", "is_alone": False}
+    assert load_plan_request(new, stage.job(job_id)) == replace(request, **moved)
 
 
 def test_backup_excludes_locks_and_partial_files(stage: Stage, settings: Settings, tmp_path: Path) -> None:

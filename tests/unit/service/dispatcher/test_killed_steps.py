@@ -14,17 +14,20 @@ import pytest
 from tests.support.service.dispatcher_stage import PREPARED, Stage
 from tests.unit.service.dispatcher.test_replanner_changed_machine import Measured, machine, measured, paused_job
 from tests.unit.service.dispatcher.test_replanner_measured_steps import asked
+from windlass.planner.planning.plan_request import PlanRequest
 from windlass.service.api.routes import plans
 from windlass.service.installation.settings import Settings
-from windlass.service.preparation.pipeline import (
+from windlass.service.jobs.spec_builder import plan_request
+from windlass.service.preparation.pipeline import Preparation
+from windlass.service.preparation.steps import (
     CHECK_MODEL,
     DOWNLOAD_MODEL,
     PLAN_JOB,
     PREPARE_DATA,
-    Preparation,
     PreparationOrder,
     PreparationStep,
 )
+from windlass.service.validation.hyperparameters import WindlassSettings, hypothetical_config
 from windlass.service.validation.request_errors import ApiError
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import JobEvent
@@ -121,7 +124,7 @@ def test_a_plan_that_is_renewed_by_a_planner_that_is_killed_stays_and_the_job_is
 ) -> None:
     job_id = paused_job(stage)
 
-    def ask(work_dir: Path, question: dict[str, Any]) -> Preparation:
+    def ask(work_dir: Path, _request: PlanRequest) -> Preparation:
         return Preparation([_step(work_dir, PLAN_JOB, _KILLED)], work_dir=work_dir)
 
     monkeypatch.setattr(stage.dispatcher._renewals, "_ask", ask)
@@ -136,11 +139,15 @@ def test_a_plan_over_http_whose_planner_is_killed_is_a_failure_of_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = Settings(home=tmp_path)
+    training = hypothetical_config(WindlassSettings(), batch_size=1, num_microbatches=1, sequence_length=8)
+    request = plan_request(
+        settings, machine(1.0), None, model_dir=tmp_path / "tiny", asked=WindlassSettings(), training=training
+    )
     monkeypatch.setattr(
         plans, "plan_step", lambda folder, _: _step(folder, PLAN_JOB, f"print('at block 3', flush=True); {_KILLED}")
     )
     with pytest.raises(ApiError) as raised:
-        plans._run(settings, {})
+        plans._run(settings, request)
     error = raised.value
     assert (error.status, error.kind, error.code) == (500, "server_error", "plan_job_failed")
     assert re.match(rf"planning {_BY_SIGNAL}.* last output line: at block 3\. Wait until", error.message)

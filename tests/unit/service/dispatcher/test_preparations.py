@@ -14,8 +14,9 @@ import pytest
 from tests.support.service.dispatcher_stage import PREPARED, Stage, StandInPreparation
 from windlass.service.dispatcher.preparations import Preparations
 from windlass.service.preparation.memory import PreparationMemory
-from windlass.service.preparation.pipeline import Preparation, PreparationOrder, PreparationStep
+from windlass.service.preparation.pipeline import Preparation
 from windlass.service.preparation.sandbox.process import LimitedProcess
+from windlass.service.preparation.steps import PreparationOrder, PreparationStep
 from windlass.storage.sql.job_status import JobStatus
 
 _SLOW = "import time; time.sleep(600)"

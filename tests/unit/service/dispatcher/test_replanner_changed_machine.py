@@ -1,6 +1,7 @@
 """Jobs whose machine was measured again before their launch."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from windlass.planner.planning.job_plan import JobPlan
 from windlass.planner.planning.report import PlanReport
 from windlass.service.dispatcher import replanner
 from windlass.service.dispatcher.capacity import MachineCapacity
-from windlass.service.jobs.spec_builder import job_dir
+from windlass.service.jobs.spec_builder import MachineResources, job_dir, plan_request, resolve_job
 from windlass.service.preparation.pipeline import PreparationError
+from windlass.service.preparation.steps import CHECK_MODEL, PREPARE_DATA, QUESTION_FILE
+from windlass.service.validation.hyperparameters import WindlassSettings
 from windlass.storage.sql.job_status import JobStatus
 
 OLD, NEW = Placement(num_cached_params=1), Placement(host_blocks=(0, 2), num_cached_params=2)
@@ -33,6 +36,23 @@ def machine(read_gb_per_s: float) -> Hardware:
             "ssds": {"count": 2, "read_gb_per_s": read_gb_per_s, "capacity_gib": 100.0, **rates},
         }
     )
+
+
+def store_request(stage: Stage, job_id: str, hardware: Hardware) -> None:
+    """Stores the request of the job's first plan."""
+    job = stage.job(job_id)
+    data = {"num_examples": 10, "num_validation_examples": 2, "num_targets": 60}
+    training = resolve_job(job, {PREPARE_DATA: data, CHECK_MODEL: {"num_params": 1000}}).training
+    request = plan_request(
+        stage.settings,
+        hardware,
+        MachineResources(num_cores=4, num_gpus=0),
+        model_dir=stage.settings.models_dir / job.model,
+        asked=WindlassSettings(),
+        training=training,
+    )
+    path = job_dir(stage.settings, job_id) / "prepare" / QUESTION_FILE
+    path.write_text(json.dumps(replace(request, compute_threads=4).to_json()))
 
 
 class Measured:
@@ -59,9 +79,7 @@ def paused_job(stage: Stage) -> str:
     folder = job_dir(stage.settings, job_id) / "prepare"
     folder.mkdir(parents=True)
     (folder / "plan_job.json").write_text(json.dumps(PLANNED))
-    asked = {"batch_size": 5, "compute_threads": 4, "host_memory_nbytes": None}
-    question = {**asked, "hardware": machine(2.0).model_dump()}
-    (folder / "question.json").write_text(json.dumps(question))
+    store_request(stage, job_id, machine(2.0))
     stage.preparations[-1].ending = PREPARED
     stage.tick(2)
     assert stage.runners.started[0].placement == OLD
@@ -96,8 +114,8 @@ def test_a_job_that_is_resumed_on_another_machine_is_planned_anew(stage: Stage, 
     other = stage.queue()
     stage.tick()
     (planner,) = stage.planners
-    assert planner.question["training"]["batch_size"] == 5
-    assert planner.question["hardware"] == machine(4.0).model_dump()
+    assert planner.request.training.batch_size == 5
+    assert planner.request.hardware == machine(4.0)
     assert stage.job(job_id).waiting_reason == (
         "its plan is made again, as the machine or the settings have changed since"
     )
@@ -171,8 +189,8 @@ def test_a_job_that_is_resumed_with_another_budget_is_planned_anew(
     stage.request_resume(job_id)
     stage.tick()
     (planner,) = stage.planners
-    assert planner.question["host_memory_nbytes"] == 3 << 30
-    assert planner.question["hardware"] == machine(2.0).model_dump()
+    assert planner.request.host_memory_nbytes == 3 << 30
+    assert planner.request.hardware == machine(2.0)
     planner.answer = ANOTHER
     stage.tick(2)
     assert stage.runners.started[1].placement == NEW

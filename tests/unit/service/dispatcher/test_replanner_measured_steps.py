@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from tests.support.service.dispatcher_stage import PREPARED, Stage
+from tests.unit.service.dispatcher.test_replanner_changed_machine import machine, store_request
 from windlass.actors.job.journal import Journal
 from windlass.actors.job.pace import Pace
 from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.planning.job_plan import JobPlan
+from windlass.planner.planning.plan_request import PlanRequest
 from windlass.planner.planning.report import PlanReport
 from windlass.service.jobs.spec_builder import job_dir
 from windlass.service.preparation.pipeline import PreparationError
@@ -28,7 +30,6 @@ BETTER: dict[str, Any] = {
     "changes": True,
     "told": "Measured: each SSD reads 0.2 GB/s, the profile said 2 GB/s. [...]",
 }
-QUESTION = {"batch_size": 5, "compute_threads": 4, "may_measure": True, "hardware": {"gpus": {"count": 0}}}
 SAME: dict[str, Any] = {**PLANNED, "changes": False, "told": "Measured: the machine does what its profile says. [...]"}
 
 
@@ -39,7 +40,7 @@ def planned_job(stage: Stage) -> tuple[str, Journal]:
     folder = job_dir(stage.settings, job_id) / "prepare"
     folder.mkdir(parents=True)
     (folder / "plan_job.json").write_text(json.dumps(PLANNED))
-    (folder / "question.json").write_text(json.dumps(QUESTION))
+    store_request(stage, job_id, machine(2.0))
     stage.preparations[-1].ending = PREPARED
     stage.tick(2)
     assert stage.status(job_id) is JobStatus.RUNNING
@@ -86,14 +87,17 @@ def test_the_planner_is_asked_again_once_the_first_steps_are_measured(stage: Sta
     assert stage.planners == []
     train(stage, journal, 5)
     (planner,) = stage.planners
-    question, running = planner.question, planner.question["running"]
-    # The same question, except that nothing is measured while a job computes.
-    assert (question["training"]["batch_size"], question["compute_threads"], question["may_measure"]) == (5, 4, False)
-    assert running["timeline_dir"] == str(job_dir(stage.settings, job_id) / "timeline")
-    assert (running["first_step"], running["num_steps_left"]) == (3, 35)
-    assert {"ok": True, **running["plan"]} == PLANNED
-    assert running["restart_s"] >= 0
-    json.dumps(question)
+    request, running = planner.request, planner.request.running
+    # The same request, except that nothing is measured while a job computes.
+    assert (request.training.batch_size, request.compute_threads, request.may_measure) == (5, 4, False)
+    assert running is not None
+    assert running.timeline_dir == job_dir(stage.settings, job_id) / "timeline"
+    assert (running.first_step, running.num_steps_left) == (3, 35)
+    assert {"ok": True, **running.plan.to_json()} == PLANNED
+    assert running.restart_s >= 0
+    stored = json.loads(json.dumps(request.to_json()))
+    assert {"ok": True, **stored["running"]["plan"]} == PLANNED, "without the fields that were not set"
+    assert PlanRequest.from_json(stored) == request
 
 
 def test_a_plan_that_stays_is_corrected_and_told(stage: Stage) -> None:
@@ -290,7 +294,9 @@ def test_another_attempt_is_measured_anew(stage: Stage) -> None:
     train(stage, again, 6, 7, 8, 9)
     assert (len(stage.planners), stage.job(job_id).plan_number) == (1, 0)
     train(stage, again, 10)
-    assert stage.planners[1].question["running"]["first_step"] == 8
+    running = stage.planners[1].request.running
+    assert running is not None
+    assert running.first_step == 8
 
 
 def test_a_plan_that_does_not_start_makes_room_for_the_one_before(stage: Stage) -> None:

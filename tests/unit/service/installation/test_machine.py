@@ -81,9 +81,9 @@ def test_a_drive_has_the_size_that_the_kernel_tells(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_threads_of_a_job(num_cores: int, num_gpus: int, expected: tuple[int, int]) -> None:
-    machinery = MachineResources(num_cores=num_cores, num_gpus=num_gpus)
-    assert machinery.num_devices == max(1, num_gpus)
-    assert machinery.threads(1) == expected
+    resources = MachineResources(num_cores=num_cores, num_gpus=num_gpus)
+    assert resources.num_devices == max(1, num_gpus)
+    assert resources.threads(1) == expected
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 4])
@@ -93,9 +93,9 @@ def test_all_jobs_together_have_no_more_threads_than_cores(
     num_gpus: int, num_optimizers: int, compute: int | None, each: int | None
 ) -> None:
     for num_cores in range(8 * max(1, num_gpus), 129):
-        machinery = MachineResources(num_cores=num_cores, num_gpus=num_gpus)
+        resources = MachineResources(num_cores=num_cores, num_gpus=num_gpus)
         asked = (compute, each)
-        threads = machinery.threads(num_optimizers, *asked)
-        assert (threads[0] + num_optimizers * threads[1]) * machinery.num_devices <= num_cores
+        threads = resources.threads(num_optimizers, *asked)
+        assert (threads[0] + num_optimizers * threads[1]) * resources.num_devices <= num_cores
         assert min(threads) >= 1
         assert all(want in (None, found) for want, found in zip(asked, threads, strict=True))

@@ -1,17 +1,20 @@
-"""The planner's question is read again with the settings of the job's row, whichever release has written it."""
+"""The request to the planner is read again with the settings of the job's row, whichever release has written it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.unit.service.jobs.test_spec_builder import CONFIG, RESULTS, job_of, order_of, spec_of, windlass_settings
-from windlass.planner.planning.worker import PlanOrder, question_of
+from tests.unit.service.jobs.test_spec_builder import CONFIG, RESULTS, job_of, request_of, spec_of, windlass_settings
+from windlass.planner.planning.job_plan import ChangedInputs, JobPlan, PlanBounds
+from windlass.planner.planning.plan_request import PlanRequest
+from windlass.planner.planning.report import PlanReport
+from windlass.planner.planning.worker import question_of
 from windlass.service.installation.settings import Settings
-from windlass.service.jobs.plan_files import has_plan, load_plan, load_question, plans_of
+from windlass.service.jobs.plan_files import has_plan, keep_plan, load_plan, load_plan_request, plans_of
 from windlass.service.jobs.spec_builder import dataset_dir, job_dir, resolve_job
-from windlass.service.preparation.pipeline import PLAN_JOB, QUESTION_FILE
+from windlass.service.preparation.steps import PLAN_JOB, QUESTION_FILE
 from windlass.service.validation.hyperparameters import WindlassSettings
 from windlass.storage.sql.models import Job
 
@@ -23,29 +26,29 @@ def queued_job(asked: WindlassSettings) -> Job:
     return job
 
 
-def stored_question(home: Path, asked: WindlassSettings, question: dict[str, Any]) -> dict[str, Any] | None:
-    """Stores a question for such a job, and reads it again."""
+def stored_request(home: Path, asked: WindlassSettings, values: object) -> PlanRequest | None:
+    """Stores a request for such a job, and reads it again."""
     job, settings = queued_job(asked), Settings(home=home)
     path = job_dir(settings, job.id) / "prepare" / QUESTION_FILE
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(question))
-    return load_question(settings, job)
+    path.write_text(json.dumps(values))
+    return load_plan_request(settings, job)
 
 
-def test_load_question_of_this_release_gives_the_order_of_the_preparation(tmp_path: Path) -> None:
+def test_load_plan_request_of_this_release_gives_that_of_the_preparation(tmp_path: Path) -> None:
     asked = windlass_settings(gradient_updates="after_backward", clip_norm=None, learning_rate=1e-3)
-    order = order_of(tmp_path, asked)
-    question = stored_question(tmp_path, asked, order.model_dump(mode="json"))
-    assert question is not None
+    request = request_of(tmp_path, asked)
     model_dir = Settings(home=tmp_path).models_dir / "base"
-    assert PlanOrder.model_validate(question) == order.model_copy(update={"model_dir": model_dir})
-    assert order.training == spec_of(tmp_path, asked).training
+    assert stored_request(tmp_path, asked, request.to_json()) == replace(request, model_dir=model_dir)
+    assert request.training == spec_of(tmp_path, asked).training
 
 
-def test_load_question_of_an_older_release_has_the_training_config_of_the_row(tmp_path: Path) -> None:
+def test_load_plan_request_of_an_older_release_has_the_training_config_of_the_row(tmp_path: Path) -> None:
     asked = windlass_settings(gradient_updates="kept", clip_norm=None, accumulation_precision="bf16")
-    order = order_of(tmp_path, asked)
-    others = order.model_dump(mode="json", exclude={"training", "chooses_microbatches", "dataset_dir"})
+    request = request_of(tmp_path, asked)
+    others = request.to_json()
+    for name in ("training", "chooses_microbatches", "dataset_dir"):
+        del others[name]
     # Its settings were single fields, and the data had an order of its own.
     older = others | {
         "batch_size": 4,
@@ -57,21 +60,52 @@ def test_load_question_of_an_older_release_has_the_training_config_of_the_row(tm
         "optimizer": "adamw",
         "clips": False,
     }
-    question = stored_question(tmp_path, asked, older)
-    assert question is not None
-    again = PlanOrder.model_validate(question)
-    assert again.training == order.training
+    again = stored_request(tmp_path, asked, older)
+    assert again is not None
+    assert again.training == request.training
     assert again.dataset_dir == dataset_dir(job_dir(Settings(home=tmp_path), "ftjob-1"))
 
 
-def test_load_question_without_data_is_planned_for_the_longest_examples(tmp_path: Path) -> None:
+def test_load_plan_request_without_data_is_planned_for_the_longest_examples(tmp_path: Path) -> None:
     asked = windlass_settings()
-    older = order_of(tmp_path, asked).model_dump(mode="json", exclude={"dataset_dir"})
-    question = stored_question(tmp_path, asked, older | {"dataset": None})
-    assert question is not None
-    again = PlanOrder.model_validate(question)
+    older = request_of(tmp_path, asked).to_json()
+    del older["dataset_dir"]
+    again = stored_request(tmp_path, asked, older | {"dataset": None})
+    assert again is not None
     assert again.dataset_dir is None
     assert question_of(again, CONFIG).lengths is None
+
+
+def test_load_plan_request_of_the_first_release_with_plans_is_read(tmp_path: Path) -> None:
+    """It had no fields for measurements, simulations, the data and the validation examples."""
+    asked = windlass_settings()
+    request = request_of(tmp_path, asked)
+    names = ("model_dir", "hardware", "num_optimizers", "host_memory_nbytes", "device_memory_nbytes")
+    oldest = {name: value for name, value in request.to_json().items() if name in names}
+    oldest |= {"batch_size": 4, "num_microbatches": None, "sequence_length": 64, "precision": "bf16", "clips": True}
+    again = stored_request(tmp_path, asked, oldest | {"state_precision": "fp32"})
+    assert again is not None
+    assert (again.training, again.hardware, again.running) == (request.training, request.hardware, None)
+
+
+@pytest.mark.parametrize("values", [3, None, [], {}, {"hardware": "fast"}])
+def test_load_plan_request_of_a_file_without_a_request_is_none(tmp_path: Path, values: object) -> None:
+    assert stored_request(tmp_path, windlass_settings(), values) is None
+
+
+def test_load_plan_request_with_a_renewed_plan_has_its_machine_and_budgets(tmp_path: Path) -> None:
+    asked, settings = windlass_settings(), Settings(home=tmp_path)
+    request = request_of(tmp_path, asked)
+    assert stored_request(tmp_path, asked, request.to_json()) is not None
+    job = queued_job(asked)
+    other = request.hardware.model_copy(update={"network_gb_per_s": 1.0})
+    bounds = PlanBounds(num_optimizers=2, host_memory_nbytes=3 << 30, device_memory_nbytes=None)
+    plan = JobPlan(report=PlanReport(feasible=True, reasons=()))
+    job.plan_number = keep_plan(settings, job, plan.made_for(ChangedInputs(hardware=other, bounds=bounds)))
+    again = load_plan_request(settings, job)
+    assert again is not None
+    assert again.hardware == other
+    assert (again.num_optimizers, again.host_memory_nbytes, again.device_memory_nbytes) == (2, 3 << 30, None)
 
 
 @pytest.mark.parametrize("text", ["3", "null", "[]", "{", '{"error": "no model"}'])

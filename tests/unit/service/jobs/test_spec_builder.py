@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from tests.support.actors import specs
 from windlass.actors.job.context import grad_precision, make_context
@@ -18,8 +17,9 @@ from windlass.engine.training_config.training_config import FinalModel, Training
 from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.planning.plan_request import PlanRequest
 from windlass.planner.planning.planner import PlanQuestion, Profiles, best_plan, planned_job
-from windlass.planner.planning.worker import PlanOrder, question_of
+from windlass.planner.planning.worker import question_of
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
 from windlass.planner.solver.step_cost import PlannedJob
 from windlass.service.installation.settings import Settings
@@ -31,13 +31,8 @@ from windlass.service.jobs.spec_builder import (
     resolve_job,
     training_config_of,
 )
-from windlass.service.preparation.pipeline import (
-    CHECK_MODEL,
-    PLAN_JOB,
-    PREPARE_DATA,
-    PreparationError,
-    PreparationOrder,
-)
+from windlass.service.preparation.pipeline import PreparationError
+from windlass.service.preparation.steps import CHECK_MODEL, PLAN_JOB, PREPARE_DATA, PreparationOrder
 from windlass.service.validation.hyperparameters import (
     JobSettings,
     SupervisedHyperparameters,
@@ -156,7 +151,7 @@ NOT_PLANNED_JOB_SPEC = {
     "deadline_s": "a limit of waits that no healthy job comes near",
     "ordering": "no setting of a job; the planner counts with its defaults",
 }
-# Fields of the order that concern the planner's work, not the job.
+# Fields of the request that concern the planner's work, not the job.
 ABOUT_PLANNING = {
     "model_dir",
     "compute_threads",
@@ -198,11 +193,11 @@ def preparation_of_job(home: Path, asked: WindlassSettings, hardware: Hardware |
     )
 
 
-def order_of(home: Path, asked: WindlassSettings) -> PlanOrder:
-    """The planner's order when a job with these settings is prepared."""
+def request_of(home: Path, asked: WindlassSettings) -> PlanRequest:
+    """The request to the planner when a job with these settings is prepared."""
     order = preparation_of_job(home, asked, MACHINE)
-    assert order.plan_question is not None
-    return PlanOrder.model_validate(order.plan_question(RESULTS))
+    assert order.plan_request is not None
+    return order.plan_request(RESULTS)
 
 
 def training_of(asked: WindlassSettings) -> TrainingConfig:
@@ -228,10 +223,10 @@ def profile_of(num_examples: int, num_tokens: int, precision: Precision) -> Mode
     return Profiler(CONFIG, precision).profile(num_examples, num_tokens)
 
 
-def plan_facts(order: PlanOrder) -> list[object]:
+def plan_facts(request: PlanRequest) -> list[object]:
     """All that a plan depends on."""
-    training, data = order.training, order.dataset_dir
-    question = question_of(order.model_copy(update={"dataset_dir": None}), CONFIG)
+    training, data = request.training, request.dataset_dir
+    question = question_of(without_data(request), CONFIG)
     profile = profile_of(training.microbatch_size, training.sequence_length, training.precision)
     job = planned_job(question, profile, training.num_microbatches)
     read = [getattr(job, name) for name, value in vars(PlannedJob).items() if isinstance(value, property)]
@@ -246,8 +241,8 @@ def test_plan_reads_each_setting_or_it_is_named_as_one_that_changes_no_step(tmp_
         "memory nor time of a step depends on it"
     )
     value = PLANNED[name] if name in PLANNED else NOT_PLANNED[name][0]
-    changed = order_of(tmp_path, windlass_settings(**_TOLD_OTHERWISE.get(name, {}), **{name: value}))
-    facts, others = plan_facts(changed), plan_facts(order_of(tmp_path, windlass_settings()))
+    changed = request_of(tmp_path, windlass_settings(**_TOLD_OTHERWISE.get(name, {}), **{name: value}))
+    facts, others = plan_facts(changed), plan_facts(request_of(tmp_path, windlass_settings()))
     if name == "seed":  # it selects the batches, whose widths the plan reads from the data
         facts[-1] = others[-1]
     assert (facts != others) == (name in PLANNED)
@@ -259,9 +254,9 @@ def test_each_field_of_a_training_config_reaches_the_runner_and_the_planner(tmp_
     if name in NO_SETTING:
         return
     plain, changed = windlass_settings(), windlass_settings(**_TOLD_OTHERWISE.get(name, {}) | CHANGES[name])
-    spec, order = spec_of(tmp_path, changed), order_of(tmp_path, changed)
+    spec, request = spec_of(tmp_path, changed), request_of(tmp_path, changed)
     assert getattr(spec.training, name) != getattr(spec_of(tmp_path, plain).training, name)
-    assert spec.training == order.training == question_of(without_data(order), CONFIG).training
+    assert spec.training == request.training == question_of(without_data(request), CONFIG).training
 
 
 @pytest.mark.parametrize("gradient_updates", ["auto", *UpdateOrder])
@@ -272,15 +267,15 @@ def test_planner_and_runner_see_the_same_gradient_settings(
     asked = windlass_settings(
         gradient_updates=gradient_updates, accumulation_precision=accumulation_precision, clip_norm=None
     )
-    spec, question = spec_of(tmp_path, asked), question_of(without_data(order_of(tmp_path, asked)), CONFIG)
+    spec, question = spec_of(tmp_path, asked), question_of(without_data(request_of(tmp_path, asked)), CONFIG)
     job = planned_job(question, profile_of(2, 64, Precision.BF16), 2)
     assert job.update_order is spec.training.order_of_updates
     assert job.update_order == ("active" if gradient_updates == "auto" else gradient_updates)
     assert job.grad_itemsize == spec.training.grad_itemsize == (4 if accumulation_precision == "fp32" else 2)
 
 
-def without_data(order: PlanOrder) -> PlanOrder:
-    return order.model_copy(update={"dataset_dir": None})
+def without_data(request: PlanRequest) -> PlanRequest:
+    return replace(request, dataset_dir=None)
 
 
 def test_spec_of_an_older_row_has_the_numbers_of_the_row(tmp_path: Path) -> None:
@@ -325,27 +320,28 @@ def test_row_keeps_the_fields_that_the_api_shows(tmp_path: Path) -> None:
     assert list(resolved.hyperparameters) == names.split()
 
 
-def test_plan_question_of_a_job_spec_leaves_no_field_out() -> None:
+REQUEST_FIELDS = {field.name for field in fields(PlanRequest)}
+
+
+def test_plan_request_of_a_job_spec_leaves_no_field_out() -> None:
     names = {field.name for field in fields(JobSpec)}
     assert JOB_SPEC.keys() | NOT_PLANNED_JOB_SPEC.keys() == names
-    assert set(JOB_SPEC.values()) <= PlanOrder.model_fields.keys()
+    assert set(JOB_SPEC.values()) <= REQUEST_FIELDS
 
 
-def test_plan_order_with_a_field_that_the_planner_does_not_know_is_a_defect() -> None:
+def test_plan_request_with_a_field_that_the_planner_does_not_know_is_a_defect() -> None:
     known = {field.name for field in fields(PlanQuestion)}
-    assert "lengths" in known  # from the order's dataset
-    assert PlanOrder.model_fields.keys() - known == ABOUT_PLANNING | {"dataset_dir"}
+    assert "lengths" in known  # from the request's dataset
+    assert REQUEST_FIELDS - known == ABOUT_PLANNING | {"dataset_dir"}
 
 
-def test_plan_question_has_the_order_s_values(tmp_path: Path) -> None:
+def test_plan_question_has_the_request_s_values(tmp_path: Path) -> None:
     numbers = {"num_validation_examples": 3, "num_optimizers": 4, "host_memory_nbytes": 5, "device_memory_nbytes": 6}
-    order = order_of(tmp_path, windlass_settings()).model_copy(
-        update={**numbers, "chooses_microbatches": True, "dataset_dir": None}
-    )
-    question = question_of(order, CONFIG)
-    shared = {field.name for field in fields(PlanQuestion)} & PlanOrder.model_fields.keys()
+    request = replace(without_data(request_of(tmp_path, windlass_settings())), chooses_microbatches=True, **numbers)
+    question = question_of(request, CONFIG)
+    shared = {field.name for field in fields(PlanQuestion)} & REQUEST_FIELDS
     assert shared == {*numbers, "hardware", "training", "chooses_microbatches"}
-    assert all(getattr(question, name) == getattr(order, name) for name in shared)
+    assert all(getattr(question, name) == getattr(request, name) for name in shared)
 
 
 @pytest.mark.parametrize(("budgets", "is_checked"), [({}, False), ({"gpu_memory_gib": 1.0}, True)])
@@ -356,7 +352,7 @@ def test_preparation_order_with_a_budget_has_the_job_s_spec_to_check_it(
     make = preparation_of_job(tmp_path, asked, None).unplanned_spec
     assert (make is not None) == is_checked
     if make is not None:
-        spec = TypeAdapter(JobSpec).validate_json(json.dumps(make(RESULTS)))
+        spec = make(RESULTS)
         assert spec.training == training_of(asked)
         assert (spec.device_memory_nbytes, spec.num_validation_examples) == (_GIB, NUM_VALIDATION_EXAMPLES)
 
@@ -410,8 +406,8 @@ def test_best_plan_with_any_gradient_settings_has_the_arena_that_the_runner_make
         num_microbatches=num_microbatches,
         budgets={"host_memory_gib": host_memory_gib},
     )
-    order = without_data(order_of(tmp_path, asked))
-    question = replace(question_of(order, CONFIG), measures=False, kept_times=None)
+    request = without_data(request_of(tmp_path, asked))
+    question = replace(question_of(request, CONFIG), measures=False, kept_times=None)
     profiles = Profiles(question)
     job, solution = best_plan(question, profiles)
     spec = replace(

@@ -48,8 +48,8 @@ def test_jobs_get_what_the_node_of_this_machine_offers(
     cluster: Cluster, resources: dict[str, float], num_cores: int, num_gpus: int
 ) -> None:
     cluster.nodes[HERE] = Cluster.node(HERE, resources)
-    machinery = RayNode.join("head:6379").machinery
-    assert (machinery.num_cores, machinery.num_gpus) == (num_cores, num_gpus)
+    resources = RayNode.join("head:6379").resources
+    assert (resources.num_cores, resources.num_gpus) == (num_cores, num_gpus)
 
 
 @pytest.mark.parametrize("resources", [{"CPU": 3.0}, {"CPU": 3.0, "GPU": 2.0, "device": 1.0}])

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from windlass.service.preparation.check_cache import CheckCache
-from windlass.service.preparation.pipeline import Preparation, PreparationError, PreparationStep, Results
+from windlass.service.preparation.pipeline import Preparation, PreparationError
+from windlass.service.preparation.steps import PreparationStep, Results
 
 _CHECK = (
     "import json, pathlib, sys\n"

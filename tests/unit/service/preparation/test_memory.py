@@ -4,14 +4,9 @@ import os
 from pathlib import Path
 
 from windlass.service.preparation.memory import PreparationMemory
-from windlass.service.preparation.pipeline import (
-    CHECK_MODEL,
-    DOWNLOAD_MODEL,
-    LEAST_MEMORY_NBYTES,
-    PREPARE_DATA,
-    PreparationStep,
-)
+from windlass.service.preparation.pipeline import LEAST_MEMORY_NBYTES
 from windlass.service.preparation.sandbox.process import LimitedProcess
+from windlass.service.preparation.steps import CHECK_MODEL, DOWNLOAD_MODEL, PREPARE_DATA, PreparationStep
 
 _GIB = 1024**3
 

@@ -11,24 +11,19 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.support.engine.folders import PLAIN_TEMPLATE, make_tokenizer, make_tokenizer_folder
+from windlass.engine.training_config.training_config import TrainingConfig
+from windlass.planner.hardware.hardware import Hardware, example_machines
+from windlass.planner.hardware.yaml_files import load
+from windlass.planner.planning.plan_request import PlanRequest
 from windlass.service.preparation import pipeline as preparation
-from windlass.service.preparation.pipeline import (
-    Preparation,
-    PreparationError,
-    PreparationOrder,
-    PreparationStep,
-    Results,
-    StepFailedError,
-    plan_step,
-    preparation_of,
-    step_server,
-)
+from windlass.service.preparation import steps as preparation_steps
+from windlass.service.preparation.pipeline import Preparation, PreparationError, StepFailedError, preparation_of
 from windlass.service.preparation.sandbox.process import LimitedCommand, start_limited
+from windlass.service.preparation.steps import PreparationOrder, PreparationStep, Results, plan_step, step_server
 from windlass.storage.ids import Precision
 
 
@@ -86,10 +81,10 @@ def test_a_stale_result_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
 
 
 _STAGES = {
-    preparation.DOWNLOAD_MODEL: "the download of the model",
-    preparation.CHECK_MODEL: "the check of the model",
-    preparation.PREPARE_DATA: "the preparation of the data",
-    preparation.PLAN_JOB: "planning",
+    preparation_steps.DOWNLOAD_MODEL: "the download of the model",
+    preparation_steps.CHECK_MODEL: "the check of the model",
+    preparation_steps.PREPARE_DATA: "the preparation of the data",
+    preparation_steps.PLAN_JOB: "planning",
 }
 _KILLED = "os.kill(os.getpid(), 9)"
 
@@ -232,8 +227,18 @@ def test_step_that_returns_an_error_does_not_run_its_alternative(tmp_path: Path)
 def test_the_planner_may_measure_and_need_not(
     tmp_path: Path, num_gpus: int, threads: int | None, *, may_measure: bool, is_alone: bool, measures: bool
 ) -> None:
-    asked: dict[str, Any] = {"compute_threads": threads, "may_measure": may_measure, "is_alone": is_alone}
-    asked["hardware"] = {"gpus": {"count": num_gpus}}
+    machine = load(Hardware, example_machines()["rtx4090-server"])
+    asked = PlanRequest(
+        model_dir=tmp_path,
+        hardware=machine.model_copy(update={"gpus": machine.gpus.model_copy(update={"count": num_gpus})}),
+        training=TrainingConfig(batch_size=1, sequence_length=8, total_steps=1),
+        num_optimizers=1,
+        host_memory_nbytes=None,
+        device_memory_nbytes=None,
+        compute_threads=threads,
+        may_measure=may_measure,
+        is_alone=is_alone,
+    )
     step = plan_step(tmp_path, asked)
     assert step.sees_gpus is (measures and num_gpus > 0)
     assert _asked(step) == asked
@@ -242,14 +247,13 @@ def test_the_planner_may_measure_and_need_not(
         assert step.num_threads == threads
         assert step.command[-2:] == ("--measuring", str(step.measuring_path))
         assert "--measuring" not in step.instead.command
-        assert _asked(step.instead) == asked | {"may_measure": False}
+        assert _asked(step.instead) == dataclasses.replace(asked, may_measure=False)
         assert not step.instead.sees_gpus
 
 
-def _asked(step: PreparationStep) -> dict[str, Any]:
+def _asked(step: PreparationStep) -> PlanRequest:
     path = Path(step.command[step.command.index("--question") + 1])
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return PlanRequest.from_json(json.loads(path.read_text()))
 
 
 def test_a_file_of_weights_that_is_larger_than_the_limit_can_be_mapped(
@@ -282,7 +286,7 @@ def test_a_file_of_weights_that_is_larger_than_the_limit_can_be_mapped(
 def test_a_hostile_template_ends_its_job_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, is_forked: bool
 ) -> None:
-    monkeypatch.setitem(preparation._TIMEOUTS_S, preparation.PREPARE_DATA, 30)
+    monkeypatch.setitem(preparation_steps._TIMEOUTS_S, preparation_steps.PREPARE_DATA, 30)
     # The limit of a small machine, because a test must not use this one's memory.
     monkeypatch.setattr(preparation, "_LEAST_ADDRESS_SPACE_NBYTES", 6 * 1024**3)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=0))
@@ -291,7 +295,9 @@ def test_a_hostile_template_ends_its_job_only(
     line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     order.training_file.write_text(json.dumps(line) + "\n")
     order = dataclasses.replace(order, validation_file=None)
-    steps = [step for step in preparation_of(order)._steps if getattr(step, "name", "") == preparation.PREPARE_DATA]
+    steps = [
+        step for step in preparation_of(order)._steps if getattr(step, "name", "") == preparation_steps.PREPARE_DATA
+    ]
     server = step_server(tmp_path / "server.log")
     start = server.start if is_forked else start_limited
     with pytest.raises(PreparationError) as raised:

@@ -183,14 +183,12 @@ def test_commit_that_waits_for_the_last_write_is_done_although_the_scheduler_is_
         assert asked.wait(WAIT_S)
         reported.append("written")
 
-    terms = IoTerms(
-        priority=(0, 0), deadline_s=WAIT_S, on_done=hold_up, on_failed=lambda error: reported.append(str(error))
-    )
+    terms = IoTerms(priority=(0, 0), on_done=hold_up, on_failed=lambda error: reported.append(str(error)))
     bench.io.write(KEYS[-1], Step(0), parts_of(KEYS[-1]), terms)
     assert reporting.wait(WAIT_S)
     bench.commit(0)
     started = set(threading.enumerate()) - before
-    (control,) = [thread for thread in started if "IoScheduler._run_control" in thread.name]
+    (control,) = [thread for thread in started if "IoScheduler._run_commits" in thread.name]
     closing = threading.Thread(target=bench.close)
     closing.start()
     control.join(0.1)  # time enough for it to end wrongly

@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.support.examples import examples
 from windlass.engine.memory_plan.plan import ModelSize, make_plan
 from windlass.engine.model.partition import choose_chunk_numel
+from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import Attempt, JobId, Span
 from windlass.storage.memory import arena as arena_module
 from windlass.storage.memory.arena import (
@@ -29,7 +30,6 @@ from windlass.storage.memory.arena import (
     Arena,
     SlotMisuse,
     SlotPool,
-    SlotTimeout,
     arena_path,
     remove_leftovers,
 )
@@ -306,20 +306,20 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.pool = SlotPool(self.OFFSET, self.SLOT, self.NUM, name="grads")
+        self.pool = SlotPool(self.OFFSET, self.SLOT, self.NUM, name="grads", token=CancelToken(0.0))
         self.held: list[Span] = []
         self.most = 0
 
     @rule(n=st.integers(0, 5))
     def acquire(self, n: int) -> None:
         if n <= self.NUM - len(self.held):
-            taken = self.pool.acquire(n, 0.0)
+            taken = self.pool.acquire(n)
             assert len(taken) == n
             self.held += taken
             self.most = max(self.most, len(self.held))
         else:
-            with pytest.raises(SlotTimeout):
-                self.pool.acquire(n, 0.0)
+            with pytest.raises(TimeoutError):
+                self.pool.acquire(n)
 
     @rule(n=st.integers(0, 5))
     def try_to_acquire(self, n: int) -> None:
@@ -368,28 +368,38 @@ TestSlotPoolMachine.settings = settings(max_examples=examples(60), stateful_step
 
 class TestSlotPool:
     def test_timeout_names_pool_and_deadline(self) -> None:
-        pool = SlotPool(0, 4096, 2, name="params of gpu-0")
-        pool.acquire(1, 0.0)
-        with pytest.raises(SlotTimeout, match=r"params of gpu-0.* 2 slots .*0\.01 s; 1 of 2"):
-            pool.acquire(2, 0.01)
-        assert len(pool.acquire(1, 0.0)) == 1  # the failed request took nothing
+        pool = SlotPool(0, 4096, 2, name="params of gpu-0", token=CancelToken(0.01))
+        pool.acquire(1)
+        with pytest.raises(TimeoutError, match=r"waited 0\.01 s for 2 slots .* params of gpu-0: 1 of 2 are in use"):
+            pool.acquire(2)
+        assert len(pool.acquire(1)) == 1  # the failed request took nothing
+
+    def test_cancel_ends_the_wait_for_slots(self) -> None:
+        token = CancelToken()
+        pool = SlotPool(0, 4096, 2, token=token)
+        (slot,) = pool.acquire(1)
+        threading.Timer(0.05, token.cancel).start()
+        with pytest.raises(InterruptedError, match="the job was stopped"):
+            pool.acquire(2)
+        pool.release([slot])
+        assert pool.statistics.in_use_nbytes == 0
 
     def test_more_than_there_are_is_refused_at_once(self) -> None:
         with pytest.raises(ValueError, match="3 were asked"):
-            SlotPool(0, 4096, 2).acquire(3, 60.0)
+            SlotPool(0, 4096, 2, token=CancelToken(30.0)).acquire(3)
 
     @pytest.mark.parametrize(("offset", "slot"), [(1, 4096), (0, 4095), (0, 0), (-4096, 4096)])
     def test_unaligned_slots_are_refused(self, offset: int, slot: int) -> None:
         with pytest.raises(ValueError, match=str(ALIGNMENT_NBYTES)):
-            SlotPool(offset, slot, 1)
+            SlotPool(offset, slot, 1, token=CancelToken())
 
     def test_large_request_is_served_before_later_small_ones(self) -> None:
-        pool = SlotPool(0, 4096, 2)
-        first = pool.acquire(1, 0.0)
+        pool = SlotPool(0, 4096, 2, token=CancelToken(30.0))
+        first = pool.acquire(1)
         order: list[str] = []
 
         def take(name: str, n: int) -> None:
-            spans = pool.acquire(n, 30.0)
+            spans = pool.acquire(n)
             order.append(name)
             pool.release(spans)
 
@@ -409,13 +419,13 @@ class TestSlotPool:
         assert order == ["large", "small"]
 
     def test_threads_never_share_a_slot(self) -> None:
-        pool = SlotPool(0, 4096, 3)
+        pool = SlotPool(0, 4096, 3, token=CancelToken(30.0))
         owners: dict[int, int] = {}
         clashes: list[int] = []
 
         def work(me: int) -> None:
             for n in (1, 2, 3, 1, 2) * 20:
-                spans = pool.acquire(n, 30.0)
+                spans = pool.acquire(n)
                 for span in spans:
                     if owners.setdefault(span.offset, me) != me:
                         clashes.append(span.offset)
@@ -459,9 +469,10 @@ def test_memory_held_is_the_memory_that_chunks_ask_for(
 
     arena = Arena.create(shared_memory / "arena", plan.arena_nbytes)
     pools = [
-        SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots) for pool in (plan.params, plan.grads, *plan.states)
+        SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, token=CancelToken())
+        for pool in (plan.params, plan.grads, *plan.states)
     ]
-    taken = [slot for pool in pools for slot in pool.acquire(pool.num_slots, 0.0)]
+    taken = [slot for pool in pools for slot in pool.acquire(pool.num_slots)]
     slots = sorted(taken, key=lambda slot: slot.offset)
     for slot in slots:
         arena.buffer(slot)[:] = b"x" * slot.nbytes

@@ -151,11 +151,12 @@ def _directories(root: Path, name: str) -> list[Path]:
     return directories
 
 
+NUM_PARTS = 8
 # Every operation of each job is in some part; one part of one job is fast enough.
 PARTS = [
     pytest.param(name, part, marks=() if (name, part) == ("every third step", 0) else pytest.mark.long)
     for name in JOBS
-    for part in range(4)
+    for part in range(NUM_PARTS)
 ]
 
 
@@ -165,7 +166,7 @@ def test_power_loss_before_every_operation(tmp_path: Path, name: str, part: int)
     job = JOBS[name]
     num_operations = _count_operations(tmp_path, job)
     assert num_operations > 100
-    for off_at in range(part, num_operations + 1, 4):
+    for off_at in range(part, num_operations + 1, NUM_PARTS):
         power, acknowledged = Power(off_at=off_at), list[int]()
         disks = [Disk(power), Disk(power)]
         directories = _directories(tmp_path, "crashed")

@@ -36,6 +36,7 @@ from windlass.storage.store.scratch import Scratch
 
 PAGE = 4096
 SLOT_NBYTES = UNIT_NBYTES // 2
+NUM_PARTS = 6  # of all operations of a job; one part is fast enough
 
 
 @pytest.fixture
@@ -243,14 +244,14 @@ class _Life:
         DirectStore.delete(volume, JOB)
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, NUM_PARTS))])
 def test_power_loss_before_every_operation(tmp_path: Path, part: int) -> None:
     """Every unit has one owner or is free, and none is lost; the neighbour keeps its states."""
     volume = open_volume(tmp_path)
     commit(new_store(volume, make_geometry(OTHER)), 0)
     volume.close()
     image, size = volume_file(tmp_path).read_bytes(), used_nbytes(volume_file(tmp_path))
-    for off_at in range(part, 400, 3):
+    for off_at in range(part, 400, NUM_PARTS):
         write_image(volume_file(tmp_path), image)
         life, disk, is_over = _Life(), Disk(Power(off_at=off_at), bytearray(image)), True
         try:

@@ -11,7 +11,7 @@ import yaml
 from fastapi.testclient import TestClient
 from transformers import LlamaConfig
 
-from tests.support.service.api_client import context_of, serve
+from tests.support.service.api_client import context_of, serve, upload
 from tests.support.service.dispatcher_stage import PREPARED, Stage
 from windlass.actors.job.journal import METRICS, JournalRecord
 from windlass.actors.job.pace import Pace
@@ -26,6 +26,7 @@ from windlass.engine.training_config.training_config import Optimizer
 from windlass.planner.hardware.hardware import example_machines
 from windlass.planner.planning import worker as plan_job
 from windlass.planner.planning.job_plan import JobPlan
+from windlass.planner.planning.plan_request import PlanRequest
 from windlass.service.api.routes import plans
 from windlass.service.cli import ids as cli_ids
 from windlass.service.cli import jobs as cli_jobs
@@ -38,7 +39,7 @@ from windlass.service.jobs.plan_files import expected_pace
 from windlass.service.jobs.plan_view import in_words, view_of
 from windlass.service.jobs.spec_builder import MachineResources, job_dir
 from windlass.service.preparation.memory import PreparationMemory
-from windlass.service.preparation.pipeline import Results
+from windlass.service.preparation.steps import Results
 from windlass.storage.ids import Precision
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
@@ -154,6 +155,19 @@ def test_bad_input_gets_the_error_form(planning: TestClient, body: dict[str, Any
     response = ask(planning, **body)
     assert response.status_code == status, response.text
     assert response.json()["error"]["param"].startswith(param)
+
+
+def test_plan_with_more_microbatches_than_examples_is_refused_as_the_job_is(
+    planning: TestClient,
+) -> None:
+    settings = {"batch_size": 4, "num_microbatches": 5, "sequence_length": 64}
+    job = {"model": "llama", "training_file": upload(planning), "windlass": settings}
+    of_job = planning.post("/v1/fine_tuning/jobs", json=job)
+    of_plan = ask(planning, hardware=MACHINE, windlass={"num_microbatches": 5, "sequence_length": 64})
+    assert (of_plan.status_code, of_plan.json()) == (of_job.status_code, of_job.json())
+    error = of_plan.json()["error"]
+    assert (of_plan.status_code, error["param"], error["code"]) == (400, "windlass", "invalid_value")
+    assert error["message"] == "windlass.num_microbatches is 5, but a batch has only 4 examples"
 
 
 def test_a_job_without_a_plan_says_so(client: TestClient, file_id: str) -> None:
@@ -308,22 +322,27 @@ def measured(stage: Stage) -> None:
     (stage.settings.home / HARDWARE_FILE).write_text(yaml.safe_dump(MACHINE))
 
 
+def request_of(stage: Stage) -> PlanRequest:
+    """The request to the planner that the last preparation makes."""
+    make_request = stage.preparations[-1].order.plan_request
+    assert make_request is not None
+    return make_request(dict(PREPARED))
+
+
 def test_the_planner_is_asked_with_resolved_numbers(stage: Stage) -> None:
     measured(stage)
     stage.submit(clip_norm=None, budgets={"host_memory_gib": 4, "gpu_memory_gib": 2})
     stage.tick()
-    ask_planner = stage.preparations[-1].order.plan_question
-    assert ask_planner is not None
-    question = ask_planner(dict(PREPARED))
-    training = question["training"]
-    assert (training["batch_size"], training["num_microbatches"], training["sequence_length"]) == (5, 2, 64)
-    assert training["clip_norm"] is None
-    assert question["host_memory_nbytes"] == 4 * 2**30
-    assert question["device_memory_nbytes"] == 2 * 2**30
-    assert question["hardware"]["host"]["memory_gib"] == 768
-    assert question["simulation_s"] > 0
-    assert question["compute_threads"] is not None  # measured on its GPU, because no other job runs
-    json.dumps(question)
+    request = request_of(stage)
+    training = request.training
+    assert (training.batch_size, training.num_microbatches, training.sequence_length) == (5, 2, 64)
+    assert training.clip_norm is None
+    assert request.host_memory_nbytes == 4 * 2**30
+    assert request.device_memory_nbytes == 2 * 2**30
+    assert request.hardware.host.memory_gib == 768
+    assert request.simulation_s > 0
+    assert request.compute_threads is not None  # measured on its GPU, because no other job runs
+    assert PlanRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
 
 
 def test_the_command_line_asks_what_a_job_would(
@@ -337,16 +356,14 @@ def test_the_command_line_asks_what_a_job_would(
     (home / HARDWARE_FILE).write_text(yaml.safe_dump(cpu))
     stage.submit(batch_size=4, num_microbatches=2, clip_norm=None, precision="fp16", optimizer="adam")
     stage.tick()
-    ask_planner = stage.preparations[-1].order.plan_question
-    assert ask_planner is not None
-    of_job = plan_job.PlanOrder.model_validate(ask_planner(dict(PREPARED)))
+    of_job = request_of(stage)
     assert of_job.compute_threads is not None
     assert of_job.training.optimizer is Optimizer.ADAM
 
-    asked: list[plan_job.PlanOrder] = []
+    asked: list[PlanRequest] = []
 
-    def note(order: plan_job.PlanOrder, _: Any) -> None:
-        asked.append(order)
+    def note(request: PlanRequest, _: Any) -> None:
+        asked.append(request)
         raise CommandError("that is all")
 
     monkeypatch.setattr(plan_job, "question_of", note)
@@ -368,10 +385,16 @@ def test_the_command_line_asks_what_a_job_would(
         )
     assert of_job.dataset_dir is not None
     assert (of_job.training.total_steps, of_job.dataset_dir.name) == (6, "dataset")
-    others = {"model_dir", "training", "dataset_dir", "simulation_s", "is_alone"}
-    assert asked[0].model_dump(exclude=others) == of_job.model_dump(exclude=others)
-    # The command knows neither the data nor the seed.
     training = asked[0].training
+    others = {
+        "model_dir": asked[0].model_dir,
+        "training": training,
+        "dataset_dir": None,
+        "simulation_s": 0.0,
+        "is_alone": False,
+    }
+    assert asked[0] == replace(of_job, **others)
+    # The command knows neither the data nor the seed.
     of_data = {name: getattr(of_job.training, name) for name in ("epochs", "total_steps", "evaluate_every", "seed")}
     assert replace(training, **of_data) == of_job.training
 
@@ -380,25 +403,22 @@ def test_what_the_planner_measures_is_kept_if_no_job_runs_meanwhile(stage: Stage
     measured(stage)
     stage.submit()
     stage.tick()
-    ask_planner = stage.preparations[-1].order.plan_question
-    assert ask_planner is not None
-    question = ask_planner(dict(PREPARED))
-    assert question["kept_times_dir"] == str(stage.settings.home / "measured-models")
-    assert question["is_alone"] is True
+    request = request_of(stage)
+    assert request.kept_times_dir == stage.settings.home / "measured-models"
+    assert request.is_alone
     stage.preparations[-1].ending = PREPARED
     stage.tick()
     stage.tick()
     assert len(stage.runners.started) == 1
     stage.submit()
     stage.tick()
-    assert stage.preparations[-1].order.plan_question is not None
-    assert stage.preparations[-1].order.plan_question(dict(PREPARED))["is_alone"] is False
+    assert not request_of(stage).is_alone
 
 
 def test_without_a_profile_nothing_is_planned(stage: Stage) -> None:
     stage.submit()
     stage.tick()
-    assert stage.preparations[-1].order.plan_question is None
+    assert stage.preparations[-1].order.plan_request is None
 
 
 def test_a_job_that_cannot_fit_is_refused(stage: Stage) -> None:

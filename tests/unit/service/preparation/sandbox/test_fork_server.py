@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from windlass.service.installation.process_ids import find_process
-from windlass.service.preparation.pipeline import Preparation, PreparationStep
+from windlass.service.preparation.pipeline import Preparation
 from windlass.service.preparation.sandbox.process import (
     PASSED_ON,
     LimitedCommand,
@@ -22,6 +22,7 @@ from windlass.service.preparation.sandbox.process import (
     StepServer,
     start_limited,
 )
+from windlass.service.preparation.steps import PreparationStep
 
 # A step's module: runs the code that it gets.
 _MODULE = """

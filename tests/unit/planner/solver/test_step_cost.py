@@ -1,0 +1,71 @@
+"""Fetches of params in a step's costs are those that the buffers on the device leave to do, or more."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.support.planner.profiles import make_job, make_speeds
+from windlass.engine.memory_plan.block_buffers import BlockBuffers
+from windlass.engine.memory_plan.buffer_counts import param_buffers
+from windlass.planner.solver.step_cost import Limits, StepCosts
+
+PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
+NUM_LAYERS, HEAD = 6, 7
+EMBEDDING_NUMEL = 5 << 20
+
+
+def costs_of(*, group_size: int, is_tied: bool, is_own_size: bool) -> StepCosts:
+    job = make_job(NUM_LAYERS, num_microbatches=4, is_tied=is_tied)
+    if is_own_size:
+        embedding = replace(job.model.embedding, numel=EMBEDDING_NUMEL)
+        job = replace(job, model=replace(job.model, embedding=embedding))
+    return StepCosts(job=job, speeds=make_speeds(), limits=PLENTY, group_size=group_size)
+
+
+def loads_of(costs: StepCosts) -> Counter[tuple[int, bool]]:
+    """The loads of each block in a step, in the forward or the backward pass."""
+    model, num_ahead = costs.job.model, costs.job.num_prefetched
+    numels = [block.numel for block in model.blocks]
+    buffers: BlockBuffers[int, int] = BlockBuffers(
+        param_buffers(numels, model.shared, resident=(), num_ahead=num_ahead)
+    )
+    loads = Counter[tuple[int, bool]]()
+    forward = [(block, False) for block in range(HEAD + 1)]
+    for operation, is_backward in (forward + [(block, True) for block in reversed(range(HEAD))]) * costs.num_groups:
+        held = []
+        for block in model.shared[operation]:
+            acquired = buffers.acquire(numels[block], block)
+            assert acquired is not None
+            loads[block, is_backward] += not acquired.has_contents
+            held.append(acquired.buffer)
+        for buffer in held:
+            buffers.release(buffer)
+    return loads
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("group_size", [4, 2, 1])
+def test_fetches_of_blocks_of_their_own_size_are_exact(group_size: int, is_tied: bool) -> None:
+    costs = costs_of(group_size=group_size, is_tied=is_tied, is_own_size=True)
+    loads = loads_of(costs)
+    for block in (0, HEAD):
+        assert costs._fetches(block) == (loads[block, False], loads[block, True]) == (1, 0)
+
+
+@pytest.mark.parametrize("is_own_size", [False, True])
+@pytest.mark.parametrize("group_size", [4, 2, 1])
+def test_fetches_are_never_more_than_counted(group_size: int, is_own_size: bool) -> None:
+    costs = costs_of(group_size=group_size, is_tied=False, is_own_size=is_own_size)
+    loads = loads_of(costs)
+    for block in range(HEAD + 1):
+        forward, backward = costs._fetches(block)
+        assert loads[block, False] <= forward
+        assert loads[block, True] <= backward
+    layers = range(1, NUM_LAYERS + 1)
+    counted, num_loads = (
+        sum(sum(costs._fetches(block)) for block in layers),
+        sum(loads[block, is_backward] for block in layers for is_backward in (False, True)),
+    )
+    # The two layers at each turn of a pass.
+    assert counted - num_loads == 2 * (2 * costs.num_groups - 1)
