@@ -80,9 +80,15 @@ def handed_on() -> list[str]:
     return found
 
 
+def functions() -> set[str]:
+    """Returns the names of all functions of the rooms."""
+    return set().union(*(_Finder(path).functions for room in ROOMS for path in (ROOT / room).rglob("*.py")))
+
+
 class _Finder(ast.NodeVisitor):
     def __init__(self, path: Path) -> None:
         self.found: list[Site] = []
+        self.functions: set[str] = set()
         self._path = str(path.relative_to(ROOT))
         self._names: list[str] = []
         tree = ast.parse(path.read_text())
@@ -104,6 +110,7 @@ class _Finder(ast.NodeVisitor):
 
     def _inside(self, name: str, node: ast.AST) -> None:
         self._names.append(name)
+        self.functions.add(".".join(self._names))
         self.generic_visit(node)
         self._names.pop()
 
@@ -144,5 +151,4 @@ HOST_WAITS = (
     # In `windlass.offload`: the thread of the gradients, and the norm of a step that clips.
     "LayerUpdates._run_offloads",
     "OutsideParams.squared_norm",
-    "ParamFeed._drop",  # only where released buffers are filled with NaN
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.races.scenarios import reports_of
-from tests.support.races.sites import Site, handed_on, sites
+from tests.support.races.sites import HOST_WAITS, Site, functions, handed_on, sites
 from tests.support.races.table import CAUGHT_BY, NOT_OF_THE_DEVICE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,6 +26,10 @@ def test_every_call_has_its_place_in_the_tables() -> None:
     tables = (CAUGHT_BY, NOT_OF_THE_DEVICE)
     listed = [f"{path}: {call}" for table in tables for path, calls in table.items() for call in calls]
     assert sorted(listed) == sorted(site.name for site in sites())
+
+
+def test_functions_that_may_wait_for_the_device_exist() -> None:
+    assert set(HOST_WAITS) <= functions()
 
 
 def test_a_wait_is_handed_on_only_where_its_calls_are_known() -> None:
