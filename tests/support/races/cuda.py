@@ -27,14 +27,19 @@ from windlass.engine.device.device import Device
 
 # The device of a run. Its number tells memory that is allocated for the device from other memory.
 DEVICE = torch.device("cpu", 0)
-# Seconds without new work until a thread that waits for the device goes on, and the largest number of them.
-_QUIET_S, _MAX_LATE_S = 0.0003, 0.005
+# Limit of the time for which a thread that waits for the device is late, in times of the quiet that it waits for.
+_MAX_LATE = 20
 
 
 class RecordedCuda:
-    """Replaces torch.cuda in `cuda_streams` and `device`. `dropped`: the site that is left out."""
+    """Replaces torch.cuda where the product uses streams and pinned memory."""
 
-    def __init__(self, checker: RaceChecker, dropped: Site | None = None) -> None:
+    def __init__(self, checker: RaceChecker, dropped: Site | None, *, quiet_s: float) -> None:
+        """`dropped`: the site that is left out.
+
+        `quiet_s`: seconds without new work until a stream's thread that waits for the device goes on.
+        """
+        self._quiet_s = quiet_s
         self.checker = checker
         self.dropped = dropped
         self.region_of: Callable[[torch.Tensor], Region | None] = lambda tensor: None
@@ -121,9 +126,9 @@ class RecordedCuda:
 
     def await_quiet(self) -> None:
         """Returns when no thread has queued work for a moment."""
-        until_s = time.monotonic() + _MAX_LATE_S
-        while (now_s := time.monotonic()) < until_s and now_s - self.queued_s < _QUIET_S:
-            time.sleep(_QUIET_S)
+        until_s = time.monotonic() + _MAX_LATE * self._quiet_s
+        while (now_s := time.monotonic()) < until_s and now_s - self.queued_s < self._quiet_s:
+            time.sleep(self._quiet_s)
 
     def _name_streams(self, device: Device) -> None:
         for name in ("h2d", "d2h"):
