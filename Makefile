@@ -62,7 +62,7 @@ $(PEERS_STAMP): $(STAMP)
 	@touch $@
 
 # Runs in one process, without Ray or FastAPI, on whatever `python3` has torch; skips with a reason where there is no GPU.
-# In two calls: make gpu-check ARGS="--part parity", and ARGS="--part speed".
+# Each case takes at most ten minutes: make gpu-check ARGS="--list", ARGS="--only link", ARGS="--resume"; see docs/gpu.md.
 gpu-check:
 	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check $(ARGS)
 

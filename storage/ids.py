@@ -76,6 +76,13 @@ class ModelKernel(StrEnum):
     LIGER = "liger"
 
 
+class HeadSlices(StrEnum):
+    """The ways in which the head goes over the tokens of a micro-batch. Their gradients differ in the last bits."""
+
+    SMALL = "small"  # at most 64 Mi logits in a slice; the projection's gradient is made for each slice and then added
+    LARGE = "large"  # 1024 to 4096 tokens in a slice; the projection's gradient is added in place
+
+
 @dataclass(frozen=True, slots=True)
 class Formats:
     """The number formats of a job. Raises ValueError for an unsupported pair."""

@@ -1,7 +1,7 @@
 """Splits offloaded tensors into parts and decides which part gets the next staging buffer. No I/O, no clock."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,6 +13,8 @@ from windlass.storage.priority_queue import PriorityQueue
 
 if TYPE_CHECKING:  # the simulator uses this module without torch
     import torch
+
+    from windlass.engine.device import Event
 
 
 class Moment(NamedTuple):
@@ -75,17 +77,17 @@ class SsdSwap:
     nbytes: int
     left_in: Moment  # the operation that offloaded it
     source: "torch.Tensor | None" = None  # None once all of it has left the device
-    source_ready: Callable[[], None] = lambda: None  # returns when the source may be read
+    source_ready: "Event | None" = None  # from then on the source may be read; None in the simulator
     wanted_in: Moment | None = None  # the operation that prefetched it; None before that
     target: "torch.Tensor | None" = None  # set by the prefetch
-    target_ready: Callable[[], None] = lambda: None  # returns when the target may be written
     turn: int = 0  # number of the last put or prefetch, in the order of the calls
     parts: list[Part] = field(default_factory=list)
     num_on_device: int = 0  # parts that have not left the device
     num_missing: int = 0  # parts that are not back on the device
+    num_to_return: int = 0  # parts whose copies back are not queued
+    returned: "Event | None" = None  # after the last copy back; None until it is queued
     is_demanded: bool = False  # the caller is waiting for it
     is_dropped: bool = False
-    error: Exception | None = None
 
 
 class BufferQueue:

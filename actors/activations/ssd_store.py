@@ -2,7 +2,8 @@
 
 A tensor is cut into parts of a few slots. A part needs one buffer for its write and one for its read. It acquires the
 buffer only when nothing else is missing for that transfer, and releases it at the end. Therefore parts never deadlock,
-however few buffers there are. One thread copies in each direction; the SSD servers read and write the SSDs.
+however few buffers there are. One stream copies in each direction; the SSD servers read and write the SSDs. So no
+thread waits for a copy, and the thread that launches kernels waits only until the SSDs have answered.
 """
 
 import functools
@@ -18,9 +19,8 @@ from windlass.actors.job import JobContext, aligned, ssd_name
 from windlass.actors.messages import ReadActivations, WriteActivations
 from windlass.actors.ssd import SsdClient
 from windlass.amounts import bytes_text
-from windlass.engine.activations import ActivationMemoryError, SwapCounter, SwapCounts, SwapWatch
-from windlass.engine.device import Device, StartThreads
-from windlass.storage.cancellation import TaskQueue
+from windlass.engine.activations import ActivationMemoryError, SwapCounter, SwapCounts, SwapWatch, wait_on_device
+from windlass.engine.device import Device, Event, TensorArena, copy
 from windlass.storage.ids import Span
 from windlass.storage.memory import SlotPool
 
@@ -38,14 +38,13 @@ class SsdActivations:
         self,
         context: JobContext,
         device: Device,
-        memory: torch.Tensor,
+        arena: TensorArena,
         client: SsdClient,
-        start_threads: StartThreads,
         watch: SwapWatch,
         *,
         max_leaving_nbytes: int,
     ) -> None:
-        """`memory` is the arena as flat uint8. The device's token ends the threads and all waits.
+        """Opens the two streams. The device's token ends all waits.
 
         `max_leaving_nbytes` limits the bytes that wait on the device for their copies; a single put may exceed it.
         """
@@ -53,7 +52,7 @@ class SsdActivations:
         pool, num_staged = plan.activations, plan.num_staged_activations
         self._device = device
         self._token = device.token
-        self._memory = memory
+        self._arena = arena
         self._client = client
         self._watch = watch
         self._max_leaving_nbytes = max_leaving_nbytes
@@ -70,8 +69,8 @@ class SsdActivations:
         self._slots = ScratchSlots(
             [context.num_scratch_slots(ssd) for ssd in range(num_ssds)], [facts.weight for facts in context.ssds]
         )
-        self._to_copy_out: TaskQueue[Part] = TaskQueue(device.token)
-        self._to_copy_in: TaskQueue[Part] = TaskQueue(device.token)
+        self._outward = device.open_stream()
+        self._inward = device.open_stream()
         self._changed = threading.Condition()
         # All attributes below are protected by `_changed`.
         self._now = Moment()
@@ -79,7 +78,6 @@ class SsdActivations:
         self._num_settling = 0  # parts of dropped tensors that still hold slots or a buffer
         self._leaving_nbytes = 0
         self._counter = SwapCounter()
-        start_threads((self._run_out, self._run_in))
 
     # --- calls of the owner -----------------------------------------------------------------------------------------
 
@@ -100,9 +98,9 @@ class SsdActivations:
         with self._changed:
             self._wait_to_leave(nbytes)
             self._wait_for_slots(nbytes)
-            swap = SsdSwap(nbytes, self._now, tensor, self._device.after_now())
+            swap = SsdSwap(nbytes, self._now, tensor, self._device.compute.record())
             swap.parts = list(cut(swap, self._slots, self._slot_nbytes, self._part_slots))
-            swap.num_on_device = swap.num_missing = len(swap.parts)
+            swap.num_on_device = swap.num_missing = swap.num_to_return = len(swap.parts)
             self._line_up(swap)
             self._leaving_nbytes += nbytes
             self._counter.hold(nbytes)
@@ -113,16 +111,20 @@ class SsdActivations:
     def prefetch(self, swap: SsdSwap, target: torch.Tensor) -> None:
         """Starts to read a tensor back into `target`, device memory of the same size. At most one call per tensor."""
         with self._changed:
-            swap.target, swap.target_ready, swap.wanted_in = target, self._device.after_now(), self._now
+            swap.target, swap.wanted_in = target, self._now
+            # Queued work may still read what the target's memory held before.
+            self._inward.wait(self._device.compute.record())
             self._line_up(swap)
             parts = self._hand_out_buffers()
         self._request(parts)
 
     def wait_for(self, swap: SsdSwap) -> None:
-        """Waits until a prefetched tensor is in its target. The handle is invalid afterwards.
+        """Makes later work of the compute stream wait for a prefetched tensor. The handle is invalid afterwards.
+
+        The call waits until the tensor has come from the SSDs, not for its copies to the device.
 
         Raises:
-            TimeoutError: the tensor did not arrive in time. A failed copy raises its own error.
+            TimeoutError: the tensor did not arrive in time.
             InterruptedError: the job was stopped.
         """
         with self._changed:
@@ -133,11 +135,12 @@ class SsdActivations:
         self._request(parts)
         with self._changed:
             try:
-                self._wait_until(lambda: swap.num_missing == 0 or swap.error is not None, lambda: self._missing(swap))
-                if swap.error is not None:
-                    raise swap.error
+                self._wait_until(lambda: swap.num_to_return == 0, lambda: self._missing(swap))
+                returned = swap.returned
             finally:
                 self._drop(swap)
+        assert returned is not None
+        wait_on_device(self._device, self._watch, returned)
 
     def drop(self, swap: SsdSwap) -> None:
         """Discards a tensor. The handle is invalid afterwards."""
@@ -214,7 +217,7 @@ class SsdActivations:
             if part.swap.is_dropped or self._token.is_cancelled:
                 self._free(part)
             elif part.at is At.RETURNING:
-                self._to_copy_in.put(part)
+                self._copy_in(part)
             else:
                 self._release_buffer(part)
                 part.at = At.SSD
@@ -239,7 +242,7 @@ class SsdActivations:
             (part.buffer,) = buffers
             if part.at is At.DEVICE:
                 part.at = At.LEAVING
-                self._to_copy_out.put(part)
+                self._copy_out(part)
             else:
                 part.at = At.RETURNING
                 to_request.append(part)
@@ -249,8 +252,7 @@ class SsdActivations:
         """Drops a tensor. Parts in transfer are released at the end of the transfer, all others at once."""
         if swap.num_missing:
             self._counter.held_nbytes -= swap.nbytes
-        else:
-            swap.target = None  # now only the caller holds it
+        swap.target = None  # now only the caller and copies hold it
         for part in swap.parts:
             if part.at in (At.LEAVING, At.RETURNING):
                 self._num_settling += 1
@@ -283,65 +285,64 @@ class SsdActivations:
             self._buffers.release([part.buffer])
             part.buffer = None
 
-    # --- inside: the threads ------------------------------------------------------------------------------------------
-
-    def _run_out(self) -> None:
-        while (part := self._to_copy_out.take()) is not None:
-            swap, error = part.swap, self._copy(part, self._copy_out)
-            parts = []
-            with self._changed:
-                self._leave(part)
-                if error is None:
-                    self._counter.out_nbytes += part.nbytes
-                if error is not None or swap.is_dropped or self._token.is_cancelled:
-                    swap.error = swap.error or error
-                    self._free(part)
-                else:
-                    parts = [part]
-                parts += self._hand_out_buffers()
-                self._changed.notify_all()
-            self._request(parts)
-
-    def _run_in(self) -> None:
-        while (part := self._to_copy_in.take()) is not None:
-            swap, error = part.swap, self._copy(part, self._copy_in)
-            with self._changed:
-                if error is None:
-                    self._counter.in_nbytes += part.nbytes
-                    swap.num_missing -= 1
-                    if swap.num_missing == 0 and not swap.is_dropped:
-                        self._counter.held_nbytes -= swap.nbytes
-                swap.error = swap.error or error
-                self._free(part)
-                parts = self._hand_out_buffers()
-                self._changed.notify_all()
-            self._request(parts)
-
-    def _copy(self, part: Part, copy: Callable[[Part, torch.Tensor], None]) -> Exception | None:
-        """Runs a copy of a part; returns its error, to be raised in the waiting thread."""
-        assert part.buffer is not None
-        try:
-            copy(part, self._memory[part.buffer.offset : part.buffer.offset + part.nbytes])
-        except Exception as error:  # noqa: BLE001
-            return error
-        return None
-
-    def _copy_out(self, part: Part, host: torch.Tensor) -> None:
+    def _copy_out(self, part: Part) -> None:
         swap = part.swap
         assert swap.source is not None
-        swap.source_ready()
-        start_s = time.monotonic()
-        self._device.copy_out(host, swap.source[part.range])
-        self._note(part, start_s, is_out=True)
+        assert swap.source_ready is not None
+        self._outward.wait(swap.source_ready)
+        begun = self._outward.record()
+        self._outward.run(functools.partial(copy, self._in_buffer(part), swap.source[part.range]))
+        # The callback holds the source, so that its memory is not reused before the copy has read it.
+        left = functools.partial(self._has_left, part, swap.source, begun, self._outward.record())
+        self._outward.then(left)
 
-    def _copy_in(self, part: Part, host: torch.Tensor) -> None:
+    def _copy_in(self, part: Part) -> None:
         swap = part.swap
         assert swap.target is not None
-        swap.target_ready()
-        start_s = time.monotonic()
-        self._device.copy_in(swap.target[part.range], host)
-        self._note(part, start_s, is_out=False)
+        begun = self._inward.record()
+        self._inward.run(functools.partial(copy, swap.target[part.range], self._in_buffer(part)))
+        self._inward.then(functools.partial(self._is_back, part, swap.target, begun, self._inward.record()))
+        swap.num_to_return -= 1
+        if not swap.num_to_return:
+            # Another event, so that on a CPU the callbacks have run before a wait for this event ends.
+            swap.returned = self._inward.record()
+            self._changed.notify_all()
 
-    def _note(self, part: Part, start_s: float, *, is_out: bool) -> None:
+    def _in_buffer(self, part: Part) -> torch.Tensor:
+        assert part.buffer is not None
+        return self._arena.view(part.buffer.offset, part.nbytes, torch.uint8)
+
+    # --- inside: callbacks of the streams -----------------------------------------------------------------------------
+
+    def _has_left(self, part: Part, source: torch.Tensor, begun: Event, copied: Event) -> None:
+        self._note(part, begun, copied, is_out=True)
+        with self._changed:
+            self._leave(part)
+            self._counter.out_nbytes += part.nbytes
+            parts = []
+            if part.swap.is_dropped or self._token.is_cancelled:
+                self._free(part)
+            else:
+                parts.append(part)
+            parts += self._hand_out_buffers()
+            self._changed.notify_all()
+        self._request(parts)
+
+    def _is_back(self, part: Part, target: torch.Tensor, begun: Event, copied: Event) -> None:
+        """Frees a part's slots and buffer. The callback holds `target`, so that its memory is not reused before."""
+        self._note(part, begun, copied, is_out=False)
+        swap = part.swap
+        with self._changed:
+            self._counter.in_nbytes += part.nbytes
+            swap.num_missing -= 1
+            if swap.num_missing == 0 and not swap.is_dropped:
+                self._counter.held_nbytes -= swap.nbytes
+            self._free(part)
+            parts = self._hand_out_buffers()
+            self._changed.notify_all()
+        self._request(parts)
+
+    def _note(self, part: Part, begun: Event, copied: Event, *, is_out: bool) -> None:
         left_in = part.swap.left_in
-        self._watch.moved((left_in.step, left_in.block), start_s, time.monotonic(), part.nbytes, is_out=is_out)
+        owner = (left_in.step, left_in.block)
+        self._watch.moved(owner, begun.time_s(), copied.time_s(), part.nbytes, is_out=is_out)

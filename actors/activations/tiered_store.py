@@ -14,7 +14,7 @@ from windlass.actors.job import JobContext
 from windlass.actors.ssd import SsdClient
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.activations import NOTHING_SWAPPED, HostActivations, SwapCounts, SwapHandle
-from windlass.engine.device import Device, StartThreads
+from windlass.engine.device import Device, TensorArena
 from windlass.storage.ids import BlockIndex, Step
 from windlass.storage.memory import SlotPool
 
@@ -39,18 +39,17 @@ class ActivationTiers:
         self,
         context: JobContext,
         device: Device,
-        memory: torch.Tensor,
+        arena: TensorArena,
         client: SsdClient,
-        start_threads: StartThreads,
         spans: SpanRecorder,
     ) -> None:
-        """`memory` is the arena as flat uint8. The device's token ends the threads and all waits."""
+        """The device's token ends all waits."""
         plan, pool = context.plan, context.plan.activations
         self._watch = ActivationSpans(spans)
         self._device = device
         self._host = HostActivations(
             device,
-            memory,
+            arena,
             SlotPool(
                 pool.offset,
                 pool.slot_nbytes,
@@ -64,7 +63,7 @@ class ActivationTiers:
         self._ssds: SsdActivations | None = None
         if plan.num_ssd_activations:
             self._ssds = SsdActivations(
-                context, device, memory, client, start_threads, self._watch, max_leaving_nbytes=plan.max_leaving_nbytes
+                context, device, arena, client, self._watch, max_leaving_nbytes=plan.max_leaving_nbytes
             )
         self._held: dict[SwapHandle, _Held] = {}
         self._num_puts = 0

@@ -155,6 +155,7 @@ class GpuWorker:
         self._arena = Arena.open(self.context.arena_path)
         self._threads.resources.callback(self._arena.close)
         self._tensors = TensorArena.of(self._arena)
+        self._threads.resources.callback(self._tensors.release)
         self._pin_arena()
         self._threads.resources.callback(self.device.unpin, self._tensors.memory)
 
@@ -173,9 +174,7 @@ class GpuWorker:
         self._require_room()
         self._device_memory = DeviceMemory(self.device.device)
         if self.context.plan.activations.num_slots:
-            self._activations = ActivationTiers(
-                self.context, self.device, self._tensors.memory, self._io, self._threads.start, self._spans
-            )
+            self._activations = ActivationTiers(self.context, self.device, self._tensors, self._io, self._spans)
             self._threads.resources.callback(self._activations.close)
         self.runner = BlockRunner(
             self.partition,
@@ -183,6 +182,7 @@ class GpuWorker:
             self.hyper.seed,
             activations=layer_activations(self.context),
             store=self._activations,
+            head_slices=self.hyper.head_slices,
         )
         self._threads.resources.callback(self.runner.forget)
 

@@ -326,6 +326,7 @@ class OffloadEngine:
             host_slots,
             offsets[self._store.formats.param_kind],
         )
+        self._threads.resources.callback(self._feed.close)
         self._updates = LayerUpdates(
             blocks,
             self._store,

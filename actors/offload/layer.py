@@ -47,17 +47,10 @@ class OffloadedLayer:
         self.lender = lender
         self.open_calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # calls that wait for their backward
         self.forward = block.layer.forward
-        self._previous = block.layer.__dict__.get("forward")
         self._is_checked = False
         # Makes the outputs require grad even if no argument does, as the layer's parameters would.
         self._anchor = torch.empty(0, requires_grad=True)
         block.layer.__dict__["forward"] = self.call
-
-    def remove(self) -> None:
-        """Restores the layer's own `forward`."""
-        del self.block.layer.__dict__["forward"]
-        if self._previous is not None:
-            self.block.layer.__dict__["forward"] = self._previous
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer. The model calls it in place of `forward`."""

@@ -84,6 +84,11 @@ class ParamFeed:
         """The functions to run in threads."""
         return (self._run_reads, self._loader.run)
 
+    def close(self) -> None:
+        """Frees the device's buffers, when the threads have ended. The model may hold this object for longer."""
+        self._flats.clear()
+        self._entries.clear()
+
     @property
     def num_moves(self) -> int:
         """The number of layers copied to the device so far."""

@@ -129,7 +129,7 @@ class OffloadStore:
         for space in self._spaces:
             space.close(delete=True)
         self._spaces.clear()
-        del self.arena
+        self.arena.release()
         self._io_arena.close()
         self._arena.close()
         self._arena.unlink()

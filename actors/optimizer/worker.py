@@ -128,7 +128,7 @@ class CpuOptimizer:
         arena = Arena.open(self.context.arena_path)
         self._threads.resources.callback(arena.close)
         self._tensors = TensorArena.of(arena)
-        self._threads.resources.callback(self._forget_memory)
+        self._threads.resources.callback(self._tensors.release)
         self._model_io = ModelIo(self.context, self._slots, start_model_worker, self.read, self.write, self._token)
         self._threads.resources.callback(self._model_io.close)
         if self.name == optimizer_name(0) and self.spec.attempt == 1:  # it loads the initial weights
@@ -151,10 +151,6 @@ class CpuOptimizer:
                 self._threads.report_status(self._io.describe_pending())
             case _:
                 raise ValueError(f"{self.name} has no handler for {type(message).__name__}")
-
-    def _forget_memory(self) -> None:
-        """Drops the tensors of the arena, because it stays mapped as long as there are any."""
-        del self._tensors
 
     def _make_model_mover(self) -> ModelWorker:
         # Imported late, because it needs the transformers library.

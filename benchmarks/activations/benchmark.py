@@ -164,10 +164,10 @@ def add_limits(
     report: Report, what: str, base: ActivationRun, budget: Budget, sizes: Callable[[], Iterator[int]], measure: Measure
 ) -> dict[str, int]:
     """Adds a table of the tried sizes. Returns the largest size that fits, for each way."""
-    field = {"batch": "batch_size", "context": "sequence_length"}[what]
 
     def measure_size(size: int, way: Way) -> ActivationResult:
-        return measure(budget.room(replace(base, **{field: size}), way))
+        run = replace(base, batch_size=size) if what == "batch" else replace(base, sequence_length=size)
+        return measure(budget.room(run, way))
 
     sizes_by_way, rows = {}, []
     for way in WAYS:

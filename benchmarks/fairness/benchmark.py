@@ -139,8 +139,8 @@ def _tell(
         rows,
     )
     return {
-        "slowdown_max": max(slowdowns.values()),
-        "slowdown_max_device_free": max(value for title, value in slowdowns.items() if title != _QUEUE),
+        "slowdown_max": max(filter(None, slowdowns.values())),
+        "slowdown_max_device_free": max(value for title, value in slowdowns.items() if value and title != _QUEUE),
         "small_file_wait_s": max(found.validated_s for found in beside.values()),
         "small_file_alone_s": alone.validated_s,
         "webhook_delay_s_max": max(webhook_s for webhook_s, _ in answers.values()),

@@ -1,233 +1,183 @@
-"""Checks windlass's results on this GPU against plain PyTorch, and measures its speed: `make gpu-check`
+"""Checks windlass on this GPU: its results against plain PyTorch's, and its speed against what the GPU can do.
 
-There are two parts. Parity trains a small model with every precision and every choice for activations. Speed is full
-fine-tuning with random weights, with one limit on GPU memory and one on host memory. It is compared with the same
-model's compute-only peak and with DeepSpeed.
+`make gpu-check` runs up to 20 cases in a fixed order, each in a process of its own. Ten minutes tell most, because the
+first four cases answer most. Each case adds one line to a results file, from which the report is made, so a killed run
+loses only its current case. `--resume` goes on. docs/gpu.md says how to read the output.
 
-All actors are threads of this process. It needs torch and transformers, but neither Ray nor the web service. It ends
-within `--limit-s`. The report is stored after each case, so that little is lost if the process is killed. Without a GPU
-it prints a note and exits with 0. `--device cpu --tiny` runs all parts on small models, as a test of the check itself.
+It needs torch, transformers and small packages, but neither Ray nor the web service. Without a GPU it prints a note
+and exits with 0. `--device cpu --tiny` runs all parts on small models, as a test of the check itself.
 """
 
 import argparse
-import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
-import textwrap
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers.utils import logging as transformers_logging
-
-from benchmarks.gpu_check import parity as gpu_parity
-from benchmarks.gpu_check import peers as gpu_peers
-from benchmarks.gpu_check import speed as gpu_speed
-from benchmarks.gpu_check.cases import CAPS, SpeedCase, cases, tiny_cases
-from benchmarks.peers.contenders import SHM_DIR
-from benchmarks.reporting.report import GIB, Report, rounded
-from windlass.storage.memory import directory_free_nbytes, memory_available_nbytes
+from benchmarks.gpu_check.case import Case, Result, ResultsFile, Setting, Status, named, run_case
+from benchmarks.gpu_check.cases import cases
+from benchmarks.gpu_check.report import has_failed, in_words, keys, report_lines
+from benchmarks.reporting.report import rounded
+from windlass.actors.lifecycle import allocator_settings
 
 REPORTS = Path(__file__).parents[1] / "reports"
-PARTS = ("parity", "speed")
-_TINY_STEPS = 2
-# Seconds after the limit in which running work may end, before the process is killed.
-_GRACE_S = 20.0
-# Share of the limit for parity, if both parts run.
-_PARITY_SHARE = 0.4
-
-
-@dataclass(slots=True)
-class Check:
-    """The measurements so far, and their report."""
-
-    report: Report
-    path: Path | None  # None: do not store the report
-    parts: Sequence[str]
-    speed_cases: Sequence[SpeedCase]
-    parity: list[gpu_parity.ParityRun] = field(default_factory=list)
-    speeds: list[gpu_speed.SpeedRun] = field(default_factory=list)
-    peers: list[gpu_peers.PeerRun] = field(default_factory=list)
-
-    @property
-    def sections(self) -> list[str]:
-        """The report's sections as lines of Markdown."""
-        lines = []
-        if "parity" in self.parts:
-            lines += ["", "## Parity", "", *gpu_parity.tables(self.parity)]
-        if "speed" in self.parts:
-            lines += ["", "## Speed", "", *_explanations(), "", *gpu_speed.tables(self.speeds)]
-            lines += ["", *gpu_peers.tables(self.peers)] if self.peers else []
-        return [*lines, ""]
-
-    @property
-    def keys(self) -> dict[str, Any]:
-        """The object of the last line, with null for missing measurements."""
-        return {
-            **gpu_parity.keys(self.parity),
-            **gpu_speed.keys(self.speeds, self.speed_cases),
-            **gpu_peers.keys(self.peers, self.speeds, self.speed_cases),
-        }
-
-    @property
-    def has_failed(self) -> bool:
-        """True if losses differ, or a case failed."""
-        return any(run.is_wrong for run in self.parity) or any(run.is_failure for run in self.speeds)
-
-    def note(self, what: str) -> None:
-        """Prints the result of a case, and stores the report so far."""
-        print(what, flush=True)
-        self._keep([*self.report.lines, *self.sections, json.dumps(rounded(self.keys))])
-
-    def finish(self) -> None:
-        """Prints the whole report and stores it."""
-        self.report.add(*self.sections, *([] if self.path is None else [f"Kept as {self.path.name}.", ""]))
-        self.report.finish(self.keys)
-        self._keep(self.report.lines)
-
-    def _keep(self, lines: Sequence[str]) -> None:
-        if self.path is not None:
-            self.path.parent.mkdir(exist_ok=True)
-            self.path.write_text("\n".join(lines) + "\n")
-
-
-def _explanations() -> list[str]:
-    host_caps = " and ".join(
-        f"{nbytes / GIB:g} GiB with states on {states}" for states, nbytes in CAPS.host_nbytes.items()
-    )
-    return textwrap.wrap(
-        "bf16 with fp32 states, or split ones that are equal, AdamW, no clipping. The GPU cap, "
-        f"{CAPS.gpu_nbytes / GIB:g} GiB, is on torch's caching allocator (`set_per_process_memory_fraction`), and the "
-        "GPU peak is of what it gave out; CUDA's own context comes on top. The host cap is on the arena: "
-        f"{host_caps}. The host peak is resident memory, the arena once. States on host: the job has no SSDs and keeps "
-        "no checkpoints, so a crash loses it. The compute-only peak is that of two distinct layers, the embedding and "
-        "the head, params and gradients on the GPU, uncapped, through the same block runner; a layer's time counts as "
-        "often as the model has layers. It is measured with every layer computed again, and with nothing computed "
-        "again. Where the time went is from the actors' timeline: each resource's busy time, and the causes for which "
-        "the GPU computed nothing.",
-        width=110,
-    )
+_LIMIT_S = 580.0  # timeout of a case
+_GRACE_S = 15.0  # after it, the process of the case is killed
+_WATCH_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 if a loss differs or a case failed, else 0."""
+    """Returns 1 if a result differs or a case failed, else 0."""
     options = _parser().parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
+    listed = cases(is_tiny=options.tiny)
+    chosen = named(listed, options.only)
+    if not chosen:
+        print(f"no case has {options.only!r} in its name; there are {', '.join(case.name for case in listed)}")
+        return 2
+    if options.list:
+        for number, case in enumerate(chosen, start=1):
+            print(f"{number:2} {case.name:36} about {case.expected_s:.0f} s")
+        return 0
+    if options.device == "cuda" and not _has_gpu():
         print("gpu-check skipped: this machine has no CUDA device that torch can use")
         return 0
-    # TF32 would round fp32 products, so the comparison would not be exact.
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    if options.device == "cpu":
-        torch.set_num_threads(1)  # as in a job
-    transformers_logging.disable_progress_bar()
-    started_s = time.monotonic()
-    parts = PARTS if options.part == "all" else (options.part,)
     with tempfile.TemporaryDirectory(prefix=".gpu-check-", dir=options.directory) as folder:
         root = Path(folder).absolute()
-        check = _check(options, parts, root)
-        with _ended_after(options.limit_s + _GRACE_S, check, root):
-            until_s = started_s + options.limit_s
-            if "parity" in parts:
-                share = _PARITY_SHARE if "speed" in parts else 1.0
-                _run_parity(check, root, options, started_s + share * options.limit_s)
-            if "speed" in parts:
-                _run_speed(check, root, options, until_s)
-        check.finish()
-    return int(check.has_failed)
+        results = _results_file(options, root)
+        setting = Setting(
+            root=root,
+            results=results,
+            device=options.device,
+            is_tiny=options.tiny,
+            plan=json.loads(options.plan.read_text()) if options.plan else {},
+        )
+        done = [name for name, each in results.read().items() if each.status is Status.DONE] if options.resume else []
+        for number, case in enumerate(chosen, start=1):
+            head = f"case {number} of {len(chosen)}: {case.name}"
+            if case.name in done:
+                print(f"{head} is done", flush=True)
+                continue
+            print(f"{head} begins, about {case.expected_s:.0f} s", flush=True)
+            result = _run_apart(case, setting, options.limit_s)
+            print(f"{head} ends after {result.took_s:.0f} s: {in_words(result)}", flush=True)
+            _keep_report(results, listed, options, root)
+        found = results.read()
+        print("\n".join(["", *_report(results, listed, options, root)]))
+        print(json.dumps(rounded(keys(found, listed))), flush=True)
+        return int(has_failed({case.name: found[case.name] for case in chosen if case.name in found}))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
-    parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
-    parser.add_argument("--limit-s", type=float, default=560.0, help="seconds for all of it (default: 560)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="of the speed part, cases whose name has this")
+    parser.add_argument("--list", action="store_true", help="print the cases and end")
+    parser.add_argument(
+        "--only", default="", metavar="NAME", help="the case of this name, or all that have it in theirs"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the newest results file, without what is done"
+    )
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="predictions made elsewhere, see docs/gpu.md")
+    parser.add_argument("--limit-s", type=float, default=_LIMIT_S, help=f"seconds for a case (default: {_LIMIT_S:g})")
     parser.add_argument("--directory", type=Path, default=Path(), help="on the SSD to use (default: here)")
-    parser.add_argument("--reports", type=Path, help="where the report is kept (default: benchmarks/reports)")
+    parser.add_argument("--reports", type=Path, help="where results and report are kept (default: benchmarks/reports)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small models and few steps; no report, no peers")
+    parser.add_argument("--tiny", action="store_true", help="small models and few steps; nothing is kept")
     return parser
 
 
-def _check(options: argparse.Namespace, parts: Sequence[str], root: Path) -> Check:
-    """Creates the check, with a report that describes the machine and the limits."""
-    is_gpu = options.device == "cuda"
-    configuration = {
-        "form": f"{'tiny' if options.tiny else 'full'}, {', '.join(parts)}, at most {options.limit_s:g} s",
-        "device": torch.cuda.get_device_name(0) if is_gpu else "the processor",
-        "device memory": f"{torch.cuda.get_device_properties(0).total_memory / GIB:.1f} GiB" if is_gpu else "",
-        "CUDA": torch.version.cuda,
-        "free": f"{memory_available_nbytes() / GIB:.1f} GiB of memory, "
-        f"{directory_free_nbytes(Path('/dev/shm')) / GIB:.1f} of shared memory, "
-        f"{directory_free_nbytes(root) / GIB:.1f} on the disk",
-    }
-    report = Report("GPU check", root, configuration)
-    kept = options.reports or (None if options.tiny else REPORTS)
-    names = [report.lines[2][:10], "gpu_check", *(() if options.part == "all" else parts), *options.only.split()]
-    path = None if kept is None else kept / f"{'-'.join(names)}.md"
-    chosen = [case for case in (tiny_cases if options.tiny else cases)() if options.only in case.name]
-    return Check(report, path, parts, chosen)
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
-@contextlib.contextmanager
-def _ended_after(limit_s: float, check: Check, root: Path) -> Iterator[None]:
-    """Ends the process after the limit, even if it hangs. Reports all results so far, and removes temporary files."""
-
-    def give_up() -> None:
-        check.report.add("", f"Ended by force after {limit_s:g} s: what was under way hung, or took far too long.")
-        check.finish()
-        for arena in SHM_DIR.glob(f"windlass-*-{os.getpid()}.arena"):
-            arena.unlink(missing_ok=True)
-        shutil.rmtree(root, ignore_errors=True)
-        os._exit(1)
-
-    timer = threading.Timer(limit_s, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def _results_file(options: argparse.Namespace, root: Path) -> ResultsFile:
+    """Returns today's file, or the newest one with `--resume`. A run of all cases begins with an empty file."""
+    folder = options.reports or (root if options.tiny else REPORTS)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{datetime.now(UTC):%Y-%m-%d}-gpu_check.jsonl"
+    if options.resume:
+        earlier = (each for each in folder.glob("*-gpu_check.jsonl") if each != path)
+        return ResultsFile(path if path.exists() else max(earlier, default=path))
+    if not options.only:
+        path.unlink(missing_ok=True)
+    return ResultsFile(path)
 
 
-def _run_parity(check: Check, root: Path, options: argparse.Namespace, until_s: float) -> None:
-    runs = gpu_parity.measure(
-        gpu_parity.cases(compiles=not options.tiny),
-        root,
-        device=options.device,
-        num_steps=_TINY_STEPS if options.tiny else gpu_parity.NUM_STEPS,
-        until_s=until_s,
-    )
-    for run in runs:
-        check.parity.append(run)
-        result = run.reason if run.difference is None else f"difference {run.difference:.1e}"
-        check.note(f"parity: {', '.join(run.case.columns)}: {result}")
+def _run_apart(case: Case, setting: Setting, limit_s: float) -> Result:
+    """Runs a case in a process of its own, because a failed kernel makes CUDA unusable for the rest of a process."""
+    os.environ.update(allocator_settings(os.environ))  # as in a job; PyTorch reads them when it is loaded
+    before = len(setting.results.path.read_text().splitlines()) if setting.results.path.exists() else 0
+    start_s = time.monotonic()
+    process = multiprocessing.get_context("spawn").Process(target=run_here, args=(case, setting, limit_s))
+    process.start()
+    process.join(limit_s + _GRACE_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    lines = setting.results.path.read_text().splitlines() if setting.results.path.exists() else []
+    if len(lines) == before:
+        reason = f"its process ended with exit code {process.exitcode}"
+        took_s = time.monotonic() - start_s
+        setting.results.add(Result(case=case.name, part=case.part, status=Status.FAILED, reason=reason, took_s=took_s))
+    remove_arenas(process.pid)
+    shutil.rmtree(setting.root / case.name, ignore_errors=True)  # its states may be most of the disk
+    return setting.results.read()[case.name]
 
 
-def _run_speed(check: Check, root: Path, options: argparse.Namespace, until_s: float) -> None:
-    with_peers = not options.tiny and not options.only
-    runs = gpu_speed.measure(
-        check.speed_cases,
-        root,
-        device=options.device,
-        caps=CAPS,
-        compiles=not options.tiny,
-        until_s=until_s - gpu_peers.wanted_s() if with_peers else until_s,
-    )
-    for run in runs:
-        check.speeds.append(run)
-        result = run.reason if run.tokens_per_s is None else f"{run.tokens_per_s:.0f} tokens/s"
-        check.note(f"speed: {run.case.name}: {result}")
-    for peer in gpu_peers.measure(root, gpu_nbytes=CAPS.gpu_nbytes, until_s=until_s) if with_peers else ():
-        check.peers.append(peer)
-        check.note(f"speed: {peer.peer.title}: {peer.run.missing or f'{peer.tokens_per_s:.0f} tokens/s'}")
+def run_here(case: Case, setting: Setting, limit_s: float) -> None:
+    """Runs a case in this process, which ends after the limit, or when its parent has ended."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    threading.Thread(target=_end_in_time, args=(case, setting, limit_s), daemon=True).start()
+    # TF32 would round fp32 products, so the comparison would not be exact.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    if setting.device == "cpu":
+        torch.set_num_threads(1)  # as in a job
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of names that newer transformers have
+    run_case(case, setting)
+
+
+def _end_in_time(case: Case, setting: Setting, limit_s: float) -> None:
+    """Ends this process, even if it hangs. What it has in shared memory goes with it."""
+    parent, start_s = os.getppid(), time.monotonic()
+    while os.getppid() == parent and time.monotonic() - start_s < limit_s:
+        time.sleep(_WATCH_S)
+    reason = f"it was ended after {limit_s:g} s, because it hung or took too long"
+    if os.getppid() == parent:
+        setting.results.add(Result(case=case.name, part=case.part, status=Status.FAILED, reason=reason, took_s=limit_s))
+    remove_arenas(os.getpid())
+    os._exit(1)
+
+
+def remove_arenas(pid: int | None) -> None:
+    """Removes the arenas of a process that has ended by force."""
+    for arena in Path("/dev/shm").glob(f"windlass-*-{pid}.arena"):
+        arena.unlink(missing_ok=True)
+
+
+def _report(results: ResultsFile, listed: Sequence[Case], options: argparse.Namespace, root: Path) -> list[str]:
+    form = f"{'tiny form, ' if options.tiny else ''}{results.path.name}"
+    return report_lines(results.read(), listed, root, form)
+
+
+def _keep_report(results: ResultsFile, listed: Sequence[Case], options: argparse.Namespace, root: Path) -> None:
+    """Stores the report so far beside the results."""
+    last: dict[str, Any] = rounded(keys(results.read(), listed))
+    lines = [*_report(results, listed, options, root), json.dumps(last)]
+    results.path.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

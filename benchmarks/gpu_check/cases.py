@@ -1,25 +1,15 @@
-"""The models that the GPU check trains for speed: Qwen2.5's shapes, the tiers of their states, their activations."""
+"""The list of the check's cases, in the order in which they run. Loads no torch."""
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.activations.memory_need import room_for_activations
-from benchmarks.peers.schedules import System, behaving_as
-from benchmarks.peers.workload import ModelShape, model_config
-from benchmarks.reporting.machine import num_cores
-from benchmarks.reporting.report import GIB
-from tests.support.training import make_spec
-from windlass.actors.job import JobSpec
-from windlass.engine.data.examples import FORMAT_VERSION, NO_TARGET
-from windlass.engine.memory_plan import ActivationChoice, Placement
-from windlass.engine.training_config import Initialization
-from windlass.storage.ids import Formats, Kernel, Precision, StatePrecision
+from benchmarks.gpu_check.case import Case
+from benchmarks.peers.schedules import System
+from benchmarks.peers.workload import ModelShape
+from windlass.amounts import GIB
+from windlass.storage.ids import Formats, Precision, StatePrecision
 
 SHAPES = {
     "0.5B": ModelShape(
@@ -58,35 +48,66 @@ SHAPES = {
         num_key_value_heads=4,
     ),
 }
-# More steps than there is time for, because a case ends when enough of them are timed.
-_TOTAL_STEPS = 1000
-_BATCHES = 4  # number of different batches
-_DEADLINE_S = 120.0
-# Rates that loading is sure to reach. They show in advance whether there is time for a case.
+_TINY = ModelShape(hidden=64, num_layers=3, vocab=128, intermediate=128, num_heads=4, num_key_value_heads=2)
+_TINY_TOKENS = 512  # of a step
+# Bytes that a 24 GB card leaves to torch.
+CAP_NBYTES = 45 * GIB // 2
+# Rates of a usual machine, for the estimate of a case's time.
+_FLOPS = 100e12
 _LOADED_PARAMS_PER_S = 80e6
-_WRITTEN_BYTES_PER_S = 1e9
-_START_S = 15.0
-
-
-RECOMPUTE, SWAP_INPUT = ActivationChoice.RECOMPUTE, ActivationChoice.RECOMPUTE_SWAP_INPUT
+_SSD_BYTES_PER_S = 2e9
+START_S = 60.0  # to begin, to time single blocks, and to time the same model without transfers
+MOST_S = 420.0  # of a case: deeper models are not trained
+NUM_STEPS = 6  # of a speed case: one to warm up, three timed, one whose waits are counted, one traced
 
 
 class States(StrEnum):
     """The tier of all model states."""
 
-    SSD = "SSD"
+    SSD = "ssd"
     HOST = "host"  # only there: the job has no SSDs and writes no checkpoints
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caps:
-    """The memory limits of a case."""
+@dataclass(frozen=True, slots=True)
+class LinkCase:
+    """The rates of the machine's parts, from which all later predictions follow."""
 
-    gpu_nbytes: int  # of the caching allocator
-    host_nbytes: dict[States, int]  # of the arena
+    name: str = "link"
+    part: str = "link"
+    expected_s: float = 60.0
 
 
-CAPS = Caps(gpu_nbytes=24 * GIB, host_nbytes={States.SSD: 16 * GIB, States.HOST: 104 * GIB})
+@dataclass(frozen=True, slots=True)
+class ParityCase:
+    """Training in one precision, with every choice for activations and every tier of states."""
+
+    precision: Precision
+    part: str = "parity"
+    expected_s: float = 150.0
+
+    @property
+    def name(self) -> str:
+        """See Case."""
+        return f"parity-{self.precision}"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCase:
+    """DeepSpeed on the same GPU with the same memory limit."""
+
+    schedule: System
+    part: str = "peers"
+    expected_s: float = 180.0
+
+    @property
+    def name(self) -> str:
+        """See Case."""
+        return f"deepspeed-{self.schedule}"
+
+    @property
+    def states(self) -> States:
+        """The tier of params and states."""
+        return States.SSD if self.schedule is System.ZERO_INFINITY else States.HOST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +120,16 @@ class SpeedCase:
     batch_size: int
     sequence_length: int = 1024
     num_microbatches: int = 1
-    activations: ActivationChoice = ActivationChoice.RECOMPUTE
+    has_cap: bool = True  # GPU memory is that of a 24 GB card; else all of the GPU's
     state_precision: StatePrecision = StatePrecision.FP32
-    system: System | None = None  # imitates this system's schedule
+    schedule: System | None = None  # imitates this schedule
+    part: str = "speed"
 
     @property
     def name(self) -> str:
-        """The unique name of the case: "7B host 16"."""
-        name = f"{self.model} {self.states} {self.batch_size}"
-        return name if self.system is None else f"{name} as {self.system}"
+        """See Case: "speed-7B-host-16", with "-all" if all of the GPU's memory is used."""
+        name = f"speed-{self.model}-{self.states}-{self.batch_size}{'' if self.has_cap else '-all'}"
+        return name if self.schedule is None else f"{name}-as-{self.schedule}"
 
     @property
     def num_tokens(self) -> int:
@@ -115,122 +137,88 @@ class SpeedCase:
         return self.batch_size * self.sequence_length
 
     @property
+    def microbatch(self) -> tuple[int, int]:
+        """The examples and tokens of a micro-batch."""
+        return self.batch_size // self.num_microbatches, self.sequence_length
+
+    @property
     def state_nbytes(self) -> int:
         """The bytes of all model states."""
         return sum(Formats(Precision.BF16, self.state_precision).itemsizes.values()) * self.shape.num_params
 
     @property
-    def expected_s(self) -> float:
-        """The maximum seconds before the first step, on a machine of usual speed."""
-        num_params = self.shape.num_params
+    def load_s(self) -> float:
+        """The seconds until the first step."""
         written_nbytes = self.state_nbytes if self.states is States.SSD else 0
-        return _START_S + num_params / _LOADED_PARAMS_PER_S + written_nbytes / _WRITTEN_BYTES_PER_S
+        return self.shape.num_params / _LOADED_PARAMS_PER_S + written_nbytes / _SSD_BYTES_PER_S
 
-    def spec(self, folder: Path, *, device: str, host_nbytes: int, kernel: Kernel | None, kernel_dir: Path) -> JobSpec:
-        """Builds the job, with its model, data and SSD below `folder`."""
-        folder.mkdir(parents=True)
-        model_config(self.shape, self.sequence_length).save_pretrained(folder / "model")
-        self._write_tokens(folder / "data")
-        spec = make_spec(folder / "base", num_ssds=0, precision=Precision.BF16, clip_norm=None)
-        spec = spec.with_training(
-            batch_size=self.batch_size,
-            num_microbatches=self.num_microbatches,
-            sequence_length=self.sequence_length,
-            state_precision=self.state_precision,
-            kernel=kernel,
-            total_steps=_TOTAL_STEPS,
-            initialization=Initialization.RANDOM,
-            evaluate_every=None,
-        )
-        spec = dataclasses.replace(
-            spec,
-            model_dir=str(folder / "model"),
-            dataset_dir=str(folder / "data"),
-            num_validation_examples=0,
-            ssd_dirs=(str(folder / "ssd"),) if self.states is States.SSD else (),
-            optimizer_threads=max(1, num_cores() - 2),
-            kernel_dir=str(kernel_dir),
-            host_memory_nbytes=host_nbytes,
-            deadline_s=_DEADLINE_S,
-        )
-        is_host = self.states is States.HOST
-        placement = Placement(
-            host_blocks=tuple(range(self.shape.num_layers + 2)) if is_host else (),
-            num_cached_params=0 if is_host else None,
-            activations=self.activations.of_layers(self.shape.num_layers),
-        )
-        placement = dataclasses.replace(placement, host_activation_nbytes=room_for_activations(spec, placement, device))
-        spec = dataclasses.replace(spec, placement=placement)
-        return spec if self.system is None else behaving_as(spec, self.system, self.shape.num_layers + 2)
+    @property
+    def expected_s(self) -> float:
+        """See Case. Fewer layers take less."""
+        moved_nbytes = 2 * self.state_nbytes if self.states is States.SSD else 0
+        # Two operations a parameter and token forward, four backward, two for recomputation.
+        compute_s = 8 * self.shape.num_params * self.num_tokens / _FLOPS
+        steps_s = NUM_STEPS * max(compute_s, moved_nbytes / _SSD_BYTES_PER_S)
+        return min(MOST_S, START_S + self.load_s + steps_s)
 
-    def _write_tokens(self, folder: Path) -> None:
-        folder.mkdir()
-        num_examples, length = self.batch_size * _BATCHES, self.sequence_length
-        tokens = np.random.default_rng(0).integers(0, self.shape.vocab, (num_examples, length), dtype=np.int32)
-        targets = np.roll(tokens, -1, axis=1)
-        targets[:, -1] = NO_TARGET
-        tokens.tofile(folder / "train.tokens")
-        targets.tofile(folder / "train.targets")
-        np.arange(0, tokens.size + 1, length, dtype=np.int64).tofile(folder / "train.offsets")
-        counts = {
-            "num_tokens": tokens.size,
-            "num_examples": num_examples,
-            "num_targets": int((targets != NO_TARGET).sum()),
-        }
-        meta = {"version": FORMAT_VERSION, "sequence_length": length, "splits": {"train": counts}}
-        (folder / "meta.json").write_text(json.dumps(meta))
+    def with_num_layers(self, number: int) -> "SpeedCase":
+        """Returns the case for a model with so many layers of the same width."""
+        return dataclasses.replace(self, shape=dataclasses.replace(self.shape, num_layers=number))
 
 
-def cases() -> list[SpeedCase]:
-    """Returns the cases, the most valuable first, because time may run out."""
+def _speed(model: str, states: States, batch_size: int, **options: Any) -> SpeedCase:
+    # Split states give the same results with 12 bytes a parameter instead of 14, so more layers fit.
+    is_large = model == "7B" or states is States.SSD
+    states_in = StatePrecision.SPLIT if is_large else StatePrecision.FP32
+    return SpeedCase(
+        model=model,
+        shape=SHAPES[model],
+        states=states,
+        batch_size=batch_size,
+        **({"state_precision": states_in} | options),
+    )
 
-    def case(model: str, states: States, batch_size: int, **options: Any) -> SpeedCase:
-        return SpeedCase(
-            model=model,
-            shape=SHAPES[model],
-            states=states,
-            batch_size=batch_size,
-            **({"activations": SWAP_INPUT if batch_size > 8 else RECOMPUTE} | options),
-        )
 
-    # Split states give the same results with 12 bytes a parameter. With 14 bytes, fewer models fit into 128 GiB of
-    # memory or 64 GiB of disk.
-    large: dict[str, Any] = {"state_precision": StatePrecision.SPLIT}
-    return [
-        case("1.5B", States.HOST, 16),
-        case("7B", States.HOST, 16, **large),
-        case("1.5B", States.SSD, 16, **large),
-        case("1.5B", States.SSD, 16, system=System.ZERO_INFINITY, **large),
-        case("1.5B", States.HOST, 4),
-        case("1.5B", States.HOST, 32),
-        case("7B", States.HOST, 32, num_microbatches=2, **large),
-        case("1.5B", States.SSD, 32, **large),
-        case("1.5B", States.HOST, 16, system=System.ZERO_OFFLOAD, activations=RECOMPUTE),
-        case("0.5B", States.SSD, 16),
-        case("3B", States.HOST, 16),
-        case("1.5B", States.SSD, 4, **large),
-        case("1.5B", States.HOST, 8),
+def cases(*, is_tiny: bool = False) -> list[Case]:
+    """Returns the cases. The first four answer most. With `is_tiny`, one of each kind, and small models."""
+    ssd, host = States.SSD, States.HOST
+    imitated = System.ZERO_INFINITY, System.ZERO_OFFLOAD
+    listed: list[Case] = [
+        LinkCase(),
+        ParityCase(Precision.BF16),
+        _speed("7B", host, 16),
+        _speed("1.5B", ssd, 16),
+        _speed("1.5B", host, 16),
+        _speed("7B", ssd, 16),
+        _speed("3B", host, 16),
+        ParityCase(Precision.FP32),
+        ParityCase(Precision.FP16),
+        _speed("7B", host, 16, has_cap=False),
+        _speed("0.5B", host, 16),  # plain training fits on a 24 GB card
+        _speed("1.5B", host, 4),
+        _speed("7B", host, 64, num_microbatches=4),
+        _speed("3B", ssd, 16),
+        _speed("1.5B", ssd, 256, num_microbatches=16),
+        _speed("1.5B", host, 16, has_cap=False),
+        *map(PeerCase, imitated),
+        _speed("1.5B", ssd, 16, schedule=imitated[0]),
+        _speed("1.5B", host, 16, schedule=imitated[1]),
     ]
+    if not is_tiny:
+        return listed
+    kinds: dict[object, Case] = {}
+    for case in listed:
+        kinds.setdefault(_kind(case) if isinstance(case, SpeedCase) else case.name, case)
+    return [_tiny(case) if isinstance(case, SpeedCase) else case for case in kinds.values()]
 
 
-def tiny_cases() -> list[SpeedCase]:
-    """Returns one case of each kind, with models that any machine can train."""
-    kinds: dict[tuple[object, ...], SpeedCase] = {}
-    for case in cases():
-        kinds.setdefault((case.states, case.system, case.num_microbatches), case)
-    return [
-        dataclasses.replace(
-            case,
-            shape=ModelShape(
-                hidden=64,
-                num_layers=3,
-                vocab=128,
-                intermediate=128,
-                num_heads=4,
-                num_key_value_heads=2,
-                is_tied=case.shape.is_tied,
-            ),
-            sequence_length=32,
-        )
-        for case in kinds.values()
-    ]
+def _kind(case: SpeedCase) -> object:
+    return case.states, case.schedule, case.has_cap, case.num_microbatches > 1
+
+
+def _tiny(case: SpeedCase) -> SpeedCase:
+    shape = dataclasses.replace(_TINY, is_tied=case.shape.is_tied)
+    num_microbatches = min(2, case.num_microbatches)
+    return dataclasses.replace(
+        case, shape=shape, sequence_length=_TINY_TOKENS // case.batch_size, num_microbatches=num_microbatches
+    )

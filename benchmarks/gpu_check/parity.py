@@ -1,5 +1,9 @@
 """Checks that windlass computes on this GPU what plain PyTorch computes there.
 
+Algorithms are deterministic. Plain PyTorch trains three times: twice alike, and once with the examples of each step in
+reverse order. The last differs from the first by rounding alone. This difference, or that of the first two if it is
+larger, is the noise floor. Windlass may differ from the first by a small multiple of it, in losses and in params.
+
 Released buffers are filled with NaN. If a stream reads a buffer too early, or fills it too early, the loss becomes NaN.
 With more operations in flight, the streams run further behind.
 """
@@ -7,42 +11,53 @@ With more operations in flight, the streams run further behind.
 import contextlib
 import dataclasses
 import math
+import os
 import shutil
 import time
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.activations.memory_need import room_for_activations
-from benchmarks.peers.contenders import without_paths
-from benchmarks.reporting.report import table
-from tests.support.reference_loop import train_plainly
-from tests.support.training import has_direct_io, losses_of, make_partition, make_spec, metrics_of
+from benchmarks.gpu_check.case import Setting, in_short
+from benchmarks.gpu_check.cases import ParityCase
+from benchmarks.gpu_check.watch import HostWaits, host_waits
+from tests.support.reference_loop import PlainRun, train_plainly
+from tests.support.training import (
+    exported_params,
+    has_direct_io,
+    losses_of,
+    make_partition,
+    make_spec,
+    metrics_of,
+)
 from windlass.actors.job import JobSpec
 from windlass.actors.messages import ComputeProgressed, Message, Phase
 from windlass.actors.policy import Ordering
 from windlass.actors.runtime.local_runner import run_local
+from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_plan import ActivationChoice, Placement
 from windlass.storage.ids import ActorName, Kernel, Precision
 
-# Maximum relative difference of any loss.
-LIMITS = {Precision.FP32: 1e-5, Precision.BF16: 1e-3, Precision.FP16: 1e-3}
 PLACES = ("SSD", "host", "device")
-NUM_STEPS = 30
+_NUM_STEPS = 30
+_NUM_TINY_STEPS = 2
+# Largest difference, as a multiple of the noise floor. Differences of one size are spread this widely.
+FLOOR_FACTOR = 8.0
+_EPSILON = 2.0**-23  # smallest noise floor: a unit in the last place of an fp32 number
+# Smallest noise floor of params: one in 2^16 differs by a unit in the last place.
+_LEAST_PARAMS = {Precision.FP32: _EPSILON, Precision.BF16: 2.0 ** (-8 - 8), Precision.FP16: 2.0 ** (-11 - 8)}
 # Choices for activations, and whether swapped ones go to the SSDs.
 ACTIVATIONS = (*((choice, False) for choice in ActivationChoice), (ActivationChoice.SWAP, True))
-_EXPECTED_S = {Kernel.FUSED: 10.0, None: 60.0}  # seconds that must be left to start a case, by kernel
-_REASON_LENGTH = 240  # maximum characters of an error in the report
+_ENOUGH_S = 480.0  # no further variant begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParityCase:
-    """One run that is compared with plain PyTorch."""
+class Variant:
+    """The settings of one run that is compared with plain PyTorch."""
 
     precision: Precision
     activations: ActivationChoice
@@ -55,16 +70,12 @@ class ParityCase:
     is_streamed: bool = False  # layers are copied to the device in pieces
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """The cells of its table row."""
-        activations = f"{self.activations}, to SSD" if self.swaps_to_ssd else str(self.activations)
-        kernel, num_ahead = str(self.kernel or "compiled if possible"), str(self.num_ahead)
-        numbers = (str(self.num_microbatches), str(self.is_tied), kernel, num_ahead)
-        place = f"{self.place}, in pieces" if self.is_streamed else self.place
-        return (str(self.precision), activations, place, *numbers)
+    def reference(self) -> tuple[int, bool]:
+        """The settings that change what is computed."""
+        return self.num_microbatches, self.is_tied
 
     def placed(self, spec: JobSpec, num_blocks: int, device: str) -> JobSpec:
-        """Returns the job with the case's placement."""
+        """Returns the job with the variant's placement."""
         blocks = tuple(range(num_blocks))
         placement = Placement(
             host_blocks=blocks if self.place == "host" else (),
@@ -82,37 +93,36 @@ class ParityCase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParityRun:
-    """The result of a case."""
+class Differences:
+    """Relative differences of two runs."""
 
-    case: ParityCase
-    difference: float | None = None  # maximum relative difference of any loss
-    swapped_nbytes: int = 0  # bytes that left the device in a step
-    num_waits: int = 0  # times that the host waited for the device, after the second step
-    reason: str = ""  # why there is no difference
-    is_failure: bool = False
-    took_s: float = 0.0
+    loss: float  # the largest of any step
+    params: float  # norm of the difference over the norm, at the end
 
-    @property
-    def is_wrong(self) -> bool:
-        """True if it failed, the host waited, or its losses differ from plain PyTorch's."""
-        return (
-            self.is_failure
-            or self.num_waits > 0
-            or (self.difference is not None and self.difference > LIMITS[self.case.precision])
+    def is_within(self, floor: "Differences", precision: Precision) -> bool:
+        """Checks that both are at most a small multiple of the noise floor."""
+        loss, params = max(floor.loss, _EPSILON), max(floor.params, _LEAST_PARAMS[precision])
+        return self.loss <= FLOOR_FACTOR * loss and self.params <= FLOOR_FACTOR * params
+
+    @classmethod
+    def largest(cls, several: Sequence["Differences"]) -> "Differences":
+        """Returns the largest loss and params of several."""
+        return cls(
+            loss=max((each.loss for each in several), default=0.0),
+            params=max((each.params for each in several), default=0.0),
         )
 
 
-def cases(*, compiles: bool) -> list[ParityCase]:
-    """Returns every precision with every choice for activations. The other settings vary from case to case.
+def variants(precision: Precision, *, compiles: bool) -> list[Variant]:
+    """Returns every choice for activations. The other settings vary from one to the next, and over the precisions.
 
-    Then follow the same choices with streamed layers. Last, with `compiles`, follow kernels compiled for the device,
-    which takes a while.
+    Then follow the same choices with streamed layers, where states are on the SSDs. With `compiles`, the last has a
+    kernel compiled for the device.
     """
-    uncompiled = []
-    for i, (precision, (activations, swaps_to_ssd)) in enumerate(product(LIMITS, ACTIVATIONS)):
-        # Each choice for activations meets every place, and both values of every other setting.
-        case = ParityCase(
+    first = list(Precision).index(precision) * len(ACTIVATIONS)
+    plain = [
+        # Over all precisions, each choice for activations meets every place, and both values of every other setting.
+        Variant(
             precision=precision,
             activations=activations,
             swaps_to_ssd=swaps_to_ssd,
@@ -122,145 +132,167 @@ def cases(*, compiles: bool) -> list[ParityCase]:
             kernel=Kernel.FUSED,
             num_ahead=(2, 5)[i // len(ACTIVATIONS) % 2],
         )
-        uncompiled.append(case)
-    streamed = [dataclasses.replace(case, is_streamed=True) for case in uncompiled if case.place == "SSD"]
-    compiled = []
-    if compiles:
-        changes: dict[str, Any] = {"place": "device", "kernel": None, "num_microbatches": 1}
-        compiled = [
-            dataclasses.replace(case, **changes)
-            for case in uncompiled
-            if case.activations is ActivationChoice.RECOMPUTE
-        ]
-    return [*uncompiled, *streamed, *compiled]
+        for i, (activations, swaps_to_ssd) in enumerate(ACTIVATIONS, start=first)
+    ]
+    streamed = [dataclasses.replace(each, is_streamed=True) for each in plain if each.place == "SSD"]
+    compiled = dataclasses.replace(plain[0], place="device", kernel=None, num_microbatches=1)
+    return [*plain, *streamed, *([compiled] if compiles else [])]
 
 
-def measure(
-    cases: Sequence[ParityCase], root: Path, *, device: str, num_steps: int, until_s: float
-) -> Iterator[ParityRun]:
-    """Runs one case after the other below `root`. A failed case does not stop the others."""
-    expected: dict[tuple[Precision, int, bool], list[float]] = {}
-    for index, case in enumerate(cases):
-        start_s, folder = time.monotonic(), root / f"parity-{index}"
-        if until_s - start_s < _EXPECTED_S[case.kernel]:
-            yield ParityRun(case=case, reason="no time is left")
-            continue
-        try:
-            with host_waits(device) as waits:
-                spec = _train(case, folder, device, num_steps, waits)
-            key = (case.precision, case.num_microbatches, case.is_tied)
-            if key not in expected:
-                expected[key] = train_plainly(spec, device).losses
-            yield ParityRun(
-                case=case,
-                difference=_largest_difference(losses_of(spec), expected[key]),
-                swapped_nbytes=_swapped_nbytes(case, spec),
-                num_waits=waits.number,
-                took_s=time.monotonic() - start_s,
-            )
-        except Exception as error:  # noqa: BLE001 - a case fails alone
-            reason = without_paths(f"{type(error).__name__}: {error}")[:_REASON_LENGTH]
-            yield ParityRun(case=case, reason=reason, is_failure=True, took_s=time.monotonic() - start_s)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-class HostWaits:
-    """Counts how often torch makes the host wait for a GPU, from the third step on."""
-
-    def __init__(self, seen: list[warnings.WarningMessage]) -> None:
-        self._seen = seen
-
-    def look(self, _: ActorName, message: Message) -> None:
-        """Handles every message between actors."""
-        computed = message.computed if isinstance(message, ComputeProgressed) else ()
-        if any((each.phase, each.step) == (Phase.HEAD, 2) for each in computed):
-            torch.cuda.set_sync_debug_mode("warn")
-
-    @property
-    def number(self) -> int:
-        """The number of waits so far."""
-        return sum("synchronizing CUDA operation" in str(each.message) for each in self._seen)
+def measure(case: ParityCase, setting: Setting) -> dict[str, Any]:
+    """Compares all variants of a precision. A failed variant does not stop the others."""
+    references: dict[tuple[int, bool], _Reference] = {}
+    with _deterministic(setting.device):
+        runs = list(_compared(variants(case.precision, compiles=not setting.is_tiny), setting, references))
+    repeated = Differences.largest([each.repeated for each in references.values()])
+    floor = Differences.largest([repeated, *(each.other_order for each in references.values())])
+    found: list[Differences] = []
+    for run in runs:
+        if (difference := run["difference"]) is not None:
+            found.append(difference)
+            run["is_wrong"] |= not difference.is_within(floor, case.precision)
+            run["difference"] = asdict(difference)
+    largest = Differences.largest(found)
+    return {
+        "loss_difference_max": largest.loss if found else None,
+        "param_difference_max": largest.params if found else None,
+        "repeated": asdict(repeated),
+        "floor": asdict(floor),
+        "num_wrong": sum(run["is_wrong"] for run in runs),
+        "runs": runs,
+    }
 
 
 @contextlib.contextmanager
-def host_waits(device: str) -> Iterator[HostWaits]:
-    """Counts the host's waits in its context. On a CPU there are none."""
-    with contextlib.ExitStack() as stack:
-        seen = stack.enter_context(warnings.catch_warnings(record=True)) if device != "cpu" else []
-        assert seen is not None, "they are recorded"
-        if device != "cpu":
-            warnings.simplefilter("always")
-            stack.callback(torch.cuda.set_sync_debug_mode, "default")
-        yield HostWaits(seen)
+def _deterministic(device: str) -> Iterator[None]:
+    """Makes torch choose deterministic kernels. What has none is warned of, and raises the noise floor."""
+    if device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Else each new tensor is filled, which jobs do not do.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
-def _train(case: ParityCase, folder: Path, device: str, num_steps: int, waits: HostWaits) -> JobSpec:
-    """Trains a case and returns its job. Raises RuntimeError if it fails."""
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """Plain PyTorch's run, and its differences from a repetition and from another order of the sums."""
+
+    plain: PlainRun
+    repeated: Differences
+    other_order: Differences
+
+
+def _compared(
+    listed: Sequence[Variant], setting: Setting, references: dict[tuple[int, bool], _Reference]
+) -> Iterator[dict[str, Any]]:
+    """Runs each variant, and plain PyTorch for each new combination of what is computed."""
+    until_s = time.monotonic() + _ENOUGH_S
+    for index, variant in enumerate(listed):
+        start_s, folder = time.monotonic(), setting.root / f"parity-{variant.precision}-{index}"
+        run: dict[str, Any] = {**asdict(variant), "difference": None, "is_wrong": False, "reason": ""}
+        if start_s > until_s:
+            yield run | {"reason": "no time is left"}
+            continue
+        try:
+            with host_waits(setting.device) as waits:
+                spec = _train(variant, folder, setting, waits)
+            if variant.reference not in references:
+                references[variant.reference] = _reference(spec, setting.device)
+            reference = references[variant.reference]
+            difference = differences_of(losses_of(spec), exported_params(spec), reference.plain, variant.precision)
+            run |= {
+                "difference": difference,
+                "swapped_nbytes": _swapped_nbytes(variant, spec),
+                "host_waits": waits.number,
+                "host_waits_by_line": dict(waits.by_line),
+                "is_wrong": waits.number > 0,
+            }
+        except Exception as error:  # noqa: BLE001 - a variant fails alone
+            run |= {"is_wrong": True, "reason": in_short(error)}
+        shutil.rmtree(folder, ignore_errors=True)
+        yield run | {"took_s": time.monotonic() - start_s}
+
+
+def _reference(spec: JobSpec, device: str) -> _Reference:
+    plain, repeated = train_plainly(spec, device), train_plainly(spec, device)
+    other_order = train_plainly(spec, device, is_reversed=True)
+    precision = spec.training.precision
+    return _Reference(
+        plain,
+        differences_of(repeated.losses, repeated.params, plain, precision),
+        differences_of(other_order.losses, other_order.params, plain, precision),
+    )
+
+
+def _train(variant: Variant, folder: Path, setting: Setting, waits: HostWaits) -> JobSpec:
+    """Trains a variant and returns its job. Raises RuntimeError if it fails."""
     spec = make_spec(
         folder,
-        tied=case.is_tied,
-        precision=case.precision,
-        num_microbatches=case.num_microbatches,
-        kernel=case.kernel,
-        kernel_dir=str(folder.parent / "kernels"),
-        total_steps=num_steps,
+        tied=variant.is_tied,
+        precision=variant.precision,
+        num_microbatches=variant.num_microbatches,
+        kernel=variant.kernel,
+        kernel_dir=str(setting.root / "kernels"),
+        total_steps=_NUM_TINY_STEPS if setting.is_tiny else _NUM_STEPS,
         evaluate_every=None,
         num_validation_examples=0,
-        ordering=Ordering(max_prefetched=case.num_ahead),
+        ordering=Ordering(max_prefetched=variant.num_ahead),
     )
     partition = make_partition(spec)
-    spec = case.placed(spec, len(partition.layout.blocks), device)
+    spec = variant.placed(spec, len(partition.layout.blocks), setting.device)
+
+    def look(_: ActorName, message: Message) -> None:
+        turn_on_after_second_step(waits, message)
+
     outcome = run_local(
         spec,
         partition=partition,
-        device=device,
+        device=setting.device,
         poison_released=True,
         direct=has_direct_io(folder),
-        on_message=None if device == "cpu" else waits.look,
+        on_message=look,
     )
     if outcome["status"] != "succeeded":
         raise RuntimeError(outcome["error"]["message"])
     return spec
 
 
-def _largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Returns the largest relative difference. Raises RuntimeError if a loss is not finite."""
-    if not all(map(math.isfinite, (*losses, *expected))):
-        raise RuntimeError(f"losses are not finite: {list(losses)}, and plain PyTorch's: {list(expected)}")
-    return max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
+def turn_on_after_second_step(waits: HostWaits, message: Message) -> None:
+    """Lets the host's waits be counted from the third step on, because the first two set things up."""
+    computed = message.computed if isinstance(message, ComputeProgressed) else ()
+    if any((each.phase, each.step) == (Phase.HEAD, 2) for each in computed):
+        waits.turn(on=True)
 
 
-def _swapped_nbytes(case: ParityCase, spec: JobSpec) -> int:
+def differences_of(
+    losses: Sequence[float], params: dict[str, torch.Tensor], plain: PlainRun, precision: Precision
+) -> Differences:
+    """Returns the differences of a run from plain PyTorch's. Raises RuntimeError if a loss is not finite."""
+    if not all(map(math.isfinite, (*losses, *plain.losses))):
+        raise RuntimeError(f"losses are not finite: {list(losses)}, and plain PyTorch's: {plain.losses}")
+    squares = apart = 0.0
+    for name, param in params.items():
+        # A model is exported in its precision.
+        ours, theirs = (each.detach().to(TORCH_DTYPE[precision]).double() for each in (param, plain.params[name]))
+        apart += float((ours - theirs).square().sum())
+        squares += float(theirs.square().sum())
+    return Differences(
+        loss=max(abs(a - b) / abs(b) for a, b in zip(losses, plain.losses, strict=True)),
+        params=math.sqrt(apart / squares),
+    )
+
+
+def _swapped_nbytes(variant: Variant, spec: JobSpec) -> int:
     """Returns the bytes of activations that left the device in the last step.
 
     Raises RuntimeError if they do not match the choice.
     """
     nbytes = int(list(metrics_of(spec, "activation_bytes_out").values())[-1])
     if (nbytes > 0) != any(choice.swaps for choice in spec.placement.activations):
-        raise RuntimeError(f"{nbytes} bytes of activations left the device, with the choice {case.activations}")
+        raise RuntimeError(f"{nbytes} bytes of activations left the device, with the choice {variant.activations}")
     return nbytes
-
-
-def tables(runs: Sequence[ParityRun]) -> list[str]:
-    """Returns the table as lines of Markdown."""
-    rows = []
-    for run in runs:
-        verdict = "WAITS" if run.num_waits else "DIFFERS" if run.is_wrong else "equal"
-        if run.difference is None:
-            verdict = f"{'FAILED' if run.is_failure else 'not tried'}: {run.reason}"
-        difference = "" if run.difference is None else f"{run.difference:.1e}"
-        swapped = f"{run.swapped_nbytes / 2**20:.1f}" if run.swapped_nbytes else ""
-        limit = f"{LIMITS[run.case.precision]:.0e}"
-        rows.append((*run.case.columns, swapped, str(run.num_waits), difference, limit, verdict, f"{run.took_s:.1f}"))
-    settings = ("precision", "activations", "states on", "micro-batches", "tied", "kernel", "operations at once")
-    results = ("swapped, MiB a step", "waits of the host", "largest loss difference", "limit", "", "took, s")
-    return table((*settings, *results), rows)
-
-
-def keys(runs: Sequence[ParityRun]) -> dict[str, Any]:
-    """Returns the largest difference for each precision; null if no case of it has run."""
-    largest: dict[str, float | None] = {}
-    for precision in LIMITS:
-        differences = [run.difference for run in runs if run.case.precision is precision and run.difference is not None]
-        largest[str(precision)] = max(differences, default=None)
-    return {"loss_difference_max": largest, "num_wrong": sum(run.is_wrong for run in runs)}

@@ -1,223 +1,303 @@
-"""Measures the speed of the GPU check's cases, and compares it with the same model's compute-only peak."""
+"""Trains a model with random weights as a job, and compares a step with the same model's time without any transfers."""
 
 import contextlib
+import dataclasses
 import gc
+import json
 import shutil
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.gpu_check.cases import Caps, SpeedCase
+from benchmarks.activations.memory_need import room_for_activations
+from benchmarks.gpu_check.case import NotHereError, Setting
+from benchmarks.gpu_check.cases import CAP_NBYTES, SpeedCase, States
 from benchmarks.gpu_check.kernels import prepared_kernel
 from benchmarks.gpu_check.peak import peak_step_s
-from benchmarks.peers.contenders import without_paths
+from benchmarks.gpu_check.plain import plain_step_s
+from benchmarks.gpu_check.prediction import CasePlan, Predictor, Room, training_of
+from benchmarks.gpu_check.watch import HostWaits, Tracer, host_waits
+from benchmarks.peers.contenders import SHM_DIR
+from benchmarks.peers.schedules import behaving_as
+from benchmarks.peers.workload import model_config
+from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.pss import MemorySampler, resident_memory
-from benchmarks.reporting.report import GIB, ratio, spread, table
-from tests.support.training import has_direct_io
+from tests.support.training import has_direct_io, make_spec
 from windlass.actors.job import JOURNAL_FILE, JobSpec, read_journal
 from windlass.actors.job.journal import METRICS
 from windlass.actors.messages import ComputeBlocks, LoadProgressed, Message, Phase
 from windlass.actors.runtime.local_runner import run_local
+from windlass.engine.data.examples import FORMAT_VERSION, NO_TARGET
 from windlass.engine.memory_plan import ActivationChoice
-from windlass.storage.ids import ActorName, Kernel, StatePrecision
-from windlass.storage.memory import InsufficientSpaceError
+from windlass.storage.ids import ActorName, Kernel
+from windlass.storage.memory import arena_room_nbytes, directory_free_nbytes
 
 # Recomputation of every layer, and no recomputation.
 RECOMPUTE, KEEP = ActivationChoice.RECOMPUTE, ActivationChoice.KEEP
 _NUM_WARMUP = 1  # steps that are not timed
-_NUM_TIMED = 3  # steps after which a case ends
-_CASE_LIMIT_S = 200.0  # timeout of a case
-# Maximum share of the time that memory sampling may take.
-_SAMPLED_SHARE = 0.01
-_REASON_LENGTH = 240
+_NUM_TIMED = 3
+_BATCHES = 4  # number of different batches
+_DEADLINE_S = 120.0
+_TRAINED_S = 360.0  # timeout of the training
+_SAMPLED_SHARE = 0.01  # maximum share of the time that memory sampling may take
+_TINY_MEASURED_S = 0.1
 
 
 class _EnoughSteps(Exception):
-    """Ends a run when enough steps are timed."""
+    """Ends a run when enough steps are timed, or its time is up."""
 
 
-class OutOfTimeError(Exception):
-    """Raised if a run has too few steps at its timeout."""
+def measure(case: SpeedCase, setting: Setting) -> dict[str, Any]:
+    """Plans, predicts and trains the case. Then it times the model without transfers and in plain PyTorch."""
+    device = torch.device(setting.device)
+    planned, room, block_times = _planned(case, setting, device)
+    full_depth, case = case.shape.num_layers, planned.case
+    kernel = Kernel.FUSED
+    if not setting.is_tiny:
+        kernel = prepared_kernel(setting.root / "kernels", case.state_precision, sums_grads=case.num_microbatches > 1)
+    trained = _Training(planned, room, setting, kernel).run()
+    release_gpu()
+    compute_s = {str(choice): _compute_only_s(case, choice, device) for choice in (RECOMPUTE, KEEP)}
+    plain_s, plain_note = (None, "not timed for imitations") if case.schedule else plain_step_s(case, device)
+    recomputes = all(choice.recompute for choice in planned.choice.of_layers(1))
+    step_s, beside_s = statistics.median(trained["step_s"]), compute_s[str(RECOMPUTE if recomputes else KEEP)]
+    measured = {
+        "model": f"{case.model}, {case.shape.num_layers} of {full_depth} layers",
+        "activations": str(planned.choice),
+        "kernel": str(kernel),
+        **trained,
+        "tokens_per_s": case.num_tokens / step_s,
+        "compute_only_s": compute_s,
+        "step_over_compute_only": None if beside_s is None else step_s / beside_s,
+        "plain_step_s": plain_s,
+        "plain_note": plain_note,
+        "step_over_plain": None if plain_s is None else step_s / plain_s,
+        "step_error": abs(setting.predicted["step_s"] / step_s - 1) if setting.predicted else None,
+        "block_times": block_times,
+    }
+    _keep_worst_trace(setting, measured)
+    return measured
 
 
-@dataclass(slots=True)
-class SpeedRun:
-    """The result of a case. `reason` says why there are no measurements."""
-
-    case: SpeedCase
-    reason: str | None = None
-    is_failure: bool = False  # True: it failed; False: it could not be tried
-    step_s: tuple[float, ...] = ()  # timed steps
-    timelines: tuple[dict[str, Any], ...] = ()  # of the timed steps
-    swapped_nbytes: int = 0  # bytes of activations that left the GPU in the last step
-    kernel: Kernel | None = None
-    gpu_peak_nbytes: int | None = None  # of the caching allocator; None on a CPU
-    host_peak_nbytes: int = 0  # resident memory, with the arena
-    arena_nbytes: int = 0
-    # Compute-only seconds of a step, by choice for activations. None if these do not fit.
-    peak_s: dict[ActivationChoice, float | None] = field(default_factory=dict)
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """The rate of the median step."""
-        return self.case.num_tokens / statistics.median(self.step_s) if self.step_s else None
-
-    def share_of_peak(self, choice: ActivationChoice) -> float | None:
-        """Returns the speed as a share of the compute-only speed."""
-        return ratio(self.peak_s.get(choice), statistics.median(self.step_s)) if self.step_s else None
-
-    @property
-    def overlap_efficiency(self) -> float | None:
-        """The busy time of the busiest resource, as a share of the step."""
-        values = [timeline["overlap_efficiency"] for timeline in self.timelines]
-        return statistics.fmean(values) if values else None
-
-    def mean_s(self, name: str) -> dict[str, float]:
-        """Returns the mean of `busy_s` or `stall_s` over the steps, the largest first."""
-        sums: dict[str, float] = defaultdict(float)
-        for timeline in self.timelines:
-            for key, seconds in timeline[name].items():
-                sums[key] += seconds / len(self.timelines)
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+def _planned(case: SpeedCase, setting: Setting, device: torch.device) -> tuple[CasePlan, Room, dict[str, Any]]:
+    """Returns the plan, the room for it, and the times of single blocks. The prediction is written down."""
+    link = setting.measured("link")
+    predictor = Predictor(case, link.get("hardware"), is_cpu=device.type == "cpu")
+    block_times = predictor.measure(device, max_s=_TINY_MEASURED_S) if setting.is_tiny else predictor.measure(device)
+    release_gpu()
+    arena_nbytes = arena_room_nbytes(SHM_DIR)
+    gpu_nbytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else arena_nbytes
+    room = Room.of(case, gpu_nbytes, arena_nbytes, directory_free_nbytes(setting.root))
+    planned = predictor.plan(room)
+    made_elsewhere = setting.plan.get(case.name)
+    if made_elsewhere is not None:
+        if made_elsewhere["num_layers"] != planned.case.shape.num_layers:
+            raise NotHereError(
+                f"the plan file has {made_elsewhere['num_layers']} layers, and {planned.case.shape.num_layers} fit"
+            )
+        setting.predict(case, made_elsewhere)
+    elif link:
+        setting.predict(case, planned.predicted)
+    return planned, room, block_times
 
 
-class _Pace:
-    """Watches the messages of a run, and ends it when enough steps are timed or at its timeout."""
+def _compute_only_s(case: SpeedCase, choice: ActivationChoice, device: torch.device) -> float | None:
+    """Returns the compute-only time, without memory limits, or None if activations do not fit."""
+    try:
+        return peak_step_s(
+            case.shape,
+            batch_size=case.batch_size,
+            sequence_length=case.sequence_length,
+            num_microbatches=case.num_microbatches,
+            activations=choice,
+            device=device,
+        )
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        release_gpu()
 
-    def __init__(self, spec: JobSpec, until_s: float) -> None:
-        self._journal = Path(spec.job_dir) / JOURNAL_FILE
-        self._until_s = until_s
-        self.is_out_of_time = False
 
-    def __call__(self, to: ActorName, message: Message) -> None:
+def _keep_worst_trace(setting: Setting, measured: dict[str, Any]) -> None:
+    """Moves the trace beside the report if this case is the worst so far, and removes it otherwise."""
+    trace, over = measured["trace"], measured["step_over_compute_only"]
+    measured["trace"] = None
+    if trace is None:
+        return
+    traced = (each.measured for each in setting.results.read().values() if each.measured.get("trace"))
+    if over is None or any(each["step_over_compute_only"] >= over for each in traced):
+        Path(trace).unlink()
+        return
+    setting.results.path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(trace, setting.results.trace_path)
+    measured["trace"] = setting.results.trace_path.name
+
+
+class _Training:
+    """The run of a case: steps to warm up, timed steps, one whose waits are counted, and one that is traced."""
+
+    def __init__(self, planned: CasePlan, room: Room, setting: Setting, kernel: Kernel) -> None:
+        self._planned, self._setting = planned, setting
+        self._folder = setting.root / planned.case.name
+        self._folder.mkdir()
+        self._spec = _spec(planned, room, self._folder / "job", setting, kernel)
+        self._journal = Path(self._spec.job_dir) / JOURNAL_FILE
+        self._tracer = Tracer(setting.root / "trace.json.gz")
+        self._waits = HostWaits()
+        self._until_s = time.monotonic() + _TRAINED_S
+        self._is_out_of_time = False
+        self._arena_nbytes = 0
+        self._memory_stats: dict[str, int] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Trains. Raises an exception if it ends before a step is timed."""
+        outcome: dict[str, Any] | None = None
+        with (
+            MemorySampler(lambda: resident_memory(self._arenas())) as sampler,
+            _capped(self._setting.device, self._planned.case),
+            host_waits(self._setting.device) as self._waits,
+        ):
+            sampler.enter_phase("run", share=_SAMPLED_SHARE)
+            try:
+                outcome = run_local(
+                    self._spec,
+                    device=self._setting.device,
+                    direct=has_direct_io(self._folder),
+                    on_message=self._look,
+                )
+            except _EnoughSteps:
+                pass
+            finally:
+                trace = self._tracer.stop()
+            host_peak_nbytes = sampler.peak_nbytes("run")
+        if self._is_out_of_time:
+            raise NotHereError(f"no step was timed within {_TRAINED_S:g} s")
+        if outcome is not None:
+            raise RuntimeError(f"the job ended before it was timed: {outcome['error'] and outcome['error']['message']}")
+        steps, is_gpu = self._timed_steps(), self._setting.device == "cuda"
+        return {
+            "step_s": [data["step_s"] for data in steps[:_NUM_TIMED]],
+            **_of_timelines([data["timeline"] for data in steps[:_NUM_TIMED]]),
+            "swapped_nbytes": steps[0]["activation_bytes_out"],
+            "arena_nbytes": self._arena_nbytes,
+            "host_peak_nbytes": host_peak_nbytes,
+            **self._gpu_memory(),
+            "host_waits": self._waits.number if is_gpu and len(steps) > _NUM_TIMED else None,
+            "host_waits_by_line": dict(self._waits.by_line.most_common()),
+            "trace": None if trace is None else str(trace),
+        }
+
+    def _look(self, _to: ActorName, message: Message) -> None:
+        """Handles every message between actors. It reads the journal three times a step, which costs nothing."""
         if not isinstance(message, ComputeBlocks | LoadProgressed):
             return
+        if not self._arena_nbytes:
+            self._arena_nbytes = sum(path.stat().st_size for path in self._arenas())
         is_late = time.monotonic() > self._until_s
-        # Look only three times a step, so that it costs nothing.
         operations = message.operations if isinstance(message, ComputeBlocks) else ()
-        is_due = any(operation.block == 0 or operation.phase is Phase.HEAD for operation in operations)
-        if (is_late or is_due) and len(_timed_steps(self._journal)) >= (1 if is_late else _NUM_TIMED):
+        if not is_late and not any(each.block == 0 or each.phase is Phase.HEAD for each in operations):
+            return
+        num_after = len(self._timed_steps()) - _NUM_TIMED
+        if num_after >= 0 and not self._memory_stats and self._setting.device == "cuda":
+            self._memory_stats = dict(torch.cuda.memory_stats())  # before the watching allocates
+        num_watched = 1 if self._planned.case.schedule is not None else 2  # imitations are not traced
+        if is_late or num_after >= num_watched:
+            self._is_out_of_time = num_after <= -_NUM_TIMED
             raise _EnoughSteps
-        if is_late:
-            self.is_out_of_time = True
-            raise OutOfTimeError("its time was up before a step was timed")
+        self._waits.turn(on=num_after == 0)
+        if num_after == 1:
+            self._tracer.start()
+
+    def _timed_steps(self) -> list[dict[str, Any]]:
+        """Returns the metrics of all reported steps after the warm-up."""
+        steps = [record.data for record in read_journal(self._journal) if record.kind == METRICS]
+        return steps[_NUM_WARMUP:]
+
+    def _arenas(self) -> Iterator[Path]:
+        return Path(self._spec.arena_dir).glob(f"windlass-{self._spec.job}-*.arena")
+
+    def _gpu_memory(self) -> dict[str, Any]:
+        """Returns peaks of the caching allocator. On a CPU there are none."""
+        stats = self._memory_stats
+        reserved = stats.get("reserved_bytes.all.peak")
+        return {
+            "gpu_peak_nbytes": stats.get("allocated_bytes.all.peak"),
+            "gpu_reserved_nbytes": reserved,
+            "reserved_over_planned": None if reserved is None else reserved / self._planned.need.nbytes,
+            "num_alloc_retries": stats.get("num_alloc_retries"),
+        }
 
 
-def measure(
-    cases: Sequence[SpeedCase], root: Path, *, device: str, caps: Caps, compiles: bool, until_s: float
-) -> Iterator[SpeedRun]:
-    """Runs one case after the other below `root`. A failed case does not stop the others."""
-    peaks: dict[tuple[Any, ...], float | None] = {}
-    kernels: dict[tuple[StatePrecision, bool], Kernel] = {}
-    for index, case in enumerate(cases):
-        run, folder = SpeedRun(case), root / f"case-{index}"
-        left_s = max(0.0, until_s - time.monotonic())
-        if left_s < case.expected_s:
-            run.reason = f"no time: it takes {case.expected_s:.0f} s or more, and {left_s:.0f} are left"
-            yield run
-            continue
-        try:
-            run.kernel = _kernel(case, root / "kernels", kernels) if compiles else Kernel.FUSED
-            _train(run, folder, root / "kernels", device=device, caps=caps, until_s=until_s)
-            _release_gpu()
-            for choice in (RECOMPUTE, KEEP):
-                run.peak_s[choice] = _peak_s(case, choice, torch.device(device), peaks)
-        except (InsufficientSpaceError, OutOfTimeError) as error:
-            run.reason = _in_short(error)
-        except Exception as error:  # noqa: BLE001 - a case fails alone
-            run.reason, run.is_failure = _in_short(error), True
-        _release_gpu()
-        shutil.rmtree(folder, ignore_errors=True)
-        yield run
+def _of_timelines(timelines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns means over steps: overlap, and busy and stall seconds by cause, the largest first."""
+    means: dict[str, Any] = {"overlap_efficiency": statistics.fmean(each["overlap_efficiency"] for each in timelines)}
+    for name in ("busy_s", "stall_s"):
+        sums: dict[str, float] = defaultdict(float)
+        for timeline in timelines:
+            for key, seconds in timeline[name].items():
+                sums[key] += seconds / len(timelines)
+        means[name] = dict(sorted(sums.items(), key=lambda item: -item[1]))
+    return means
 
 
-def _kernel(case: SpeedCase, folder: Path, kernels: dict[tuple[StatePrecision, bool], Kernel]) -> Kernel:
-    key = (case.state_precision, case.num_microbatches > 1)
-    if key not in kernels:
-        kernels[key] = prepared_kernel(folder, case.state_precision, sums_grads=case.num_microbatches > 1)
-    return kernels[key]
-
-
-def _peak_s(
-    case: SpeedCase, choice: ActivationChoice, device: torch.device, peaks: dict[tuple[Any, ...], float | None]
-) -> float | None:
-    """Returns the compute-only time, without memory limits, or None if activations do not fit."""
-    key = (case.model, case.batch_size, case.sequence_length, case.num_microbatches, choice)
-    if key not in peaks:
-        try:
-            peaks[key] = peak_step_s(
-                case.shape,
-                batch_size=case.batch_size,
-                sequence_length=case.sequence_length,
-                num_microbatches=case.num_microbatches,
-                activations=choice,
-                device=device,
-            )
-        except torch.OutOfMemoryError:
-            peaks[key] = None
-        _release_gpu()
-    return peaks[key]
-
-
-def _train(run: SpeedRun, folder: Path, kernel_dir: Path, *, device: str, caps: Caps, until_s: float) -> None:
-    """Trains a case and stores its results in `run`. Raises an exception if it ends before it is timed."""
-    case = run.case
-    folder.mkdir()
-    spec = case.spec(
-        folder / "job",
-        device=device,
-        host_nbytes=caps.host_nbytes[case.states],
-        kernel=run.kernel,
-        kernel_dir=kernel_dir,
+def _spec(planned: CasePlan, room: Room, folder: Path, setting: Setting, kernel: Kernel) -> JobSpec:
+    """Builds the job, with its model, data and SSD below `folder`."""
+    case = planned.case
+    folder.mkdir(parents=True)
+    model_config(case.shape, case.sequence_length).save_pretrained(folder / "model")
+    _write_tokens(case, folder / "data")
+    spec = make_spec(folder / "base", num_ssds=0)
+    spec = dataclasses.replace(
+        spec,
+        training=training_of(case, kernel),
+        model_dir=str(folder / "model"),
+        dataset_dir=str(folder / "data"),
+        num_validation_examples=0,
+        ssd_dirs=(str(folder / "ssd"),) if case.states is States.SSD else (),
+        optimizer_threads=max(1, num_cores() - 2),
+        kernel_dir=str(setting.root / "kernels"),
+        host_memory_nbytes=room.host_nbytes,
+        deadline_s=_DEADLINE_S,
     )
-    pace = _Pace(spec, min(until_s, time.monotonic() + _CASE_LIMIT_S))
-
-    def arenas() -> Iterator[Path]:
-        return Path(spec.arena_dir).glob(f"windlass-{spec.job}-*.arena")
-
-    def look(to: ActorName, message: Message) -> None:
-        run.arena_nbytes = run.arena_nbytes or sum(path.stat().st_size for path in arenas())
-        pace(to, message)
-
-    with MemorySampler(lambda: resident_memory(arenas())) as sampler, _capped(device, caps):
-        sampler.enter_phase("run", share=_SAMPLED_SHARE)
-        try:
-            outcome = run_local(spec, device=device, direct=has_direct_io(folder), on_message=look)
-        except _EnoughSteps:
-            outcome = None
-        finally:
-            run.host_peak_nbytes = sampler.peak_nbytes("run")
-            run.gpu_peak_nbytes = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    if pace.is_out_of_time:
-        raise OutOfTimeError("its time was up before a step was timed")
-    if outcome is not None:
-        raise RuntimeError(f"the job ended before it was timed: {outcome['error'] and outcome['error']['message']}")
-    timed = _timed_steps(Path(spec.job_dir) / JOURNAL_FILE)
-    run.step_s = tuple(data["step_s"] for data in timed)
-    run.timelines = tuple(data["timeline"] for data in timed)
-    run.swapped_nbytes = timed[-1]["activation_bytes_out"]
+    # Kernels of this device may save other tensors than those that the plan counted.
+    nbytes = room_for_activations(spec, planned.placement, setting.device)
+    placement = dataclasses.replace(planned.placement, host_activation_nbytes=nbytes)
+    spec = dataclasses.replace(spec, placement=placement)
+    return spec if case.schedule is None else behaving_as(spec, case.schedule, case.shape.num_layers + 2)
 
 
-def _timed_steps(journal: Path) -> list[dict[str, Any]]:
-    """Returns the metrics of all reported steps after the warm-up."""
-    steps = [record.data for record in read_journal(journal) if record.kind == METRICS]
-    return steps[_NUM_WARMUP:]
+def _write_tokens(case: SpeedCase, folder: Path) -> None:
+    folder.mkdir()
+    num_examples, length = case.batch_size * _BATCHES, case.sequence_length
+    tokens = np.random.default_rng(0).integers(0, case.shape.vocab, (num_examples, length), dtype=np.int32)
+    targets = np.roll(tokens, -1, axis=1)
+    targets[:, -1] = NO_TARGET
+    tokens.tofile(folder / "train.tokens")
+    targets.tofile(folder / "train.targets")
+    np.arange(0, tokens.size + 1, length, dtype=np.int64).tofile(folder / "train.offsets")
+    counts = {
+        "num_tokens": tokens.size,
+        "num_examples": num_examples,
+        "num_targets": int((targets != NO_TARGET).sum()),
+    }
+    meta = {"version": FORMAT_VERSION, "sequence_length": length, "splits": {"train": counts}}
+    (folder / "meta.json").write_text(json.dumps(meta))
 
 
 @contextlib.contextmanager
-def _capped(device: str, caps: Caps) -> Iterator[None]:
+def _capped(device: str, case: SpeedCase) -> Iterator[None]:
     """Limits the caching allocator in its context."""
     if device != "cuda":
         yield
         return
     total_nbytes = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, caps.gpu_nbytes / total_nbytes))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, CAP_NBYTES / total_nbytes) if case.has_cap else 1.0)
     torch.cuda.reset_peak_memory_stats()
     try:
         yield
@@ -225,98 +305,8 @@ def _capped(device: str, caps: Caps) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def _release_gpu() -> None:
+def release_gpu() -> None:
     """Frees GPU memory. Objects of failed runs may be in reference cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _in_short(error: BaseException) -> str:
-    return without_paths(f"{type(error).__name__}: {error}")[:_REASON_LENGTH]
-
-
-# --- report ---------------------------------------------------------------------------------------------------------
-
-_HEADER = (
-    "model, states, batch",
-    "activations",
-    "swapped, GiB a step",
-    "step, s",
-    "tokens/s",
-    "compute-only peak, tokens/s",
-    "share of it",
-    "share of that with nothing computed again",
-    "overlap efficiency",
-    "GPU peak, GiB",
-    "arena, GiB",
-    "host peak, GiB",
-    "updates",
-)
-
-
-def tables(runs: Sequence[SpeedRun]) -> list[str]:
-    """Returns lines of Markdown: speeds and peaks, busy and stall times, and missing cases."""
-    done = [run for run in runs if run.step_s]
-    speeds = [
-        (
-            run.case.name,
-            str(run.case.activations),
-            _gib(run.swapped_nbytes) if run.swapped_nbytes else "",
-            spread(run.step_s),
-            f"{run.tokens_per_s:.0f}",
-            f"{run.case.num_tokens / peak_s:.0f}" if (peak_s := run.peak_s.get(RECOMPUTE)) else "",
-            _number(run.share_of_peak(RECOMPUTE)),
-            _number(run.share_of_peak(KEEP)),
-            _number(run.overlap_efficiency),
-            _gib(run.gpu_peak_nbytes),
-            _gib(run.arena_nbytes),
-            _gib(run.host_peak_nbytes),
-            f"{run.kernel}, {run.case.state_precision} states",
-        )
-        for run in done
-    ]
-    times = [(run.case.name, _seconds(run.mean_s("busy_s")), _seconds(run.mean_s("stall_s"))) for run in done]
-    missing = [(run.case.name, "failed" if run.is_failure else "not timed", run.reason) for run in runs if run.reason]
-    return [
-        *table(_HEADER, speeds),
-        "",
-        *table(("model, states, batch", "busy, s a step", "nothing computed, s a step, by cause"), times),
-        *(["", *table(("missing", "", "reason"), missing)] if missing else []),
-    ]
-
-
-def keys(runs: Sequence[SpeedRun], cases: Sequence[SpeedCase]) -> dict[str, Any]:
-    """Returns the figures of every case; null if it has not run."""
-    by_name = {run.case.name: run for run in runs}
-
-    def of(value: Callable[[SpeedRun], float | None]) -> dict[str, float | None]:
-        runs_by_name = {case.name: by_name.get(case.name) for case in cases}
-        return {name: None if run is None else value(run) for name, run in runs_by_name.items()}
-
-    shares: dict[str, list[float]] = {case.states: [] for case in cases}
-    for run in runs:
-        share = run.share_of_peak(RECOMPUTE)
-        if share is not None and run.case.batch_size >= 16 and run.case.system is None:
-            shares[run.case.states].append(share)
-    return {
-        "share_of_peak_min_from_batch_16": {states: min(found, default=None) for states, found in shares.items()},
-        "tokens_per_s": of(lambda run: run.tokens_per_s),
-        "share_of_peak": of(lambda run: run.share_of_peak(RECOMPUTE)),
-        "share_of_peak_without_recompute": of(lambda run: run.share_of_peak(KEEP)),
-        "overlap_efficiency": of(lambda run: run.overlap_efficiency),
-        "gpu_peak_gib": of(lambda run: None if run.gpu_peak_nbytes is None else run.gpu_peak_nbytes / GIB),
-        "host_peak_gib": of(lambda run: run.host_peak_nbytes / GIB if run.step_s else None),
-    }
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _gib(nbytes: int | None) -> str:
-    return "" if nbytes is None else f"{nbytes / GIB:.2f}"
-
-
-def _seconds(by_name: dict[str, float]) -> str:
-    return ", ".join(f"{name} {seconds:.2f}" for name, seconds in by_name.items() if seconds >= 0.005)

@@ -32,5 +32,10 @@ def page(quick: bool) -> tuple[str, dict[str, float]]:
     return text.text, figures
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Writes the page, and prints the figures as the last line."""
     write_page("papers", __doc__, page, quick_help="without windlass's own profile")
+
+
+if __name__ == "__main__":
+    main()

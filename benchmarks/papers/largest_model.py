@@ -26,11 +26,15 @@ from windlass.engine.memory_plan import (
     make_plan,
     param_buffers,
 )
+from windlass.engine.model.grad_buffer import MAX_PRODUCT_NUMEL
+from windlass.engine.model.head_slices import MAX_PIECE_NUMEL
 from windlass.planner.cost import ModelProfile
 from windlass.planner.hardware import ModelShape
 
-# Bytes per logit: bf16 logits, their fp32 copy, and a gradient of each.
-_LOGIT_NBYTES = 12
+# Bytes per logit where all exist at once: bf16 logits, their fp32 copy, and a gradient of each.
+_WHOLE_LOGIT_NBYTES = 12
+_LOGIT_NBYTES = 4  # bf16 logits of a slice and their gradient
+_PIECE_NBYTES = 12  # fp32 logits of a piece of it, their log-softmax and their gradient
 _PARAM_NBYTES = 2
 _SUM_NBYTES = 4  # fp32: sums over tied params
 _STATES_NBYTES = 14  # 16-bit params, fp32 params and moments
@@ -46,7 +50,7 @@ class DeviceMemory:
 
     params: int  # buffers for whole layers or pieces
     grads: int  # buffers
-    matrix_grad: int  # gradient of one matrix before it is added to its buffer
+    matrix_grad: int  # gradient of one matrix, or of a part of the head's, before it is added to its buffer
     states: int  # of blocks resident on the device
     activations: int  # of one layer, inputs of layers on their way out, and logits
     context: int = CONTEXT_NBYTES
@@ -110,15 +114,18 @@ def device_memory(
     summed = [*(shared[-1] if is_sliced else ()), *([0] if model.is_tied and not is_sliced else ())]
     sums = sum(numels[block] for block in summed) + (numels[0] if model.is_tied else 0)
     layer = profile.layers[0]
+    num_logits = min(num_tokens, model.num_head_tokens) * model.shape.vocab_size
     return DeviceMemory(
         params=_PARAM_NBYTES * (pieces + _numel(params)),
         grads=_PARAM_NBYTES * _numel(grads) + _SUM_NBYTES * sums,
-        matrix_grad=_PARAM_NBYTES * max(*matrices, model.shape.vocab_size * model.shape.hidden_size),
+        matrix_grad=_PARAM_NBYTES
+        * max(*matrices, min(MAX_PRODUCT_NUMEL, model.shape.vocab_size * model.shape.hidden_size)),
         states=_UPDATED_NBYTES * sum(numels[block] for block in resident),
         activations=layer.input_nbytes
         + layer.saved_nbytes
         + min(profile.interblock_nbytes, LEAVING_ACTIVATION_NBYTES)
-        + _LOGIT_NBYTES * min(num_tokens, model.num_head_tokens) * model.shape.vocab_size,
+        + _LOGIT_NBYTES * num_logits
+        + _PIECE_NBYTES * min(num_logits, MAX_PIECE_NUMEL),
     )
 
 
@@ -187,7 +194,7 @@ def autohete_resident_layers(model: BareModel, device_nbytes: int) -> int | None
     profile = model.profile
     layer, num_layers = profile.layers[0], model.shape.num_layers
     outside = _PARAM_NBYTES * model.numels[0]
-    outside += _LOGIT_NBYTES * profile.num_examples * profile.num_tokens * model.shape.vocab_size
+    outside += _WHOLE_LOGIT_NBYTES * profile.num_examples * profile.num_tokens * model.shape.vocab_size
     at_least = profile.interblock_nbytes + layer.input_nbytes + layer.saved_nbytes + outside
     at_least += _PARAM_NBYTES * layer.numel  # of the layer that is computed
     number = (device_nbytes - at_least) // (_STATES_NBYTES * layer.numel)

@@ -14,9 +14,9 @@ from benchmarks.papers.published_models import AUTOHETE_RESIDENT, AUTOHETE_SHAPE
 from benchmarks.reporting.page import Page, compared
 from windlass.amounts import GB, GIB
 from windlass.engine.memory_plan import MAX_GRAD_BUFFERS
-from windlass.engine.model import choose_chunk_numel
-from windlass.engine.model.block_runner import MAX_LOGITS_NUMEL
+from windlass.engine.model import choose_chunk_numel, num_slice_tokens
 from windlass.planner.hardware import Hardware, ModelShape, example_machines, load
+from windlass.storage.ids import HeadSlices
 
 _NUM_TOKENS = 1024
 _PROCESSES_NBYTES = int(1.2 * GIB)  # Ray and windlass's processes, measured: README.md
@@ -35,7 +35,8 @@ def bare_model(shape: ModelShape, *, is_tied: bool, num_examples: int = 1) -> Ba
         chunk_numel=choose_chunk_numel(list(numels)),
         is_tied=is_tied,
     )
-    return BareModel(shape=shape, profile=profile, num_head_tokens=max(64, MAX_LOGITS_NUMEL // shape.vocab_size))
+    num_head_tokens = num_slice_tokens(HeadSlices.LARGE, shape.vocab_size)
+    return BareModel(shape=shape, profile=profile, num_head_tokens=num_head_tokens)
 
 
 def largest(
@@ -75,7 +76,7 @@ def add_largest(page: Page) -> dict[str, float]:
         "layer's activations, logits and half a GiB for CUDA; in host memory its arena and 1.2 GiB of processes. "
         "Whether embedding and head are one matrix (tied) matters on the GPU: a tied one has three sums there.",
     )
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for published in PUBLISHED_LARGEST:
         for is_tied in (False, True):
             billions = largest(host_gb=published.host_gb, device_gib=published.device_gib, is_tied=is_tied)

@@ -219,7 +219,7 @@ def _shipped_adam() -> float:
 
 
 def _simulated_steps() -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for published in PUBLISHED_STAGES:
         step = simulate_policy(
             POLICIES[published.system],

@@ -100,7 +100,7 @@ def placement_of(choices: Sequence[str], num_blocks: int) -> Placement:
     """
     words = dict(choice.split("=", 1) for choice in choices)
     activations = ActivationChoice(words.pop("activations", ActivationChoice.RECOMPUTE)).of_layers(num_blocks - 2)
-    values = {name: int(value) for name, value in words.items()}
+    values: dict[str, Any] = {name: int(value) for name, value in words.items()}
     blocks = {name: tuple(range(min(values.pop(name, 0), num_blocks))) for name in ("host_blocks", "device_blocks")}
     return Placement(
         host_blocks=blocks["host_blocks"], device_blocks=blocks["device_blocks"], activations=activations, **values

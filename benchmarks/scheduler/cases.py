@@ -172,7 +172,7 @@ class Bench:
         )
         assert throttle.compute_flop_per_s is not None
         flop = {Phase.FORWARD: FORWARD_FLOP, Phase.BACKWARD: BACKWARD_FLOP, Phase.HEAD: HEAD_FLOP}
-        compute_s = {
+        compute_s: dict[tuple[Phase, int], float] = {
             (phase, block.index): flop[phase] * block.numel * reference.num_tokens / throttle.compute_flop_per_s
             for phase in flop
             for block in reference.layout.blocks

@@ -103,7 +103,7 @@ class SlowMachine:
         entering = entering.view_as(entering)
         if entering.requires_grad:
             products = entering.numel() * module.out_features
-            entering.register_hook(lambda _: self._pass(2 * products))
+            entering.register_hook(lambda _: self._pass(2 * products))  # type: ignore[no-untyped-call]
         return (entering,)
 
     def _end(self, module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:

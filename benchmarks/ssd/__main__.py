@@ -1,8 +1,6 @@
 """`python -m benchmarks.ssd`"""
 
-import sys
-
 from benchmarks.ssd.benchmark import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,3 +17,4 @@ from windlass.engine.activations.store import SwapCounter as SwapCounter
 from windlass.engine.activations.store import SwapCounts as SwapCounts
 from windlass.engine.activations.store import SwapHandle as SwapHandle
 from windlass.engine.activations.store import SwapWatch as SwapWatch
+from windlass.engine.activations.store import wait_on_device as wait_on_device

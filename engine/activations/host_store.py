@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from windlass.amounts import bytes_text
-from windlass.engine.activations.store import SwapCounter, SwapCounts, SwapHandle, SwapWatch, Unwatched
-from windlass.engine.device import Device, Event, copy
+from windlass.engine.activations.store import SwapCounter, SwapCounts, SwapHandle, SwapWatch, Unwatched, wait_on_device
+from windlass.engine.device import Device, Event, TensorArena, copy
 from windlass.storage.ids import Span
 from windlass.storage.memory import SlotPool
 
@@ -38,7 +38,7 @@ class HostActivations:
     def __init__(
         self,
         device: Device,
-        memory: torch.Tensor,
+        arena: TensorArena,
         slots: SlotPool,
         *,
         max_leaving_nbytes: int,
@@ -48,13 +48,13 @@ class HostActivations:
 
         Args:
             device: the device that the activations leave.
-            memory: flat uint8; the offsets of `slots` count from its start.
-            slots: the parts of `memory` that may be used.
+            arena: the host memory.
+            slots: the parts of `arena` that may be used.
             max_leaving_nbytes: limit of the bytes in flight to the host; a single larger put is still accepted.
             watch: is notified of each copy and each wait.
         """
         self._device = device
-        self._memory = memory
+        self._arena = arena
         self._slots = slots
         self._max_leaving_nbytes = max_leaving_nbytes
         self._watch: SwapWatch = watch or Unwatched()
@@ -89,7 +89,7 @@ class HostActivations:
             self._counter.hold(nbytes)
             self._outward.wait(self._device.compute.record())
             begun = self._outward.record()
-            for host, device in _pieces(self._memory, spans, tensor):
+            for host, device in _pieces(self._arena.memory, spans, tensor):
                 self._outward.run(functools.partial(copy, host, device))
             copied = self._outward.record()
             # The callback holds the tensor, so that its memory is not reused before the copy has read it.
@@ -120,7 +120,7 @@ class HostActivations:
             self._inward.wait(held.left)
             self._inward.wait(self._device.compute.record())
             begun = self._inward.record()
-            for host, device in _pieces(self._memory, self._taken[handle], target):
+            for host, device in _pieces(self._arena.memory, self._taken[handle], target):
                 self._inward.run(functools.partial(copy, device, host))
             copied = self._inward.record()
             self._inward.then(functools.partial(self._is_back, handle, target, held.owner, begun, copied))
@@ -136,17 +136,13 @@ class HostActivations:
         with self._changed:
             held = self._held.pop(handle)
         assert held.back is not None
-        (target, copied), compute = held.back, self._device.compute
-        if copied.is_over():
-            return target
-        asked = compute.record()
+        target, copied = held.back
         try:
-            compute.wait(copied)
+            wait_on_device(self._device, self._watch, copied)
         except TimeoutError as error:
             raise TimeoutError(
                 f"{error}: {bytes_text(handle.nbytes)} of activations did not come back from host memory"
             ) from error
-        compute.then(functools.partial(self._waited, self._watch.owner(), asked, compute.record()))
         return target
 
     def drop(self, handle: SwapHandle) -> None:
@@ -202,9 +198,6 @@ class HostActivations:
             )
         finally:
             self._watch.waited(self._watch.owner(), start_s, time.monotonic())
-
-    def _waited(self, owner: object, asked: Event, granted: Event) -> None:
-        self._watch.waited(owner, asked.time_s(), granted.time_s())
 
     def _has_left(self, tensor: torch.Tensor, owner: object, begun: Event, copied: Event) -> None:
         self._watch.moved(owner, begun.time_s(), copied.time_s(), tensor.nbytes, is_out=True)

@@ -1,9 +1,12 @@
 """The interface of a store that holds activations while they are away from the device."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
+
+from windlass.engine.device import Device, Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,22 @@ class Unwatched:
 
     def waited(self, owner: object, start_s: float, end_s: float) -> None:
         """See SwapWatch."""
+
+
+def wait_on_device(device: Device, watch: SwapWatch, copied: Event) -> None:
+    """Makes later work of the compute stream wait for a copy, and reports how long the stream waited.
+
+    Raises the errors of `Stream.wait`.
+    """
+    if copied.is_over():
+        return
+    asked = device.compute.record()
+    device.compute.wait(copied)
+    device.compute.then(partial(_tell_wait, watch, watch.owner(), asked, device.compute.record()))
+
+
+def _tell_wait(watch: SwapWatch, owner: object, asked: Event, granted: Event) -> None:
+    watch.waited(owner, asked.time_s(), granted.time_s())
 
 
 NOTHING_SWAPPED = SwapCounts(out_nbytes=0, in_nbytes=0, held_nbytes=0, peak_held_nbytes=0)

@@ -81,10 +81,6 @@ class Device:
         """Returns an event after all work that the calling thread has queued on torch's current stream."""
         return self._streams.record_current()
 
-    def after_now(self) -> Callable[[], None]:
-        """Returns a function that waits, in any thread, for all work queued on the compute stream until now."""
-        return self.compute.record().wait
-
     def poison(self, buffer: torch.Tensor, stream: Stream) -> None:
         """Fills a released buffer with NaN if `poison_released` is set, after the stream's queued work."""
         if self.poisons_released:

@@ -8,7 +8,7 @@ Sources: NVIDIA/open-gpu-kernel-modules, pull request 1234; sgl-project/sglang, 
 import bisect
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from windlass.amounts import bytes_text
 PART_NBYTES = 64 * 2**30  # of one registration; the driver needs 16 bytes of its own memory for each 4 KiB
 
 _lock = threading.Lock()
-_cuts: list[int] = []  # sorted addresses at which one part of this process ends and the next begins
+# Sorted addresses at which one part of this process ends and the next begins. It is replaced, never changed, so that
+# copies read it without the lock.
+_cuts: tuple[int, ...] = ()
 
 
 class PinError(RuntimeError):
@@ -42,9 +44,7 @@ def register(memory: torch.Tensor) -> None:
                 f"{runtime.cudaGetErrorString(result)}; lower the job's host memory budget"
             )
         registered.append(start)
-    with _lock:
-        for cut in registered[1:]:
-            bisect.insort(_cuts, cut)
+    _change_cuts(add=registered[1:])
 
 
 def unregister(memory: torch.Tensor) -> bool:
@@ -54,23 +54,27 @@ def unregister(memory: torch.Tensor) -> bool:
     refused = [start for start in starts if int(runtime.cudaHostUnregister(start)) != 0]
     if refused:
         return False
-    with _lock:
-        for cut in starts[1:]:
-            _cuts.remove(cut)
+    _change_cuts(remove=starts[1:])
     return True
 
 
 def within_parts(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields pairs of equal pieces of two flat tensors, one of them on the host, so that each is within one part."""
     host = target if target.device.type == "cpu" else source
-    start = host.data_ptr()
-    first, last = bisect.bisect_right(_cuts, start), bisect.bisect_left(_cuts, start + host.nbytes)
+    start, cuts = host.data_ptr(), _cuts
+    first, last = bisect.bisect_right(cuts, start), bisect.bisect_left(cuts, start + host.nbytes)
     if first >= last:
         yield target, source
         return
-    bounds = [0, *((cut - start) // host.itemsize for cut in _cuts[first:last]), host.numel()]
+    bounds = [0, *((cut - start) // host.itemsize for cut in cuts[first:last]), host.numel()]
     for begin, end in itertools.pairwise(bounds):
         yield target[begin:end], source[begin:end]
+
+
+def _change_cuts(*, add: Sequence[int] = (), remove: Sequence[int] = ()) -> None:
+    global _cuts
+    with _lock:
+        _cuts = tuple(sorted({*_cuts, *add} - {*remove}))
 
 
 def _parts(memory: torch.Tensor) -> list[tuple[int, int]]:

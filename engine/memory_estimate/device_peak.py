@@ -20,7 +20,7 @@ from windlass.engine.memory_plan import (
     summed_in_fp32,
 )
 from windlass.engine.model import Partition
-from windlass.storage.ids import BlockIndex, Formats, Precision
+from windlass.storage.ids import BlockIndex, Formats, HeadSlices, Precision
 
 
 def device_need(
@@ -33,6 +33,7 @@ def device_need(
     num_microbatches: int,
     num_ahead: int,
     max_tokens: int,
+    head_slices: HeadSlices,
     evaluation_shapes: Sequence[tuple[int, int]] = (),
     device: str = "cpu",
     rehearsed: DryRunResult | None = None,
@@ -50,6 +51,7 @@ def device_need(
         num_microbatches: the micro-batches of a step.
         num_ahead: operations whose params may be prefetched (`Ordering.max_prefetched`).
         max_tokens: the largest number of tokens of any micro-batch, evaluations included; sizes the buffers.
+        head_slices: the way in which the head goes over tokens.
         evaluation_shapes: (examples, tokens) of the micro-batches of an evaluation's group.
         device: the device type, because operators choose their kernels by it.
         rehearsed: results of earlier dry runs; new ones are added.
@@ -64,6 +66,7 @@ def device_need(
         choices,
         grad_dtype=TORCH_DTYPE[grad_precision],
         is_summed=num_microbatches > 1,
+        head_slices=head_slices,
         device=device,
         rehearsed=rehearsed,
     )

@@ -16,7 +16,7 @@ from windlass.engine.activations import NOTHING_SWAPPED, SwapCounts, SwapHandle
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, UnitNeed, summed_in_fp32
 from windlass.engine.model import BlockRunner, GradBuffer, LossSums, Partition, fake_tensors
-from windlass.storage.ids import BlockIndex
+from windlass.storage.ids import BlockIndex, HeadSlices
 
 
 class DeviceNeedUnknownError(RuntimeError):
@@ -76,6 +76,7 @@ class _Passes:
     grad_dtype: torch.dtype
     is_summed: bool
     in_fp32: frozenset[int]
+    head_slices: HeadSlices
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +106,7 @@ class DryRun:
         *,
         grad_dtype: torch.dtype,
         is_summed: bool,
+        head_slices: HeadSlices = HeadSlices.LARGE,
         device: str = "cpu",
         rehearsed: DryRunResult | None = None,
     ) -> None:
@@ -115,6 +117,7 @@ class DryRun:
             activations: the choice for each layer, as for a BlockRunner.
             grad_dtype: of gradients that are sent to the optimizer.
             is_summed: gradients are added to those of earlier micro-batches.
+            head_slices: the way in which the head goes over tokens, as for a BlockRunner.
             device: the device type of the job, because operators choose their kernels by it.
             rehearsed: cached results for the partition; new ones are added.
         """
@@ -126,7 +129,10 @@ class DryRun:
         self._rehearsed = DryRunResult() if rehearsed is None else rehearsed
         self._device = torch.device(device)
         self._store = _ImaginedStore(self._device)
-        self._runner = BlockRunner(partition, self._device, seed=0, activations=activations, store=self._store)
+        self._head_slices = head_slices
+        self._runner = BlockRunner(
+            partition, self._device, seed=0, activations=activations, store=self._store, head_slices=head_slices
+        )
         self._living = LiveStorageTracker(self._device)
         # Without the patch, a custom kernel of the model would get invalid addresses.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
@@ -150,7 +156,8 @@ class DryRun:
         """
         is_sliced = num_examples * num_tokens > self.num_tokens_of_head_slice
         self._in_fp32 = summed_in_fp32(self._partition.layout.shared, is_sliced=is_sliced)
-        passes = _Passes(num_examples, num_tokens, train, self._grad_dtype, self._is_summed, frozenset(self._in_fp32))
+        in_fp32 = frozenset(self._in_fp32)
+        passes = _Passes(num_examples, num_tokens, train, self._grad_dtype, self._is_summed, in_fp32, self._head_slices)
         rehearsed, choices = self._rehearsed, [self._choice(block) for block in range(1, self._partition.head)]
         found = rehearsed.found.get(passes)
         if found is None or any(

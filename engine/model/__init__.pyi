@@ -1,13 +1,14 @@
 """Partitions a model into blocks, computes them one by one, and checks this against plain autograd."""
 
 from windlass.engine.model.block_runner import BlockRunner as BlockRunner
-from windlass.engine.model.block_runner import LossSums as LossSums
 from windlass.engine.model.fake_mode import fake_tensors as fake_tensors
 from windlass.engine.model.fused_kernels import apply_kernels as apply_kernels
 from windlass.engine.model.fused_kernels import kernels_here as kernels_here
 from windlass.engine.model.grad_buffer import GradBuffer as GradBuffer
 from windlass.engine.model.gradient_check import check_architecture as check_architecture
 from windlass.engine.model.gradient_check import check_kernels as check_kernels
+from windlass.engine.model.head_slices import LossSums as LossSums
+from windlass.engine.model.head_slices import num_slice_tokens as num_slice_tokens
 from windlass.engine.model.layout import BlockLayout as BlockLayout
 from windlass.engine.model.layout import ModelLayout as ModelLayout
 from windlass.engine.model.layout import ParamSlice as ParamSlice

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
-from torch.nn import functional as F
+from torch.autograd.graph import get_gradient_edge
 from transformers import DynamicCache
 
 from windlass.engine.activations import (
@@ -30,8 +30,17 @@ from windlass.engine.activations import (
     list_operators,
 )
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations
+from windlass.engine.model.epilogue_calls import EpilogueCalls
 from windlass.engine.model.fake_mode import fake_tensors
 from windlass.engine.model.grad_buffer import GradBuffer
+from windlass.engine.model.head_slices import (
+    IGNORED_TARGET,
+    LossSums,
+    add_loss,
+    num_piece_tokens,
+    num_slice_tokens,
+    projections_in_place,
+)
 from windlass.engine.model.partition import (
     ParamSite,
     Partition,
@@ -44,11 +53,7 @@ from windlass.engine.model.partition import (
 )
 from windlass.engine.model.streamed_layer import StreamedLayer
 from windlass.engine.model.streamed_params import StreamedParams
-from windlass.storage.ids import BlockIndex
-
-IGNORED_TARGET = -100
-# Elements: limit of the fp32 logits of one slice. The number of tokens in a slice follows from the vocabulary.
-MAX_LOGITS_NUMEL = 64 * 2**20
+from windlass.storage.ids import BlockIndex, HeadSlices
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +72,6 @@ class LayerCall:
 
 class _PrologueDone(Exception):
     """Ends the model's forward at the last layer. The code after it belongs to the head."""
-
-
-@dataclass(slots=True)
-class LossSums:
-    """Sums over target tokens, as 0-dim tensors on the device. Creating them does not wait for the device."""
-
-    num_targets: int  # target tokens of the whole step
-    loss_sum: torch.Tensor  # fp64
-    num_correct: torch.Tensor  # int64
-
-    @classmethod
-    def nothing(cls, num_targets: int, device: torch.device) -> "LossSums":
-        """Returns sums over no tokens."""
-        zeros = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))
-        return cls(num_targets, *zeros)
 
 
 def random_key(seed: int, step: int, microbatch: int, block: int) -> int:
@@ -109,6 +99,7 @@ class BlockRunner:
         *,
         activations: Mapping[BlockIndex, BlockActivations] | None = None,
         store: ActivationStore | None = None,
+        head_slices: HeadSlices = HeadSlices.LARGE,
     ) -> None:
         """`activations`: policies of layers; by default a layer keeps its input and recomputes the rest.
 
@@ -127,6 +118,8 @@ class BlockRunner:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
+        self._head_slices = head_slices
+        self._epilogues: dict[torch.Size, EpilogueCalls] = {}  # of the running head, by the shape of the hidden state
         self._mode_on_call: Any = None
         self._params = BorrowedParams()
         self._streamed: StreamedLayer | None = None  # the installed layer, if its params are streamed
@@ -143,7 +136,11 @@ class BlockRunner:
     @property
     def num_tokens_of_head_slice(self) -> int:
         """The number of tokens whose logits exist at the same time."""
-        return max(64, MAX_LOGITS_NUMEL // int(self.model.config.vocab_size))
+        return num_slice_tokens(self._head_slices, self._vocab_size)
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self.model.config.vocab_size)
 
     def _check_activations(self) -> None:
         for block, policy in self.activations.items():
@@ -266,12 +263,18 @@ class BlockRunner:
             num_targets = sum(int((target != IGNORED_TARGET).sum()) for target in targets)
             sums = LossSums.nothing(num_targets, self.device)
         hidden_states = self.inputs.pop()
-        for m, target in enumerate(targets):
-            self._seed(step, m, self.partition.head)
-            grad = self._head_of_microbatch(hidden_states[m], target, sums, loss_scale if train else None)
-            if train:
-                self.grads.append(grad)
-            hidden_states[m] = torch.empty(0)
+        in_place = train and self._head_slices is HeadSlices.LARGE
+        sites = self.partition.sites[self.partition.head] if in_place else []
+        try:
+            with projections_in_place(sites, self._sinks):
+                for m, target in enumerate(targets):
+                    self._seed(step, m, self.partition.head)
+                    grad = self._head_of_microbatch(hidden_states[m], target, sums, loss_scale if train else None)
+                    if train:
+                        self.grads.append(grad)
+                    hidden_states[m] = torch.empty(0)
+        finally:
+            self._epilogues.clear()  # they refer to the installed params
         return sums
 
     def backward(self, block: BlockIndex, step: int, batch: Sequence[torch.Tensor]) -> None:
@@ -432,24 +435,38 @@ class BlockRunner:
         return output
 
     def _epilogue(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Runs the model's own forward after its last layer: (1, S, H) to logits (1, S, V).
+        """Computes what the model computes after its last layer: (1, S, H) to logits (1, S, V).
 
-        The code before it runs on the meta device. The last stand-in returns the real hidden state.
+        The first call of a head with a hidden state of some shape runs the model's own forward and records it. Later
+        ones repeat the recorded calls, which saves the host the code before the last layer.
         """
+        calls = self._epilogues.get(hidden.shape)
+        if calls is not None and calls.is_repeatable:
+            return calls.repeat(hidden)
+        if calls is None:
+            calls = EpilogueCalls(self.model, self.partition.called_after_layers, hidden)
+            self._epilogues[hidden.shape] = calls
+        return self._own_epilogue(hidden, calls)
 
-        def resume(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if index == self.num_layers - 1:
+    def _own_epilogue(self, hidden: torch.Tensor, calls: EpilogueCalls) -> torch.Tensor:
+        """Runs the model's own forward: on the meta device up to the last layer, whose stand-in returns `hidden`."""
+        with contextlib.ExitStack() as stack:
+
+            def resume(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                if index == self.num_layers - 1:
+                    restore_buffers(buffers)
+                    stack.enter_context(calls)
+                    return self._as_layer_output(hidden)
+                return self._as_layer_output(hidden_of(index, args, kwargs)[0])
+
+            self._mode_on_call = resume
+            buffers = swap_buffers_to_meta(self.model)
+            try:
+                logits: torch.Tensor = run_on_meta(self.model, num_tokens=hidden.shape[1]).logits
+            finally:
                 restore_buffers(buffers)
-                return self._as_layer_output(hidden)
-            return self._as_layer_output(hidden_of(index, args, kwargs)[0])
-
-        self._mode_on_call = resume
-        buffers = swap_buffers_to_meta(self.model)
-        try:
-            logits: torch.Tensor = run_on_meta(self.model, num_tokens=hidden.shape[1]).logits
-        finally:
-            restore_buffers(buffers)
-            self._mode_on_call = None  # the closure would keep the hidden state
+                self._mode_on_call = None  # the closure would keep the hidden state
+        calls.end(logits)
         return logits
 
     def _head_of_microbatch(
@@ -475,10 +492,12 @@ class BlockRunner:
         train = loss_scale is not None
         entering = hidden.detach().requires_grad_(train)
         with torch.set_grad_enabled(train):
-            logits = self._epilogue(entering)[0].float()
-            loss_sum = F.cross_entropy(logits, target, ignore_index=IGNORED_TARGET, reduction="sum")
-            if loss_scale is not None:
-                torch.autograd.backward(loss_sum / sums.num_targets * loss_scale)
-        sums.loss_sum += loss_sum.detach()
-        sums.num_correct += (logits.detach().argmax(-1) == target).sum()
+            logits = self._epilogue(entering)
+        edge = get_gradient_edge(logits) if train else None
+        pieces = list(torch.split(logits.detach()[0], num_piece_tokens(self._head_slices, self._vocab_size)))
+        del logits  # the backward pass needs the edge of the graph, not the logits
+        grad = add_loss(pieces, target, sums, loss_scale)
+        if edge is not None:
+            assert grad is not None
+            torch.autograd.backward(edge, grad[None])
         return entering.grad

@@ -4,6 +4,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+# Elements: limit of the part of a product that is made before it is added to a buffer of another dtype.
+MAX_PRODUCT_NUMEL = 16 * 2**20
+# Rows: such a part has a multiple of this, because kernels for matrix products are slow on rows that are not aligned.
+ROWS_UNIT = 128
+
 
 class GradBuffer:
     """The gradient of one block on the device, flat, accumulated over micro-batches in the buffer's dtype."""
@@ -21,6 +26,29 @@ class GradBuffer:
         else:
             view.copy_(grad.reshape(-1))
             self.touched.add(name)
+
+    def add_product(self, name: str, offset: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Adds `left.T @ right`, the gradient of a matrix, at the matrix's place.
+
+        A buffer of the factors' dtype takes the product in place. Otherwise parts of it are made and then added.
+        """
+        num_rows, width = left.shape[1], right.shape[1]
+        sums = self.flat[offset : offset + num_rows * width].view(num_rows, width)
+        is_touched = name in self.touched
+        self.touched.add(name)
+        if sums.dtype is left.dtype:
+            if is_touched:
+                sums.addmm_(left.t(), right)
+            else:
+                torch.mm(left.t(), right, out=sums)
+            return
+        num_rows_at_once = max(1, MAX_PRODUCT_NUMEL // width // ROWS_UNIT) * ROWS_UNIT
+        factors = torch.split(left, num_rows_at_once, dim=1)
+        for part, factor in zip(torch.split(sums, num_rows_at_once), factors, strict=True):
+            if is_touched:
+                part.add_(factor.t() @ right)
+            else:
+                part.copy_(factor.t() @ right)
 
     def merge(self, other: "GradBuffer", params: Sequence[tuple[str, int, int]]) -> None:
         """Adds the sums of another buffer of the same block. `params`: (name, offset, numel)."""

@@ -11,11 +11,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from windlass.engine.activations import ActivationStore, HostActivations
-from windlass.engine.device import TORCH_DTYPE, Device
+from windlass.engine.device import TORCH_DTYPE, Device, TensorArena
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, in_words
-from windlass.engine.model.block_runner import IGNORED_TARGET, BlockRunner, random_key
+from windlass.engine.model.block_runner import BlockRunner, random_key
 from windlass.engine.model.fused_kernels import apply_kernels
 from windlass.engine.model.grad_buffer import GradBuffer
+from windlass.engine.model.head_slices import IGNORED_TARGET
 from windlass.engine.model.partition import Partition, UnsupportedArchitectureError, build_meta_model, find_layers
 from windlass.engine.model.streamed_flats import StreamedFlats
 from windlass.engine.optimizer import KernelUnavailable
@@ -214,7 +215,7 @@ def _gradients_with(
     token = CancelToken(_DEADLINE_S)
     slots = SlotPool(0, ALIGNMENT_NBYTES, memory.nbytes // ALIGNMENT_NBYTES, name="activation slots", token=token)
     device = Device(batch[0].device, token=token)
-    store = HostActivations(device, memory, slots, max_leaving_nbytes=_STORE_NBYTES)
+    store = HostActivations(device, TensorArena(memory), slots, max_leaving_nbytes=_STORE_NBYTES)
     layers = [BlockIndex(b) for b in range(1, len(partition.layers) + 1)]
     streams = None
     if is_streamed:

@@ -258,6 +258,7 @@ class Partition:
     """A meta model and its blocks: block 0 is the embedding, then come the layers, then the head.
 
     `sites[b]` are the parameter places of block b's operation: its own parameters, and those shared with other blocks.
+    `called_after_layers` are the modules that the model calls after its last layer.
     """
 
     def __init__(self, model: Any, chunk_numel: int | None = None) -> None:
@@ -269,6 +270,7 @@ class Partition:
         self._refuse_what_is_not_exact()
         trace = self._trace()
         self.num_returned = trace.num_returned
+        self.called_after_layers = trace.after
         self._assign(trace, chunk_numel)
 
     @property

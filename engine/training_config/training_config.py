@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from windlass.engine.memory_plan import UpdateOrder
-from windlass.storage.ids import Formats, Kernel, ModelKernel, Precision, StatePrecision
+from windlass.storage.ids import Formats, HeadSlices, Kernel, ModelKernel, Precision, StatePrecision
 
 
 class Schedule(StrEnum):
@@ -100,6 +100,7 @@ class TrainingConfig:
     update_order: UpdateOrder | None = None  # None: ACTIVE if that gives exact results, else KEPT
     kernel: Kernel | None = None  # None: the compiled kernel if there is a compiler
     model_kernels: tuple[ModelKernel, ...] | None = None  # in addition to torch's own; None: all that the device offers
+    head_slices: HeadSlices = HeadSlices.LARGE  # rows of older versions without this field: SMALL
     max_bad_steps: int = 10  # largest number of skipped steps in a row, due to gradients that are not finite
     total_steps: int
     initialization: Initialization = Initialization.WEIGHTS

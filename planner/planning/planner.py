@@ -175,7 +175,10 @@ class Profiles:
     def __init__(self, question: PlanQuestion) -> None:
         self._measures, self._question = question.measures, question
         self._profiler = Profiler(
-            question.config, question.training.precision, for_gpu=question.hardware.gpus.count > 0
+            question.config,
+            question.training.precision,
+            for_gpu=question.hardware.gpus.count > 0,
+            head_slices=question.training.head_slices,
         )
         self._untimed: dict[tuple[int, int], ModelProfile] = {}
         self._known: dict[tuple[int, int], ModelProfile] = {}
@@ -216,6 +219,7 @@ class Profiles:
             num_microbatches=job.num_microbatches,
             num_ahead=job.num_prefetched,
             max_tokens=shape[0] * question.training.sequence_length,  # the size that the engine allocates
+            head_slices=job.training.head_slices,
             # Evaluation examples may be longer than training examples.
             evaluation_shapes=evaluation_shapes(
                 question.num_validation_examples, question.training.sequence_length, shape[0], job.num_microbatches
@@ -283,6 +287,7 @@ class Profiles:
                 device,
                 sums_grads=sums_grads,
                 grad_precision=training.grad_precision,
+                head_slices=training.head_slices,
             )
 
         kept = question.kept_times
@@ -291,6 +296,7 @@ class Profiles:
             "precision": training.precision,
             "sums_grads": sums_grads,
             "grad_precision": training.grad_precision,
+            "head_slices": training.head_slices,
             "device": device.type,
         }
         if not self._measures:

@@ -23,13 +23,13 @@ from windlass.engine.model import BlockRunner, GradBuffer, Partition, build_meta
 from windlass.engine.optimizer import squared_norm
 from windlass.planner.cost import AgainTimes, BlockProfile, LayerProfile, ModelProfile, holding_ways
 from windlass.planner.profiling.model_profiler import kinds_of_layers
-from windlass.storage.ids import BlockIndex, Precision
+from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 # Rounds are repeated until the standard error of the mean is low, or the time is over, because a machine's pace varies.
 _USUAL_ROUNDS = 3  # minimum number of rounds
 _LONG_S = 20.0  # of a pass: a longer one is the only one, and recomputation counts as a forward pass
 _STANDARD_ERROR = 0.01  # relative error below which rounds end
-_MAX_S = 8.0  # seconds after which rounds end
+_MAX_S = 8.0  # seconds after which rounds end, unless the caller gives others
 # A job writes every layer's activations to memory that no cache holds. So as many equal layers are measured as have
 # this many bytes of activations together.
 _MIN_ACTIVATIONS_NBYTES = 128 << 20
@@ -65,15 +65,24 @@ def measure_blocks(
     *,
     sums_grads: bool = False,
     grad_precision: Precision | None = None,
+    head_slices: HeadSlices = HeadSlices.LARGE,
+    max_s: float | None = None,
 ) -> MeasuredBlocks:
     """Measures the time of each block of a profile on this device. Meanwhile some blocks' params are in memory.
 
     `sums_grads`: gradients are summed over micro-batches. `grad_precision`: type of a block's gradient; None: that of
-    the model.
+    the model. `head_slices`: the way in which the head goes over tokens. `max_s`: seconds after which no further round
+    begins; None: the usual ones.
     """
     return _Bench(
-        profile, config, precision, device, sums_grads=sums_grads, grad_precision=grad_precision or precision
-    ).measure()
+        profile,
+        config,
+        precision,
+        device,
+        sums_grads=sums_grads,
+        grad_precision=grad_precision or precision,
+        head_slices=head_slices,
+    ).measure(_MAX_S if max_s is None else max_s)
 
 
 def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelProfile:
@@ -101,6 +110,7 @@ class _Bench:
         *,
         sums_grads: bool,
         grad_precision: Precision,
+        head_slices: HeadSlices,
     ) -> None:
         self._partition = Partition(build_meta_model(config, precision))
         self._kinds = kinds_of_layers(self._partition)
@@ -111,15 +121,15 @@ class _Bench:
             choices |= dict.fromkeys(measured, _choices_of(layer))
         self._choices = [dict(zip(choices, choice, strict=True)) for choice in zip(*choices.values(), strict=True)]
         self._device, self._dtype = device, TORCH_DTYPE[precision]
-        self._runner = BlockRunner(self._partition, device, seed=0)
+        self._runner = BlockRunner(self._partition, device, seed=0, head_slices=head_slices)
         self._grad_dtype = TORCH_DTYPE[grad_precision]
         self._sums_grads = sums_grads
         vocab = int(self._partition.model.config.get_text_config().vocab_size)
         self._ids = torch.randint(vocab, (profile.num_examples, profile.num_tokens), device=device)
 
-    def measure(self) -> MeasuredBlocks:
+    def measure(self, max_s: float) -> MeasuredBlocks:
         """Returns the times of each block; equal layers share the times measured for their kind."""
-        rounds = self._rounds()
+        rounds = self._rounds(max_s)
         embedding, head = BlockIndex(0), self._partition.head
         times: dict[int, BlockTimes] = {}
         for block in (embedding, head):
@@ -132,15 +142,15 @@ class _Bench:
             times.update(dict.fromkeys(kind, BlockTimes(forward_s=kept[0], backward_s=kept[1], again=again)))
         return MeasuredBlocks(times=times, standard_error=_standard_error(rounds))
 
-    def _rounds(self) -> list[_Round]:
+    def _rounds(self, max_s: float) -> list[_Round]:
         start_s = time.perf_counter()
         first = self._pass(self._choices[0])
         if time.perf_counter() - start_s > _LONG_S:
             return [[first]]
         rounds = [self._round()]
-        if time.perf_counter() - start_s < _MAX_S / 2:
+        if time.perf_counter() - start_s < max_s / 2:
             rounds.clear()  # drop the first rounds of a short measurement, because they include one-time work
-        while not _is_known(rounds, time.perf_counter() - start_s):
+        while not _is_known(rounds, time.perf_counter() - start_s, max_s):
             rounds.append(self._round())
         return rounds
 
@@ -201,8 +211,8 @@ def _both(passes: Iterable[_Taken], blocks: Sequence[BlockIndex]) -> tuple[float
     return statistics.fmean(forward), statistics.fmean(backward)
 
 
-def _is_known(rounds: Sequence[_Round], taken_s: float) -> bool:
-    if rounds and taken_s > _MAX_S:
+def _is_known(rounds: Sequence[_Round], taken_s: float, max_s: float) -> bool:
+    if rounds and taken_s > max_s:
         return True
     return len(rounds) >= _USUAL_ROUNDS and _standard_error(rounds) < _STANDARD_ERROR
 

@@ -1,6 +1,6 @@
 """Profiles models by tensor shapes alone. It reads no weights, and computes or allocates nothing."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GPT2Config, LlamaConfig
@@ -10,14 +10,16 @@ from windlass.engine.memory_estimate import DryRun
 from windlass.engine.memory_plan import ATTENTION
 from windlass.engine.model import BlockRunner, ModelLayout, Partition, build_meta_model
 from windlass.planner.cost import BlockProfile, LayerProfile, ModelProfile, OperatorProfile
-from windlass.planner.hardware import ModelShape
-from windlass.storage.ids import BlockIndex, Precision
+from windlass.storage.ids import BlockIndex, HeadSlices, Precision
+
+if TYPE_CHECKING:  # `windlass.planner.hardware.model_shape` needs pydantic, which the GPU check does without
+    from windlass.planner.hardware import ModelShape
 
 # Tokens: the width to which an attention kernel on a GPU pads. Source: torch's memory-efficient attention, `kAlignLSE`.
 _PADDED_TOKENS = 32
 
 
-def config_of_shape(shape: ModelShape, *, num_tokens: int) -> Any:
+def config_of_shape(shape: "ModelShape", *, num_tokens: int) -> Any:
     """Returns a transformers config with these sizes, without dropout, for sequences of up to `num_tokens` tokens."""
     if shape.is_gpt:
         return GPT2Config(
@@ -64,11 +66,19 @@ class Profiler:
 
     `device`: runs the shapes there, because operators choose their kernels by device. `for_gpu`: the job will run on a
     GPU even if `device` is a CPU, so attention outputs are counted for a GPU. Layers whose params have the same shapes
-    are profiled once.
+    are profiled once. `head_slices`: the way in which the job's head goes over tokens.
     """
 
-    def __init__(self, config: Any, precision: Precision, *, device: str = "cpu", for_gpu: bool = False) -> None:
-        self._for_gpu = for_gpu
+    def __init__(
+        self,
+        config: Any,
+        precision: Precision,
+        *,
+        device: str = "cpu",
+        for_gpu: bool = False,
+        head_slices: HeadSlices = HeadSlices.LARGE,
+    ) -> None:
+        self._for_gpu, self._head_slices = for_gpu, head_slices
         self._hidden_size = config.get_text_config().hidden_size
         self._partition = Partition(build_meta_model(config, precision))
         self._runner = BlockRunner(self._partition, torch.device(device), seed=0)
@@ -107,7 +117,7 @@ class Profiler:
     def _peaks(self, num_examples: int, num_tokens: int) -> list[int]:
         """Returns the peak device bytes of each block's operations, with full recomputation."""
         dtype = next(self.rehearsed.model.parameters()).dtype
-        rehearsal = DryRun(self.rehearsed, {}, grad_dtype=dtype, is_summed=False)
+        rehearsal = DryRun(self.rehearsed, {}, grad_dtype=dtype, is_summed=False, head_slices=self._head_slices)
         units, head_peak_nbytes = rehearsal.units(num_examples, num_tokens)
         return [*(max(unit.forward_peak_nbytes, unit.backward_peak_nbytes) for unit in units), head_peak_nbytes]
 

@@ -361,7 +361,7 @@ class StepCosts:
         """The number of tensors that may be leaving the device, however large they are.
 
         With one, the thread that launches kernels would wait for each copy. A single one is always admitted, for plans
-        that must save device memory.
+        that must save device memory, and by each of the two stores if the SSDs are one of them.
         """
         return 2 if self.depths.leaving_nbytes else 1
 

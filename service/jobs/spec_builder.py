@@ -33,7 +33,7 @@ from windlass.service.validation import (
     resolve,
     with_derived,
 )
-from windlass.storage.ids import Attempt, JobId
+from windlass.storage.ids import Attempt, HeadSlices, JobId
 from windlass.storage.sql import Job
 
 ARENA_DIR = Path("/dev/shm")
@@ -264,11 +264,13 @@ def resolve_job(job: Job, results: Results) -> ResolvedJob:
 def training_config_of(job: Job) -> TrainingConfig:
     """Returns the training config of a job whose data was counted.
 
-    The numbers in its row hold, whatever this version would resolve "auto" to. Rows of older versions have fewer.
+    The numbers in its row hold, whatever this version would resolve "auto" to. Rows of older versions have fewer. Their
+    jobs compute the head as they began, because its slices change the last bits of gradients.
     """
     assert job.hyperparameters is not None, f"job {job.id} is {job.status} without hyperparameters"
     assert job.total_steps is not None, f"job {job.id} is {job.status} without a number of steps"
-    values = known_before_data(_settings_of(job)) | job.hyperparameters | {"total_steps": job.total_steps}
+    values = known_before_data(_settings_of(job)) | {"head_slices": HeadSlices.SMALL}
+    values |= job.hyperparameters | {"total_steps": job.total_steps}
     return with_derived(config_json.from_json(values))
 
 

@@ -72,6 +72,7 @@ class Installation:
         """Waits until `reached` is true for the job, and returns the job."""
         deadline = time.monotonic() + timeout_s
         # Over HTTP: a new process for each request would take CPU time from the job.
+        job: dict[str, Any]
         with httpx.Client(base_url=self.url, trust_env=False) as client:
             while not reached(job := client.get(f"/v1/fine_tuning/jobs/{job_id}").json()):
                 assert time.monotonic() < deadline, f"never {what}: {job}{self.logs()}"

@@ -118,7 +118,14 @@ def postgres_server(programs: Path, *, is_durable: bool = False) -> Iterator[Pos
             shutil.chown(folder, _USER)
         user = _USER if is_root else None
         data = folder / "data"
-        initdb = [programs / "initdb", "--auth=trust", f"--username={_USER}", "--no-sync", "--encoding=UTF8", data]
+        initdb = [
+            str(programs / "initdb"),
+            "--auth=trust",
+            f"--username={_USER}",
+            "--no-sync",
+            "--encoding=UTF8",
+            str(data),
+        ]
         subprocess.run(initdb, user=user, cwd=folder, check=True, capture_output=True, timeout=_DEADLINE_S)
         options = {"listen_addresses": "", "unix_socket_directories": folder}
         if not is_durable:  # nothing has to survive the test

@@ -1,5 +1,6 @@
 """The loop that the engine must equal: a job in plain PyTorch, with the whole model in memory."""
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,20 +30,21 @@ class PlainRun:
     skipped: list[int]  # steps whose gradients overflowed in fp16
 
 
-def train_plainly(spec: JobSpec, device: str = "cpu") -> PlainRun:
+def train_plainly(spec: JobSpec, device: str = "cpu", *, is_reversed: bool = False) -> PlainRun:
     """Runs the job in plain PyTorch: the whole model, torch's own optimizer on fp32 masters, one target count a step.
 
-    fp16 uses torch.amp.GradScaler.
+    fp16 uses torch.amp.GradScaler. `is_reversed`: the last example of a step comes first, so that the same sums are
+    rounded in another order.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(spec.compute_threads)
     try:
-        return _train_plainly(spec, torch.device(device))
+        return _train_plainly(spec, torch.device(device), is_reversed=is_reversed)
     finally:
         torch.set_num_threads(num_threads)
 
 
-def _train_plainly(spec: JobSpec, device: torch.device) -> PlainRun:
+def _train_plainly(spec: JobSpec, device: torch.device, *, is_reversed: bool) -> PlainRun:
     hyper = spec.training
     whole = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=torch.float32).to(device)
     masters = dict(whole.named_parameters())
@@ -54,6 +56,8 @@ def _train_plainly(spec: JobSpec, device: torch.device) -> PlainRun:
     losses, grad_norms, loss_scales, skipped, validation_losses = [], [], [], [], {}
     for step in range(1, hyper.total_steps + 1):
         batch = train.batch(step - 1, hyper.batch_size, hyper.num_microbatches, hyper.seed)
+        if is_reversed:
+            batch = [_reversed(microbatch) for microbatch in reversed(batch)]
         loss_scales.append(scaler.get_scale())
         losses.append(_accumulate(model, masters, batch, scaler))
         scaler.unscale_(optimizer)
@@ -80,6 +84,11 @@ def _train_plainly(spec: JobSpec, device: torch.device) -> PlainRun:
         loss_scales=loss_scales,
         skipped=skipped,
     )
+
+
+def _reversed(microbatch: MicroBatch) -> MicroBatch:
+    """The same examples, the last one first."""
+    return dataclasses.replace(microbatch, input_ids=microbatch.input_ids.flip(0), targets=microbatch.targets.flip(0))
 
 
 def _optimizer(spec: JobSpec, masters: dict[str, torch.nn.Parameter]) -> torch.optim.Adam:

@@ -29,6 +29,7 @@ from windlass.actors.ssd.client import SsdClient
 from windlass.actors.ssd.server import SsdServer
 from windlass.actors.timeline.recorder import SpanRecorder
 from windlass.engine.device.device import Device
+from windlass.engine.device.tensor_arena import TensorArena
 from windlass.engine.memory_plan.plan import Pool
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, JobId, Span
@@ -103,9 +104,7 @@ class SwapBench:
                 patch.setattr(module, "SlotPool", self._make_pool)
             self.span_log = SpanRecorder(WORKER, context.spec.job, self.send)
             self.client = SsdClient(WORKER, context, self.send)
-            self.store = ActivationTiers(
-                context, self.device, self.memory, self.client, self.threads.start, self.span_log
-            )
+            self.store = ActivationTiers(context, self.device, TensorArena(self.memory), self.client, self.span_log)
 
     def _make_pool(self, *args: Any, **kwargs: Any) -> SlotPool:
         pool = PoisonedSlots(*args, **kwargs)

@@ -12,7 +12,7 @@ from windlass.engine.model.block_runner import BlockRunner
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.partition import Partition, build_meta_model
 from windlass.engine.model.streamed_flats import StreamedFlats
-from windlass.storage.ids import BlockIndex, Precision
+from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 SEED, STEP = 7, 3
 
@@ -75,12 +75,20 @@ class Run:
         store: ActivationStore | None = None,
         precision: Precision = Precision.FP32,
         streams_on: Device | None = None,
+        head_slices: HeadSlices = HeadSlices.LARGE,
     ) -> None:
         """`streams_on`: a device on which the layers' params arrive in pieces."""
         self.partition = Partition(build_meta_model(model.config, precision))
         self.params = dict(model.named_parameters())
         self.layout = self.partition.layout
-        self.runner = BlockRunner(self.partition, torch.device("cpu"), SEED, activations=activations, store=store)
+        self.runner = BlockRunner(
+            self.partition,
+            torch.device("cpu"),
+            SEED,
+            activations=activations,
+            store=store,
+            head_slices=head_slices,
+        )
         self.grads = {block.index: GradBuffer(torch.full((block.numel,), torch.nan)) for block in self.layout.blocks}
         self._lent: dict[BlockIndex, torch.Tensor] = {}
         layers = [block.index for block in self.layout.blocks[1:-1]]

@@ -1,4 +1,4 @@
-"""The GPU check on a machine without a GPU: all of it on small models, and its reports of errors."""
+"""The GPU check on a machine without a GPU: all of it on small models, its predictions, and its reports of errors."""
 
 import dataclasses
 import json
@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -18,22 +17,27 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import benchmark as gpu_check
+from benchmarks.gpu_check import link as gpu_link
 from benchmarks.gpu_check import parity as gpu_parity
-from benchmarks.gpu_check import peers as gpu_peers
+from benchmarks.gpu_check import prediction
 from benchmarks.gpu_check import speed as gpu_speed
-from benchmarks.gpu_check.cases import CAPS, SHAPES, SpeedCase, States, cases, tiny_cases
-from benchmarks.peers.contenders import ContenderRun
+from benchmarks.gpu_check.case import Case, Result, ResultsFile, Setting, Status, named, run_case
+from benchmarks.gpu_check.cases import SHAPES, ParityCase, PeerCase, SpeedCase, States, cases
+from benchmarks.gpu_check.parity import Differences
+from benchmarks.gpu_check.report import keys, report_lines
+from benchmarks.gpu_check.watch import HostWaits, host_waits
 from benchmarks.peers.workload import model_config
-from benchmarks.reporting.report import Report
 from tests.unit.benchmarks.torch_only import link_torch_only
-from windlass.actors.job.context import GPU_WORKER, SCHEDULER
+from windlass.actors.job.context import GPU_WORKER
 from windlass.actors.messages import BlockComputed, ComputeProgressed, Loss, Phase
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.model.partition import build_meta_model
 from windlass.storage.ids import BlockIndex, JobId, Kernel, Precision, Step
 from windlass.storage.memory.capacity import InsufficientSpaceError
 
-FAR_S = 1e9
+GIB = 2**30
+FIRST_FOUR = ["link", "parity-bf16", "speed-7B-host-16", "speed-1.5B-ssd-16"]
+ASKED_FOR = {"step_over_compute_only", "step_over_plain", "reserved_over_planned", "host_waits", "step_error_max"}
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +52,16 @@ def torch_only(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run_check(environment: dict[str, str], *options: str) -> "subprocess.CompletedProcess[str]":
     """Runs the check as `make gpu-check` does, but on the CPU."""
     command = [sys.executable, "-S", "-m", "benchmarks.gpu_check", "--device", "cpu", "--tiny", *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
 
 
-def tiny(name: str) -> SpeedCase:
-    return next(case for case in tiny_cases() if case.name == name)
+def tiny(name: str) -> Case:
+    return next(case for case in cases(is_tiny=True) if case.name == name)
 
 
-def measured(folder: Path, *chosen: SpeedCase, until_s: float = FAR_S) -> list[gpu_speed.SpeedRun]:
-    runs = gpu_speed.measure(chosen, folder, device="cpu", caps=CAPS, compiles=False, until_s=until_s)
-    return list(runs)
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting(root=tmp_path, results=ResultsFile(tmp_path / "check.jsonl"), device="cpu", is_tiny=True)
 
 
 # --- the whole check -----------------------------------------------------------------------------------------------
@@ -68,68 +72,118 @@ def test_gpu_check_where_only_torch_and_transformers_are_installed_trains(
 ) -> None:
     look = [sys.executable, "-S", "-c", "import pydantic"]
     assert "No module named 'pydantic'" in subprocess.run(look, env=torch_only, capture_output=True, text=True).stderr
+    name = "speed-1.5B-host-16-as-zero_offload"
 
-    done = run_check(torch_only, "--part", "speed", "--only", "1.5B host 16 as", "--directory", str(tmp_path))
+    done = run_check(torch_only, "--only", name, "--directory", str(tmp_path))
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["tokens_per_s"]["1.5B host 16 as zero_offload"] > 0
+    assert json.loads(done.stdout.splitlines()[-1])["tokens_per_s"][name] > 0
+    assert f"case 1 of 1: {name} begins, about " in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)  # many processes, and other tests beside them
 def test_gpu_check_with_small_models_runs_all_cases(torch_only: dict[str, str], tmp_path: Path) -> None:
-    done = run_check(torch_only, "--directory", str(tmp_path), "--reports", str(tmp_path))
+    folder, reports = tmp_path / "work", tmp_path / "reports"
+    folder.mkdir()
+    done = run_check(torch_only, "--directory", str(folder), "--reports", str(reports))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["num_wrong"] == 0
-    assert found["loss_difference_max"].keys() == {"fp32", "bf16", "fp16"}
-    assert all(0 <= found["loss_difference_max"][str(each)] <= limit for each, limit in gpu_parity.LIMITS.items())
-    names = {case.name for case in tiny_cases()}
+    assert found["loss_difference_max"].keys() == found["param_difference_max"].keys() == {"fp32", "bf16", "fp16"}
+    speeds = {case.name for case in cases(is_tiny=True) if isinstance(case, SpeedCase)}
     for key in ("tokens_per_s", "share_of_peak", "share_of_peak_without_recompute", "overlap_efficiency"):
-        assert found[key].keys() == names
+        assert found[key].keys() == speeds
         assert min(found[key].values()) > 0
-    assert set(found["gpu_peak_gib"].values()) == {None}
-    assert min(found["host_peak_gib"].values()) > 0
-    shares = found["share_of_peak"]
-    assert found["share_of_peak_min_from_batch_16"] == {
-        "host": min(shares["1.5B host 16"], shares["7B host 32"]),
-        "SSD": shares["1.5B SSD 16"],
-    }
-    assert min(found["over_zero_infinity_schedule"], found["over_zero_offload_schedule"]) > 0
+    assert min(found[key] for key in ("step_over_compute_only", "step_over_plain", "step_error_max")) > 0
+    assert found["reserved_over_planned"] is found["host_waits"] is None
+    assert min(found["share_of_peak_min_from_batch_16"].values()) > 0
+    assert found["over_zero_infinity_schedule"] > 0
     assert found["over_deepspeed_zero_infinity"] is found["over_deepspeed_zero_offload"] is None
-    (report,) = tmp_path.glob("*-gpu_check.md")
-    text = report.read_text()
+
+    (lines,) = reports.glob("*-gpu_check.jsonl")
+    results = ResultsFile(lines).read()
+    assert list(results) == [case.name for case in cases(is_tiny=True)]
+    assert {each.case for each in results.values() if each.status is not Status.DONE} == {
+        "deepspeed-zero_infinity",
+        "deepspeed-zero_offload",
+    }
+    predicted = [json.loads(line) for line in lines.with_suffix(".predicted.jsonl").read_text().splitlines()]
+    assert {each["case"]: each["predicted"] for each in predicted} == {name: results[name].predicted for name in speeds}
+    text = lines.with_suffix(".md").read_text()
     assert text.endswith(done.stdout.splitlines()[-1] + "\n")
-    assert text.count("| equal ") == len(gpu_parity.cases(compiles=False))
-    assert [name for name in names if len(re.findall(rf"^\| {name} +\|", text, re.MULTILINE)) != 2] == []
-    assert list(tmp_path.iterdir()) == [report]
+    assert [name for name in speeds if len(re.findall(rf"^\| {name} +\|", text, re.MULTILINE)) != 3] == []
+    assert lines.with_suffix(".worst-trace.json.gz").name in text
+    assert list(folder.iterdir()) == []
+
+    again = run_check(torch_only, "--resume", "--directory", str(folder), "--reports", str(reports))
+    assert again.stdout.count(" is done\n") == len(results) - 2
+    assert json.loads(again.stdout.splitlines()[-1]) == found
 
 
 def test_gpu_check_without_a_gpu_says_so_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert gpu_check.main([]) == 0
-    assert "gpu-check skipped: this machine has no CUDA device" in capsys.readouterr().out
+    assert capsys.readouterr().out == "gpu-check skipped: this machine has no CUDA device that torch can use\n"
+
+
+def test_gpu_check_lists_its_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == [case.name for case in cases()]
+    assert gpu_check.main(["--only", "13B"]) == 2
+    assert "no case has '13B' in its name; there are link, parity-bf16" in capsys.readouterr().out
 
 
 # --- the cases -----------------------------------------------------------------------------------------------------
 
 
+def test_cases_are_few_and_the_first_answer_most() -> None:
+    listed = cases()
+    assert [case.name for case in listed[:4]] == FIRST_FOUR
+    assert len({case.name for case in listed}) == len(listed) <= 20
+    assert sum(case.expected_s for case in listed[:4]) < 630
+    assert max(case.expected_s for case in listed) <= 420
+    speeds = [case for case in listed if isinstance(case, SpeedCase)]
+    assert {(case.model, case.states) for case in speeds} >= set(product(("1.5B", "3B", "7B"), States))
+    assert {case.num_microbatches for case in speeds} >= {1, 4, 16}
+    assert {case.has_cap for case in speeds} == {True, False}
+
+
+def test_the_tiny_form_has_one_case_of_each_kind() -> None:
+    names = [case.name for case in cases(is_tiny=True)]
+    assert names[:4] == FIRST_FOUR
+    assert len(names) == 13
+    assert {case.part for case in cases(is_tiny=True)} == {case.part for case in cases()}
+
+
+def test_only_takes_a_whole_name_before_a_part_of_one() -> None:
+    assert [case.name for case in named(cases(), "speed-7B-host-16")] == ["speed-7B-host-16"]
+    assert [case.name for case in named(cases(), "7B-host")] == [
+        "speed-7B-host-16",
+        "speed-7B-host-16-all",
+        "speed-7B-host-64",
+    ]
+
+
 def test_parity_meets_every_pair_of_settings() -> None:
-    found = gpu_parity.cases(compiles=True)
-    settings: dict[str, Callable[[gpu_parity.ParityCase], Any]] = {
-        "place": lambda case: case.place,
-        "micro-batches": lambda case: case.num_microbatches,
-        "tied": lambda case: case.is_tied,
-        "precision": lambda case: case.precision,
-        "operations at once": lambda case: case.num_ahead,
+    found = [each for precision in Precision for each in gpu_parity.variants(precision, compiles=True)]
+    settings: dict[str, Callable[[gpu_parity.Variant], Any]] = {
+        "place": lambda each: each.place,
+        "micro-batches": lambda each: each.num_microbatches,
+        "tied": lambda each: each.is_tied,
+        "precision": lambda each: each.precision,
+        "operations at once": lambda each: each.num_ahead,
     }
     for value in settings.values():
-        pairs = {(case.activations, case.swaps_to_ssd, value(case)) for case in found if case.kernel is Kernel.FUSED}
-        values = {value(case) for case in found}
+        pairs = {(each.activations, each.swaps_to_ssd, value(each)) for each in found if each.kernel is Kernel.FUSED}
+        values = {value(each) for each in found}
         assert pairs == {(*way, each) for way, each in product(gpu_parity.ACTIVATIONS, values)}
-    assert {case.precision for case in found if case.kernel is None and case.place == "device"} == set(Precision)
+    assert {each.precision for each in found if each.kernel is None and each.place == "device"} == set(Precision)
     assert {activations for activations, _ in gpu_parity.ACTIVATIONS} == set(ActivationChoice)
-    streamed = [(case.activations, case.swaps_to_ssd) for case in found if case.is_streamed]
+    streamed = [(each.activations, each.swaps_to_ssd) for each in found if each.is_streamed]
     assert sorted(streamed) == sorted(gpu_parity.ACTIVATIONS)
 
 
@@ -140,162 +194,256 @@ def test_shapes_are_those_of_qwen() -> None:
         assert build_meta_model(model_config(shape, 1024), Precision.BF16).num_parameters() == shape.num_params
 
 
-def test_every_case_has_a_name_of_its_own_and_keeps_to_the_caps() -> None:
-    assert len({case.name for case in cases()}) == len(cases())
-    assert {case.batch_size for case in cases()} >= {4, 8, 16, 32}
-    for case in cases():
-        if case.states is States.HOST:
-            assert case.state_nbytes < CAPS.host_nbytes[States.HOST]
-    assert {case.state_nbytes / case.shape.num_params for case in cases()} == {12, 14}
+# --- predictions ---------------------------------------------------------------------------------------------------
+
+
+def planned(name: str, *, gpu_gib: float, arena_gib: float, disk_gib: float) -> prediction.CasePlan:
+    (case,) = (each for each in cases() if each.name == name)
+    assert isinstance(case, SpeedCase)
+    nbytes = [int(gib * GIB) for gib in (gpu_gib, arena_gib, disk_gib)]
+    return prediction.Predictor(case, None).plan(prediction.Room.of(case, *nbytes))
+
+
+def test_a_case_has_as_many_layers_as_there_is_room_for() -> None:
+    whole = planned("speed-7B-host-16", gpu_gib=80, arena_gib=120, disk_gib=0)
+    half = planned("speed-7B-host-16", gpu_gib=80, arena_gib=60, disk_gib=0)
+    assert whole.case.shape.num_layers == 28
+    assert 5 < half.case.shape.num_layers < 28
+    assert half.predicted["arena_gib"] <= 60 - 3
+    assert half.predicted["step_s"] < whole.predicted["step_s"]
+    assert whole.predicted["gpu_gib"] <= 22.5
+    assert set(whole.placement.host_blocks) == set(range(30))
+
+
+@pytest.mark.long
+def test_states_on_the_ssd_are_cut_by_the_disk() -> None:
+    plan = planned("speed-3B-ssd-16", gpu_gib=24, arena_gib=64, disk_gib=30)
+    assert 1 <= plan.case.shape.num_layers < 36
+    assert plan.placement.host_blocks == ()
+    assert plan.solution.bottleneck == "ssd"
+
+
+def test_a_machine_without_room_has_no_case() -> None:
+    with pytest.raises(prediction.NotHereError, match=r"no layer of 7B fits: there is room for 4\.0 GiB on the GPU"):
+        planned("speed-7B-host-16", gpu_gib=4, arena_gib=120, disk_gib=0)
+
+
+@pytest.mark.long
+def test_all_of_the_gpus_memory_is_used_without_the_cap() -> None:
+    plan = planned("speed-1.5B-host-16-all", gpu_gib=80, arena_gib=64, disk_gib=0)
+    assert plan.choice is ActivationChoice.KEEP
+    assert 22.5 < plan.predicted["gpu_gib"] <= 76
+
+
+def link_result(**hardware: Any) -> Result:
+    profile = {name: dict(part) for name, part in prediction._ASSUMED.items()} | hardware
+    room = {"gpu_nbytes": 80 * GIB, "arena_nbytes": 120 * GIB, "disk_nbytes": 200 * GIB}
+    measured = {"hardware": profile, "room": room, "num_cores": 16}
+    return Result(case="link", part="link", status=Status.DONE, measured=measured)
+
+
+def test_plans_made_elsewhere_are_simulated(tmp_path: Path) -> None:
+    results = ResultsFile(tmp_path / "check.jsonl")
+    results.add(link_result())
+    case = dataclasses.replace(tiny("speed-7B-host-16"), batch_size=4)  # type: ignore[type-var]
+    assert isinstance(case, SpeedCase)
+    prediction.main(tmp_path / "check.jsonl", tmp_path / "plans.json", lambda: [case])
+    plan = json.loads((tmp_path / "plans.json").read_text())[case.name]
+    assert plan["num_layers"] == case.shape.num_layers
+    assert plan["step_s"] > 0
+
+
+@pytest.mark.long
+def test_a_prediction_is_written_down_before_the_case(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = tiny("speed-7B-host-16")
+    setting.results.add(link_result())
+    setting.plan = {case.name: {"step_s": 7.0, "num_layers": 3}}
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("CUDA is broken")
+
+    monkeypatch.setattr(gpu_speed._Training, "run", fail)
+    result = run_case(case, setting)
+    assert (result.status, result.reason) == (Status.FAILED, "RuntimeError: CUDA is broken")
+    assert result.predicted == {"step_s": 7.0, "num_layers": 3}
+    predicted = (setting.root / "check.predicted.jsonl").read_text()
+    assert json.loads(predicted) == {"case": case.name, "predicted": result.predicted}
+
+    setting.plan[case.name]["num_layers"] = 2
+    assert run_case(case, setting).reason == "the plan file has 2 layers, and 3 fit"
+
+
+def test_the_link_is_measured_from_a_registered_arena(setting: Setting) -> None:
+    found = gpu_link._link(setting)
+    assert min(found.values()) > 0
+    assert found.keys() >= {"h2d_gb_per_s", "d2h_gb_per_s", "duplex_gb_per_s", "register_s_per_gib", "launch_us"}
+    assert list(Path("/dev/shm").glob(f"windlass-gpu-check-*-{os.getpid()}.arena")) == []
+
+
+# --- results -------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    results = ResultsFile(tmp_path / "check.jsonl")
+    results.add(Result(case="link", part="link", status=Status.FAILED))
+    results.add(Result(case="link", part="link", status=Status.DONE, took_s=2.0))
+    with results.path.open("a") as file:
+        file.write('{"case": "parity-bf16", "par')
+    assert results.read() == {"link": Result(case="link", part="link", status=Status.DONE, took_s=2.0)}
+
+
+def test_the_last_line_has_every_key_where_nothing_was_run() -> None:
+    found = keys({}, cases())
+    assert found.keys() >= ASKED_FOR
+    assert {found[key] for key in ASKED_FOR} == {None}
+    assert found["num_wrong"] == 0
+    assert set(found["tokens_per_s"].values()) == {None}
+    assert "".join(report_lines({}, cases(), Path(), "nothing")).startswith("# GPU check")
+
+
+def speed_result(name: str, step_s: float, **measured: Any) -> Result:
+    found = {
+        "step_s": [step_s],
+        "tokens_per_s": 1 / step_s,
+        "compute_only_s": {"recompute": 1.0, "keep": None},
+        "overlap_efficiency": 0.9,
+        "gpu_peak_nbytes": None,
+        "host_peak_nbytes": GIB,
+        **measured,
+    }
+    return Result(case=name, part="speed", status=Status.DONE, measured=found)
+
+
+def test_the_last_line_has_the_worst_of_each() -> None:
+    results = [
+        speed_result("speed-7B-host-16", 1.25, step_over_compute_only=1.25, host_waits=0, step_error=0.02),
+        speed_result("speed-1.5B-ssd-16", 4.0, step_over_compute_only=1.1, host_waits=3, step_over_plain=1.5),
+        speed_result("speed-1.5B-host-4", 2.0, step_over_compute_only=2.0, step_error=0.3),  # a small batch
+        speed_result("speed-1.5B-ssd-16-as-zero_infinity", 10.0, step_over_compute_only=9.0),
+        Result(case="deepspeed-zero_infinity", part="peers", status=Status.DONE, measured={"tokens_per_s": 0.125}),
+    ]
+    found = keys({result.case: result for result in results}, cases())
+    assert {key: found[key] for key in ASKED_FOR} == {
+        "step_over_compute_only": 1.25,
+        "step_over_plain": 1.5,
+        "reserved_over_planned": None,
+        "host_waits": 3,
+        "step_error_max": 0.3,
+    }
+    assert found["share_of_peak_min_from_batch_16"] == {"ssd": 0.25, "host": 0.8}
+    assert found["over_deepspeed_zero_infinity"] == 2.0
+    assert found["over_zero_infinity_schedule"] == 2.5
+    assert found["over_deepspeed_zero_offload"] is found["over_zero_offload_schedule"] is None
 
 
 # --- errors --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_a_case_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: dict[str, BaseException] = {
-        "1.5B host 16": InsufficientSpaceError("the arena", "/dev/shm", 2 << 30, 1 << 30, "enlarge it"),
-        "1.5B SSD 16": torch.OutOfMemoryError("CUDA out of memory"),
-    }
-    train = gpu_speed._train
-
-    def fail_some(run: gpu_speed.SpeedRun, *args: Any, **options: Any) -> None:
-        if run.case.name in errors:
-            raise errors[run.case.name]
-        train(run, *args, **options)
-
-    monkeypatch.setattr(gpu_speed, "_train", fail_some)
-    runs = measured(tmp_path, *map(tiny, [*errors, "7B host 32"]))
-    assert [run.is_failure for run in runs] == [False, True, False]
-    assert [run.tokens_per_s is None for run in runs] == [True, True, False]
-    text = "\n".join(gpu_speed.tables(runs))
-    assert "| not timed | InsufficientSpaceError: not enough room in shm for the arena: 2.00 GiB" in text
-    assert "| failed    | OutOfMemoryError: CUDA out of memory" in text
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_case_without_time_is_not_begun(tmp_path: Path) -> None:
-    (run,) = measured(tmp_path, tiny("1.5B host 16"), until_s=time.monotonic() + 5)
-    assert not run.is_failure
-    assert run.reason is not None
-    assert run.reason.startswith("no time: it takes 15 s or more, and ")
-
-
-@pytest.mark.parametrize("name", ["1.5B host 16", "1.5B SSD 16"])
-def test_a_case_ends_when_its_time_is_up(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_speed, "_CASE_LIMIT_S", -1.0)  # the time is up as soon as weights are loaded
-    (run,) = measured(tmp_path, tiny(name))
-    assert (run.reason, run.is_failure) == ("OutOfTimeError: its time was up before a step was timed", False)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("loss", "verdict"), [(1.001, "DIFFERS"), (math.nan, "FAILED: RuntimeError: losses are not")])
-def test_losses_that_differ_are_wrong(
-    tmp_path: Path, loss: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (
+            InsufficientSpaceError("the arena", "/dev/shm", 2 << 30, 1 << 30, "enlarge it"),
+            Status.LEFT_OUT,
+            "InsufficientSpaceError: not enough room in shm for the arena: 2.00 GiB",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory"), Status.FAILED, "OutOfMemoryError: CUDA out of memory"),
+    ],
+)
+def test_a_case_fails_alone(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: Status, reason: str
 ) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(gpu_speed, "measure", fail)
+    result = run_case(tiny("speed-7B-host-16"), setting)
+    assert result.status is status
+    assert result.reason.startswith(reason)
+    assert setting.results.read() == {"speed-7B-host-16": result}
+    assert reason in "\n".join(report_lines(setting.results.read(), cases(), Path(), "tiny"))
+
+
+def test_a_peer_that_is_not_installed_is_left_out(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (peer, _) = (case for case in cases() if isinstance(case, PeerCase))
+    result = run_case(peer, setting)
+    assert (result.status, result.reason) == (Status.LEFT_OUT, "DeepSpeed is not installed")
+
+
+@pytest.mark.parametrize("name", ["speed-7B-host-16", "speed-1.5B-ssd-16"])
+@pytest.mark.long
+def test_a_case_ends_when_its_time_is_up(setting: Setting, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_speed, "_TRAINED_S", -1.0)  # the time is up as soon as weights are loaded
+    result = run_case(tiny(name), setting)
+    assert (result.status, result.reason) == (Status.LEFT_OUT, "no step was timed within -1 s")
+
+
+@pytest.mark.long
+def test_a_case_that_hangs_ends_with_a_line(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting.is_tiny = False  # the tiny form is over too soon
+    result = gpu_check._run_apart(ParityCase(Precision.BF16), setting, 1.0)
+    assert result.status is Status.FAILED
+    assert result.reason == "it was ended after 1 s, because it hung or took too long"
+
+
+def plain_run(losses: list[float], param: float) -> gpu_parity.PlainRun:
+    params = {"weight": torch.tensor([3.0, 4.0 + param])}
+    return gpu_parity.PlainRun(
+        losses=losses, validation_losses={}, params=params, grad_norms=[], loss_scales=[], skipped=[]
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "verdict"), [(1.0 + 7e-6, "equal"), (1.001, "DIFFERS"), (math.nan, "FAILED: RuntimeError: losses are not")]
+)
+def test_losses_that_differ_by_more_than_the_noise_are_wrong(
+    setting: Setting, loss: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_plainly(_spec: Any, _device: str, *, is_reversed: bool = False) -> gpu_parity.PlainRun:
+        return plain_run([1.0, 1.0 + 1e-6 * is_reversed], 1e-6 * is_reversed)
+
+    variants = gpu_parity.variants(Precision.FP32, compiles=False)[:1]
+    monkeypatch.setattr(gpu_parity, "variants", lambda precision, *, compiles: variants)
     monkeypatch.setattr(gpu_parity, "losses_of", lambda spec: [1.0, loss])
-    monkeypatch.setattr(gpu_parity, "train_plainly", lambda spec, device: type("Plain", (), {"losses": [1.0, 1.0]}))
-    chosen = gpu_parity.cases(compiles=False)[:1]
-    (run,) = gpu_parity.measure(chosen, tmp_path, device="cpu", num_steps=2, until_s=FAR_S)
-    assert run.is_wrong
-    assert f"| {verdict}" in "\n".join(gpu_parity.tables([run]))
-    assert gpu_parity.keys([run])["num_wrong"] == 1
+    monkeypatch.setattr(gpu_parity, "exported_params", lambda spec: plain_run([], 0.0).params)
+    monkeypatch.setattr(gpu_parity, "train_plainly", train_plainly)
+    result = run_case(ParityCase(Precision.FP32), setting)
+    assert result.measured["num_wrong"] == (verdict != "equal")
+    assert result.measured["floor"]["loss"] == pytest.approx(1e-6)
+    assert f"| {verdict}" in "\n".join(report_lines(setting.results.read(), cases(), Path(), "tiny"))
+    assert keys(setting.results.read(), cases())["num_wrong"] == result.measured["num_wrong"]
+
+
+def test_params_that_differ_by_more_than_the_noise_are_wrong() -> None:
+    floor = Differences(loss=1e-6, params=1e-6)
+    assert Differences(loss=0.0, params=7e-6).is_within(floor, Precision.FP32)
+    assert not Differences(loss=0.0, params=9e-6).is_within(floor, Precision.FP32)
+    assert not Differences(loss=9e-6, params=0.0).is_within(floor, Precision.FP32)
+    assert Differences(loss=0.0, params=9e-6).is_within(floor, Precision.BF16)  # two params, by one rounding each
+    found = gpu_parity.differences_of([1.0], plain_run([], 0.05).params, plain_run([1.0], 0.0), Precision.FP32)
+    assert found.params == pytest.approx(0.01, rel=1e-5)
 
 
 def test_activations_that_should_be_swapped_and_are_not_are_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def keep(self: gpu_parity.ParityCase, spec: Any, num_blocks: int, device: str) -> Any:
-        placed = placement_of(self, spec, num_blocks, device)
-        monkeypatch.setattr(gpu_parity, "metrics_of", lambda spec, name: {1: 0})
-        return placed
-
-    placement_of = gpu_parity.ParityCase.placed
-    monkeypatch.setattr(gpu_parity.ParityCase, "placed", keep)
-    chosen = [case for case in gpu_parity.cases(compiles=False) if case.activations is ActivationChoice.SWAP][:1]
-    (run,) = gpu_parity.measure(chosen, tmp_path, device="cpu", num_steps=2, until_s=FAR_S)
-    assert run.is_wrong
-    assert run.reason == "RuntimeError: 0 bytes of activations left the device, with the choice swap"
-
-
-@pytest.mark.long
-def test_gpu_check_that_hangs_ends_with_a_report(tmp_path: Path) -> None:
-    code = (
-        "import sys, time\nfrom pathlib import Path\nfrom benchmarks import gpu_check\n"
-        "gpu_check._GRACE_S = 0.0\ngpu_check._run_parity = lambda *_: time.sleep(600)\n"
-        "gpu_check.main(sys.argv[1:])"
+    monkeypatch.setattr(gpu_parity, "metrics_of", lambda spec, name: {1: 0})
+    (variant, *_) = (
+        each
+        for each in gpu_parity.variants(Precision.FP32, compiles=False)
+        if each.activations is ActivationChoice.SWAP
     )
-    options = ["--device", "cpu", "--tiny", "--limit-s", "1", "--directory", str(tmp_path), "--reports", str(tmp_path)]
-    command = [sys.executable, "-c", code, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert "Ended by force after 1 s" in done.stdout
-    assert json.loads(done.stdout.splitlines()[-1])["num_wrong"] == 0
-    (report,) = tmp_path.iterdir()
-    assert report.read_text().endswith(done.stdout.splitlines()[-1] + "\n")
-
-
-def test_gpu_check_keeps_results_case_by_case(tmp_path: Path) -> None:
-    check = gpu_check.Check(Report("GPU check", tmp_path, {}), tmp_path / "report.md", ("speed",), cases())
-    assert not check.has_failed
-    check.speeds.append(gpu_speed.SpeedRun(cases()[0], reason="CUDA is broken", is_failure=True))
-    check.note("one is over")
-    text = (tmp_path / "report.md").read_text()
-    assert "CUDA is broken" in text
-    assert json.loads(text.splitlines()[-1])["tokens_per_s"] == {case.name: None for case in cases()}
-    assert check.has_failed
-
-
-# --- peers ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_peer_that_is_not_installed_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_peers, "_is_missing", lambda: True)
-    runs = list(gpu_peers.measure(tmp_path, gpu_nbytes=24 << 30, until_s=FAR_S))
-    assert [run.run.missing for run in runs] == ["DeepSpeed is not installed"] * 2
-    assert gpu_peers.keys(runs, [], cases()).keys() == {
-        "over_deepspeed_zero_infinity",
-        "over_zero_infinity_schedule",
-        "over_deepspeed_zero_offload",
-        "over_zero_offload_schedule",
-    }
-    assert set(gpu_peers.keys(runs, [], cases()).values()) == {None}
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_peers_are_compared_with_the_equivalent_case() -> None:
-    step_s = {"1.5B SSD 16": 2.0, "1.5B SSD 16 as zero_infinity": 5.0, "1.5B host 16": 1.0, "1.5B host 32": 9.0}
-    speeds = [gpu_speed.SpeedRun(case, step_s=(step_s[case.name],)) for case in cases() if case.name in step_s]
-    peers = [gpu_peers.PeerRun(gpu_peers.PEERS[0], ContenderRun(step_s=(8.0,)))]
-    assert gpu_peers.keys(peers, speeds, cases()) == {
-        "over_deepspeed_zero_infinity": 4.0,
-        "over_zero_infinity_schedule": 2.5,
-        "over_deepspeed_zero_offload": None,
-        "over_zero_offload_schedule": None,
-    }
-    assert (gpu_peers.WORKLOAD.shape, gpu_peers.WORKLOAD.sequence_length) == (SHAPES["1.5B"], 1024)
-
-
-def test_numbers_of_a_run() -> None:
-    timelines = tuple(
-        {"overlap_efficiency": each, "busy_s": {"ssd-0": 2 * each}, "stall_s": {"update": each, "between": 3.0}}
-        for each in (0.5, 1.0)
-    )
-    peak_s: dict[ActivationChoice, float | None] = {gpu_speed.RECOMPUTE: 1.0, gpu_speed.KEEP: None}
-    run = gpu_speed.SpeedRun(cases()[0], step_s=(4.0, 2.0, 1.0), timelines=timelines, peak_s=peak_s)
-    assert run.tokens_per_s == 16 * 1024 / 2.0
-    assert run.share_of_peak(gpu_speed.RECOMPUTE) == 0.5
-    assert run.share_of_peak(gpu_speed.KEEP) is None
-    assert run.overlap_efficiency == 0.75
-    assert list(run.mean_s("stall_s").items()) == [("between", 3.0), ("update", 0.75)]
-    assert dataclasses.replace(run, step_s=()).tokens_per_s is None
+    monkeypatch.setattr(gpu_parity, "variants", lambda precision, *, compiles: [variant])
+    (run,) = run_case(ParityCase(Precision.FP32), setting).measured["runs"]
+    assert run["is_wrong"]
+    assert run["reason"] == "RuntimeError: 0 bytes of activations left the device, with the choice swap"
 
 
 # --- waits of the host ------------------------------------------------------------------------------------------------
 
-# Torch's message.
-SYNCHRONIZED = "called a synchronizing CUDA operation"
+
+SYNCHRONIZED = "called a synchronizing CUDA operation"  # torch's message
 
 
 def computed(step: int, *phases: Phase) -> ComputeProgressed:
@@ -317,23 +465,35 @@ def computed(step: int, *phases: Phase) -> ComputeProgressed:
     return ComputeProgressed(job=job, step=Step(step), actor=GPU_WORKER, computed=operations, grads=())
 
 
-def test_waits_of_the_host_are_counted_after_the_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_of_the_host_are_counted_by_line_after_the_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with gpu_parity.host_waits("cuda") as waits:
+    with host_waits("cuda") as waits:
         for message in (
             computed(1, Phase.FORWARD, Phase.HEAD),
             computed(2, Phase.EVALUATE_HEAD),
             computed(2, Phase.FORWARD),
         ):
-            waits.look(SCHEDULER, message)
+            gpu_parity.turn_on_after_second_step(waits, message)
         assert modes == []
-        waits.look(SCHEDULER, computed(2, Phase.FORWARD, Phase.HEAD))
+        gpu_parity.turn_on_after_second_step(waits, computed(2, Phase.FORWARD, Phase.HEAD))
         assert modes == ["warn"]
-        for text in (SYNCHRONIZED, "something else", SYNCHRONIZED):
+        for text in (
+            "called a synchronizing CUDA operation",
+            "something else",
+            "called a synchronizing CUDA operation",
+        ):
             warnings.warn(text, stacklevel=1)
     assert modes == ["warn", "default"]
     assert waits.number == 2
-    run = gpu_parity.ParityRun(case=gpu_parity.cases(compiles=False)[0], difference=0.0, num_waits=waits.number)
-    assert run.is_wrong
-    assert "| WAITS" in "\n".join(gpu_parity.tables([run]))
+    ((line, number),) = waits.by_line.items()
+    assert re.fullmatch(r"tests/unit/benchmarks/test_gpu_check.py:\d+", line)
+    assert number == 2
+
+
+def test_a_cpu_has_no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: pytest.fail("there is no GPU"))
+    with host_waits("cpu") as waits:
+        waits.turn(on=True)
+    assert isinstance(waits, HostWaits)
+    assert waits.number == 0

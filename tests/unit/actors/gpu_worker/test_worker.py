@@ -108,7 +108,11 @@ def test_gradient_that_overflows_in_transfer_is_reported(bench: Bench, monkeypat
     def add_much(self: GradBuffer, name: str, offset: int, grad: torch.Tensor) -> None:
         add(self, name, offset, torch.full_like(grad, 60_000.0) if name.endswith("embed_tokens.weight") else grad)
 
+    def add_much_product(self: GradBuffer, name: str, offset: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        add_much(self, name, offset, left.t() @ right)
+
     monkeypatch.setattr(GradBuffer, "add", add_much)
+    monkeypatch.setattr(GradBuffer, "add_product", add_much_product)
     found = bench.train_step()
     assert not found[0].isfinite().all()
     (told,) = [done.grad_sq_sum for done in bench.grads if done.block == 0]

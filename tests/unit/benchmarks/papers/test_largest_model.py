@@ -37,7 +37,7 @@ def test_the_device_holds_two_layers_two_gradients_and_the_ends() -> None:
     assert found.params == found.grads == 2 * (2 * LAYER + ends)
     assert (found.matrix_grad, found.states) == (2 * 4 * 64 * 64, 0)
     hidden = 32 * 64
-    assert found.activations == (34 + 2 * SHAPE.num_layers) * hidden + 12 * 32 * 96
+    assert found.activations == (34 + 2 * SHAPE.num_layers) * hidden + (4 + 12) * 32 * 96
     assert found.total == sum((found.params, found.grads, found.matrix_grad, found.activations, found.context))
 
 
@@ -59,7 +59,7 @@ def test_sums_of_tied_and_sliced_matrices_are_fp32() -> None:
 
 def test_logits_are_those_of_a_slice() -> None:
     whole, sliced = (device_memory(model(num_head_tokens=n), streams_layers=False).activations for n in (32, 8))
-    assert whole - sliced == 12 * 24 * 96
+    assert whole - sliced == (4 + 12) * 24 * 96
 
 
 def test_device_memory_does_not_grow_with_inputs_of_layers() -> None:

@@ -22,6 +22,7 @@ from windlass.engine.device import device as device_module
 from windlass.engine.device.cuda_streams import CudaStreams
 from windlass.engine.device.device import Device
 from windlass.engine.device.streams import Stream, ThreadStream
+from windlass.engine.device.tensor_arena import TensorArena
 from windlass.engine.memory_plan.activation_policy import BlockActivations
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, Span
@@ -105,7 +106,7 @@ class Stage:
         self.slots = PoisonedSlots(self.memory)
         self.store = HostActivations(
             self.device,
-            self.memory,
+            TensorArena(self.memory),
             self.slots,
             max_leaving_nbytes=max_leaving_nbytes,
             watch=watch,
@@ -387,7 +388,7 @@ class LateStage:
         monkeypatch.setattr(self.device, "empty", lambda nbytes: torch.full((nbytes,), 0xFF, dtype=torch.uint8))
         self.memory = torch.full((num_slots * SLOT_NBYTES,), 0xFF, dtype=torch.uint8)
         self.slots = PoisonedSlots(self.memory)
-        self.store = HostActivations(self.device, self.memory, self.slots, max_leaving_nbytes=1 << 30)
+        self.store = HostActivations(self.device, TensorArena(self.memory), self.slots, max_leaving_nbytes=1 << 30)
 
     def send_around(self, num_rounds: int, *, prefetches: bool) -> bool:
         """Returns whether tensors that are computed, swapped out and back are unchanged.
@@ -472,7 +473,7 @@ class TestCuda:
         device = Device(torch.device("cpu"))
         memory = torch.zeros(8 * SLOT_NBYTES, dtype=torch.uint8)
         slots = PoisonedSlots(memory)
-        store = HostActivations(device, memory, slots, max_leaving_nbytes=1 << 30)
+        store = HostActivations(device, TensorArena(memory), slots, max_leaving_nbytes=1 << 30)
         cuda.may_synchronize.clear()
         tensor = some_bytes(100)
         handle, leaving = store.put(tensor), weakref.ref(tensor.untyped_storage())

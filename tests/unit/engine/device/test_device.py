@@ -12,7 +12,7 @@ import torch
 from tests.support.late_streams import LateStreams
 from windlass.engine.device import device as device_module
 from windlass.engine.device import registered_memory
-from windlass.engine.device.device import Device
+from windlass.engine.device.device import Device, copy
 from windlass.engine.device.registered_memory import PinError
 from windlass.engine.device.streams import StartThreads
 from windlass.storage.cancellation import CancelToken
@@ -177,8 +177,7 @@ def test_waits_for_the_compute_stream_return_when_its_work_is_done(late: Device)
     late.synchronize()
     assert done == [1]
     late.compute.run(lambda: done.append(2))
-    wait = late.after_now()
-    wait()
+    late.compute.record().wait()
     assert done == [1, 2]
 
 
@@ -335,6 +334,10 @@ class TestPinning:
         assert [piece.numel() * 4 for _, piece in pieces] == [3996, 4096, 4096, 4096, 3616]
         assert all(to.numel() == from_.numel() for to, from_ in pieces)
         assert pieces[1][1].data_ptr() == begin + 4096
+        launches: list[int] = []
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda to, *_, **__: launches.append(to.nbytes))
+        copy(torch.empty(host.numel(), dtype=torch.int32, device="meta"), host)
+        assert launches == [3996, 4096, 4096, 4096, 3616]
         within = memory[4096:8192]
         assert [piece.numel() for piece, _ in registered_memory.within_parts(within, within)] == [4096]
         gpu.unpin(memory)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -21,11 +21,11 @@ from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
 from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.memory_plan.buffer_counts import summed_in_fp32
 from windlass.engine.memory_plan.device_moments import Pass, evaluation_moments, step_moments
-from windlass.engine.model import block_runner
-from windlass.engine.model.block_runner import LossSums
+from windlass.engine.model import head_slices
 from windlass.engine.model.grad_buffer import GradBuffer
+from windlass.engine.model.head_slices import LossSums
 from windlass.engine.model.partition import Partition, build_meta_model
-from windlass.storage.ids import BlockIndex, Precision
+from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 CPU = torch.device("cpu")
 ONE, SEVERAL = ((2, 16),), ((2, 16), (1, 9))
@@ -51,6 +51,7 @@ class Case:
     shapes: tuple[tuple[int, int], ...]
     is_tied: bool = False
     is_sliced: bool = False  # the head computes a micro-batch in slices
+    head_slices: HeadSlices = HeadSlices.LARGE
 
     def config(self) -> object:
         return ARCHITECTURES[self.name].config(tied=self.is_tied, dropout=0.1)
@@ -92,7 +93,13 @@ class AwayStore(MemoryStore):
 def predicted(case: Case) -> dict[Where, int]:
     """The predicted peak of live bytes in each operation of a step."""
     partition = Partition(build_meta_model(case.config(), case.precision))
-    rehearsal = DryRun(partition, everywhere(case.choice), grad_dtype=case.grad_dtype, is_summed=case.is_summed)
+    rehearsal = DryRun(
+        partition,
+        everywhere(case.choice),
+        grad_dtype=case.grad_dtype,
+        is_summed=case.is_summed,
+        head_slices=case.head_slices,
+    )
     of_shape = {shape: rehearsal.units(*shape) for shape in case.shapes}
     units = [[of_shape[shape][0][block] for shape in case.shapes] for block in range(partition.head)]
     peaks: dict[Where, int] = {}
@@ -113,6 +120,7 @@ def go_through(case: Case, watch: Watch, *, num_steps: int) -> None:
         activations=everywhere(case.choice),
         store=AwayStore(),
         precision=case.precision,
+        head_slices=case.head_slices,
     )
     batch, targets = make_batch(*case.shapes)
     in_fp32 = summed_in_fp32(run.layout.shared, is_sliced=case.is_sliced)
@@ -266,16 +274,21 @@ def test_the_allocator_agrees(choice: str) -> None:
     assert all(found[where] >= nbytes for where, nbytes in expected.items())
 
 
+@pytest.mark.parametrize("slices", HeadSlices)
 @pytest.mark.parametrize(
     "shapes",
     [pytest.param(((5, 48),), marks=pytest.mark.long), ((5, 48), (5, 48))],
     ids=["one micro-batch", "several"],
 )
 def test_head_with_many_slices_computes_two_in_the_dry_run(
-    monkeypatch: pytest.MonkeyPatch, shapes: tuple[tuple[int, int], ...]
+    monkeypatch: pytest.MonkeyPatch, shapes: tuple[tuple[int, int], ...], slices: HeadSlices
 ) -> None:
-    monkeypatch.setattr(block_runner, "MAX_LOGITS_NUMEL", 64 * VOCABULARY)
-    assert_known(Case(name="Llama", choice=RECOMPUTE_ALL, precision=Precision.BF16, shapes=shapes, is_sliced=True))
+    monkeypatch.setattr(head_slices, "MAX_LOGITS_NUMEL", 64 * VOCABULARY)
+    monkeypatch.setattr(head_slices, "MIN_SLICE_TOKENS", 64)
+    monkeypatch.setattr(head_slices, "MAX_SLICE_TOKENS", 64)
+    monkeypatch.setattr(head_slices, "MAX_PIECE_NUMEL", 20 * VOCABULARY)
+    case = Case(name="Llama", choice=RECOMPUTE_ALL, precision=Precision.BF16, shapes=shapes, is_sliced=True)
+    assert_known(replace(case, head_slices=slices))
 
 
 def test_a_kernel_of_the_models_own_is_not_started() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.engine.architectures import ARCHITECTURES, Architecture, make_batch, make_model, plain_step
-from windlass.engine.model import block_runner
+from windlass.engine.model import block_runner, head_slices
 from windlass.engine.model.block_runner import BlockRunner, random_key
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.gradient_check import block_gradients
@@ -141,7 +141,11 @@ def test_dropped_microbatch_changes_gradients(monkeypatch: pytest.MonkeyPatch) -
         self.flat[offset : offset + grad.numel()].copy_(grad.reshape(-1))
         self.touched.add(name)
 
+    def overwrite_product(self: GradBuffer, name: str, offset: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        overwrite(self, name, offset, left.t() @ right)
+
     monkeypatch.setattr(GradBuffer, "add", overwrite)
+    monkeypatch.setattr(GradBuffer, "add_product", overwrite_product)
     found, expected = found_and_expected(ARCHITECTURES["Llama"], tied=False, shapes=SEVERAL)
     assert differing(found, expected) == sorted(expected)
 
@@ -179,7 +183,8 @@ def test_a_head_in_slices_gives_the_loss_and_gradients_of_one_slice(name: str, m
     model = make_model(architecture.config(tied=True, dropout=0.1))
     batch, targets = make_batch((4, 40), (3, 30))  # 160 and 90 tokens: three slices of at most 64, and two
     expected = plain_step(model, architecture.layers, batch, targets, seed=SEED, step=STEP)
-    monkeypatch.setattr(block_runner, "MAX_LOGITS_NUMEL", 64 * 96)
+    monkeypatch.setattr(head_slices, "MIN_SLICE_TOKENS", 64)
+    monkeypatch.setattr(head_slices, "MAX_SLICE_TOKENS", 64)
     slices = []
     epilogue = BlockRunner._epilogue
 

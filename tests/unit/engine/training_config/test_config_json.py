@@ -7,7 +7,7 @@ import pytest
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.engine.training_config.config_json import from_json, to_json
 from windlass.engine.training_config.training_config import EarlyStopping, FinalModel, Schedule, TrainingConfig
-from windlass.storage.ids import Kernel, ModelKernel, Precision, StatePrecision
+from windlass.storage.ids import HeadSlices, Kernel, ModelKernel, Precision, StatePrecision
 
 CONFIG = TrainingConfig(
     batch_size=4,
@@ -20,6 +20,7 @@ CONFIG = TrainingConfig(
     update_order=UpdateOrder.KEPT,
     kernel=Kernel.FUSED,
     model_kernels=(ModelKernel.LIGER,),
+    head_slices=HeadSlices.SMALL,
     early_stopping=EarlyStopping(patience=2, min_delta=0.5),
     final_model=FinalModel.BEST,
 )
@@ -32,6 +33,7 @@ def test_config_is_the_same_after_json(config: TrainingConfig) -> None:
     # JSON strings would be equal, but not of the enum's type.
     assert isinstance(again.schedule, Schedule)
     assert isinstance(again.precision, Precision)
+    assert isinstance(again.head_slices, HeadSlices)
     assert again.model_kernels is None or isinstance(again.model_kernels[0], ModelKernel)
 
 

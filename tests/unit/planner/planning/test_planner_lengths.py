@@ -208,6 +208,7 @@ def test_planned_memory_suffices_for_every_batch_and_evaluation(
             num_microbatches=num_microbatches,
             num_ahead=2,
             max_tokens=hyper.batch_size * 48,
+            head_slices=hyper.head_slices,
             evaluation_shapes=sorted(evaluated)[:1],
             rehearsed=rehearsed,
         )

@@ -15,7 +15,7 @@ from windlass.service.dispatcher.job_watch import AttemptPhase, StopKind
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.spec_builder import MachineResources, build_job_spec
 from windlass.service.preparation.pipeline import PreparationError
-from windlass.storage.ids import ModelKernel, Precision, StatePrecision
+from windlass.storage.ids import HeadSlices, ModelKernel, Precision, StatePrecision
 from windlass.storage.memory.capacity import InsufficientSpaceError
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
@@ -70,13 +70,16 @@ def test_a_models_kernels_are_kept_as_words(stage: Stage, stored: list[str] | No
 def test_a_job_of_an_older_version_has_the_defaults(stage: Stage) -> None:
     job = stage.job(stage.queue())
     later = ("optimizer", "state_precision", "accumulation_precision", "update_order", "max_bad_steps", "model_kernels")
+    later += ("head_slices",)
     assert job.hyperparameters is not None
+    assert job.hyperparameters["head_slices"] == HeadSlices.LARGE
     job.hyperparameters = {name: value for name, value in job.hyperparameters.items() if name not in later}
     hyper = build_job_spec(stage.settings, MachineResources(num_cores=4, num_gpus=0), job).training
     assert (hyper.optimizer, hyper.state_precision) == (Optimizer.ADAMW, StatePrecision.FP32)
     assert (hyper.accumulation_precision, hyper.max_bad_steps) == (Precision.FP32, 10)
     assert (hyper.update_order, hyper.order_of_updates) == (UpdateOrder.KEPT, UpdateOrder.KEPT)
     assert hyper.model_kernels is None
+    assert hyper.head_slices is HeadSlices.SMALL
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from windlass.service.validation.hyperparameters import (
     WindlassSettings,
     resolve,
 )
-from windlass.storage.ids import Precision
+from windlass.storage.ids import HeadSlices, Precision
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Job
 
@@ -118,7 +118,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "model_kernels": {"model_kernels": "torch"},
     "early_stopping": {"early_stopping": {"patience": 3, "min_delta": 0.5}},
 }
-NO_SETTING = {"kernel": "a resumed job's kernel is that of its commit"}
+NO_SETTING = {
+    "kernel": "a resumed job's kernel is that of its commit",
+    "head_slices": "a job keeps the slices of the release that it was submitted to",
+}
 _NOT_THE_JOBS = "where files lie, or what the attempt is called"
 JOB_SPEC = {
     "training": "training",
@@ -310,13 +313,14 @@ def test_spec_of_an_older_row_has_the_numbers_of_the_row(tmp_path: Path) -> None
     assert {name: stored[name] for name in job.hyperparameters} == job.hyperparameters
     assert (config.total_steps, config.evaluate_every) == (200, 20)
     assert (config.checkpoint_every, config.final_model) == (3, FinalModel.BEST)
+    assert config.head_slices is HeadSlices.SMALL  # the row has none, so the job began with these
 
 
 def test_row_keeps_the_fields_that_the_api_shows(tmp_path: Path) -> None:
     resolved = resolve_job(job_of(windlass_settings()), RESULTS)
     names = "epochs batch_size num_microbatches sequence_length learning_rate warmup_steps schedule weight_decay beta1 "
     names += "beta2 epsilon clip_norm precision seed optimizer state_precision accumulation_precision update_order "
-    names += "kernel model_kernels max_bad_steps"
+    names += "kernel model_kernels head_slices max_bad_steps"
     assert list(resolved.hyperparameters) == names.split()
 
 

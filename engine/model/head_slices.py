@@ -1,0 +1,144 @@
+"""The size of the head's slices, the loss of a slice, and the gradient of the head's projections.
+
+Logits are a model's largest activations. So the head goes over the tokens of a micro-batch slice by slice, and the loss
+over the logits of a slice piece by piece.
+
+Shapes: S tokens of a slice, V vocabulary, H hidden.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from windlass.engine.model.grad_buffer import GradBuffer
+from windlass.engine.model.partition import ParamSite
+from windlass.storage.ids import BlockIndex, HeadSlices
+
+IGNORED_TARGET = -100
+# Elements: limit of the logits of one small slice.
+MAX_LOGITS_NUMEL = 64 * 2**20
+# Elements: limit of the logits of one large slice. They take 512 MiB in bf16, and their gradient as much.
+_MAX_LARGE_NUMEL = 256 * 2**20
+# Tokens: limits of a large slice, which have priority over the limit of its logits. More tokens would not be faster.
+# Fewer would add the projection's gradient, vocabulary times hidden, more often.
+MIN_SLICE_TOKENS, MAX_SLICE_TOKENS = 1024, 4096
+_TOKENS_UNIT = 128  # because kernels for matrix products work on tiles of up to 128 rows
+# Elements: limit of the fp32 logits for which the loss is computed at once. Three such tensors are alive: 384 MiB.
+MAX_PIECE_NUMEL = 32 * 2**20
+
+
+def num_slice_tokens(slices: HeadSlices, vocab_size: int) -> int:
+    """Returns the number of tokens whose logits exist at the same time."""
+    if slices is HeadSlices.SMALL:
+        return max(64, MAX_LOGITS_NUMEL // vocab_size)
+    units = _MAX_LARGE_NUMEL // vocab_size // _TOKENS_UNIT
+    return min(max(units * _TOKENS_UNIT, MIN_SLICE_TOKENS), MAX_SLICE_TOKENS)
+
+
+def num_piece_tokens(slices: HeadSlices, vocab_size: int) -> int:
+    """Returns the number of tokens for which the loss is computed at once."""
+    if slices is HeadSlices.SMALL:
+        return num_slice_tokens(slices, vocab_size)
+    return max(1, MAX_PIECE_NUMEL // vocab_size)
+
+
+@dataclass(slots=True)
+class LossSums:
+    """Sums over target tokens, as 0-dim tensors on the device. Creating them does not wait for the device."""
+
+    num_targets: int  # target tokens of the whole step
+    loss_sum: torch.Tensor  # fp64
+    num_correct: torch.Tensor  # int64
+
+    @classmethod
+    def nothing(cls, num_targets: int, device: torch.device) -> "LossSums":
+        """Returns sums over no tokens."""
+        zeros = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))
+        return cls(num_targets, *zeros)
+
+
+def add_loss(
+    pieces: list[torch.Tensor], targets: torch.Tensor, sums: LossSums, loss_scale: float | None
+) -> torch.Tensor | None:
+    """Adds the cross-entropy of a slice to `sums`, and returns the gradient of its logits (S, V) in their type.
+
+    Args:
+        pieces: the logits of the slice, cut along the tokens, without gradients. They are removed from the list, so
+            that their memory becomes free if the caller has no other reference.
+        targets: token ids, (S,).
+        sums: the loss is normalised by its number of targets.
+        loss_scale: the factor of the gradient; None: no gradient is computed.
+    """
+    grad, start = None, 0
+    num_pieces = len(pieces)
+    while pieces:
+        piece = pieces.pop(0)
+        stop, dtype, width = start + piece.shape[0], piece.dtype, piece.shape[1]
+        logits = piece.float().requires_grad_(loss_scale is not None)
+        del piece
+        with torch.set_grad_enabled(loss_scale is not None):
+            loss_sum = F.cross_entropy(logits, targets[start:stop], ignore_index=IGNORED_TARGET, reduction="sum")
+            if loss_scale is not None:
+                torch.autograd.backward(loss_sum / sums.num_targets * loss_scale)
+        sums.loss_sum += loss_sum.detach()
+        sums.num_correct += (logits.detach().argmax(-1) == targets[start:stop]).sum()
+        if loss_scale is not None:
+            assert logits.grad is not None
+            if num_pieces == 1:
+                return logits.grad.to(dtype)
+            if grad is None:
+                grad = torch.empty(targets.numel(), width, dtype=dtype, device=logits.device)
+            grad[start:stop] = logits.grad
+        start = stop
+    return grad
+
+
+class _Project(torch.autograd.Function):
+    """The product with a weight, whose gradient is added to a buffer and not returned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, site: ParamSite, sums: GradBuffer
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.site, ctx.sums = site, sums
+        return F.linear(hidden, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        hidden, weight = ctx.saved_tensors
+        ctx.sums.add_product(ctx.site.param.name, ctx.site.param.offset, grad.flatten(0, -2), hidden.flatten(0, -2))
+        return grad @ weight, None, None, None
+
+
+@contextlib.contextmanager
+def projections_in_place(sites: Iterable[ParamSite], grads: Mapping[BlockIndex, GradBuffer]) -> Iterator[None]:
+    """Lets the linear layers without bias among `sites` add their weight's gradient to its buffer in place.
+
+    Autograd would first make the whole gradient, vocabulary times hidden, for each slice.
+    """
+    replaced = [site.module for site in sites if _is_plain_linear(site.module)]
+    for site in sites:
+        if site.module in replaced:
+            site.module.forward = functools.partial(_project, site, grads[site.block])
+    try:
+        yield
+    finally:
+        for module in replaced:
+            del module.forward
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and module.bias is None and "forward" not in vars(module)
+
+
+def _project(site: ParamSite, sums: GradBuffer, hidden: torch.Tensor) -> torch.Tensor:
+    weight = site.module.get_parameter(site.attribute).detach()  # autograd must not expect a gradient of it
+    projected: torch.Tensor = _Project.apply(hidden, weight, site, sums)  # type: ignore[no-untyped-call]
+    return projected
