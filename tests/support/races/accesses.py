@@ -15,8 +15,6 @@ from tests.support.races.checker import RaceChecker
 from tests.support.races.clocks import Agent, Clock
 from tests.support.races.cuda import RecordedCuda
 from tests.support.races.operators import AccessMode, Memory, Range
-from windlass.actors.activations.parts import Part
-from windlass.actors.activations.ssd_store import SsdActivations
 from windlass.actors.messages import GradOffloaded
 from windlass.actors.offload.param_prefetcher import ParamFeed as OffloadedParams
 from windlass.actors.policy.worker_queues import UpdateActions, UpdateQueue
@@ -51,7 +49,6 @@ def follow_accesses(checker: RaceChecker, cuda: RecordedCuda, patch: pytest.Monk
     _follow_arenas(memory, patch)
     _follow_slots(checker, patch)
     _follow_pools(checker, patch)
-    _follow_holds(checker, memory, patch)
     _follow_update_queues(checker, patch)
     _follow_transfers(checker, memory, patch)
     _follow_installed(memory, patch)
@@ -158,20 +155,6 @@ def _follow_pools(checker: RaceChecker, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Device, "take", take_noted)
     patch.setattr(Device, "give", give_noted)
-
-
-def _follow_holds(checker: RaceChecker, memory: Memory, patch: pytest.MonkeyPatch) -> None:
-    """Follows tensors that a thread holds until its copies of them have ended."""
-    leave = SsdActivations._leave
-
-    def leave_noted(store: SsdActivations, part: Part) -> None:
-        source = part.swap.source
-        region = None if source is None else memory.region_of(source)
-        leave(store, part)
-        if region is not None:
-            checker.let_go(region)
-
-    patch.setattr(SsdActivations, "_leave", leave_noted)
 
 
 def _follow_update_queues(checker: RaceChecker, patch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ class RecordedCuda:
         for name in ("wait", "record"):
             wrap(CudaStream, name)
         wrap(CudaEvent, "is_over")
-        for name in ("record_current", "after_now", "synchronize"):
+        for name in ("record_current", "synchronize"):
             wrap(Device, name)
         wrap(CudaStreams, "record_current")
         then = CudaStream.then

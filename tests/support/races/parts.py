@@ -61,7 +61,7 @@ def _activations(recording: Recording, num_slots: int = 4) -> Iterator[tuple[Dev
     recording.memory.add_arena(memory, "activations")
     with _opened() as device:
         slots = SlotPool(0, _SLOT_NBYTES, num_slots, name="activations", token=device.token)
-        store = HostActivations(device, memory, slots, max_leaving_nbytes=memory.nbytes)
+        store = HostActivations(device, TensorArena(memory), slots, max_leaving_nbytes=memory.nbytes)
         yield device, store
 
 

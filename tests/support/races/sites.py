@@ -18,8 +18,7 @@ ROOMS = (
 )
 _METHODS = frozenset(
     {"wait", "wait_event", "wait_stream", "synchronize", "record", "record_current", "record_event", "record_stream"}
-    | {"after_now", "is_over", "query", "then"}
-    | {"source_ready", "target_ready"}  # the waits that `after_now` hands on
+    | {"is_over", "query", "then"}
 )
 
 
@@ -91,6 +90,7 @@ class _Finder(ast.NodeVisitor):
         self.functions: set[str] = set()
         self._path = str(path.relative_to(ROOT))
         self._names: list[str] = []
+        self._assigned: dict[str, ast.expr] = {}  # the variables of the present function
         tree = ast.parse(path.read_text())
         self._holders = set(_functions_with_tensors(tree))
         self.visit(tree)
@@ -100,6 +100,12 @@ class _Finder(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self._inside(node.name, node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                self._assigned[target.id] = node.value
+        self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
@@ -126,7 +132,10 @@ class _Finder(ast.NodeVisitor):
         self.found.append(Site(self._path, function, text, position, is_hold))
 
     def _holds_memory(self, node: ast.Call) -> bool:
-        called = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
+        named = [
+            self._assigned[each.id] for each in node.args if isinstance(each, ast.Name) and each.id in self._assigned
+        ]
+        called = [each for root in (node, *named) for each in ast.walk(root) if isinstance(each, ast.Attribute)]
         return any(each.attr in self._holders for each in called)
 
 
@@ -144,10 +153,9 @@ HOST_WAITS = (
     "CudaStream._call_next",  # a stream's own thread
     "CudaStreams.__init__",  # sets the clock
     "Device.unpin",  # the end
-    # In jobs: before the first step, and the threads that move activations to and from the SSDs.
+    # In jobs, before the first step.
     "DeviceStates.__init__",
     "DeviceStates._restore",
-    "SsdActivations._copy",
     # In `windlass.offload`: the thread of the gradients, and the norm of a step that clips.
     "LayerUpdates._run_offloads",
     "OutsideParams.squared_norm",
