@@ -1,7 +1,6 @@
 """The engine of an offloaded model: fetches params for its layers, collects their gradients, and starts updates."""
 
 import atexit
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -344,7 +343,7 @@ class OffloadEngine:
     def _start(self, model: nn.Module) -> None:
         """Starts the threads and changes the model; nothing of it was changed before."""
         self._device.pin(self._store.arena.memory)
-        self._threads.resources.callback(self._unpin)
+        self._threads.resources.callback(self._device.unpin, self._store.arena.memory)
         self._threads.start((*self._feed.loops, *self._updates.loops))
         atexit.register(self.close)
         self._threads.resources.callback(atexit.unregister, self.close)
@@ -359,11 +358,6 @@ class OffloadEngine:
         )
         _move_buffers(model, self.device)
         self._layers = [OffloadedLayer(block, self) for block in self.blocks]
-
-    def _unpin(self) -> None:
-        with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing
-            self._device.h2d.record().wait()  # no call has waited for the last copies
-        self._device.unpin(self._store.arena.memory)
 
     def _require_open(self) -> None:
         if self._closed:

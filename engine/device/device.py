@@ -3,6 +3,7 @@
 On a machine without a GPU the device is the CPU, and "device memory" is ordinary memory.
 """
 
+import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -59,11 +60,14 @@ class Device:
         self.compute, self.h2d, self.d2h = self._streams.compute, self._streams.h2d, self._streams.d2h
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._pinned: dict[int, torch.Tensor] = {}
+        self._opened: list[Stream] = []  # beside the three
         self._lock = threading.Lock()
 
     def open_stream(self) -> Stream:
         """Opens a further stream, which has its own thread on a CPU."""
-        return self._streams.open()
+        stream = self._streams.open()
+        self._opened.append(stream)
+        return stream
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Allocates flat uint8 memory for the compute stream, with undefined contents.
@@ -156,7 +160,7 @@ class Device:
         self._pinned[address] = memory
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Undoes `pin`. Copies to and from the memory must have ended.
+        """Undoes `pin`, after all queued copies. No thread may queue more of them.
 
         If CUDA fails because of an earlier error, the memory stays mapped until the process ends.
 
@@ -166,9 +170,17 @@ class Device:
         address = memory.data_ptr()
         if address not in self._pinned:
             raise PinError(f"host memory at {address:#x} is not registered; it was never pinned, or unpinned before")
-        if self.is_cuda and not unregister(self._pinned[address]):
-            return
+        if self.is_cuda:
+            self._await_copies()
+            if not unregister(self._pinned[address]):
+                return
         del self._pinned[address]
+
+    def _await_copies(self) -> None:
+        """Waits for the streams that copy, because no thread has waited for copies without a callback."""
+        for stream in (self.h2d, self.d2h, *self._opened):
+            with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing
+                stream.record().wait()
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -63,11 +63,11 @@ class PieceBuffers:
         self._device = device
         # A stream of its own, because in h2d the copies for later operations wait for earlier operations.
         self._stream = device.open_stream()
+        flats = [torch.empty(numel, dtype=dtype, device=device.device) for _ in range(num_buffers)]
+        # Recorded after the allocations, because earlier kernels may still use the same memory.
         unused = device.compute.record()
         # Ordered by the time of their release, the least recent first.
-        self._buffers = [
-            _Buffer(torch.empty(numel, dtype=dtype, device=device.device), unused) for _ in range(num_buffers)
-        ]
+        self._buffers = [_Buffer(flat, unused) for flat in flats]
         self._followers: dict[_Moment, int] = {}
         self._params: StreamedParams | None = None
         self._moment: _Moment | None = None

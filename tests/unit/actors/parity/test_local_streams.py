@@ -14,71 +14,25 @@ import torch
 
 from tests.support.fake_cuda import FakeCuda
 from tests.support.late_streams import LateStreams
+from tests.support.stream_jobs import JOBS
 from tests.support.training import exported_params, has_direct_io, losses_of, make_partition, make_spec, metrics_of
 from windlass.actors.gpu_worker import compute as computation
 from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.messages import ComputeProgressed, GradOffloaded, Message, Phase
-from windlass.actors.policy.block_queue import Ordering
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.device import device as device_module
 from windlass.engine.device.buffer_pool import DeviceBuffers
 from windlass.engine.device.cuda_streams import CudaStreams
 from windlass.engine.device.device import Device
 from windlass.engine.device.streams import StartThreads
-from windlass.engine.memory_plan.activation_policy import ActivationChoice, BlockActivations
-from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.optimizer.grad_norm import squared_norm
 from windlass.storage.cancellation import CancelToken
-from windlass.storage.ids import ActorName, Precision
+from windlass.storage.ids import ActorName
 
 pytestmark = pytest.mark.usefixtures("small_activation_slots")
 
 NUM_STEPS = 4
 STREAMS = ("compute", "h2d", "d2h")
-# The factors of a job that affect its streams.
-JOBS: dict[str, dict[str, Any]] = {
-    "active": {"precision": Precision.BF16},
-    "kept": {"clip_norm": 0.5, "num_microbatches": 3, "tied": True},
-    "spilled": {"clip_norm": 0.5, "placement": Placement(num_host_grad_blocks=1)},
-    "mixed": {
-        "precision": Precision.BF16,
-        "tied": True,
-        "placement": Placement(host_blocks=(1,), device_blocks=(0, 3), num_cached_params=2, commit_every=2),
-    },
-    "far ahead": {"num_microbatches": 2, "dropout": 0.1, "ordering": Ordering(max_prefetched=5)},
-    "groups": {
-        "precision": Precision.BF16,
-        "tied": True,
-        "num_microbatches": 3,
-        "placement": Placement(group_size=2, num_cached_params=2, device_blocks=(3,)),
-    },
-    "streamed": {
-        "num_microbatches": 2,
-        "dropout": 0.1,
-        "placement": Placement(
-            streamed_blocks=(1, 2, 3),
-            num_cached_params=2,
-            activations=(
-                *ActivationChoice.RECOMPUTE.of_layers(1),
-                *ActivationChoice.KEEP.of_layers(1),
-                *ActivationChoice.SWAP.of_layers(1),
-            ),
-            host_activation_nbytes=4 << 20,
-        ),
-    },
-    "swapped": {
-        "num_microbatches": 2,
-        "dropout": 0.1,
-        "placement": Placement(
-            activations=(
-                BlockActivations(swap_input=True, swapped=frozenset({"aten.mm.default"})),
-                *ActivationChoice.KEEP.of_layers(1),
-                *ActivationChoice.SWAP.of_layers(1),
-            ),
-            host_activation_nbytes=4 << 20,
-        ),
-    },
-}
 ORDERS = [*permutations(STREAMS), 1, 2]
 
 

@@ -1,0 +1,223 @@
+"""Single parts that use a device's streams, as the race checker runs them.
+
+They are driven in ways that jobs rarely or never use. So the order is absent that messages ensure in a job.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from tests.support.actors.specs import make_layout, make_spec
+from tests.support.races.cuda import DEVICE
+from tests.support.races.run import Recording
+from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
+from windlass.actors.job import GPU_WORKER
+from windlass.actors.job.context import make_context
+from windlass.actors.messages import ComputeBlock, Phase, StoredParams
+from windlass.actors.timeline.recorder import SpanRecorder
+from windlass.engine.activations.host_store import HostActivations
+from windlass.engine.device.buffer_pool import DeviceBuffers
+from windlass.engine.device.device import Device, copy
+from windlass.engine.device.streams import Event
+from windlass.engine.device.tensor_arena import TensorArena
+from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.model.grad_buffer import GradBuffer
+from windlass.engine.model.streamed_params import PieceBuffers, StreamedParams
+from windlass.storage.cancellation import CancelToken
+from windlass.storage.ids import BlockIndex, Step
+from windlass.storage.memory.arena import SlotPool
+
+_SLOT_NBYTES = 4096
+_DEADLINE_S = 20.0
+
+
+@contextlib.contextmanager
+def _opened(**options: bool) -> Iterator[Device]:
+    """Yields a device. At the end all callbacks of its streams have run."""
+    threads: list[threading.Thread] = []
+
+    def start(targets: Iterable[Callable[[], None]]) -> None:
+        for target in targets:
+            threads.append(threading.Thread(target=target, daemon=True))
+            threads[-1].start()
+
+    token = CancelToken(_DEADLINE_S)
+    device = Device(DEVICE, token=token, start_threads=start, **options)
+    try:
+        yield device
+    finally:
+        token.cancel()
+        for thread in threads:
+            thread.join(_DEADLINE_S)
+
+
+@contextlib.contextmanager
+def _activations(recording: Recording, num_slots: int = 4) -> Iterator[tuple[Device, HostActivations]]:
+    memory = torch.zeros(num_slots * _SLOT_NBYTES, dtype=torch.uint8)
+    recording.memory.add_arena(memory, "activations")
+    with _opened() as device:
+        slots = SlotPool(0, _SLOT_NBYTES, num_slots, name="activations", token=device.token)
+        store = HostActivations(device, TensorArena(memory), slots, max_leaving_nbytes=memory.nbytes)
+        yield device, store
+
+
+def _computed(device: Device) -> torch.Tensor:
+    """Returns a tensor that the compute stream has filled."""
+    tensors: list[torch.Tensor] = []
+    device.compute.run(lambda: tensors.append(torch.ones(_SLOT_NBYTES, dtype=torch.uint8, device=DEVICE)))
+    return tensors.pop()
+
+
+def run_activations(directory: Path, recording: Recording) -> None:
+    """Puts activations into host memory and gets them back, or drops them at each stage."""
+    with _activations(recording) as (device, store):
+        for _ in range(2):
+            fetched, dropped, dropped_late = (store.put(_computed(device)) for _ in range(3))
+            store.drop(dropped)
+            for handle in (fetched, dropped_late):
+                store.prefetch(handle)
+            store.drop(dropped_late)
+            tensor = store.get(fetched)
+            device.compute.run(lambda tensor=tensor: tensor.add(1))
+            del tensor
+        device.synchronize()
+
+
+def run_fast_activations(directory: Path, recording: Recording) -> None:
+    """Does the same where copies have ended when the compute thread asks."""
+    recording.cuda.is_fast = True
+    run_activations(directory, recording)
+
+
+def run_blocking_copies(directory: Path, recording: Recording) -> None:
+    """Copies buffers in and out while the caller waits, and reuses them."""
+    host = torch.zeros(2 * _SLOT_NBYTES, dtype=torch.uint8)
+    recording.memory.add_arena(host, "copies")
+    with _opened(poison_released=True) as device:
+        for _ in range(2):
+            buffer = device.take(_SLOT_NBYTES // 4, torch.float32)
+            device.copy_in(buffer, host[:_SLOT_NBYTES].view(torch.float32))
+            host[:_SLOT_NBYTES] = 1
+            device.compute.run(lambda buffer=buffer: buffer.add_(1))
+            device.synchronize()
+            device.copy_out(host[_SLOT_NBYTES:].view(torch.float32), buffer)
+            host[_SLOT_NBYTES:].sum()
+            device.give(buffer)
+
+
+def run_buffers(directory: Path, recording: Recording) -> None:
+    """Fills one buffer again and again while the compute stream uses it."""
+    with _opened() as device:
+        host = torch.zeros(_SLOT_NBYTES, dtype=torch.uint8)
+        buffers = DeviceBuffers(device, {(_SLOT_NBYTES, torch.uint8): 1}, name="test")
+        for _ in range(2):
+            buffer = buffers.take(_SLOT_NBYTES, torch.uint8, device.h2d)
+            device.h2d.run(lambda buffer=buffer: copy(buffer, host))
+            device.compute.wait(device.h2d.record())
+            device.compute.run(lambda buffer=buffer: buffer.add(1))
+            buffers.give(buffer, device.compute)
+
+
+class _Pieces:
+    """A source of pieces."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+
+    def load(self, target: torch.Tensor, start: int) -> None:
+        """See PieceSource."""
+        copy(target, self._flat[start : start + target.numel()])
+
+    def loaded(self, begun: Event, copied: Event, nbytes: int) -> None:
+        """See PieceSource."""
+        assert begun.time_s() <= copied.time_s()
+
+
+def run_pieces(directory: Path, recording: Recording) -> None:
+    """Computes with pieces of a layer, on demand and prefetched; a last one is prefetched and not used."""
+    numel = 3 * _SLOT_NBYTES // 4
+    host = torch.zeros(2 * numel)
+    recording.memory.add_arena(host, "pieces")
+    with _opened() as device:
+        # Two slots, so that an operation need not wait for the end of the one before.
+        slots = SlotPool(0, numel * 4, 2, name="a block", token=device.token)
+        buffers = PieceBuffers(device, numel // 3, torch.float32, 2)
+        bounds = (0, numel // 3, 2 * numel // 3, numel)
+        for pieces in ((0, 1, 2), (0, 1, 2), (0,), (0, 1, 2)):
+            held = slots.acquire(1)
+            block = host[held[0].offset // 4 :]
+            params = StreamedParams(buffers, _Pieces(block), bounds, block[:0])
+            device.compute.run(functools.partial(buffers.begin, params, BlockIndex(1), goes_backward=False))
+            for piece in pieces:
+
+                def use(piece: int = piece) -> None:
+                    buffers.hold(piece, backward=False).sum()
+                    if piece < 2:
+                        buffers.release(piece)
+
+                device.compute.run(use)
+            device.compute.run(buffers.end)
+            device.compute.then(functools.partial(slots.release, held))
+        slots.drain()
+
+
+def run_partial_sums(directory: Path, recording: Recording) -> None:
+    """Moves a gradient's sum to host memory and back, into another buffer."""
+    numel = 2000
+    spec = make_spec(training={"num_microbatches": 2}, placement=Placement(group_size=1))
+    context = make_context(spec, make_layout(numel), "/arena")
+    memory = torch.zeros(context.plan.arena_nbytes, dtype=torch.uint8)
+    recording.memory.add_arena(memory, "sums")
+    with _opened() as device:
+        flats = DeviceBuffers(device, {(numel, torch.float32): 2}, name="sums")
+        spans = SpanRecorder(GPU_WORKER, spec.job, lambda *_: None)
+        partials = PartialGrads(context, device, flats, TensorArena(memory), spans)
+        thread = threading.Thread(target=partials.run, daemon=True)
+        thread.start()
+        block = BlockIndex(0)
+
+        def operation(group: int) -> ComputeBlock:
+            params = (StoredParams(block, Step(0)),)
+            return ComputeBlock(
+                job=spec.job, step=Step(1), op=group, phase=Phase.BACKWARD, block=block, params=params, group=group,
+                loss_scale=1.0,
+            )  # fmt: skip
+
+        flat = flats.take(numel, torch.float32, device.compute)
+        device.compute.run(lambda: flat.fill_(1))
+        device.d2h.wait(device.compute.record())
+        partials.copy_out(operation(0), (block, block), GradBuffer(flat, ["weight"]))
+        flats.give(flat, device.d2h)
+        partials.expect(operation(1))
+        grad = partials.take(operation(1), (block, block))
+        device.compute.run(lambda: grad.flat.add_(1))
+        flats.give(grad.flat, device.compute)
+    thread.join(_DEADLINE_S)
+
+
+def run_unpinning(directory: Path, recording: Recording) -> None:
+    """Unpins host memory while copies are queued for which no thread has waited."""
+    host = torch.zeros(3 * _SLOT_NBYTES, dtype=torch.uint8)
+    recording.memory.add_arena(host, "unpinned")
+    with _opened() as device:
+        device.pin(host)
+        stream = device.open_stream()
+        for slot, copying in enumerate((device.h2d, device.d2h, stream)):
+            target = host[slot * _SLOT_NBYTES :][:_SLOT_NBYTES]
+            copying.run(functools.partial(copy, target, torch.ones_like(target)))
+        device.unpin(host)
+
+
+PARTS: dict[str, Callable[[Path, Recording], None]] = {
+    "activations": run_activations,
+    "activations of a fast device": run_fast_activations,
+    "blocking copies": run_blocking_copies,
+    "buffers": run_buffers,
+    "pieces": run_pieces,
+    "partial sums": run_partial_sums,
+    "unpinning": run_unpinning,
+}

@@ -1,0 +1,167 @@
+"""The table of all calls that order a device's work, each with the scenario that shows what its absence does.
+
+A new call belongs into the first table, with a scenario whose reports name it when it is left out. The second table has
+the calls of the same names that order no device's work, and one whose absence no scenario shows.
+"""
+
+# By file and call: a scenario of `scenarios.py`.
+CAUGHT_BY: dict[str, dict[str, str]] = {
+    "engine/device/buffer_pool.py": {
+        "DeviceBuffers.__init__: device.compute.record": "part: buffers",
+        "DeviceBuffers.take_with: stream.wait": "part: buffers",
+        "DeviceBuffers.give: stream.record": "part: buffers",
+    },
+    "engine/device/cuda_streams.py": {
+        "CudaEvent.__init__: self.event.record": "part: buffers",
+        "CudaEvent.is_over: self.event.query": "part: activations",
+        "CudaEvent.wait: self.event.synchronize": "part: buffers",
+        "CudaStream.wait: self._stream.wait_event": "part: buffers",
+        "CudaStream._call_next: event.wait": "part: pieces",
+        "CudaStreams.__init__: self.compute.record().wait": "part: pieces",
+        "CudaStreams.__init__: self.compute.record": "part: buffers",
+    },
+    "engine/device/device.py": {
+        "Device.record_current: self._streams.record_current": "offload: on SSDs",
+        "Device.take: self.h2d.wait": "part: blocking copies",
+        "Device.take: self.compute.record": "part: blocking copies",
+        "Device.give: self.synchronize": "part: blocking copies",
+        "Device._copy_now: stream.record().wait": "part: blocking copies",
+        "Device._copy_now: stream.record": "part: blocking copies",
+        "Device.synchronize: self.compute.record().wait": "part: blocking copies",
+        "Device.synchronize: self.compute.record": "part: blocking copies",
+        "Device._await_copies: stream.record().wait": "part: unpinning",
+        "Device._await_copies: stream.record": "part: unpinning",
+    },
+    "engine/device/param_loader.py": {
+        "ParamLoader.run: h2d.record": "job: active",
+        "ParamLoader.run: h2d.record (2)": "job: active",
+        "ParamLoader.run: h2d.then": "offload: on SSDs",
+    },
+    "engine/activations/store.py": {
+        "wait_on_device: copied.is_over": "part: activations",
+        "wait_on_device: device.compute.record": "part: activations",
+        "wait_on_device: device.compute.wait": "part: activations",
+        "wait_on_device: device.compute.then": "part: activations",
+        "wait_on_device: device.compute.record (2)": "part: activations",
+    },
+    "engine/activations/host_store.py": {
+        "HostActivations.put: self._outward.wait": "part: activations",
+        "HostActivations.put: self._device.compute.record": "part: activations",
+        "HostActivations.put: self._outward.record": "part: activations",
+        "HostActivations.put: self._outward.record (2)": "part: activations",
+        "HostActivations.put: self._outward.then": "part: activations",
+        "HostActivations.put: self._outward.then, memory": "part: activations",
+        "HostActivations.put: self._outward.record (3)": "part: activations",
+        "HostActivations.prefetch: self._inward.wait": "part: activations",
+        "HostActivations.prefetch: self._inward.wait (2)": "part: activations",
+        "HostActivations.prefetch: self._device.compute.record": "part: activations",
+        "HostActivations.prefetch: self._inward.record": "part: activations",
+        "HostActivations.prefetch: self._inward.record (2)": "part: activations",
+        "HostActivations.prefetch: self._inward.then": "part: activations",
+        "HostActivations.prefetch: self._inward.then, memory": "part: activations",
+        "HostActivations.prefetch: self._inward.record (3)": "part: activations",
+        "HostActivations.drop: self._outward.then": "part: activations",
+    },
+    "engine/model/streamed_params.py": {
+        "PieceBuffers.__init__: device.compute.record": "part: pieces",
+        "PieceBuffers.end: self._device.compute.wait": "part: pieces",
+        "PieceBuffers.end: self._device.compute.record": "part: pieces",
+        "PieceBuffers.hold: self._device.compute.wait": "part: pieces",
+        "PieceBuffers.release: self._device.compute.record": "part: pieces",
+        "PieceBuffers._fill: stream.wait": "part: pieces",
+        "PieceBuffers._fill: stream.record": "part: pieces",
+        "PieceBuffers._fill: stream.record (2)": "part: pieces",
+        "PieceBuffers._fill: stream.then": "part: pieces",
+    },
+    "actors/gpu_worker/device_optimizer.py": {
+        "DeviceStates.__init__: device.synchronize": "job: mixed",
+        "DeviceStates._update: compute.record": "job: mixed",
+        "DeviceStates._update: compute.record (2)": "job: mixed",
+        "DeviceStates._update: compute.then": "job: mixed",
+        "DeviceStates._flush: d2h.record": "job: mixed",
+        "DeviceStates._flush: d2h.record (2)": "job: mixed",
+        "DeviceStates._flush: d2h.then": "job: mixed",
+    },
+    "actors/gpu_worker/grad_accumulation.py": {
+        "PartialGrads.take: self._device.compute.wait": "part: partial sums",
+        "PartialGrads.copy_out: self._device.d2h.then": "part: partial sums",
+        "PartialGrads._copy: stream.record": "part: partial sums",
+        "PartialGrads._copy: stream.record (2)": "part: partial sums",
+        "PartialGrads._copy: stream.then": "part: partial sums",
+        "PartialGrads._copy: stream.record (3)": "part: partial sums",
+    },
+    "actors/gpu_worker/grad_offload.py": {
+        "GradOffload.queue_partial_sums: self._device.compute.record": "job: groups",
+        "GradOffload.complete: compute.record": "job: early gradients",
+        "GradOffload._run: self._device.d2h.then": "job: early gradients",
+        "GradOffload._copy_out_partial: self._device.d2h.wait": "job: groups",
+        "GradOffload._copy_out: d2h.wait": "job: early gradients",
+        "GradOffload._copy_out: d2h.record": "job: early gradients",
+        "GradOffload._copy_out: d2h.record (2)": "job: early gradients",
+        "GradOffload._copy_out: d2h.then": "job: early gradients",
+    },
+    "actors/gpu_worker/operation.py": {
+        "LaunchedOperation.waited: self._device.compute.record": "job: active",
+    },
+    "actors/gpu_worker/param_prefetcher.py": {
+        "ParamFeed.wait_for: self._device.compute.wait": "job: active",
+        "ParamFeed.release: self._device.compute.then": "job: streamed",
+    },
+    "actors/gpu_worker/worker.py": {
+        "GpuWorker._launch: compute.record": "job: active",
+        "GpuWorker._launch: compute.record (2)": "job: active",
+        "GpuWorker._launch: compute.record (3)": "job: active",
+        "GpuWorker._launch: compute.then": "job: active",
+    },
+    "actors/activations/ssd_store.py": {
+        "SsdActivations.put: self._device.compute.record": "job: swapped to SSDs",
+        "SsdActivations.prefetch: self._inward.wait": "job: swapped to SSDs",
+        "SsdActivations.prefetch: self._device.compute.record": "job: swapped to SSDs",
+        "SsdActivations._copy_out: self._outward.wait": "job: swapped to SSDs",
+        "SsdActivations._copy_out: self._outward.record": "job: swapped to SSDs",
+        "SsdActivations._copy_out: self._outward.record (2)": "job: swapped to SSDs",
+        "SsdActivations._copy_out: self._outward.then": "job: swapped to SSDs",
+        "SsdActivations._copy_out: self._outward.then, memory": "job: swapped to SSDs",
+        "SsdActivations._copy_in: self._inward.record": "job: swapped to SSDs",
+        "SsdActivations._copy_in: self._inward.then": "job: swapped to SSDs",
+        "SsdActivations._copy_in: self._inward.record (2)": "job: swapped to SSDs",
+        "SsdActivations._copy_in: self._inward.record (3)": "job: swapped to SSDs",
+    },
+    "actors/offload/param_prefetcher.py": {
+        "ParamFeed.give_back: self._device.record_current": "offload: on SSDs",
+        "ParamFeed._forget: self._device.h2d.wait": "offload: on SSDs",
+    },
+    "actors/offload/updates.py": {
+        "LayerUpdates.offload: self._device.record_current": "offload: on SSDs",
+        "LayerUpdates._run_offloads: grad.computed.wait": "offload: on SSDs",
+    },
+}
+
+_CPU = "streams of a CPU, whose threads wait for each other; tests/unit/engine/device/test_streams.py"
+_THREADS = "a thread waits for another one, not for a device"
+_QUEUE = "puts a part in a queue"
+_NOT_SHOWN = "the tensor is held elsewhere too, unless it is dropped during its copy, which no scenario does"
+
+# By file and call: the reason.
+NOT_OF_THE_DEVICE: dict[str, dict[str, str]] = {
+    "engine/device/streams.py": {
+        "DirectStream.wait: event.wait": _CPU,
+        "_ThreadEvent.wait: self._completed.wait": _CPU,
+        "CpuStreams.record_current: self.compute.record": _CPU,
+    },
+    "actors/gpu_worker/device_optimizer.py": {
+        "DeviceStates._read: arrived.wait": _THREADS,
+    },
+    "actors/offload/updates.py": {
+        "LayerUpdates._read_now: arrived.wait": _THREADS,
+    },
+    "actors/activations/ssd_store.py": {
+        "SsdActivations._copy_in: self._inward.then, memory": _NOT_SHOWN,
+        "SsdActivations.wait_for: self._turns.wait": _QUEUE,
+        "SsdActivations._has_moved: self._turns.wait": _QUEUE,
+        "SsdActivations._line_up: self._turns.wait": _QUEUE,
+    },
+    "actors/offload/param_prefetcher.py": {
+        "ParamFeed.host_chunk: done.wait": _THREADS,
+    },
+}
