@@ -130,7 +130,7 @@ class ChunkPipeline(Generic[_Item]):
             return self._calls.popleft() if self._calls else self._begin_next
 
     def _begin_next(self) -> None:
-        """Begins the most urgent chunk. If it needs a slot, a chunk that becomes more urgent waits for that slot too."""
+        """Begins the most urgent chunk. A chunk that becomes more urgent during the wait for a slot waits as well."""
         with self._changed:
             chunk = self._queue.begin(has_slot=False)
         slots: list[Span] = []

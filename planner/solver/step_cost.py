@@ -360,8 +360,8 @@ class StepCosts:
     def num_leaving(self) -> int:
         """The number of tensors that may be leaving the device, however large they are.
 
-        With one, the thread that launches kernels would wait for each copy. A single one is always admitted, for plans
-        that must save device memory, and by each of the two stores if the SSDs are one of them.
+        With one, the thread that launches kernels would wait for each copy. A single one is always admitted, because
+        plans may have to save device memory. If activations go to SSDs too, each of the two stores admits one.
         """
         return 2 if self.depths.leaving_nbytes else 1
 
