@@ -29,6 +29,8 @@ _TESTS = Path(__file__).parent
 # Tests in these folders start Ray, the service or a browser, which use more than one core. They also check processes,
 # loop devices and mounts of the whole machine. One process runs them all in sequence.
 _ONE_AFTER_THE_OTHER = ("e2e", "integration")
+# Files of these folders that look at nothing outside their own service and browser. One process runs each of them.
+_BESIDE_OTHERS = ("test_dashboard.py", "test_dashboard_plan.py", "test_import_root.py", "test_light_commands.py")
 # Each process holds torch and transformers. More processes would only wait for the tests of those folders.
 _MOST_PROCESSES = 4
 
@@ -58,7 +60,10 @@ class _FolderScheduling(LoadScopeScheduling):
     """Gives each test to any free process, except those that one process must run."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "machine" if Path(nodeid).parts[1] in _ONE_AFTER_THE_OTHER else nodeid
+        path = Path(nodeid.split("::")[0])
+        if path.parts[1] not in _ONE_AFTER_THE_OTHER:
+            return nodeid
+        return path.name if path.name in _BESIDE_OTHERS else "machine"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:

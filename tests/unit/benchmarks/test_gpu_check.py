@@ -204,6 +204,7 @@ def planned(name: str, *, gpu_gib: float, arena_gib: float, disk_gib: float) -> 
     return prediction.Predictor(case, None).plan(prediction.Room.of(case, *nbytes))
 
 
+@pytest.mark.long
 def test_a_case_has_as_many_layers_as_there_is_room_for() -> None:
     whole = planned("speed-7B-host-16", gpu_gib=80, arena_gib=120, disk_gib=0)
     half = planned("speed-7B-host-16", gpu_gib=80, arena_gib=60, disk_gib=0)

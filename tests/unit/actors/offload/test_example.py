@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[4]
 EXAMPLE = ROOT / "docs/examples/offload_diffusion.py"
 
 
+@pytest.mark.long
 def test_the_example_runs(tmp_path: Path) -> None:
     if not has_direct_io(tmp_path):
         pytest.skip(f"{tmp_path} lies on a file system without O_DIRECT")

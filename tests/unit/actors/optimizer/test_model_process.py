@@ -92,6 +92,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.close()
 
 
+@pytest.mark.long
 def test_process_loads_and_exports_the_weights_bit_by_bit(bench: Bench) -> None:
     bench.io.prepare()
     list(bench.io.load())

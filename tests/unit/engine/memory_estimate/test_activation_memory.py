@@ -61,10 +61,10 @@ def used(name: str, choices: list[BlockActivations], precision: Precision) -> Ac
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        ("Qwen2", "input swapped"),
+        pytest.param("Qwen2", "input swapped", marks=pytest.mark.long),
         ("Qwen2", "all swapped"),
         ("GPT-2", "first kept, others swapped"),
-        ("Mixtral", "all swapped"),
+        pytest.param("Mixtral", "all swapped", marks=pytest.mark.long),
         ("Bloom", "matrix products swapped"),  # its layers have a Python autograd function
     ],
 )

@@ -3,9 +3,10 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from windlass.engine.memory_plan.block_buffers import Acquired, BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import param_buffers
 
@@ -89,6 +90,7 @@ def test_misuse_is_refused() -> None:
         buffers.drop(0)
 
 
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_buffers_hold_what_they_were_filled_with(data: st.DataObject) -> None:
     """After any events: who finds contents reads those that were written, and nothing in use is overwritten."""

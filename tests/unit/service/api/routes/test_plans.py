@@ -126,6 +126,7 @@ def test_a_plan_gets_memory_beside_what_runs_and_else_none(
     assert "1.00 GiB free beside what runs" in response.json()["error"]["message"]
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_an_answer_as_well(planning: TestClient) -> None:
     home = context_of(planning).settings.home
     tiny = MACHINE | {"host": MACHINE["host"] | {"memory_gib": 1.501}}
