@@ -1,15 +1,12 @@
 """The table and the sum of a job's fixed memory, from samples of its processes."""
 
-import os
 import subprocess
 import sys
-import threading
 
 import pytest
 
 from benchmarks.fixed_memory import fixed_nbytes, kind_of, rows_of, sample_of
 from benchmarks.reporting.pss import ProcessMemory
-from windlass.storage.threads import GuardedThreads
 
 MIB = 1 << 20
 
@@ -58,22 +55,28 @@ def test_kind_follows_from_the_command_line(title: str, kind: str) -> None:
         process.stdin.write(b"\n")
 
 
-class CpuOptimizer:
-    def __init__(self) -> None:
-        self.started, self.over = threading.Event(), threading.Event()
+_WORKER = """
+import threading
+from windlass.storage.threads import GuardedThreads
 
-    def _run_updates(self) -> None:
-        self.started.set()
-        self.over.wait()
+class CpuOptimizer:
+    def _run_updates(self):
+        print("started", flush=True)
+        threading.Event().wait()
+
+GuardedThreads("optimizer-0", "job", print).start((CpuOptimizer()._run_updates,))
+input()
+"""
 
 
 def test_kind_of_a_worker_follows_from_its_threads() -> None:
-    optimizer, threads = CpuOptimizer(), GuardedThreads("optimizer-0", "job", lambda error, at: None)
-    threads.start((optimizer._run_updates,))
-    optimizer.started.wait()
-    assert list(sample_of([os.getpid()])) == ["CPU optimizer"]
-    optimizer.over.set()
-    threads.join(10.0)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", _WORKER], **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        assert list(sample_of([process.pid])) == ["CPU optimizer"]
+        process.stdin.write(b"\n")
 
 
 def test_processes_that_have_ended_do_not_count() -> None:
