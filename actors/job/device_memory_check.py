@@ -33,6 +33,7 @@ def device_need_of_job(context: JobContext, partition: Partition, *, device: str
         head_slices=hyper.head_slices,
         evaluation_shapes=evaluation_shapes(spec) if spec.has_validation else (),
         device=device,
+        on_gpu=device != "cpu",
     )
 
 

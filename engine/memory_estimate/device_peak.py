@@ -37,6 +37,7 @@ def device_need(
     head_slices: HeadSlices,
     evaluation_shapes: Sequence[tuple[int, int]] = (),
     device: str = "cpu",
+    on_gpu: bool = False,
     rehearsed: DryRunResult | None = None,
 ) -> DeviceNeed:
     """Returns the device memory of a job at the worst moment of a step or of an evaluation.
@@ -55,6 +56,7 @@ def device_need(
         head_slices: the way in which the head goes over tokens.
         evaluation_shapes: (examples, tokens) of the micro-batches of an evaluation's group.
         device: the device type, because operators choose their kernels by it.
+        on_gpu: the job runs on a GPU, whatever device the dry run is for.
         rehearsed: results of earlier dry runs; new ones are added.
 
     Raises:
@@ -90,7 +92,7 @@ def device_need(
         num_grad_buffers=plan.num_grad_buffers,
     )
     # Token ids and targets are int64.
-    updates_on_gpu = device != "cpu" and bool(plan.device_blocks)
+    updates_on_gpu = on_gpu and bool(plan.device_blocks)
     batch_nbytes = sum(2 * torch.int64.itemsize * num_examples * num_tokens for num_examples, num_tokens in shapes)
     return DeviceNeed(
         params_nbytes=_params_numel(partition, plan, num_ahead, formats) * TORCH_DTYPE[formats.precision].itemsize,

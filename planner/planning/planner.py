@@ -13,7 +13,6 @@ from windlass.engine.data import WIDTH_GRANULE
 from windlass.engine.memory_estimate import DryRunResult, device_need
 from windlass.engine.memory_plan import DeviceNeed, ExampleLengths, MemoryTier, Plan, evaluation_shapes
 from windlass.engine.model import ModelLayout
-from windlass.engine.optimizer import update_scratch_nbytes
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import ModelProfile, Speeds, Ways, for_lengths, speeds_of, ways_of_layer
 from windlass.planner.hardware import Hardware
@@ -227,6 +226,7 @@ class Profiles:
             )
             if lengths is None
             else lengths.evaluation_shapes(shape[0], job.num_microbatches),
+            on_gpu=question.hardware.gpus.count > 0,
             rehearsed=self._rehearsed,
         )
 
@@ -364,8 +364,6 @@ def _counted(question: PlanQuestion, profiles: Profiles, job: PlannedJob, soluti
     need = profiles.device_need(question, job, solution)
     # The CPU finishes its copies before it computes the next layer, so no bytes are on their way out then.
     nbytes = need.settled_nbytes if shares_cores else need.nbytes
-    if not shares_cores and solution.plan.device_blocks:  # the dry run counts as on a CPU
-        nbytes += update_scratch_nbytes(job.training.formats.states)
     together = nbytes + solution.plan.arena_nbytes if shares_cores else 0
     excess = max(nbytes - limits.device_nbytes, together - limits.host_nbytes)
     return replace(solution, nbytes={**solution.nbytes, MemoryTier.DEVICE: nbytes}), excess

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.papers.published_models import RATEL_SHAPES
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.memory_tier import MemoryTier
+from windlass.engine.optimizer.fused_adam import update_scratch_nbytes
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines
 from windlass.planner.hardware.model_shape import ModelShape
@@ -169,6 +170,23 @@ def test_device_need_with_validation_examples_has_room_for_an_evaluation() -> No
     more_nbytes = needed_nbytes(64) - needed_nbytes(32)
     assert more_nbytes >= 32 * hidden_nbytes
     assert needed_nbytes(1000) == needed_nbytes(64)
+
+
+def test_device_need_on_a_gpu_has_room_for_an_update_that_is_not_compiled() -> None:
+    config = config_of_shape(ModelShape(num_layers=1, hidden_size=256, num_heads=4, vocab_size=100), num_tokens=512)
+    asked = question(config=config)
+    on_cpu = replace(asked, hardware=with_part(MACHINE, gpus=with_part(MACHINE.gpus, count=0)))
+    profiles = planning.Profiles(asked)
+    solution = profiles.solve(asked, 1)
+    job = profiles.job(asked, 1)
+
+    def more_nbytes(*device_blocks: int) -> int:
+        plan = replace(solution.plan, device_blocks=device_blocks)
+        need, need_on_cpu = (profiles.device_need_of_plan(each, job, plan).nbytes for each in (asked, on_cpu))
+        return need - need_on_cpu
+
+    assert more_nbytes() == 0
+    assert more_nbytes(1) == update_scratch_nbytes(job.training.formats.states)
 
 
 @pytest.mark.parametrize("num_gpus", [pytest.param(0, marks=pytest.mark.long), 1])
