@@ -8,12 +8,15 @@ from windlass.engine.memory_plan.activation_policy import ActivationChoice as Ac
 from windlass.engine.memory_plan.activation_policy import BlockActivations as BlockActivations
 from windlass.engine.memory_plan.activation_policy import Place as Place
 from windlass.engine.memory_plan.activation_policy import in_words as in_words
+from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes as allocatable_nbytes
+from windlass.engine.memory_plan.allocator_reserve import reserved_nbytes as reserved_nbytes
 from windlass.engine.memory_plan.block_buffers import Acquired as Acquired
 from windlass.engine.memory_plan.block_buffers import BlockBuffers as BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import MAX_GRAD_BUFFERS as MAX_GRAD_BUFFERS
 from windlass.engine.memory_plan.buffer_counts import grad_buffers as grad_buffers
 from windlass.engine.memory_plan.buffer_counts import grad_buffers_of_job as grad_buffers_of_job
 from windlass.engine.memory_plan.buffer_counts import param_buffers as param_buffers
+from windlass.engine.memory_plan.buffer_counts import rounded_numel as rounded_numel
 from windlass.engine.memory_plan.buffer_counts import summed_in_fp32 as summed_in_fp32
 from windlass.engine.memory_plan.device_moments import DeviceNeed as DeviceNeed
 from windlass.engine.memory_plan.device_moments import UnitNeed as UnitNeed

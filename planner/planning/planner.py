@@ -11,7 +11,14 @@ import torch
 from windlass.amounts import GIB
 from windlass.engine.data import WIDTH_GRANULE
 from windlass.engine.memory_estimate import DryRunResult, device_need
-from windlass.engine.memory_plan import DeviceNeed, ExampleLengths, MemoryTier, Plan, evaluation_shapes
+from windlass.engine.memory_plan import (
+    DeviceNeed,
+    ExampleLengths,
+    MemoryTier,
+    Plan,
+    allocatable_nbytes,
+    evaluation_shapes,
+)
 from windlass.engine.model import ModelLayout
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import ModelProfile, Speeds, Ways, for_lengths, speeds_of, ways_of_layer
@@ -81,13 +88,22 @@ class PlanQuestion:
 
     @property
     def limits(self) -> Limits:
-        """The memory that the job may use: that of the machine, limited by the job's budgets."""
+        """The memory that the job may allocate: that of the machine, limited by the job's budgets.
+
+        What PyTorch's allocator reserves on a GPU beside the job's tensors is subtracted.
+        """
         limits = limits_of(self.hardware)
+        device_nbytes = min(limits.device_nbytes, self.device_memory_nbytes or limits.device_nbytes)
         return replace(
             limits,
             host_nbytes=min(limits.host_nbytes, self.host_memory_nbytes or limits.host_nbytes),
-            device_nbytes=min(limits.device_nbytes, self.device_memory_nbytes or limits.device_nbytes),
+            device_nbytes=allocatable_nbytes(device_nbytes) if self.has_gpu else device_nbytes,
         )
+
+    @property
+    def has_gpu(self) -> bool:
+        """False if the device that computes is the CPU."""
+        return self.hardware.gpus.count > 0
 
     @property
     def speeds(self) -> Speeds:
@@ -129,7 +145,7 @@ def planned(
     advises: bool = True,
 ) -> Planned:
     """Builds the answer from a solution. `step_s`: simulated. `advises`: also report what would be faster."""
-    report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0, step_s=step_s)
+    report = report_of(job, solution, is_cpu=not question.has_gpu, step_s=step_s)
     report = replace(with_limits(report, question.limits), example_tokens=_tokens_of(question))
     if advises:
         report = replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
@@ -177,7 +193,7 @@ class Profiles:
         self._profiler = Profiler(
             question.config,
             question.training.precision,
-            for_gpu=question.hardware.gpus.count > 0,
+            for_gpu=question.has_gpu,
             head_slices=question.training.head_slices,
         )
         self._untimed: dict[tuple[int, int], ModelProfile] = {}
@@ -226,7 +242,7 @@ class Profiles:
             )
             if lengths is None
             else lengths.evaluation_shapes(shape[0], job.num_microbatches),
-            on_gpu=question.hardware.gpus.count > 0,
+            on_gpu=question.has_gpu,
             rehearsed=self._rehearsed,
         )
 
@@ -275,7 +291,7 @@ class Profiles:
     def _times(self, profile: ModelProfile) -> dict[int, BlockTimes] | None:
         """Returns measured or stored block times. None: times must be computed from the machine's rates."""
         question = self._question
-        device = torch.device("cuda", 0) if question.hardware.gpus.count > 0 else torch.device("cpu")
+        device = torch.device("cuda", 0) if question.has_gpu else torch.device("cpu")
         num_microbatches = -(-question.training.batch_size // profile.num_examples)
         sums_grads = num_microbatches > 1
         training = replace(question.training, num_microbatches=num_microbatches)
