@@ -87,18 +87,20 @@ class PlanQuestion:
         return length if self.lengths is None else min(self.lengths.longest, length)
 
     @property
-    def limits(self) -> Limits:
-        """The memory that the job may allocate: that of the machine, limited by the job's budgets.
-
-        What PyTorch's allocator reserves on a GPU beside the job's tensors is subtracted.
-        """
+    def budgets(self) -> Limits:
+        """The memory that the job may use: that of the machine, limited by the job's budgets."""
         limits = limits_of(self.hardware)
-        device_nbytes = min(limits.device_nbytes, self.device_memory_nbytes or limits.device_nbytes)
         return replace(
             limits,
             host_nbytes=min(limits.host_nbytes, self.host_memory_nbytes or limits.host_nbytes),
-            device_nbytes=allocatable_nbytes(device_nbytes) if self.has_gpu else device_nbytes,
+            device_nbytes=min(limits.device_nbytes, self.device_memory_nbytes or limits.device_nbytes),
         )
+
+    @property
+    def limits(self) -> Limits:
+        """The memory that the job may allocate: its budgets, without what PyTorch's allocator reserves on a GPU."""
+        budgets = self.budgets
+        return replace(budgets, device_nbytes=allocatable_nbytes(budgets.device_nbytes)) if self.has_gpu else budgets
 
     @property
     def has_gpu(self) -> bool:
@@ -131,7 +133,7 @@ def answer(question: PlanQuestion) -> Planned:
         reasons = (str(error), *what_takes_memory(question, profiles, error), *what_would_fit(question, profiles))
         missing = {tier.value: error.missing[tier] for tier in MemoryTier}
         report = PlanReport(feasible=False, reasons=reasons, missing_bytes=missing)
-        return Planned(report=with_limits(report, question.limits))
+        return Planned(report=with_limits(report, question.budgets))
     return planned(question, job, solution, profiles, step_s=step_s)
 
 
@@ -146,7 +148,7 @@ def planned(
 ) -> Planned:
     """Builds the answer from a solution. `step_s`: simulated. `advises`: also report what would be faster."""
     report = report_of(job, solution, is_cpu=not question.has_gpu, step_s=step_s)
-    report = replace(with_limits(report, question.limits), example_tokens=_tokens_of(question))
+    report = replace(with_limits(report, question.budgets), example_tokens=_tokens_of(question))
     if advises:
         report = replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
     return Planned(report=report, solution=solution, layout=None if question.num_layers else profiles.layout)

@@ -43,7 +43,7 @@ class PlanReport:
     busy_s: dict[str, float] | None = None  # by resource, per step
     peak_gib: dict[str, float] | None = None  # by tier, with the memory of processes, the driver and its allocator
     engine_gib: dict[str, float] | None = None  # by tier, allocated by the job itself, as can be measured
-    limit_gib: dict[str, float] | None = None  # by tier, for `engine_gib`: what the machine and the budgets leave it
+    limit_gib: dict[str, float] | None = None  # by tier, for `engine_gib`: what the machine and the job's budgets allow
     missing_bytes: dict[str, int] | None = None  # by tier, if nothing fits
     ssd_write_gb_per_step: float | None = None
     choices: dict[str, Any] | None = None

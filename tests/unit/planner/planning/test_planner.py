@@ -281,13 +281,13 @@ def test_plan_leaves_a_gpus_memory_to_its_allocator() -> None:
 
 
 def test_plan_and_the_reserve_of_the_allocator_fit_a_gpus_budget() -> None:
-    config = config_of_shape(ModelShape(num_layers=4, hidden_size=512, num_heads=4, vocab_size=1000), num_tokens=512)
+    config = config_of_shape(ModelShape(num_layers=2, hidden_size=512, num_heads=4, vocab_size=1000), num_tokens=512)
     budget_nbytes = 256 << 20
-    report = answer(question(config=config, device_memory_nbytes=budget_nbytes))
+    report = answer(question(config=config, device_memory_nbytes=budget_nbytes, num_microbatches=1))
     assert report.engine_gib is not None
     assert report.limit_gib is not None
     assert report.peak_gib is not None
     planned_nbytes = round(report.engine_gib["gpu"] * GIB)
     assert budget_nbytes / 2 < reserved_nbytes(planned_nbytes) <= budget_nbytes
-    assert report.limit_gib["gpu"] * GIB == allocatable_nbytes(budget_nbytes)
+    assert report.limit_gib["gpu"] * GIB == budget_nbytes
     assert report.peak_gib["gpu"] * GIB == reserved_nbytes(planned_nbytes) + DRIVER_NBYTES
