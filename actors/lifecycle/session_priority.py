@@ -15,14 +15,14 @@ _NUM_TRIES = 20
 _PAUSE_S = 0.1  # the kernel accepts one change of all unprivileged processes in this time
 
 
-def lower_session(pid: int) -> bool:
+def lower_session(pid: int, niceness: int = COMPUTING_NICENESS) -> bool:
     """Makes the session of a process yield the cores to other sessions; returns False if the kernel has no such groups.
 
     Niceness within the session stays as it is.
     """
     for _ in range(_NUM_TRIES):
         try:
-            Path(f"/proc/{pid}/autogroup").write_text(str(COMPUTING_NICENESS))
+            Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
         except BlockingIOError:
             time.sleep(_PAUSE_S)
         except OSError:
