@@ -158,7 +158,7 @@ def test_kernel_error_is_reported_with_its_operation(tmp_path: Path, gpu: FakeCu
     ("owner", "name", "told"),
     [
         (LaunchedOperation, "report", f"compute block, backward, of step {STEP}"),
-        (ParamFeed, "chunk_copied", r"compute block, \w+, of step \d"),
+        (ParamFeed, "chunks_copied", r"compute block, \w+, of step \d"),
         (GradOffload, "_note", f"compute block, (head|backward), of step {STEP}"),
     ],
     ids=["compute", "h2d", "d2h"],
