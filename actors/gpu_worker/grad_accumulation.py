@@ -18,7 +18,7 @@ from windlass.actors.messages import ComputeBlock, SpanKind
 from windlass.actors.policy import ReturningSums, Use
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, SpanRecorder
 from windlass.engine.device import Device, DeviceBuffers, Event, TensorArena, copy_all
-from windlass.engine.memory_plan import copy_batches
+from windlass.engine.memory_plan import batches_to_copy
 from windlass.engine.model import GradBuffer
 from windlass.storage.ids import ChunkKey
 
@@ -106,7 +106,7 @@ class PartialGrads:
         """Queues the copies of a sum's chunks; returns the event after them."""
         stream, keys = self._device.d2h if is_out else self._device.h2d, self._context.layout.chunk_keys(use[1])
         nbytes = {key: self._context.chunk_numel(key) * flat.itemsize for key in keys}
-        for batch in copy_batches(keys, nbytes.__getitem__):
+        for batch in batches_to_copy(keys, nbytes.__getitem__):
             pairs = [self._pair(use, key, flat, is_out=is_out) for key in batch]
             begun = stream.record()
             stream.run(functools.partial(copy_all, pairs))

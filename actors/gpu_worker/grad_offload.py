@@ -25,7 +25,7 @@ from windlass.actors.policy import GradSums, OffloadQueue, SumSource, Use
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import FROM_DEVICE, SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, TensorArena, copy_all
-from windlass.engine.memory_plan import copy_batches, grad_buffers_of_job
+from windlass.engine.memory_plan import batches_to_copy, grad_buffers_of_job
 from windlass.engine.model import GradBuffer
 from windlass.storage.cancellation import Permits, TaskQueue
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
@@ -279,7 +279,7 @@ class GradOffload:
         spans = dict(zip(keys, self._slots.acquire(len(keys)), strict=True))
         nbytes = {key: self._context.chunk_numel(key) * self._dtype.itemsize for key in keys}
         d2h.wait(grad.event)
-        for batch in copy_batches(keys, nbytes.__getitem__):
+        for batch in batches_to_copy(keys, nbytes.__getitem__):
             begun = d2h.record()
             d2h.run(functools.partial(copy_all, [self._pair(grad.flat, key, spans[key]) for key in batch]))
             copied = {key: nbytes[key] for key in batch}

@@ -17,7 +17,7 @@ import torch
 from windlass.engine.device.device import Device, copy_all
 from windlass.engine.device.streams import Event
 from windlass.engine.device.tensor_arena import TensorArena
-from windlass.engine.memory_plan import batch_size
+from windlass.engine.memory_plan import copy_batch_size
 from windlass.storage.cancellation import TaskQueue, What
 from windlass.storage.ids import ChunkKey, Span
 from windlass.storage.memory import SlotPool
@@ -154,7 +154,7 @@ class ParamLoader(Generic[_Load]):
         self._source.read_params(load, spans, arrived)
 
     def _size_of_next(self, arrived: Iterable[_Arrival[_Load]]) -> int:
-        return batch_size((arrival.load, self._nbytes(arrival)) for arrival in arrived)
+        return copy_batch_size((arrival.load, self._nbytes(arrival)) for arrival in arrived)
 
     def _receive(self, arrival: _Arrival[_Load]) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes a chunk that is in host memory. Returns the part of the buffer that it fills, and the source."""

@@ -14,7 +14,7 @@ COPY_BATCH_NBYTES = 64 << 20
 _Chunk = TypeVar("_Chunk")
 
 
-def batch_size(ready: Iterable[tuple[object, int]]) -> int:
+def copy_batch_size(ready: Iterable[tuple[object, int]]) -> int:
     """Returns how many of the chunks that are ready form the next batch: at least one, if there are any.
 
     `ready` has the owner and the bytes of each chunk, in the order of their copies. A batch has chunks of one owner.
@@ -30,10 +30,10 @@ def batch_size(ready: Iterable[tuple[object, int]]) -> int:
     return size
 
 
-def copy_batches(chunks: Sequence[_Chunk], nbytes_of: Callable[[_Chunk], int]) -> Iterator[Sequence[_Chunk]]:
+def batches_to_copy(chunks: Sequence[_Chunk], nbytes_of: Callable[[_Chunk], int]) -> Iterator[Sequence[_Chunk]]:
     """Yields the batches of chunks that have one owner and are all ready."""
     start = 0
     while start < len(chunks):
-        stop = start + batch_size((None, nbytes_of(chunk)) for chunk in chunks[start:])
+        stop = start + copy_batch_size((None, nbytes_of(chunk)) for chunk in chunks[start:])
         yield chunks[start:stop]
         start = stop
