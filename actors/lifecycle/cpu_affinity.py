@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from windlass.storage.memory import parse_cpu_list
+
 # Environment variables for OpenMP, which reads them when torch is imported. Waiting threads must not spin, because the
 # optimizer, the copies, the I/O and other jobs run on the same cores. The processes that measure a model's blocks use
 # the same setting as the workers: on busy cores, spinning threads take several times as long.
@@ -21,16 +23,6 @@ def numa_nodes(nodes_dir: Path = _NODES_DIR) -> list[frozenset[int]]:
     lists = sorted(nodes_dir.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
     nodes = [parse_cpu_list(path.read_text()) & allowed for path in lists]
     return [node for node in nodes if node] or [allowed]
-
-
-def parse_cpu_list(text: str) -> frozenset[int]:
-    """Parses core numbers in the kernel's notation, such as "0-3,8"."""
-    cores: set[int] = set()
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            cores.update(range(int(first), int(last or first) + 1))
-    return frozenset(cores)
 
 
 def cores_of(index: int, num_optimizers: int, nodes: Sequence[frozenset[int]]) -> frozenset[int]:

@@ -18,7 +18,7 @@ from windlass.actors.offload.resident_params import OutsideParams
 from windlass.actors.offload.store import OffloadStore
 from windlass.actors.offload.updates import BlockUpdate, LayerUpdates, Run
 from windlass.actors.policy import StepResult, TrainerState, clip_scale
-from windlass.engine.device import TORCH_DTYPE, Device
+from windlass.engine.device import TORCH_DTYPE, Device, memory_node
 from windlass.engine.model import GradBuffer, choose_chunk_numel
 from windlass.engine.optimizer import MOMENTS, KernelSet, SavedStates, from_saved, to_saved
 from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Kernel, Precision, Span, StateKind, StatePrecision, Step
@@ -266,6 +266,7 @@ class OffloadEngine:
             ssd_written_nbytes=self._store.bytes_written,
             num_layers_fetched=self._feed.num_moves,
             arena_nbytes=self._plan.arena_nbytes,
+            node=memory_node(self.device),
             num_host_layers=len(self._plan.host_blocks),
         )
 

@@ -50,6 +50,17 @@ def open_space(server: ActorName, context: JobContext, *, direct: bool = True) -
     )
 
 
+def gpu_node(*, uses_gpu: bool) -> int | None:
+    """Returns the NUMA node whose memory is nearest to the GPU that Ray gave to this process; None without one.
+
+    Raises:
+        GpuUnusableError: PyTorch cannot use that GPU.
+    """
+    from windlass.engine.device import compute_device, memory_node
+
+    return memory_node(compute_device(uses_gpu=uses_gpu))
+
+
 def start_actor(
     name: ActorName,
     context: JobContext,

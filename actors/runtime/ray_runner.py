@@ -40,16 +40,24 @@ from windlass.actors.lifecycle import (
     tell_alive,
 )
 from windlass.actors.messages import ActorFailed, Message, UserMessage
-from windlass.actors.runtime.factory import import_for, open_space, start_actor
+from windlass.actors.runtime.factory import gpu_node, import_for, open_space, start_actor
 from windlass.actors.runtime.outbox import Outbox
 from windlass.actors.runtime.sockets import MessageClient, MessageServer
-from windlass.actors.runtime.start_up import START_DEADLINE_S, open_attempt, start_actors, worker_names
+from windlass.actors.runtime.start_up import (
+    START_DEADLINE_S,
+    create_arena,
+    plan_attempt,
+    start_actors,
+    worker_names,
+)
 from windlass.actors.scheduler import GOES_ON, INTERRUPTED, ActorLostError, Scheduler
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import ActorName, Attempt, JobId
 from windlass.storage.integrity import StoreError
 from windlass.storage.memory import (
+    Arena,
     InsufficientSpaceError,
+    has_several_nodes,
     is_out_of_space,
     may_find_room_later,
 )
@@ -120,6 +128,11 @@ class ActorShell:
         It must be called before the process opens files of the job.
         """
         self._attempt_lock = join_attempt(Path(self.context.spec.job_dir), self.context.spec.attempt)
+
+    def gpu_node(self) -> int | None:
+        """Returns the NUMA node near the GPU of this process; see `gpu_node`. Raises GpuUnusableError."""
+        self._importing.join()
+        return gpu_node(uses_gpu=self._uses_gpu)
 
     def open_space(self) -> list[CommitRecord]:
         """Opens the SSD of an SSD server. Returns the commits on it. Raises the errors of `JobSpace.open`."""
@@ -280,7 +293,8 @@ class Runner:
     def _attempt(self) -> None:
         spec = self.spec
         layout = ModelLayout.from_json(Path(spec.layout_file).read_text())
-        context, arena = open_attempt(spec, layout)
+        context = plan_attempt(spec, layout)
+        arena: Arena | None = None
         mailbox = MessageServer(self._post)
         has_gpus = num_gpus_here() > 0
         group = device_here(has_gpus=has_gpus)
@@ -288,6 +302,7 @@ class Runner:
             if not group.wait(START_DEADLINE_S):
                 raise TimeoutError(f"no device came free within {START_DEADLINE_S:g} s; another job holds it")
             addresses = self._make_workers(context, group, has_gpus=has_gpus) | {SCHEDULER: mailbox.address}
+            arena = create_arena(context, self._gpu_node() if has_gpus else None)
             commit = self._start_workers(addresses)
             outbox = Outbox(MessageClient(addresses).deliver)
             outcome = self._make_scheduler(context, outbox.send, commit).run()
@@ -299,8 +314,9 @@ class Runner:
             for handle in self._workers.values():
                 ray.kill(handle)
             remove_placement_group(group)
-            arena.close()
-            arena.unlink()
+            if arena is not None:
+                arena.close()
+                arena.unlink()
 
     def _make_workers(self, context: JobContext, group: Any, *, has_gpus: bool) -> dict[ActorName, str]:
         """Starts the processes of the job's actors; returns the addresses of their MessageServers."""
@@ -322,6 +338,10 @@ class Runner:
                 uses_gpu=uses_gpu,
             )
         return _answers_of({name: handle.address.remote() for name, handle in self._workers.items()})
+
+    def _gpu_node(self) -> int | None:
+        """Returns the NUMA node near the GPU that Ray gave to the GPU worker; None on a machine with one node."""
+        return self._call([GPU_WORKER], "gpu_node")[GPU_WORKER] if has_several_nodes() else None
 
     def _start_workers(self, addresses: Mapping[ActorName, str]) -> CommitRecord | None:
         """Starts the actors of all workers; returns the commit from which the job resumes."""
