@@ -48,8 +48,9 @@ class OffloadStore:
         direct_io: bool,
         token: OffloadToken,
     ) -> None:
-        """Reserves the space on the SSDs and in memory. `node`: of the memory; see `Arena.create`. `token` gets the errors
-        of transfers.
+        """Reserves the space on the SSDs and in memory. `token` gets the errors of transfers.
+
+        `node` is the NUMA node of the memory; see `Arena.create`.
 
         Raises:
             InsufficientSpaceError: there is too little space. Nothing stays reserved.

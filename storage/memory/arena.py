@@ -67,9 +67,7 @@ class Arena:
         self._mapping: mmap.mmap | None = mapping
 
     @classmethod
-    def create(
-        cls, path: Path | str, nbytes: int, *, huge_pages: bool = True, node: int | None = None
-    ) -> "Arena":
+    def create(cls, path: Path | str, nbytes: int, *, huge_pages: bool = True, node: int | None = None) -> "Arena":
         """Creates the file and allocates all of its memory, so that no later access fails for lack of memory.
 
         It uses huge pages if the kernel can; `huge_pages=False` keeps small pages, for measurements. `node` is the NUMA

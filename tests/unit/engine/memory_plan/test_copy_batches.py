@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +33,5 @@ def test_only_chunks_of_the_batch_and_one_more_are_looked_at() -> None:
 def test_batches_have_all_chunks_in_order_and_are_as_large_as_the_limit_allows(nbytes: list[int]) -> None:
     batches = [list(batch) for batch in batches_to_copy(nbytes, int)]
     assert [chunk for batch in batches for chunk in batch] == nbytes
-    for batch, following in zip(batches, [*batches[1:], None], strict=True):
-        assert len(batch) == 1 or sum(batch) <= COPY_BATCH_NBYTES
-        assert following is None or sum(batch) + following[0] > COPY_BATCH_NBYTES
+    assert all(len(batch) == 1 or sum(batch) <= COPY_BATCH_NBYTES for batch in batches)
+    assert all(sum(batch) + following[0] > COPY_BATCH_NBYTES for batch, following in pairwise(batches))

@@ -20,9 +20,10 @@ ROOM_NBYTES = 1024 * (3000 + 2000 + 1000 - 1000)
 
 
 def make_sysfs(root: Path, num_nodes: int, gpu_node: str | None) -> Path:
+    (root / "devices/system/node").mkdir(parents=True)
     for number in range(num_nodes):
         folder = root / f"devices/system/node/node{number}"
-        folder.mkdir(parents=True)
+        folder.mkdir()
         (folder / "cpulist").write_text(f"{4 * number}-{4 * number + 3}\n")
         (folder / "meminfo").write_text(MEMINFO)
     (root / "devices/system/node/online").write_text("0\n")
@@ -41,7 +42,15 @@ def test_the_kernels_lists(text: str, expected: set[int]) -> None:
 
 @pytest.mark.parametrize(
     ("num_nodes", "gpu_node", "expected"),
-    [(2, "1\n", 1), (2, "0\n", 0), (2, "-1\n", None), (2, None, None), (2, "", None), (1, "0\n", None), (0, "0\n", None)],
+    [
+        (2, "1\n", 1),
+        (2, "0\n", 0),
+        (2, "-1\n", None),
+        (2, None, None),
+        (2, "", None),
+        (1, "0\n", None),
+        (0, "0\n", None),
+    ],
 )
 def test_device_has_a_node_if_there_are_several(
     tmp_path: Path, num_nodes: int, gpu_node: str | None, expected: int | None
