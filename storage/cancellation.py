@@ -133,7 +133,8 @@ class TaskQueue(Generic[_Task]):
     def put(self, *tasks: _Task) -> None:
         """Adds tasks."""
         with self._changed:
-            self._tasks.extend(tasks)
+            for task in tasks:
+                self._tasks.append(task)
             self._changed.notify(len(tasks))
 
     def drop_all(self) -> list[_Task]:
@@ -156,7 +157,8 @@ class TaskQueue(Generic[_Task]):
         """
         with self._changed:
             self._token.wait_for_work(self._changed, lambda: bool(self._tasks))
-            return [self._tasks.popleft() for _ in range(count(self._tasks))] if self._tasks else []
+            number = count(self._tasks[index] for index in range(len(self._tasks))) if self._tasks else 0
+            return [self._tasks.popleft() for _ in range(number)]
 
 
 class Permits:

@@ -266,7 +266,6 @@ class OffloadEngine:
             ssd_written_nbytes=self._store.bytes_written,
             num_layers_fetched=self._feed.num_moves,
             arena_nbytes=self._plan.arena_nbytes,
-            node=memory_node(self.device),
             num_host_layers=len(self._plan.host_blocks),
         )
 
@@ -308,6 +307,7 @@ class OffloadEngine:
             chunks_per_block=tuple(len(block.chunk_keys(chunk_numel)) for block in blocks),
             arena_dir=Path(config.arena_dir),
             arena_nbytes=self._plan.arena_nbytes,
+            node=memory_node(self.device),
             direct_io=config.direct_io,
             token=self._token,
         )

@@ -59,7 +59,7 @@ class NumaNode:
     def for_memory(cls, number: int, nbytes: int, sysfs: Path = SYSFS) -> "NumaNode":
         """Looks at a node on which `nbytes` will be allocated."""
         folder = sysfs / f"devices/system/node/node{number}"
-        cores, room = frozenset[int](), 0
+        cores, room = frozenset[int](), 0.0
         with suppress(OSError, ValueError, KeyError):
             cores = parse_cpu_list((folder / "cpulist").read_text()) & os.sched_getaffinity(0)
             room = _room_nbytes((folder / "meminfo").read_text())
