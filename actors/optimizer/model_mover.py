@@ -19,7 +19,7 @@ import torch
 from windlass.actors.job import JobContext
 from windlass.actors.lifecycle import die_with_parent, has_begun, join_attempt
 from windlass.actors.optimizer.model_io import ModelTask
-from windlass.actors.optimizer.model_process import Begin, Failed, Finish, Move
+from windlass.actors.optimizer.model_process import Begin, Failed, Finish, Move, Synced
 from windlass.engine.checkpoint import BlockInitializer, CheckpointReader, ModelExporter
 from windlass.engine.device import TORCH_DTYPE, TensorArena, state_dtype
 from windlass.engine.model import build_meta_model, load_config
@@ -74,10 +74,10 @@ class ModelMover:
             assert self._source is not None, "`begin` comes first"
             self._fill(self._source, key, slot)
 
-    def finish(self) -> None:
-        """Completes an exported folder; a load needs nothing more."""
+    def finish(self, on_synced: Callable[[], None]) -> None:
+        """Completes an exported folder, see `ModelExporter.finish`; a load needs nothing more."""
         if self._exporter is not None:
-            self._exporter.finish()
+            self._exporter.finish(on_synced)
 
     def close(self) -> None:
         """Closes the files. Removes what an unfinished export has written."""
@@ -121,7 +121,7 @@ def main() -> None:
                 if isinstance(request, Begin):
                     mover = closing.enter_context(contextlib.closing(_make_mover(request.context)))
                 assert mover is not None, "`Begin` comes first"
-                _carry_out(mover, request)
+                _carry_out(mover, request, on_synced=lambda: connection.send(Synced()))
             except Exception as error:  # noqa: BLE001 - the parent raises it
                 connection.send(_described(error))
                 return
@@ -152,14 +152,14 @@ def _make_mover(context: JobContext) -> ModelMover:
     return ModelMover(context, view)
 
 
-def _carry_out(mover: ModelMover, request: Begin | Move | Finish) -> None:
+def _carry_out(mover: ModelMover, request: Begin | Move | Finish, on_synced: Callable[[], None]) -> None:
     match request:
         case Begin():
             mover.begin(request.task)
         case Move():
             mover.move(request.key, request.slot)
         case Finish():
-            mover.finish()
+            mover.finish(on_synced)
 
 
 def _described(error: Exception) -> Failed:

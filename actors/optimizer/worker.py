@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from windlass.actors.job import GPU_WORKER, SCHEDULER, JobContext, grad_precision, optimizer_name
-from windlass.actors.lifecycle import ActorThreads, works_at
+from windlass.actors.lifecycle import ActorThreads, ReportTimer, works_at
 from windlass.actors.messages import (
     BlockFlushed,
     BlockUpdated,
@@ -21,6 +21,7 @@ from windlass.actors.messages import (
     ChunkIoDone,
     DescribeStatus,
     ExportModel,
+    ExportProgressed,
     FlushBlock,
     GradChunk,
     GradOffloaded,
@@ -207,11 +208,13 @@ class CpuOptimizer:
             case RestoreStates():
                 self._restore(message)
             case LoadModel():
-                for progress in self._model_io.load():
-                    self._tell_progress(**progress)
+                total = self.context.layout.numel
+                self._model_io.load(lambda num_params: self._tell_loaded(num_params, total))
                 self.send(SCHEDULER, ModelLoaded(job=self.spec.job, step=Step(0), actor=self.name))
             case ExportModel():
-                self._model_io.export(message.path, message.step, message.copy_of)
+                self._model_io.export(
+                    message.path, message.step, message.copy_of, partial(self._tell_exported, message)
+                )
                 exported = ModelExported(job=self.spec.job, step=message.step, actor=self.name, path=message.path)
                 self.send(SCHEDULER, exported)
         release_team()  # because another actor in the same process may compute on the CPU
@@ -236,22 +239,25 @@ class CpuOptimizer:
         """Restores the resident states. It reads a few chunks at a time, so that each has the attention of its SSD."""
         kinds, what = tuple(self._formats.itemsizes), f"states of step {message.step} from the SSDs; check the disks"
         total = sum(self.context.chunk_numel(key) for key in self._host_slots)
-        num_params = num_reported = 0
+        timer, num_params = ReportTimer(), 0
         for key, slot in self._host_slots.items():
             self._restore_permits.acquire(what)
             self.read(slot, key, kinds, message.step, self._restore_permits.release)
             num_params += self.context.chunk_numel(key)
-            if num_params - num_reported >= total // 20:
-                num_reported = num_params
-                self._tell_progress(num_params=num_params, total_params=total)
+            if timer.restart_if_due(time.monotonic()):
+                self._tell_loaded(num_params, total)
         for _ in range(RESTORE_DEPTH):  # waits for the last reads
             self._restore_permits.acquire(what)
         self.send(SCHEDULER, StatesRestored(job=self.spec.job, step=message.step, actor=self.name))
 
-    def _tell_progress(self, *, num_params: int, total_params: int) -> None:
+    def _tell_loaded(self, num_params: int, total_params: int) -> None:
         progress = LoadProgressed(
             job=self.spec.job, step=Step(0), actor=self.name, num_params=num_params, total_params=total_params
         )
+        self.send(SCHEDULER, progress)
+
+    def _tell_exported(self, message: ExportModel, share: float) -> None:
+        progress = ExportProgressed(job=self.spec.job, step=message.step, actor=self.name, share=share)
         self.send(SCHEDULER, progress)
 
     # --- updates ----------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from windlass.actors.messages import (
     CommitStore,
     DescribeStatus,
     Event,
+    ExportProgressed,
     FailureKind,
     KernelChosen,
     LoadProgressed,
@@ -352,7 +353,7 @@ class Scheduler:
                 self._journal.append("message", event.text)
             case KernelChosen() | ModelKernelsChosen() | SpansReported() | MemoryReported():
                 self._progress.note(event)
-            case LoadProgressed():
+            case LoadProgressed() | ExportProgressed():
                 self.pipeline.waits.heard_from(event.actor, time.monotonic())
                 self._progress.note(event)
             case Event():

@@ -19,6 +19,7 @@ from windlass.actors.messages import (
     ComputeBlock,
     DescribeStatus,
     ExportModel,
+    ExportProgressed,
     FailureKind,
     FlushBlock,
     GradReady,
@@ -265,6 +266,30 @@ def test_a_wait_that_is_too_long_names_step_block_and_actor(
     assert outcome["status"] == INTERRUPTED
     assert outcome["error"]["code"] == "training_stalled"
     assert outcome["error"]["message"].startswith(message)
+
+
+def test_export_that_takes_longer_than_the_timeout_and_tells_its_progress_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "_TICK_S", 0.05)
+    stage = Stage(tmp_path, deadline_s=0.5)
+    stage.silent = {ExportModel}
+    told: list[float] = []
+
+    def export_slowly() -> None:
+        to, message = stage.received[-1]
+        if not isinstance(message, ExportModel):
+            return
+        if len(told) == 20:
+            for event in stage._answers(to, message):
+                stage.scheduler.post(event)
+            return
+        told.append(len(told) / 20)
+        stage.scheduler.post(ExportProgressed(job=message.job, step=message.step, actor=to, share=told[-1]))
+
+    stage.check_actors = export_slowly
+    assert stage.run()["status"] == "succeeded"
+    assert len(told) == 20
 
 
 def stalled_by(stage: Stage, *failures: ActorFailed) -> dict[str, Any]:
