@@ -84,7 +84,12 @@ class PendingReplies:
 
     def resolve(self, event: type[Message], number: int, actor: ActorName, block: BlockIndex = _WHOLE_MODEL) -> None:
         """Removes a reply that has arrived. Raises UnexpectedEventError if it was not pending."""
-        if self.outstanding.pop(ReplyKey(event, number, actor, block), None) is None:
+        self.require(event, number, actor, block)
+        del self.outstanding[ReplyKey(event, number, actor, block)]
+
+    def require(self, event: type[Message], number: int, actor: ActorName, block: BlockIndex = _WHOLE_MODEL) -> None:
+        """Raises UnexpectedEventError if a reply that has arrived is not pending."""
+        if ReplyKey(event, number, actor, block) not in self.outstanding:
             of_block = "" if block == _WHOLE_MODEL else f", block {block}"
             raise UnexpectedEventError(f"{actor} sent {event.__name__} of {number}{of_block}, which was not requested")
 

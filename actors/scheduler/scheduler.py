@@ -244,7 +244,9 @@ class Scheduler:
                 next_tick_s = time.monotonic() + _TICK_S
                 if self._check_actors is not None:
                     self._check_actors()
-                self._check_deadlines()
+                # Replies that have arrived come first: they are no silence, however long this thread was busy.
+                if self._events.empty():
+                    self._check_deadlines()
 
     def _next_event(self, timeout_s: float) -> Message | None:
         """Waits for an event; returns None after the timeout."""
@@ -334,6 +336,7 @@ class Scheduler:
         self._remarks.append(text)
 
     def _on_exported(self, event: ModelExported) -> None:
+        self.pipeline.waits.require(ModelExported, event.step, event.actor)
         is_last = event.path == self.spec.output_dir
         if is_last and self.pipeline.copies_final_model:
             return  # it is a copy of a checkpoint that was already reported
@@ -358,11 +361,13 @@ class Scheduler:
                 self._progress.note(event)
             case Event():
                 self._progress.note(event)
+                if isinstance(event, ModelExported):
+                    # First, so that old checkpoints are removed before the next step begins. That may take long, and
+                    # `_handle` starts the timeouts of the next instructions.
+                    self._on_exported(event)
                 actions = self._handle(event)
                 if isinstance(event, ModelLoaded):
                     self._checkpoints.begin(time.monotonic())
-                elif isinstance(event, ModelExported):
-                    self._on_exported(event)  # first, so that old checkpoints are removed before the next step begins
                 # The journal is written after all instructions but the commits, so that no work waits for it. Commits
                 # come last: once the next one exists, a resumed attempt can no longer report the steps before it.
                 self._carry_out([action for action in actions if not _is_commit(action)])

@@ -292,6 +292,36 @@ def test_export_that_takes_longer_than_the_timeout_and_tells_its_progress_succee
     assert len(told) == 20
 
 
+def test_old_checkpoints_are_removed_before_the_timeouts_of_the_next_instructions_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal of large folders may take longer than a timeout."""
+    pending: list[set[type[Message]]] = []
+
+    def remove(_: Path) -> None:
+        pending.append({key.event for key in stage.scheduler.pipeline.waits.outstanding})
+
+    monkeypatch.setattr(scheduler, "remove_model_folder", remove)
+    stage = Stage(tmp_path, training={"checkpoint_every": 1, "keep_checkpoints": 1})
+    assert stage.run()["status"] == "succeeded"
+    assert pending == [{ModelExported}] * 2
+
+
+def test_replies_that_have_arrived_are_handled_before_timeouts_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, stage = Clock(), Stage(tmp_path, deadline_s=60.0)
+    monkeypatch.setattr(scheduler, "time", clock)
+
+    def be_busy(message: Message) -> None:
+        """Lets time pass in the scheduler's thread, between the requests to two SSD servers and their replies."""
+        if isinstance(message, CommitStore):
+            clock.now += 100.0
+
+    stage.before = be_busy
+    assert stage.run()["status"] == "succeeded"
+
+
 def stalled_by(stage: Stage, *failures: ActorFailed) -> dict[str, Any]:
     """The outcome if these failures are reported during the first update, which never ends."""
     told: list[Message] = []
