@@ -8,7 +8,7 @@ import contextlib
 import json
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -63,6 +63,10 @@ from windlass.storage.store import CommitRecord
 _TICK_S = 1.0
 # Ticks that the actors have to answer what their threads do, after a timeout.
 _STATUS_TICKS = 4
+
+# Texts about actors in the error of a stuck job.
+_NO_ANSWER = "no answer, its process may hang"
+_LOST_MESSAGE = "has no work: a message to it or its reply was lost"
 
 # The outcome of an attempt that was lost through no fault of the job: another attempt can resume from the last commit.
 INTERRUPTED = "interrupted"
@@ -275,12 +279,14 @@ class Scheduler:
         try:
             self.pipeline.waits.check(time.monotonic())
         except DeadlineMissedError as error:
-            raise DeadlineMissedError("; ".join((str(error), *self._statuses()))) from None
+            text = "; ".join((str(error), *self._statuses(error.late)))
+            raise DeadlineMissedError(text, error.late) from None
 
-    def _statuses(self) -> list[str]:
+    def _statuses(self, late: Collection[ActorName]) -> list[str]:
         """Asks all actors what their threads do, because a late one often waits for another. Returns the answers.
 
-        An actor that does not answer soon is named, too. A failure that arrives meanwhile ends the attempt.
+        An actor that does not answer soon is named, too, and a late one that has no work. Others without work are left
+        out. A failure that arrives meanwhile ends the attempt.
         """
         shape, answers = self.pipeline.config, dict[ActorName, str]()
         actors = (shape.gpu_worker, *shape.optimizers, *shape.ssd_servers)
@@ -293,8 +299,9 @@ class Scheduler:
                 self._fail(event)
             if isinstance(event, StatusDescribed):
                 answers[event.actor] = event.text
-        texts = {actor: f"{actor}: {answers.get(actor, 'no answer, its process may hang')}" for actor in actors}
-        return [text for actor, text in texts.items() if answers.get(actor) != ""]
+        no_work = {actor: _LOST_MESSAGE if actor in late else "" for actor in actors}
+        texts = {actor: answers.get(actor, _NO_ANSWER) or no_work[actor] for actor in actors}
+        return [f"{actor}: {text}" for actor, text in texts.items() if text]
 
     def _end_step(self, over: EndStep) -> None:
         """Records a step's end, and what its commit stores for a restart."""
