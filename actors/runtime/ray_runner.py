@@ -44,7 +44,7 @@ from windlass.actors.runtime.factory import import_for, open_space, start_actor
 from windlass.actors.runtime.outbox import Outbox
 from windlass.actors.runtime.sockets import MessageClient, MessageServer
 from windlass.actors.runtime.start_up import START_DEADLINE_S, open_attempt, start_actors, worker_names
-from windlass.actors.scheduler import GOES_ON, INTERRUPTED, ActorLostError, Scheduler
+from windlass.actors.scheduler import CANCELLED, GOES_ON, INTERRUPTED, PAUSED, ActorLostError, Scheduler
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import ActorName, Attempt, JobId
 from windlass.storage.integrity import StoreError
@@ -67,10 +67,16 @@ _NICENESS_BESIDE_LAUNCHES = 5  # added for optimizers where a GPU computes: a th
 _ROOM_DEADLINE_S, _ROOM_TRY_S = 45.0, 1.0
 # Seconds between the runner's signs of life.
 _PULSE_S = 1.0
+# Seconds between two looks of a starting attempt whether it is to stop.
+_STOP_CHECK_S = 1.0
 # Parameters of mallopt, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 _Send = Callable[[ActorName, Message], None]
+
+
+class _StoppedAtStartError(Exception):
+    """The attempt was cancelled or paused before its actors had started."""
 
 
 def runner_name(job: JobId, attempt: Attempt) -> str:
@@ -241,6 +247,11 @@ class Runner:
     def _run(self) -> None:
         try:
             self._attempt()
+        except _StoppedAtStartError:
+            if self._stop.is_cancelled:
+                self._tell_end(CANCELLED, "The job was cancelled while its attempt started")
+            else:
+                self._tell_end(PAUSED, "The attempt ended while it started, as requested")
         except Exception as error:  # noqa: BLE001 - the journal is the only place to report it
             detail = traceback.format_exc()
             with contextlib.suppress(OSError):  # the disk may be full
@@ -254,11 +265,12 @@ class Runner:
             )
             message = str(cause) if is_for_people else f"{type(cause).__name__}: {cause}"
             code, param = getattr(cause, "code", "start_failed"), getattr(cause, "param", None)
-            self._tell_end(INTERRUPTED if was_lost else "failed", message, code=code, param=param)
+            told = {"code": code, "message": message, "param": param}
+            self._tell_end(INTERRUPTED if was_lost else "failed", message, told)
         finally:
             ray.kill(ray.get_runtime_context().current_actor)
 
-    def _tell_end(self, status: str, message: str, *, code: str = "start_failed", param: str | None = None) -> None:
+    def _tell_end(self, status: str, message: str, error: dict[str, Any] | None = None) -> None:
         """Writes the attempt's last record. If the disk stays full too long, the attempt ends without one.
 
         The runner gives no signs of life meanwhile. If there is no record, the service learns of the end from that.
@@ -268,11 +280,10 @@ class Runner:
             try:
                 with self._lock, contextlib.closing(self._open_journal()) as journal:
                     self._is_over = True
-                    error = {"code": code, "message": message, "param": param}
                     journal.append_outcome(status, message, error, model_dir=None)
                 return
-            except OSError as error:
-                if not is_out_of_space(error) or time.monotonic() > until_s:
+            except OSError as problem:
+                if not is_out_of_space(problem) or time.monotonic() > until_s:
                     raise
             self._waits_for_room = True
             time.sleep(_ROOM_TRY_S)
@@ -285,8 +296,7 @@ class Runner:
         has_gpus = num_gpus_here() > 0
         group = device_here(has_gpus=has_gpus)
         try:
-            if not group.wait(START_DEADLINE_S):
-                raise TimeoutError(f"no device came free within {START_DEADLINE_S:g} s; another job holds it")
+            self._await_device(group)
             addresses = self._make_workers(context, group, has_gpus=has_gpus) | {SCHEDULER: mailbox.address}
             commit = self._start_workers(addresses)
             outbox = Outbox(MessageClient(addresses).deliver)
@@ -301,6 +311,18 @@ class Runner:
             remove_placement_group(group)
             arena.close()
             arena.unlink()
+
+    def _await_device(self, group: Any) -> None:
+        until_s = time.monotonic() + START_DEADLINE_S
+        while not group.wait(_STOP_CHECK_S):
+            self._check_stop()
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"no device came free within {START_DEADLINE_S:g} s; another job holds it")
+
+    def _check_stop(self) -> None:
+        """Raises _StoppedAtStartError if the attempt is to stop, unless only its report of a complete model is left."""
+        if self._stop.is_made and not Path(self.spec.output_dir).is_dir():
+            raise _StoppedAtStartError
 
     def _make_workers(self, context: JobContext, group: Any, *, has_gpus: bool) -> dict[ActorName, str]:
         """Starts the processes of the job's actors; returns the addresses of their MessageServers."""
@@ -321,7 +343,7 @@ class Runner:
                 niceness=niceness_of(name, has_gpus=has_gpus),
                 uses_gpu=uses_gpu,
             )
-        return _answers_of({name: handle.address.remote() for name, handle in self._workers.items()})
+        return self._call(list(self._workers), "address")
 
     def _start_workers(self, addresses: Mapping[ActorName, str]) -> CommitRecord | None:
         """Starts the actors of all workers; returns the commit from which the job resumes."""
@@ -336,7 +358,7 @@ class Runner:
         self, names: Sequence[ActorName], method: str, *arguments: object, deadline_s: float = START_DEADLINE_S
     ) -> dict[ActorName, Any]:
         calls = {name: getattr(self._workers[name], method).remote(*arguments) for name in names}
-        return _answers_of(calls, deadline_s)
+        return _answers_of(calls, deadline_s, self._check_stop)
 
     def _check_workers(self) -> None:
         done, _ = ray.wait(list(self._alive), num_returns=1, timeout=0)
@@ -345,24 +367,39 @@ class Runner:
             raise ActorLostError(f"the process of {name} died; the kernel log tells whether memory ran out")
 
 
-def _answers_of(calls: Mapping[ActorName, Any], deadline_s: float = START_DEADLINE_S) -> dict[ActorName, Any]:
-    """Waits for the results of Ray calls and returns them by actor.
+def _answers_of(
+    calls: Mapping[ActorName, Any], deadline_s: float, check_stop: Callable[[], None]
+) -> dict[ActorName, Any]:
+    """Waits for the results of Ray calls and returns them by actor. Calls `check_stop` now and then meanwhile.
 
-    Raises an actor's error, ActorLostError if its process died, and TimeoutError if it does not answer in time.
+    Raises the error of the first actor that fails, ActorLostError if its process died, and TimeoutError if one does not
+    answer in time.
     """
-    until_s, answers = time.monotonic() + deadline_s, {}
-    for name, reference in calls.items():
-        try:
-            answers[name] = ray.get(reference, timeout=max(0.0, until_s - time.monotonic()))
-        except ray.exceptions.GetTimeoutError as error:
+    names = {reference: name for name, reference in calls.items()}
+    pending, answers = list(names), dict[ActorName, Any]()
+    until_s = time.monotonic() + deadline_s
+    while pending:
+        check_stop()
+        left_s = until_s - time.monotonic()
+        if left_s <= 0.0:
+            late = ", ".join(names[reference] for reference in pending)
             raise TimeoutError(
-                f"{name} was not ready within {deadline_s:g} s; the machine is overloaded, or a disk hangs"
-            ) from error
-        except ray.exceptions.ActorDiedError as error:
-            raise ActorLostError(
-                f"the process of {name} died while it started; the kernel log tells whether memory ran out"
-            ) from error
-    return answers
+                f"{late} was not ready within {deadline_s:g} s; the machine is overloaded, or a disk hangs"
+            )
+        # One at a time: others may wait, for example for a compiler, while the first one has failed.
+        done, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, _STOP_CHECK_S))
+        for reference in done:
+            answers[names[reference]] = _answer_of(names[reference], reference)
+    return {name: answers[name] for name in calls}
+
+
+def _answer_of(name: ActorName, reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except ray.exceptions.ActorDiedError as error:
+        raise ActorLostError(
+            f"the process of {name} died while it started; the kernel log tells whether memory ran out"
+        ) from error
 
 
 def _num_threads_of(name: ActorName, spec: JobSpec) -> int:

@@ -72,14 +72,16 @@ _LOST_MESSAGE = "has no work: a message to it or its reply was lost"
 INTERRUPTED = "interrupted"
 # Key in such an outcome of the directory whose disk had too little space, and the bytes that must be free there.
 ROOM = "room"
-# The outcome of an attempt that ended after a commit on request: another attempt resumes from it.
+# The outcome of an attempt that ended on request, after a commit or before its first step: another attempt resumes.
 PAUSED = "paused"
+# The outcome of an attempt that ended on request with its job.
+CANCELLED = "cancelled"
 # The outcomes after which the job is not over and keeps its states.
 GOES_ON = frozenset((INTERRUPTED, PAUSED))
 
 _END_IN_WORDS = {
     "succeeded": "The model is ready",
-    "cancelled": "The job was cancelled",
+    CANCELLED: "The job was cancelled",
     PAUSED: "The attempt ended after a commit, as requested",
 }
 
@@ -270,7 +272,7 @@ class Scheduler:
         if self._exported():
             return "succeeded"
         if self._stop.is_cancelled:
-            return "cancelled"
+            return CANCELLED
         return PAUSED if self._stop.is_paused else "succeeded"
 
     def _check_deadlines(self) -> None:
