@@ -254,21 +254,30 @@ class Runner:
                 self._tell_end(PAUSED, "The attempt ended while it started, as requested")
         except Exception as error:  # noqa: BLE001 - the journal is the only place to report it
             detail = traceback.format_exc()
-            with contextlib.suppress(OSError):  # the disk may be full
-                Path(self.spec.job_dir, "error.txt").write_text(detail)
+            self._note_error(detail)
+            if self._is_over:
+                return  # the journal has the outcome, and this error is one of the clean-up
             # Ray wraps an actor's exception; its cause is the one to show to the user.
             cause = getattr(error, "cause", None) or error
             was_lost = isinstance(cause, ActorLostError | TimeoutError | ray.exceptions.RayActorError)
             was_lost |= may_find_room_later(cause, self.spec.attempt)
-            is_for_people = isinstance(
+            is_for_users = isinstance(
                 cause, ActorLostError | TimeoutError | InsufficientSpaceError | StoreError | ValueError
             )
-            message = str(cause) if is_for_people else f"{type(cause).__name__}: {cause}"
+            message = str(cause) if is_for_users else f"{type(cause).__name__}: {cause}"
             code, param = getattr(cause, "code", "start_failed"), getattr(cause, "param", None)
             told = {"code": code, "message": message, "param": param}
             self._tell_end(INTERRUPTED if was_lost else "failed", message, told)
         finally:
             ray.kill(ray.get_runtime_context().current_actor)
+
+    def _note_error(self, text: str) -> None:
+        """Appends an error to the job's file of errors."""
+        with (
+            contextlib.suppress(OSError),
+            Path(self.spec.job_dir, "error.txt").open("a") as file,
+        ):  # the disk may be full
+            file.write(f"{text}\n")
 
     def _tell_end(self, status: str, message: str, error: dict[str, Any] | None = None) -> None:
         """Writes the attempt's last record. If the disk stays full too long, the attempt ends without one.
@@ -292,25 +301,45 @@ class Runner:
         spec = self.spec
         layout = ModelLayout.from_json(Path(spec.layout_file).read_text())
         context, arena = open_attempt(spec, layout)
-        mailbox = MessageServer(self._post)
-        has_gpus = num_gpus_here() > 0
-        group = device_here(has_gpus=has_gpus)
-        try:
+        # An error of one clean-up does not keep the others from being done.
+        with contextlib.ExitStack() as ending:
+            ending.callback(arena.unlink)
+            ending.callback(arena.close)
+            mailbox = MessageServer(self._post)
+            has_gpus = num_gpus_here() > 0
+            group = device_here(has_gpus=has_gpus)
+            ending.callback(remove_placement_group, group)
+            ending.callback(self._kill_workers)
             self._await_device(group)
             addresses = self._make_workers(context, group, has_gpus=has_gpus) | {SCHEDULER: mailbox.address}
             commit = self._start_workers(addresses)
             outbox = Outbox(MessageClient(addresses).deliver)
             outcome = self._make_scheduler(context, outbox.send, commit).run()
+            with self._lock:
+                self._is_over = True  # the scheduler has written the outcome
             if outcome["status"] != INTERRUPTED:  # after an interruption, workers may be dead or hang: only kill them
-                is_over = outcome["status"] not in GOES_ON
-                stops = [handle.stop.remote(is_over) for handle in self._workers.values()]
-                ray.wait(stops, num_returns=len(stops), timeout=spec.deadline_s)
-        finally:
+                self._stop_workers(is_over=outcome["status"] not in GOES_ON)
+
+    def _stop_workers(self, *, is_over: bool) -> None:
+        """Stops the actors. `is_over`: the job is, so its states are deleted.
+
+        Errors go to the file of errors, because the outcome is the journal's last record.
+        """
+        deadline_s = self.spec.deadline_s
+        stops = {handle.stop.remote(is_over): name for name, handle in self._workers.items()}
+        stopped, late = ray.wait(list(stops), num_returns=len(stops), timeout=deadline_s)
+        for reference in late:
+            self._note_error(f"{stops[reference]} did not stop within {deadline_s:g} s")
+        for reference in stopped:
+            try:
+                ray.get(reference)
+            except Exception as error:  # noqa: BLE001 - the other actors are stopped all the same
+                self._note_error(f"{stops[reference]} did not stop cleanly: {error}")
+
+    def _kill_workers(self) -> None:
+        with contextlib.ExitStack() as ending:
             for handle in self._workers.values():
-                ray.kill(handle)
-            remove_placement_group(group)
-            arena.close()
-            arena.unlink()
+                ending.callback(ray.kill, handle)
 
     def _await_device(self, group: Any) -> None:
         until_s = time.monotonic() + START_DEADLINE_S

@@ -1,5 +1,6 @@
 """The runner's own part of an attempt, without Ray."""
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -224,12 +225,11 @@ class Opened:
         monkeypatch.setattr(deploy, "num_gpus_here", lambda: 0)
         monkeypatch.setattr(deploy, "device_here", lambda **_: group)
         monkeypatch.setattr(deploy, "remove_placement_group", lambda _: self._close("group")())
-        monkeypatch.setattr(deploy, "worker_names", lambda _: ())
-        monkeypatch.setattr(deploy, "start_actors", lambda *_: None)
+        monkeypatch.setattr(runner, "_make_workers", lambda *_, **__: {})
+        monkeypatch.setattr(runner, "_start_workers", lambda _: None)
         monkeypatch.setattr(runner, "_make_scheduler", lambda *_: SimpleNamespace(run=lambda: self.run()))
         monkeypatch.setattr(deploy, "_STOP_CHECK_S", 0.0)
         runner._workers = {ActorName(name): SimpleNamespace(name=name) for name in ("ssd-0", "gpu-0")}
-        monkeypatch.setattr(runner, "_call", lambda names, *_: dict.fromkeys(names))
         monkeypatch.setattr(ray, "kill", lambda actor: actor is not None and self._close(actor.name)())
 
     def _close(self, name: str) -> Callable[[], None]:
@@ -266,3 +266,73 @@ def test_stop_at_the_start_is_left_to_the_scheduler_if_the_model_is_complete(run
         runner._check_stop()
     (tmp_path / "out").mkdir()
     runner._check_stop()
+
+
+def test_attempt_that_ended_keeps_its_outcome_and_closes_the_rest_if_a_clean_up_fails(
+    runner: Runner, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> dict[str, Any]:
+        outcome = {"status": INTERRUPTED, "error": None, "model_dir": None}
+        with contextlib.closing(Journal(tmp_path / "journal.jsonl", runner.spec.attempt)) as journal:
+            journal.append_outcome(message="the process of ssd-0 died", **outcome)  # type: ignore[arg-type]
+        return outcome
+
+    def fail(_: object) -> None:
+        raise ValueError("the placement group is gone")
+
+    opened.run = run
+    monkeypatch.setattr(deploy, "remove_placement_group", fail)
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert outcome.message == "the process of ssd-0 died"
+    assert opened.closed == [name for name in ALL_CLOSED if name != "group"]
+    assert "ValueError: the placement group is gone" in (tmp_path / "error.txt").read_text()
+
+
+def test_actor_that_cannot_be_killed_keeps_none_of_the_others_alive(
+    runner: Runner, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill = ray.kill
+
+    def refuse(actor: Any) -> None:
+        if actor is not None and actor.name == "ssd-0":
+            raise ValueError("there is no such actor")
+        kill(actor)
+
+    monkeypatch.setattr(ray, "kill", refuse)
+    opened.run = lambda: {"status": INTERRUPTED}
+    runner._run()
+    assert opened.closed == [name for name in ALL_CLOSED if name != "ssd-0"]
+
+
+def test_attempt_that_fails_before_it_has_a_device_removes_its_arena(
+    runner: Runner, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> int:
+        raise RuntimeError("Ray does not answer")
+
+    monkeypatch.setattr(deploy, "num_gpus_here", fail)
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert (outcome.data["status"], outcome.message) == ("failed", "RuntimeError: Ray does not answer")
+    assert opened.closed == ["arena", "arena file"]
+
+
+def test_actors_that_do_not_stop_cleanly_are_in_the_file_of_errors(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(reference: str) -> None:
+        if reference == "stop of ssd-0":
+            raise OSError(errno.EIO, "the store could not be deleted")
+
+    def stop_of(name: str) -> Any:
+        return SimpleNamespace(stop=SimpleNamespace(remote=lambda _is_over: f"stop of {name}"))
+
+    runner._workers = {ActorName(name): stop_of(name) for name in ("ssd-0", "optimizer-0", "gpu-0")}
+    monkeypatch.setattr(ray, "wait", lambda references, **_: (references[:2], references[2:]))
+    monkeypatch.setattr(ray, "get", get)
+    runner._stop_workers(is_over=True)
+    assert (tmp_path / "error.txt").read_text().splitlines() == [
+        f"gpu-0 did not stop within {runner.spec.deadline_s:g} s",
+        "ssd-0 did not stop cleanly: [Errno 5] the store could not be deleted",
+    ]
