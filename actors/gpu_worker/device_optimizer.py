@@ -7,7 +7,6 @@ Source: AutoHete, footnote 2.
 import functools
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -71,7 +70,6 @@ class DeviceStates:
         self._release_grad = release_grad
         self._report = report
         self._spans = spans
-        self._num_updated: Counter[Step] = Counter()  # updated blocks, by step, for steps that are not over
         self._offsets = context.state_offsets()
         pool = context.plan.transit
         self._slots = SlotPool(
@@ -162,13 +160,12 @@ class DeviceStates:
     def _updated(self, update: UpdateBlock, begun: Event, updated: Event) -> None:
         job, step, block = update.job, update.step, update.block
         self._spans.note(COMPUTE, SpanKind.UPDATE, step, block, WHOLE_BLOCK, begun.time_s(), updated.time_s())
-        self._num_updated[step] += 1
-        if self._num_updated[step] == len(self._states):
-            del self._num_updated[step]
-            self._spans.tell(step)
-        self._report(BlockUpdated(job=job, step=step, block=block, actor=self._name))
         with self._lock:
-            self._carry_out(self._update_queue.updated())
+            actions = self._update_queue.updated(step)
+            if actions.is_step_over:
+                self._spans.tell(step)  # before the report below, with which the step may be over for the scheduler
+            self._report(BlockUpdated(job=job, step=step, block=block, actor=self._name))
+            self._carry_out(actions)
 
     def _flush(self, message: FlushBlock) -> None:
         """Writes a block's states to the SSDs.
