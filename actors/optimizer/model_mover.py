@@ -22,7 +22,7 @@ from windlass.actors.optimizer.model_io import ModelTask
 from windlass.actors.optimizer.model_process import Begin, Failed, Finish, Move, Synced
 from windlass.engine.checkpoint import BlockInitializer, CheckpointReader, ModelExporter
 from windlass.engine.device import TORCH_DTYPE, TensorArena, state_dtype
-from windlass.engine.model import build_meta_model, load_config
+from windlass.engine.model import MODELS_MODULE, build_meta_model, load_config
 from windlass.engine.optimizer import split_master
 from windlass.engine.training_config import Initialization
 from windlass.storage.ids import ChunkKey, Span, StateKind
@@ -31,9 +31,6 @@ from windlass.storage.memory import Arena
 # Number of elements of a master that are split at a time, so that temporary tensors stay in the processor's caches. On
 # one core this is seven times as fast as splitting a whole chunk at once.
 _SPLIT_NUMEL = 2**16
-
-# The base module of all models. transformers loads it when the first model is built, which takes a second or two.
-_MODELS = "transformers.modeling_utils"
 
 ChunkView = Callable[[Span, ChunkKey, StateKind], torch.Tensor]
 
@@ -112,7 +109,7 @@ class ModelMover:
 def main() -> None:
     """Answers a parent's requests until it closes the connection, or until the first error."""
     die_with_parent(int(sys.argv[1]))
-    importlib.import_module(_MODELS)
+    importlib.import_module(MODELS_MODULE)
     mover: ModelMover | None = None
     with contextlib.ExitStack() as closing:
         connection = closing.enter_context(Connection(int(sys.argv[2])))

@@ -40,7 +40,7 @@ from windlass.actors.lifecycle import (
     tell_alive,
 )
 from windlass.actors.messages import ActorFailed, Message, UserMessage
-from windlass.actors.runtime.factory import import_for, open_space, start_actor
+from windlass.actors.runtime.factory import import_for, open_space, start_actor, stop_actor
 from windlass.actors.runtime.outbox import Outbox
 from windlass.actors.runtime.sockets import MessageClient, MessageServer
 from windlass.actors.runtime.start_up import START_DEADLINE_S, open_attempt, start_actors, worker_names
@@ -159,12 +159,9 @@ class ActorShell:
                 failed = ActorFailed.of(error, actor=self.name, about=message)
                 self._outbox.send(SCHEDULER, failed)
 
-    def stop(self, delete_store: bool) -> None:
-        """Ends the actor's threads and closes its files."""
-        if self.name.startswith("ssd-"):
-            self.actor.stop(delete_store=delete_store)
-        else:
-            self.actor.stop()
+    def stop(self, is_over: bool) -> None:
+        """Stops the actor; see `stop_actor`."""
+        stop_actor(self.name, self.actor, is_over=is_over)
         self._mailbox.close()
         self._outbox.close()
         self._stopped.set()
