@@ -101,15 +101,31 @@ def test_what_the_device_computes_with_comes_first() -> None:
     assert beside_gpu["gpu-0"] == beside_gpu["ssd-0"] < beside_gpu["optimizer-0"]
 
 
-def test_threads_are_set_before_torch_is_imported(shell: ActorShell) -> None:
-    assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
+def environment_at_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, uses_gpu: bool) -> dict[str, str]:
+    """The environment that torch would read while a shell with three threads imports its modules."""
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(deploy, "import_for", lambda _: seen.append(dict(os.environ)))
+    monkeypatch.setattr(deploy.os, "nice", lambda _: None)
+    context = make_context(make_spec(ssd_dirs=(str(tmp_path / "ssd"),)), make_layout(2048), str(tmp_path / "arena"))
+    shell = ActorShell(ActorName("gpu-0"), context, 3, niceness=0, uses_gpu=uses_gpu)
+    shell._importing.join()
+    shell._mailbox.close()
+    (environment,) = seen
+    return environment
+
+
+def test_threads_are_set_before_torch_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = environment_at_import(tmp_path, monkeypatch, uses_gpu=False)
+    assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "3"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_allocator_of_a_gpu_is_set_before_torch_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    context = make_context(make_spec(ssd_dirs=(str(tmp_path / "ssd"),)), make_layout(2048), str(tmp_path / "arena"))
-    ActorShell(ActorName("ssd-0"), context, 1, niceness=0, uses_gpu=True)
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    environment = environment_at_import(tmp_path, monkeypatch, uses_gpu=True)
+    assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
 
 
