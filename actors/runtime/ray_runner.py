@@ -76,7 +76,10 @@ _Send = Callable[[ActorName, Message], None]
 
 
 class _StoppedAtStartError(Exception):
-    """The attempt was cancelled or paused before its actors had started."""
+    """The attempt was cancelled or paused before its actors had started.
+
+    The service removes the states of a cancelled job.
+    """
 
 
 def runner_name(job: JobId, attempt: Attempt) -> str:
