@@ -21,7 +21,7 @@ from windlass.actors.messages import (
     GradOffloaded,
     SpanKind,
 )
-from windlass.actors.policy import GradSums, OffloadQueue, SumSource, Use
+from windlass.actors.policy import Countdown, GradSums, OffloadQueue, SumSource, Use
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import FROM_DEVICE, SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, TensorArena, copy_all
@@ -92,6 +92,7 @@ class GradOffload:
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="grad slots", token=token)
         self._requests: TaskQueue[_Offload | _Partial] = TaskQueue(token)
         self._lock = threading.Lock()
+        self._writes_left = Countdown()  # by step and block
         self._offload_queue = OffloadQueue(context.spec.effective_ordering, frozenset(context.plan.spilled_blocks))
         self._waiting: dict[tuple[Step, BlockIndex], _Offload] = {}
         self._sums = GradSums(context.layout.shared, context.plan.device_blocks)
@@ -253,14 +254,14 @@ class GradOffload:
 
     def _spill(self, request: _Offload, spans: dict[ChunkKey, Span]) -> None:
         """Writes a gradient from its slots to the SSDs."""
-        num_missing = len(spans)
+        task = (request.operation.step, request.operation.block)
+        with self._lock:
+            self._writes_left.start(task, len(spans))
 
         def written(key: ChunkKey) -> None:
-            nonlocal num_missing
             self._slots.release([spans[key]])
             with self._lock:
-                num_missing -= 1
-                is_last = num_missing == 0
+                is_last = self._writes_left.part_done(task)
             if is_last:
                 self._finish(request, tuple(GradChunk(key, None) for key in spans))
 

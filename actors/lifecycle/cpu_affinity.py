@@ -38,7 +38,9 @@ def cores_of(index: int, num_optimizers: int, nodes: Sequence[frozenset[int]]) -
 
 
 def bind_optimizer(index: int, num_optimizers: int, num_threads: int) -> None:
-    """Binds this process, and the threads that it starts from now on, to an optimizer's cores.
+    """Binds the calling thread, and the threads that it starts from now on, to an optimizer's cores.
+
+    Threads that the process has already started, such as those that move messages, may use any core.
 
     Raises:
         TooFewCoresError: the optimizer has more threads than cores.

@@ -10,7 +10,7 @@ import torch
 from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts
 from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import ActorFailed, Message
-from windlass.actors.runtime.factory import LocalOptions, open_space, start_actor
+from windlass.actors.runtime.factory import LocalOptions, open_space, start_actor, stop_actor
 from windlass.actors.runtime.start_up import START_DEADLINE_S, create_arena, plan_attempt, start_actors
 from windlass.actors.scheduler import GOES_ON, Scheduler
 from windlass.engine.device import memory_node
@@ -80,10 +80,7 @@ def run_local(
             space.close()
 
     def end(name: ActorName) -> None:
-        if name.startswith("ssd-"):
-            actors[name].stop(delete_store=is_over)
-        else:
-            actors[name].stop()
+        stop_actor(name, actors[name], is_over=is_over)
 
     # If one actor hangs at the end, all others are still stopped and the arena is still removed.
     with contextlib.ExitStack() as ending:

@@ -190,7 +190,7 @@ class SlotPool:
         Raises the errors of `CancelToken.wait_for`. None is acquired then.
         """
         if not 0 <= n <= self.num_slots:
-            raise ValueError(f"pool {self.name} has {self.num_slots} slots; {n} were asked for at once")
+            raise ValueError(f"pool {self.name} has {self.num_slots} slots; {n} were requested at once")
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)
