@@ -10,7 +10,7 @@ import torch
 from windlass.actors.gpu_worker import worker
 from windlass.actors.job.context import GPU_WORKER, optimizer_name, ssd_name
 from windlass.actors.runtime import factory as building
-from windlass.actors.runtime.factory import import_for
+from windlass.actors.runtime.factory import import_for, stop_actor
 from windlass.engine.device import device_choice, malloc
 from windlass.engine.model import partition
 from windlass.storage.ids import ActorName, Formats, Precision, StatePrecision
@@ -53,3 +53,16 @@ def test_the_worker_of_a_gpu_gets_its_number(
     )
     building.start_actor(GPU_WORKER, context, None, print, uses_gpu=True)
     assert made == [expected]
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_stop_actor_of_each_kind_lets_only_ssd_servers_delete_their_states(is_over: bool) -> None:
+    stopped: list[dict[str, bool]] = []
+
+    class Actor:
+        def stop(self, **options: bool) -> None:
+            stopped.append(options)
+
+    for name in (ssd_name(12), optimizer_name(0), GPU_WORKER):
+        stop_actor(name, Actor(), is_over=is_over)
+    assert stopped == [{"delete_store": is_over}, {}, {}]
