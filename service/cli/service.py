@@ -22,6 +22,7 @@ from windlass.service.installation import (
     find_serving,
     inspect_machine,
     load_settings,
+    mount_point,
     open_client,
     told_killed,
 )
@@ -40,7 +41,7 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", help="Run in the background, and return once it answers.")
     ] = False,
-    port: Annotated[int | None, typer.Option(help="The port of the API and the dashboard.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="The port of the API and the dashboard.")] = None,
     measure: Annotated[
         bool | None,
         typer.Option(
@@ -56,6 +57,7 @@ def up(
     # only for requests of the command line; the service's processes and jobs must not see it
     os.environ.pop(KEY_VARIABLE, None)
     settings = load_settings(home)
+    _tell_new_ssd_dirs(settings)
     measures = (settings.measure if measure is None else measure) and find_serving(settings.home) is None
     if measures or settings.is_for_others:  # checks for a key before the measurement, which takes minutes
         from windlass.service.auth import prepare_database
@@ -75,6 +77,14 @@ def up(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     Supervisor(settings).run()
     _leave_ray_to_jobs(settings)
+
+
+def _tell_new_ssd_dirs(settings: Settings) -> None:
+    """Names each SSD directory that will be made, and its disk. If its SSD is not mounted, that is the wrong one."""
+    for path in settings.ssd_dirs:
+        if not (path.exists() or is_device_path(path) or path.is_relative_to(settings.home)):
+            told = f"{path} does not exist and will be made on the disk mounted at {mount_point(path)}"
+            print(f"! ssd_dirs: {told}; if its SSD should be mounted there, end windlass and mount it", flush=True)
 
 
 def down(

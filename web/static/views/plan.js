@@ -59,9 +59,13 @@ function renderNumbers(plan, measured) {
     predicted && steps < plan.min_measured_steps &&
       `The predicted step is an estimate until ${plan.min_measured_steps} steps are measured.`,
     steps > 0 && `The measured step is the mean of ${format.whole(steps)} steps.`,
+    isOnCpu(measured) && "Measured device memory of a CPU includes what the worker's process needs for itself.",
   ];
   setOptional(byId("plan-note"), notes.filter(Boolean).join(" ") || null);
 }
+
+/** Only a GPU's allocator reserves memory. */
+const isOnCpu = (measured) => measured?.peak_bytes.gpu != null && measured.peak_bytes.gpu_reserved == null;
 
 /** Hides the columns that are empty in all rows. */
 function hideEmptyColumns(body, rows) {
