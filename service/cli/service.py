@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from windlass.service.cli.errors import CommandError
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import (
     HARDWARE_FILE,
@@ -33,6 +34,7 @@ from windlass.storage.ids import Precision
 from windlass.storage.ssd import is_device_path
 
 _GIB = 1024**3
+_MAX_PORT = 65535
 
 Home = Annotated[Path | None, typer.Option(help="The home directory; else WINDLASS_HOME, else ~/.windlass.")]
 
@@ -41,7 +43,7 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", help="Run in the background, and return once it answers.")
     ] = False,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="The port of the API and the dashboard.")] = None,
+    port: Annotated[int | None, typer.Option(help="The port of the API and the dashboard.")] = None,
     measure: Annotated[
         bool | None,
         typer.Option(
@@ -52,6 +54,8 @@ def up(
 ) -> None:
     """Start the service. It continues the jobs of a service that was killed."""
     if port is not None:
+        if not 1 <= port <= _MAX_PORT:  # else the error would name the variable
+            raise CommandError(f"--port: must be from 1 to {_MAX_PORT}, got {port}")
         # An environment variable overrides the settings file, and the started processes inherit it.
         os.environ["WINDLASS_PORT"] = str(port)
     # only for requests of the command line; the service's processes and jobs must not see it

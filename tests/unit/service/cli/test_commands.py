@@ -17,7 +17,7 @@ from windlass.service.cli.data import delete, storage
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.follow import _loss, _time_left, format_event
 from windlass.service.cli.jobs import _await_checks, _finish, _parse_settings, export, pause, resume, submit
-from windlass.service.cli.service import _describe_drive, _tell_new_ssd_dirs, doctor, status
+from windlass.service.cli.service import _describe_drive, _tell_new_ssd_dirs, doctor, status, up
 from windlass.service.cli.table import print_columns
 from windlass.service.installation.client import RequestRefusedError, ServiceClient
 from windlass.service.installation.home import Serving
@@ -84,6 +84,12 @@ def test_export_of_ill_formed_model_id_says_that_there_is_none(tmp_path: Path) -
         export("ft:tiny:ab12", tmp_path / "out", home=tmp_path)
     with pytest.raises(CommandError, match="never by a path; got '/tiny'"):
         export("/tiny", tmp_path / "out", home=tmp_path)
+
+
+@pytest.mark.parametrize("port", [0, 80000])
+def test_up_names_option_of_wrong_port(port: int, tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=f"^--port: must be from 1 to 65535, got {port}$"):
+        up(port=port, home=tmp_path)
 
 
 def test_up_names_disk_of_ssd_directory_that_does_not_exist(
