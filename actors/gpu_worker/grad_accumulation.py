@@ -1,7 +1,8 @@
 """Gradient accumulation over groups of micro-batches. Between two groups, the sums are in host memory.
 
 A group's backward operation continues with exactly the sums of the group before: in the same type, and with the record
-of tensors that no micro-batch has reached yet. Results therefore do not depend on the size of the groups.
+of tensors that no micro-batch has reached yet. Results therefore do not depend on the size of the groups. If a group
+ends inside a lane, the lane's sum goes with the total of the lanes before.
 
 Sums are copied back before their operation is computed, for one operation at a time. Meanwhile other sums are being
 added to or copied out. No thread waits for a copy; the thread that copies sums back waits only for memory.
@@ -19,7 +20,10 @@ from windlass.actors.policy import ReturningSums, Use
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, SpanRecorder
 from windlass.engine.device import Device, DeviceBuffers, Event, TensorArena, copy
 from windlass.engine.model import GradBuffer
-from windlass.storage.ids import ChunkKey
+from windlass.storage.ids import BlockIndex, ChunkKey, Span
+
+# The slots of sums, by the block whose operation computes the sum, and the chunk.
+_Slots = dict[tuple[BlockIndex, ChunkKey], Span]
 
 
 class PartialGrads:
@@ -36,10 +40,10 @@ class PartialGrads:
         self._flats = flats
         self._arena = arena
         self._spans = spans
-        self._slots = context.partial_slots()
+        self._slots, self._lane_slots = context.partial_slots(), context.open_lane_slots()
         self._changed = threading.Condition()
         self._sums = ReturningSums(context.plan.device_blocks)
-        self._copied: dict[Use, tuple[torch.dtype, set[str]]] = {}  # sums in slots: type, tensors reached
+        self._copied: dict[Use, GradBuffer] = {}  # sums in slots; the buffers themselves are released
         # The sums of the first expected operation, each with the event after its copy.
         self._back: dict[Use, tuple[GradBuffer, Event]] = {}
 
@@ -68,7 +72,9 @@ class PartialGrads:
 
     def copy_out(self, operation: ComputeBlock, use: Use, grad: GradBuffer) -> None:
         """Queues the copy of a sum to its slots, on the device-to-host stream."""
-        self._copy(operation, use, grad.flat, is_out=True)
+        self._copy(operation, use, grad.flat, self._slots, is_out=True)
+        if grad.lane is not None:
+            self._copy(operation, use, grad.lane.flat, self._lane_slots, is_out=True)
         self._device.d2h.then(working_at(operation, functools.partial(self._copied_out, use, grad)))
 
     def run(self) -> None:
@@ -91,28 +97,34 @@ class PartialGrads:
 
     def _copied_out(self, use: Use, grad: GradBuffer) -> None:
         with self._changed:
-            self._copied[use] = (grad.flat.dtype, grad.touched)
+            self._copied[use] = grad
             self._sums.left(use)
             self._changed.notify_all()
 
     def _bring_back(self, operation: ComputeBlock, use: Use) -> tuple[GradBuffer, Event]:
         with self._changed:
-            dtype, touched = self._copied.pop(use)
-        flat = self._flats.take(self._context.layout.blocks[use[1]].numel, dtype, self._device.h2d)
-        return GradBuffer(flat, touched), self._copy(operation, use, flat, is_out=False)
+            left = self._copied.pop(use)
+        total = self._bring_flat_back(operation, use, left, self._slots)
+        if left.lane is not None:
+            total.lane = self._bring_flat_back(operation, use, left.lane, self._lane_slots)
+        return total, self._device.h2d.record()
 
-    def _copy(self, operation: ComputeBlock, use: Use, flat: torch.Tensor, *, is_out: bool) -> Event:
-        """Queues the copies of a sum's chunks; returns the event after them."""
+    def _bring_flat_back(self, operation: ComputeBlock, use: Use, left: GradBuffer, slots: _Slots) -> GradBuffer:
+        flat = self._flats.take(left.flat.numel(), left.flat.dtype, self._device.h2d)
+        self._copy(operation, use, flat, slots, is_out=False)
+        return GradBuffer(flat, left.touched)
+
+    def _copy(self, operation: ComputeBlock, use: Use, flat: torch.Tensor, slots: _Slots, *, is_out: bool) -> None:
+        """Queues the copies of a sum's chunks."""
         stream = self._device.d2h if is_out else self._device.h2d
         for key in self._context.layout.chunk_keys(use[1]):
             start, stop = self._context.layout.chunk_range(key)
-            here, offset = flat[start:stop], self._slots[use[0], key].offset
+            here, offset = flat[start:stop], slots[use[0], key].offset
             there = self._arena.view(offset, here.numel(), here.dtype)
             begun = stream.record()
             stream.run(functools.partial(copy, there, here) if is_out else functools.partial(copy, here, there))
             note = functools.partial(self._note, operation, key, begun, stream.record(), here.nbytes, is_out=is_out)
             stream.then(working_at(operation, note))
-        return stream.record()
 
     def _note(
         self, operation: ComputeBlock, key: ChunkKey, begun: Event, copied: Event, nbytes: int, *, is_out: bool

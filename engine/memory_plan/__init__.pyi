@@ -13,6 +13,7 @@ from windlass.engine.memory_plan.block_buffers import BlockBuffers as BlockBuffe
 from windlass.engine.memory_plan.buffer_counts import MAX_GRAD_BUFFERS as MAX_GRAD_BUFFERS
 from windlass.engine.memory_plan.buffer_counts import grad_buffers as grad_buffers
 from windlass.engine.memory_plan.buffer_counts import grad_buffers_of_job as grad_buffers_of_job
+from windlass.engine.memory_plan.buffer_counts import lane_buffers as lane_buffers
 from windlass.engine.memory_plan.buffer_counts import param_buffers as param_buffers
 from windlass.engine.memory_plan.buffer_counts import summed_in_fp32 as summed_in_fp32
 from windlass.engine.memory_plan.device_moments import DeviceNeed as DeviceNeed
@@ -22,6 +23,7 @@ from windlass.engine.memory_plan.device_moments import step_moments as step_mome
 from windlass.engine.memory_plan.example_lengths import ExampleLengths as ExampleLengths
 from windlass.engine.memory_plan.example_lengths import evaluation_shapes as evaluation_shapes
 from windlass.engine.memory_plan.example_lengths import tokens_in_words as tokens_in_words
+from windlass.engine.memory_plan.lane_division import LaneDivision as LaneDivision
 from windlass.engine.memory_plan.memory_tier import MemoryTier as MemoryTier
 from windlass.engine.memory_plan.param_slices import NUM_PIECE_BUFFERS as NUM_PIECE_BUFFERS
 from windlass.engine.memory_plan.param_slices import cut_layers as cut_layers
