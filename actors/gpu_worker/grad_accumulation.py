@@ -104,18 +104,19 @@ class PartialGrads:
     def _bring_back(self, operation: ComputeBlock, use: Use) -> tuple[GradBuffer, Event]:
         with self._changed:
             left = self._copied.pop(use)
-        total = self._bring_flat_back(operation, use, left, self._slots)
+        total, copied = self._bring_flat_back(operation, use, left, self._slots)
         if left.lane is not None:
-            total.lane = self._bring_flat_back(operation, use, left.lane, self._lane_slots)
-        return total, self._device.h2d.record()
+            total.lane, copied = self._bring_flat_back(operation, use, left.lane, self._lane_slots)
+        return total, copied
 
-    def _bring_flat_back(self, operation: ComputeBlock, use: Use, left: GradBuffer, slots: _Slots) -> GradBuffer:
+    def _bring_flat_back(
+        self, operation: ComputeBlock, use: Use, left: GradBuffer, slots: _Slots
+    ) -> tuple[GradBuffer, Event]:
         flat = self._flats.take(left.flat.numel(), left.flat.dtype, self._device.h2d)
-        self._copy(operation, use, flat, slots, is_out=False)
-        return GradBuffer(flat, left.touched)
+        return GradBuffer(flat, left.touched), self._copy(operation, use, flat, slots, is_out=False)
 
-    def _copy(self, operation: ComputeBlock, use: Use, flat: torch.Tensor, slots: _Slots, *, is_out: bool) -> None:
-        """Queues the copies of a sum's chunks."""
+    def _copy(self, operation: ComputeBlock, use: Use, flat: torch.Tensor, slots: _Slots, *, is_out: bool) -> Event:
+        """Queues the copies of a sum's chunks; returns the event after them."""
         stream = self._device.d2h if is_out else self._device.h2d
         for key in self._context.layout.chunk_keys(use[1]):
             start, stop = self._context.layout.chunk_range(key)
@@ -125,6 +126,7 @@ class PartialGrads:
             stream.run(functools.partial(copy, there, here) if is_out else functools.partial(copy, here, there))
             note = functools.partial(self._note, operation, key, begun, stream.record(), here.nbytes, is_out=is_out)
             stream.then(working_at(operation, note))
+        return stream.record()
 
     def _note(
         self, operation: ComputeBlock, key: ChunkKey, begun: Event, copied: Event, nbytes: int, *, is_out: bool

@@ -86,9 +86,9 @@ def portable_squared_norm(grad: torch.Tensor) -> torch.Tensor:
     than `squared_norm`, and does not wait for the device. The call uses 4 MiB: `NORM_SCRATCH_NBYTES`.
     """
     width = max(1, min(grad.numel(), _PORTABLE_NUMEL))
-    sums = torch.zeros(width, dtype=torch.float64, device=grad.device)
+    sums, scratch = torch.zeros(2, width, dtype=torch.float64, device=grad.device)
     for part in torch.split(grad, width):
-        wide = part.to(torch.float64)
+        wide = scratch[: part.numel()].copy_(part)
         sums[: part.numel()].addcmul_(wide, wide)
     while sums.numel() > 1:
         lower, upper = torch.split(sums, -(-sums.numel() // 2))

@@ -364,6 +364,14 @@ def test_preparation_order_with_a_budget_has_the_job_s_spec_to_check_it(
         assert (spec.device_memory_nbytes, spec.num_validation_examples) == (_GIB, NUM_VALIDATION_EXAMPLES)
 
 
+def test_resolve_job_with_fewer_examples_than_lanes_names_the_lanes() -> None:
+    results = {**RESULTS, PREPARE_DATA: {**RESULTS[PREPARE_DATA], "num_examples": 5}}
+    job = job_of(WindlassSettings(lanes=6))
+    with pytest.raises(PreparationError, match="5 training examples give batches of 5 in 5 micro-batches") as caught:
+        resolve_job(job, results)
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "windlass.lanes")
+
+
 def test_resolve_job_whose_plan_does_not_fit_its_budget_names_the_budget(tmp_path: Path) -> None:
     job = job_of(windlass_settings(budgets={"gpu_memory_gib": 1.0}))
     plan = {"feasible": False, "reasons": ["too little"], "missing_bytes": {"gpu": 1, "host": 0, "ssd": 0}}
