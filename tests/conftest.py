@@ -17,6 +17,8 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.postgresql import PostgresServer, find_programs, postgres_server
+from windlass.actors.lifecycle import lower_session
+from windlass.actors.lifecycle.session_priority import COMPUTING_NICENESS
 from windlass.engine.optimizer.adam_formulas import Format
 from windlass.engine.optimizer.kernel_cache import load_kernel
 from windlass.storage.ids import StatePrecision
@@ -48,6 +50,17 @@ def pytest_configure() -> None:
     # As one of several processes: otherwise each would use all cores.
     if num_processes := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
         torch.set_num_threads(max(1, _num_cores() // int(num_processes)))
+    _set_niceness(COMPUTING_NICENESS)
+
+
+def pytest_unconfigure() -> None:
+    _set_niceness(0)
+
+
+def _set_niceness(niceness: int) -> None:
+    """Sets the niceness of the tests' session to that of their jobs, which would nearly stand still beside them."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # else the process that started this one does it
+        lower_session(os.getpid(), niceness)
 
 
 def pytest_collection_finish() -> None:

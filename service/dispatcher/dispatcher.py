@@ -73,7 +73,6 @@ _LOG = logging.getLogger(__name__)
 _STOP_RETRY_S = 10.0
 # Seconds without a sign of life after which a runner counts as hung. It gives a sign every second.
 _SILENT_S = 60.0
-_HANGS = f"its runner hung: it gave no sign of life for {_SILENT_S:g} s"
 _LOST = (
     "the job's processes ended without an outcome: killed for lack of memory, by hand, with Ray or with the machine, "
     "or the disk was too full to write one"
@@ -234,7 +233,11 @@ class Dispatcher:
         # The runner is checked before the journal is read, because an ended runner has already written its outcome.
         runner = self._runner_of(job, attempt)
         is_preempted = runner is _Runner.GONE and job.status is JobStatus.RUNNING and self._yields_at_once(job)
-        lost = {_Runner.ALIVE: None, _Runner.HUNG: _HANGS, _Runner.GONE: self._why_lost()}[runner]
+        lost = {
+            _Runner.ALIVE: None,
+            _Runner.HUNG: f"its runner hung: it gave no sign of life for {_SILENT_S:g} s",
+            _Runner.GONE: self._why_lost(),
+        }[runner]
         if runner is not _Runner.GONE:  # an error in this request must not keep the journal from being read
             self._guarded(about(job.id, job.attempt), self._stop_if_requested, job, attempt)
         reader, attempt.reader = attempt.reader or open_journal(self._settings, job), None

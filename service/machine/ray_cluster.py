@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from windlass.actors.lifecycle import lower_session
 from windlass.service.installation import ProcessId, end_processes, find_process, with_descendants
 from windlass.service.validation import ReportedError
 from windlass.storage.files import locked, write_atomically
@@ -169,6 +170,7 @@ class RayCluster:
         if problem is not None:
             self._end_recorded()
             raise RayStartError(f"`ray start` failed ({problem}); see {self._log_path}")
+        lower_session(core[0].pid)  # of all daemons, and of the jobs' processes, which are their children
         self._write_record(_Record(address=address, temp_dir=str(temp_dir), core=core, helpers=helpers))
 
     def _end_recorded(self) -> list[int]:

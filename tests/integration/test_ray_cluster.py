@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from windlass.actors.lifecycle.session_priority import COMPUTING_NICENESS
 from windlass.service.installation.process_ids import find_process, wait_until_gone
 from windlass.service.machine.ray_cluster import RayCluster
 
@@ -65,6 +66,9 @@ def test_start_adopt_lose_and_stop(cluster: RayCluster, tmp_path: Path) -> None:
     # Without Ray's dashboard, whose process would take 60 MiB.
     assert sorted(Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids) == ["gcs_server", "raylet"]
     assert (tmp_path / "ray-token").stat().st_mode & 0o777 == 0o600
+    # Their session yields the cores to that of the service, where the kernel shares cores by session.
+    for groups in (Path(f"/proc/{pid}/autogroup") for pid in pids):
+        assert not groups.exists() or groups.read_text().endswith(f"nice {COMPUTING_NICENESS}\n")
     for pid in pids:
         assert {ip.removeprefix("::ffff:") for ip in _listening_addresses(pid)} <= {"127.0.0.1"}
 

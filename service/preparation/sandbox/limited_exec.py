@@ -11,7 +11,7 @@ import resource
 import sys
 from pathlib import Path
 
-from windlass.actors.lifecycle import die_with_parent
+from windlass.actors.lifecycle import die_with_parent, lower_session
 
 # Preparations yield the cores to the API.
 _NICENESS = 10
@@ -34,6 +34,8 @@ def main(arguments: list[str]) -> None:
     )
     _limit(resource.RLIMIT_CORE, 0, 0)
     os.nice(_NICENESS)
+    os.setsid()  # from the service's session, which keeps its priority
+    lower_session(os.getpid())
     # If memory runs out, the kernel ends this process before a training job, because it may run a user's code.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

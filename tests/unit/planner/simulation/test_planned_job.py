@@ -15,9 +15,6 @@ from windlass.planner.simulation import planned_job
 from windlass.planner.simulation.planned_job import simulate_planned
 from windlass.planner.solver.placement_search import Solution
 
-# Activations and states spill to the SSDs.
-SMALL = machine(host=7, gpus=6)
-
 
 def simulated_step_s(solution: Solution, layout: ModelLayout) -> float:
     return simulate_planned(solution, layout, num_cores=2).step_s
@@ -67,7 +64,8 @@ def test_levels_of_memory_are_within_the_plan(hardware: Hardware, changes: dict[
 
 @pytest.mark.long
 def test_larger_slots_and_chunks_take_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    solution, layout = planned(SMALL, batch_size=32)
+    config = config_of_shape(SHAPE.model_copy(update={"num_layers": 4}), num_tokens=512)
+    solution, layout = planned(machine(gpus=4, host=4.2), config=config, batch_size=32, num_microbatches=2)
     assert solution.plan.num_ssd_activations > 0
     assert solution.plan.host_blocks or solution.plan.num_cached_params
     exact_s = simulated_step_s(solution, layout)

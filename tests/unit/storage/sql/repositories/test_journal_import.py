@@ -50,6 +50,15 @@ def test_a_batch_given_twice_counts_once(database: Database, make_job: Callable[
     assert [event.type for event in newest] == ["metrics", "metrics", "message", "message"]
 
 
+def test_the_metrics_of_the_last_step_are_those_of_each_job(database: Database, make_job: Callable[..., Job]) -> None:
+    first, second, untrained = make_job(), make_job(), make_job()
+    take(database, first, 1, metrics(1, 1, 3.0), metrics(2, 2, 2.5))
+    take(database, second, 1, metrics(1, 1, 2.0), metrics(2, 2, 1.5))
+    with database.read() as session:
+        found = EventRepository(session).last_metrics([first.id, untrained.id])
+    assert {job_id: data["train_loss"] for job_id, data in found.items()} == {first.id: 2.5}
+
+
 def test_the_last_step_that_told_the_time_left_is_found_behind_those_that_did_not(
     database: Database, make_job: Callable[..., Job]
 ) -> None:
