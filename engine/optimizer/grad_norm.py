@@ -86,7 +86,8 @@ def portable_squared_norm(grad: torch.Tensor) -> torch.Tensor:
     than `squared_norm`, and does not wait for the device. The call uses 4 MiB: `NORM_SCRATCH_NBYTES`.
     """
     width = max(1, min(grad.numel(), _PORTABLE_NUMEL))
-    sums, scratch = torch.zeros(2, width, dtype=torch.float64, device=grad.device)
+    both = torch.zeros(2, width, dtype=torch.float64, device=grad.device)
+    sums, scratch = both[0], both[1]
     for part in torch.split(grad, width):
         wide = scratch[: part.numel()].copy_(part)
         sums[: part.numel()].addcmul_(wide, wide)

@@ -24,13 +24,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "num_microbatches": 3,
         "placement": Placement(group_size=2, num_cached_params=2, device_blocks=(3,)),
     },
-    "lanes": {
-        "precision": Precision.BF16,
-        "tied": True,
-        "num_microbatches": 4,
-        "lanes": 2,
-        "placement": Placement(group_size=3, num_cached_params=2, device_blocks=(3,)),
-    },
     "streamed": {
         "num_microbatches": 2,
         "dropout": 0.1,
@@ -56,5 +49,12 @@ JOBS: dict[str, dict[str, Any]] = {
             ),
             host_activation_nbytes=4 << 20,
         ),
+    },
+    "lanes": {
+        "precision": Precision.BF16,
+        "tied": True,
+        "num_microbatches": 4,
+        "lanes": 2,
+        "placement": Placement(group_size=3, num_cached_params=2, device_blocks=(3,)),
     },
 }
