@@ -164,6 +164,10 @@ def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
             ("--model", "{shape}", "--hardware", "rtx4090-server", "--lanes", "2", "--accumulation-precision", "bf16"),
             "--lanes: lanes is 2, but lanes are summed in fp32",
         ),
+        (
+            ("--model", "{shape}", "--hardware", "rtx4090-server", "--lanes", "2", "--find", "largest-batch"),
+            "--lanes: the largest batch is one micro-batch",
+        ),
         (("--model", "{shape}", "--hardware", "{shape}/.."), "shape.yaml/.."),
         (("--model", "{folder}", "--hardware", "rtx4090-server"), "config of folder cannot be used"),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--precision", "fp32", *SPLIT), "--state-precision: "),
