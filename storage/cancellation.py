@@ -6,7 +6,7 @@ Each wait of an owner's threads goes through its token. So `cancel` wakes every 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -130,11 +130,12 @@ class TaskQueue(Generic[_Task]):
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()
 
-    def put(self, task: _Task) -> None:
-        """Adds a task."""
+    def put(self, *tasks: _Task) -> None:
+        """Adds tasks."""
         with self._changed:
-            self._tasks.append(task)
-            self._changed.notify()
+            for task in tasks:
+                self._tasks.append(task)
+            self._changed.notify(len(tasks))
 
     def drop_all(self) -> list[_Task]:
         """Removes and returns all tasks."""
@@ -148,6 +149,16 @@ class TaskQueue(Generic[_Task]):
         with self._changed:
             self._token.wait_for_work(self._changed, lambda: bool(self._tasks))
             return self._tasks.popleft() if self._tasks else None
+
+    def take_some(self, count: Callable[[Iterable[_Task]], int]) -> list[_Task]:
+        """Waits for the next task, and removes it and others that are there. Returns none where `take` returns None.
+
+        `count` gets all tasks in their order, and returns how many are removed: at least one. It must not wait.
+        """
+        with self._changed:
+            self._token.wait_for_work(self._changed, lambda: bool(self._tasks))
+            number = count(self._tasks[index] for index in range(len(self._tasks))) if self._tasks else 0
+            return [self._tasks.popleft() for _ in range(number)]
 
 
 class Permits:

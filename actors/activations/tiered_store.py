@@ -84,7 +84,6 @@ class ActivationTiers:
 
         Raises:
             ActivationMemoryError: host memory and SSDs are full.
-            TimeoutError: earlier puts hang.
             InterruptedError: the job was stopped.
         """
         host_nbytes, ssd = tensor.nbytes, None
@@ -114,8 +113,7 @@ class ActivationTiers:
         """See ActivationStore.
 
         Raises:
-            TimeoutError: the bytes did not arrive in time. A failed copy raises its own error.
-            InterruptedError: the job was stopped.
+            InterruptedError: the job was stopped. A failed copy raises its own error.
         """
         self.prefetch(handle)
         held = self._held.pop(handle)

@@ -6,19 +6,20 @@ Source: AutoHete, footnote 2.
 
 import functools
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable, Iterable
 
 import torch
 
 from windlass.actors.job import JobContext
-from windlass.actors.lifecycle import working_at, works_at
+from windlass.actors.lifecycle import ReportTimer, working_at, works_at
 from windlass.actors.messages import (
     BlockFlushed,
     BlockUpdated,
     ChunkIo,
     FlushBlock,
     GradOffloaded,
+    LoadProgressed,
     Message,
     RestoreStates,
     SkipStep,
@@ -69,7 +70,6 @@ class DeviceStates:
         self._release_grad = release_grad
         self._report = report
         self._spans = spans
-        self._num_updated: Counter[Step] = Counter()  # updated blocks, by step, for steps that are not over
         self._offsets = context.state_offsets()
         pool = context.plan.transit
         self._slots = SlotPool(
@@ -160,13 +160,12 @@ class DeviceStates:
     def _updated(self, update: UpdateBlock, begun: Event, updated: Event) -> None:
         job, step, block = update.job, update.step, update.block
         self._spans.note(COMPUTE, SpanKind.UPDATE, step, block, WHOLE_BLOCK, begun.time_s(), updated.time_s())
-        self._num_updated[step] += 1
-        if self._num_updated[step] == len(self._states):
-            del self._num_updated[step]
-            self._spans.tell(step)
-        self._report(BlockUpdated(job=job, step=step, block=block, actor=self._name))
         with self._lock:
-            self._carry_out(self._update_queue.updated())
+            actions = self._update_queue.updated(step)
+            if actions.is_step_over:
+                self._spans.tell(step)  # before the report below, with which the step may be over for the scheduler
+            self._report(BlockUpdated(job=job, step=step, block=block, actor=self._name))
+            self._carry_out(actions)
 
     def _flush(self, message: FlushBlock) -> None:
         """Writes a block's states to the SSDs.
@@ -200,14 +199,28 @@ class DeviceStates:
         self._io.write([item], message.step, priority, lambda key: self._slots.release([slot]))
 
     def _restore(self, message: RestoreStates) -> None:
+        layout, timer, num_params = self._context.layout, ReportTimer(), 0
+        total = sum(layout.blocks[block].numel for block in self._states)
         for block in self._states:
-            for key in self._context.layout.chunk_keys(block):
-                (slot,) = self._slots.acquire(1)
-                self._read(key, slot, message.step)
-                for kind, here in self._parts(key).items():
-                    self._device.copy_in(here, self._view(slot, key, kind))
-                self._slots.release([slot])
+            for key in layout.chunk_keys(block):
+                self._restore_chunk(key, message.step)
+                num_params += self._context.chunk_numel(key)
+                if timer.restart_if_due(time.monotonic()):
+                    self._tell_loaded(num_params, total)
         self._report(StatesRestored(job=message.job, step=message.step, actor=self._name))
+
+    def _restore_chunk(self, key: ChunkKey, step: Step) -> None:
+        (slot,) = self._slots.acquire(1)
+        self._read(key, slot, step)
+        for kind, here in self._parts(key).items():
+            self._device.copy_in(here, self._view(slot, key, kind))
+        self._slots.release([slot])
+
+    def _tell_loaded(self, num_params: int, total_params: int) -> None:
+        job = self._context.spec.job
+        self._report(
+            LoadProgressed(job=job, step=Step(0), actor=self._name, num_params=num_params, total_params=total_params)
+        )
 
     def _read(self, key: ChunkKey, slot: Span, step: Step) -> None:
         """Reads a chunk as a step left it, and waits for it."""

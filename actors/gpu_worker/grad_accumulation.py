@@ -18,7 +18,8 @@ from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import ComputeBlock, SpanKind
 from windlass.actors.policy import ReturningSums, Use
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, SpanRecorder
-from windlass.engine.device import Device, DeviceBuffers, Event, TensorArena, copy
+from windlass.engine.device import Device, DeviceBuffers, Event, TensorArena, copy_all
+from windlass.engine.memory_plan import batches_to_copy
 from windlass.engine.model import GradBuffer
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 
@@ -117,20 +118,27 @@ class PartialGrads:
 
     def _copy(self, operation: ComputeBlock, use: Use, flat: torch.Tensor, slots: _Slots, *, is_out: bool) -> Event:
         """Queues the copies of a sum's chunks; returns the event after them."""
-        stream = self._device.d2h if is_out else self._device.h2d
-        for key in self._context.layout.chunk_keys(use[1]):
-            start, stop = self._context.layout.chunk_range(key)
-            here, offset = flat[start:stop], slots[use[0], key].offset
-            there = self._arena.view(offset, here.numel(), here.dtype)
+        stream, keys = self._device.d2h if is_out else self._device.h2d, self._context.layout.chunk_keys(use[1])
+        nbytes = {key: self._context.chunk_numel(key) * flat.itemsize for key in keys}
+        for batch in batches_to_copy(keys, nbytes.__getitem__):
+            pairs = [self._pair(key, flat, slots[use[0], key], is_out=is_out) for key in batch]
             begun = stream.record()
-            stream.run(functools.partial(copy, there, here) if is_out else functools.partial(copy, here, there))
-            note = functools.partial(self._note, operation, key, begun, stream.record(), here.nbytes, is_out=is_out)
+            stream.run(functools.partial(copy_all, pairs))
+            copied = {key: nbytes[key] for key in batch}
+            note = functools.partial(self._note, operation, copied, begun, stream.record(), is_out=is_out)
             stream.then(working_at(operation, note))
         return stream.record()
 
+    def _pair(
+        self, key: ChunkKey, flat: torch.Tensor, slot: Span, *, is_out: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the target and the source of a chunk's copy."""
+        start, stop = self._context.layout.chunk_range(key)
+        there = self._arena.view(slot.offset, stop - start, flat.dtype)
+        return (there, flat[start:stop]) if is_out else (flat[start:stop], there)
+
     def _note(
-        self, operation: ComputeBlock, key: ChunkKey, begun: Event, copied: Event, nbytes: int, *, is_out: bool
+        self, operation: ComputeBlock, nbytes: dict[ChunkKey, int], begun: Event, copied: Event, *, is_out: bool
     ) -> None:
         resource, kind = (FROM_DEVICE, SpanKind.COPY_PARTIAL_OUT) if is_out else (TO_DEVICE, SpanKind.COPY_PARTIAL_IN)
-        start_s, end_s = begun.time_s(), copied.time_s()
-        self._spans.note(resource, kind, operation.step, key.block, key.chunk, start_s, end_s, nbytes)
+        self._spans.note_batch(resource, kind, operation.step, nbytes, begun.time_s(), copied.time_s())

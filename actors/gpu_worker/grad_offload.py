@@ -21,11 +21,11 @@ from windlass.actors.messages import (
     GradOffloaded,
     SpanKind,
 )
-from windlass.actors.policy import GradSums, OffloadQueue, SumSource, Use
+from windlass.actors.policy import Countdown, GradSums, OffloadQueue, SumSource, Use
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import FROM_DEVICE, SpanRecorder
-from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, TensorArena, copy
-from windlass.engine.memory_plan import grad_buffers_of_job
+from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, TensorArena, copy_all
+from windlass.engine.memory_plan import batches_to_copy, grad_buffers_of_job
 from windlass.engine.model import GradBuffer, GradSink, LaneSums
 from windlass.storage.cancellation import Permits, TaskQueue
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
@@ -93,6 +93,7 @@ class GradOffload:
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="grad slots", token=token)
         self._requests: TaskQueue[_Offload | _Partial] = TaskQueue(token)
         self._lock = threading.Lock()
+        self._writes_left = Countdown()  # by step and block
         self._offload_queue = OffloadQueue(context.spec.effective_ordering, frozenset(context.plan.spilled_blocks))
         self._waiting: dict[tuple[Step, BlockIndex], _Offload] = {}
         self._sums = GradSums(context.layout.shared, context.plan.device_blocks)
@@ -292,14 +293,14 @@ class GradOffload:
 
     def _spill(self, request: _Offload, spans: dict[ChunkKey, Span]) -> None:
         """Writes a gradient from its slots to the SSDs."""
-        num_missing = len(spans)
+        task = (request.operation.step, request.operation.block)
+        with self._lock:
+            self._writes_left.start(task, len(spans))
 
         def written(key: ChunkKey) -> None:
-            nonlocal num_missing
             self._slots.release([spans[key]])
             with self._lock:
-                num_missing -= 1
-                is_last = num_missing == 0
+                is_last = self._writes_left.part_done(task)
             if is_last:
                 self._finish(request, tuple(GradChunk(key, None) for key in spans))
 
@@ -316,21 +317,24 @@ class GradOffload:
         layout, block, d2h = self._context.layout, operation.block, self._device.d2h
         keys = layout.chunk_keys(block)
         spans = dict(zip(keys, self._slots.acquire(len(keys)), strict=True))
+        nbytes = {key: self._context.chunk_numel(key) * self._dtype.itemsize for key in keys}
         d2h.wait(grad.event)
-        for key, span in spans.items():
-            start, stop = layout.chunk_range(key)
-            source = grad.flat[start:stop]
-            target = self._arena.view(span.offset, source.numel(), source.dtype)
+        for batch in batches_to_copy(keys, nbytes.__getitem__):
             begun = d2h.record()
-            d2h.run(functools.partial(copy, target, source))
-            note = functools.partial(self._note, operation, key, begun, d2h.record(), source.nbytes)
-            d2h.then(working_at(operation, note))
+            d2h.run(functools.partial(copy_all, [self._pair(grad.flat, key, spans[key]) for key in batch]))
+            copied = {key: nbytes[key] for key in batch}
+            d2h.then(working_at(operation, functools.partial(self._note, operation, copied, begun, d2h.record())))
         self._release_buffer_and_permit(grad.flat, (block, block))
         return spans
 
-    def _note(self, operation: ComputeBlock, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
+    def _pair(self, flat: torch.Tensor, key: ChunkKey, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a chunk's place in host memory, and its part of a gradient."""
+        start, stop = self._context.layout.chunk_range(key)
+        return self._arena.view(span.offset, stop - start, flat.dtype), flat[start:stop]
+
+    def _note(self, operation: ComputeBlock, nbytes: dict[ChunkKey, int], begun: Event, copied: Event) -> None:
         kind, start_s, end_s = SpanKind.COPY_GRAD_OUT, begun.time_s(), copied.time_s()
-        self._spans.note(FROM_DEVICE, kind, operation.step, key.block, key.chunk, start_s, end_s, nbytes)
+        self._spans.note_batch(FROM_DEVICE, kind, operation.step, nbytes, start_s, end_s)
 
     def _finish(self, request: _Offload, chunks: tuple[GradChunk, ...]) -> None:
         operation = request.operation

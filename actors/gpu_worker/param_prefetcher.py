@@ -253,7 +253,7 @@ class ParamFeed:
         if load.chunks is not None:
             load.chunks.add(key.chunk, params)
 
-    def chunk_copied(self, load: Load, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
+    def chunks_copied(self, load: Load, nbytes: Mapping[ChunkKey, int], begun: Event, copied: Event) -> None:
         """See ParamSource."""
-        kind, start_s, end_s = SpanKind.COPY_PARAMS_IN, begun.time_s(), copied.time_s()
-        self._spans.note(TO_DEVICE, kind, load.request.step, key.block, key.chunk, start_s, end_s, nbytes)
+        kind, step, start_s, end_s = SpanKind.COPY_PARAMS_IN, load.request.step, begun.time_s(), copied.time_s()
+        self._spans.note_batch(TO_DEVICE, kind, step, nbytes, start_s, end_s)

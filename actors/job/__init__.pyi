@@ -10,6 +10,7 @@ from windlass.actors.job.admission import scratch as scratch
 from windlass.actors.job.admission import survey_ssds as survey_ssds
 from windlass.actors.job.context import GPU_WORKER as GPU_WORKER
 from windlass.actors.job.context import SCHEDULER as SCHEDULER
+from windlass.actors.job.context import ActorKind as ActorKind
 from windlass.actors.job.context import CoreContext as CoreContext
 from windlass.actors.job.context import JobContext as JobContext
 from windlass.actors.job.context import SsdFacts as SsdFacts
@@ -17,6 +18,8 @@ from windlass.actors.job.context import aligned as aligned
 from windlass.actors.job.context import evaluation_batch_size as evaluation_batch_size
 from windlass.actors.job.context import grad_itemsize as grad_itemsize
 from windlass.actors.job.context import grad_precision as grad_precision
+from windlass.actors.job.context import index_of as index_of
+from windlass.actors.job.context import kind_of as kind_of
 from windlass.actors.job.context import make_context as make_context
 from windlass.actors.job.context import make_core_context as make_core_context
 from windlass.actors.job.context import num_evaluation_groups as num_evaluation_groups

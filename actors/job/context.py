@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from windlass.actors.job.spec import JobCore, JobSpec
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, ModelSize, Plan, PlanError, Pool, cut_layers, make_plan
@@ -29,10 +30,28 @@ def optimizer_name(index: int) -> ActorName:
     return ActorName(f"optimizer-{index}")
 
 
+class ActorKind(StrEnum):
+    """The kinds of a job's actors. Names of actors begin with their kind."""
+
+    SCHEDULER = "scheduler"
+    GPU_WORKER = "gpu"
+    OPTIMIZER = "optimizer"
+    SSD_SERVER = "ssd"
+
+
+def kind_of(name: ActorName) -> ActorKind:
+    """Returns the kind of an actor. Raises ValueError if no actor has such a name."""
+    return ActorKind(name.partition("-")[0])
+
+
+def index_of(name: ActorName) -> int:
+    """Returns an actor's index among those of its kind. The scheduler has none."""
+    return int(name.partition("-")[2])
+
+
 def optimizer_index(name: ActorName) -> int | None:
     """Returns an optimizer's index in the pool; None for other actors."""
-    kind, _, number = name.partition("-")
-    return int(number) if kind == "optimizer" else None
+    return index_of(name) if kind_of(name) is ActorKind.OPTIMIZER else None
 
 
 def ssd_name(index: int) -> ActorName:

@@ -22,7 +22,7 @@ class JobCore:
     num_validation_examples: int = 0  # 0: no validation data
     num_cpu_optimizers: int = 1
     host_memory_nbytes: int | None = None  # budget for the arena; None: limited by the machine's free memory
-    deadline_s: float  # timeout of an actor that must reply and sends nothing; also of the end of its threads
+    deadline_s: float  # timeout of an actor that must reply and sends neither reply nor progress; also of its end
     placement: Placement = field(default_factory=Placement)  # places of states, params and activations; may be partial
     ordering: Ordering = field(default_factory=Ordering)  # as configured; the scheduler uses `effective_ordering`
 

@@ -127,11 +127,18 @@ def _kill_holder(pid: int, path: Path) -> bool:
     except OSError:
         return False  # the process has ended, or the number is a thread's
     try:
-        if path not in [link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir()]:
+        if not any(_refers_to(link, path) for link in Path(f"/proc/{pid}/fd").iterdir()):
             return False
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     except OSError:
-        return False  # another user's process, or the process or one of its files is gone
+        return False  # another user's process, or the process is gone
     finally:
         os.close(pidfd)
     return True
+
+
+def _refers_to(link: Path, path: Path) -> bool:
+    try:
+        return link.readlink() == path
+    except OSError:
+        return False  # the process has closed this file meanwhile, but not necessarily the one of the attempt

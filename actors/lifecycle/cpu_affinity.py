@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from windlass.storage.memory import parse_cpu_list
+
 # Environment variables for OpenMP, which reads them when torch is imported. Waiting threads must not spin, because the
 # optimizer, the copies, the I/O and other jobs run on the same cores. The processes that measure a model's blocks use
 # the same setting as the workers: on busy cores, spinning threads take several times as long.
@@ -23,16 +25,6 @@ def numa_nodes(nodes_dir: Path = _NODES_DIR) -> list[frozenset[int]]:
     return [node for node in nodes if node] or [allowed]
 
 
-def parse_cpu_list(text: str) -> frozenset[int]:
-    """Parses core numbers in the kernel's notation, such as "0-3,8"."""
-    cores: set[int] = set()
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            cores.update(range(int(first), int(last or first) + 1))
-    return frozenset(cores)
-
-
 def cores_of(index: int, num_optimizers: int, nodes: Sequence[frozenset[int]]) -> frozenset[int]:
     """Returns the cores of one optimizer.
 
@@ -46,7 +38,9 @@ def cores_of(index: int, num_optimizers: int, nodes: Sequence[frozenset[int]]) -
 
 
 def bind_optimizer(index: int, num_optimizers: int, num_threads: int) -> None:
-    """Binds this process, and the threads that it starts from now on, to an optimizer's cores.
+    """Binds the calling thread, and the threads that it starts from now on, to an optimizer's cores.
+
+    Threads that the process has already started, such as those that move messages, may use any core.
 
     Raises:
         TooFewCoresError: the optimizer has more threads than cores.

@@ -24,6 +24,11 @@ class StopRequest:
         self._paused.set()
 
     @property
+    def is_made(self) -> bool:
+        """True if the attempt is to end, whether the job is over then or not."""
+        return self._cancelled.is_set() or self._paused.is_set()
+
+    @property
     def is_cancelled(self) -> bool:
         """True if the job is to end."""
         return self._cancelled.is_set()

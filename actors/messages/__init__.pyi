@@ -24,6 +24,7 @@ from windlass.actors.messages.failures import ActorFailed as ActorFailed
 from windlass.actors.messages.failures import FailureKind as FailureKind
 from windlass.actors.messages.failures import in_words as in_words
 from windlass.actors.messages.model import ExportModel as ExportModel
+from windlass.actors.messages.model import ExportProgressed as ExportProgressed
 from windlass.actors.messages.model import KernelChosen as KernelChosen
 from windlass.actors.messages.model import LoadModel as LoadModel
 from windlass.actors.messages.model import LoadProgressed as LoadProgressed

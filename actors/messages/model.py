@@ -47,6 +47,13 @@ class ExportModel(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExportProgressed(Event):
+    """Reports how much of the model of `step` is in the folder to which it is exported."""
+
+    share: float  # from 0 to 1; 1: the files are complete and are being synced to the disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelExported(Event):
     """Reports that the model folder is complete and was renamed to its final path."""
 

@@ -18,7 +18,7 @@ from windlass.actors.offload.resident_params import OutsideParams
 from windlass.actors.offload.store import OffloadStore
 from windlass.actors.offload.updates import BlockUpdate, LayerUpdates, Run
 from windlass.actors.policy import StepResult, TrainerState, clip_scale
-from windlass.engine.device import TORCH_DTYPE, Device
+from windlass.engine.device import TORCH_DTYPE, Device, memory_node
 from windlass.engine.model import GradBuffer, choose_chunk_numel
 from windlass.engine.optimizer import MOMENTS, KernelSet, SavedStates, from_saved, to_saved
 from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Kernel, Precision, Span, StateKind, StatePrecision, Step
@@ -307,6 +307,7 @@ class OffloadEngine:
             chunks_per_block=tuple(len(block.chunk_keys(chunk_numel)) for block in blocks),
             arena_dir=Path(config.arena_dir),
             arena_nbytes=self._plan.arena_nbytes,
+            node=memory_node(self.device),
             direct_io=config.direct_io,
             token=self._token,
         )

@@ -263,10 +263,10 @@ class ParamFeed:
     def chunk_arrived(self, entry: _Entry, key: ChunkKey, params: torch.Tensor) -> None:
         """See ParamSource."""
 
-    def chunk_copied(self, entry: _Entry, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
+    def chunks_copied(self, entry: _Entry, nbytes: Mapping[ChunkKey, int], begun: Event, copied: Event) -> None:
         """See ParamSource. The params are ready when all copies are over: an update may then change the source."""
         with self._changed:
-            entry.num_copying -= 1
+            entry.num_copying -= len(nbytes)
             if entry.num_copying == 0:
                 entry.state = _State.READY
                 self._buffers.release(entry.home)

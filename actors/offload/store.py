@@ -44,10 +44,13 @@ class OffloadStore:
         chunks_per_block: tuple[int, ...],
         arena_dir: Path,
         arena_nbytes: int,
+        node: int | None,
         direct_io: bool,
         token: OffloadToken,
     ) -> None:
         """Reserves the space on the SSDs and in memory. `token` gets the errors of transfers.
+
+        `node` is the NUMA node of the memory; see `Arena.create`.
 
         Raises:
             InsufficientSpaceError: there is too little space. Nothing stays reserved.
@@ -62,7 +65,7 @@ class OffloadStore:
         self._locks: list[tuple[Path, int]] = []
         self._spaces: list[JobSpace] = []
         self._schedulers: list[IoScheduler] = []
-        self._arena = Arena.create(arena_path(arena_dir, self._job, _ATTEMPT), arena_nbytes)
+        self._arena = Arena.create(arena_path(arena_dir, self._job, _ATTEMPT), arena_nbytes, node=node)
         self.arena = TensorArena.of(self._arena)
         self._io_arena = Arena.open(self._arena.path)  # a mapping with full page tables, which no GPU has pinned
         try:

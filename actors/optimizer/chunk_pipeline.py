@@ -7,7 +7,7 @@ earlier (`ChunkQueue`). The optimizers of jobs and `windlass.offload` use it.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -43,28 +43,6 @@ class UpdateIo(Protocol[_Taken]):
 
     def block_updated(self, step: Step, block: BlockIndex) -> None:
         """Takes note that all chunks of a block's update are done."""
-
-
-class Countdown:
-    """Counts the remaining parts of tasks. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_left: dict[Hashable, int] = {}
-
-    def start(self, task: Hashable, num_parts: int) -> None:
-        """Adds a task."""
-        with self._lock:
-            self._num_left[task] = num_parts
-
-    def is_last(self, task: Hashable) -> bool:
-        """Counts a finished part of a task. Returns whether it was the last one."""
-        with self._lock:
-            self._num_left[task] -= 1
-            if self._num_left[task]:
-                return False
-            del self._num_left[task]
-            return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,6 +153,6 @@ class ChunkPipeline(Generic[_Item]):
 
     def _done(self, chunk: QueuedChunk[_Item]) -> None:
         with self._changed:
-            is_last = self._queue.is_block_done(chunk)
+            is_last = self._queue.chunk_done(chunk)
         if is_last:
             self._io.block_updated(chunk.step, chunk.block)

@@ -1,13 +1,15 @@
 """Loads a model into the store and exports it, chunk by chunk, through an optimizer's slots."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from windlass.actors.job import JobContext
-from windlass.engine.checkpoint import copy_model_folder
+from windlass.actors.lifecycle import ReportTimer
+from windlass.engine.checkpoint import copy_model_folder, folder_nbytes
 from windlass.storage.cancellation import CancelToken, Signal
 from windlass.storage.ids import ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
@@ -29,8 +31,8 @@ class ModelWorker(Protocol):
     def move(self, key: ChunkKey, slot: Span) -> None:
         """Fills a slot with a chunk's first states, or writes the chunk's params to the exported folder."""
 
-    def finish(self) -> None:
-        """Completes the task."""
+    def finish(self, on_synced: Callable[[], None]) -> None:
+        """Completes the task. Calls `on_synced` after each file of an export that is on the disk."""
 
     def close(self) -> None:
         """Frees everything. Nothing is left of a task that is not finished."""
@@ -51,8 +53,10 @@ class ModelIo:
         read: Callable[..., None],
         write: Callable[..., None],
         token: CancelToken,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`token` ends a load or an export before its next chunk."""
+        """`token` ends a load or an export before its next chunk. `clock` times the reports of progress."""
         self.context = context
         self._slots = slots
         self._start_worker = start_worker
@@ -61,6 +65,7 @@ class ModelIo:
         self._write = write
         self._resting = {} if context.spec.ssd_dirs else context.host_slots()
         self._token = token
+        self._clock = clock
 
     def prepare(self) -> None:
         """Starts the worker of the next task, so that it can import its modules meanwhile."""
@@ -72,20 +77,24 @@ class ModelIo:
             self._prepared.close()
             self._prepared = None
 
-    def load(self) -> Iterator[dict[str, int]]:
-        """Writes the states of step 0 for all chunks. Yields progress as {"num_params", "total_params"}."""
-        layout = self.context.layout
-        num_params, shown_at = 0, 0
+    def load(self, on_progress: Callable[[int], None] = lambda num_params: None) -> None:
+        """Writes the states of step 0 for all chunks.
+
+        `on_progress` is called every few seconds with the number of params so far.
+        """
+        timer, num_params = ReportTimer(), 0
         with self._working(ModelTask(export_path=None)) as worker:
-            for block in layout.blocks:
-                for key in layout.chunk_keys(block.index):
-                    self._token.check()
-                    self._load_chunk(key, worker)
-                    num_params += self.context.chunk_numel(key)
-                if num_params - shown_at >= layout.numel // 20:
-                    shown_at = num_params
-                    yield {"num_params": num_params, "total_params": layout.numel}
+            for key in self._keys():
+                self._token.check()
+                self._load_chunk(key, worker)
+                num_params += self.context.chunk_numel(key)
+                if timer.restart_if_due(self._clock()):
+                    on_progress(num_params)
         self._slots.drain()  # every write is done then
+
+    def _keys(self) -> Iterator[ChunkKey]:
+        layout = self.context.layout
+        return (key for block in layout.blocks for key in layout.chunk_keys(block.index))
 
     def _load_chunk(self, key: ChunkKey, worker: ModelWorker) -> None:
         if self._resting:
@@ -95,31 +104,46 @@ class ModelIo:
         worker.move(key, slot)
         self._write(slot, key, Step(0), lambda: self._slots.release([slot]))
 
-    def export(self, path: str, step: Step, copy_of: str | None = None) -> None:
+    def export(
+        self,
+        path: str,
+        step: Step,
+        copy_of: str | None = None,
+        on_progress: Callable[[float], None] = lambda share: None,
+    ) -> None:
         """Writes the params of `step` as a Hugging Face folder, or copies the folder `copy_of`.
 
-        A failure leaves nothing at `path`.
+        `on_progress` is called every few seconds with the share that is written; 1 while the files are synced. A
+        failure leaves nothing at `path`.
         """
+        timer = ReportTimer()
+
+        def note(num_done: int, total: int) -> None:
+            if timer.restart_if_due(self._clock()):
+                on_progress(num_done / total)
+
         if Path(path).exists():
             return  # complete: written by an attempt that was lost before it could report it
         if copy_of is not None:
-            copy_model_folder(Path(copy_of), Path(path), links=True)
+            nbytes = folder_nbytes(Path(copy_of))
+            copy_model_folder(Path(copy_of), Path(path), links=True, on_progress=lambda done: note(done, nbytes))
             return
-        layout, kind = self.context.layout, self.context.formats.param_kind
-        with self._working(ModelTask(export_path=path)) as worker:
-            for block in layout.blocks:
-                for key in layout.chunk_keys(block.index):
-                    with self._held(key, kind, step) as slot:
-                        worker.move(key, slot)
+        kind, num_params, total = self.context.formats.param_kind, 0, self.context.layout.numel
+        with self._working(ModelTask(export_path=path), on_synced=lambda: note(total, total)) as worker:
+            for key in self._keys():
+                with self._held(key, kind, step) as slot:
+                    worker.move(key, slot)
+                num_params += self.context.chunk_numel(key)
+                note(num_params, total)
 
     @contextlib.contextmanager
-    def _working(self, task: ModelTask) -> Iterator[ModelWorker]:
+    def _working(self, task: ModelTask, on_synced: Callable[[], None] = lambda: None) -> Iterator[ModelWorker]:
         """Yields a worker of the task, which is complete when the context ends without an error."""
         worker, self._prepared = self._prepared or self._start_worker(), None
         with contextlib.closing(worker):
             worker.begin(task)
             yield worker
-            worker.finish()
+            worker.finish(on_synced)
 
     @contextlib.contextmanager
     def _held(self, key: ChunkKey, kind: StateKind, step: Step) -> Iterator[Span]:

@@ -19,10 +19,10 @@ import torch
 from windlass.actors.job import JobContext
 from windlass.actors.lifecycle import die_with_parent, has_begun, join_attempt
 from windlass.actors.optimizer.model_io import ModelTask
-from windlass.actors.optimizer.model_process import Begin, Failed, Finish, Move
+from windlass.actors.optimizer.model_process import Begin, Failed, Finish, Move, Synced
 from windlass.engine.checkpoint import BlockInitializer, CheckpointReader, ModelExporter
 from windlass.engine.device import TORCH_DTYPE, TensorArena, state_dtype
-from windlass.engine.model import build_meta_model, load_config
+from windlass.engine.model import MODELS_MODULE, build_meta_model, load_config
 from windlass.engine.optimizer import split_master
 from windlass.engine.training_config import Initialization
 from windlass.storage.ids import ChunkKey, Span, StateKind
@@ -31,9 +31,6 @@ from windlass.storage.memory import Arena
 # Number of elements of a master that are split at a time, so that temporary tensors stay in the processor's caches. On
 # one core this is seven times as fast as splitting a whole chunk at once.
 _SPLIT_NUMEL = 2**16
-
-# The base module of all models. transformers loads it when the first model is built, which takes a second or two.
-_MODELS = "transformers.modeling_utils"
 
 ChunkView = Callable[[Span, ChunkKey, StateKind], torch.Tensor]
 
@@ -74,10 +71,10 @@ class ModelMover:
             assert self._source is not None, "`begin` comes first"
             self._fill(self._source, key, slot)
 
-    def finish(self) -> None:
-        """Completes an exported folder; a load needs nothing more."""
+    def finish(self, on_synced: Callable[[], None]) -> None:
+        """Completes an exported folder, see `ModelExporter.finish`; a load needs nothing more."""
         if self._exporter is not None:
-            self._exporter.finish()
+            self._exporter.finish(on_synced)
 
     def close(self) -> None:
         """Closes the files. Removes what an unfinished export has written."""
@@ -112,7 +109,7 @@ class ModelMover:
 def main() -> None:
     """Answers a parent's requests until it closes the connection, or until the first error."""
     die_with_parent(int(sys.argv[1]))
-    importlib.import_module(_MODELS)
+    importlib.import_module(MODELS_MODULE)
     mover: ModelMover | None = None
     with contextlib.ExitStack() as closing:
         connection = closing.enter_context(Connection(int(sys.argv[2])))
@@ -121,7 +118,7 @@ def main() -> None:
                 if isinstance(request, Begin):
                     mover = closing.enter_context(contextlib.closing(_make_mover(request.context)))
                 assert mover is not None, "`Begin` comes first"
-                _carry_out(mover, request)
+                _carry_out(mover, request, on_synced=lambda: connection.send(Synced()))
             except Exception as error:  # noqa: BLE001 - the parent raises it
                 connection.send(_described(error))
                 return
@@ -152,14 +149,14 @@ def _make_mover(context: JobContext) -> ModelMover:
     return ModelMover(context, view)
 
 
-def _carry_out(mover: ModelMover, request: Begin | Move | Finish) -> None:
+def _carry_out(mover: ModelMover, request: Begin | Move | Finish, on_synced: Callable[[], None]) -> None:
     match request:
         case Begin():
             mover.begin(request.task)
         case Move():
             mover.move(request.key, request.slot)
         case Finish():
-            mover.finish()
+            mover.finish(on_synced)
 
 
 def _described(error: Exception) -> Failed:

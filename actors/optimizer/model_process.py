@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -39,6 +40,11 @@ class Move:
 @dataclass(frozen=True, slots=True)
 class Finish:
     """Asks for the task's completion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """Reports that one more file of an export is on the disk, before the answer to `Finish`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +91,9 @@ class ModelProcess:
         """Moves one chunk into its slot, or from there to the folder."""
         self._request(Move(key, slot))
 
-    def finish(self) -> None:
-        """Completes the task."""
-        self._request(Finish())
+    def finish(self, on_synced: Callable[[], None]) -> None:
+        """Completes the task. Calls `on_synced` after each file of an export that is on the disk."""
+        self._request(Finish(), on_synced)
 
     def close(self) -> None:
         """Ends the process. It first removes an unfinished export."""
@@ -100,12 +106,13 @@ class ModelProcess:
             self._process.kill()
             self._process.wait()
 
-    def _request(self, request: Begin | Move | Finish) -> None:
+    def _request(self, request: Begin | Move | Finish, on_synced: Callable[[], None] = lambda: None) -> None:
         try:
             self._connection.send(request)
-            failed: Failed | None = self._connection.recv()
+            while isinstance(answer := self._connection.recv(), Synced):
+                on_synced()
         except (EOFError, OSError) as error:
             how = describe_process_end(self._process.wait(_END_DEADLINE_S))
             raise RuntimeError(f"the process that loads and exports the model {how}") from error
-        if failed is not None:
-            raise failed.error from _ProcessTracebackError(f"\n{failed.detail}")
+        if isinstance(answer, Failed):
+            raise answer.error from _ProcessTracebackError(f"\n{answer.detail}")

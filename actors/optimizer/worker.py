@@ -5,15 +5,14 @@
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from windlass.actors.job import GPU_WORKER, SCHEDULER, JobContext, grad_precision, optimizer_name
-from windlass.actors.lifecycle import ActorThreads, works_at
+from windlass.actors.lifecycle import ActorThreads, ReportTimer, works_at
 from windlass.actors.messages import (
     BlockFlushed,
     BlockUpdated,
@@ -21,6 +20,7 @@ from windlass.actors.messages import (
     ChunkIoDone,
     DescribeStatus,
     ExportModel,
+    ExportProgressed,
     FlushBlock,
     GradChunk,
     GradOffloaded,
@@ -39,10 +39,10 @@ from windlass.actors.messages import (
     UpdateStep,
     UserMessage,
 )
-from windlass.actors.optimizer.chunk_pipeline import ChunkPipeline, Countdown
+from windlass.actors.optimizer.chunk_pipeline import ChunkPipeline
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.actors.optimizer.model_io import ModelIo, ModelWorker
-from windlass.actors.policy import GradReleases, UpdateActions, UpdateQueue
+from windlass.actors.policy import Countdown, GradReleases, UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, TensorArena, release_team, state_dtype
@@ -102,10 +102,8 @@ class CpuOptimizer:
         )
         self._io = SsdClient(name, context, send)
         self._spans = SpanRecorder(name, context.spec.job, send)
-        self._num_blocks = _num_blocks_of(context, name)
-        self._num_updated: Counter[Step] = Counter()  # updated blocks by step, for steps that are not over
-        self._lock = threading.RLock()
-        self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating, self._num_blocks)
+        self._lock = threading.RLock()  # of `_update_queue`, `_grad_releases` and all countdowns
+        self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating, _num_blocks_of(context, name))
         self._grad_releases = GradReleases(context.plan.grads.num_slots, self.spec.num_cpu_optimizers)
         self._flushes = Countdown()
         self._restore_permits = Permits(token, RESTORE_DEPTH)
@@ -207,21 +205,24 @@ class CpuOptimizer:
             case RestoreStates():
                 self._restore(message)
             case LoadModel():
-                for progress in self._model_io.load():
-                    self._tell_progress(**progress)
+                total = self.context.layout.numel
+                self._model_io.load(lambda num_params: self._tell_loaded(num_params, total))
                 self.send(SCHEDULER, ModelLoaded(job=self.spec.job, step=Step(0), actor=self.name))
             case ExportModel():
-                self._model_io.export(message.path, message.step, message.copy_of)
+                self._model_io.export(
+                    message.path, message.step, message.copy_of, partial(self._tell_exported, message)
+                )
                 exported = ModelExported(job=self.spec.job, step=message.step, actor=self.name, path=message.path)
                 self.send(SCHEDULER, exported)
         release_team()  # because another actor in the same process may compute on the CPU
 
     def _flush(self, message: FlushBlock) -> None:
         slots = {key: slot for key, slot in self._host_slots.items() if key.block == message.block}
-        self._flushes.start((message.step, message.block), len(slots))
+        with self._lock:
+            self._flushes.start((message.step, message.block), len(slots))
 
         def written(_: ChunkKey) -> None:
-            if self._flushes.is_last((message.step, message.block)):
+            if self._part_done(self._flushes, (message.step, message.block)):
                 done = BlockFlushed(job=self.spec.job, step=message.step, block=message.block, actor=self.name)
                 self.send(SCHEDULER, done)
 
@@ -236,22 +237,25 @@ class CpuOptimizer:
         """Restores the resident states. It reads a few chunks at a time, so that each has the attention of its SSD."""
         kinds, what = tuple(self._formats.itemsizes), f"states of step {message.step} from the SSDs; check the disks"
         total = sum(self.context.chunk_numel(key) for key in self._host_slots)
-        num_params = num_reported = 0
+        timer, num_params = ReportTimer(), 0
         for key, slot in self._host_slots.items():
             self._restore_permits.acquire(what)
             self.read(slot, key, kinds, message.step, self._restore_permits.release)
             num_params += self.context.chunk_numel(key)
-            if num_params - num_reported >= total // 20:
-                num_reported = num_params
-                self._tell_progress(num_params=num_params, total_params=total)
+            if timer.restart_if_due(time.monotonic()):
+                self._tell_loaded(num_params, total)
         for _ in range(RESTORE_DEPTH):  # waits for the last reads
             self._restore_permits.acquire(what)
         self.send(SCHEDULER, StatesRestored(job=self.spec.job, step=message.step, actor=self.name))
 
-    def _tell_progress(self, *, num_params: int, total_params: int) -> None:
+    def _tell_loaded(self, num_params: int, total_params: int) -> None:
         progress = LoadProgressed(
             job=self.spec.job, step=Step(0), actor=self.name, num_params=num_params, total_params=total_params
         )
+        self.send(SCHEDULER, progress)
+
+    def _tell_exported(self, message: ExportModel, share: float) -> None:
+        progress = ExportProgressed(job=self.spec.job, step=message.step, actor=self.name, share=share)
         self.send(SCHEDULER, progress)
 
     # --- updates ----------------------------------------------------------------------------------------------------
@@ -289,7 +293,7 @@ class CpuOptimizer:
         left.start(key, len(reads))
 
         def arrived(_: ChunkKey) -> None:
-            if left.is_last(key):
+            if self._part_done(left, key):
                 on_done()
 
         for its_kinds, step in reads:
@@ -322,20 +326,16 @@ class CpuOptimizer:
 
     def block_updated(self, step: Step, block: BlockIndex) -> None:
         """See UpdateIo."""
-        self._tell_spans(step)
-        self.send(SCHEDULER, BlockUpdated(job=self.spec.job, step=step, block=block, actor=self.name))
         with self._lock:
-            self._carry_out(self._update_queue.updated())
+            actions = self._update_queue.updated(step)
+            if actions.is_step_over:
+                self._spans.tell(step)  # before the report below, with which the step may be over for the scheduler
+            self.send(SCHEDULER, BlockUpdated(job=self.spec.job, step=step, block=block, actor=self.name))
+            self._carry_out(actions)
 
-    def _tell_spans(self, step: Step) -> None:
-        """Sends the spans of a step after its last block is updated."""
+    def _part_done(self, countdown: Countdown, task: Hashable) -> bool:
         with self._lock:
-            self._num_updated[step] += 1
-            is_over = self._num_updated[step] == self._num_blocks
-            if is_over:
-                del self._num_updated[step]
-        if is_over:
-            self._spans.tell(step)
+            return countdown.part_done(task)
 
 
 def _num_blocks_of(context: JobContext, name: ActorName) -> int:

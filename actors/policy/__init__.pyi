@@ -4,6 +4,7 @@ from windlass.actors.policy.block_queue import BlockQueue as BlockQueue
 from windlass.actors.policy.block_queue import Ordering as Ordering
 from windlass.actors.policy.block_queue import QueueOrder as QueueOrder
 from windlass.actors.policy.chunk_queue import ChunkQueue as ChunkQueue
+from windlass.actors.policy.chunk_queue import Countdown as Countdown
 from windlass.actors.policy.chunk_queue import QueuedChunk as QueuedChunk
 from windlass.actors.policy.clipping import clip_scale as clip_scale
 from windlass.actors.policy.config import SchedulerConfig as SchedulerConfig

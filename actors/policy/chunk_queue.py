@@ -1,9 +1,9 @@
-"""The decisions of an optimizer about chunks: which begins next, whether it needs a slot, and when a block is updated.
+"""The decisions about the chunks of a block: which begins next, whether it needs a slot, and when all of them are done.
 
 Pure: the pipeline of updates (`ChunkPipeline`) and the simulator drive the same class.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -23,6 +23,25 @@ class QueuedChunk(Generic[_Item]):
     is_resident: bool  # its states are in memory, so it needs no slot
 
 
+class Countdown:
+    """The remaining parts of tasks. Not thread-safe: threads that share it hold a lock."""
+
+    def __init__(self) -> None:
+        self._num_left: dict[Hashable, int] = {}
+
+    def start(self, task: Hashable, num_parts: int) -> None:
+        """Adds a task of at least one part."""
+        self._num_left[task] = num_parts
+
+    def part_done(self, task: Hashable) -> bool:
+        """Counts a finished part of a task. Returns True, and forgets the task, if it was the last one."""
+        self._num_left[task] -= 1
+        if self._num_left[task]:
+            return False
+        del self._num_left[task]
+        return True
+
+
 class ChunkQueue(Generic[_Item]):
     """The chunks that wait for their update or are in it. Not thread-safe.
 
@@ -37,13 +56,13 @@ class ChunkQueue(Generic[_Item]):
     def __init__(self, order: QueueOrder, is_resident: Callable[[_Item], bool]) -> None:
         self._is_resident = is_resident
         self._waiting: BlockQueue[QueuedChunk[_Item]] = BlockQueue(order)
-        self._num_left: dict[tuple[Step, BlockIndex], int] = {}  # chunks of each block whose update is not done
+        self._chunks_left = Countdown()  # by step and block
         self._num_ahead = 0  # chunks that have begun, but whose update has not
         self._num_ready = 0  # chunks whose states have arrived and that are not updated yet
 
     def add(self, step: Step, block: BlockIndex, items: Sequence[_Item]) -> None:
         """Adds the chunks of a block's update; at least one."""
-        self._num_left[step, block] = len(items)
+        self._chunks_left.start((step, block), len(items))
         for item in items:
             self._waiting.push(step, block, QueuedChunk(step, block, item, self._is_resident(item)))
 
@@ -79,11 +98,6 @@ class ChunkQueue(Generic[_Item]):
         """Records that the update of a chunk has ended. Unless it is resident, its states must be written."""
         self._num_ready -= 1
 
-    def is_block_done(self, chunk: QueuedChunk[_Item]) -> bool:
+    def chunk_done(self, chunk: QueuedChunk[_Item]) -> bool:
         """Records that a chunk is updated, and written if it must be. Returns whether it is its block's last one."""
-        key = (chunk.step, chunk.block)
-        self._num_left[key] -= 1
-        if self._num_left[key]:
-            return False
-        del self._num_left[key]
-        return True
+        return self._chunks_left.part_done((chunk.step, chunk.block))

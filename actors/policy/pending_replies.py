@@ -54,7 +54,15 @@ class Wait:
 
 
 class DeadlineMissedError(Exception):
-    """An actor that must reply has sent no message for longer than the job's timeout."""
+    """An actor that must reply has sent no reply and no progress for longer than the job's timeout."""
+
+    def __init__(self, message: str, late: tuple[ActorName, ...] = ()) -> None:
+        """`late` has the actors that were silent, if the scheduler has noticed it."""
+        super().__init__(message, late)
+        self.late = late
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class UnexpectedEventError(Exception):
@@ -84,7 +92,12 @@ class PendingReplies:
 
     def resolve(self, event: type[Message], number: int, actor: ActorName, block: BlockIndex = _WHOLE_MODEL) -> None:
         """Removes a reply that has arrived. Raises UnexpectedEventError if it was not pending."""
-        if self.outstanding.pop(ReplyKey(event, number, actor, block), None) is None:
+        self.require(event, number, actor, block)
+        del self.outstanding[ReplyKey(event, number, actor, block)]
+
+    def require(self, event: type[Message], number: int, actor: ActorName, block: BlockIndex = _WHOLE_MODEL) -> None:
+        """Raises UnexpectedEventError if a reply that has arrived is not pending."""
+        if ReplyKey(event, number, actor, block) not in self.outstanding:
             of_block = "" if block == _WHOLE_MODEL else f", block {block}"
             raise UnexpectedEventError(f"{actor} sent {event.__name__} of {number}{of_block}, which was not requested")
 
@@ -99,12 +112,17 @@ class PendingReplies:
         reply.
         """
         late: dict[ActorName, Wait] = {}
-        for wait in sorted(self.outstanding.values(), key=lambda wait: self._silent_s(wait, now_s), reverse=True):
+        for wait in sorted(self.outstanding.values(), key=lambda wait: (-self._silent_s(wait, now_s), wait.since_s)):
             if self._silent_s(wait, now_s) > self._deadline_s:
                 late.setdefault(wait.actor, wait)
         if late:
-            texts = (f"{wait.actor} did not finish {wait.what} within {self._deadline_s:g} s" for wait in late.values())
-            raise DeadlineMissedError(f"{'; '.join(texts)}; see its log, and the health of the device it uses")
+            texts = (
+                f"{actor} has been silent for {self._silent_s(wait, now_s):.1f} s; its oldest pending reply is "
+                f"{wait.what}"
+                for actor, wait in late.items()
+            )
+            text = f"{'; '.join(texts)}; see its log, and the health of the device it uses"
+            raise DeadlineMissedError(text, tuple(late))
 
     def _silent_s(self, wait: Wait, now_s: float) -> float:
         return now_s - max(wait.since_s, self._last_heard_s.get(wait.actor, 0.0))

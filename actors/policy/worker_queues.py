@@ -17,6 +17,7 @@ from windlass.actors.messages import (
     UpdateStep,
 )
 from windlass.actors.policy.block_queue import BlockQueue, Ordering, QueueOrder
+from windlass.actors.policy.chunk_queue import Countdown
 from windlass.storage.ids import ActorName, BlockIndex, JobId, Span, Step
 
 # The worker reports finished operations in batches of this many, unless something waits for them.
@@ -104,6 +105,7 @@ class UpdateActions(NamedTuple):
 
     begin: list[UpdateBlock]
     discard: list[GradOffloaded]  # gradients that will not be used
+    is_step_over: bool = False  # the actor has updated its last block of the step
 
 
 class UpdateQueue:
@@ -120,22 +122,26 @@ class UpdateQueue:
         # Results of steps, and the number of gradients that are still to come, until all have come.
         self._results: dict[Step, UpdateStep | SkipStep] = {}
         self._num_to_come: dict[Step, int] = {}
+        self._updates_left = Countdown()  # by step
 
     def add(self, message: GradOffloaded | UpdateStep | SkipStep) -> UpdateActions:
         """Adds the gradient of a block, or the result of a step."""
         step = message.step
         if not isinstance(message, GradOffloaded):
             self._results[step], self._num_to_come[step] = message, self._num_blocks
+            if isinstance(message, UpdateStep):
+                self._updates_left.start(step, self._num_blocks)
             return self._place(message, self._early.pop(step, []))
         if step in self._results:
             return self._place(self._results[step], [message])
         self._early.setdefault(step, []).append(message)
         return UpdateActions([], [])
 
-    def updated(self) -> UpdateActions:
-        """Records the end of an update that had begun."""
+    def updated(self, step: Step) -> UpdateActions:
+        """Records the end of an update of a block in a step."""
         self._num_updating -= 1
-        return UpdateActions(self._begin(), [])
+        is_step_over = self._updates_left.part_done(step)
+        return UpdateActions(self._begin(), [], is_step_over)
 
     def _place(self, result: UpdateStep | SkipStep, grads: list[GradOffloaded]) -> UpdateActions:
         step = result.step

@@ -5,12 +5,17 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.actors.job import GPU_WORKER, JobContext, keeping_kernel, optimizer_index
+from windlass.actors.job import ActorKind, JobContext, index_of, keeping_kernel, kind_of
+from windlass.engine.model import MODELS_MODULE
 from windlass.storage.ids import ActorName
 from windlass.storage.store import CommitRecord, JobSpace
 
-# The base module of all models. transformers loads it when the first model is built, which takes a second or two.
-_MODELS = "transformers.modeling_utils"
+# Modules that each kind of actor needs.
+_MODULES = {
+    ActorKind.SSD_SERVER: ("windlass.actors.ssd.server",),
+    ActorKind.OPTIMIZER: ("windlass.actors.optimizer.worker",),
+    ActorKind.GPU_WORKER: ("windlass.actors.gpu_worker.worker", MODELS_MODULE),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +30,7 @@ class LocalOptions:
 
 def import_for(name: ActorName) -> None:
     """Imports the modules that an actor will need. These imports are most of its start-up time."""
-    if name == GPU_WORKER:
-        modules = ["windlass.actors.gpu_worker.worker", _MODELS]
-    elif optimizer_index(name) is not None:
-        modules = ["windlass.actors.optimizer.worker"]
-    else:
-        modules = ["windlass.actors.ssd.server"]
-    for module in modules:
+    for module in _MODULES[kind_of(name)]:
         importlib.import_module(module)
 
 
@@ -40,7 +39,7 @@ def open_space(server: ActorName, context: JobContext, *, direct: bool = True) -
 
     Raises the errors of `JobSpace.open`.
     """
-    index = _number_of(server)
+    index = index_of(server)
     return JobSpace.open(
         context.spec.ssd_dirs[index],
         context.geometry(index),
@@ -48,6 +47,17 @@ def open_space(server: ActorName, context: JobContext, *, direct: bool = True) -
         scratch_slot_nbytes=context.plan.activations.slot_nbytes,
         num_scratch_slots=context.num_scratch_slots(index),
     )
+
+
+def gpu_node(*, uses_gpu: bool) -> int | None:
+    """Returns the NUMA node whose memory is nearest to the GPU that Ray gave to this process; None without one.
+
+    Raises:
+        GpuUnusableError: PyTorch cannot use that GPU.
+    """
+    from windlass.engine.device import compute_device, memory_node
+
+    return memory_node(compute_device(uses_gpu=uses_gpu))
 
 
 def start_actor(
@@ -74,15 +84,15 @@ def start_actor(
     Raises:
         GpuUnusableError: PyTorch cannot use that GPU.
     """
-    kind, index = name.partition("-")[0], _number_of(name)
-    if kind == "ssd":
+    kind, index = kind_of(name), index_of(name)
+    if kind is ActorKind.SSD_SERVER:
         from windlass.actors.ssd import SsdServer
 
         assert space is not None, "an SSD server serves an open space"
         spec, io = context.spec, context.ssds[index].io
         return SsdServer(name, space, commit, context.arena_path, send, io=io, deadline_s=spec.deadline_s)
     context = keeping_kernel(context, commit)
-    if kind == "optimizer":
+    if kind is ActorKind.OPTIMIZER:
         from windlass.actors.optimizer import CpuOptimizer, ModelProcess
 
         # A process of its own, which starts in seconds, only saves memory of long jobs.
@@ -101,5 +111,13 @@ def start_actor(
     return GpuWorker(context, partition, send, device=device.type)
 
 
-def _number_of(name: ActorName) -> int:
-    return int(name.partition("-")[2])
+def stop_actor(name: ActorName, actor: Any, *, is_over: bool) -> None:
+    """Ends an actor's threads and closes its files. `is_over`: the job is, so an SSD server deletes its states.
+
+    Raises:
+        TimeoutError: a thread of the actor hangs.
+    """
+    if kind_of(name) is ActorKind.SSD_SERVER:
+        actor.stop(delete_store=is_over)
+    else:
+        actor.stop()

@@ -5,12 +5,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts
 from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import ActorFailed, Message
-from windlass.actors.runtime.factory import LocalOptions, open_space, start_actor
-from windlass.actors.runtime.start_up import START_DEADLINE_S, open_attempt, start_actors
+from windlass.actors.runtime.factory import LocalOptions, open_space, start_actor, stop_actor
+from windlass.actors.runtime.start_up import START_DEADLINE_S, create_arena, plan_attempt, start_actors
 from windlass.actors.scheduler import GOES_ON, Scheduler
+from windlass.engine.device import memory_node
 from windlass.engine.model import Partition, partition_folder
 from windlass.storage.ids import ActorName
 from windlass.storage.store import CommitRecord, JobSpace
@@ -37,7 +40,8 @@ def run_local(
         TimeoutError: the attempt is over and its outcome is in the journal, but some of its threads hang.
     """
     partition = partition or partition_folder(spec.model_dir, spec.training.precision)
-    context, arena = open_attempt(spec, partition.layout, direct=direct, ssds=ssds)
+    context = plan_attempt(spec, partition.layout, direct=direct, ssds=ssds)
+    arena = create_arena(context, memory_node(torch.device(device)))
     options = LocalOptions(partition=partition, device=device, poison_released=poison_released, direct=direct)
     actors: dict[ActorName, Any] = {}
     spaces: dict[ActorName, JobSpace] = {}  # of SSD servers that have not started
@@ -76,10 +80,7 @@ def run_local(
             space.close()
 
     def end(name: ActorName) -> None:
-        if name.startswith("ssd-"):
-            actors[name].stop(delete_store=is_over)
-        else:
-            actors[name].stop()
+        stop_actor(name, actors[name], is_over=is_over)
 
     # If one actor hangs at the end, all others are still stopped and the arena is still removed.
     with contextlib.ExitStack() as ending:

@@ -40,16 +40,23 @@ from windlass.actors.lifecycle import (
     tell_alive,
 )
 from windlass.actors.messages import ActorFailed, Message, UserMessage
-from windlass.actors.runtime.factory import import_for, open_space, start_actor
+from windlass.actors.runtime.factory import gpu_node, import_for, open_space, start_actor, stop_actor
 from windlass.actors.runtime.outbox import Outbox
 from windlass.actors.runtime.sockets import MessageClient, MessageServer
-from windlass.actors.runtime.start_up import START_DEADLINE_S, open_attempt, start_actors, worker_names
-from windlass.actors.scheduler import GOES_ON, INTERRUPTED, ActorLostError, Scheduler
+from windlass.actors.runtime.start_up import (
+    START_DEADLINE_S,
+    create_arena,
+    plan_attempt,
+    start_actors,
+    worker_names,
+)
+from windlass.actors.scheduler import CANCELLED, GOES_ON, INTERRUPTED, PAUSED, ActorLostError, Scheduler
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import ActorName, Attempt, JobId
 from windlass.storage.integrity import StoreError
 from windlass.storage.memory import (
     InsufficientSpaceError,
+    has_several_nodes,
     is_out_of_space,
     may_find_room_later,
 )
@@ -67,10 +74,19 @@ _NICENESS_BESIDE_LAUNCHES = 5  # added for optimizers where a GPU computes: a th
 _ROOM_DEADLINE_S, _ROOM_TRY_S = 45.0, 1.0
 # Seconds between the runner's signs of life.
 _PULSE_S = 1.0
+# Seconds between two looks of a starting attempt whether it is to stop.
+_STOP_CHECK_S = 1.0
 # Parameters of mallopt, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 _Send = Callable[[ActorName, Message], None]
+
+
+class _StoppedAtStartError(Exception):
+    """The attempt was cancelled or paused before its actors had started.
+
+    The service removes the states of a cancelled job.
+    """
 
 
 def runner_name(job: JobId, attempt: Attempt) -> str:
@@ -121,6 +137,11 @@ class ActorShell:
         """
         self._attempt_lock = join_attempt(Path(self.context.spec.job_dir), self.context.spec.attempt)
 
+    def gpu_node(self) -> int | None:
+        """Returns the NUMA node near the GPU of this process; see `gpu_node`. Raises GpuUnusableError."""
+        self._importing.join()
+        return gpu_node(uses_gpu=self._uses_gpu)
+
     def open_space(self) -> list[CommitRecord]:
         """Opens the SSD of an SSD server. Returns the commits on it. Raises the errors of `JobSpace.open`."""
         self._importing.join()
@@ -153,12 +174,9 @@ class ActorShell:
                 failed = ActorFailed.of(error, actor=self.name, about=message)
                 self._outbox.send(SCHEDULER, failed)
 
-    def stop(self, delete_store: bool) -> None:
-        """Ends the actor's threads and closes its files."""
-        if self.name.startswith("ssd-"):
-            self.actor.stop(delete_store=delete_store)
-        else:
-            self.actor.stop()
+    def stop(self, is_over: bool) -> None:
+        """Stops the actor; see `stop_actor`."""
+        stop_actor(self.name, self.actor, is_over=is_over)
         self._mailbox.close()
         self._outbox.close()
         self._stopped.set()
@@ -241,24 +259,39 @@ class Runner:
     def _run(self) -> None:
         try:
             self._attempt()
+        except _StoppedAtStartError:
+            if self._stop.is_cancelled:
+                self._tell_end(CANCELLED, "The job was cancelled while its attempt started")
+            else:
+                self._tell_end(PAUSED, "The attempt ended while it started, as requested")
         except Exception as error:  # noqa: BLE001 - the journal is the only place to report it
             detail = traceback.format_exc()
-            with contextlib.suppress(OSError):  # the disk may be full
-                Path(self.spec.job_dir, "error.txt").write_text(detail)
+            self._note_error(detail)
+            if self._is_over:
+                return  # the journal has the outcome, and this error is one of the clean-up
             # Ray wraps an actor's exception; its cause is the one to show to the user.
             cause = getattr(error, "cause", None) or error
             was_lost = isinstance(cause, ActorLostError | TimeoutError | ray.exceptions.RayActorError)
             was_lost |= may_find_room_later(cause, self.spec.attempt)
-            is_for_people = isinstance(
+            is_for_users = isinstance(
                 cause, ActorLostError | TimeoutError | InsufficientSpaceError | StoreError | ValueError
             )
-            message = str(cause) if is_for_people else f"{type(cause).__name__}: {cause}"
+            message = str(cause) if is_for_users else f"{type(cause).__name__}: {cause}"
             code, param = getattr(cause, "code", "start_failed"), getattr(cause, "param", None)
-            self._tell_end(INTERRUPTED if was_lost else "failed", message, code=code, param=param)
+            told = {"code": code, "message": message, "param": param}
+            self._tell_end(INTERRUPTED if was_lost else "failed", message, told)
         finally:
             ray.kill(ray.get_runtime_context().current_actor)
 
-    def _tell_end(self, status: str, message: str, *, code: str = "start_failed", param: str | None = None) -> None:
+    def _note_error(self, text: str) -> None:
+        """Appends an error to the job's file of errors."""
+        with (
+            contextlib.suppress(OSError),
+            Path(self.spec.job_dir, "error.txt").open("a") as file,
+        ):  # the disk may be full
+            file.write(f"{text}\n")
+
+    def _tell_end(self, status: str, message: str, error: dict[str, Any] | None = None) -> None:
         """Writes the attempt's last record. If the disk stays full too long, the attempt ends without one.
 
         The runner gives no signs of life meanwhile. If there is no record, the service learns of the end from that.
@@ -268,11 +301,10 @@ class Runner:
             try:
                 with self._lock, contextlib.closing(self._open_journal()) as journal:
                     self._is_over = True
-                    error = {"code": code, "message": message, "param": param}
                     journal.append_outcome(status, message, error, model_dir=None)
                 return
-            except OSError as error:
-                if not is_out_of_space(error) or time.monotonic() > until_s:
+            except OSError as problem:
+                if not is_out_of_space(problem) or time.monotonic() > until_s:
                     raise
             self._waits_for_room = True
             time.sleep(_ROOM_TRY_S)
@@ -280,27 +312,60 @@ class Runner:
     def _attempt(self) -> None:
         spec = self.spec
         layout = ModelLayout.from_json(Path(spec.layout_file).read_text())
-        context, arena = open_attempt(spec, layout)
-        mailbox = MessageServer(self._post)
-        has_gpus = num_gpus_here() > 0
-        group = device_here(has_gpus=has_gpus)
-        try:
-            if not group.wait(START_DEADLINE_S):
-                raise TimeoutError(f"no device came free within {START_DEADLINE_S:g} s; another job holds it")
+        context = plan_attempt(spec, layout)
+        # An error of one clean-up does not keep the others from being done.
+        with contextlib.ExitStack() as ending:
+            arenas = ending.enter_context(contextlib.ExitStack())  # ends last, because workers use the arena
+            mailbox = MessageServer(self._post)
+            has_gpus = num_gpus_here() > 0
+            group = device_here(has_gpus=has_gpus)
+            ending.callback(remove_placement_group, group)
+            ending.callback(self._kill_workers)
+            self._await_device(group)
             addresses = self._make_workers(context, group, has_gpus=has_gpus) | {SCHEDULER: mailbox.address}
+            arena = create_arena(context, self._gpu_node() if has_gpus else None)
+            arenas.callback(arena.unlink)
+            arenas.callback(arena.close)
             commit = self._start_workers(addresses)
             outbox = Outbox(MessageClient(addresses).deliver)
             outcome = self._make_scheduler(context, outbox.send, commit).run()
+            with self._lock:
+                self._is_over = True  # the scheduler has written the outcome
             if outcome["status"] != INTERRUPTED:  # after an interruption, workers may be dead or hang: only kill them
-                is_over = outcome["status"] not in GOES_ON
-                stops = [handle.stop.remote(is_over) for handle in self._workers.values()]
-                ray.wait(stops, num_returns=len(stops), timeout=spec.deadline_s)
-        finally:
+                self._stop_workers(is_over=outcome["status"] not in GOES_ON)
+
+    def _stop_workers(self, *, is_over: bool) -> None:
+        """Stops the actors. `is_over`: the job is, so its states are deleted.
+
+        Errors go to the file of errors, because the outcome is the journal's last record.
+        """
+        deadline_s = self.spec.deadline_s
+        stops = {handle.stop.remote(is_over): name for name, handle in self._workers.items()}
+        stopped, late = ray.wait(list(stops), num_returns=len(stops), timeout=deadline_s)
+        for reference in late:
+            self._note_error(f"{stops[reference]} did not stop within {deadline_s:g} s")
+        for reference in stopped:
+            try:
+                ray.get(reference)
+            except Exception as error:  # noqa: BLE001 - the other actors are stopped all the same
+                self._note_error(f"{stops[reference]} did not stop cleanly: {error}")
+
+    def _kill_workers(self) -> None:
+        with contextlib.ExitStack() as ending:
             for handle in self._workers.values():
-                ray.kill(handle)
-            remove_placement_group(group)
-            arena.close()
-            arena.unlink()
+                ending.callback(ray.kill, handle)
+
+    def _await_device(self, group: Any) -> None:
+        until_s = time.monotonic() + START_DEADLINE_S
+        while not group.wait(_STOP_CHECK_S):
+            self._check_stop()
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"no device came free within {START_DEADLINE_S:g} s; another job holds it")
+
+    def _check_stop(self) -> None:
+        """Raises _StoppedAtStartError if the attempt is to stop, unless only its report of a complete model is left."""
+        if self._stop.is_made and not Path(self.spec.output_dir).is_dir():
+            raise _StoppedAtStartError
 
     def _make_workers(self, context: JobContext, group: Any, *, has_gpus: bool) -> dict[ActorName, str]:
         """Starts the processes of the job's actors; returns the addresses of their MessageServers."""
@@ -321,7 +386,11 @@ class Runner:
                 niceness=niceness_of(name, has_gpus=has_gpus),
                 uses_gpu=uses_gpu,
             )
-        return _answers_of({name: handle.address.remote() for name, handle in self._workers.items()})
+        return self._call(list(self._workers), "address")
+
+    def _gpu_node(self) -> int | None:
+        """Returns the NUMA node near the GPU that Ray gave to the GPU worker; None on a machine with one node."""
+        return self._call([GPU_WORKER], "gpu_node")[GPU_WORKER] if has_several_nodes() else None
 
     def _start_workers(self, addresses: Mapping[ActorName, str]) -> CommitRecord | None:
         """Starts the actors of all workers; returns the commit from which the job resumes."""
@@ -336,7 +405,7 @@ class Runner:
         self, names: Sequence[ActorName], method: str, *arguments: object, deadline_s: float = START_DEADLINE_S
     ) -> dict[ActorName, Any]:
         calls = {name: getattr(self._workers[name], method).remote(*arguments) for name in names}
-        return _answers_of(calls, deadline_s)
+        return _answers_of(calls, deadline_s, self._check_stop)
 
     def _check_workers(self) -> None:
         done, _ = ray.wait(list(self._alive), num_returns=1, timeout=0)
@@ -345,24 +414,39 @@ class Runner:
             raise ActorLostError(f"the process of {name} died; the kernel log tells whether memory ran out")
 
 
-def _answers_of(calls: Mapping[ActorName, Any], deadline_s: float = START_DEADLINE_S) -> dict[ActorName, Any]:
-    """Waits for the results of Ray calls and returns them by actor.
+def _answers_of(
+    calls: Mapping[ActorName, Any], deadline_s: float, check_stop: Callable[[], None]
+) -> dict[ActorName, Any]:
+    """Waits for the results of Ray calls and returns them by actor. Calls `check_stop` now and then meanwhile.
 
-    Raises an actor's error, ActorLostError if its process died, and TimeoutError if it does not answer in time.
+    Raises the error of the first actor that fails, ActorLostError if its process died, and TimeoutError if one does not
+    answer in time.
     """
-    until_s, answers = time.monotonic() + deadline_s, {}
-    for name, reference in calls.items():
-        try:
-            answers[name] = ray.get(reference, timeout=max(0.0, until_s - time.monotonic()))
-        except ray.exceptions.GetTimeoutError as error:
+    names = {reference: name for name, reference in calls.items()}
+    pending, answers = list(names), dict[ActorName, Any]()
+    until_s = time.monotonic() + deadline_s
+    while pending:
+        check_stop()
+        left_s = until_s - time.monotonic()
+        if left_s <= 0.0:
+            late = ", ".join(names[reference] for reference in pending)
             raise TimeoutError(
-                f"{name} was not ready within {deadline_s:g} s; the machine is overloaded, or a disk hangs"
-            ) from error
-        except ray.exceptions.ActorDiedError as error:
-            raise ActorLostError(
-                f"the process of {name} died while it started; the kernel log tells whether memory ran out"
-            ) from error
-    return answers
+                f"{late} was not ready within {deadline_s:g} s; the machine is overloaded, or a disk hangs"
+            )
+        # One at a time: others may wait, for example for a compiler, while the first one has failed.
+        done, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, _STOP_CHECK_S))
+        for reference in done:
+            answers[names[reference]] = _answer_of(names[reference], reference)
+    return {name: answers[name] for name in calls}
+
+
+def _answer_of(name: ActorName, reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except ray.exceptions.ActorDiedError as error:
+        raise ActorLostError(
+            f"the process of {name} died while it started; the kernel log tells whether memory ran out"
+        ) from error
 
 
 def _num_threads_of(name: ActorName, spec: JobSpec) -> int:

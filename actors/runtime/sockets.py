@@ -61,7 +61,7 @@ class MessageServer:
                 try:
                     raw = connection.recv_bytes()
                 except (EOFError, OSError):
-                    return  # the sender has ended: Ray reports its death, and every wait for it has a timeout
+                    return  # the sender has ended: Ray reports its death, and the scheduler notices who waits for it
                 try:
                     messages = decode(raw)
                 except (msgspec.DecodeError, KeyError):

@@ -42,10 +42,10 @@ def worker_names(spec: JobSpec) -> list[ActorName]:
     return [*_server_names(spec), *optimizers, GPU_WORKER]
 
 
-def open_attempt(
+def plan_attempt(
     spec: JobSpec, layout: ModelLayout, *, direct: bool = True, ssds: tuple[SsdFacts, ...] | None = None
-) -> tuple[JobContext, Arena]:
-    """Plans the attempt, checks that there is space for it, and creates its arena.
+) -> JobContext:
+    """Plans the attempt, and checks that there is space for it.
 
     Without `ssds`, the SSDs' stored measurements are used, or new ones are made. `direct=False` is for file systems
     without O_DIRECT.
@@ -59,7 +59,16 @@ def open_attempt(
     context = make_context(spec, layout, str(path), ssds, free_nbytes=arena_free_nbytes(spec))
     require_planned_device_room(spec)
     require_room(context, direct=direct)
-    return context, Arena.create(path, context.plan.arena_nbytes)
+    return context
+
+
+def create_arena(context: JobContext, node: int | None) -> Arena:
+    """Creates the arena of an attempt. `node` is the NUMA node near the job's GPU, on a machine with several.
+
+    Raises:
+        InsufficientSpaceError: the room that there was at the planning is gone.
+    """
+    return Arena.create(context.arena_path, context.plan.arena_nbytes, node=node)
 
 
 def start_actors(spec: JobSpec, call: CallActors) -> CommitRecord | None:

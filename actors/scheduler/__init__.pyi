@@ -1,5 +1,6 @@
 """The actor that runs the policy, keeps the progress, and writes the journal."""
 
+from windlass.actors.scheduler.scheduler import CANCELLED as CANCELLED
 from windlass.actors.scheduler.scheduler import GOES_ON as GOES_ON
 from windlass.actors.scheduler.scheduler import INTERRUPTED as INTERRUPTED
 from windlass.actors.scheduler.scheduler import PAUSED as PAUSED

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from windlass.actors.job import NUM_FIRST_STEPS, Journal, Pace, pace_of_attempt, read_journal
+from windlass.actors.lifecycle import ReportTimer
 from windlass.actors.messages import (
     BlockComputed,
     ComputeProgressed,
+    ExportProgressed,
     GradReady,
     KernelChosen,
     LoadProgressed,
@@ -35,7 +37,6 @@ _ACTIVATION_BYTES = {
     SpanKind.COPY_ACTIVATIONS_OUT: "activation_bytes_out",
     SpanKind.COPY_ACTIVATIONS_IN: "activation_bytes_in",
 }
-_TELL_LOADED_EVERY_S = 5.0  # seconds between two messages about the loading of weights
 _CHECKPOINT_METRICS = (
     "train_loss",
     "train_mean_token_accuracy",
@@ -119,7 +120,8 @@ class Progress:
         self._started_s = 0.0
         self._step_began_s = 0.0
         self._first_step = (initial_step or 0) + 1
-        self._loaded_at_s = -math.inf  # time of the last message about loading
+        self._load_timer = ReportTimer()
+        self._export_timers: dict[int, ReportTimer] = {}  # by step
         self._measured = Measured(self._first_step, self._history.measured)
         # The remaining time is estimated from the steps after this one; the second number is the time when it was over.
         self._paced_from = (self._first_step - 1, 0.0)
@@ -194,17 +196,26 @@ class Progress:
         }
 
     def _tell_loaded(self, event: LoadProgressed) -> None:
-        """Reports the loading of weights, but only every few seconds, because many blocks are loaded in a second."""
-        if (now_s := time.monotonic()) - self._loaded_at_s >= _TELL_LOADED_EVERY_S:
-            self._loaded_at_s = now_s
+        """Reports the loading of weights, but only every few seconds, because several actors may send its events."""
+        if self._load_timer.restart_if_due(time.monotonic()):
             share = event.num_params / event.total_params
             self._journal.append("message", f"Loaded {share:.0%} of {event.total_params:,} parameters")
+
+    def _tell_exported(self, event: ExportProgressed) -> None:
+        """Reports an export every few seconds. A short one is over before its first report."""
+        now_s = time.monotonic()
+        timer = self._export_timers.setdefault(event.step, ReportTimer(now_s))
+        if timer.restart_if_due(now_s):
+            how = "syncing its files to the disk" if event.share == 1.0 else f"{event.share:.0%} written"
+            self._journal.append("message", f"Exporting the model of step {event.step}: {how}")
 
     def note(self, event: Message) -> None:
         """Processes an event."""
         match event:
             case LoadProgressed():
                 self._tell_loaded(event)
+            case ExportProgressed():
+                self._tell_exported(event)
             case ModelLoaded():
                 now_s = time.monotonic()
                 text = f"Loaded {self._num_params:,} parameters in {now_s - self._started_s:.1f} s; training begins"

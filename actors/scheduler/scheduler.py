@@ -8,7 +8,7 @@ import contextlib
 import json
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +29,7 @@ from windlass.actors.messages import (
     CommitStore,
     DescribeStatus,
     Event,
+    ExportProgressed,
     FailureKind,
     KernelChosen,
     LoadProgressed,
@@ -63,18 +64,24 @@ _TICK_S = 1.0
 # Ticks that the actors have to answer what their threads do, after a timeout.
 _STATUS_TICKS = 4
 
+# Texts about actors in the error of a stuck job.
+_NO_ANSWER = "no answer, its process may hang"
+_LOST_MESSAGE = "has no work: a message to it or its reply was lost"
+
 # The outcome of an attempt that was lost through no fault of the job: another attempt can resume from the last commit.
 INTERRUPTED = "interrupted"
 # Key in such an outcome of the directory whose disk had too little space, and the bytes that must be free there.
 ROOM = "room"
-# The outcome of an attempt that ended after a commit on request: another attempt resumes from it.
+# The outcome of an attempt that ended on request, after a commit or before its first step: another attempt resumes.
 PAUSED = "paused"
+# The outcome of an attempt that ended on request with its job.
+CANCELLED = "cancelled"
 # The outcomes after which the job is not over and keeps its states.
 GOES_ON = frozenset((INTERRUPTED, PAUSED))
 
 _END_IN_WORDS = {
     "succeeded": "The model is ready",
-    "cancelled": "The job was cancelled",
+    CANCELLED: "The job was cancelled",
     PAUSED: "The attempt ended after a commit, as requested",
 }
 
@@ -246,7 +253,9 @@ class Scheduler:
                 next_tick_s = time.monotonic() + _TICK_S
                 if self._check_actors is not None:
                     self._check_actors()
-                self._check_deadlines()
+                # Replies that have arrived come first: they are no silence, however long this thread was busy.
+                if self._events.empty():
+                    self._check_deadlines()
 
     def _require_numerics(self, committed: int) -> None:
         """Checks that the job goes on under the rules that its last commit was made under."""
@@ -274,7 +283,7 @@ class Scheduler:
         if self._exported():
             return "succeeded"
         if self._stop.is_cancelled:
-            return "cancelled"
+            return CANCELLED
         return PAUSED if self._stop.is_paused else "succeeded"
 
     def _check_deadlines(self) -> None:
@@ -283,12 +292,14 @@ class Scheduler:
         try:
             self.pipeline.waits.check(time.monotonic())
         except DeadlineMissedError as error:
-            raise DeadlineMissedError("; ".join((str(error), *self._statuses()))) from None
+            text = "; ".join((str(error), *self._statuses(error.late)))
+            raise DeadlineMissedError(text, error.late) from None
 
-    def _statuses(self) -> list[str]:
+    def _statuses(self, late: Collection[ActorName]) -> list[str]:
         """Asks all actors what their threads do, because a late one often waits for another. Returns the answers.
 
-        An actor that does not answer soon is named, too. A failure that arrives meanwhile ends the attempt.
+        An actor that does not answer soon is named, too, and a late one that has no work. Others without work are left
+        out. A failure that arrives meanwhile ends the attempt.
         """
         shape, answers = self.pipeline.config, dict[ActorName, str]()
         actors = (shape.gpu_worker, *shape.optimizers, *shape.ssd_servers)
@@ -301,8 +312,9 @@ class Scheduler:
                 self._fail(event)
             if isinstance(event, StatusDescribed):
                 answers[event.actor] = event.text
-        texts = {actor: f"{actor}: {answers.get(actor, 'no answer, its process may hang')}" for actor in actors}
-        return [text for actor, text in texts.items() if answers.get(actor) != ""]
+        no_work = {actor: _LOST_MESSAGE if actor in late else "" for actor in actors}
+        texts = {actor: answers.get(actor, _NO_ANSWER) or no_work[actor] for actor in actors}
+        return [f"{actor}: {text}" for actor, text in texts.items() if text]
 
     def _end_step(self, over: EndStep) -> None:
         """Records a step's end, and what its commit stores for a restart."""
@@ -345,6 +357,7 @@ class Scheduler:
         self._remarks.append(text)
 
     def _on_exported(self, event: ModelExported) -> None:
+        self.pipeline.waits.require(ModelExported, event.step, event.actor)
         is_last = event.path == self.spec.output_dir
         if is_last and self.pipeline.copies_final_model:
             return  # it is a copy of a checkpoint that was already reported
@@ -364,16 +377,18 @@ class Scheduler:
                 self._journal.append("message", event.text)
             case KernelChosen() | ModelKernelsChosen() | SpansReported() | MemoryReported():
                 self._progress.note(event)
-            case LoadProgressed():
+            case LoadProgressed() | ExportProgressed():
                 self.pipeline.waits.heard_from(event.actor, time.monotonic())
                 self._progress.note(event)
             case Event():
                 self._progress.note(event)
+                if isinstance(event, ModelExported):
+                    # First, so that old checkpoints are removed before the next step begins. That may take long, and
+                    # `_handle` starts the timeouts of the next instructions.
+                    self._on_exported(event)
                 actions = self._handle(event)
                 if isinstance(event, ModelLoaded):
                     self._checkpoints.begin(time.monotonic())
-                elif isinstance(event, ModelExported):
-                    self._on_exported(event)  # first, so that old checkpoints are removed before the next step begins
                 # The journal is written after all instructions but the commits, so that no work waits for it. Commits
                 # come last: once the next one exists, a resumed attempt can no longer report the steps before it.
                 self._carry_out([action for action in actions if not _is_commit(action)])

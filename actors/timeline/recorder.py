@@ -5,11 +5,11 @@ of a machine use the same clock, CLOCK_MONOTONIC, which is Python's `time.monoto
 """
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from windlass.actors.job import GPU_WORKER, SCHEDULER
 from windlass.actors.messages import Message, SpanKind, SpansReported, WorkSpan
-from windlass.storage.ids import ActorName, JobId, StateKind, Step
+from windlass.storage.ids import ActorName, ChunkKey, JobId, StateKind, Step
 
 # Resources of the GPU worker: the device's compute, and the copies to it and from it.
 COMPUTE = f"{GPU_WORKER}/compute"
@@ -48,6 +48,26 @@ class SpanRecorder:
         self._spans.append(WorkSpan(resource, kind, step, block, chunk, start_s, end_s, nbytes))
         if len(self._spans) >= _MAX_HELD:
             self.tell(step)
+
+    def note_batch(
+        self,
+        resource: str,
+        kind: SpanKind,
+        step: int,
+        nbytes: Mapping[ChunkKey, int],
+        start_s: float,
+        end_s: float,
+    ) -> None:
+        """Records the spans of chunks that were copied one after the other, without a pause between them.
+
+        `nbytes` has the bytes of each chunk. Only the time of all is known, so each has a share of it by its bytes.
+        """
+        begun_s, done, total = start_s, 0, sum(nbytes.values())
+        for key, chunk_nbytes in nbytes.items():
+            done += chunk_nbytes
+            over_s = end_s if done == total else start_s + (end_s - start_s) * done / total
+            self.note(resource, kind, step, key.block, key.chunk, begun_s, over_s, chunk_nbytes)
+            begun_s = over_s
 
     def tell(self, step: int) -> None:
         """Sends the recorded spans, if there are any. `step` is the current step."""

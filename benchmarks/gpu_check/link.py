@@ -21,7 +21,7 @@ from benchmarks.reporting.machine import num_cores
 from tests.support.training import has_direct_io, keep_calibration
 from windlass.actors.job import calibrated
 from windlass.amounts import GB, GIB
-from windlass.engine.device import Device, TensorArena, copy
+from windlass.engine.device import Device, TensorArena, copy, memory_node
 from windlass.planner.profiling.measure_machine import MachineRates
 from windlass.planner.profiling.measure_machine import measure as measure_rates
 from windlass.storage.cancellation import CancelToken
@@ -98,7 +98,7 @@ def _link(setting: Setting) -> dict[str, Any]:
     token = CancelToken(_DEADLINE_S)
     device = Device(torch.device(setting.device), token=token)
     start_s = time.perf_counter()
-    arena = Arena.create(arena_path(SHM_DIR, JobId("gpu-check"), Attempt(1)), nbytes)
+    arena = Arena.create(arena_path(SHM_DIR, JobId("gpu-check"), Attempt(1)), nbytes, node=memory_node(device.device))
     try:
         created_s = time.perf_counter() - start_s
         memory = TensorArena.of(arena).memory

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,11 @@ class ModelExporter:
             self._write(where.shard, where.offset + first * self._dtype.itemsize, part)
         self._written.add(key)
 
-    def finish(self) -> None:
-        """Completes the folder and renames it to its final path. Raises `ExportError` if chunks are missing."""
+    def finish(self, on_synced: Callable[[], None] = lambda: None) -> None:
+        """Completes the folder and renames it to its final path. Raises `ExportError` if chunks are missing.
+
+        `on_synced` is called after each file that is on the disk.
+        """
         keys = [key for block in self._layout.blocks for key in self._layout.chunk_keys(block.index)]
         missing = [key for key in keys if key not in self._written]
         if missing:
@@ -114,7 +118,7 @@ class ModelExporter:
         self._config.save_pretrained(self._partial)
         self._write_generation_config()
         self._copy_tokenizer()
-        sync_tree(self._partial)
+        sync_tree(self._partial, on_synced)
         self._close()
         try:
             self._partial.rename(self._path)

@@ -36,7 +36,7 @@ def copy_model_folder(
         target: the copy's path.
         links: make hard links if the file system can; only for folders whose files never change. Without links, or
             if they are impossible, files share their blocks if the file system can do that, else bytes are copied.
-        on_progress: is called with the bytes that are complete so far.
+        on_progress: is called with the bytes that are complete so far. While the copy is synced they are all bytes.
 
     Raises:
         FileExistsError: `target` exists.
@@ -56,7 +56,7 @@ def copy_model_folder(
                 copy_file(path, there, on_progress=functools.partial(_add, on_progress, done))
             done += path.stat().st_size
             on_progress(done)
-        sync_tree(partial)
+        sync_tree(partial, functools.partial(on_progress, done))
         partial.rename(target)
         sync_path(target.parent)
     except BaseException:

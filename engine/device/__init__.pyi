@@ -4,8 +4,10 @@ from windlass.engine.device.buffer_pool import BufferClass as BufferClass
 from windlass.engine.device.buffer_pool import DeviceBuffers as DeviceBuffers
 from windlass.engine.device.device import Device as Device
 from windlass.engine.device.device import copy as copy
+from windlass.engine.device.device import copy_all as copy_all
 from windlass.engine.device.device_choice import GpuUnusableError as GpuUnusableError
 from windlass.engine.device.device_choice import compute_device as compute_device
+from windlass.engine.device.device_choice import memory_node as memory_node
 from windlass.engine.device.dtypes import TORCH_DTYPE as TORCH_DTYPE
 from windlass.engine.device.dtypes import state_dtype as state_dtype
 from windlass.engine.device.malloc import retain_freed_memory as retain_freed_memory

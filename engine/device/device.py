@@ -28,6 +28,12 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
             to.copy_(from_, non_blocking=True)
 
 
+def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies between the tensors of pairs, each a target and its source; see `copy`."""
+    for target, source in pairs:
+        copy(target, source)
+
+
 def _start_daemons(targets: Iterable[Callable[[], None]]) -> None:
     for target in targets:
         threading.Thread(target=target, daemon=True).start()

@@ -1,6 +1,10 @@
 """Chooses the device that a process computes on: its assigned GPU, or the CPU."""
 
+from typing import Any
+
 import torch
+
+from windlass.storage.memory import has_several_nodes, node_near
 
 
 class GpuUnusableError(ValueError):
@@ -23,6 +27,17 @@ def compute_device(*, uses_gpu: bool) -> torch.device:
             "this driver's CUDA, or set CUDA_VISIBLE_DEVICES= (empty) before `windlass up` to train on the CPU"
         )
     return torch.device("cuda", 0)
+
+
+def memory_node(device: torch.device) -> int | None:
+    """Returns the NUMA node whose memory is nearest to a GPU.
+
+    Returns None for a CPU, on a machine with one node, or if the kernel does not know the node.
+    """
+    if device.type != "cuda" or not has_several_nodes():
+        return None
+    gpu: Any = torch.cuda.get_device_properties(device)
+    return node_near(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
 
 def _reason() -> str:

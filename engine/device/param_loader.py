@@ -1,20 +1,23 @@
 """Copies the params of blocks to device buffers, chunk by chunk, from host memory or from the SSDs.
 
 Missing chunks are requested in batches while slots are free. One thread queues the copies of chunks that are in host
-memory. The GPU worker of jobs and `windlass.offload` decide which block comes next, and use one loader each.
+memory. Those of a block that are there at the same time are copied together (`copy_batches`). A chunk that arrives
+alone is copied at once. The GPU worker of jobs and `windlass.offload` decide which block comes next, and use one loader
+each.
 """
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from windlass.engine.device.device import Device, copy
+from windlass.engine.device.device import Device, copy_all
 from windlass.engine.device.streams import Event
 from windlass.engine.device.tensor_arena import TensorArena
+from windlass.engine.memory_plan import copy_batch_size
 from windlass.storage.cancellation import TaskQueue, What
 from windlass.storage.ids import ChunkKey, Span
 from windlass.storage.memory import SlotPool
@@ -58,8 +61,11 @@ class ParamSource(Protocol[_Taken]):
     def chunk_arrived(self, load: _Taken, key: ChunkKey, params: torch.Tensor) -> None:
         """Takes note that a chunk is in host memory, before its copy is queued."""
 
-    def chunk_copied(self, load: _Taken, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
-        """Takes note that a chunk's copy is over, before its slot is released."""
+    def chunks_copied(self, load: _Taken, nbytes: Mapping[ChunkKey, int], begun: Event, copied: Event) -> None:
+        """Takes note that the copies of chunks are over, before their slots are released.
+
+        `nbytes` has the bytes of each. They were copied in this order between the two events.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,12 +106,9 @@ class ParamLoader(Generic[_Load]):
 
         The load's `num_missing` must be the number of chunks.
         """
-        missing = []
-        for key in keys:
-            if (span := self._source.resident_params(key)) is not None:
-                self._arrived.put(_Arrival(load, key, span, is_slot=False))
-            else:
-                missing.append(key)
+        resident = {key: span for key in keys if (span := self._source.resident_params(key)) is not None}
+        self._arrived.put(*(_Arrival(load, key, span, is_slot=False) for key, span in resident.items()))
+        missing = [key for key in keys if key not in resident]
         for start in range(0, len(missing), self._batch):
             self._read(load, missing[start : start + self._batch])
 
@@ -117,24 +120,17 @@ class ParamLoader(Generic[_Load]):
     def run(self) -> None:
         """Queues copies, in a thread of the caller."""
         h2d = self._device.h2d
-        while (arrival := self._arrived.take()) is not None:
-            load, key = arrival.load, arrival.key
-            start, stop = self._source.chunk_range(key)
-            params = self._arena.view(arrival.span.offset, stop - start, self._dtype)
-            self._source.chunk_arrived(load, key, params)
-            if load.holds_chunks and arrival.is_slot:
-                load.held.append(arrival.span)
-            begin = max(start, load.first)
-            part = params[max(0, begin - start) :]
-            target = load.buffer[begin - load.first : begin - load.first + part.numel()]
+        while arrivals := self._arrived.take_some(self._size_of_next):
+            load = arrivals[0].load
+            pairs = [self._receive(arrival) for arrival in arrivals]
             begun = h2d.record()
-            h2d.run(functools.partial(copy, target, part))
+            h2d.run(functools.partial(copy_all, pairs))
             copied = h2d.record()
             # Before the callback, which may be called at once and reads it.
-            load.num_missing -= 1
+            load.num_missing -= len(arrivals)
             if load.num_missing == 0:
                 load.copied = copied
-            callback = functools.partial(self._copied, arrival, begun, copied, part.nbytes)
+            callback = functools.partial(self._copied, load, arrivals, begun, copied)
             h2d.then(self._source.naming(load, callback))
             if load.copied is not None:
                 with self._changed:
@@ -157,7 +153,27 @@ class ParamLoader(Generic[_Load]):
 
         self._source.read_params(load, spans, arrived)
 
-    def _copied(self, arrival: _Arrival[_Load], begun: Event, copied: Event, nbytes: int) -> None:
-        self._source.chunk_copied(arrival.load, arrival.key, begun, copied, nbytes)
-        if arrival.is_slot and not arrival.load.holds_chunks:
-            self._slots.release([arrival.span])
+    def _size_of_next(self, arrived: Iterable[_Arrival[_Load]]) -> int:
+        return copy_batch_size((arrival.load, self._nbytes(arrival)) for arrival in arrived)
+
+    def _receive(self, arrival: _Arrival[_Load]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes a chunk that is in host memory. Returns the part of the buffer that it fills, and the source."""
+        load, start, stop = arrival.load, *self._source.chunk_range(arrival.key)
+        params = self._arena.view(arrival.span.offset, stop - start, self._dtype)
+        self._source.chunk_arrived(load, arrival.key, params)
+        if load.holds_chunks and arrival.is_slot:
+            load.held.append(arrival.span)
+        begin = max(start, load.first)
+        part = params[max(0, begin - start) :]
+        return load.buffer[begin - load.first : begin - load.first + part.numel()], part
+
+    def _nbytes(self, arrival: _Arrival[_Load]) -> int:
+        """Returns the bytes of a chunk that are copied."""
+        start, stop = self._source.chunk_range(arrival.key)
+        return max(0, stop - max(start, arrival.load.first)) * self._dtype.itemsize
+
+    def _copied(self, load: _Load, arrivals: Sequence[_Arrival[_Load]], begun: Event, copied: Event) -> None:
+        nbytes = {arrival.key: self._nbytes(arrival) for arrival in arrivals}
+        self._source.chunks_copied(load, nbytes, begun, copied)
+        if not load.holds_chunks:
+            self._slots.release([arrival.span for arrival in arrivals if arrival.is_slot])

@@ -16,6 +16,9 @@ from windlass.engine.memory_plan.buffer_counts import grad_buffers_of_job as gra
 from windlass.engine.memory_plan.buffer_counts import lane_buffers as lane_buffers
 from windlass.engine.memory_plan.buffer_counts import param_buffers as param_buffers
 from windlass.engine.memory_plan.buffer_counts import summed_in_fp32 as summed_in_fp32
+from windlass.engine.memory_plan.copy_batches import COPY_BATCH_NBYTES as COPY_BATCH_NBYTES
+from windlass.engine.memory_plan.copy_batches import batches_to_copy as batches_to_copy
+from windlass.engine.memory_plan.copy_batches import copy_batch_size as copy_batch_size
 from windlass.engine.memory_plan.device_moments import DeviceNeed as DeviceNeed
 from windlass.engine.memory_plan.device_moments import UnitNeed as UnitNeed
 from windlass.engine.memory_plan.device_moments import evaluation_moments as evaluation_moments

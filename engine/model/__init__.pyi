@@ -11,6 +11,7 @@ from windlass.engine.model.gradient_check import check_architecture as check_arc
 from windlass.engine.model.gradient_check import check_kernels as check_kernels
 from windlass.engine.model.head_slices import LossSums as LossSums
 from windlass.engine.model.head_slices import num_slice_tokens as num_slice_tokens
+from windlass.engine.model.layout import MODELS_MODULE as MODELS_MODULE
 from windlass.engine.model.layout import BlockLayout as BlockLayout
 from windlass.engine.model.layout import ModelLayout as ModelLayout
 from windlass.engine.model.layout import ParamSlice as ParamSlice

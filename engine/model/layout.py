@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass
 
 from windlass.storage.ids import BlockIndex, ChunkIndex, ChunkKey
 
+# The base module of all models. transformers loads it when the first model is built, which takes a second or two.
+MODELS_MODULE = "transformers.modeling_utils"
+
 
 @dataclass(frozen=True, slots=True)
 class ParamSlice:

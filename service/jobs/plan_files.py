@@ -5,6 +5,7 @@ The job's row names the current one. An attempt runs by the plan that is current
 
 import functools
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from windlass.service.preparation import PLAN_JOB, QUESTION_FILE
 from windlass.service.validation import model_dir
 from windlass.storage.files import sync_path, write_durably
 from windlass.storage.sql import Job, JobMetrics
+
+_LOG = logging.getLogger(__name__)
 
 # Fields of the request to the planner in older releases, which the training config has now.
 _OLDER_SETTINGS = frozenset(
@@ -55,7 +58,7 @@ def _holds_plan(path: Path, _changed_ns: int) -> bool:
     try:
         return _load(path) is not None
     except ValueError:
-        return True  # whoever reads it learns of the wrong value
+        return True  # `load_plan` raises the error where the plan is needed
 
 
 def plans_of(settings: Settings, job: Job) -> Sequence[JobPlan]:
@@ -81,17 +84,29 @@ def keep_plan(settings: Settings, job: Job, plan: JobPlan) -> int:
 
 
 def load_plan_request(settings: Settings, job: Job) -> PlanRequest | None:
-    """Returns the request to the planner for the current plan, or None if it is no longer known."""
-    plan = load_plan(settings, job)
+    """Returns the request to the planner for the current plan, or None if it is no longer known.
+
+    A request that cannot be read counts as unknown, with a warning in the log. Raises ValueError as `load_plan` does.
+    """
+    plan, path = load_plan(settings, job), job_dir(settings, job.id) / "prepare" / QUESTION_FILE
     try:
-        stored = json.loads((job_dir(settings, job.id) / "prepare" / QUESTION_FILE).read_text())
+        stored = json.loads(path.read_text())
         request = _read_request(stored, training_config_of(job), dataset_dir(job_dir(settings, job.id)))
-    except (OSError, ValueError):
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _warn_once(path, str(error))
         return None
     # The home may have been moved since, and other jobs may run now.
     folder = model_dir(job.model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
     request = replace(request, model_dir=folder, is_alone=False)
     return request if plan is None else request.with_inputs(plan.changed_inputs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_once(path: Path, why: str) -> None:
+    """Logs that a request cannot be read, only once because a waiting job's request is read again and again."""
+    _LOG.warning("the request to the planner in %s cannot be read, so the job's plan is not renewed: %s", path, why)
 
 
 def _read_request(stored: object, training: TrainingConfig, data_dir: Path) -> PlanRequest:

@@ -28,6 +28,8 @@ _DEADLINE_S = 600.0
 _ENOUGH_DESCRIPTORS = 4096
 # Bytes of locked memory for the rings of io_uring: some pages for each of a server's threads.
 _ENOUGH_LOCKED_NBYTES = 1 << 20
+_MOUNTS = Path("/proc/mounts")
+_SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")  # of all shared memory
 
 
 class DoctorError(ReportedError):
@@ -148,7 +150,7 @@ def measured_hardware(settings: Settings) -> Hardware | None:
 
 def check_limits(machine: Machine) -> list[Finding]:
     """Returns the system's limits that can affect jobs."""
-    limits = [_shared_memory(machine), _descriptors(), _locked_memory(), _memory_limit(machine)]
+    limits = [_shared_memory(machine), _huge_pages(), _descriptors(), _locked_memory(), _memory_limit(machine)]
     return [*([_gpu_use()] if machine.gpus else []), *limits]
 
 
@@ -202,6 +204,34 @@ def _shared_memory(machine: Machine) -> Finding:
     return Finding(what="shared memory", found=found, remedy=remedy)
 
 
+def _huge_pages() -> Finding:
+    """Checks whether arenas get huge pages: as their file system is mounted, or because jobs make them."""
+    what, mode = "huge pages", _shm_huge_mode()
+    found = f"/dev/shm has huge={mode}"
+    enabled = _SHMEM_ENABLED.read_text() if _SHMEM_ENABLED.is_file() else ""
+    harm = "jobs start later, and copies and SSDs are slower with pages of 4 KiB"
+    if "[deny]" in enabled:
+        remedy = f"{harm}: `echo never > {_SHMEM_ENABLED}` lets them use larger ones"
+        return Finding(what=what, found="denied to shared memory", remedy=remedy)
+    if "[force]" in enabled or mode in ("always", "within_size"):
+        return Finding(what=what, found=found)
+    if _kernel_is_at_least(6, 1):
+        return Finding(what=what, found=f"{found}; jobs make them")
+    if mode == "advise" and _kernel_is_at_least(5, 14):
+        return Finding(what=what, found=found)
+    remedy = f"{harm}: `mount -o remount,huge=within_size /dev/shm`, or Linux 6.1"
+    return Finding(what=what, found=found, remedy=remedy)
+
+
+def _shm_huge_mode() -> str:
+    """Returns the mount option `huge` of /dev/shm. The kernel does not list it if it is "never"."""
+    for line in _MOUNTS.read_text().splitlines():
+        _, directory, _, options, *_ = line.split()
+        if directory == "/dev/shm" and (match := re.search(r"\bhuge=(\w+)", options)):
+            return match[1]
+    return "never"
+
+
 def _descriptors() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     what = "open files"
@@ -221,7 +251,7 @@ def _locked_memory() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     what = "locked memory"
     found = "any amount" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:g} MiB"
-    if not _rings_are_counted():
+    if _kernel_is_at_least(5, 12):
         return Finding(what=what, found=f"{found}; jobs need none of it on this kernel")
     if soft == resource.RLIM_INFINITY or soft >= _ENOUGH_LOCKED_NBYTES:
         return Finding(what=what, found=found)
@@ -230,9 +260,9 @@ def _locked_memory() -> Finding:
     return Finding(what=what, found=found, remedy=remedy)
 
 
-def _rings_are_counted() -> bool:
-    version = re.match(r"(\d+)\.(\d+)", os.uname().release)
-    return version is not None and tuple(map(int, version.groups())) < (5, 12)
+def _kernel_is_at_least(*version: int) -> bool:
+    match = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return match is None or tuple(map(int, match.groups())) >= version
 
 
 def _how_to_raise(hard: int, enough: int, command: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from windlass.actors.job import JobSpec
+from windlass.engine.model import MODELS_MODULE
 from windlass.planner.planning import PlanRequest
 from windlass.service.preparation.check_cache import CheckCache
 from windlass.service.preparation.sandbox import PASSED_ON, StepServer
@@ -41,8 +42,6 @@ _CHECKER = "windlass.engine.checkpoint.check_model"
 _PREPARER = "windlass.engine.data.tokenize"
 _PLANNER = "windlass.planner.planning.worker"
 _BUDGETS = "windlass.actors.job.check_budgets"
-# Transformers imports this module with the first model that is built. The checker and the planner build one.
-_MODELS = "transformers.modeling_utils"
 # Further environment variables of the download, the only step that talks to the hub. It runs only if the model's folder
 # is missing, so it reads no user's file.
 _HUB_PASSED_ON = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE")
@@ -121,7 +120,9 @@ def step_server(log_path: Path) -> StepServer:
 
     The download is excluded, because its process has secrets.
     """
-    return StepServer((_CHECKER, _PREPARER, _PLANNER, _BUDGETS), log_path, also=(_MODELS,))
+    return StepServer(
+        (_CHECKER, _PREPARER, _PLANNER, _BUDGETS), log_path, also=(MODELS_MODULE,)
+    )  # the checker and the planner build models
 
 
 def steps_of(order: PreparationOrder) -> list[PreparationStep | LaterStep]:

@@ -4,6 +4,7 @@ A file is durable when its content was synced, and each folder on its path was s
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -16,14 +17,15 @@ def sync_path(path: Path) -> None:
         os.close(fd)
 
 
-def sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path, on_synced: Callable[[], None] = lambda: None) -> None:
     """Syncs a folder and all files and folders below it, but not its name in its parent. Raises OSError.
 
-    Symbolic links are not followed.
+    Symbolic links are not followed. `on_synced` is called after each file or folder.
     """
     for path in folder.rglob("*"):
         if not path.is_symlink() and (path.is_file() or path.is_dir()):
             sync_path(path)
+            on_synced()
     sync_path(folder)
 
 

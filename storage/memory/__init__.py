@@ -1,4 +1,4 @@
-"""Shared memory: arenas, their slots, huge pages, and the space that is left."""
+"""Shared memory: arenas, their slots and pages, NUMA nodes, and the space that is left."""
 
 from windlass.exports import lazy_exports
 

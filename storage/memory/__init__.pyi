@@ -1,4 +1,4 @@
-"""Shared memory: arenas, their slots, huge pages, the space that is left, and how processes ended without it."""
+"""Shared memory: arenas and their slots, pages and NUMA nodes, the space left, and how processes ended without it."""
 
 from windlass.storage.memory.arena import ALIGNMENT_NBYTES as ALIGNMENT_NBYTES
 from windlass.storage.memory.arena import Arena as Arena
@@ -15,6 +15,9 @@ from windlass.storage.memory.capacity import may_find_room_later as may_find_roo
 from windlass.storage.memory.capacity import memory_available_nbytes as memory_available_nbytes
 from windlass.storage.memory.capacity import require_arena_room as require_arena_room
 from windlass.storage.memory.capacity import require_disk_room as require_disk_room
+from windlass.storage.memory.numa import has_several_nodes as has_several_nodes
+from windlass.storage.memory.numa import node_near as node_near
+from windlass.storage.memory.numa import parse_cpu_list as parse_cpu_list
 from windlass.storage.memory.process_end import describe_process_end as describe_process_end
 from windlass.storage.memory.process_end import explain_process_end as explain_process_end
 from windlass.storage.memory.process_end import last_line as last_line

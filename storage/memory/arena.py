@@ -17,7 +17,8 @@ from windlass.storage.cancellation import CancelToken
 from windlass.storage.files import lock, try_lock
 from windlass.storage.ids import Attempt, JobId, Span
 from windlass.storage.memory.capacity import InsufficientSpaceError, directory_free_nbytes, require_arena_room
-from windlass.storage.memory.huge_pages import use_huge_pages
+from windlass.storage.memory.numa import NumaNode
+from windlass.storage.memory.page_allocation import allocate_pages
 
 # Bytes: the page size and O_DIRECT's strictest alignment. Every span and every transfer is a multiple of it.
 ALIGNMENT_NBYTES = 4096
@@ -66,11 +67,12 @@ class Arena:
         self._mapping: mmap.mmap | None = mapping
 
     @classmethod
-    def create(cls, path: Path | str, nbytes: int, *, huge_pages: bool = True) -> "Arena":
+    def create(cls, path: Path | str, nbytes: int, *, huge_pages: bool = True, node: int | None = None) -> "Arena":
         """Creates the file and allocates all of its memory, so that no later access fails for lack of memory.
 
-        It uses huge pages if the kernel can; `huge_pages=False` keeps small pages, for measurements. The creator's page
-        tables stay empty, because it hardly touches the bytes.
+        It uses huge pages if the kernel can; `huge_pages=False` keeps small pages, for measurements. `node` is the NUMA
+        node that the memory should be on, as far as there is room. The creator's page tables stay empty, because it
+        hardly touches the bytes.
 
         Raises:
             InsufficientSpaceError: the directory or the memory cannot hold it; the file is removed.
@@ -81,9 +83,14 @@ class Arena:
         require_arena_room(path.parent, nbytes)
         fd = _create_locked(path)
         try:
-            os.posix_fallocate(fd, 0, nbytes)
-            if huge_pages:
-                use_huge_pages(fd, nbytes, _HUGE_PAGES_BUDGET_S)
+            os.truncate(fd, nbytes)
+            allocate_pages(
+                fd,
+                nbytes,
+                huge_budget_s=_HUGE_PAGES_BUDGET_S if huge_pages else 0.0,
+                node=None if node is None else NumaNode.for_memory(node, nbytes),
+            )
+            os.posix_fallocate(fd, 0, nbytes)  # the pages that are missing: fails now rather than at an access
             mapping = mmap.mmap(fd, nbytes)  # keeps a duplicate of the descriptor, and with it the lock
         except BaseException as error:
             path.unlink(missing_ok=True)
@@ -183,7 +190,7 @@ class SlotPool:
         Raises the errors of `CancelToken.wait_for`. None is acquired then.
         """
         if not 0 <= n <= self.num_slots:
-            raise ValueError(f"pool {self.name} has {self.num_slots} slots; {n} were asked for at once")
+            raise ValueError(f"pool {self.name} has {self.num_slots} slots; {n} were requested at once")
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)

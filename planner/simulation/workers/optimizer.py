@@ -139,8 +139,8 @@ class Optimizer:
 
     def _done(self, chunk: QueuedChunk[_Chunk]) -> None:
         update = chunk.item.update
-        if self._queue.is_block_done(chunk):
+        if self._queue.chunk_done(chunk):
             self.world.send_to_scheduler(
                 BlockUpdated(job=update.job, step=update.step, block=update.block, actor=self.name)
             )
-            self._carry_out(self._update_queue.updated())
+            self._carry_out(self._update_queue.updated(update.step))

@@ -92,7 +92,7 @@ class Worker:
                 yield from world.compute.work(duration_s, SpanKind.UPDATE, command.step, block)
                 self._grads.updated(block)
                 world.send_to_scheduler(BlockUpdated(job=command.job, step=command.step, block=block, actor=name))
-                self._carry_out(self._update_queue.updated())
+                self._carry_out(self._update_queue.updated(command.step))
             else:
                 keys = world.context.layout.chunk_keys(block)
                 yield world.env.all_of([world.env.process(self._flush(command, key)) for key in keys])

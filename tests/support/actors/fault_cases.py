@@ -30,6 +30,7 @@ from windlass.actors.messages import (
     DescribeStatus,
     Event,
     ExportModel,
+    ExportProgressed,
     FlushBlock,
     GradOffloaded,
     GradReady,
@@ -138,6 +139,7 @@ ROWS = (
     Row(message=ModelExported, to=(SCHEDULER,)),
     Row(message=KernelChosen, to=(SCHEDULER,), is_awaited=False),
     Row(message=LoadProgressed, to=(SCHEDULER,), is_awaited=False),
+    Row(message=ExportProgressed, to=(SCHEDULER,), is_awaited=False),
     Row(message=SpansReported, to=(SCHEDULER,), is_awaited=False),
     Row(message=MemoryReported, to=(SCHEDULER,), is_awaited=False),
 )

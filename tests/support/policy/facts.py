@@ -233,7 +233,7 @@ class Facts(Expected):
                 self.owed.discard((*key, event.actor))
                 self.updated.setdefault(key, set()).add(event.actor)
                 self._note_updated(key)
-                self.carry_out(event.actor, self.update_queues[event.actor].updated())
+                self.carry_out(event.actor, self.update_queues[event.actor].updated(event.step))
             case BlockFlushed():
                 flushes = self.flushing[event.block]
                 del flushes[event.actor]

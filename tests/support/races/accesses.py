@@ -173,7 +173,7 @@ def _follow_update_queues(checker: RaceChecker, patch: pytest.MonkeyPatch) -> No
         return learned(queue, add(queue, message))
 
     patch.setattr(UpdateQueue, "add", add_noted)
-    patch.setattr(UpdateQueue, "updated", lambda queue: learned(queue, updated(queue)))
+    patch.setattr(UpdateQueue, "updated", lambda queue, step: learned(queue, updated(queue, step)))
 
 
 def _follow_transfers(checker: RaceChecker, memory: Memory, patch: pytest.MonkeyPatch) -> None:

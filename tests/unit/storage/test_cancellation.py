@@ -130,6 +130,19 @@ def test_queue_gives_its_tasks_in_order_and_after_a_cancel_those_that_are_left()
     assert [tasks.take(), tasks.take(), tasks.take()] == [1, 2, None]
 
 
+def test_queue_gives_several_tasks_at_once_as_counted_and_none_after_a_cancel() -> None:
+    token = CancelToken(0.01)
+    tasks: TaskQueue[int] = TaskQueue(token)
+    waiting = Waiting(lambda: tasks.take_some(lambda ready: sum(1 for task in ready if task < 3)))
+    assert waiting.is_waiting()
+    tasks.put(1, 2, 3)
+    waiting.end()
+    assert waiting.result == [1, 2]
+    token.cancel()
+    assert tasks.take_some(lambda ready: len(list(ready))) == [3]
+    assert tasks.take_some(lambda ready: len(list(ready))) == []
+
+
 def test_cancel_ends_the_wait_for_a_task() -> None:
     token = CancelToken()
     waiting = Waiting(TaskQueue[int](token).take)

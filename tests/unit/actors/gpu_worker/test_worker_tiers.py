@@ -1,5 +1,6 @@
 """One rank whose params and gradients are resident in memory or on the device, or whose gradients spill to the SSDs."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from windlass.actors.messages import (
     FlushBlock,
     GradOffloaded,
     KernelChosen,
+    LoadProgressed,
     Phase,
     ReadChunks,
     RestoreStates,
@@ -272,6 +274,22 @@ def test_a_dropped_gradient_on_the_device_is_forgotten(bench: Bench) -> None:
     assert BlockIndex(3) in bench.worker._grads._complete
     bench.worker.post(SkipStep(job=bench.spec.job, step=STEP))
     assert BlockIndex(3) not in bench.worker._grads._complete
+
+
+@pytest.mark.parametrize("bench", [of_bench(placement=Placement(device_blocks=(1, 4)))], indirect=True)
+def test_restore_of_states_on_the_device_tells_its_progress_chunk_by_chunk(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device may hold states that take longer to read than the job's timeout."""
+    monkeypatch.setattr("windlass.actors.lifecycle.report_timer.PROGRESS_EVERY_S", 0.0)
+    store_moments(bench)
+    bench.worker.post(RestoreStates(job=bench.spec.job, step=Step(0)))
+    bench.ssds.receive(StatesRestored)
+    told, layout = bench.ssds.of(LoadProgressed), bench.layout
+    keys = [key for block in (1, 4) for key in layout.chunk_keys(BlockIndex(block))]
+    assert len(keys) > 2
+    assert [each.num_params for each in told] == list(itertools.accumulate(map(bench.context.chunk_numel, keys)))
+    assert {(each.actor, each.total_params) for each in told} == {("gpu-0", told[-1].num_params)}
 
 
 def test_status_names_states_that_do_not_arrive(tmp_path: Path) -> None:

@@ -7,18 +7,24 @@ from hypothesis import strategies as st
 
 from tests.support.actors.specs import make_layout, make_spec
 from windlass.actors.job.context import (
+    GPU_WORKER,
+    SCHEDULER,
+    ActorKind,
     SsdFacts,
     aligned,
     evaluation_batch_size,
     grad_precision,
+    index_of,
+    kind_of,
     make_context,
     num_evaluation_groups,
+    optimizer_index,
     optimizer_name,
     ssd_name,
 )
 from windlass.engine.memory_plan.plan import Placement, PlanError
 from windlass.engine.memory_plan.update_order import UpdateOrder
-from windlass.storage.ids import ALL_FORMATS, BlockIndex, ChunkIndex, ChunkKey, Formats, Precision, StateKind
+from windlass.storage.ids import ALL_FORMATS, ActorName, BlockIndex, ChunkIndex, ChunkKey, Formats, Precision, StateKind
 from windlass.storage.io.engines import DEFAULT_IO
 
 LAYOUT = make_layout(3000, 5000, 5000, 100)
@@ -186,3 +192,22 @@ def test_a_budget_that_is_too_small_is_refused() -> None:
     changes: dict[str, Any] = {"host_memory_nbytes": 10_000}
     with pytest.raises(PlanError, match=r"its budget of 9\.77 KiB"):
         make_context(make_spec(**changes), LAYOUT, "/arena")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "index"),
+    [
+        (optimizer_name(12), ActorKind.OPTIMIZER, 12),
+        (ssd_name(3), ActorKind.SSD_SERVER, 3),
+        (GPU_WORKER, ActorKind.GPU_WORKER, 0),
+    ],
+)
+def test_name_of_an_actor_has_its_kind_and_index(name: ActorName, kind: ActorKind, index: int) -> None:
+    assert (kind_of(name), index_of(name)) == (kind, index)
+    assert optimizer_index(name) == (index if kind is ActorKind.OPTIMIZER else None)
+
+
+def test_kind_of_the_scheduler_is_its_name_and_other_names_are_refused() -> None:
+    assert kind_of(SCHEDULER) is ActorKind.SCHEDULER
+    with pytest.raises(ValueError, match="tape"):
+        kind_of(ActorName("tape-0"))

@@ -125,6 +125,22 @@ def test_kill_attempt_kills_only_lock_holders(tmp_path: Path) -> None:
         assert kill_attempt(tmp_path, FIRST) == []
 
 
+def test_kill_attempt_kills_a_holder_that_closes_another_file_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readlink = Path.readlink
+
+    def read(link: Path) -> Path:
+        if link.name == "0":  # stands for a file that is closed between the listing and the reading
+            raise FileNotFoundError(link)
+        return readlink(link)
+
+    with holder("begin_attempt", tmp_path, FIRST) as runner:
+        monkeypatch.setattr(Path, "readlink", read)
+        assert kill_attempt(tmp_path, FIRST) == [runner.pid]
+        assert runner.wait() == -signal.SIGKILL
+
+
 def test_a_runner_tells_that_it_lives_until_the_attempt_is_closed(tmp_path: Path) -> None:
     assert last_sign_of_life(tmp_path, FIRST) is None
     assert not tell_alive(tmp_path, FIRST)

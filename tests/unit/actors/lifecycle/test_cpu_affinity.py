@@ -11,17 +11,9 @@ from windlass.actors.lifecycle.cpu_affinity import (
     bind_optimizer,
     cores_of,
     numa_nodes,
-    parse_cpu_list,
 )
 
 TWO_NODES = [frozenset({0, 1, 2, 3}), frozenset({4, 5, 6, 7})]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("0-3\n", {0, 1, 2, 3}), ("0,2-3,8", {0, 2, 3, 8}), ("5", {5}), ("\n", set())]
-)
-def test_the_kernels_lists(text: str, expected: set[int]) -> None:
-    assert parse_cpu_list(text) == expected
 
 
 def test_nodes_have_only_cores_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

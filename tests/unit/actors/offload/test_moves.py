@@ -31,6 +31,7 @@ from windlass.engine.device import device as device_module
 from windlass.engine.device.streams import StartThreads
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import JobId
+from windlass.storage.memory.arena import Arena
 from windlass.storage.ssd.volume import Volume
 from windlass.storage.store.tensor_store import TensorStore
 
@@ -268,3 +269,19 @@ def test_offload_on_late_streams_is_same_as_plain_pytorch(
             one_step(plain, plain_optimizer, step)  # type: ignore[arg-type]
             plain_optimizer.zero_grad()
         assert_same_weights(model, plain)
+
+
+def test_memory_is_near_the_device_that_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    made: list[int | None] = []
+    create = Arena.create
+
+    def create_noted(path: Path, nbytes: int, *, node: int | None) -> Arena:
+        made.append(node)
+        return create(path, nbytes, node=node)
+
+    monkeypatch.setattr("windlass.actors.offload.engine.memory_node", lambda device: asked.append(device) or 0)
+    monkeypatch.setattr(Arena, "create", create_noted)
+    with offloaded(seeded(Gpt), tmp_path, num_ssds=1) as (model, optimizer):
+        one_step(model, optimizer)
+    assert (asked, made) == ([torch.device("cpu")], [0])

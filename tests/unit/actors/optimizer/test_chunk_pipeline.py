@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from windlass.actors.optimizer.chunk_pipeline import ChunkPipeline, Countdown
+from windlass.actors.optimizer.chunk_pipeline import ChunkPipeline
 from windlass.actors.policy import QueueOrder
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, Span, Step
@@ -195,14 +195,3 @@ def test_optimizer_that_hangs_is_an_error() -> None:
     with pytest.raises(TimeoutError, match=r"waited 0.05 s for the update of a chunk: the optimizer is stuck"):
         bench.pipeline.loops[0]()
     bench.stop()
-
-
-def test_countdown_is_last_after_all_parts() -> None:
-    countdown = Countdown()
-    countdown.start("a", 2)
-    countdown.start("b", 1)
-    assert not countdown.is_last("a")
-    assert countdown.is_last("b")
-    assert countdown.is_last("a")
-    with pytest.raises(KeyError):
-        countdown.is_last("a")

@@ -1,5 +1,7 @@
 """Loading weights into the store and exporting them, chunk by chunk through a few slots."""
 
+import errno
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.training import make_partition, make_spec
 from windlass.actors.job.context import make_context
+from windlass.actors.lifecycle.report_timer import PROGRESS_EVERY_S
 from windlass.actors.optimizer.model_io import ModelIo
 from windlass.actors.optimizer.model_mover import ModelMover
+from windlass.engine.checkpoint.model_folder import folder_nbytes
 from windlass.engine.device.dtypes import TORCH_DTYPE, state_dtype
 from windlass.engine.optimizer.split_states import join_master
 from windlass.engine.training_config.training_config import Initialization
@@ -37,7 +41,14 @@ class Bench:
         self.memory: dict[tuple[int, StateKind], torch.Tensor] = {}
         self.store: dict[tuple[Step, ChunkKey, StateKind], torch.Tensor] = {}
         self.answers_reads = True
-        self.io = ModelIo(context, self.slots, self.make_mover, self.read, self.write, self.token)
+        ticks = itertools.count(step=PROGRESS_EVERY_S)  # so that each report is due
+        self.io = ModelIo(
+            context, self.slots, self.make_mover, self.read, self.write, self.token, clock=lambda: next(ticks)
+        )
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(self.layout.num_chunks(block.index) for block in self.layout.blocks)
 
     def make_mover(self) -> ModelMover:
         return ModelMover(self.io.context, self.view)
@@ -94,11 +105,11 @@ class Bench:
 def test_weights_in_and_out(tmp_path: Path, formats: Formats, tied: bool) -> None:
     bench = Bench(tmp_path, precision=formats.precision, state_precision=formats.states, tied=tied)
     dtype = TORCH_DTYPE[formats.precision]
-    progress = list(bench.io.load())
-    assert {each["total_params"] for each in progress} == {bench.layout.numel}
-    shown = [each["num_params"] for each in progress]
+    shown: list[int] = []
+    bench.io.load(shown.append)
     assert shown == sorted(set(shown))
-    assert 0.9 * bench.layout.numel < shown[-1] <= bench.layout.numel
+    assert len(shown) == bench.num_chunks
+    assert shown[-1] == bench.layout.numel
     assert bench.slots.statistics.in_use_nbytes == 0
     model = AutoModelForCausalLM.from_pretrained(bench.spec.model_dir, dtype=torch.float32)
     params = dict(model.named_parameters())
@@ -112,7 +123,12 @@ def test_weights_in_and_out(tmp_path: Path, formats: Formats, tied: bool) -> Non
     for name, param in bench.names_and_states(formats.param_kind):
         assert torch.equal(param, params[name].to(dtype)), name
 
-    bench.io.export(bench.spec.output_dir, Step(0))
+    shares: list[float] = []
+    bench.io.export(bench.spec.output_dir, Step(0), None, shares.append)
+    assert shares == sorted(shares)
+    assert len(set(shares)) == bench.num_chunks
+    num_files = sum(path.is_file() for path in Path(bench.spec.output_dir).rglob("*"))
+    assert shares.count(1.0) == 1 + num_files  # the last chunk, and each file that is synced
     exported = AutoModelForCausalLM.from_pretrained(bench.spec.output_dir, dtype="auto")
     assert exported.dtype == dtype
     for name, param in exported.named_parameters():
@@ -124,7 +140,7 @@ def test_random_weights_need_no_file(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     (Path(bench.spec.model_dir) / "model.safetensors").unlink()
     bench.io.context = replace(bench.io.context, spec=bench.spec.with_training(initialization=Initialization.RANDOM))
-    list(bench.io.load())
+    bench.io.load()
     masters = dict(bench.names_and_states(StateKind.MASTER))
     assert all(master.isfinite().all() for master in masters.values())
     deviation = float(masters["model.layers.0.mlp.up_proj.weight"].std())
@@ -134,18 +150,15 @@ def test_random_weights_need_no_file(tmp_path: Path) -> None:
 
 def test_load_that_is_aborted_raises(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    loading = bench.io.load()
-    next(loading)
-    bench.token.cancel()
     with pytest.raises(InterruptedError, match="the job was stopped"):
-        list(loading)
-    assert len(bench.store) < sum(bench.layout.num_chunks(block.index) for block in bench.layout.blocks) * 3
+        bench.io.load(lambda _: bench.token.cancel())
+    assert len(bench.store) < bench.num_chunks * 3
 
 
 def test_an_export_that_is_aborted_leaves_nothing(tmp_path: Path) -> None:
     """Also while the export waits for a chunk: the timeout is longer than the test may take."""
     bench = Bench(tmp_path, deadline_s=3600.0)
-    list(bench.io.load())
+    bench.io.load()
     bench.answers_reads = False
     before = sorted(tmp_path.iterdir())
     threading.Timer(0.1, bench.token.cancel).start()
@@ -156,9 +169,37 @@ def test_an_export_that_is_aborted_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_chunk_that_does_not_arrive_ends_an_export(tmp_path: Path) -> None:
     bench = Bench(tmp_path, deadline_s=0.2)
-    list(bench.io.load())
+    bench.io.load()
     bench.answers_reads = False
     before = sorted(tmp_path.iterdir())
     with pytest.raises(TimeoutError, match=r"waited 0\.2 s for .*chunk=0\) of step 0, from the SSDs"):
         bench.io.export(bench.spec.output_dir, Step(0))
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_export_of_a_copy_tells_its_progress_while_bytes_are_copied_and_while_files_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system has no links, so that a copy takes as long as an export."""
+
+    def cannot(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(Path, "hardlink_to", cannot)
+    monkeypatch.setattr("fcntl.ioctl", cannot)
+    bench, shares = Bench(tmp_path), list[float]()
+    checkpoint, copy = Path(bench.spec.model_dir), tmp_path / "copy"
+    bench.io.export(str(copy), Step(0), str(checkpoint), shares.append)
+    assert folder_nbytes(copy) == folder_nbytes(checkpoint)
+    assert shares == sorted(shares)
+    num_files = sum(path.is_file() for path in copy.rglob("*"))
+    assert 0 < shares[0] < 1.0
+    assert len(shares) >= 2 * num_files
+
+
+def test_load_and_export_tell_their_progress_at_intervals_only(tmp_path: Path) -> None:
+    bench, shown, shares = Bench(tmp_path), list[int](), list[float]()
+    bench.io._clock = lambda: 0.0
+    bench.io.load(shown.append)
+    bench.io.export(bench.spec.output_dir, Step(0), None, shares.append)
+    assert (len(shown), len(shares)) == (1, 1)

@@ -1,5 +1,6 @@
 """Loading and exporting a model in a process of its own, which shares the arena's slots with the optimizer."""
 
+import itertools
 import os
 import pickle
 import signal
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.support.training import make_partition, make_spec
 from windlass.actors.job.context import make_context
+from windlass.actors.lifecycle.report_timer import PROGRESS_EVERY_S
 from windlass.actors.messages import FailureKind
 from windlass.actors.optimizer.model_io import ModelIo, ModelTask
 from windlass.actors.optimizer.model_process import ModelProcess
@@ -95,12 +97,16 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 @pytest.mark.long
 def test_process_loads_and_exports_the_weights_bit_by_bit(bench: Bench) -> None:
     bench.io.prepare()
-    list(bench.io.load())
+    bench.io.load()
     weights = load_file(Path(bench.spec.model_dir) / "model.safetensors")
     (embedding,) = bench.context.layout.blocks[0].params
     assert embedding.name == EMBEDDING
     assert torch.equal(bench.master(0).view(embedding.shape), weights[EMBEDDING].float())
-    bench.io.export(bench.spec.output_dir, Step(0))
+    shares: list[float] = []
+    bench.io._clock = itertools.count(step=PROGRESS_EVERY_S).__next__
+    bench.io.export(bench.spec.output_dir, Step(0), None, shares.append)
+    num_files = sum(path.is_file() for path in Path(bench.spec.output_dir).rglob("*"))
+    assert shares.count(1.0) == 1 + num_files  # the last chunk, and each file that the process has synced
     exported = load_file(Path(bench.spec.output_dir) / "model.safetensors")
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
@@ -113,28 +119,28 @@ def test_process_loads_and_exports_the_weights_bit_by_bit(bench: Bench) -> None:
 def test_error_in_the_process_keeps_its_class_text_and_traceback(bench: Bench) -> None:
     (Path(bench.spec.model_dir) / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="no weights; expected") as caught:
-        list(bench.io.load())
+        bench.io.load()
     assert FailureKind.of(caught.value) is FailureKind.LASTING
     assert "in _find_tensors" in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.long
 def test_failed_export_leaves_nothing(bench: Bench) -> None:
-    list(bench.io.load())
+    bench.io.load()
     target = Path(bench.spec.output_dir)
     before = sorted(target.parent.iterdir())
     worker = bench.start()
     worker.begin(ModelTask(export_path=str(target)))
     assert len(sorted(target.parent.iterdir())) == len(before) + 1
     with pytest.raises(ExportError, match=r"chunks were not written"):
-        worker.finish()
+        worker.finish(lambda: None)
     worker.close()
     assert sorted(target.parent.iterdir()) == before
 
 
 @pytest.mark.long
 def test_aborted_export_leaves_neither_files_nor_a_process(bench: Bench) -> None:
-    list(bench.io.load())
+    bench.io.load()
     before = sorted(Path(bench.spec.output_dir).parent.iterdir())
     bench.on_read = bench.token.cancel
     with pytest.raises(InterruptedError, match="the job was stopped"):
@@ -145,7 +151,7 @@ def test_aborted_export_leaves_neither_files_nor_a_process(bench: Bench) -> None
 
 @pytest.mark.long
 def test_killed_process_is_reported_as_unforeseen(bench: Bench) -> None:
-    list(bench.io.load())
+    bench.io.load()
     bench.on_read = lambda: os.kill(bench.pids[-1], signal.SIGKILL)
     with pytest.raises(RuntimeError, match="process that loads and exports the model was killed by signal 9") as caught:
         bench.io.export(bench.spec.output_dir, Step(0))

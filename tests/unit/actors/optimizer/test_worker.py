@@ -26,6 +26,7 @@ from windlass.actors.messages import (
     GradSlotsReleased,
     KernelChosen,
     LoadModel,
+    LoadProgressed,
     ReadChunks,
     RestoreStates,
     SkipStep,
@@ -517,6 +518,18 @@ def test_states_that_do_not_arrive_are_in_the_status_and_do_not_hold_up_a_stop(t
     bench.optimizer.stop()
     bench.arena.close()
     bench.arena.unlink()
+
+
+def test_restore_tells_its_progress_with_each_report_that_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windlass.actors.lifecycle.report_timer.PROGRESS_EVERY_S", 0.0)
+    for bench in _started(Bench(tmp_path, FP32, placement=Placement(host_blocks=(0,)))):
+        bench.optimizer.post(RestoreStates(job=bench.context.spec.job, step=Step(2)))
+        bench.ssds.receive(StatesRestored)
+        told = bench.ssds.of(LoadProgressed)
+        assert [each.num_params for each in told] == [2048, 4096, 6144, 8192, NUMEL]
+        assert {(each.actor, each.total_params) for each in told} == {("optimizer-0", NUMEL)}
 
 
 # --- life cycle -----------------------------------------------------------------------------------------------------

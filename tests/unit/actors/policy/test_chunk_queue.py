@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.actors.policy.block_queue import QueueOrder
-from windlass.actors.policy.chunk_queue import ChunkQueue, QueuedChunk
+from windlass.actors.policy.chunk_queue import ChunkQueue, Countdown, QueuedChunk
 from windlass.storage.ids import BlockIndex, Step
 
 STEP = Step(1)
@@ -100,11 +100,22 @@ def test_a_block_is_done_with_its_last_chunk() -> None:
     add(queue, "a1", "b1")
     add(queue, "a2")
     first, second, other = (begin(queue) for _ in range(3))
-    assert not queue.is_block_done(first)
-    assert queue.is_block_done(other)
-    assert queue.is_block_done(second)
+    assert not queue.chunk_done(first)
+    assert queue.chunk_done(other)
+    assert queue.chunk_done(second)
     with pytest.raises(KeyError):
-        queue.is_block_done(second)
+        queue.chunk_done(second)
+
+
+def test_countdown_part_done_is_true_for_the_last_part_of_a_task() -> None:
+    countdown = Countdown()
+    countdown.start("a", 2)
+    countdown.start("b", 1)
+    assert not countdown.part_done("a")
+    assert countdown.part_done("b")
+    assert countdown.part_done("a")
+    with pytest.raises(KeyError):
+        countdown.part_done("a")
 
 
 @given(st.data())
@@ -146,12 +157,12 @@ def test_every_chunk_is_updated_once_and_every_block_done_once(data: st.DataObje
                 num_updated += 1
                 if not chunk.is_resident:
                     writing.append(chunk)
-                elif queue.is_block_done(chunk):
+                elif queue.chunk_done(chunk):
                     done.append(chunk.block)
             case "write":
                 chunk = writing.pop(data.draw(st.integers(0, len(writing) - 1)))
                 num_slots += 1
-                if queue.is_block_done(chunk):
+                if queue.chunk_done(chunk):
                     done.append(chunk.block)
     assert num_updated == sum(blocks)
     assert sorted(done) == list(range(len(blocks)))

@@ -153,7 +153,7 @@ class Timed:
         done: list[Message] = []
         if left == 0:
             waiting.remove(update)
-            waiting += keys_of(self.updates.updated())
+            waiting += keys_of(self.updates.updated(step))
             del self.num_left[block]
             done = [BlockUpdated(job=JOB, step=step, block=block, actor=ActorName("optimizer-0"))]
         self.at(self.update_s / self.num_chunks, done, OPTIMIZER)

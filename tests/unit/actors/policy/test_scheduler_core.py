@@ -29,7 +29,12 @@ from windlass.actors.messages import (
     StoreCommitted,
     UpdateStep,
 )
-from windlass.actors.policy.pending_replies import DeadlineMissedError, Instruction, UnexpectedEventError
+from windlass.actors.policy.pending_replies import (
+    DeadlineMissedError,
+    Instruction,
+    PendingReplies,
+    UnexpectedEventError,
+)
 from windlass.actors.policy.scheduler_core import Action, EndStep, NotFiniteError, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
 from windlass.storage.ids import ActorName, BlockIndex, Step
@@ -423,8 +428,11 @@ def test_a_missed_deadline_names_step_block_and_actor(kept: str, actor: str, wha
         world.pipeline.waits.check(130.1)
     assert what in {wait.what for wait in world.pipeline.waits.outstanding.values() if wait.actor == actor}
     if not kept.startswith("gradient"):  # its operation was requested at the same time, and is named first
-        assert str(caught.value).startswith(f"{actor} did not finish {what} within 30 s")
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+        text = f"{actor} has been silent for 30.1 s; its oldest pending reply is {what}"
+        assert str(caught.value).startswith(text)
+    assert caught.value.late[0] == actor
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.late) == (str(caught.value), caught.value.late)
 
 
 def test_all_overdue_actors_are_named() -> None:
@@ -435,7 +443,7 @@ def test_all_overdue_actors_are_named() -> None:
         world.deliver(choices[0], 100.0)
     with pytest.raises(DeadlineMissedError) as caught:
         world.pipeline.waits.check(130.1)
-    late = [f"ssd-{i} did not finish the commit of step 0 within 30 s" for i in (0, 1)]
+    late = [f"ssd-{i} has been silent for 30.1 s; its oldest pending reply is the commit of step 0" for i in (0, 1)]
     assert str(caught.value).startswith("; ".join(late))
 
 
@@ -444,8 +452,20 @@ def test_progress_puts_a_deadline_off() -> None:
     world.start(now_s=0.0)
     world.pipeline.waits.heard_from(ActorName("optimizer-0"), 25.0)
     world.pipeline.waits.check(55.0)
-    with pytest.raises(DeadlineMissedError):
+    with pytest.raises(DeadlineMissedError, match=r"^optimizer-0 has been silent for 30\.1 s; "):
         world.pipeline.waits.check(55.1)
+
+
+def test_an_actor_that_was_heard_from_is_late_with_its_oldest_reply() -> None:
+    """A sign of life makes the silence equal for all of its replies."""
+    waits = PendingReplies(30.0, num_groups=1)
+    for step, now_s in ((4, 20.0), (2, 0.0), (3, 10.0)):
+        waits.expect_update(Step(step), BlockIndex(0), GPU, now_s)
+    waits.heard_from(GPU, 25.0)
+    with pytest.raises(
+        DeadlineMissedError, match=r"silent for 35\.0 s; its oldest .* the update of block 0 in step 2;"
+    ):
+        waits.check(60.0)
 
 
 def test_another_actors_progress_does_not() -> None:

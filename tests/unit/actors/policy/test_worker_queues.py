@@ -111,7 +111,7 @@ def order_of_updates(max_updating: int, order: QueueOrder, *, is_late: bool) -> 
         assert begun == []
         take(queue.add(update(STEP)))
     while len(begun) < 6:
-        take(queue.updated())
+        take(queue.updated(STEP))
     return begun
 
 
@@ -129,6 +129,16 @@ def test_an_urgent_block_overtakes_what_waits_for_its_update(
     max_updating: int, order: QueueOrder, is_late: bool, expected: list[int]
 ) -> None:
     assert order_of_updates(max_updating, order, is_late=is_late) == expected
+
+
+def test_step_is_over_with_the_update_of_its_last_block() -> None:
+    queue, steps = UpdateQueue(QueueOrder.PRIORITY, 6, 3), (Step(1), Step(2))
+    for step in steps:
+        queue.add(update(step))
+        for block in range(3):
+            queue.add(offloaded(step, block))
+    ended = [queue.updated(step).is_step_over for step in (*steps, *steps, *reversed(steps))]
+    assert ended == [False] * 4 + [True] * 2
 
 
 @pytest.mark.parametrize("num_early", range(4))

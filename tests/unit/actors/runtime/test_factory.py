@@ -6,7 +6,7 @@ import pytest
 
 from windlass.actors.job.context import GPU_WORKER, optimizer_name, ssd_name
 from windlass.actors.runtime import factory as building
-from windlass.actors.runtime.factory import import_for
+from windlass.actors.runtime.factory import import_for, stop_actor
 from windlass.storage.ids import ActorName
 
 MODELS = "transformers.modeling_utils"
@@ -30,3 +30,16 @@ def test_actors_import_their_modules_and_the_one_that_computes_also_models(
     assert imported == expected
     for module in imported:
         assert importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_stop_actor_of_each_kind_lets_only_ssd_servers_delete_their_states(is_over: bool) -> None:
+    stopped: list[dict[str, bool]] = []
+
+    class Actor:
+        def stop(self, **options: bool) -> None:
+            stopped.append(options)
+
+    for name in (ssd_name(12), optimizer_name(0), GPU_WORKER):
+        stop_actor(name, Actor(), is_over=is_over)
+    assert stopped == [{"delete_store": is_over}, {}, {}]

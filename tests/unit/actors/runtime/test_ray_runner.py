@@ -2,7 +2,7 @@
 
 import os
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from windlass.actors.runtime import ray_runner as deploy
 from windlass.actors.runtime.ray_runner import ActorShell, niceness_of, runner_name
 from windlass.actors.runtime.sockets import MessageClient, MessageServer
 from windlass.actors.scheduler.scheduler import ActorLostError
+from windlass.engine.memory_plan.plan import PlanError
 from windlass.storage.ids import ActorName, Attempt, JobId, Step
 from windlass.storage.memory.arena import Arena
 from windlass.storage.ssd.volume import Volume
@@ -100,15 +101,31 @@ def test_what_the_device_computes_with_comes_first() -> None:
     assert beside_gpu["gpu-0"] == beside_gpu["ssd-0"] < beside_gpu["optimizer-0"]
 
 
-def test_threads_are_set_before_torch_is_imported(shell: ActorShell) -> None:
-    assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
+def environment_at_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, uses_gpu: bool) -> dict[str, str]:
+    """The environment that torch would read while a shell with three threads imports its modules."""
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(deploy, "import_for", lambda _: seen.append(dict(os.environ)))
+    monkeypatch.setattr(deploy.os, "nice", lambda _: None)
+    context = make_context(make_spec(ssd_dirs=(str(tmp_path / "ssd"),)), make_layout(2048), str(tmp_path / "arena"))
+    shell = ActorShell(ActorName("gpu-0"), context, 3, niceness=0, uses_gpu=uses_gpu)
+    shell._importing.join()
+    shell._mailbox.close()
+    (environment,) = seen
+    return environment
+
+
+def test_threads_are_set_before_torch_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = environment_at_import(tmp_path, monkeypatch, uses_gpu=False)
+    assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "3"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_allocator_of_a_gpu_is_set_before_torch_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    context = make_context(make_spec(ssd_dirs=(str(tmp_path / "ssd"),)), make_layout(2048), str(tmp_path / "arena"))
-    ActorShell(ActorName("ssd-0"), context, 1, niceness=0, uses_gpu=True)
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    environment = environment_at_import(tmp_path, monkeypatch, uses_gpu=True)
+    assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
 
 
@@ -152,21 +169,75 @@ def test_a_post_that_raises_is_told_to_the_scheduler(shell: ActorShell, schedule
     assert failed.detail.startswith("Traceback")
 
 
+class Calls:
+    """Stands in for calls of Ray: one for each actor, whose result comes in a number of looks, or never."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **num_looks: int | None) -> None:
+        self.results: dict[str, Any] = {name: f"the answer of {name}" for name in num_looks}
+        self._num_looks = num_looks
+        self.now_s = 0.0
+        monkeypatch.setattr(ray, "wait", self._wait)
+        monkeypatch.setattr(ray, "get", self._get)
+        monkeypatch.setattr(deploy, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def _wait(self, references: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        assert (num_returns, timeout > 0) == (1, True)
+        self._num_looks = {name: looks and looks - 1 for name, looks in self._num_looks.items()}
+        done = [reference for reference in references if self._num_looks[reference] == 0][:num_returns]
+        self.now_s += 0.0 if done else timeout
+        return done, [reference for reference in references if reference not in done]
+
+    def _get(self, reference: str) -> Any:
+        if isinstance(result := self.results[reference], Exception):
+            raise result
+        return result
+
+    def answers(self, check_stop: Callable[[], None] = lambda: None) -> dict[ActorName, Any]:
+        """Waits two minutes for the results of all calls."""
+        return deploy._answers_of({ActorName(name): name for name in self._num_looks}, 120.0, check_stop)
+
+
+def test_answers_of_actors_are_in_the_order_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, gpu=5, optimizer=90, ssd=1)
+    assert list(calls.answers().items()) == [(name, f"the answer of {name}") for name in ("gpu", "optimizer", "ssd")]
+    assert calls.now_s > 60.0
+
+
+def test_actors_that_are_not_ready_in_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, ssd=1, optimizer=None, gpu=None)
+    with pytest.raises(TimeoutError, match=r"^optimizer, gpu was not ready within 120 s"):
+        calls.answers()
+    assert calls.now_s == pytest.approx(120.0)
+
+
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("result", "error", "message"),
     [
-        (ray.exceptions.GetTimeoutError("not ready"), "optimizer-0 was not ready within 120 s"),
-        (ray.exceptions.ActorDiedError(), "the process of optimizer-0 died while it started"),
+        (PlanError("needs 3 GiB"), PlanError, "^needs 3 GiB$"),
+        (ray.exceptions.ActorDiedError(), ActorLostError, "^the process of gpu died while it started"),
     ],
 )
-def test_actor_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
-    def get(reference: str, timeout: float) -> Any:
-        assert timeout > 0
-        if reference == "second":
-            raise error
-        return f"the {reference} answer"
+@pytest.mark.parametrize("others", [600, None])
+def test_first_error_of_an_actor_is_raised_at_once_although_others_are_not_ready(
+    monkeypatch: pytest.MonkeyPatch, result: Exception, error: type[Exception], message: str, others: int | None
+) -> None:
+    calls = Calls(monkeypatch, optimizer=others, gpu=5)
+    calls.results["gpu"] = result
+    with pytest.raises(error, match=message):
+        calls.answers()
+    assert calls.now_s < 10.0
 
-    monkeypatch.setattr(ray, "get", get)
-    assert deploy._answers_of({ActorName("gpu-0"): "first"}) == {"gpu-0": "the first answer"}
-    with pytest.raises((TimeoutError, ActorLostError), match=message):
-        deploy._answers_of({ActorName("gpu-0"): "first", ActorName("optimizer-0"): "second"})
+
+def test_wait_for_answers_ends_when_the_attempt_is_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, optimizer=None)
+
+    def check_stop() -> None:
+        if calls.now_s > 10.0:
+            raise InterruptedError("the job was cancelled")
+
+    with pytest.raises(InterruptedError, match="the job was cancelled"):
+        calls.answers(check_stop)
+    assert calls.now_s < 12.0

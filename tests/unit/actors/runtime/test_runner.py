@@ -1,11 +1,14 @@
 """The runner's own part of an attempt, without Ray."""
 
+import contextlib
 import dataclasses
 import errno
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -17,8 +20,8 @@ from windlass.actors.lifecycle.attempt_lock import begin_attempt, close_attempt,
 from windlass.actors.messages import KernelChosen, Message, UserMessage
 from windlass.actors.runtime import ray_runner as deploy
 from windlass.actors.runtime.ray_runner import Runner
-from windlass.actors.scheduler.scheduler import INTERRUPTED, ActorLostError
-from windlass.storage.ids import Attempt, Kernel, Step
+from windlass.actors.scheduler.scheduler import CANCELLED, INTERRUPTED, PAUSED, ActorLostError
+from windlass.storage.ids import ActorName, Attempt, Kernel, Step
 from windlass.storage.memory.capacity import InsufficientSpaceError
 
 
@@ -204,3 +207,132 @@ def launch_one_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "remote", lambda _class: actor_class)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "0" * 56))
     monkeypatch.setattr(ray, "get", get)
+
+
+class Opened:
+    """Stands in for what an attempt opens: its arena, its placement group and its actors. Tells what was closed."""
+
+    def __init__(self, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.closed: list[str] = []
+        self.is_free: Callable[[], bool] = lambda: True  # the device
+        self.run: Callable[[], dict[str, Any]] = lambda: {"status": PAUSED}  # the scheduler
+        layout_file = Path(runner.spec.job_dir) / "layout.json"
+        layout_file.write_text(make_layout(5000).to_json())
+        runner.spec = dataclasses.replace(runner.spec, layout_file=str(layout_file))
+        arena = SimpleNamespace(close=self._close("arena"), unlink=self._close("arena file"))
+        group = SimpleNamespace(wait=lambda _timeout_s: self.is_free())
+        monkeypatch.setattr(deploy, "open_attempt", lambda *_: (None, arena))
+        monkeypatch.setattr(deploy, "num_gpus_here", lambda: 0)
+        monkeypatch.setattr(deploy, "device_here", lambda **_: group)
+        monkeypatch.setattr(deploy, "remove_placement_group", lambda _: self._close("group")())
+        monkeypatch.setattr(runner, "_make_workers", lambda *_, **__: {})
+        monkeypatch.setattr(runner, "_start_workers", lambda _: None)
+        monkeypatch.setattr(runner, "_make_scheduler", lambda *_: SimpleNamespace(run=lambda: self.run()))
+        monkeypatch.setattr(deploy, "_STOP_CHECK_S", 0.0)
+        runner._workers = {ActorName(name): SimpleNamespace(name=name) for name in ("ssd-0", "gpu-0")}
+        monkeypatch.setattr(ray, "kill", lambda actor: actor is not None and self._close(actor.name)())
+
+    def _close(self, name: str) -> Callable[[], None]:
+        return lambda: self.closed.append(name)
+
+
+ALL_CLOSED = ["gpu-0", "ssd-0", "group", "arena", "arena file"]
+
+
+@pytest.fixture
+def opened(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Opened:
+    return Opened(runner, monkeypatch)
+
+
+@pytest.mark.parametrize(("stop", "status"), [("cancel", CANCELLED), ("pause", PAUSED)])
+def test_attempt_that_is_stopped_while_it_waits_for_a_device_ends_at_once(
+    runner: Runner, opened: Opened, tmp_path: Path, stop: str, status: str
+) -> None:
+    def is_free() -> bool:
+        getattr(runner, stop)()
+        return False
+
+    opened.is_free = is_free
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert (outcome.kind, outcome.data) == ("outcome", {"status": status, "error": None, "model_dir": None})
+    assert sorted(opened.closed) == sorted(ALL_CLOSED)
+
+
+def test_stop_at_the_start_is_left_to_the_scheduler_if_the_model_is_complete(runner: Runner, tmp_path: Path) -> None:
+    runner.spec = dataclasses.replace(runner.spec, output_dir=str(tmp_path / "out"))
+    runner.cancel()
+    with pytest.raises(deploy._StoppedAtStartError):
+        runner._check_stop()
+    (tmp_path / "out").mkdir()
+    runner._check_stop()
+
+
+def test_attempt_that_ended_keeps_its_outcome_and_closes_the_rest_if_a_clean_up_fails(
+    runner: Runner, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> dict[str, Any]:
+        outcome = {"status": INTERRUPTED, "error": None, "model_dir": None}
+        with contextlib.closing(Journal(tmp_path / "journal.jsonl", runner.spec.attempt)) as journal:
+            journal.append_outcome(message="the process of ssd-0 died", **outcome)  # type: ignore[arg-type]
+        return outcome
+
+    def fail(_: object) -> None:
+        raise ValueError("the placement group is gone")
+
+    opened.run = run
+    monkeypatch.setattr(deploy, "remove_placement_group", fail)
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert outcome.message == "the process of ssd-0 died"
+    assert opened.closed == [name for name in ALL_CLOSED if name != "group"]
+    assert "ValueError: the placement group is gone" in (tmp_path / "error.txt").read_text()
+
+
+def test_actor_that_cannot_be_killed_keeps_none_of_the_others_alive(
+    runner: Runner, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill = ray.kill
+
+    def refuse(actor: Any) -> None:
+        if actor is not None and actor.name == "ssd-0":
+            raise ValueError("there is no such actor")
+        kill(actor)
+
+    monkeypatch.setattr(ray, "kill", refuse)
+    opened.run = lambda: {"status": INTERRUPTED}
+    runner._run()
+    assert opened.closed == [name for name in ALL_CLOSED if name != "ssd-0"]
+
+
+def test_attempt_that_fails_before_it_has_a_device_removes_its_arena(
+    runner: Runner, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> int:
+        raise RuntimeError("Ray does not answer")
+
+    monkeypatch.setattr(deploy, "num_gpus_here", fail)
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert (outcome.data["status"], outcome.message) == ("failed", "RuntimeError: Ray does not answer")
+    assert opened.closed == ["arena", "arena file"]
+
+
+def test_actors_that_do_not_stop_cleanly_are_in_the_file_of_errors(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(reference: str) -> None:
+        if reference == "stop of ssd-0":
+            raise OSError(errno.EIO, "the store could not be deleted")
+
+    def stop_of(name: str) -> Any:
+        return SimpleNamespace(stop=SimpleNamespace(remote=lambda _is_over: f"stop of {name}"))
+
+    runner._workers = {ActorName(name): stop_of(name) for name in ("ssd-0", "optimizer-0", "gpu-0")}
+    monkeypatch.setattr(ray, "wait", lambda references, **_: (references[:2], references[2:]))
+    monkeypatch.setattr(ray, "get", get)
+    runner._stop_workers(is_over=True)
+    assert (tmp_path / "error.txt").read_text().splitlines() == [
+        f"gpu-0 did not stop within {runner.spec.deadline_s:g} s",
+        "ssd-0 did not stop cleanly: [Errno 5] the store could not be deleted",
+    ]

@@ -7,7 +7,15 @@ import pytest
 
 from tests.support.actors.scheduler_stage import Stage
 from tests.support.training import journal_of, metrics_of
-from windlass.actors.messages import BlockComputed, ComputeProgressed, KernelChosen, LoadProgressed, Loss, Phase
+from windlass.actors.messages import (
+    BlockComputed,
+    ComputeProgressed,
+    ExportProgressed,
+    KernelChosen,
+    LoadProgressed,
+    Loss,
+    Phase,
+)
 from windlass.actors.policy.pending_replies import UnexpectedEventError
 from windlass.actors.policy.scheduler_core import StepEnd
 from windlass.engine.memory_plan.plan import Placement
@@ -90,3 +98,21 @@ def test_load_progress_is_reported_at_intervals(stage: Stage, monkeypatch: pytes
         now[0] += 0.1
     told = [record.message for record in journal_of(stage.spec) if "Loaded" in record.message]
     assert told == ["Loaded 1% of 100 parameters", "Loaded 51% of 100 parameters"]
+
+
+def test_export_progress_is_reported_at_intervals_from_its_beginning(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("windlass.actors.scheduler.progress.time.monotonic", lambda: now[0])
+    for step, shares in ((2, (0.1, 1.0)), (4, (0.1, 0.2, 0.304, 1.0, 1.0))):
+        for share in shares:
+            stage.scheduler._progress.note(
+                ExportProgressed(job=stage.spec.job, step=Step(step), actor=ActorName("optimizer-0"), share=share)
+            )
+            now[0] += 2.5
+    told = [record.message for record in journal_of(stage.spec)]
+    assert told == [
+        "Exporting the model of step 4: 30% written",
+        "Exporting the model of step 4: syncing its files to the disk",
+    ]

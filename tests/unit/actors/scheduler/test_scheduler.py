@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import queue
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from windlass.actors.messages import (
     ComputeBlock,
     DescribeStatus,
     ExportModel,
+    ExportProgressed,
     FailureKind,
     FlushBlock,
     GradReady,
@@ -246,19 +248,19 @@ def test_an_actor_that_is_gone_ends_the_job(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("silent", "message"),
+    ("silent", "late"),
     [
-        (LoadModel, "optimizer-0 did not finish loading the model within 0.5 s"),
-        (ComputeBlock, "gpu-0 did not finish the forward of block 0 in step 1 within 0.5 s"),
-        (GradReady, "gpu-0 did not finish the gradient of block 2 in step 1 within 0.5 s"),
-        (CommitStore, "ssd-0 did not finish the commit of step 0 within 0.5 s"),
-        (ExportModel, "optimizer-0 did not finish the export of step 4 within 0.5 s"),
-        (RestoreStates, "gpu-0 did not finish reading the states of step 0 into memory within 0.5 s"),
-        (FlushBlock, "optimizer-0 did not finish the flush of block 0, as step 3 left it within 0.5 s"),
+        (LoadModel, ("optimizer-0", "loading the model")),
+        (ComputeBlock, ("gpu-0", "the forward of block 0 in step 1")),
+        (GradReady, ("gpu-0", "the gradient of block 2 in step 1")),
+        (CommitStore, ("ssd-0", "the commit of step 0")),
+        (ExportModel, ("optimizer-0", "the export of step 4")),
+        (RestoreStates, ("gpu-0", "reading the states of step 0 into memory")),
+        (FlushBlock, ("optimizer-0", "the flush of block 0, as step 3 left it")),
     ],
 )
 def test_a_wait_that_is_too_long_names_step_block_and_actor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: type[Message], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: type[Message], late: tuple[str, str]
 ) -> None:
     monkeypatch.setattr(scheduler, "_TICK_S", 0.05)
     tiers = TIERED | {"total_steps": 4} if silent in (RestoreStates, FlushBlock) else {}
@@ -267,7 +269,66 @@ def test_a_wait_that_is_too_long_names_step_block_and_actor(
     outcome = stage.run()
     assert outcome["status"] == INTERRUPTED
     assert outcome["error"]["code"] == "training_stalled"
-    assert outcome["error"]["message"].startswith(message)
+    actor, what = late
+    assert re.match(rf"{actor} has been silent for 0\.\d s; its oldest pending reply is {what}; ", error_text(outcome))
+
+
+def test_export_that_takes_longer_than_the_timeout_and_tells_its_progress_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "_TICK_S", 0.05)
+    stage = Stage(tmp_path, deadline_s=0.5)
+    stage.silent = {ExportModel}
+    told: list[float] = []
+
+    def export_slowly() -> None:
+        to, message = stage.received[-1]
+        if not isinstance(message, ExportModel):
+            return
+        if len(told) == 20:
+            for event in stage._answers(to, message):
+                stage.scheduler.post(event)
+            return
+        told.append(len(told) / 20)
+        stage.scheduler.post(ExportProgressed(job=message.job, step=message.step, actor=to, share=told[-1]))
+
+    stage.check_actors = export_slowly
+    assert stage.run()["status"] == "succeeded"
+    assert len(told) == 20
+
+
+def test_old_checkpoints_are_removed_before_the_timeouts_of_the_next_instructions_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal of large folders may take longer than a timeout."""
+    pending: list[set[type[Message]]] = []
+
+    def remove(_: Path) -> None:
+        pending.append({key.event for key in stage.scheduler.pipeline.waits.outstanding})
+
+    monkeypatch.setattr(scheduler, "remove_model_folder", remove)
+    stage = Stage(tmp_path, training={"checkpoint_every": 1, "keep_checkpoints": 1})
+    assert stage.run()["status"] == "succeeded"
+    assert pending == [{ModelExported}] * 2
+
+
+def test_replies_that_have_arrived_are_handled_before_timeouts_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, stage = Clock(), Stage(tmp_path, deadline_s=60.0)
+    monkeypatch.setattr(scheduler, "time", clock)
+
+    def be_busy(message: Message) -> None:
+        """Lets time pass in the scheduler's thread, between the requests to two SSD servers and their replies."""
+        if isinstance(message, CommitStore):
+            clock.now += 100.0
+
+    stage.before = be_busy
+    assert stage.run()["status"] == "succeeded"
+
+
+def error_text(outcome: dict[str, Any]) -> str:
+    return str(outcome["error"]["message"])
 
 
 def stalled_by(stage: Stage, *failures: ActorFailed) -> dict[str, Any]:
@@ -305,10 +366,17 @@ def test_error_of_a_stalled_attempt_tells_what_the_threads_of_all_actors_do(
     del stage.statuses[ActorName("ssd-1")]
     outcome = stage.run()
     assert (outcome["status"], outcome["error"]["code"]) == (INTERRUPTED, "training_stalled")
-    late = "; ".join(f"optimizer-{i} did not finish the update of block 2 in step 1 within 0.5 s" for i in (0, 1))
-    assert outcome["error"]["message"] == (
-        f"{late}; see its log, and the health of the device it uses; gpu-0: a thread has waited 0.6 s for a slot; "
-        "optimizer-1: ssd-1 has not finished a read; ssd-1: no answer, its process may hang"
+    what = "the update of block 2 in step 1"
+    late = [f"optimizer-{i} has been silent for 0.5 s; its oldest pending reply is {what}" for i in (0, 1)]
+    assert re.sub(r"for 0\.[5-9] s; its", "for 0.5 s; its", error_text(outcome)) == "; ".join(
+        (
+            *late,
+            "see its log, and the health of the device it uses",
+            "gpu-0: a thread has waited 0.6 s for a slot",
+            "optimizer-0: has no work: a message to it or its reply was lost",
+            "optimizer-1: ssd-1 has not finished a read",
+            "ssd-1: no answer, its process may hang",
+        )
     )
     asked = [to for to, message in stage.received if isinstance(message, DescribeStatus)]
     assert asked == ["gpu-0", "optimizer-0", "optimizer-1", "ssd-0", "ssd-1"]

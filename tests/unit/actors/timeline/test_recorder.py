@@ -6,7 +6,7 @@ import pytest
 
 from windlass.actors.messages import Message, SpanKind, SpansReported, WorkSpan
 from windlass.actors.timeline.recorder import SpanRecorder, transfer_kind
-from windlass.storage.ids import ActorName, JobId, StateKind
+from windlass.storage.ids import ActorName, BlockIndex, ChunkIndex, ChunkKey, JobId, StateKind
 
 
 class Receiver:
@@ -37,6 +37,22 @@ def test_recorded_span_is_reported_once() -> None:
     assert told.spans == (
         WorkSpan("optimizer-1", SpanKind.UPDATE, 3, 2, 1, 10.0, 10.5, 0),
         WorkSpan("ssd-0", SpanKind.READ_STATES, 2, 2, 1, 9.0, 10.0, 4096),
+    )
+
+
+def test_batch_is_recorded_as_one_span_a_chunk_whose_times_follow_each_other() -> None:
+    receiver = Receiver()
+    log = make_log(receiver)
+    keys = [ChunkKey(BlockIndex(2), ChunkIndex(chunk)) for chunk in (0, 1, 5)]
+    log.note_batch("gpu-0/h2d", SpanKind.COPY_PARAMS_IN, 3, dict(zip(keys, (100, 300, 0), strict=True)), 10.0, 14.0)
+    log.note_batch("gpu-0/h2d", SpanKind.COPY_PARAMS_IN, 3, {keys[0]: 0}, 14.1, 14.3)
+    log.tell(3)
+    (told,) = receiver.told
+    assert told.spans == (
+        WorkSpan("gpu-0/h2d", SpanKind.COPY_PARAMS_IN, 3, 2, 0, 10.0, 11.0, 100),
+        WorkSpan("gpu-0/h2d", SpanKind.COPY_PARAMS_IN, 3, 2, 1, 11.0, 14.0, 300),
+        WorkSpan("gpu-0/h2d", SpanKind.COPY_PARAMS_IN, 3, 2, 5, 14.0, 14.0, 0),
+        WorkSpan("gpu-0/h2d", SpanKind.COPY_PARAMS_IN, 3, 2, 0, 14.1, 14.3, 0),
     )
 
 

@@ -1,9 +1,12 @@
 """The device of a process, and the refusal of a GPU that PyTorch cannot use."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from windlass.engine.device.device_choice import GpuUnusableError, compute_device
+from windlass.engine.device import device_choice
+from windlass.engine.device.device_choice import GpuUnusableError, compute_device, memory_node
 
 
 def test_compute_device_of_a_process_without_a_gpu_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +44,19 @@ def test_compute_device_of_a_gpu_that_pytorch_cannot_use_says_why_and_what_to_do
     with pytest.raises(GpuUnusableError, match=reason) as caught:
         compute_device(uses_gpu=True)
     assert "CUDA_VISIBLE_DEVICES= (empty)" in str(caught.value)
+
+
+def test_memory_node_of_a_gpu_is_that_of_its_pci_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
+    monkeypatch.setattr(device_choice, "has_several_nodes", lambda: True)
+    monkeypatch.setattr(device_choice, "node_near", lambda address: asked.append(address) or 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert memory_node(torch.device("cuda", 0)) == 1
+    assert asked == ["0000:c1:00.0"]
+    assert memory_node(torch.device("cpu")) is None
+
+
+def test_memory_node_of_a_gpu_beside_a_single_node_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_choice, "has_several_nodes", lambda: False)
+    assert memory_node(torch.device("cuda", 0)) is None

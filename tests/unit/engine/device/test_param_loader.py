@@ -1,5 +1,6 @@
 """A loader fills device buffers with chunks, resident or read, and holds their slots until the copies are over."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
@@ -10,6 +11,7 @@ from windlass.engine.device.device import Device
 from windlass.engine.device.param_loader import BlockLoad, ParamLoader
 from windlass.engine.device.streams import Event
 from windlass.engine.device.tensor_arena import TensorArena
+from windlass.engine.memory_plan import copy_batches
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, ChunkIndex, ChunkKey, Span
 from windlass.storage.memory.arena import SlotPool
@@ -30,6 +32,9 @@ class Source:
         self.requested = threading.Semaphore(0)
         self.arrived: list[ChunkKey] = []
         self.copied: list[ChunkKey] = []
+        self.batches: list[list[int]] = []  # bytes of the chunks that were copied together
+        self.has_copied = threading.Semaphore(0)  # released after each batch
+        self.holds: contextlib.AbstractContextManager[object] = contextlib.nullcontext()  # held at the end of copies
 
     def chunk_range(self, key: ChunkKey) -> tuple[int, int]:
         return key.chunk * CHUNK_NUMEL, min(NUMEL, (key.chunk + 1) * CHUNK_NUMEL)
@@ -61,8 +66,11 @@ class Source:
     def chunk_arrived(self, load: BlockLoad, key: ChunkKey, params: torch.Tensor) -> None:
         self.arrived.append(key)
 
-    def chunk_copied(self, load: BlockLoad, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
-        self.copied.append(key)
+    def chunks_copied(self, load: BlockLoad, nbytes: Mapping[ChunkKey, int], begun: Event, copied: Event) -> None:
+        with self.holds:
+            self.copied += nbytes
+            self.batches.append(list(nbytes.values()))
+            self.has_copied.release()
 
 
 class Bench:
@@ -163,3 +171,44 @@ def test_held_chunks_keep_their_slots() -> None:
     assert len(bench.slots.try_acquire(1)) == 1
     assert bench.slots.try_acquire(1) == []
     bench.stop()
+
+
+def test_chunks_that_are_there_are_copied_together_up_to_the_limit(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_batches, "COPY_BATCH_NBYTES", 2 * SLOT_NBYTES)
+    for i, key in enumerate(KEYS):
+        bench.source.resident[key] = Span((4 + i) * SLOT_NBYTES, SLOT_NBYTES)
+        bench.source.fill(key, bench.source.resident[key])
+    load = new_load(first=24)
+    bench.start(load)
+    bench.loader.wait_for(load, "the copies")
+    assert torch.equal(load.buffer, FLAT[24:])
+    assert bench.source.batches == [[4 * 1000, 4 * 1024], [4 * 452]]
+
+
+def test_chunk_that_arrives_alone_is_copied_at_once(bench: Bench) -> None:
+    load = new_load()
+    bench.start(load)
+    assert bench.source.requested.acquire(timeout=DEADLINE_S)
+    spans, on_done = bench.source.reads.pop(0)
+    for number, (key, span) in enumerate(spans.items(), start=1):
+        bench.source.fill(key, span)
+        on_done(key)
+        assert bench.source.has_copied.acquire(timeout=DEADLINE_S)
+        assert bench.source.copied == KEYS[:number]
+
+
+def test_chunks_of_two_blocks_are_not_copied_together(bench: Bench) -> None:
+    for i, key in enumerate(KEYS):
+        bench.source.resident[key] = Span((4 + i) * SLOT_NBYTES, SLOT_NBYTES)
+        bench.source.fill(key, bench.source.resident[key])
+    loads, is_held = [new_load() for _ in range(3)], threading.Lock()
+    with is_held:
+        bench.source.holds = is_held  # at the first block's end, until the others' chunks are there too
+        for load in loads:
+            bench.loader.start(load, KEYS)
+    for load in loads:
+        bench.loader.wait_for(load, "the copies")
+        assert torch.equal(load.buffer, FLAT)
+    assert [len(batch) for batch in bench.source.batches] == [3, 3, 3]

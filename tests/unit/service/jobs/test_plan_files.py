@@ -89,8 +89,22 @@ def test_load_plan_request_of_the_first_release_with_plans_is_read(tmp_path: Pat
 
 
 @pytest.mark.parametrize("values", [3, None, [], {}, {"hardware": "fast"}])
-def test_load_plan_request_of_a_file_without_a_request_is_none(tmp_path: Path, values: object) -> None:
-    assert stored_request(tmp_path, windlass_settings(), values) is None
+def test_load_plan_request_of_a_file_without_a_request_is_none_and_warned_of_once(
+    tmp_path: Path, values: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = windlass_settings()
+    assert stored_request(tmp_path, asked, values) is None
+    assert load_plan_request(Settings(home=tmp_path), queued_job(asked)) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{QUESTION_FILE} cannot be read, so the job's plan is not renewed: " in record.getMessage()
+
+
+def test_load_plan_request_of_a_job_that_was_not_planned_is_none_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load_plan_request(Settings(home=tmp_path), queued_job(windlass_settings())) is None
+    assert caplog.records == []
 
 
 def test_load_plan_request_with_a_renewed_plan_has_its_machine_and_budgets(tmp_path: Path) -> None:

@@ -226,3 +226,38 @@ def test_a_device_that_cannot_be_measured_is_told_in_its_own_words(
     monkeypatch.setattr("subprocess.run", fail)
     with pytest.raises(DoctorError, match="RuntimeError: no driver"):
         doctor.measure_hardware(load_settings(tmp_path), tell=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "enabled", "release", "found", "remedy"),
+    [
+        ("rw,size=9k", "[never] deny force", "6.1.0-13-amd64", "/dev/shm has huge=never; jobs make them", None),
+        ("rw,size=9k", "[never] deny force", "5.15.0", "/dev/shm has huge=never", "remount,huge=within_size /dev/shm"),
+        ("rw,huge=advise", "[never] deny force", "5.15.0", "/dev/shm has huge=advise", None),
+        ("rw,huge=advise", "[never] deny force", "5.10.0", "/dev/shm has huge=advise", "huge=within_size"),
+        ("rw,huge=within_size,size=9k", "[never] deny force", "5.10.0", "/dev/shm has huge=within_size", None),
+        ("rw,huge=always", "never [deny] force", "6.1.0", "denied to shared memory", "echo never"),
+        ("rw", "never deny [force]", "5.10.0", "/dev/shm has huge=never", None),
+        ("rw", None, "5.10.0", "/dev/shm has huge=never", "huge=within_size"),
+    ],
+)
+def test_shared_memory_without_huge_pages_has_a_remedy(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: str,
+    enabled: str | None,
+    release: str,
+    found: str,
+    remedy: str | None,
+) -> None:
+    mounts, shmem_enabled = tmp_path / "mounts", tmp_path / "shmem_enabled"
+    mounts.write_text(f"tmpfs /tmp tmpfs rw,huge=always 0 0\ntmpfs /dev/shm tmpfs {options} 0 0\n")
+    if enabled is not None:
+        shmem_enabled.write_text(f"always within_size advise {enabled}\n")
+    monkeypatch.setattr(doctor, "_MOUNTS", mounts)
+    monkeypatch.setattr(doctor, "_SHMEM_ENABLED", shmem_enabled)
+    monkeypatch.setattr("os.uname", lambda: SimpleNamespace(release=release))
+    (finding,) = (each for each in check_limits(machine()) if each.what == "huge pages")
+    assert finding.found == found
+    assert (finding.remedy is None) == (remedy is None)
+    assert (remedy or "") in (finding.remedy or "")

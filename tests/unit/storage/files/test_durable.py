@@ -24,7 +24,9 @@ def test_sync_tree_power_loss_afterwards_leaves_every_file(tmp_path: Path, monke
     for name in ("model/a", "model/more/b"):
         (tmp_path / name).write_text(name)
     (tmp_path / "model" / "link").symlink_to("nowhere")
-    sync_tree(tmp_path / "model")
+    synced: list[dict[str, bytes]] = []
+    sync_tree(tmp_path / "model", lambda: synced.append(cut.left()))
+    assert len(synced) == 3  # two files and a folder
     assert cut.left() == {}  # its own name is not durable yet
     sync_path(tmp_path)
     assert cut.left() == {"model/a": b"model/a", "model/more/b": b"model/more/b"}

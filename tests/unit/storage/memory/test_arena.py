@@ -385,7 +385,7 @@ class TestSlotPool:
         assert pool.statistics.in_use_nbytes == 0
 
     def test_more_than_there_are_is_refused_at_once(self) -> None:
-        with pytest.raises(ValueError, match="3 were asked"):
+        with pytest.raises(ValueError, match="3 were requested"):
             SlotPool(0, 4096, 2, token=CancelToken(30.0)).acquire(3)
 
     @pytest.mark.parametrize(("offset", "slot"), [(1, 4096), (0, 4095), (0, 0), (-4096, 4096)])
