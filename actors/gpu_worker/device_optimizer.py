@@ -33,7 +33,8 @@ from windlass.actors.optimizer import ChunkUpdater
 from windlass.actors.policy import UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import COMPUTE, FROM_DEVICE, WHOLE_BLOCK, SpanRecorder
-from windlass.engine.device import Device, Event, TensorArena, copy, release_team, state_dtype
+from windlass.engine.device import TORCH_DTYPE, Device, Event, TensorArena, copy, release_team, state_dtype
+from windlass.engine.memory_plan import rounded_numel
 from windlass.storage.cancellation import Signal, TaskQueue
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Kernel, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
@@ -86,6 +87,13 @@ class DeviceStates:
                 kind: torch.zeros(numel, dtype=state_dtype(context.formats, kind), device=device.device)
                 for kind in context.formats.kinds_to_update
             }
+        # A chunk's params, rounded from its master on a GPU. Only the stream for copies to the host uses it.
+        self._rounded: torch.Tensor | None = None
+        numel = rounded_numel(
+            context.formats, context.layout.chunk_numel, resident=context.plan.device_blocks, on_gpu=device.is_cuda
+        )
+        if numel:
+            self._rounded = torch.empty(numel, dtype=TORCH_DTYPE[context.formats.precision], device=device.device)
         device.synchronize()  # because copies to the device run on another stream than the zeroing above
         self._lock = threading.Lock()  # of `_update_queue`
         ordering = context.spec.effective_ordering
@@ -176,8 +184,12 @@ class DeviceStates:
         for key in self._context.layout.chunk_keys(message.block):
             (slot,) = self._slots.acquire(1)
             begun = d2h.record()
-            for kind, here in self._parts(key).items():
+            parts = self._parts(key)
+            for kind, here in parts.items():
                 d2h.run(functools.partial(copy, self._view(slot, key, kind), here))
+            if self._context.formats.derives_param:
+                params = self._view(slot, key, StateKind.PARAM)
+                d2h.run(functools.partial(self._round_out, params, parts[StateKind.MASTER]))
             write = functools.partial(self._write, message, key, slot, begun, d2h.record())
             d2h.then(working_at(message, write))
         self._slots.drain()
@@ -190,13 +202,18 @@ class DeviceStates:
         kind, start_s, end_s = SpanKind.COPY_STATES_OUT, begun.time_s(), copied.time_s()
         nbytes = sum(here.nbytes for here in self._parts(key).values())
         self._spans.note(FROM_DEVICE, kind, message.step, key.block, key.chunk, start_s, end_s, nbytes)
-        formats, priority = self._context.formats, (message.step, message.block)
-        if formats.derives_param:
-            self._view(slot, key, StateKind.PARAM).copy_(self._view(slot, key, StateKind.MASTER))
-            if not self._device.is_cuda:
-                release_team()
-        item = self._chunk_io(slot, key, formats.itemsizes)
-        self._io.write([item], message.step, priority, lambda key: self._slots.release([slot]))
+        item = self._chunk_io(slot, key, self._context.formats.itemsizes)
+        self._io.write([item], message.step, (message.step, message.block), lambda key: self._slots.release([slot]))
+
+    def _round_out(self, params: torch.Tensor, master: torch.Tensor) -> None:
+        """Copies the params that follow from a chunk's master to host memory. It is work of the stream for such copies.
+
+        A GPU rounds them, because a thread that calls back would delay all later callbacks of the stream.
+        """
+        if self._rounded is None:
+            params.copy_(master)
+        else:
+            copy(params, self._rounded[: master.numel()].copy_(master))
 
     def _restore(self, message: RestoreStates) -> None:
         layout, timer, num_params = self._context.layout, ReportTimer(), 0

@@ -16,6 +16,13 @@ def limit_device_memory(device: torch.device, limit_nbytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_nbytes / total_nbytes), device)
 
 
+def release_device_memory(device: torch.device) -> None:
+    """Returns what earlier work has left on a GPU: cached memory, and cuBLAS's workspaces, which each thread has."""
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
 class DeviceMemory:
     """Measures peak device memory from its creation on, except between `pause` and `begin`. Not thread-safe."""
 

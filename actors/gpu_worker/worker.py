@@ -32,7 +32,7 @@ from windlass.actors.gpu_worker.compute import Computation
 from windlass.actors.gpu_worker.device_optimizer import DeviceStates
 from windlass.actors.gpu_worker.grad_offload import GradOffload
 from windlass.actors.gpu_worker.kernel_selection import choose_kernels
-from windlass.actors.gpu_worker.memory_usage import DeviceMemory, limit_device_memory
+from windlass.actors.gpu_worker.memory_usage import DeviceMemory, limit_device_memory, release_device_memory
 from windlass.actors.gpu_worker.operation import LaunchedOperation
 from windlass.actors.gpu_worker.param_prefetcher import Fetch, ParamFeed
 from windlass.actors.job import (
@@ -71,9 +71,9 @@ from windlass.actors.policy import ComputeReports, OperationWindow
 from windlass.actors.ssd import SsdClient
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.data import MicroBatch, PreparedDataset
-from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, release_team
+from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, release_team, with_index
 from windlass.engine.memory_estimate import ActivationNeedUnknownError, DeviceNeedUnknownError
-from windlass.engine.memory_plan import RECOMPUTE_ALL, summed_in_fp32
+from windlass.engine.memory_plan import RECOMPUTE_ALL
 from windlass.engine.model import BlockRunner, GradSink, Partition, check_architecture
 from windlass.engine.optimizer import portable_squared_norm, squared_norm
 from windlass.storage.cancellation import CancelToken, TaskQueue
@@ -147,6 +147,7 @@ class GpuWorker:
         self._threads.stop()
 
     def _open_memory(self, device: torch.device, *, poison_released: bool) -> None:
+        device = with_index(device)
         self.device = Device(
             device, poison_released=poison_released, token=self._token, start_threads=self._threads.start
         )
@@ -171,6 +172,7 @@ class GpuWorker:
         if kernels := choose_kernels(self.context, self.partition, self.device.device, self._announce):
             chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
             self.send(SCHEDULER, chosen)
+        release_device_memory(self.device.device)  # of the check of the kernels, which this thread has computed
         self._require_room()
         self._device_memory = DeviceMemory(self.device.device)
         if self.context.plan.activations.num_slots:
@@ -189,6 +191,7 @@ class GpuWorker:
 
     def _make_workers(self) -> None:
         group_size = self.context.plan.group_size
+        longest = evaluation_batch_size(self.spec) * self.hyper.sequence_length
         self._computation = Computation(self.runner, self.device, group_size, self._activations)
         self._grads = GradOffload(
             self.context,
@@ -198,7 +201,7 @@ class GpuWorker:
             self._spans,
             self.send,
             self._report_grad,
-            summed_in_fp32=summed_in_fp32(self.context.layout.shared, is_sliced=self._may_be_sliced()),
+            summed_in_fp32=self.runner.summed_in_fp32(longest),
         )
         self._states = DeviceStates(
             self.context,
@@ -412,19 +415,13 @@ class GpuWorker:
     def _grad_buffers(self, operation: LaunchedOperation) -> dict[BlockIndex, GradSink]:
         """Acquires the gradient buffers to which an operation adds."""
         start_s, message = time.monotonic(), operation.message
-        tokens = self._batch[0].targets.numel()
-        is_sliced = message.phase is Phase.HEAD and tokens > self.runner.num_tokens_of_head_slice
-        in_fp32 = summed_in_fp32(self.context.layout.shared, is_sliced=is_sliced)
+        in_fp32 = self.runner.summed_in_fp32(self._batch[0].targets.numel())
         buffers = {}
         for block in message.blocks:
             dtype = torch.float32 if block in in_fp32 else TORCH_DTYPE[grad_precision(self.spec)]
             buffers[block] = self._grads.buffer(message, block, dtype)
         operation.waited(SpanKind.WAIT_GRAD_BUFFER, message.block, start_s)
         return buffers
-
-    def _may_be_sliced(self) -> bool:
-        longest = evaluation_batch_size(self.spec) * self.hyper.sequence_length
-        return longest > self.runner.num_tokens_of_head_slice
 
 
 def evaluation_groups(spec: JobSpec) -> list[list[MicroBatch]]:

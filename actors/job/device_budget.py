@@ -3,17 +3,22 @@
 from windlass.actors.job.context import evaluation_batch_size
 from windlass.actors.job.spec import JobSpec
 from windlass.amounts import bytes_text, least_gib
-from windlass.engine.memory_plan import PlanError
+from windlass.engine.memory_plan import PlanError, reserved_nbytes
 
 
-def require_planned_device_room(spec: JobSpec) -> None:
+def require_planned_device_room(spec: JobSpec, *, on_gpu: bool = False) -> None:
     """Checks that the job's device memory budget covers its plan. Does nothing if the job lacks a budget or a plan.
+
+    `on_gpu`: it must also cover what PyTorch's allocator reserves beside the job's tensors.
 
     Raises:
         PlanError: the budget is too small, because the plan was made for another budget.
     """
-    limit_nbytes, needed_nbytes = spec.device_memory_nbytes, spec.planned_device_nbytes
-    if limit_nbytes is not None and needed_nbytes is not None and needed_nbytes > limit_nbytes:
+    limit_nbytes, planned_nbytes = spec.device_memory_nbytes, spec.planned_device_nbytes
+    if limit_nbytes is None or planned_nbytes is None:
+        return
+    needed_nbytes = reserved_nbytes(planned_nbytes) if on_gpu else planned_nbytes
+    if needed_nbytes > limit_nbytes:
         raise too_little_device_memory(spec, limit_nbytes, needed_nbytes, "by its plan, made for another budget")
 
 

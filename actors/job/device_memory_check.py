@@ -41,21 +41,23 @@ def device_need_of_job(context: JobContext, partition: Partition, *, device: str
 def require_device_room(context: JobContext, partition: Partition, *, device: str = "cpu") -> None:
     """Checks that the job's device memory budget, if it has one, covers its need.
 
-    The need is that of the plan. Without a plan it is counted by `device_need_of_job`, whose conditions apply.
+    The need is that of the plan. Without a plan it is counted by `device_need_of_job`, whose conditions apply. On a
+    GPU it includes what PyTorch's allocator reserves beside the job's tensors.
 
     Raises:
         PlanError: the budget is too small.
         DeviceNeedUnknownError: a block cannot be run on shapes only.
     """
-    require_planned_device_room(context.spec)
+    on_gpu = device != "cpu"
+    require_planned_device_room(context.spec, on_gpu=on_gpu)
     limit_nbytes = context.spec.device_memory_nbytes
     if limit_nbytes is None or context.spec.planned_device_nbytes is not None:
         return
     need = device_need_of_job(context, partition, device=device)
     # On a CPU the computing cores also make the copies: they end before the next layer, so no buffer waits for one.
-    needed_nbytes = need.settled_nbytes if device == "cpu" else need.nbytes
+    needed_nbytes = need.reserved_nbytes if on_gpu else need.settled_nbytes
     if needed_nbytes > limit_nbytes:
-        raise too_little_device_memory(context.spec, limit_nbytes, needed_nbytes, need.in_words())
+        raise too_little_device_memory(context.spec, limit_nbytes, needed_nbytes, need.in_words(on_gpu=on_gpu))
 
 
 def evaluation_shapes(spec: JobSpec) -> list[tuple[int, int]]:

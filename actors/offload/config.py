@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from windlass.actors.offload.layers import OffloadedBlock
+from windlass.engine.device import with_index
 from windlass.engine.memory_plan import ModelSize, Placement, Plan, PlanError, make_plan
 from windlass.engine.optimizer import AdamSettings
 from windlass.storage.ids import Formats, Kernel, StatePrecision
@@ -80,10 +81,7 @@ class OffloadConfig:
     @property
     def chosen_device(self) -> torch.device:
         """The device that computes, with its number."""
-        chosen = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if chosen.type == "cuda" and chosen.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-        return chosen
+        return with_index(torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu")))
 
     @property
     def chosen_kernel_dir(self) -> Path:

@@ -108,7 +108,7 @@ def start_actor(
     if device.type == "cpu":
         retain_freed_memory()
     partition = partition_folder(context.spec.model_dir, context.formats.precision)
-    return GpuWorker(context, partition, send, device=device.type)
+    return GpuWorker(context, partition, send, device=str(device))
 
 
 def stop_actor(name: ActorName, actor: Any, *, is_over: bool) -> None:

@@ -6,6 +6,9 @@ larger, is the noise floor. Windlass may differ from the first by a small multip
 
 Released buffers are filled with NaN. If a stream reads a buffer too early, or fills it too early, the loss becomes NaN.
 With more operations in flight, the streams run further behind.
+
+Most variants compute with torch's own kernels, as plain PyTorch does. Where kernels of other packages are installed,
+one variant has them, and so has the run that it is compared with.
 """
 
 import contextlib
@@ -14,7 +17,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,20 +30,24 @@ from benchmarks.gpu_check.cases import ParityCase
 from benchmarks.gpu_check.watch import HostWaits, host_waits
 from tests.support.reference_loop import PlainRun, train_plainly
 from tests.support.training import (
+    VOCABULARY,
     exported_params,
     has_direct_io,
     losses_of,
+    make_model,
     make_partition,
     make_spec,
     metrics_of,
 )
 from windlass.actors.job import JobSpec
-from windlass.actors.messages import ComputeProgressed, Message, Phase
+from windlass.actors.messages import ComputeProgressed, Message, ModelKernelsChosen, Phase
 from windlass.actors.policy import Ordering
 from windlass.actors.runtime.local_runner import run_local
+from windlass.amounts import GIB
 from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_plan import ActivationChoice, Placement
-from windlass.storage.ids import ActorName, Kernel, Precision
+from windlass.engine.model import build_meta_model, grad_buffer, head_slices, kernels_here, load_config
+from windlass.storage.ids import ActorName, Kernel, ModelKernel, Precision
 
 PLACES = ("SSD", "host", "device")
 _NUM_STEPS = 30
@@ -53,6 +60,13 @@ _LEAST_PARAMS = {Precision.FP32: _EPSILON, Precision.BF16: 2.0 ** (-8 - 8), Prec
 # Choices for activations, and whether swapped ones go to the SSDs.
 ACTIVATIONS = (*((choice, False) for choice in ActivationChoice), (ActivationChoice.SWAP, True))
 _ENOUGH_S = 480.0  # no further variant begins
+# Device memory budget of each variant, so that the worker counts its need and limits the allocator.
+_BUDGET_NBYTES = 2 * GIB
+# Tokens of a slice of the head, and of a piece of its loss, where the head has slices. A micro-batch has up to 192.
+_SLICE_TOKENS, _PIECE_TOKENS = 64, 24
+_PRODUCT_ROWS = 32  # of the part of a slice's gradient that is made at once
+
+_Settings = tuple[int, bool, tuple[ModelKernel, ...]]  # micro-batches, tied, kernels of the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +82,13 @@ class Variant:
     kernel: Kernel | None  # None: compiled if there is a compiler
     num_ahead: int  # operations in flight
     is_streamed: bool = False  # layers are copied to the device in pieces
+    is_sliced: bool = False  # the head goes over several slices of tokens
+    model_kernels: tuple[ModelKernel, ...] = ()  # of other packages, on both sides; empty: torch's own
 
     @property
-    def reference(self) -> tuple[int, bool]:
+    def reference(self) -> _Settings:
         """The settings that change what is computed."""
-        return self.num_microbatches, self.is_tied
+        return self.num_microbatches, self.is_tied, self.model_kernels
 
     def placed(self, spec: JobSpec, num_blocks: int, device: str) -> JobSpec:
         """Returns the job with the variant's placement."""
@@ -116,8 +132,8 @@ class Differences:
 def variants(precision: Precision, *, compiles: bool) -> list[Variant]:
     """Returns every choice for activations. The other settings vary from one to the next, and over the precisions.
 
-    Then follow the same choices with streamed layers, where states are on the SSDs. With `compiles`, the last has a
-    kernel compiled for the device.
+    Then follow the same choices with streamed layers, where states are on the SSDs, and one with a sliced head. With
+    `compiles`, the last has a kernel compiled for the device.
     """
     first = list(Precision).index(precision) * len(ACTIVATIONS)
     plain = [
@@ -136,21 +152,26 @@ def variants(precision: Precision, *, compiles: bool) -> list[Variant]:
     ]
     streamed = [dataclasses.replace(each, is_streamed=True) for each in plain if each.place == "SSD"]
     compiled = dataclasses.replace(plain[0], place="device", kernel=None, num_microbatches=1)
-    return [*plain, *streamed, *([compiled] if compiles else [])]
+    sliced = dataclasses.replace(plain[0], is_sliced=True, num_microbatches=1)
+    return [*plain, *streamed, sliced, *([compiled] if compiles else [])]
 
 
 def measure(case: ParityCase, setting: Setting) -> dict[str, Any]:
     """Compares all variants of a precision. A failed variant does not stop the others."""
-    references: dict[tuple[int, bool], _Reference] = {}
+    references: dict[_Settings, _Reference] = {}
+    listed = variants(case.precision, compiles=not setting.is_tiny)
+    if kernels := _kernels_here(case.precision, setting):
+        # Several examples in a micro-batch, which FlashAttention 2 needs.
+        listed.append(dataclasses.replace(listed[0], model_kernels=kernels, num_microbatches=1))
     with _deterministic(setting.device):
-        runs = list(_compared(variants(case.precision, compiles=not setting.is_tiny), setting, references))
-    repeated = Differences.largest([each.repeated for each in references.values()])
-    floor = Differences.largest([repeated, *(each.other_order for each in references.values())])
+        runs = list(_compared(listed, setting, references))
+    repeated, floor = _noise(references, ())
     found: list[Differences] = []
     for run in runs:
         if (difference := run["difference"]) is not None:
             found.append(difference)
-            run["is_wrong"] |= not difference.is_within(floor, case.precision)
+            _, floor_here = _noise(references, run["model_kernels"])
+            run["is_wrong"] |= not difference.is_within(floor_here, case.precision)
             run["difference"] = asdict(difference)
     largest = Differences.largest(found)
     return {
@@ -161,6 +182,41 @@ def measure(case: ParityCase, setting: Setting) -> dict[str, Any]:
         "num_wrong": sum(run["is_wrong"] for run in runs),
         "runs": runs,
     }
+
+
+def _noise(
+    references: Mapping[_Settings, "_Reference"], model_kernels: tuple[ModelKernel, ...]
+) -> tuple[Differences, Differences]:
+    """Returns the largest difference of repetitions with the given kernels, and their noise floor."""
+    same = [each for (_, _, kernels), each in references.items() if kernels == model_kernels]
+    repeated = Differences.largest([each.repeated for each in same])
+    return repeated, Differences.largest([repeated, *(each.other_order for each in same)])
+
+
+def _kernels_here(precision: Precision, setting: Setting) -> tuple[ModelKernel, ...]:
+    """Returns the kernels of other packages that a job could use here."""
+    model = build_meta_model(load_config(make_model(setting.root / f"model-{precision}")), precision)
+    return kernels_here(model, precision, torch.device(setting.device))
+
+
+@contextlib.contextmanager
+def _sliced_head() -> Iterator[None]:
+    """Lets the head go over small slices in its context, and over parts of each slice's loss and gradient."""
+    small = (
+        (head_slices, "MIN_SLICE_TOKENS", _SLICE_TOKENS),
+        (head_slices, "MAX_SLICE_TOKENS", _SLICE_TOKENS),
+        (head_slices, "MAX_PIECE_NUMEL", _PIECE_TOKENS * VOCABULARY),
+        (grad_buffer, "MAX_PRODUCT_NUMEL", 1),
+        (grad_buffer, "ROWS_UNIT", _PRODUCT_ROWS),
+    )
+    usual = [(module, name, getattr(module, name)) for module, name, _ in small]
+    for module, name, value in small:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in usual:
+            setattr(module, name, value)
 
 
 @contextlib.contextmanager
@@ -188,7 +244,7 @@ class _Reference:
 
 
 def _compared(
-    listed: Sequence[Variant], setting: Setting, references: dict[tuple[int, bool], _Reference]
+    listed: Sequence[Variant], setting: Setting, references: dict[_Settings, _Reference]
 ) -> Iterator[dict[str, Any]]:
     """Runs each variant, and plain PyTorch for each new combination of what is computed."""
     until_s = time.monotonic() + _ENOUGH_S
@@ -230,7 +286,7 @@ def _reference(spec: JobSpec, device: str) -> _Reference:
 
 
 def _train(variant: Variant, folder: Path, setting: Setting, waits: HostWaits) -> JobSpec:
-    """Trains a variant and returns its job. Raises RuntimeError if it fails."""
+    """Trains a variant and returns its job. Raises RuntimeError if it fails, or is computed with other kernels."""
     spec = make_spec(
         folder,
         tied=variant.is_tied,
@@ -242,23 +298,32 @@ def _train(variant: Variant, folder: Path, setting: Setting, waits: HostWaits) -
         evaluate_every=None,
         num_validation_examples=0,
         ordering=Ordering(max_prefetched=variant.num_ahead),
+        model_kernels=variant.model_kernels,
+        device_memory_nbytes=_BUDGET_NBYTES,
     )
     partition = make_partition(spec)
     spec = variant.placed(spec, len(partition.layout.blocks), setting.device)
+    chosen: tuple[ModelKernel, ...] = ()
 
     def look(_: ActorName, message: Message) -> None:
+        nonlocal chosen
         turn_on_after_second_step(waits, message)
+        if isinstance(message, ModelKernelsChosen):
+            chosen = message.kernels
 
-    outcome = run_local(
-        spec,
-        partition=partition,
-        device=setting.device,
-        poison_released=True,
-        direct=has_direct_io(folder),
-        on_message=look,
-    )
+    with _sliced_head() if variant.is_sliced else contextlib.nullcontext():
+        outcome = run_local(
+            spec,
+            partition=partition,
+            device=setting.device,
+            poison_released=True,
+            direct=has_direct_io(folder),
+            on_message=look,
+        )
     if outcome["status"] != "succeeded":
         raise RuntimeError(outcome["error"]["message"])
+    if chosen != variant.model_kernels:
+        raise RuntimeError(f"the model was computed with {chosen}, plain PyTorch's with {variant.model_kernels}")
     return spec
 
 

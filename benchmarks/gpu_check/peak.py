@@ -43,15 +43,19 @@ def peak_step_s(
     partition = Partition(build_meta_model(model_config(few, sequence_length), Precision.BF16))
     layers = [block.index for block in partition.layout.blocks[1:-1]]
     runner = BlockRunner(partition, device, seed=0, activations=dict.fromkeys(layers, *activations.of_layers(1)))
-    # Gradient sums over micro-batches are fp32, as in a job.
-    grad_dtype = torch.bfloat16 if num_microbatches == 1 else torch.float32
-    flats, grads = {}, {}
+    # As in a job: sums over micro-batches leave in fp32. Sums over slices of the head, and of tied uses, are fp32 too.
+    leaving_dtype = torch.bfloat16 if num_microbatches == 1 else torch.float32
+    in_fp32 = runner.summed_in_fp32(batch_size // num_microbatches * sequence_length)
+    flats, grads, leaving = {}, {}, {}
     for block in partition.layout.blocks:
         flats[block.index] = torch.empty(block.numel, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
-        grads[block.index] = torch.empty(block.numel, dtype=grad_dtype, device=device)
+        dtype = torch.float32 if block.index in in_fp32 else leaving_dtype
+        grads[block.index] = torch.empty(block.numel, dtype=dtype, device=device)
+        if dtype is not leaving_dtype:
+            leaving[block.index] = torch.empty(block.numel, dtype=leaving_dtype, device=device)
     tokens = torch.randint(0, shape.vocab, (batch_size, sequence_length), device=device)
     batch = list(tokens.chunk(num_microbatches))
-    passes = [_pass(runner, flats, grads, batch) for _ in range(1 + _NUM_REPEATS)][1:]
+    passes = [_pass(runner, flats, grads, leaving, batch) for _ in range(1 + _NUM_REPEATS)][1:]
     return min(times.ends_s + times.layers_s / _NUM_LAYERS * shape.num_layers for times in passes)
 
 
@@ -59,8 +63,10 @@ def _pass(
     runner: BlockRunner,
     flats: dict[BlockIndex, torch.Tensor],
     grads: dict[BlockIndex, torch.Tensor],
+    leaving: dict[BlockIndex, torch.Tensor],
     batch: list[torch.Tensor],
 ) -> _Times:
+    """Runs one pass. `leaving` has tensors for the gradients that leave the device in another type than their sum."""
     times, head = _Times(), runner.partition.head
     embedding, layers = BlockIndex(0), [BlockIndex(i) for i in range(1, head)]
 
@@ -69,6 +75,8 @@ def _pass(
         sinks = {each: GradBuffer(grads[each]) for each in blocks} if with_grads else {}
         runner.install(block, {each: flats[each] for each in blocks}, sinks)
         operation()
+        if with_grads and block in leaving:
+            leaving[block].copy_(grads[block])
         runner.remove(block)
 
     def forward(block: BlockIndex) -> None:

@@ -31,6 +31,7 @@ from windlass.engine.memory_plan import (
     Placement,
     PlanError,
     UpdateOrder,
+    allocatable_nbytes,
 )
 from windlass.engine.model import Partition, build_meta_model
 from windlass.engine.training_config import Initialization, TrainingConfig
@@ -101,7 +102,7 @@ class CasePlan:
             "step_s": self.solution.step_s,
             "num_layers": self.case.shape.num_layers,
             "bottleneck": self.solution.bottleneck,
-            "gpu_gib": self.need.nbytes / GIB,
+            "gpu_gib": self.need.reserved_nbytes / GIB,
             "arena_gib": self.solution.nbytes[MemoryTier.HOST] / GIB,
         }
 
@@ -158,7 +159,7 @@ class Predictor:
             partition = Partition(build_meta_model(model_config(deep.shape, case.sequence_length), Precision.BF16))
             for choice, solution in ways(number):
                 need = _need(deep, partition, solution)
-                if need.nbytes <= room.gpu_nbytes:
+                if need.reserved_nbytes <= room.gpu_nbytes:
                     return CasePlan(case=deep, choice=choice, solution=solution, need=need, layout=partition.layout)
             number = number * 3 // 4  # the exact count of device memory is larger than that of the closed form
         raise NotHereError(
@@ -215,13 +216,16 @@ def training_of(case: SpeedCase, kernel: Kernel | None = Kernel.FUSED) -> Traini
         total_steps=_TOTAL_STEPS,
         initialization=Initialization.RANDOM,
         evaluate_every=None,
+        model_kernels=(),  # as in the runs that a case is compared with
     )
     imitates = case.schedule is not None
     return dataclasses.replace(training, update_order=UpdateOrder.AFTER_BACKWARD) if imitates else training
 
 
 def _limits(room: Room) -> Limits:
-    return Limits(device_nbytes=room.gpu_nbytes, host_nbytes=room.host_nbytes, ssd_nbytes=room.disk_nbytes)
+    return Limits(
+        device_nbytes=allocatable_nbytes(room.gpu_nbytes), host_nbytes=room.host_nbytes, ssd_nbytes=room.disk_nbytes
+    )
 
 
 def _tiers(case: SpeedCase) -> tuple[MemoryTier, ...]:

@@ -185,9 +185,12 @@ def _parity_tables(results: list[Result]) -> list[str]:
             cells = {key: str(run[key]) for key in settings}
             cells["activations"] += ", to SSD" if run["swaps_to_ssd"] else ""
             cells["place"] += ", in pieces" if run["is_streamed"] else ""
+            cells["activations"] += ", head in slices" if run.get("is_sliced") else ""
+            kernels = ", ".join(run.get("model_kernels", ())) or "torch's"
             waits = "" if difference is None else str(run["host_waits"])
-            rows.append((precision, *cells.values(), str(run["kernel"] or "compiled"), waits, *found, _verdict(run)))
-    names = ("activations", "states on", "micro-batches", "tied", "operations at once", "updates")
+            updates = str(run["kernel"] or "compiled")
+            rows.append((precision, *cells.values(), updates, kernels, waits, *found, _verdict(run)))
+    names = ("activations", "states on", "micro-batches", "tied", "operations at once", "updates", "kernels")
     columns = ("precision", *names, "waits", "loss differs by", "params", "")
     floor_columns = ("precision", "plain twice: loss", "params", "noise floor: loss", "params")
     return [*table(floor_columns, floors), "", *table(columns, rows)]
@@ -205,7 +208,8 @@ def _explanation() -> list[str]:
         f"{CAP_NBYTES / GIB:g} GiB, on torch's caching allocator; CUDA's context comes on top. States on host: the job "
         "has no SSDs and keeps no checkpoints. Compute only: two distinct layers, the embedding and the head, params "
         "and gradients on the GPU, through the same block runner; a layer's time counts as often as the model has "
-        "layers. The prediction was written down before the case was measured.",
+        "layers. All sides compute with torch's own kernels. The prediction was written down before the case was "
+        "measured.",
         width=110,
     )
 

@@ -1,6 +1,5 @@
 """Trains a model with random weights as a job, and compares a step with the same model's time without any transfers."""
 
-import contextlib
 import dataclasses
 import gc
 import json
@@ -17,7 +16,7 @@ import torch
 
 from benchmarks.activations.memory_need import room_for_activations
 from benchmarks.gpu_check.case import NotHereError, Setting
-from benchmarks.gpu_check.cases import CAP_NBYTES, SpeedCase, States
+from benchmarks.gpu_check.cases import SpeedCase, States
 from benchmarks.gpu_check.kernels import prepared_kernel
 from benchmarks.gpu_check.peak import peak_step_s
 from benchmarks.gpu_check.plain import plain_step_s
@@ -29,6 +28,7 @@ from benchmarks.peers.workload import model_config
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.pss import MemorySampler, resident_memory
 from tests.support.training import has_direct_io, make_spec
+from windlass.actors.gpu_worker.memory_usage import release_device_memory
 from windlass.actors.job import JOURNAL_FILE, JobSpec, read_journal
 from windlass.actors.job.journal import METRICS
 from windlass.actors.messages import ComputeBlocks, LoadProgressed, Message, Phase
@@ -160,7 +160,6 @@ class _Training:
         outcome: dict[str, Any] | None = None
         with (
             MemorySampler(lambda: resident_memory(self._arenas())) as sampler,
-            _capped(self._setting.device, self._planned.case),
             host_waits(self._setting.device) as self._waits,
         ):
             sampler.enter_phase("run", share=_SAMPLED_SHARE)
@@ -229,7 +228,7 @@ class _Training:
         return {
             "gpu_peak_nbytes": stats.get("allocated_bytes.all.peak"),
             "gpu_reserved_nbytes": reserved,
-            "reserved_over_planned": None if reserved is None else reserved / self._planned.need.nbytes,
+            "reserved_over_planned": None if reserved is None else reserved / self._planned.need.reserved_nbytes,
             "num_alloc_retries": stats.get("num_alloc_retries"),
         }
 
@@ -263,6 +262,8 @@ def _spec(planned: CasePlan, room: Room, folder: Path, setting: Setting, kernel:
         optimizer_threads=max(1, num_cores() - 2),
         kernel_dir=str(setting.root / "kernels"),
         host_memory_nbytes=room.host_nbytes,
+        device_memory_nbytes=room.gpu_nbytes if case.has_cap else None,
+        planned_device_nbytes=planned.need.nbytes,
         deadline_s=_DEADLINE_S,
     )
     # Kernels of this device may save other tensors than those that the plan counted.
@@ -290,23 +291,9 @@ def _write_tokens(case: SpeedCase, folder: Path) -> None:
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-@contextlib.contextmanager
-def _capped(device: str, case: SpeedCase) -> Iterator[None]:
-    """Limits the caching allocator in its context."""
-    if device != "cuda":
-        yield
-        return
-    total_nbytes = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, CAP_NBYTES / total_nbytes) if case.has_cap else 1.0)
-    torch.cuda.reset_peak_memory_stats()
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
 def release_gpu() -> None:
-    """Frees GPU memory. Objects of failed runs may be in reference cycles."""
+    """Frees GPU memory, and lifts the limit of a job. Objects of failed runs may be in reference cycles."""
     gc.collect()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        release_device_memory(torch.device("cuda"))
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,16 +1,27 @@
-"""Watches the host while a job trains: its waits for the GPU, by source line, and a trace of all that ran."""
+"""Watches the host while a job trains: its waits for the GPU, by source line, and a trace of all that ran.
+
+Two kinds of waits are seen: those of which torch warns, and windlass's own waits for events outside of the places that
+may wait. Torch does not warn of waits for events, of calls that allocate memory (cudaMalloc, cudaHostAlloc), and of the
+allocator's retries.
+"""
 
 import contextlib
+import sys
 import threading
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from tests.support.races.checker import places
+from tests.support.races.sites import HOST_WAITS
+from windlass.engine.device.cuda_streams import CudaEvent
 
 _ROOT = Path(__file__).parents[2]
 _ROOMS = frozenset({"actors", "benchmarks", "engine", "planner", "storage", "tests"})  # folders of windlass
@@ -19,7 +30,7 @@ _STOP_DEADLINE_S = 120.0
 
 
 class HostWaits:
-    """Counts how often torch makes the host wait for the GPU while it is on, by source line."""
+    """Counts how often the host waits for the GPU while counting is on, by source line."""
 
     def __init__(self) -> None:
         self.by_line: Counter[str] = Counter()
@@ -41,6 +52,11 @@ class HostWaits:
         if "synchronizing CUDA operation" in str(message):
             self.by_line[_source_line()] += 1
 
+    def see_event(self, frame: FrameType | None) -> None:
+        """Handles a wait for an event, in the thread that waits. Streams' own threads may wait, and a job's end."""
+        if self._is_on and not any(function in HOST_WAITS for _, function in places(frame)):
+            self.by_line[_source_line()] += 1
+
 
 @contextlib.contextmanager
 def host_waits(device: str) -> Iterator[HostWaits]:
@@ -50,13 +66,29 @@ def host_waits(device: str) -> Iterator[HostWaits]:
         waits.turn = lambda *, on: None  # type: ignore[method-assign]
         yield waits
         return
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _seen_events(waits):
         warnings.simplefilter("always")
         warnings.showwarning = waits.see
         try:
             yield waits
         finally:
             waits.turn(on=False)
+
+
+@contextlib.contextmanager
+def _seen_events(waits: HostWaits) -> Iterator[None]:
+    """Shows `waits` each wait for an event in its context."""
+    wait = CudaEvent.wait
+
+    def seen(self: CudaEvent) -> None:
+        waits.see_event(sys._getframe(1))
+        wait(self)
+
+    CudaEvent.wait = seen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CudaEvent.wait = wait  # type: ignore[method-assign]
 
 
 def _source_line() -> str:

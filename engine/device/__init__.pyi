@@ -8,6 +8,7 @@ from windlass.engine.device.device import copy_all as copy_all
 from windlass.engine.device.device_choice import GpuUnusableError as GpuUnusableError
 from windlass.engine.device.device_choice import compute_device as compute_device
 from windlass.engine.device.device_choice import memory_node as memory_node
+from windlass.engine.device.device_choice import with_index as with_index
 from windlass.engine.device.dtypes import TORCH_DTYPE as TORCH_DTYPE
 from windlass.engine.device.dtypes import state_dtype as state_dtype
 from windlass.engine.device.malloc import retain_freed_memory as retain_freed_memory

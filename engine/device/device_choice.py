@@ -29,6 +29,13 @@ def compute_device(*, uses_gpu: bool) -> torch.device:
     return torch.device("cuda", 0)
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Returns the device with its number, which some functions of torch need: of the current GPU if it has none."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def memory_node(device: torch.device) -> int | None:
     """Returns the NUMA node whose memory is nearest to a GPU.
 

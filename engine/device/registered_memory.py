@@ -36,12 +36,14 @@ def register(memory: torch.Tensor) -> None:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     registered: list[int] = []
     for start, stop in _parts(memory):
-        if result := int(runtime.cudaHostRegister(start, stop - start, 0)):
+        # An enum of CUDA. `cudaGetErrorString` accepts no int.
+        status = runtime.cudaHostRegister(start, stop - start, 0)
+        if int(status) != 0:
             for address in reversed(registered):
                 runtime.cudaHostUnregister(address)
             raise PinError(
-                f"CUDA did not register {bytes_text(memory.nbytes)} of host memory: error {result}, "
-                f"{runtime.cudaGetErrorString(result)}; lower the job's host memory budget"
+                f"CUDA did not register {bytes_text(memory.nbytes)} of host memory: error {int(status)}, "
+                f"{runtime.cudaGetErrorString(status)}; lower the job's host memory budget"
             )
         registered.append(start)
     _change_cuts(add=registered[1:])

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 
 from windlass.engine.device import TORCH_DTYPE
+from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_estimate.dry_run import DryRun, DryRunResult
 from windlass.engine.memory_plan import (
     NUM_PIECE_BUFFERS,
     DeviceNeed,
-    LaneDivision,
     Plan,
     UnitNeed,
     cut_layers,
@@ -17,8 +17,8 @@ from windlass.engine.memory_plan import (
     grad_buffers_of_job,
     largest_piece,
     param_buffers,
+    rounded_numel,
     step_moments,
-    summed_in_fp32,
 )
 from windlass.engine.model import Partition
 from windlass.engine.optimizer import NORM_SCRATCH_NBYTES, update_scratch_nbytes
@@ -89,15 +89,16 @@ def device_need(
         [block.numel for block in layout.blocks],
         layout.shared,
         itemsize=TORCH_DTYPE[grad_precision].itemsize,
-        summed_in_fp32=summed_in_fp32(layout.shared, is_sliced=max_tokens > rehearsal.num_tokens_of_head_slice),
+        summed_in_fp32=rehearsal.summed_in_fp32(max_tokens),
         resident=plan.device_blocks,
         num_groups=plan.num_groups,
         num_grad_buffers=plan.num_grad_buffers,
         lanes=LaneDivision(num_lanes, num_microbatches),
         group_size=plan.group_size,
     )
-    # Token ids and targets are int64.
     updates_on_gpu = on_gpu and bool(plan.device_blocks)
+    rounded = rounded_numel(formats, layout.chunk_numel, resident=plan.device_blocks, on_gpu=on_gpu)
+    # Token ids and targets are int64.
     batch_nbytes = sum(2 * torch.int64.itemsize * num_examples * num_tokens for num_examples, num_tokens in shapes)
     return DeviceNeed(
         params_nbytes=_params_numel(partition, plan, num_ahead, formats) * TORCH_DTYPE[formats.precision].itemsize,
@@ -106,7 +107,8 @@ def device_need(
         constants_nbytes=sum(buffer.nbytes for buffer in partition.model.buffers())
         + batch_nbytes
         + (update_scratch_nbytes(formats.states) if updates_on_gpu else 0)
-        + (NORM_SCRATCH_NBYTES if num_lanes > 1 else 0),
+        + (NORM_SCRATCH_NBYTES if num_lanes > 1 else 0)
+        + rounded * TORCH_DTYPE[formats.precision].itemsize,
         activations=activations,
         moment=moment,
         settled_activations_nbytes=max(need.settled_nbytes for _, need in moments),

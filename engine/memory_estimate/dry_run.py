@@ -14,7 +14,7 @@ from torch._functorch import config as functorch_config
 
 from windlass.engine.activations import NOTHING_SWAPPED, SwapCounts, SwapHandle
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
-from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, UnitNeed, summed_in_fp32
+from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, UnitNeed
 from windlass.engine.model import BlockRunner, GradBuffer, LossSums, Partition, fake_tensors
 from windlass.storage.ids import BlockIndex, HeadSlices
 
@@ -140,10 +140,9 @@ class DryRun:
         # Disabled for swapped tensors, because the cache would keep their storages alive.
         self._fake.cache_enabled = not any(choice.swaps for choice in activations.values())
 
-    @property
-    def num_tokens_of_head_slice(self) -> int:
+    def summed_in_fp32(self, num_tokens: int) -> set[int]:
         """See BlockRunner."""
-        return self._runner.num_tokens_of_head_slice
+        return self._runner.summed_in_fp32(num_tokens)
 
     def units(self, num_examples: int, num_tokens: int, *, train: bool = True) -> tuple[list[UnitNeed], int]:
         """Returns the needs of the embedding and each layer for one micro-batch, and the head's peak in bytes.
@@ -154,8 +153,7 @@ class DryRun:
             DeviceNeedUnknownError: a block has operators whose output shapes torch cannot derive without computing, or
                 a Python autograd function that launches its own kernels.
         """
-        is_sliced = num_examples * num_tokens > self.num_tokens_of_head_slice
-        self._in_fp32 = summed_in_fp32(self._partition.layout.shared, is_sliced=is_sliced)
+        self._in_fp32 = self.summed_in_fp32(num_examples * num_tokens)
         in_fp32 = frozenset(self._in_fp32)
         passes = _Passes(num_examples, num_tokens, train, self._grad_dtype, self._is_summed, in_fp32, self._head_slices)
         rehearsed, choices = self._rehearsed, [self._choice(block) for block in range(1, self._partition.head)]

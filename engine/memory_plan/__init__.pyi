@@ -8,6 +8,8 @@ from windlass.engine.memory_plan.activation_policy import ActivationChoice as Ac
 from windlass.engine.memory_plan.activation_policy import BlockActivations as BlockActivations
 from windlass.engine.memory_plan.activation_policy import Place as Place
 from windlass.engine.memory_plan.activation_policy import in_words as in_words
+from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes as allocatable_nbytes
+from windlass.engine.memory_plan.allocator_reserve import reserved_nbytes as reserved_nbytes
 from windlass.engine.memory_plan.block_buffers import Acquired as Acquired
 from windlass.engine.memory_plan.block_buffers import BlockBuffers as BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import MAX_GRAD_BUFFERS as MAX_GRAD_BUFFERS
@@ -15,6 +17,7 @@ from windlass.engine.memory_plan.buffer_counts import grad_buffers as grad_buffe
 from windlass.engine.memory_plan.buffer_counts import grad_buffers_of_job as grad_buffers_of_job
 from windlass.engine.memory_plan.buffer_counts import lane_buffers as lane_buffers
 from windlass.engine.memory_plan.buffer_counts import param_buffers as param_buffers
+from windlass.engine.memory_plan.buffer_counts import rounded_numel as rounded_numel
 from windlass.engine.memory_plan.buffer_counts import summed_in_fp32 as summed_in_fp32
 from windlass.engine.memory_plan.copy_batches import COPY_BATCH_NBYTES as COPY_BATCH_NBYTES
 from windlass.engine.memory_plan.copy_batches import batches_to_copy as batches_to_copy
@@ -26,7 +29,6 @@ from windlass.engine.memory_plan.device_moments import step_moments as step_mome
 from windlass.engine.memory_plan.example_lengths import ExampleLengths as ExampleLengths
 from windlass.engine.memory_plan.example_lengths import evaluation_shapes as evaluation_shapes
 from windlass.engine.memory_plan.example_lengths import tokens_in_words as tokens_in_words
-from windlass.engine.memory_plan.lane_division import LaneDivision as LaneDivision
 from windlass.engine.memory_plan.memory_tier import MemoryTier as MemoryTier
 from windlass.engine.memory_plan.param_slices import NUM_PIECE_BUFFERS as NUM_PIECE_BUFFERS
 from windlass.engine.memory_plan.param_slices import cut_layers as cut_layers

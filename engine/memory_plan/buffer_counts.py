@@ -6,7 +6,8 @@ Two buffers of a size allow one to be filled during the computation with the oth
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from windlass.engine.memory_plan.lane_division import LaneDivision
+from windlass.engine.lanes import LaneDivision
+from windlass.storage.ids import Formats
 
 # Default number of blocks whose gradients may be on the device: one is summed while another is copied to the host. With
 # only one, the next block's backward pass would wait for the copies.
@@ -115,3 +116,11 @@ def summed_in_fp32(shared: Sequence[Sequence[int]], *, is_sliced: bool) -> set[i
     """
     tied = {block for blocks in shared for block in blocks[1:]}
     return tied.union(shared[-1] if is_sliced else ())
+
+
+def rounded_numel(formats: Formats, chunk_numel: int, *, resident: Collection[int], on_gpu: bool) -> int:
+    """Returns the elements of the buffer in which a GPU rounds a chunk's params from its master, before they are saved.
+
+    It is 0 where no params follow from a master that is `resident` on the device. A CPU rounds into host memory.
+    """
+    return chunk_numel if on_gpu and resident and formats.derives_param else 0

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from windlass.amounts import describe_largest
+from windlass.amounts import bytes_text, describe_largest
+from windlass.engine.memory_plan.allocator_reserve import reserved_nbytes
 
 
 class Pass(StrEnum):
@@ -78,8 +79,8 @@ class DeviceNeed:
         """The memory that is in use at all times."""
         return self.params_nbytes + self.grads_nbytes + self.states_nbytes + self.constants_nbytes
 
-    def in_words(self) -> str:
-        """Describes the largest parts with their sizes."""
+    def in_words(self, *, on_gpu: bool = False) -> str:
+        """Describes the largest parts with their sizes, and on a GPU the allocator's reserve."""
         activations, moment = self.activations, self.moment
         passes = {
             Pass.FORWARD: f"the forward pass of block {moment.block}",
@@ -97,12 +98,18 @@ class DeviceNeed:
             "swapped activations on their way": activations.returning_nbytes + activations.leaving_nbytes,
             passes[moment.direction]: activations.operation_nbytes,
         }
-        return describe_largest(parts)
+        reserve = f", and the reserve of PyTorch's allocator {bytes_text(self.reserved_nbytes - self.nbytes)}"
+        return describe_largest(parts) + (reserve if on_gpu else "")
 
     @property
     def nbytes(self) -> int:
         """The upper bound of the peak."""
         return self.lasting_nbytes + self.activations.nbytes
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """The memory that PyTorch's allocator takes from a GPU for that peak."""
+        return reserved_nbytes(self.nbytes)
 
     @property
     def settled_nbytes(self) -> int:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from windlass.amounts import bytes_text, describe_largest, least_gib
+from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_plan.activation_policy import BlockActivations
 from windlass.engine.memory_plan.buffer_counts import MAX_GRAD_BUFFERS
-from windlass.engine.memory_plan.lane_division import LaneDivision
 from windlass.engine.memory_plan.queue_depths import MIN_STATE_DEPTH, QueueDepths
 from windlass.storage.ids import Span
 

@@ -29,7 +29,8 @@ from windlass.engine.activations import (
     generators_of,
     list_operators,
 )
-from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, LaneDivision
+from windlass.engine.lanes import LaneDivision
+from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, summed_in_fp32
 from windlass.engine.model.epilogue_calls import EpilogueCalls
 from windlass.engine.model.fake_mode import fake_tensors
 from windlass.engine.model.grad_buffer import GradBuffer, GradSink, LaneSums
@@ -146,6 +147,10 @@ class BlockRunner:
     def num_tokens_of_head_slice(self) -> int:
         """The number of tokens whose logits exist at the same time."""
         return num_slice_tokens(self._head_slices, self._vocab_size)
+
+    def summed_in_fp32(self, num_tokens: int) -> set[int]:
+        """Returns the blocks whose gradients are summed in fp32 where a micro-batch has up to `num_tokens` tokens."""
+        return summed_in_fp32(self.partition.layout.shared, is_sliced=num_tokens > self.num_tokens_of_head_slice)
 
     @property
     def _vocab_size(self) -> int:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from windlass.engine.memory_plan import LaneDivision, UpdateOrder
+from windlass.engine.lanes import LaneDivision
+from windlass.engine.memory_plan import UpdateOrder
 from windlass.storage.ids import Formats, HeadSlices, Kernel, ModelKernel, Precision, StatePrecision
 
 # The version of the rules that decide the bits of results. A job and its commits keep the version that the job began

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 
 from windlass.amounts import GIB
-from windlass.engine.memory_plan import MemoryTier, Placement, QueueDepths
+from windlass.engine.memory_plan import MemoryTier, Placement, QueueDepths, reserved_nbytes
 from windlass.planner.planning.bisection import largest, smallest
 from windlass.planner.planning.report import DRIVER_NBYTES, PROCESSES_NBYTES
 from windlass.planner.solver import DoesNotFitError, StepCosts, least_nbytes, may_fit, plan_of
@@ -86,7 +86,8 @@ def what_takes_memory(question: "PlanQuestion", profiles: "Profiles", error: Doe
         depths=costs.depths,
     )
     need = profiles.device_need_of_plan(question, job, plan_of(costs, placement, None))
-    return [f"with one micro-batch at a time and layers in pieces the device's memory goes to: {need.in_words()}"]
+    parts = need.in_words(on_gpu=question.has_gpu)
+    return [f"with one micro-batch at a time and layers in pieces the device's memory goes to: {parts}"]
 
 
 def numbers_of_microbatches(question: "PlanQuestion") -> Iterator[int]:
@@ -196,7 +197,7 @@ def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) 
 
     If the job has a budget for this memory, the size is that of the budget. Returns None if more memory does not help.
     """
-    is_cpu = question.hardware.gpus.count == 0
+    is_cpu = not question.has_gpu
     is_budget = memory.budget is not None and getattr(question, memory.budget) is not None
     if is_cpu and memory.tier is MemoryTier.DEVICE and not is_budget:
         return None  # the device uses the host's memory
@@ -212,7 +213,9 @@ def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) 
     # A budget covers the job alone.
     others_nbytes = 0 if is_budget else memory.others_nbytes
     num_parts = part.count if memory.tier is MemoryTier.SSD else 1
-    least_gib = (min(least) + others_nbytes) / num_parts / GIB
+    has_reserve = memory.tier is MemoryTier.DEVICE and not is_cpu
+    needed_nbytes = reserved_nbytes(math.ceil(min(least))) if has_reserve else min(least)
+    least_gib = (needed_nbytes + others_nbytes) / num_parts / GIB
     # Machines have whole GiB; a budget may be any number of GiB.
     unit_gib = _BUDGET_UNIT_GIB if is_budget and least_gib < _SMALL_BUDGET_GIB else 1.0
     least_units = max(1, math.ceil(least_gib / unit_gib))

@@ -11,7 +11,14 @@ import torch
 from windlass.amounts import GIB
 from windlass.engine.data import WIDTH_GRANULE
 from windlass.engine.memory_estimate import DryRunResult, device_need
-from windlass.engine.memory_plan import DeviceNeed, ExampleLengths, MemoryTier, Plan, evaluation_shapes
+from windlass.engine.memory_plan import (
+    DeviceNeed,
+    ExampleLengths,
+    MemoryTier,
+    Plan,
+    allocatable_nbytes,
+    evaluation_shapes,
+)
 from windlass.engine.model import ModelLayout
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import ModelProfile, Speeds, Ways, for_lengths, speeds_of, ways_of_layer
@@ -83,7 +90,7 @@ class PlanQuestion:
         return length if self.lengths is None else min(self.lengths.longest, length)
 
     @property
-    def limits(self) -> Limits:
+    def budgets(self) -> Limits:
         """The memory that the job may use: that of the machine, limited by the job's budgets."""
         limits = limits_of(self.hardware)
         return replace(
@@ -91,6 +98,17 @@ class PlanQuestion:
             host_nbytes=min(limits.host_nbytes, self.host_memory_nbytes or limits.host_nbytes),
             device_nbytes=min(limits.device_nbytes, self.device_memory_nbytes or limits.device_nbytes),
         )
+
+    @property
+    def limits(self) -> Limits:
+        """The memory that the job may allocate: its budgets, without what PyTorch's allocator reserves on a GPU."""
+        budgets = self.budgets
+        return replace(budgets, device_nbytes=allocatable_nbytes(budgets.device_nbytes)) if self.has_gpu else budgets
+
+    @property
+    def has_gpu(self) -> bool:
+        """False if the device that computes is the CPU."""
+        return self.hardware.gpus.count > 0
 
     @property
     def speeds(self) -> Speeds:
@@ -118,7 +136,7 @@ def answer(question: PlanQuestion) -> Planned:
         reasons = (str(error), *what_takes_memory(question, profiles, error), *what_would_fit(question, profiles))
         missing = {tier.value: error.missing[tier] for tier in MemoryTier}
         report = PlanReport(feasible=False, reasons=reasons, missing_bytes=missing)
-        return Planned(report=with_limits(report, question.limits))
+        return Planned(report=with_limits(report, question.budgets))
     return planned(question, job, solution, profiles, step_s=step_s)
 
 
@@ -132,8 +150,8 @@ def planned(
     advises: bool = True,
 ) -> Planned:
     """Builds the answer from a solution. `step_s`: simulated. `advises`: also report what would be faster."""
-    report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0, step_s=step_s)
-    report = replace(with_limits(report, question.limits), example_tokens=_tokens_of(question))
+    report = report_of(job, solution, is_cpu=not question.has_gpu, step_s=step_s)
+    report = replace(with_limits(report, question.budgets), example_tokens=_tokens_of(question))
     if advises:
         report = replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
     return Planned(report=report, solution=solution, layout=None if question.num_layers else profiles.layout)
@@ -180,7 +198,7 @@ class Profiles:
         self._profiler = Profiler(
             question.config,
             question.training.precision,
-            for_gpu=question.hardware.gpus.count > 0,
+            for_gpu=question.has_gpu,
             head_slices=question.training.head_slices,
         )
         self._untimed: dict[tuple[int, int], ModelProfile] = {}
@@ -230,7 +248,7 @@ class Profiles:
             )
             if lengths is None
             else lengths.evaluation_shapes(shape[0], job.num_microbatches),
-            on_gpu=question.hardware.gpus.count > 0,
+            on_gpu=question.has_gpu,
             rehearsed=self._rehearsed,
         )
 
@@ -279,7 +297,7 @@ class Profiles:
     def _times(self, profile: ModelProfile) -> dict[int, BlockTimes] | None:
         """Returns measured or stored block times. None: times must be computed from the machine's rates."""
         question = self._question
-        device = torch.device("cuda", 0) if question.hardware.gpus.count > 0 else torch.device("cpu")
+        device = torch.device("cuda", 0) if question.has_gpu else torch.device("cpu")
         num_microbatches = -(-question.training.batch_size // profile.num_examples)
         sums_grads = num_microbatches > 1
         training = replace(question.training, num_microbatches=num_microbatches, lanes=1)

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from windlass.amounts import GB, GIB
-from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations, MemoryTier
+from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations, MemoryTier, reserved_nbytes
 from windlass.planner.cost import LayerProfile, ways_of_layer
 from windlass.planner.solver import Limits, PlannedJob, Solution
 
@@ -41,7 +41,7 @@ class PlanReport:
     tflops: float | None = None  # 10^12 operations per second of the model, without recomputation
     bottleneck: str | None = None
     busy_s: dict[str, float] | None = None  # by resource, per step
-    peak_gib: dict[str, float] | None = None  # by tier, with the memory of processes and the driver
+    peak_gib: dict[str, float] | None = None  # by tier, with the memory of processes, the driver and its allocator
     engine_gib: dict[str, float] | None = None  # by tier, allocated by the job itself, as can be measured
     limit_gib: dict[str, float] | None = None  # by tier, for `engine_gib`: what the machine and the job's budgets allow
     missing_bytes: dict[str, int] | None = None  # by tier, if nothing fits
@@ -58,8 +58,9 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
     num_tokens = model.num_examples * model.num_tokens * model.size_share * job.num_microbatches
     num_flops = 3 * model.num_flops * job.num_microbatches
     nbytes = solution.nbytes
+    device_nbytes = nbytes[MemoryTier.DEVICE]
     peaks = {
-        MemoryTier.DEVICE: nbytes[MemoryTier.DEVICE] + (0 if is_cpu else DRIVER_NBYTES),
+        MemoryTier.DEVICE: device_nbytes if is_cpu else reserved_nbytes(int(device_nbytes)) + DRIVER_NBYTES,
         MemoryTier.HOST: nbytes[MemoryTier.HOST] + PROCESSES_NBYTES,
         MemoryTier.SSD: nbytes[MemoryTier.SSD],
     }

@@ -1,7 +1,8 @@
 """Measures the times of a model's blocks on this device: the embedding, one layer of each kind, and the head.
 
 The params are random. A time covers all that a GPU worker does for an operation. That includes installing params and
-gradients, and computing the norms that it reports. No other work should run on the machine meanwhile.
+gradients, converting sums to the type in which gradients leave the device, and computing the norms that it reports. No
+other work should run on the machine meanwhile.
 
 Source: AutoHete, section 3.1 (times of a model of one block).
 """
@@ -177,19 +178,25 @@ class _Bench:
     def _timed(self, block: BlockIndex, run: Callable[[], object], *, goes_backward: bool = False) -> float:
         layout = self._partition.layout
         flats, grads = {}, {}
+        in_fp32 = self._runner.summed_in_fp32(self._ids.numel())
         for shared in layout.shared[block]:
             numel = layout.blocks[shared].numel
             flats[shared] = torch.empty(numel, dtype=self._dtype, device=self._device).normal_(std=_SPREAD)
             if goes_backward:
                 touched = [param.name for param in layout.blocks[shared].params] if self._sums_grads else ()
-                grad = torch.zeros(numel, dtype=self._grad_dtype, device=self._device)
+                dtype = torch.float32 if shared in in_fp32 else self._grad_dtype
+                grad = torch.zeros(numel, dtype=dtype, device=self._device)
                 grads[shared] = GradBuffer(grad, touched)
+        leaving = None  # the gradient in the type in which it leaves the device, if its sum has another one
+        if goes_backward and grads[block].flat.dtype is not self._grad_dtype:
+            leaving = torch.zeros(layout.blocks[block].numel, dtype=self._grad_dtype, device=self._device)
         self._wait()
         start_s = time.perf_counter()
         self._runner.install(block, flats, grads)
         run()
         if goes_backward:
-            squared_norm(grads[block].flat)
+            grad = grads[block].flat
+            squared_norm(grad if leaving is None else leaving.copy_(grad))
         self._runner.remove(block)
         self._wait()
         return time.perf_counter() - start_s

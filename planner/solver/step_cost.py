@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_plan import (
     ACTIVATION_SLOT_NBYTES,
     COMMIT_EVERY,
     MAX_GRAD_BUFFERS,
     PARTIAL_GRAD_ITEMSIZE,
     TRANSIT_DEPTH,
-    LaneDivision,
     MemoryTier,
     ModelSize,
     Placement,

@@ -18,6 +18,26 @@ from windlass.engine.device import cuda_streams as streams_cuda
 _CLOCK_OFFSET_S = 1234.5
 
 
+class CudaStatus:
+    """The result of a call of CUDA's runtime, as torch binds it: an enum, which is no int and is true also if it is 0.
+
+    Source: PyTorch, torch/csrc/cuda/shared/cudart.cpp.
+    """
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def __int__(self) -> int:
+        return self._code
+
+
+def cuda_error_string(status: object) -> str:
+    """The text of a result. Like torch's binding, it accepts no int."""
+    if not isinstance(status, CudaStatus):
+        raise TypeError(f"cudaGetErrorString(): incompatible function arguments: {status!r}")
+    return "out of memory" if int(status) else "no error"
+
+
 class FakeCuda:
     """Replaces torch.cuda. `calls`: the waits between streams, by name."""
 

@@ -17,14 +17,13 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.host_waits import host_wait_of
 from windlass.engine.device.streams import Event, StartThreads, Stream
 from windlass.storage.cancellation import CancelToken
 
 _DEADLINE_S = 30.0  # timeout of a host's wait
 # Seconds without new work until a task runs: by then every thread that could run ahead has done so.
 _QUIET_S = 0.0005
-# Operators for which a GPU's host waits: their result is a number, or a tensor whose shape depends on the data.
-_SYNCHRONIZING = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal", "aten._unique2")
 
 
 class LateEvent:
@@ -261,7 +260,6 @@ class _SyncCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._gpu = gpu
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(getattr(func, "overloadpacket", func))
-        if name in _SYNCHRONIZING and self._gpu.counts:
+        if self._gpu.counts and (name := host_wait_of(func, args, kwargs)) is not None:
             self._gpu.syncs[name] += 1
         return func(*args, **(kwargs or {}))

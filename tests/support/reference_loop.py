@@ -14,6 +14,7 @@ from windlass.actors.job.spec import JobSpec
 from windlass.engine.data.dataset import MicroBatch, PreparedDataset
 from windlass.engine.data.examples import NO_TARGET
 from windlass.engine.device.dtypes import TORCH_DTYPE
+from windlass.engine.model.fused_kernels import apply_kernels
 from windlass.engine.training_config.training_config import Optimizer
 from windlass.storage.ids import Precision
 
@@ -33,8 +34,8 @@ class PlainRun:
 def train_plainly(spec: JobSpec, device: str = "cpu", *, is_reversed: bool = False) -> PlainRun:
     """Runs the job in plain PyTorch: the whole model, torch's own optimizer on fp32 masters, one target count a step.
 
-    fp16 uses torch.amp.GradScaler. `is_reversed`: the last example of a step comes first, so that the same sums are
-    rounded in another order.
+    fp16 uses torch.amp.GradScaler. Kernels of other packages are used if the job names them. `is_reversed`: the last
+    example of a step comes first, so that the same sums are rounded in another order.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(spec.compute_threads)
@@ -49,6 +50,7 @@ def _train_plainly(spec: JobSpec, device: torch.device, *, is_reversed: bool) ->
     whole = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=torch.float32).to(device)
     masters = dict(whole.named_parameters())
     model = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=TORCH_DTYPE[hyper.precision]).to(device).train()
+    apply_kernels(model, hyper.model_kernels or ())
     optimizer = _optimizer(spec, masters)
     schedule = get_cosine_schedule_with_warmup(optimizer, hyper.warmup_steps, hyper.total_steps)
     train, validation = (PreparedDataset.open(spec.dataset_dir, split) for split in ("train", "validation"))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.fake_cuda import CudaStatus, cuda_error_string
 from tests.support.races.checker import RaceChecker, place_of, places
 from tests.support.races.clocks import Clock
 from tests.support.races.memory import Access, Region
@@ -59,7 +60,9 @@ class RecordedCuda:
             default_stream=lambda device: self.default,
             current_stream=lambda device: self.current,
             cudart=lambda: SimpleNamespace(
-                cudaHostRegister=lambda *_: 0, cudaHostUnregister=self._unregister, cudaGetErrorString=str
+                cudaHostRegister=lambda *_: CudaStatus(0),
+                cudaHostUnregister=self._unregister,
+                cudaGetErrorString=cuda_error_string,
             ),
         )
         patch.setattr(cuda_streams, "torch", SimpleNamespace(cuda=cuda))
@@ -191,10 +194,10 @@ class RecordedCuda:
         patch.setattr(CudaClock, "see", see_noted)
         patch.setattr(CudaClock, "time_s", time_s_noted)
 
-    def _unregister(self, address: int) -> int:
+    def _unregister(self, address: int) -> CudaStatus:
         if (region := self.region_at(address)) is not None:
             self.checker.unpinned(region)
-        return 0
+        return CudaStatus(0)
 
     def _record_stream(self, tensor: torch.Tensor, stream: "RecordedStream") -> None:
         """Lets the allocator wait for the stream's work so far before it hands on the tensor's memory."""

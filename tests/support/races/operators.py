@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.host_waits import host_wait_of
 from tests.support.races.checker import INNER, RaceChecker, place_of
 from tests.support.races.clocks import Agent
 from tests.support.races.cuda import DEVICE
@@ -21,10 +22,6 @@ Range = tuple[Region, int, int]
 _NO_ACCESS = frozenset(
     {"aten.set_", "aten.resize_", "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty"}
     | {"aten.new_empty_strided", "aten.is_pinned", "aten.lift_fresh", "aten._unsafe_view", "aten._reshape_alias"}
-)
-# Operators for which a GPU's host waits: their result is a number, or a tensor whose shape depends on the data.
-_SYNCHRONIZING = frozenset(
-    {"aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal", "aten._unique2"}
 )
 
 
@@ -149,7 +146,7 @@ class AccessMode(TorchDispatchMode):
         if read or written:
             agent = memory.agent_of([*read, *written])
             self._checker.access(agent, name, read, written)
-            if name in _SYNCHRONIZING and any(region.on_device for region, _, _ in read):
+            if host_wait_of(func, args, kwargs) is not None and any(region.on_device for region, _, _ in read):
                 self._checker.host_waits(sys._getframe(1), name)
                 self._checker.learn(agent.clock.copy())
         return result

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from windlass.actors.gpu_worker import memory_usage as device_memory
-from windlass.actors.gpu_worker.memory_usage import DeviceMemory
+from windlass.actors.gpu_worker.memory_usage import DeviceMemory, release_device_memory
 from windlass.actors.messages import MemoryKind
 
 MIB = 1 << 20
@@ -64,3 +64,16 @@ def test_kernel_without_the_counter_gives_no_peak(monkeypatch: pytest.MonkeyPatc
     memory.pause()
     memory.begin()
     assert memory.peaks() == {}
+
+
+def test_memory_of_earlier_work_returns_to_the_gpu_with_the_workspaces_of_cublas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cache is emptied last, because the workspaces are freed into it."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append("workspaces"), raising=False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("cache"))
+    release_device_memory(torch.device("cpu"))
+    assert calls == []
+    release_device_memory(torch.device("cuda", 0))
+    assert calls == ["workspaces", "cache"]

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.actors.worker_bench import STEP, Bench, of_bench, running
+from windlass.actors.gpu_worker.device_optimizer import DeviceStates
 from windlass.actors.gpu_worker.param_prefetcher import Fetch
 from windlass.actors.messages import (
     BlockFlushed,
@@ -32,7 +34,7 @@ from windlass.actors.messages import (
 from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.optimizer.adam_kernel import AdamSettings, ChunkStates, OptimizerKernel
-from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Precision, Span, StateKind, Step
 
 OPTIMIZER = ActorName("optimizer-0")
 
@@ -261,6 +263,59 @@ def expected_update(bench: Bench, block: BlockIndex, grad: torch.Tensor) -> dict
         decay_numel=bench.layout.blocks[block].decay_numel,
     )
     return states
+
+
+class Operators(TorchDispatchMode):
+    """Records the operators of a thread that are no views."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self._found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rounds_on_device", [False, True])
+@pytest.mark.parametrize(
+    "bench", [of_bench(precision=Precision.BF16, placement=Placement(device_blocks=(1,)))], indirect=True
+)
+def test_params_are_rounded_from_masters_before_the_callback_of_their_copy(
+    bench: Bench, rounds_on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A callback that computes would delay all later ones of the stream."""
+    in_callbacks: list[str] = []
+    num_writes, write = Counter[int](), DeviceStates._write
+
+    def watched(states: DeviceStates, message: FlushBlock, *args: Any) -> None:
+        num_writes[message.block] += 1
+        with Operators(in_callbacks):
+            write(states, message, *args)
+
+    monkeypatch.setattr(DeviceStates, "_write", watched)
+    block = BlockIndex(1)
+    keys, generator = bench.layout.chunk_keys(block), torch.Generator().manual_seed(0)
+    for key in keys:
+        master = torch.randn(bench.context.chunk_numel(key), generator=generator)
+        bench.ssds.put(0, key, StateKind.MASTER, master)
+    store_moments(bench)
+    if rounds_on_device:
+        numel = bench.layout.chunk_numel
+        bench.worker._states._rounded = torch.full((numel,), torch.nan, dtype=torch.bfloat16)
+    bench.worker.post(RestoreStates(job=bench.spec.job, step=Step(0)))
+    bench.ssds.receive(StatesRestored)
+    bench.worker.post(FlushBlock(job=bench.spec.job, step=STEP, block=block))
+    bench.ssds.receive(BlockFlushed)
+    assert num_writes == {block: len(keys)}
+    assert in_callbacks == []
+    for key in keys:
+        master = bench.ssds.state(0, key, StateKind.MASTER)
+        assert torch.equal(bench.ssds.state(1, key, StateKind.MASTER), master)
+        stored = bytearray(bench.ssds.states[(STEP, key, StateKind.PARAM)])
+        params = torch.frombuffer(stored, dtype=torch.bfloat16)[: master.numel()]
+        assert torch.equal(params, master.bfloat16())
 
 
 @pytest.mark.parametrize("bench", [of_bench(placement=Placement(device_blocks=(3,)))], indirect=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.training import has_direct_io, journal_of, make_partition, make_spec
+from windlass.actors.gpu_worker import worker
 from windlass.actors.gpu_worker.compute import Computation
 from windlass.actors.gpu_worker.device_optimizer import DeviceStates
 from windlass.actors.gpu_worker.memory_usage import limit_device_memory
@@ -21,6 +22,7 @@ from windlass.actors.runtime.local_runner import run_local
 from windlass.amounts import GIB, bytes_text
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.engine.device.buffer_pool import DeviceBuffers
+from windlass.engine.device.device import Device
 from windlass.engine.memory_estimate.dry_run import DeviceNeedUnknownError
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
@@ -166,6 +168,29 @@ def test_memory_in_the_plan_is_not_counted_again(tmp_path: Path, monkeypatch: py
         require_device_room(more, partition)
 
 
+def test_a_gpus_budget_also_covers_the_reserve_of_its_allocator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = budgeted(tmp_path)
+    partition = make_partition(spec)
+    context = make_context(spec, partition.layout, "")
+    need = device_need_of_job(context, partition)
+    monkeypatch.setattr(device_room, "device_need_of_job", lambda *_, **__: need)
+
+    def require(limit_nbytes: int, *, planned_nbytes: int | None, device: str) -> None:
+        changed = replace(spec, device_memory_nbytes=limit_nbytes, planned_device_nbytes=planned_nbytes)
+        require_device_room(replace(context, spec=changed), partition, device=device)
+
+    for planned_nbytes in (None, need.nbytes):
+        require(need.reserved_nbytes, planned_nbytes=planned_nbytes, device="cuda")
+        require(need.nbytes, planned_nbytes=planned_nbytes, device="cpu")
+    too_little = need.reserved_nbytes - 1
+    with pytest.raises(PlanError, match=r"by its plan.*, 1 bytes more than its budget of"):
+        require(too_little, planned_nbytes=need.nbytes, device="cuda")
+    with pytest.raises(PlanError, match=r"and the reserve of PyTorch's allocator .*\), 1 bytes more than its budget"):
+        require(too_little, planned_nbytes=None, device="cuda")
+
+
 def test_job_that_cannot_be_counted_is_reported_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise DeviceNeedUnknownError("experts")
@@ -190,6 +215,27 @@ def test_a_gpus_allocator_is_held_to_the_budget(
     assert held == []
     limit_device_memory(torch.device("cuda", 0), limit_gib * GIB)
     assert held == [(fraction, torch.device("cuda", 0))]
+
+
+def test_a_job_on_a_gpu_without_a_number_starts_with_its_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's function for the limit refuses a device without a number."""
+    limited: list[tuple[float, int]] = []
+
+    def limit(fraction: float, device: torch.device) -> None:
+        limited.append((fraction, torch.cuda.memory._get_device_index(device)))
+
+    with pytest.raises(ValueError, match="specified index"):
+        limit(0.5, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=24 * GIB))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(worker, "Device", lambda _, **options: Device(torch.device("cpu"), **options))
+    spec = budgeted(tmp_path, device_memory_nbytes=6 * GIB)
+    outcome = run_local(spec, partition=make_partition(spec), device="cuda", direct=has_direct_io(tmp_path))
+    assert outcome["status"] == "succeeded", outcome
+    assert limited == [(0.25, 1)]
 
 
 @pytest.mark.parametrize(("batch_size", "num_microbatches"), [(4, 2), (12, 3), (30, 1)])

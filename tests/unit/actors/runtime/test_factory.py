@@ -1,13 +1,19 @@
-"""The modules that each actor of a job imports while it waits for its set-up."""
+"""The start of a job's actors: the modules that each imports, and its device."""
 
 import importlib.util
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from windlass.actors.gpu_worker import worker
 from windlass.actors.job.context import GPU_WORKER, optimizer_name, ssd_name
 from windlass.actors.runtime import factory as building
 from windlass.actors.runtime.factory import import_for, stop_actor
-from windlass.storage.ids import ActorName
+from windlass.engine.device import device_choice, malloc
+from windlass.engine.model import partition
+from windlass.storage.ids import ActorName, Formats, Precision, StatePrecision
 
 MODELS = "transformers.modeling_utils"
 
@@ -30,6 +36,23 @@ def test_actors_import_their_modules_and_the_one_that_computes_also_models(
     assert imported == expected
     for module in imported:
         assert importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.parametrize(("device", "expected"), [(torch.device("cuda", 0), "cuda:0"), (torch.device("cpu"), "cpu")])
+def test_the_worker_of_a_gpu_gets_its_number(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, expected: str
+) -> None:
+    """Without it torch refuses to limit the GPU's memory."""
+    made: list[str] = []
+    monkeypatch.setattr(device_choice, "compute_device", lambda *, uses_gpu: device)
+    monkeypatch.setattr(malloc, "retain_freed_memory", lambda: None)
+    monkeypatch.setattr(partition, "partition_folder", lambda *_: None)
+    monkeypatch.setattr(worker, "GpuWorker", lambda *_, device: made.append(device))
+    context: Any = SimpleNamespace(
+        spec=SimpleNamespace(model_dir=""), formats=Formats(Precision.BF16, StatePrecision.FP32)
+    )
+    building.start_actor(GPU_WORKER, context, None, print, uses_gpu=True)
+    assert made == [expected]
 
 
 @pytest.mark.parametrize("is_over", [False, True])

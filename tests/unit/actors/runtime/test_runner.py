@@ -221,7 +221,8 @@ class Opened:
         runner.spec = dataclasses.replace(runner.spec, layout_file=str(layout_file))
         arena = SimpleNamespace(close=self._close("arena"), unlink=self._close("arena file"))
         group = SimpleNamespace(wait=lambda _timeout_s: self.is_free())
-        monkeypatch.setattr(deploy, "open_attempt", lambda *_: (None, arena))
+        monkeypatch.setattr(deploy, "plan_attempt", lambda *_: None)
+        monkeypatch.setattr(deploy, "create_arena", lambda *_: arena)
         monkeypatch.setattr(deploy, "num_gpus_here", lambda: 0)
         monkeypatch.setattr(deploy, "device_here", lambda **_: group)
         monkeypatch.setattr(deploy, "remove_placement_group", lambda _: self._close("group")())
@@ -256,7 +257,7 @@ def test_attempt_that_is_stopped_while_it_waits_for_a_device_ends_at_once(
     runner._run()
     (outcome,) = read_journal(tmp_path / "journal.jsonl")
     assert (outcome.kind, outcome.data) == ("outcome", {"status": status, "error": None, "model_dir": None})
-    assert sorted(opened.closed) == sorted(ALL_CLOSED)
+    assert opened.closed == ["gpu-0", "ssd-0", "group"]  # there is no arena yet
 
 
 def test_stop_at_the_start_is_left_to_the_scheduler_if_the_model_is_complete(runner: Runner, tmp_path: Path) -> None:
@@ -305,17 +306,17 @@ def test_actor_that_cannot_be_killed_keeps_none_of_the_others_alive(
     assert opened.closed == [name for name in ALL_CLOSED if name != "ssd-0"]
 
 
-def test_attempt_that_fails_before_it_has_a_device_removes_its_arena(
+def test_attempt_whose_workers_do_not_start_removes_its_arena(
     runner: Runner, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> int:
+    def fail(_: object) -> None:
         raise RuntimeError("Ray does not answer")
 
-    monkeypatch.setattr(deploy, "num_gpus_here", fail)
+    monkeypatch.setattr(runner, "_start_workers", fail)
     runner._run()
     (outcome,) = read_journal(tmp_path / "journal.jsonl")
     assert (outcome.data["status"], outcome.message) == ("failed", "RuntimeError: Ray does not answer")
-    assert opened.closed == ["arena", "arena file"]
+    assert opened.closed == ALL_CLOSED
 
 
 def test_actors_that_do_not_stop_cleanly_are_in_the_file_of_errors(

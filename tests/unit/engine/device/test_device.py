@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.fake_cuda import CudaStatus, cuda_error_string
 from tests.support.late_streams import LateStreams
 from windlass.engine.device import device as device_module
 from windlass.engine.device import registered_memory
@@ -219,16 +220,16 @@ class FakeRuntime:
         self.result = 0
         self.num_accepted = 0  # first calls that succeed whatever `result` is
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> CudaStatus:
         self.calls.append(("register", address, nbytes, is_mapped(self.arena_path)))
-        return 0 if len(self.calls) <= self.num_accepted else self.result
+        return CudaStatus(0 if len(self.calls) <= self.num_accepted else self.result)
 
-    def cudaHostUnregister(self, address: int) -> int:
+    def cudaHostUnregister(self, address: int) -> CudaStatus:
         self.calls.append(("unregister", address, 0, is_mapped(self.arena_path)))
-        return self.result
+        return CudaStatus(self.result)
 
-    def cudaGetErrorString(self, result: int) -> str:
-        return "out of memory"
+    def cudaGetErrorString(self, status: object) -> str:
+        return cuda_error_string(status)
 
 
 def is_mapped(path: Path) -> bool:

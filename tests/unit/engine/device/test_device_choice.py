@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from windlass.engine.device import device_choice
-from windlass.engine.device.device_choice import GpuUnusableError, compute_device, memory_node
+from windlass.engine.device.device_choice import GpuUnusableError, compute_device, memory_node, with_index
 
 
 def test_compute_device_of_a_process_without_a_gpu_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +44,13 @@ def test_compute_device_of_a_gpu_that_pytorch_cannot_use_says_why_and_what_to_do
     with pytest.raises(GpuUnusableError, match=reason) as caught:
         compute_device(uses_gpu=True)
     assert "CUDA_VISIBLE_DEVICES= (empty)" in str(caught.value)
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert with_index(torch.device("cuda")) == torch.device("cuda", 3)
+    assert with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert with_index(torch.device("cpu")) == torch.device("cpu")
 
 
 def test_memory_node_of_a_gpu_is_that_of_its_pci_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,15 @@ from typing import Any
 
 import pytest
 
-from windlass.engine.memory_plan.buffer_counts import grad_buffers, grad_buffers_of_job, param_buffers, summed_in_fp32
-from windlass.engine.memory_plan.lane_division import LaneDivision
+from windlass.engine.lanes.lane_division import LaneDivision
+from windlass.engine.memory_plan.buffer_counts import (
+    grad_buffers,
+    grad_buffers_of_job,
+    param_buffers,
+    rounded_numel,
+    summed_in_fp32,
+)
+from windlass.storage.ids import Formats, Precision, StatePrecision
 
 # Elements of an embedding, four layers, a head.
 NUMELS = (50, 10, 10, 10, 10, 60)
@@ -91,3 +98,19 @@ def test_lanes_have_sums_beside_the_totals() -> None:
 def test_the_sums_of_the_next_group_come_while_two_others_are_there() -> None:
     assert buffers(OWN, num_groups=2) == {(50, 2): 1, (10, 2): 3, (60, 2): 1}
     assert buffers(OWN, num_groups=2, resident=(1, 2, 3)) == {(50, 2): 1, (10, 2): 4, (60, 2): 1}
+
+
+@pytest.mark.parametrize(
+    ("formats", "expected"),
+    [
+        (Formats(Precision.BF16, StatePrecision.FP32), 8),
+        (Formats(Precision.BF16, StatePrecision.SPLIT), 0),  # the params are stored
+        (Formats(Precision.FP32, StatePrecision.FP32), 0),  # they are the master
+    ],
+)
+def test_a_gpu_has_a_buffer_for_the_params_of_a_chunk_if_they_follow_from_a_master(
+    formats: Formats, expected: int
+) -> None:
+    assert rounded_numel(formats, 8, resident=(1,), on_gpu=True) == expected
+    assert rounded_numel(formats, 8, resident=(1,), on_gpu=False) == 0
+    assert rounded_numel(formats, 8, resident=(), on_gpu=True) == 0

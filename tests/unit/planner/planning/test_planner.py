@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.papers.published_models import RATEL_SHAPES
 from windlass.amounts import GIB
+from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes, reserved_nbytes
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.optimizer.fused_adam import update_scratch_nbytes
 from windlass.engine.training_config.training_config import TrainingConfig
@@ -186,7 +187,8 @@ def test_device_need_on_a_gpu_has_room_for_an_update_that_is_not_compiled() -> N
         return need - need_on_cpu
 
     assert more_nbytes() == 0
-    assert more_nbytes(1) == update_scratch_nbytes(job.training.formats.states)
+    rounded_nbytes = 2 * profiles.layout.chunk_numel
+    assert more_nbytes(1) == update_scratch_nbytes(job.training.formats.states) + rounded_nbytes
 
 
 @pytest.mark.parametrize("num_gpus", [pytest.param(0, marks=pytest.mark.long), 1])
@@ -224,7 +226,7 @@ def test_with_more_host_memory_a_job_that_fits_still_fits_and_is_hardly_slower()
     """Swapped activations are on the GPU until they are copied out: with more space to swap to, fewer may fit there."""
     config = config_of_shape(ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000), num_tokens=512)
     small = Hardware(
-        gpus=Gpus(count=1, memory_gib=2.0, tflops=20),
+        gpus=Gpus(count=1, memory_gib=(reserved_nbytes(GIB // 2) + DRIVER_NBYTES) / GIB, tflops=20),
         host=Host(memory_gib=6.0, memory_gb_per_s=40, adam_params_per_s=1e9),
         pcie=Pcie(h2d_gb_per_s=12, d2h_gb_per_s=12),
         ssds=Ssds(count=2, read_gb_per_s=8, write_gb_per_s=8, capacity_gib=100),
@@ -267,3 +269,25 @@ def test_plan_leaves_memory_to_processes_and_drivers() -> None:
     assert limits.ssd_nbytes == 12 * MACHINE.ssds.capacity_gib * GIB
     cpu = MACHINE.model_copy(update={"gpus": MACHINE.gpus.model_copy(update={"count": 0})})
     assert limits_of(cpu).device_nbytes == limits_of(cpu).host_nbytes
+
+
+def test_plan_leaves_a_gpus_memory_to_its_allocator() -> None:
+    budget_nbytes = 3 * GIB
+    limited = question(device_memory_nbytes=budget_nbytes)
+    assert limited.limits.device_nbytes == allocatable_nbytes(budget_nbytes) < budget_nbytes
+    assert question().limits.device_nbytes == allocatable_nbytes(limits_of(MACHINE).device_nbytes)
+    on_cpu = replace(limited, hardware=with_part(MACHINE, gpus=with_part(MACHINE.gpus, count=0)))
+    assert on_cpu.limits.device_nbytes == budget_nbytes
+
+
+def test_plan_and_the_reserve_of_the_allocator_fit_a_gpus_budget() -> None:
+    config = config_of_shape(ModelShape(num_layers=2, hidden_size=512, num_heads=4, vocab_size=1000), num_tokens=512)
+    budget_nbytes = 256 << 20
+    report = answer(question(config=config, device_memory_nbytes=budget_nbytes, num_microbatches=1))
+    assert report.engine_gib is not None
+    assert report.limit_gib is not None
+    assert report.peak_gib is not None
+    planned_nbytes = round(report.engine_gib["gpu"] * GIB)
+    assert budget_nbytes / 2 < reserved_nbytes(planned_nbytes) <= budget_nbytes
+    assert report.limit_gib["gpu"] * GIB == budget_nbytes
+    assert report.peak_gib["gpu"] * GIB == reserved_nbytes(planned_nbytes) + DRIVER_NBYTES

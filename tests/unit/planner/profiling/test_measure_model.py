@@ -1,13 +1,17 @@
 """Times of a model's blocks on this device."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.support.engine.architectures import ARCHITECTURES
+from windlass.engine.model import head_slices
+from windlass.engine.model.block_runner import BlockRunner
 from windlass.planner.profiling import measure_model
 from windlass.planner.profiling.measure_model import measure_blocks, with_times
 from windlass.planner.profiling.model_profiler import profile_config
-from windlass.storage.ids import Precision
+from windlass.storage.ids import BlockIndex, Precision
 
 QUICK = {("Qwen2", True), ("Mixtral", False)}
 
@@ -50,3 +54,34 @@ def test_slow_block_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured.standard_error == 0
     timed = with_times(profile, measured.times)
     assert all(layer.forward_s and layer.again is None for layer in timed.layers)
+
+
+@pytest.mark.parametrize(
+    ("tied", "slice_tokens", "expected"), [(False, 64, []), (False, 16, ["head"]), (True, 64, ["embedding"])]
+)
+def test_gradients_are_summed_and_converted_as_in_a_job(
+    tied: bool, slice_tokens: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure_model, "_LONG_S", 0.0)  # one pass
+    monkeypatch.setattr(head_slices, "MIN_SLICE_TOKENS", slice_tokens)
+    monkeypatch.setattr(head_slices, "MAX_SLICE_TOKENS", slice_tokens)
+    config = ARCHITECTURES["Qwen2"].config(tied=tied, dropout=0.0)
+    profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
+    install, norm = BlockRunner.install, measure_model.squared_norm
+    in_fp32: set[int] = set()
+    normed: list[torch.dtype] = []
+
+    def note_install(runner: BlockRunner, block: BlockIndex, flats: Any, grads: Any) -> None:
+        in_fp32.update(each for each, grad in grads.items() if grad.flat.dtype is torch.float32)
+        install(runner, block, flats, grads)
+
+    def note_norm(grad: torch.Tensor) -> torch.Tensor:
+        normed.append(grad.dtype)
+        return norm(grad)
+
+    monkeypatch.setattr(BlockRunner, "install", note_install)
+    monkeypatch.setattr(measure_model, "squared_norm", note_norm)
+    measure_blocks(profile, config, Precision.BF16, torch.device("cpu"))
+    blocks = {"embedding": 0, "head": len(profile.layers) + 1}
+    assert in_fp32 == {blocks[name] for name in expected}
+    assert set(normed) == {torch.bfloat16}  # of hidden states, and of gradients as they leave the device

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.engine.memory_plan.lane_division import LaneDivision
+from windlass.engine.lanes.lane_division import LaneDivision
 
 
 @st.composite

@@ -1,0 +1,230 @@
+"""The GPU check compares runs with the same kernels and sums, and counts reserved memory and the host's waits."""
+
+import dataclasses
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_check import parity as gpu_parity
+from benchmarks.gpu_check import peak as gpu_peak
+from benchmarks.gpu_check import prediction
+from benchmarks.gpu_check import speed as gpu_speed
+from benchmarks.gpu_check.case import ResultsFile, Setting, run_case
+from benchmarks.gpu_check.cases import ParityCase, SpeedCase, cases
+from benchmarks.gpu_check.report import report_lines
+from benchmarks.gpu_check.watch import host_waits
+from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_liger import FakeLiger
+from windlass.actors.gpu_worker import kernel_selection
+from windlass.actors.gpu_worker import worker as gpu_worker
+from windlass.amounts import GIB
+from windlass.engine.device.cuda_streams import CudaStreams
+from windlass.engine.memory_plan.activation_policy import ActivationChoice
+from windlass.engine.model import head_slices
+from windlass.engine.model.block_runner import BlockRunner
+from windlass.storage.cancellation import CancelToken
+from windlass.storage.ids import BlockIndex, HeadSlices, Kernel, ModelKernel, Precision
+
+
+def tiny() -> SpeedCase:
+    """The first speed case on a small model."""
+    return next(case for case in cases(is_tiny=True) if isinstance(case, SpeedCase))
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting(root=tmp_path, results=ResultsFile(tmp_path / "check.jsonl"), device="cpu", is_tiny=True)
+
+
+def only(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[gpu_parity.Variant], bool]) -> None:
+    """Lets the parity cases run the chosen variants only."""
+    make = gpu_parity.variants
+    monkeypatch.setattr(
+        gpu_parity,
+        "variants",
+        lambda precision, *, compiles: [each for each in make(precision, compiles=compiles) if chosen(each)][:1],
+    )
+
+
+def test_both_sides_of_a_comparison_have_the_same_kernels(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of other packages are used in one variant and its reference, although jobs choose what is installed."""
+    liger = FakeLiger()
+    liger.install(monkeypatch)
+    num_norms: list[tuple[str, bool]] = []
+    monkeypatch.setattr(kernel_selection, "kernels_here", lambda *_: (ModelKernel.LIGER,))
+    monkeypatch.setattr(gpu_parity, "kernels_here", lambda *_: (ModelKernel.LIGER,))
+    train, train_plainly = gpu_parity._train, gpu_parity.train_plainly
+
+    def counted(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            before = liger.num_norms
+            result = run(*args, **options)
+            num_norms.append((name, liger.num_norms > before))
+            return result
+
+        return call
+
+    monkeypatch.setattr(gpu_parity, "_train", counted("windlass", train))
+    monkeypatch.setattr(gpu_parity, "train_plainly", counted("plain", train_plainly))
+    only(monkeypatch, lambda each: not each.is_streamed)
+    result = run_case(ParityCase(Precision.FP32), setting)
+    assert [run["reason"] for run in result.measured["runs"]] == ["", ""]
+    assert [run["model_kernels"] for run in result.measured["runs"]] == [(), (ModelKernel.LIGER,)]
+    assert result.measured["num_wrong"] == 0
+    own, others = [("windlass", False), *[("plain", False)] * 3], [("windlass", True), *[("plain", True)] * 3]
+    assert num_norms == [*own, *others]
+    table = "\n".join(report_lines(setting.results.read(), cases(), Path(), "tiny"))
+    assert re.search(r"\| fused +\| liger +\|", table)
+    assert re.search(r"\| fused +\| torch's +\|", table)
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, pytest.param(Precision.FP32, marks=pytest.mark.long)])
+def test_a_variant_of_each_precision_has_a_sliced_head(
+    setting: Setting, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, lambda each: each.is_sliced)
+    usual = head_slices.num_slice_tokens(HeadSlices.LARGE, 128)
+    num_slices: Counter[int] = Counter()
+    num_parts: set[int] = set()
+    head, slice_, split = BlockRunner.head, BlockRunner._head_of_slice, torch.split
+
+    def one_head(runner: BlockRunner, *args: Any, **options: Any) -> Any:
+        num_slices[0] += 1
+        return head(runner, *args, **options)
+
+    def one_slice(runner: BlockRunner, *args: Any) -> Any:
+        num_slices[1] += 1
+        return slice_(runner, *args)
+
+    def splitting(tensor: torch.Tensor, size: int, dim: int = 0) -> Any:
+        parts = split(tensor, size, dim)
+        num_parts.add(len(parts))
+        return parts
+
+    monkeypatch.setattr(BlockRunner, "head", one_head)
+    monkeypatch.setattr(BlockRunner, "_head_of_slice", one_slice)
+    monkeypatch.setattr(torch, "split", splitting)
+    result = run_case(ParityCase(precision), setting)
+    (run,) = result.measured["runs"]
+    assert (run["reason"], run["is_wrong"], run["is_sliced"]) == ("", False, True)
+    assert num_slices[1] > num_slices[0] > 0
+    assert max(num_parts) > 1  # of a slice's loss, and of its gradient
+    assert head_slices.num_slice_tokens(HeadSlices.LARGE, 128) == usual
+    assert ", head in slices" in "\n".join(report_lines(setting.results.read(), cases(), Path(), "tiny"))
+
+
+def test_parity_has_a_budget_so_that_the_worker_limits_the_gpu(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited: list[int] = []
+    monkeypatch.setattr(gpu_worker, "limit_device_memory", lambda _, nbytes: limited.append(nbytes))
+    only(monkeypatch, lambda each: True)
+    run_case(ParityCase(Precision.FP32), setting)
+    assert limited == [2 * GIB]
+
+
+@pytest.mark.parametrize("has_cap", [True, False])
+def test_a_speed_case_is_limited_by_its_budget(setting: Setting, has_cap: bool) -> None:
+    case = dataclasses.replace(tiny(), has_cap=has_cap)
+    room = prediction.Room.of(case, 24 * GIB, 120 * GIB, 200 * GIB)
+    plan = prediction.Predictor(case, None).plan(room)
+    spec = gpu_speed._spec(plan, room, setting.root / "job", setting, Kernel.FUSED)
+    assert spec.device_memory_nbytes == (45 * GIB // 2 if has_cap else None)
+    assert spec.planned_device_nbytes == plan.need.nbytes
+    assert spec.training.model_kernels == ()
+
+
+def test_what_a_gpus_allocator_reserves_is_planned() -> None:
+    case = tiny()
+    room = prediction.Room.of(case, 24 * GIB, 120 * GIB, 200 * GIB)
+    predictor = prediction.Predictor(case, None)
+    plan = predictor.plan(room)
+    assert plan.predicted["gpu_gib"] == plan.need.reserved_nbytes / GIB
+    fits_exactly = dataclasses.replace(room, gpu_nbytes=plan.need.reserved_nbytes)
+    assert predictor.plan(fits_exactly).need.reserved_nbytes <= plan.need.reserved_nbytes
+    with pytest.raises(prediction.NotHereError):  # there is room for tensors, but not for the reserve
+        predictor.plan(dataclasses.replace(room, gpu_nbytes=plan.need.nbytes))
+
+
+def test_reserved_memory_is_compared_with_the_plan_and_its_reserve(setting: Setting) -> None:
+    training = object.__new__(gpu_speed._Training)
+    need = SimpleNamespace(nbytes=100, reserved_nbytes=150)
+    training._planned = SimpleNamespace(need=need)  # type: ignore[assignment]
+    training._memory_stats = {"reserved_bytes.all.peak": 120}
+    assert training._gpu_memory()["reserved_over_planned"] == 0.8
+
+
+def test_compute_only_sums_gradients_as_a_job_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes: dict[int, set[torch.dtype]] = {}
+    converted: list[set[int]] = []
+    install, run_pass = BlockRunner.install, gpu_peak._pass
+
+    def note_install(runner: BlockRunner, block: BlockIndex, flats: Any, grads: Any) -> None:
+        for each, grad in grads.items():
+            dtypes.setdefault(each, set()).add(grad.flat.dtype)
+        install(runner, block, flats, grads)
+
+    def note_pass(runner: BlockRunner, flats: Any, grads: Any, leaving: Any, batch: Any) -> Any:
+        times = run_pass(runner, flats, grads, leaving, batch)
+        converted.append({block for block, grad in leaving.items() if torch.equal(grad, grads[block].bfloat16())})
+        return times
+
+    monkeypatch.setattr(BlockRunner, "install", note_install)
+    monkeypatch.setattr(gpu_peak, "_pass", note_pass)
+    monkeypatch.setattr(head_slices, "MIN_SLICE_TOKENS", 64)
+    monkeypatch.setattr(head_slices, "MAX_SLICE_TOKENS", 64)
+    case = tiny()
+
+    def peak(num_microbatches: int, batch_size: int) -> None:
+        dtypes.clear()
+        gpu_peak.peak_step_s(
+            case.shape,
+            batch_size=batch_size,
+            sequence_length=32,
+            num_microbatches=num_microbatches,
+            activations=ActivationChoice.RECOMPUTE,
+            device=torch.device("cpu"),
+        )
+
+    bf16, fp32 = {torch.bfloat16}, {torch.float32}
+    peak(1, 4)  # of 128 tokens, in two slices
+    assert dtypes == {0: bf16, 1: bf16, 2: bf16, 3: fp32}
+    assert converted[-1] == {3}
+    peak(1, 2)
+    assert dtypes == {0: bf16, 1: bf16, 2: bf16, 3: bf16}
+    peak(2, 4)
+    assert dtypes == {0: fp32, 1: fp32, 2: fp32, 3: fp32}
+    assert converted[-1] == set()
+
+
+def test_waits_for_events_are_counted_outside_of_the_places_that_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    FakeCuda().install(monkeypatch)
+    token, is_over = CancelToken(10.0), threading.Event()
+
+    def start(targets: Iterable[Callable[[], None]]) -> None:
+        for target in targets:
+            threading.Thread(target=target, daemon=True).start()
+
+    with host_waits("cuda") as waits:
+        streams = CudaStreams(torch.device("cpu"), token, start)
+        streams.compute.record().wait()
+        assert waits.number == 0  # it is not on
+        waits.turn(on=True)
+        streams.compute.then(is_over.set)
+        assert is_over.wait(10)
+        assert waits.number == 0  # the stream's own thread waits
+        streams.compute.record().wait()
+    assert waits.number == 1
+    ((line, _),) = waits.by_line.items()
+    assert re.fullmatch(r"tests/unit/benchmarks/test_gpu_check_sides.py:\d+", line)
+    streams.compute.record().wait()
+    assert waits.number == 1
+    token.cancel()
