@@ -11,8 +11,8 @@ from dataclasses import dataclass
 class LaneDivision:
     """The division of a full step's micro-batches into lanes. Each lane has successive micro-batches.
 
-    The last step of an epoch may have fewer micro-batches. Then the last lanes have fewer or none, and a lane without
-    micro-batches adds nothing.
+    A step with fewer examples than micro-batches has fewer micro-batches. Then the last lanes have fewer or none, and a
+    lane without micro-batches adds nothing.
     """
 
     num_lanes: int
@@ -52,7 +52,14 @@ class LaneDivision:
 
     def num_open_lanes(self, group_size: int) -> int:
         """Returns how often a step in groups of this size passes on the sum of an unfinished lane."""
+        if self.num_lanes == 1:
+            return 0
         return sum(self.has_open_lane(stop) for stop in range(group_size, self.num_microbatches, group_size))
+
+    @property
+    def smallest_uncut_group(self) -> int:
+        """The size of the smallest groups of which none passes on the sum of an unfinished lane."""
+        return next(size for size in range(1, self.num_microbatches + 1) if not self.num_open_lanes(size))
 
     def _start(self, lane: int) -> int:
         return lane * self.num_microbatches // self.num_lanes

@@ -135,7 +135,9 @@ def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
         return question.changed(batch_size=batch_size, num_microbatches=number)
 
     if batch_size := largest_fitting(cut, profiles, most=question.training.batch_size - 1):
-        return f"a batch of {batch_size} in {cut(batch_size).training.num_microbatches} micro-batches"
+        training = cut(batch_size).training
+        lanes = f", with lanes={training.lanes}" if training.lanes < question.training.lanes else ""
+        return f"a batch of {batch_size} in {training.num_microbatches} micro-batches{lanes}"
 
     def one(num_tokens: int) -> "PlanQuestion":
         return question.changed(batch_size=1, num_microbatches=1, sequence_length=num_tokens)
@@ -145,7 +147,8 @@ def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
         return None
     while not fits(one(num_tokens := max(_FEW_TOKENS, num_tokens * 3 // 4)), profiles):
         pass
-    return f"a batch of 1 and sequences of {num_tokens} tokens"
+    lanes = ", with lanes=1" if question.training.lanes > 1 else ""
+    return f"a batch of 1 and sequences of {num_tokens} tokens{lanes}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

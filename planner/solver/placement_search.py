@@ -191,7 +191,7 @@ def _solutions(
     for depths in (*by_leaving, [QueueDepths(states=MIN_STATE_DEPTH, leaving_nbytes=0)]):
         if solutions:
             break
-        for group_size in group_sizes(job.num_microbatches):
+        for group_size in sorted({*group_sizes(job.num_microbatches), job.lanes.smallest_uncut_group}):
             costs = saver.of(StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size))
             for variant in _saving_memory(costs, depths):
                 try:
@@ -226,8 +226,8 @@ def _with_memory_savers(
 def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: MemoryTier) -> float | None:
     """Returns the minimum limit of a tier with which the program has an assignment. A plan may need more.
 
-    Returns None if the other limits are too small for any value. Only groups of one micro-batch and of all are tried,
-    because sizes between them do not need less.
+    Returns None if the other limits are too small for any value. Only groups of one micro-batch, of whole lanes and of
+    all micro-batches are tried, because sizes between them do not need less.
     """
     needs: list[float] = []
     # On a CPU the device uses the host's memory, so both limits grow together.
@@ -261,11 +261,16 @@ def _spills(job: PlannedJob) -> tuple[bool, ...]:
 def _programs_at_the_border(job: PlannedJob, speeds: Speeds, limits: Limits, saver: _MemorySaver) -> Iterator[Program]:
     """Yields the programs that need least memory. If any program has an assignment, one of these has."""
     depths = QueueDepths(leaving_nbytes=0)
-    for group_size, overflows in itertools.product({1, job.num_microbatches}, (True, False)):
+    for group_size, overflows in itertools.product(_sizes_at_the_border(job), (True, False)):
         costs = saver.of(
             StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, overflows=overflows, depths=depths)
         )
         yield costs.program(costs.kinds())
+
+
+def _sizes_at_the_border(job: PlannedJob) -> list[int]:
+    """Returns the sizes of groups that need least of one tier: of device memory, of host memory, or of both."""
+    return sorted({1, job.lanes.smallest_uncut_group, job.num_microbatches})
 
 
 def _programs_without_assignment(

@@ -50,3 +50,12 @@ def test_groups_add_each_later_lane_once(division: LaneDivision, group_size: int
 def test_lanes_without_a_microbatch_are_refused(num_lanes: int) -> None:
     with pytest.raises(ValueError, match=f"lanes is {num_lanes}, and a step has 4 micro-batches"):
         LaneDivision(num_lanes, 4)
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "num_microbatches", "size"), [(1, 6, 1), (2, 12, 6), (3, 6, 2), (2, 5, 5), (4, 4, 1)]
+)
+def test_the_smallest_groups_that_cut_no_later_lane(num_lanes: int, num_microbatches: int, size: int) -> None:
+    division = LaneDivision(num_lanes, num_microbatches)
+    assert division.smallest_uncut_group == size
+    assert division.num_open_lanes(size) == 0
