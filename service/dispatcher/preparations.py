@@ -236,7 +236,7 @@ class Preparations:
         if preparation.is_halted:
             reason = self._why_it_waits(job, jobs)
         elif preparation.waits_for_memory:
-            reason = self._memory.why_not()
+            reason = self._memory.why_not(job.owner)
         progress = preparation.progress()
         if progress is not None:
             progress["elapsed_s"] = round(self._clock() - self._watches[job.id].preparing.began_at, 1)

@@ -49,9 +49,7 @@ class PreparationMemory:
         because waiting would not help.
         """
         self._granted.pop(job_id, None)
-        own_nbytes = sum(each.nbytes for each in self._granted.values() if each.owner == owner)
-        free_nbytes = self.free_nbytes()
-        share_nbytes = max(0, free_nbytes + own_nbytes) // 2 - own_nbytes
+        share_nbytes = max(0, self.free_nbytes() + self._own_nbytes(owner)) // 2 - self._own_nbytes(owner)
         most_nbytes = _MOST_NBYTES.get(step.name, self._total_nbytes // 2)
         nbytes = min(most_nbytes, share_nbytes)
         if nbytes < LEAST_MEMORY_NBYTES:
@@ -66,10 +64,17 @@ class PreparationMemory:
         promised = sum(max(0, each.nbytes - _resident_nbytes(each.process())) for each in self._granted.values())
         return int(self._free_nbytes() - promised - _RESERVE * self._total_nbytes)
 
-    def why_not(self) -> str:
-        """Explains why a step must wait."""
-        free = bytes_text(max(0, self.free_nbytes()))
-        return f"memory for its preparation: {bytes_text(2 * LEAST_MEMORY_NBYTES)} needed, {free} free beside what runs"
+    def why_not(self, owner: str | None) -> str:
+        """Explains why a step of this owner must wait, with the bound that `grant` applies."""
+        own_nbytes = self._own_nbytes(owner)
+        free, needed = max(0, self.free_nbytes()), 2 * LEAST_MEMORY_NBYTES + own_nbytes
+        beside = "beside what runs"
+        if own_nbytes:
+            beside += f", because other preparations of its owner have {bytes_text(own_nbytes)}"
+        return f"memory for its preparation: {bytes_text(needed)} needed, {bytes_text(free)} free {beside}"
+
+    def _own_nbytes(self, owner: str | None) -> int:
+        return sum(each.nbytes for each in self._granted.values() if each.owner == owner)
 
     def give_back(self, job_id: str) -> None:
         """Releases the grant of a job whose process has ended."""

@@ -193,7 +193,7 @@ def _run(settings: Settings, request: PlanRequest) -> tuple[PlanReport, list[str
             while (results := preparation.poll()) is None:
                 if preparation.waits_for_memory and time.monotonic() - began_s >= _WAIT_FOR_MEMORY_S:
                     raise ApiError(
-                        f"the plan was not made, as it waits for {memory.why_not()}; try again when less runs",
+                        f"the plan was not made, as it waits for {memory.why_not(None)}; try again when less runs",
                         status=503,
                         code="no_memory",
                     )

@@ -60,7 +60,20 @@ def test_an_owner_gets_half_of_what_is_free_and_others_still_get_theirs() -> Non
 def test_a_step_waits_for_memory_beside_a_job_and_says_so() -> None:
     memory = PreparationMemory(lambda: 2 * _GIB, 10 * _GIB)
     assert _grant(memory, "j1", "ann") == 0
-    assert memory.why_not() == "memory for its preparation: 3.00 GiB needed, 1.50 GiB free beside what runs"
+    assert memory.why_not("ann") == "memory for its preparation: 3.00 GiB needed, 1.50 GiB free beside what runs"
+
+
+def test_wait_for_memory_counts_what_the_owner_has() -> None:
+    free_nbytes = [20 * _GIB]
+    memory = PreparationMemory(lambda: free_nbytes[0], 0)
+    assert [_grant(memory, f"a{number}", "ann") for number in range(3)] == [4 * _GIB, 4 * _GIB, 2 * _GIB]
+    assert _grant(memory, "a3", "ann") == 0
+    assert memory.why_not("ann") == (
+        "memory for its preparation: 13.00 GiB needed, 10.00 GiB free beside what runs, "
+        "because other preparations of its owner have 10.00 GiB"
+    )
+    free_nbytes[0] += 3 * _GIB
+    assert _grant(memory, "a3", "ann") == LEAST_MEMORY_NBYTES, "the bytes that were said to be needed suffice"
 
 
 def test_step_on_idle_machine_begins_with_minimum_memory() -> None:
