@@ -14,15 +14,9 @@ from windlass.engine.memory_plan import ModelSize, Placement, Plan, PlanError, m
 from windlass.engine.optimizer import AdamSettings
 from windlass.storage.ids import Formats, Kernel, StatePrecision
 
-# The settings that must be positive where they are set, with their types.
-_POSITIVE: dict[str, type[Real]] = {
-    "clip_norm": Real,
-    "backwards_per_step": Integral,
-    "host_memory_gib": Real,
-    "optimizer_threads": Integral,
-    "deadline_s": Real,
-    "chunk_numel": Integral,
-}
+# The settings that must be positive where they are set; the first ones are whole numbers.
+_COUNTS = ("backwards_per_step", "optimizer_threads", "chunk_numel")
+_POSITIVE = (*_COUNTS, "clip_norm", "host_memory_gib", "deadline_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +66,12 @@ class OffloadConfig:
             raise ValueError(f"ssd_dirs is {self.ssd_dirs!r}; it must be a list with one directory for each SSD")
         if wrong := [each for each in self.ssd_dirs if not isinstance(each, str | Path)]:
             raise ValueError(f"ssd_dirs names {wrong[0]!r}; it must be a list with one directory for each SSD")
-        for name, number in _POSITIVE.items():
+        for name in _POSITIVE:
             value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, number) or isinstance(value, bool):
-                raise ValueError(f"{name} is {value!r}; it must be a {'whole ' * (number is Integral)}number")
-            if not value > 0:
+            is_number = isinstance(value, Integral if name in _COUNTS else Real) and not isinstance(value, bool)
+            if value is not None and not is_number:
+                raise ValueError(f"{name} is {value!r}; it must be a {'whole ' * (name in _COUNTS)}number")
+            if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value!r}; it must be positive")
         for name, choices in (("state_precision", StatePrecision), ("kernel", Kernel)):
             value = getattr(self, name)
