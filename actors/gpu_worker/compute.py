@@ -13,7 +13,7 @@ from windlass.actors.gpu_worker.operation import LaunchedOperation
 from windlass.actors.messages import ComputeBlock, Phase
 from windlass.engine.data import MicroBatch
 from windlass.engine.device import Device
-from windlass.engine.model import BlockRunner, GradBuffer, LossSums, StreamedParams
+from windlass.engine.model import BlockRunner, GradSink, LossSums, StreamedParams
 from windlass.engine.optimizer import squared_norm
 from windlass.storage.ids import BlockIndex
 
@@ -39,7 +39,7 @@ class Computation:
         operation: LaunchedOperation,
         batch: Sequence[MicroBatch],
         flats: Mapping[BlockIndex, torch.Tensor | StreamedParams],
-        grads: Mapping[BlockIndex, GradBuffer],
+        grads: Mapping[BlockIndex, GradSink],
     ) -> None:
         """Executes an operation.
 

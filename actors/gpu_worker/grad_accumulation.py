@@ -1,7 +1,8 @@
 """Gradient accumulation over groups of micro-batches. Between two groups, the sums are in host memory.
 
 A group's backward operation continues with exactly the sums of the group before: in the same type, and with the record
-of tensors that no micro-batch has reached yet. Results therefore do not depend on the size of the groups.
+of tensors that no micro-batch has reached yet. Results therefore do not depend on the size of the groups. If a group
+ends inside a lane, the lane's sum goes with the total of the lanes before.
 
 Sums are copied back before their operation is computed, for one operation at a time. Meanwhile other sums are being
 added to or copied out. No thread waits for a copy; the thread that copies sums back waits only for memory.
@@ -20,7 +21,10 @@ from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, SpanRecorder
 from windlass.engine.device import Device, DeviceBuffers, Event, TensorArena, copy_all
 from windlass.engine.memory_plan import batches_to_copy
 from windlass.engine.model import GradBuffer
-from windlass.storage.ids import ChunkKey
+from windlass.storage.ids import BlockIndex, ChunkKey, Span
+
+# The slots of sums, by the block whose operation computes the sum, and the chunk.
+_Slots = dict[tuple[BlockIndex, ChunkKey], Span]
 
 
 class PartialGrads:
@@ -37,10 +41,10 @@ class PartialGrads:
         self._flats = flats
         self._arena = arena
         self._spans = spans
-        self._slots = context.partial_slots()
+        self._slots, self._lane_slots = context.partial_slots(), context.open_lane_slots()
         self._changed = threading.Condition()
         self._sums = ReturningSums(context.plan.device_blocks)
-        self._copied: dict[Use, tuple[torch.dtype, set[str]]] = {}  # sums in slots: type, tensors reached
+        self._copied: dict[Use, GradBuffer] = {}  # sums in slots; the buffers themselves are released
         # The sums of the first expected operation, each with the event after its copy.
         self._back: dict[Use, tuple[GradBuffer, Event]] = {}
 
@@ -69,7 +73,9 @@ class PartialGrads:
 
     def copy_out(self, operation: ComputeBlock, use: Use, grad: GradBuffer) -> None:
         """Queues the copy of a sum to its slots, on the device-to-host stream."""
-        self._copy(operation, use, grad.flat, is_out=True)
+        self._copy(operation, use, grad.flat, self._slots, is_out=True)
+        if grad.lane is not None:
+            self._copy(operation, use, grad.lane.flat, self._lane_slots, is_out=True)
         self._device.d2h.then(working_at(operation, functools.partial(self._copied_out, use, grad)))
 
     def run(self) -> None:
@@ -92,22 +98,30 @@ class PartialGrads:
 
     def _copied_out(self, use: Use, grad: GradBuffer) -> None:
         with self._changed:
-            self._copied[use] = (grad.flat.dtype, grad.touched)
+            self._copied[use] = grad
             self._sums.left(use)
             self._changed.notify_all()
 
     def _bring_back(self, operation: ComputeBlock, use: Use) -> tuple[GradBuffer, Event]:
         with self._changed:
-            dtype, touched = self._copied.pop(use)
-        flat = self._flats.take(self._context.layout.blocks[use[1]].numel, dtype, self._device.h2d)
-        return GradBuffer(flat, touched), self._copy(operation, use, flat, is_out=False)
+            left = self._copied.pop(use)
+        total, copied = self._bring_flat_back(operation, use, left, self._slots)
+        if left.lane is not None:
+            total.lane, copied = self._bring_flat_back(operation, use, left.lane, self._lane_slots)
+        return total, copied
 
-    def _copy(self, operation: ComputeBlock, use: Use, flat: torch.Tensor, *, is_out: bool) -> Event:
+    def _bring_flat_back(
+        self, operation: ComputeBlock, use: Use, left: GradBuffer, slots: _Slots
+    ) -> tuple[GradBuffer, Event]:
+        flat = self._flats.take(left.flat.numel(), left.flat.dtype, self._device.h2d)
+        return GradBuffer(flat, left.touched), self._copy(operation, use, flat, slots, is_out=False)
+
+    def _copy(self, operation: ComputeBlock, use: Use, flat: torch.Tensor, slots: _Slots, *, is_out: bool) -> Event:
         """Queues the copies of a sum's chunks; returns the event after them."""
         stream, keys = self._device.d2h if is_out else self._device.h2d, self._context.layout.chunk_keys(use[1])
         nbytes = {key: self._context.chunk_numel(key) * flat.itemsize for key in keys}
         for batch in batches_to_copy(keys, nbytes.__getitem__):
-            pairs = [self._pair(use, key, flat, is_out=is_out) for key in batch]
+            pairs = [self._pair(key, flat, slots[use[0], key], is_out=is_out) for key in batch]
             begun = stream.record()
             stream.run(functools.partial(copy_all, pairs))
             copied = {key: nbytes[key] for key in batch}
@@ -115,10 +129,12 @@ class PartialGrads:
             stream.then(working_at(operation, note))
         return stream.record()
 
-    def _pair(self, use: Use, key: ChunkKey, flat: torch.Tensor, *, is_out: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pair(
+        self, key: ChunkKey, flat: torch.Tensor, slot: Span, *, is_out: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the target and the source of a chunk's copy."""
         start, stop = self._context.layout.chunk_range(key)
-        there = self._arena.view(self._slots[use[0], key].offset, stop - start, flat.dtype)
+        there = self._arena.view(slot.offset, stop - start, flat.dtype)
         return (there, flat[start:stop]) if is_out else (flat[start:stop], there)
 
     def _note(

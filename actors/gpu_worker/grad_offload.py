@@ -26,7 +26,7 @@ from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import FROM_DEVICE, SpanRecorder
 from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, TensorArena, copy_all
 from windlass.engine.memory_plan import batches_to_copy, grad_buffers_of_job
-from windlass.engine.model import GradBuffer
+from windlass.engine.model import GradBuffer, GradSink, LaneSums
 from windlass.storage.cancellation import Permits, TaskQueue
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
@@ -45,7 +45,7 @@ class _Offload:
     """A complete gradient on its way to host memory or the SSDs."""
 
     operation: ComputeBlock  # the last one that added to it
-    grad_sq_sum: float
+    sq_sums: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,13 @@ class GradOffload:
         io: SsdClient,
         spans: SpanRecorder,
         send: Callable[[ActorName, GradOffloaded], None],
-        report: Callable[[ComputeBlock, float], None],
+        report: Callable[[ComputeBlock, tuple[float, ...]], None],
         *,
         summed_in_fp32: Collection[int],
     ) -> None:
         """`summed_in_fp32` has the blocks whose gradients may be summed in fp32, even if they are offloaded in another
         type. `send` sends an optimizer its share. `report` reports a gradient to the scheduler: the operation
-        that completed it, and its sum of squares.
+        that completed it, and its sums of squares.
         """
         self._context = context
         self._device = device
@@ -88,6 +88,7 @@ class GradOffload:
         self._send = send
         self._report = report
         self._dtype = TORCH_DTYPE[grad_precision(context.spec)]
+        self._lanes = context.spec.training.lane_division
         pool, token = context.plan.grads, device.token
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="grad slots", token=token)
         self._requests: TaskQueue[_Offload | _Partial] = TaskQueue(token)
@@ -115,7 +116,7 @@ class GradOffload:
         """Queues the sums of an earlier group to be copied back, for an operation that will be computed."""
         self._partials.expect(operation)
 
-    def buffer(self, operation: ComputeBlock, block: BlockIndex, dtype: torch.dtype) -> GradBuffer:
+    def buffer(self, operation: ComputeBlock, block: BlockIndex, dtype: torch.dtype) -> GradSink:
         """Acquires the buffer to which an operation adds a block's gradient.
 
         It is empty and of type `dtype`, or has the sums of the group before. It is for work that is queued on the
@@ -133,7 +134,26 @@ class GradOffload:
         elif source is SumSource.NEW_BUFFER:
             numel = self._context.layout.blocks[block].numel
             self._buffers[use] = GradBuffer(self._flats.take(numel, dtype, self._device.compute))
-        return self._buffers[use]
+        total = self._buffers[use]
+        return total if self._lanes.num_lanes == 1 else self._in_lanes(operation, block, total)
+
+    def end_lanes(self, operation: ComputeBlock) -> None:
+        """Adds lanes to the totals that an operation leaves, except for those that the next group continues.
+
+        It is called after the operation is queued on the compute stream.
+        """
+        _, stop = self._microbatches(operation)
+        if self._lanes.has_open_lane(stop):
+            return
+        for block in operation.blocks:
+            total = self._buffers[operation.block, block]
+            if total.lane is None:
+                continue
+            # The lane has already ended, unless its last micro-batches are missing in a small step.
+            sums = LaneSums(total, self._params_of(block), is_first_lane=False)
+            self._device.compute.run(sums.end_lane)
+            self._flats.give(total.lane.flat, self._device.compute)
+            total.lane = None
 
     def queue_partial_sums(self, operation: ComputeBlock) -> None:
         """Queues the sums of an operation to be copied out for the next group.
@@ -149,7 +169,7 @@ class GradOffload:
         `on_complete` is run on the compute stream with the gradient in its final type, because the conversion may
         overflow.
         """
-        params = [(p.name, p.offset, p.numel) for p in self._context.layout.blocks[block].params]
+        params = self._params_of(block)
         (grad, *others), compute = map(self._buffers.pop, self._sums.complete(block)), self._device.compute
 
         def finish() -> None:
@@ -182,13 +202,13 @@ class GradOffload:
         """Releases a gradient's buffer after its update was queued on the compute stream."""
         self._flats.give(flat, self._device.compute)
 
-    def computed(self, operation: ComputeBlock, grad_sq_sum: float) -> None:
+    def computed(self, operation: ComputeBlock, sq_sums: tuple[float, ...]) -> None:
         """Offloads a gradient that the device has computed, when its turn comes.
 
         `operation` is the last one of its block, whose states are not resident on the device.
         """
         with self._lock:
-            self._waiting[(operation.step, operation.block)] = _Offload(operation, grad_sq_sum)
+            self._waiting[(operation.step, operation.block)] = _Offload(operation, sq_sums)
             self._start_offloads(self._offload_queue.push(operation.step, operation.block))
 
     def commit_reached(self, step: Step) -> None:
@@ -212,9 +232,26 @@ class GradOffload:
             resident=plan.device_blocks,
             num_groups=plan.num_groups,
             num_grad_buffers=plan.num_grad_buffers,
+            lanes=self._lanes,
+            group_size=plan.group_size,
         )
         dtypes = {self._dtype.itemsize: self._dtype, torch.float32.itemsize: torch.float32}
         return {(numel, dtypes[itemsize]): number for (numel, itemsize), number in planned.items()}
+
+    def _params_of(self, block: BlockIndex) -> list[tuple[str, int, int]]:
+        return [(p.name, p.offset, p.numel) for p in self._context.layout.blocks[block].params]
+
+    def _microbatches(self, operation: ComputeBlock) -> tuple[int, int]:
+        """Returns the first and past-last micro-batch of an operation's group in a full step."""
+        start = operation.group * self._context.plan.group_size
+        return start, min(start + self._context.plan.group_size, self._lanes.num_microbatches)
+
+    def _in_lanes(self, operation: ComputeBlock, block: BlockIndex, total: GradBuffer) -> LaneSums:
+        """Returns the sums of lanes for an operation. A buffer for later lanes is acquired if they begin in it."""
+        start, stop = self._microbatches(operation)
+        if total.lane is None and self._lanes.needs_lane_sum(stop):
+            total.lane = GradBuffer(self._flats.take(total.flat.numel(), total.flat.dtype, self._device.compute))
+        return LaneSums(total, self._params_of(block), is_first_lane=self._lanes.lane_of(start) == 0)
 
     def _run(self) -> None:
         while (request := self._requests.take()) is not None:
@@ -233,6 +270,8 @@ class GradOffload:
     def _copy_out_partial(self, partial: _Partial) -> None:
         self._device.d2h.wait(partial.event)
         self._partials.copy_out(partial.operation, partial.use, partial.grad)
+        if partial.grad.lane is not None:
+            self._flats.give(partial.grad.lane.flat, self._device.d2h)
         self._release_buffer_and_permit(partial.grad.flat, partial.use)
 
     def _release_buffer_and_permit(self, flat: torch.Tensor, use: Use) -> None:
@@ -309,6 +348,6 @@ class GradOffload:
                 name,
                 GradOffloaded(job=operation.job, step=operation.step, block=operation.block, chunks=tuple(share)),
             )
-        self._report(operation, request.grad_sq_sum)
+        self._report(operation, request.sq_sums)
         with self._lock:
             self._start_offloads(self._offload_queue.offload_finished())

@@ -47,8 +47,9 @@ class LaunchedOperation:
         self.is_last = is_last
         self.num_targets = num_targets
         # Scalar tensors on the device, set by the compute stream: "output_sq_sum" of a forward pass, "loss_sum" and
-        # "num_correct" of a head, over all groups so far, and "grad_sq_sum" of a complete gradient.
+        # "num_correct" of a head, over all groups so far.
         self.numbers: dict[str, torch.Tensor] = {}
+        self.sq_sums: list[torch.Tensor] = []  # as `numbers`: the sums of squares of a complete gradient
         self._device = device
         self._waits: list[_Wait] = []
         self._results: torch.Tensor | None = None  # the numbers, in host memory
@@ -64,8 +65,8 @@ class LaunchedOperation:
 
     def download(self) -> None:
         """Copies the numbers to the host. Runs on the compute stream."""
-        if self.numbers:
-            self._results = self._device.download(list(self.numbers.values()))
+        if values := [*self.numbers.values(), *self.sq_sums]:
+            self._results = self._device.download(values)
 
     def note(self, spans: SpanRecorder) -> None:
         """Records the spans of a finished operation."""
@@ -80,13 +81,14 @@ class LaunchedOperation:
         spans.note(COMPUTE, kind, message.step, message.block, WHOLE_BLOCK, start_s, end_s)
 
     @property
-    def grad_sq_sum(self) -> float | None:
-        """The sum of squares of the gradient that the operation completed; None if it completed none."""
-        return self._numbers_on_host.get("grad_sq_sum")
+    def grad_sq_sums(self) -> tuple[float, ...]:
+        """The sums of squares of the gradient that the operation completed; empty if it completed none."""
+        return tuple(self._values_on_host[len(self.numbers) :])
 
     def report(self) -> BlockComputed:
         """Returns what the scheduler learns of a finished operation, except for its gradient."""
-        message, numbers, loss = self.message, self._numbers_on_host, None
+        message, loss = self.message, None
+        numbers = dict(zip(self.numbers, self._values_on_host, strict=False))  # the sums of squares come last
         if "loss_sum" in numbers:
             loss = Loss(numbers["loss_sum"], self.num_targets, int(numbers["num_correct"]))
         return BlockComputed(
@@ -102,5 +104,5 @@ class LaunchedOperation:
         )
 
     @functools.cached_property
-    def _numbers_on_host(self) -> dict[str, float]:
-        return {} if self._results is None else dict(zip(self.numbers, self._results.tolist(), strict=True))
+    def _values_on_host(self) -> list[float]:
+        return [] if self._results is None else self._results.tolist()

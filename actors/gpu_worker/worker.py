@@ -74,8 +74,8 @@ from windlass.engine.data import MicroBatch, PreparedDataset
 from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, release_team, with_index
 from windlass.engine.memory_estimate import ActivationNeedUnknownError, DeviceNeedUnknownError
 from windlass.engine.memory_plan import RECOMPUTE_ALL
-from windlass.engine.model import BlockRunner, GradBuffer, Partition, check_architecture
-from windlass.engine.optimizer import squared_norm
+from windlass.engine.model import BlockRunner, GradSink, Partition, check_architecture
+from windlass.engine.optimizer import portable_squared_norm, squared_norm
 from windlass.storage.cancellation import CancelToken, TaskQueue
 from windlass.storage.ids import BlockIndex, Step
 from windlass.storage.memory import Arena
@@ -185,6 +185,7 @@ class GpuWorker:
             activations=layer_activations(self.context),
             store=self._activations,
             head_slices=self.hyper.head_slices,
+            lanes=self.hyper.lane_division if self.hyper.lanes > 1 else None,
         )
         self._threads.resources.callback(self.runner.forget)
 
@@ -299,10 +300,10 @@ class GpuWorker:
             if report is not None:
                 self.send(SCHEDULER, report)
 
-    def _report_grad(self, operation: ComputeBlock, grad_sq_sum: float) -> None:
+    def _report_grad(self, operation: ComputeBlock, sq_sums: tuple[float, ...]) -> None:
         """Reports a gradient that is stored in its final place, now or later. `operation` completed it."""
         with self._lock:
-            report = self._reports.gradient(operation, grad_sq_sum, time.monotonic(), is_idle=self._window.is_empty)
+            report = self._reports.gradient(operation, sq_sums, time.monotonic(), is_idle=self._window.is_empty)
             if report is not None:
                 self.send(SCHEDULER, report)
 
@@ -335,8 +336,10 @@ class GpuWorker:
         operation.computed = compute.record()
         for fetch in fetches:
             self._feed.release(fetch)
+        if operation.goes_backward:
+            self._grads.end_lanes(message)
         if operation.goes_backward and operation.is_last:
-            self._grads.complete(message.block, lambda grad: operation.numbers.update(grad_sq_sum=squared_norm(grad)))
+            self._grads.complete(message.block, functools.partial(self._sum_squares, operation))
         elif operation.goes_backward:
             self._grads.queue_partial_sums(message)
         compute.run(operation.download)
@@ -354,13 +357,23 @@ class GpuWorker:
             self._grads.backward_over(message.step)
             self._report_memory(message)
         self._report_computed(operation.report())
-        if (grad_sq_sum := operation.grad_sq_sum) is None:
+        if not (sq_sums := operation.grad_sq_sums):
             return
         if message.block in self._states:
-            self._report_grad(message, grad_sq_sum)
+            self._report_grad(message, sq_sums)
             self._states.gradient_came(message.step, message.block)
         else:
-            self._grads.computed(message, grad_sq_sum)
+            self._grads.computed(message, sq_sums)
+
+    def _sum_squares(self, operation: LaunchedOperation, grad: torch.Tensor) -> None:
+        """Computes the sums of squares of a complete gradient, on the compute stream."""
+        if self.hyper.lanes == 1:
+            operation.sq_sums = [squared_norm(grad)]
+            return
+        # Any process may add these up: they have the same bits on a GPU and on a CPU, and the order is the scheduler's.
+        layout, block = self.context.layout, operation.message.block
+        bounds = [layout.chunk_range(key) for key in layout.chunk_keys(block)]
+        operation.sq_sums = [portable_squared_norm(grad[start:stop]) for start, stop in bounds]
 
     def _report_memory(self, message: ComputeBlock) -> None:
         """Reports the peaks of memory that have grown; called once per step."""
@@ -399,7 +412,7 @@ class GpuWorker:
         operation.waited(SpanKind.WAIT_PARAMS, block, start_s)
         return fetch
 
-    def _grad_buffers(self, operation: LaunchedOperation) -> dict[BlockIndex, GradBuffer]:
+    def _grad_buffers(self, operation: LaunchedOperation) -> dict[BlockIndex, GradSink]:
         """Acquires the gradient buffers to which an operation adds."""
         start_s, message = time.monotonic(), operation.message
         in_fp32 = self.runner.summed_in_fp32(self._batch[0].targets.numel())

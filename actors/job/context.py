@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from windlass.actors.job.spec import JobCore, JobSpec
-from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, ModelSize, Plan, PlanError, cut_layers, make_plan
+from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, ModelSize, Plan, PlanError, Pool, cut_layers, make_plan
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import (
     ActorName,
@@ -158,7 +158,13 @@ class CoreContext:
 
         The key is the block whose operation computes the sum, with the chunk.
         """
-        pool, resident = self.plan.partial_grads, self.plan.device_blocks
+        return self._slots_of_sums(self.plan.partial_grads)
+
+    def open_lane_slots(self) -> dict[tuple[BlockIndex, ChunkKey], Span]:
+        """Returns the arena spans for sums of lanes that a group of micro-batches leaves unfinished."""
+        return self._slots_of_sums(self.plan.open_lanes)
+
+    def _slots_of_sums(self, pool: Pool) -> dict[tuple[BlockIndex, ChunkKey], Span]:
         if not pool.num_slots:
             return {}
         uses = (
@@ -166,7 +172,7 @@ class CoreContext:
             for user, shared in enumerate(self.layout.shared)
             for block in shared
             for key in self.layout.chunk_keys(block)
-            if block not in resident
+            if block not in self.plan.device_blocks
         )
         return pool.slots_of(uses)
 
@@ -259,6 +265,7 @@ def _plan_of(spec: JobCore, layout: ModelLayout, *, has_ssds: bool, free_nbytes:
         is_naive=spec.training.order_of_updates.is_naive,
         host_memory_nbytes=spec.host_memory_nbytes,
         num_microbatches=spec.training.num_microbatches,
+        num_lanes=spec.training.lanes,
         free_nbytes=free_nbytes,
         placement=spec.placement,
     )

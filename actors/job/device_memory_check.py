@@ -28,6 +28,7 @@ def device_need_of_job(context: JobContext, partition: Partition, *, device: str
         formats=context.formats,
         grad_precision=grad_precision(spec),
         num_microbatches=hyper.num_microbatches,
+        num_lanes=hyper.lanes,
         num_ahead=spec.effective_ordering.max_prefetched,
         max_tokens=evaluation_batch_size(spec) * hyper.sequence_length,
         head_slices=hyper.head_slices,

@@ -1,5 +1,6 @@
 """Messages between the scheduler and the GPU worker."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -98,7 +99,14 @@ class GradReady(Message):
     """
 
     block: BlockIndex
-    grad_sq_sum: float  # sum of squares of the scaled loss's gradient; finite if and only if every element is
+    # Sums of squares of the scaled loss's gradient: one for the block or, if the job has lanes, one for each chunk.
+    # They are finite if and only if every element is.
+    sq_sums: tuple[float, ...]
+
+    @property
+    def is_finite(self) -> bool:
+        """True if every element of the gradient is finite."""
+        return all(map(math.isfinite, self.sq_sums))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ class SchedulerConfig:
     # operation of the next step begins before the evaluation is over.
     evaluation_decides: bool = False
     num_groups: int = 1  # groups of micro-batches in a step; those of one group pass through the blocks together
+    has_lanes: bool = False  # a step has several lanes; then a gradient has a sum of squares for each chunk
     ordering: Ordering = field(default_factory=Ordering)
     deadline_s: float = 120.0
 

@@ -11,7 +11,7 @@ For comparisons, queues can be in order of arrival, and steps can run without ov
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,7 @@ class _StepUpdates:
 
     loss_scale: float
     blocks: dict[BlockIndex, BlockInStep] = field(default_factory=dict)  # those whose last operation is granted
-    grad_sq_sums: dict[BlockIndex, float] = field(default_factory=dict)  # of blocks whose gradient is known
+    sq_sums: dict[BlockIndex, tuple[float, ...]] = field(default_factory=dict)  # of blocks whose gradient is known
     result: StepResult | None = None  # None: not all gradients are known
     end: StepEnd | None = None  # set once all gradients are known
     optimizer_step: int = 0
@@ -207,7 +207,7 @@ class Pipeline:
         for updates in self._steps.values():
             states = [each.state for each in updates.blocks.values()]
             assert states.count(BlockState.UPDATED) == updates.num_updated < self.config.num_blocks
-            assert len(states) - states.count(BlockState.COMPUTING) == len(updates.grad_sq_sums)
+            assert len(states) - states.count(BlockState.COMPUTING) == len(updates.sq_sums)
             assert BlockState.DISCARDED not in states, "a skipped step is over at once"
             assert (BlockState.KEPT in states) <= (not updates.update_sent)
             assert all(bool(each.missing) == (each.state is BlockState.UPDATING) for each in updates.blocks.values())
@@ -243,20 +243,20 @@ class Pipeline:
     def _on_grad_ready(self, grad: GradReady) -> list[Action]:
         self.waits.resolve(GradReady, grad.step, self.config.gpu_worker, grad.block)
         updates = self._steps[grad.step]
-        updates.grad_sq_sums[grad.block] = grad.grad_sq_sum
+        updates.sq_sums[grad.block] = grad.sq_sums
         if not self.config.keeps_grads:
             self._require_finite(grad)
         block = updates.blocks[grad.block]
         block.become(BlockState.KEPT)
         actions: list[Action] = []
-        if len(updates.grad_sq_sums) == self.config.num_blocks:
+        if len(updates.sq_sums) == self.config.num_blocks:
             actions += self._on_all_gradients(grad.step, updates)
         if updates.update_sent:
             actions += self._await_update(block)
         return actions
 
     def _require_finite(self, grad: GradReady) -> None:
-        if not math.isfinite(grad.grad_sq_sum):
+        if not grad.is_finite:
             raise NotFiniteError(
                 f"a gradient of step {grad.step} is not finite, and its updates have begun: the job ends; step "
                 f"{self.committed} is the last that was committed"
@@ -267,8 +267,7 @@ class Pipeline:
 
         If gradients are not kept, they are all finite here and the updates have begun.
         """
-        # Always summed from the last block to the first, so that the order of arrival does not change any bit.
-        grad_sq_sum = fold(updates.grad_sq_sums[BlockIndex(block)] for block in reversed(range(self.config.num_blocks)))
+        grad_sq_sum = self._fold_sq_sums(updates.sq_sums)
         is_finite = math.isfinite(grad_sq_sum)
         if self.config.keeps_grads:
             self._decide(updates, StepResult.UPDATED if is_finite else StepResult.SKIPPED)
@@ -280,6 +279,15 @@ class Pipeline:
         if self.config.clip_norm is not None:
             updates.grad_scale *= clip_scale(self.config.clip_norm, norm)
         return []
+
+    def _fold_sq_sums(self, sq_sums: Mapping[BlockIndex, tuple[float, ...]]) -> float:
+        """Adds the sums of squares of all gradients in a fixed order, so that their arrival does not change any bit.
+
+        With one lane, the last block's sum comes first. With several, the chunks are in order, from the first block on.
+        """
+        blocks = range(self.config.num_blocks)
+        in_order = blocks if self.config.has_lanes else reversed(blocks)
+        return fold(sq_sum for block in in_order for sq_sum in sq_sums[BlockIndex(block)])
 
     def _decide(self, updates: _StepUpdates, result: StepResult) -> None:
         updates.result = result

@@ -211,14 +211,14 @@ class ComputeReports:
         return self._report(computed.step, now_s, is_due=is_idle or computed.loss is not None)
 
     def gradient(
-        self, operation: ComputeBlock, grad_sq_sum: float, now_s: float, *, is_idle: bool
+        self, operation: ComputeBlock, sq_sums: tuple[float, ...], now_s: float, *, is_idle: bool
     ) -> ComputeProgressed | None:
         """Adds the gradient that `operation` completed, and is otherwise like `computed`.
 
         Only a worker without operations can wait for what the scheduler does with a gradient.
         """
         step = operation.step
-        self._grads.append(GradReady(job=self._job, step=step, block=operation.block, grad_sq_sum=grad_sq_sum))
+        self._grads.append(GradReady(job=self._job, step=step, block=operation.block, sq_sums=sq_sums))
         return self._report(step, now_s, is_due=is_idle)
 
     def _report(self, step: Step, now_s: float, *, is_due: bool) -> ComputeProgressed | None:

@@ -333,7 +333,7 @@ class Progress:
                 self._on_evaluated(event)
 
     def _on_grad(self, event: GradReady) -> None:
-        if not math.isfinite(event.grad_sq_sum):
+        if not event.is_finite:
             self._not_finite.setdefault(event.step, f"the gradient of block {event.block}")
 
     def _on_evaluated(self, event: BlockComputed) -> None:

@@ -140,6 +140,7 @@ def job_shape(context: CoreContext, output_dir: str) -> SchedulerConfig:
         spilled_blocks=frozenset(plan.spilled_blocks),
         commit_every=plan.commit_every,
         num_groups=plan.num_groups,
+        has_lanes=training.lanes > 1,
         ordering=spec.effective_ordering,
         deadline_s=spec.deadline_s,
     )
@@ -227,6 +228,8 @@ class Scheduler:
                 "its states: they are not the ones that it began with, or not mounted, or were emptied; put them back, "
                 "or submit the job again"
             )
+        if self._resumed is not None:
+            self._require_numerics(self._resumed.get("numerics", 1))
         self._progress.begin(self._resumed)
         if self._resumed is not None:
             self._checkpoints.begin(time.monotonic())
@@ -253,6 +256,14 @@ class Scheduler:
                 # Replies that have arrived come first: they are no silence, however long this thread was busy.
                 if self._events.empty():
                     self._check_deadlines()
+
+    def _require_numerics(self, committed: int) -> None:
+        """Checks that the job goes on under the rules that its last commit was made under."""
+        if committed != (own := self.spec.training.numerics):
+            raise JobFailedError(
+                f"step {self.pipeline.committed} was committed under version {committed} of the numerics, and the job "
+                f"is to go on under version {own}: its results would be neither one's; submit it again"
+            )
 
     def _next_event(self, timeout_s: float) -> Message | None:
         """Waits for an event; returns None after the timeout."""
@@ -309,7 +320,8 @@ class Scheduler:
         """Records a step's end, and what its commit stores for a restart."""
         kept = self._progress.end_step(over.step, over.end)
         kept["checkpoints"] = self._checkpoints.to_json(time.monotonic())
-        self._trainer_states[over.step] = json.dumps({"trainer": over.trainer, **kept})
+        numerics = self.spec.training.numerics
+        self._trainer_states[over.step] = json.dumps({"trainer": over.trainer, "numerics": numerics, **kept})
 
     def _on_evaluation(self, step: int, loss: float | None) -> None:
         """Applies the consequences of an evaluation, before the policy learns that it is over."""

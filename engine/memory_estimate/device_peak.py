@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from windlass.engine.device import TORCH_DTYPE
+from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_estimate.dry_run import DryRun, DryRunResult
 from windlass.engine.memory_plan import (
     NUM_PIECE_BUFFERS,
@@ -20,7 +21,7 @@ from windlass.engine.memory_plan import (
     step_moments,
 )
 from windlass.engine.model import Partition
-from windlass.engine.optimizer import update_scratch_nbytes
+from windlass.engine.optimizer import NORM_SCRATCH_NBYTES, update_scratch_nbytes
 from windlass.storage.ids import BlockIndex, Formats, HeadSlices, Precision
 
 
@@ -32,6 +33,7 @@ def device_need(
     formats: Formats,
     grad_precision: Precision,
     num_microbatches: int,
+    num_lanes: int = 1,
     num_ahead: int,
     max_tokens: int,
     head_slices: HeadSlices,
@@ -51,6 +53,7 @@ def device_need(
         formats: the number formats of the model states.
         grad_precision: of gradients that are sent to the optimizer.
         num_microbatches: the micro-batches of a step.
+        num_lanes: the lanes of a step's micro-batches.
         num_ahead: operations whose params may be prefetched (`Ordering.max_prefetched`).
         max_tokens: the largest number of tokens of any micro-batch, evaluations included; sizes the buffers.
         head_slices: the way in which the head goes over tokens.
@@ -90,6 +93,8 @@ def device_need(
         resident=plan.device_blocks,
         num_groups=plan.num_groups,
         num_grad_buffers=plan.num_grad_buffers,
+        lanes=LaneDivision(num_lanes, num_microbatches),
+        group_size=plan.group_size,
     )
     updates_on_gpu = on_gpu and bool(plan.device_blocks)
     rounded = rounded_numel(formats, layout.chunk_numel, resident=plan.device_blocks, on_gpu=on_gpu)
@@ -102,6 +107,7 @@ def device_need(
         constants_nbytes=sum(buffer.nbytes for buffer in partition.model.buffers())
         + batch_nbytes
         + (update_scratch_nbytes(formats.states) if updates_on_gpu else 0)
+        + (NORM_SCRATCH_NBYTES if num_lanes > 1 else 0)
         + rounded * TORCH_DTYPE[formats.precision].itemsize,
         activations=activations,
         moment=moment,

@@ -15,6 +15,7 @@ from windlass.engine.memory_plan.block_buffers import BlockBuffers as BlockBuffe
 from windlass.engine.memory_plan.buffer_counts import MAX_GRAD_BUFFERS as MAX_GRAD_BUFFERS
 from windlass.engine.memory_plan.buffer_counts import grad_buffers as grad_buffers
 from windlass.engine.memory_plan.buffer_counts import grad_buffers_of_job as grad_buffers_of_job
+from windlass.engine.memory_plan.buffer_counts import lane_buffers as lane_buffers
 from windlass.engine.memory_plan.buffer_counts import param_buffers as param_buffers
 from windlass.engine.memory_plan.buffer_counts import rounded_numel as rounded_numel
 from windlass.engine.memory_plan.buffer_counts import summed_in_fp32 as summed_in_fp32

@@ -6,6 +6,7 @@ Two buffers of a size allow one to be filled during the computation with the oth
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from windlass.engine.lanes import LaneDivision
 from windlass.storage.ids import Formats
 
 # Default number of blocks whose gradients may be on the device: one is summed while another is copied to the host. With
@@ -50,6 +51,8 @@ def grad_buffers_of_job(
     resident: Collection[int],
     num_groups: int,
     num_grad_buffers: int = MAX_GRAD_BUFFERS,
+    lanes: LaneDivision | None = None,
+    group_size: int = 1,
 ) -> Counter[tuple[int, int]]:
     """Counts a job's gradient buffers by (number of elements, bytes of an element).
 
@@ -63,6 +66,8 @@ def grad_buffers_of_job(
         resident: blocks whose states are on the device.
         num_groups: the groups of micro-batches of a step.
         num_grad_buffers: blocks whose gradients may be in flight to the host.
+        lanes: the lanes of a step; None if there is only one.
+        group_size: the micro-batches of a group; it matters only with several lanes.
     """
     # One more buffer, because the next group's partial sum arrives while others are summed and copied out.
     num_waiting = num_grad_buffers + (1 if num_groups > 1 else 0)
@@ -73,6 +78,33 @@ def grad_buffers_of_job(
         most |= Counter({(numel, element_nbytes): number for numel, number in numbers.items()})
     # The sum of a tied use keeps its buffer until the block's last use has run.
     most.update((block_numels[block], 4) for blocks in shared for block in blocks[1:])
+    if lanes is not None and lanes.num_lanes > 1:  # then all sums are fp32
+        totals = Counter({numel: number for (numel, _), number in most.items()})
+        of_lanes = lane_buffers(block_numels, shared, totals, lanes=lanes, group_size=group_size)
+        most.update({(numel, 4): number for numel, number in of_lanes.items()})
+    return most
+
+
+def lane_buffers(
+    block_numels: Sequence[int],
+    shared: Sequence[Sequence[int]],
+    totals: Counter[int],
+    *,
+    lanes: LaneDivision,
+    group_size: int,
+) -> Counter[int]:
+    """Counts buffers by number of elements, for sums of lanes beside the totals of finished lanes.
+
+    `totals`: the buffers for totals, by number of elements. If groups end inside of lanes, each total may have a lane's
+    sum beside it, wherever it is. Otherwise only the running operation has sums of lanes.
+    """
+    if lanes.num_lanes == 1:
+        return Counter()
+    if lanes.num_open_lanes(group_size):
+        return totals
+    most: Counter[int] = Counter()
+    for blocks in shared:
+        most |= Counter(block_numels[block] for block in blocks)
     return most
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from windlass.amounts import bytes_text, describe_largest, least_gib
+from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_plan.activation_policy import BlockActivations
 from windlass.engine.memory_plan.buffer_counts import MAX_GRAD_BUFFERS
 from windlass.engine.memory_plan.queue_depths import MIN_STATE_DEPTH, QueueDepths
@@ -125,6 +126,7 @@ class Plan:
     host_states: Pool  # a slot holds a chunk's states, for the chunks of `host_blocks` in order
     transit: Pool  # owned by the GPU worker: a slot holds a chunk's states in flight between device and SSDs
     partial_grads: Pool  # owned by the GPU worker: a slot for each use of a chunk, for the sum passed to the next group
+    open_lanes: Pool  # as `partial_grads`, for sums of lanes in which a group ends
     num_cached_params: int  # the first chunks on the SSDs; each has its own slot of `params` between uses
     host_blocks: tuple[int, ...]
     device_blocks: tuple[int, ...]
@@ -173,6 +175,7 @@ def make_plan(
     keep_grads: bool,
     host_memory_nbytes: int | None,
     num_microbatches: int = 1,
+    num_lanes: int = 1,
     free_nbytes: int | None = None,
     is_naive: bool = False,
     placement: Placement | None = None,
@@ -186,6 +189,7 @@ def make_plan(
         keep_grads: the first update needs all gradients.
         host_memory_nbytes: the budget; its unused rest caches params. None: no budget.
         num_microbatches: the micro-batches of a step.
+        num_lanes: the lanes of a step's micro-batches.
         free_nbytes: the limit if there is no budget; the plan uses only as much of it as it needs.
         is_naive: an optimizer has only one chunk at a time.
         placement: the places of states and activations.
@@ -196,14 +200,15 @@ def make_plan(
     placement = placement or Placement()
     limit_nbytes = free_nbytes if host_memory_nbytes is None else host_memory_nbytes
     _check(model, placement, keep_grads)
+    lanes = LaneDivision(num_lanes, num_microbatches)
     for choice in _choices(model, placement, keep_grads=keep_grads, is_naive=is_naive):
-        plan = _lay_out(model, placement, num_optimizers, grad_itemsize, num_microbatches, choice)
+        plan = _lay_out(model, placement, num_optimizers, grad_itemsize, lanes, choice)
         if limit_nbytes is None or plan.arena_nbytes <= limit_nbytes:
             if host_memory_nbytes is None or placement.num_cached_params is not None or is_naive:
                 return plan
             num_free = (host_memory_nbytes - plan.arena_nbytes) // plan.params.slot_nbytes
             choice = replace(choice, num_cached=min(choice.num_cached + num_free, _num_on_ssds(model, placement)))
-            return _lay_out(model, placement, num_optimizers, grad_itemsize, num_microbatches, choice)
+            return _lay_out(model, placement, num_optimizers, grad_itemsize, lanes, choice)
     assert limit_nbytes is not None, "without a limit the first choice fits"
     raise _too_little_host_memory(plan, limit_nbytes, is_budget=host_memory_nbytes is not None)
 
@@ -212,7 +217,7 @@ def _too_little_host_memory(plan: "Plan", limit_nbytes: int, *, is_budget: bool)
     """Returns the error that no plan fits. `plan`: the smallest plan."""
     parts = {
         "params": plan.params.nbytes,
-        "gradients": plan.grads.nbytes + plan.partial_grads.nbytes,
+        "gradients": plan.grads.nbytes + plan.partial_grads.nbytes + plan.open_lanes.nbytes,
         "states at the optimizers": sum(pool.nbytes for pool in plan.states),
         "resident states": plan.host_states.nbytes,
         "states on their way to or from the device": plan.transit.nbytes,
@@ -383,7 +388,7 @@ def _lay_out(
     placement: Placement,
     num_optimizers: int,
     grad_itemsize: int,
-    num_microbatches: int,
+    lanes: LaneDivision,
     choice: _Choice,
 ) -> Plan:
     chunk, total = model.chunk_numel, model.total_chunks
@@ -413,17 +418,22 @@ def _lay_out(
         slot_nbytes=state_nbytes,
         num_slots=TRANSIT_DEPTH if placement.device_blocks else 0,
     )
-    group_size = min(placement.group_size or num_microbatches, num_microbatches)
-    num_groups = -(-num_microbatches // group_size)
+    group_size = min(placement.group_size or lanes.num_microbatches, lanes.num_microbatches)
+    num_groups = -(-lanes.num_microbatches // group_size)
     partial_grads = Pool(
         offset=transit.offset + transit.nbytes,
         slot_nbytes=chunk * PARTIAL_GRAD_ITEMSIZE,
         num_slots=_num_partial_grads(model, placement) if num_groups > 1 else 0,
     )
+    open_lanes = Pool(
+        offset=partial_grads.offset + partial_grads.nbytes,
+        slot_nbytes=partial_grads.slot_nbytes,
+        num_slots=partial_grads.num_slots if lanes.num_open_lanes(group_size) else 0,
+    )
     num_ssd_activations = -(-placement.ssd_activation_nbytes // ACTIVATION_SLOT_NBYTES)
     num_staged = min(placement.depths.staged_activations, num_ssd_activations)
     activations = Pool(
-        offset=partial_grads.offset + partial_grads.nbytes,
+        offset=open_lanes.offset + open_lanes.nbytes,
         slot_nbytes=ACTIVATION_SLOT_NBYTES,
         num_slots=-(-placement.host_activation_nbytes // ACTIVATION_SLOT_NBYTES) + num_staged,
     )
@@ -434,6 +444,7 @@ def _lay_out(
         host_states=host_states,
         transit=transit,
         partial_grads=partial_grads,
+        open_lanes=open_lanes,
         num_cached_params=choice.num_cached,
         host_blocks=tuple(sorted(placement.host_blocks)),
         device_blocks=tuple(sorted(placement.device_blocks)),

@@ -5,6 +5,8 @@ from windlass.engine.model.fake_mode import fake_tensors as fake_tensors
 from windlass.engine.model.fused_kernels import apply_kernels as apply_kernels
 from windlass.engine.model.fused_kernels import kernels_here as kernels_here
 from windlass.engine.model.grad_buffer import GradBuffer as GradBuffer
+from windlass.engine.model.grad_buffer import GradSink as GradSink
+from windlass.engine.model.grad_buffer import LaneSums as LaneSums
 from windlass.engine.model.gradient_check import check_architecture as check_architecture
 from windlass.engine.model.gradient_check import check_kernels as check_kernels
 from windlass.engine.model.head_slices import LossSums as LossSums

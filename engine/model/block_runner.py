@@ -29,10 +29,11 @@ from windlass.engine.activations import (
     generators_of,
     list_operators,
 )
+from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, summed_in_fp32
 from windlass.engine.model.epilogue_calls import EpilogueCalls
 from windlass.engine.model.fake_mode import fake_tensors
-from windlass.engine.model.grad_buffer import GradBuffer
+from windlass.engine.model.grad_buffer import GradBuffer, GradSink, LaneSums
 from windlass.engine.model.head_slices import (
     IGNORED_TARGET,
     LossSums,
@@ -104,8 +105,11 @@ class BlockRunner:
         activations: Mapping[BlockIndex, BlockActivations] | None = None,
         store: ActivationStore | None = None,
         head_slices: HeadSlices = HeadSlices.LARGE,
+        lanes: LaneDivision | None = None,
     ) -> None:
         """`activations`: policies of layers; by default a layer keeps its input and recomputes the rest.
+
+        `lanes`: the lanes of a step; None if there is only one.
 
         Raises:
             ValueError: a policy is given for a block that is no layer, or swaps without a store.
@@ -123,12 +127,13 @@ class BlockRunner:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
         self._head_slices = head_slices
+        self._lanes = lanes
         self._epilogues: dict[torch.Size, EpilogueCalls] = {}  # of the running head, by the shape of the hidden state
         self._mode_on_call: Any = None
         self._params = BorrowedParams()
         self._streamed: StreamedLayer | None = None  # the installed layer, if its params are streamed
         self._versions: dict[BlockIndex, int] = {}  # of the installed params when they were installed
-        self._sinks: Mapping[BlockIndex, GradBuffer] = {}
+        self._sinks: Mapping[BlockIndex, GradSink] = {}
         self._with_functions: set[BlockIndex] = set()  # layers that are known to have Python autograd functions
         self._units: dict[tuple[int, int], Unit] = {}  # by block and micro-batch
         for i, layer in enumerate(partition.layers):
@@ -167,7 +172,7 @@ class BlockRunner:
         self,
         block: BlockIndex,
         flats: Mapping[BlockIndex, torch.Tensor | StreamedParams],
-        grads: Mapping[BlockIndex, GradBuffer],
+        grads: Mapping[BlockIndex, GradSink],
     ) -> None:
         """Puts views of flat params into the modules that `block`'s operation uses. Gradients go to `grads`.
 
@@ -292,6 +297,7 @@ class BlockRunner:
                     grad = self._head_of_microbatch(hidden_states[m], target, sums, loss_scale if train else None)
                     if train:
                         self.grads.append(grad)
+                        self._end_microbatch(m)
                     hidden_states[m] = torch.empty(0)
         finally:
             self._epilogues.clear()  # they refer to the installed params
@@ -304,13 +310,10 @@ class BlockRunner:
             self._begin_microbatch(step, m, block, is_last=m + 1 == len(batch))
             if block == 0:
                 self._backward_of_prologue(m, ids)
-                continue
-            self._prefetch(*((block, m + 1) if m + 1 < len(batch) else (block - 1, 0)))
-            unit = self._units.pop((block, m), None)
-            if unit is not None:
-                self.grads[m] = unit.backward(self._layer_of(block, m), self.grads[m])
             else:
-                self.grads[m] = self._backward_again(block, m, inputs)
+                self._prefetch(*((block, m + 1) if m + 1 < len(batch) else (block - 1, 0)))
+                self._backward_of_layer(block, m, inputs)
+            self._end_microbatch(m)
         if block == 0:
             self.forget()
 
@@ -378,6 +381,13 @@ class BlockRunner:
         torch.autograd.backward(hidden, self.grads[microbatch])
         self.grads[microbatch] = torch.empty(0)
 
+    def _backward_of_layer(self, block: BlockIndex, microbatch: int, inputs: list[torch.Tensor]) -> None:
+        unit = self._units.pop((block, microbatch), None)
+        if unit is not None:
+            self.grads[microbatch] = unit.backward(self._layer_of(block, microbatch), self.grads[microbatch])
+        else:
+            self.grads[microbatch] = self._backward_again(block, microbatch, inputs)
+
     def _backward_again(self, block: BlockIndex, microbatch: int, inputs: list[torch.Tensor]) -> torch.Tensor:
         """Recomputes a layer from its input, frees the input, and returns the input's gradient."""
         entering = inputs[microbatch].detach().requires_grad_(True)
@@ -401,6 +411,13 @@ class BlockRunner:
         self._seed(step, microbatch, block)
         if self._streamed is not None:
             self._streamed.begin_microbatch(is_last=is_last)
+
+    def _end_microbatch(self, microbatch: int) -> None:
+        """Ends the lane of which a micro-batch is the last one."""
+        if self._lanes is not None and self._lanes.ends_lane(self.first_microbatch + microbatch):
+            for sink in self._sinks.values():
+                if isinstance(sink, LaneSums):
+                    sink.end_lane()
 
     def _seed(self, step: int, microbatch: int, block: int) -> None:
         key = random_key(self.seed, step, self.first_microbatch + microbatch, block)
@@ -497,12 +514,16 @@ class BlockRunner:
         flat_target = target.reshape(-1)
         grad = torch.empty_like(flat_hidden) if train else flat_hidden
         size = self.num_tokens_of_head_slice
+        # With lanes, a micro-batch's loss is summed on its own, because other processes may compute those before it.
+        own = sums if self._lanes is None else LossSums.nothing(sums.num_targets, self.device)
         for start in range(0, flat_target.numel(), size):
             stop = start + size
-            slice_grad = self._head_of_slice(flat_hidden[:, start:stop], flat_target[start:stop], sums, loss_scale)
+            slice_grad = self._head_of_slice(flat_hidden[:, start:stop], flat_target[start:stop], own, loss_scale)
             if train:
                 assert slice_grad is not None
                 grad[:, start:stop] = slice_grad
+        if own is not sums:
+            sums.add(own)
         return grad.view(hidden.shape)
 
     def _head_of_slice(

@@ -1,4 +1,4 @@
-"""The buffer in which a block's gradient is summed."""
+"""The buffers in which a block's gradient is summed."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,10 +13,14 @@ ROWS_UNIT = 128
 class GradBuffer:
     """The gradient of one block on the device, flat, accumulated over micro-batches in the buffer's dtype."""
 
-    def __init__(self, flat: torch.Tensor, touched: Iterable[str] = ()) -> None:
-        """`touched`: names of the tensors whose sums are already in the buffer; the rest of it is undefined."""
+    def __init__(self, flat: torch.Tensor, touched: Iterable[str] = (), lane: "GradBuffer | None" = None) -> None:
+        """`touched`: names of the tensors whose sums are already in the buffer; the rest of it is undefined.
+
+        `lane`: the sum of a lane that is not added to the buffer yet; see `LaneSums`.
+        """
         self.flat = flat
         self.touched = set(touched)
+        self.lane = lane
 
     def add(self, name: str, offset: int, grad: torch.Tensor) -> None:
         """Adds one tensor's gradient at its place."""
@@ -61,3 +65,39 @@ class GradBuffer:
         for name, offset, numel in params:
             if name not in self.touched:
                 self.flat[offset : offset + numel].zero_()
+
+
+class LaneSums:
+    """The gradient of one block, to which micro-batches are added in lanes.
+
+    The first lane is summed in the total. A later lane has a sum of its own, which is added to the total at its end.
+    """
+
+    def __init__(self, total: GradBuffer, params: Sequence[tuple[str, int, int]], *, is_first_lane: bool) -> None:
+        """`total.lane` is the sum of a later lane so far. It may be None if only the first lane is computed.
+
+        `params`: (name, offset, numel). `is_first_lane`: the next micro-batch belongs to the first lane.
+        """
+        self._total = total
+        self._lane = total.lane
+        self._params = params
+        self._open = total if is_first_lane or total.lane is None else total.lane
+
+    def add(self, name: str, offset: int, grad: torch.Tensor) -> None:
+        """Adds one tensor's gradient to its lane."""
+        self._open.add(name, offset, grad)
+
+    def add_product(self, name: str, offset: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Adds `left.T @ right` to its lane; see `GradBuffer.add_product`."""
+        self._open.add_product(name, offset, left, right)
+
+    def end_lane(self) -> None:
+        """Adds a lane to the total. Tensors that the lane has not reached stay as they are in the total."""
+        if self._lane is not None:
+            self._total.merge(self._lane, self._params)
+            self._lane.touched.clear()
+            self._open = self._lane
+
+
+# The places to which a block's gradients are added.
+GradSink = GradBuffer | LaneSums

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from windlass.engine.model.grad_buffer import GradBuffer
+from windlass.engine.model.grad_buffer import GradSink
 from windlass.engine.model.partition import ParamSite
 from windlass.storage.ids import BlockIndex, HeadSlices
 
@@ -62,6 +62,11 @@ class LossSums:
         zeros = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))
         return cls(num_targets, *zeros)
 
+    def add(self, other: "LossSums") -> None:
+        """Adds the sums of a later micro-batch."""
+        self.loss_sum += other.loss_sum
+        self.num_correct += other.num_correct
+
 
 def add_loss(
     pieces: list[torch.Tensor], targets: torch.Tensor, sums: LossSums, loss_scale: float | None
@@ -103,9 +108,7 @@ class _Project(torch.autograd.Function):
     """The product with a weight, whose gradient is added to a buffer and not returned."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, site: ParamSite, sums: GradBuffer
-    ) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, site: ParamSite, sums: GradSink) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.site, ctx.sums = site, sums
         return F.linear(hidden, weight)
@@ -118,7 +121,7 @@ class _Project(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def projections_in_place(sites: Iterable[ParamSite], grads: Mapping[BlockIndex, GradBuffer]) -> Iterator[None]:
+def projections_in_place(sites: Iterable[ParamSite], grads: Mapping[BlockIndex, GradSink]) -> Iterator[None]:
     """Lets the linear layers without bias among `sites` add their weight's gradient to its buffer in place.
 
     Autograd would first make the whole gradient, vocabulary times hidden, for each slice.
@@ -138,7 +141,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear and module.bias is None and "forward" not in vars(module)
 
 
-def _project(site: ParamSite, sums: GradBuffer, hidden: torch.Tensor) -> torch.Tensor:
+def _project(site: ParamSite, sums: GradSink, hidden: torch.Tensor) -> torch.Tensor:
     weight = site.module.get_parameter(site.attribute).detach()  # autograd must not expect a gradient of it
     projected: torch.Tensor = _Project.apply(hidden, weight, site, sums)  # type: ignore[no-untyped-call]
     return projected

@@ -22,6 +22,10 @@ _BLOCK_NUMEL = 2**19
 _SERIAL_NUMEL = 2**14
 # Rows that a GPU may compute again. A row overflows only if it has an element above 5e17.
 _NUM_CANDIDATES = 64
+# Elements that `portable_squared_norm` squares at a time. The sum's bits depend on this number.
+_PORTABLE_NUMEL = 2**18
+# Bytes that `portable_squared_norm` uses: the squares and their sums, in fp64.
+NORM_SCRATCH_NBYTES = 2 * 8 * _PORTABLE_NUMEL
 
 
 def squared_norm(grad: torch.Tensor) -> torch.Tensor:
@@ -72,6 +76,26 @@ def without_waiting(grad: torch.Tensor) -> torch.Tensor:
     squares.index_copy_(0, candidates, torch.where(known.isfinite(), known, exact))
     total: torch.Tensor = squares.sum() + rest.to(torch.float64).square_().sum()
     return total
+
+
+def portable_squared_norm(grad: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of squares of a flat fp32 tensor as a 0-dim fp64 tensor on its device.
+
+    It has the same bits on every device and with any number of threads: squares of fp32 numbers are exact in fp64, and
+    each addition is an operation on elements, in a fixed order. It is finite only if all elements are. It is slower
+    than `squared_norm`, and does not wait for the device. The call uses 4 MiB: `NORM_SCRATCH_NBYTES`.
+    """
+    width = max(1, min(grad.numel(), _PORTABLE_NUMEL))
+    both = torch.zeros(2, width, dtype=torch.float64, device=grad.device)
+    sums, scratch = both[0], both[1]
+    for part in torch.split(grad, width):
+        wide = scratch[: part.numel()].copy_(part)
+        sums[: part.numel()].addcmul_(wide, wide)
+    while sums.numel() > 1:
+        lower, upper = torch.split(sums, -(-sums.numel() // 2))
+        lower[: upper.numel()].add_(upper)
+        sums = lower
+    return sums[0].clone()  # not a view, which would keep all sums
 
 
 def _row_norms(values: torch.Tensor, norms: torch.Tensor) -> None:

@@ -4,8 +4,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
+from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_plan import UpdateOrder
 from windlass.storage.ids import Formats, HeadSlices, Kernel, ModelKernel, Precision, StatePrecision
+
+# The version of the rules that decide the bits of results. A job and its commits keep the version that the job began
+# with. Version 2 has lanes; with one lane its bits are those of version 1.
+NUMERICS = 2
+_KNOWN_NUMERICS = (1, NUMERICS)
+_LEAST_NUMERICS_OF_LANES = 2
 
 
 class Schedule(StrEnum):
@@ -54,6 +61,15 @@ def check_accumulation_precision(accumulation_precision: Precision, precision: P
         )
 
 
+def check_lanes(lanes: int, num_microbatches: int, accumulation_precision: Precision) -> None:
+    """Raises ValueError if the micro-batches of a step cannot be summed in so many lanes."""
+    LaneDivision(lanes, num_microbatches)
+    if lanes > 1 and accumulation_precision is not Precision.FP32:
+        raise ValueError(
+            f"lanes is {lanes}, but lanes are summed in fp32, and accumulation_precision is {accumulation_precision}"
+        )
+
+
 def check_update_order(order: UpdateOrder, precision: Precision, clip_norm: float | None) -> None:
     """Raises ValueError if updates in this order would begin before the gradients that they depend on are known."""
     if order.keeps_grads:
@@ -83,6 +99,8 @@ class TrainingConfig:
     epochs: int = 1
     batch_size: int  # examples per step
     num_microbatches: int = 1  # number of parts in which a batch is computed
+    lanes: int = 1  # sums of micro-batches that are made separately and then added
+    numerics: int = NUMERICS  # version of the rules that decide the bits; rows of older versions: 1
     sequence_length: int  # tokens; longer examples are truncated
     learning_rate: float = 2e-5  # the peak of the schedule
     warmup_steps: int = 0
@@ -136,6 +154,14 @@ class TrainingConfig:
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm is {self.clip_norm}; it must be above 0, or None")
+        if self.numerics not in _KNOWN_NUMERICS:
+            raise ValueError(
+                f"numerics is {self.numerics}, and this release knows {', '.join(map(str, _KNOWN_NUMERICS))}: the job "
+                "must end under the release that it began with, or a later one"
+            )
+        check_lanes(self.lanes, self.num_microbatches, self.accumulation_precision)
+        if self.lanes > 1 and self.numerics < _LEAST_NUMERICS_OF_LANES:
+            raise ValueError(f"lanes is {self.lanes}, but jobs of numerics {self.numerics} have one lane")
         Formats(self.precision, self.state_precision)
         check_accumulation_precision(self.accumulation_precision, self.precision)
         if self.update_order is not None:
@@ -163,6 +189,11 @@ class TrainingConfig:
     def microbatch_size(self) -> int:
         """The number of examples of a micro-batch; the last one of a batch may have fewer."""
         return -(-self.batch_size // self.num_microbatches)
+
+    @property
+    def lane_division(self) -> LaneDivision:
+        """The division of a step's micro-batches into lanes."""
+        return LaneDivision(self.lanes, self.num_microbatches)
 
     @property
     def grad_precision(self) -> Precision:

@@ -22,6 +22,8 @@ _CPU_CONTENTION_FACTOR = 2.1
 _UPDATE_NBYTES = 26
 # Bytes to derive a 16-bit param from its master.
 _ROUND_NBYTES = 6
+# Bytes to add an element of a lane's sum to the total of the lanes before: both are read, the total is written.
+_ADD_LANE_NBYTES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,11 @@ class Speeds:
     def device_rounded_params(self) -> float:
         """The number of 16-bit params per second that the device derives from their masters."""
         return self.device_memory_bytes / _ROUND_NBYTES
+
+    @property
+    def device_added_params(self) -> float:
+        """The number of elements per second of a lane's gradient that the device adds to the total."""
+        return self.device_memory_bytes / _ADD_LANE_NBYTES
 
     @property
     def duplex_share(self) -> float:

@@ -95,11 +95,11 @@ def what_takes_memory(question: "PlanQuestion", profiles: "Profiles", error: Doe
 
 
 def numbers_of_microbatches(question: "PlanQuestion") -> Iterator[int]:
-    """The numbers of micro-batches to try: the requested one, or powers of two up to the batch size."""
+    """The numbers of micro-batches to try: the requested one, or the lanes and their doubles up to the batch size."""
     if not question.chooses_microbatches:
         yield question.training.num_microbatches
         return
-    number = 1
+    number = question.training.lanes
     while number <= question.training.batch_size:
         yield number
         number *= 2

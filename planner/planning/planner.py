@@ -71,9 +71,12 @@ class PlanQuestion:
     def changed(self, **training: Any) -> "PlanQuestion":
         """Returns the question for a job with some fields of the training config changed.
 
-        If they include `num_microbatches`, the number is not chosen by the planner.
+        If they include `num_microbatches`, the number is not chosen by the planner, and lanes that would be empty are
+        left out.
         """
         chooses = self.chooses_microbatches and "num_microbatches" not in training
+        number = training.get("num_microbatches", self.training.num_microbatches)
+        training = {"lanes": min(self.training.lanes, number)} | training
         return replace(self, training=replace(self.training, **training), chooses_microbatches=chooses)
 
     @property
@@ -235,6 +238,7 @@ class Profiles:
             formats=job.training.formats,
             grad_precision=job.training.grad_precision,
             num_microbatches=job.num_microbatches,
+            num_lanes=job.training.lanes,
             num_ahead=job.num_prefetched,
             max_tokens=shape[0] * question.training.sequence_length,  # the size that the engine allocates
             head_slices=job.training.head_slices,
@@ -296,7 +300,7 @@ class Profiles:
         device = torch.device("cuda", 0) if question.has_gpu else torch.device("cpu")
         num_microbatches = -(-question.training.batch_size // profile.num_examples)
         sums_grads = num_microbatches > 1
-        training = replace(question.training, num_microbatches=num_microbatches)
+        training = replace(question.training, num_microbatches=num_microbatches, lanes=1)
 
         def measure() -> MeasuredBlocks:
             return measure_blocks(

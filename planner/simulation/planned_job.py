@@ -96,6 +96,7 @@ def rates_of(speeds: Speeds, num_optimizers: int, *, num_cores: int) -> Rates:
         optimizer_params=speeds.optimizer_params / (1 if speeds.shares_cores else num_optimizers),
         device_params=speeds.device_params,
         device_rounded_params=speeds.device_rounded_params,
+        device_added_params=speeds.device_added_params,
         message_s=_MESSAGE_S,
         launches_ahead=not speeds.shares_cores,
         num_cores=num_cores if speeds.shares_cores else None,

@@ -30,6 +30,7 @@ class Rates:
     optimizer_params: float  # of each optimizer
     device_params: float  # updated on the device, for blocks resident there
     device_rounded_params: float = math.inf  # derived from their master on the device, for such blocks
+    device_added_params: float = math.inf  # elements of a lane's gradient that are added to the total on the device
     message_s: float = 0.0  # to or from the scheduler; messages between workers take no time
     ssd_cpu_s_per_byte: float = 0.0  # time of shared cores for each byte moved
     commit_s: float = 0.0  # of one SSD, after all writes

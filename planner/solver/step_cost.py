@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_plan import (
     ACTIVATION_SLOT_NBYTES,
     COMMIT_EVERY,
@@ -24,6 +25,7 @@ from windlass.engine.memory_plan import (
     QueueDepths,
     UpdateOrder,
     grad_buffers,
+    lane_buffers,
     make_plan,
     param_buffers,
 )
@@ -91,6 +93,11 @@ class PlannedJob:
     def num_microbatches(self) -> int:
         """The number of micro-batches of a step."""
         return self.training.num_microbatches
+
+    @property
+    def lanes(self) -> LaneDivision:
+        """The lanes of a step."""
+        return self.training.lane_division
 
     @property
     def update_order(self) -> UpdateOrder:
@@ -181,6 +188,16 @@ class StepCosts:
         """The number of groups in a step."""
         return -(-self.job.num_microbatches // self.group_size)
 
+    @property
+    def num_partial_sums(self) -> int:
+        """The number of sums of each element that the groups of a step pass on: totals, and unfinished lanes."""
+        return self.num_groups - 1 + self.job.lanes.num_open_lanes(self.group_size)
+
+    @property
+    def num_flats(self) -> int:
+        """The number of sums of an element that may exist at once between two groups."""
+        return 2 if self.job.lanes.num_open_lanes(self.group_size) else 1
+
     def kinds(self) -> list[Kind]:
         """Returns the groups of blocks in the program's order: first by states, then by activations."""
         layers = self.job.model.blocks_of_layers
@@ -234,7 +251,9 @@ class StepCosts:
         job, speeds = self.job, self.speeds
         numel, chunks = job.model.blocks[block].numel, job.size.num_chunks(block)
         param_nbytes, grad_nbytes = numel * job.param_itemsize, numel * job.grad_itemsize
-        seconds: dict[Part, float] = {}
+        num_uses = 1 + job.model.shared_blocks.count(block)
+        lanes_s = num_uses * (job.lanes.num_lanes - 1) * numel / speeds.device_added_params
+        seconds: dict[Part, float] = {Part.BACKWARD: lanes_s} if lanes_s else {}
         device = host = 0.0
         if tier in (StateTier.DEVICE, StateTier.HOST):
             seconds[Part.SSD_FLUSH] = numel * job.state_itemsize / COMMIT_EVERY / speeds.write_bytes
@@ -242,9 +261,9 @@ class StepCosts:
             uses_forward, uses_backward = self._uses(block)
             round_s = numel / speeds.device_rounded_params if job.read_itemsize < job.state_itemsize else 0.0
             seconds[Part.FORWARD] = uses_forward * round_s
-            seconds[Part.BACKWARD] = numel / speeds.device_params + uses_backward * round_s
+            seconds[Part.BACKWARD] = numel / speeds.device_params + uses_backward * round_s + lanes_s
             seconds[Part.D2H_BACKWARD] = numel * job.read_itemsize / COMMIT_EVERY / speeds.d2h_bytes
-            device = numel * (job.read_itemsize + job.grad_itemsize)
+            device = numel * (job.read_itemsize + self.num_flats * job.grad_itemsize)
             return self._way(seconds, device=device, in_transit=self._transit_nbytes)
         uses_forward, uses_backward = self._uses(block)
         seconds[Part.H2D_FORWARD] = uses_forward * param_nbytes / speeds.h2d_bytes
@@ -252,7 +271,7 @@ class StepCosts:
         # Gradients of tied params are summed in fp32, whatever type they travel in.
         is_tied = block in job.model.shared_blocks
         partial_itemsize = PARTIAL_GRAD_ITEMSIZE if is_tied else job.grad_itemsize
-        partial_nbytes = (self.num_groups - 1) * numel * partial_itemsize
+        partial_nbytes = self.num_partial_sums * numel * partial_itemsize
         seconds[Part.H2D_BACKWARD] += partial_nbytes / speeds.h2d_bytes
         seconds[Part.D2H_BACKWARD] = (grad_nbytes + partial_nbytes) / speeds.d2h_bytes
         seconds[Part.OPTIMIZER] = numel / speeds.optimizer_params
@@ -279,8 +298,7 @@ class StepCosts:
         if job.keeps_grads and not self.spills:
             host += chunks * chunk_numel * job.grad_itemsize
         if self.num_groups > 1:
-            num_uses = 1 + job.model.shared_blocks.count(block)
-            host += num_uses * chunks * chunk_numel * PARTIAL_GRAD_ITEMSIZE
+            host += self.num_flats * num_uses * chunks * chunk_numel * PARTIAL_GRAD_ITEMSIZE
         return self._way(seconds, device=device, host=host)
 
     def _read_from_memory(self, tier: StateTier) -> int:
@@ -388,6 +406,7 @@ class StepCosts:
             is_naive=job.update_order.is_naive,
             host_memory_nbytes=None,
             num_microbatches=job.num_microbatches,
+            num_lanes=job.lanes.num_lanes,
             placement=Placement(
                 group_size=self.group_size,
                 num_cached_params=0,
@@ -398,7 +417,7 @@ class StepCosts:
                 ssd_activation_nbytes=2**40 if self.overflows else 0,
             ),
         )
-        host = plan.arena_nbytes - plan.partial_grads.nbytes
+        host = plan.arena_nbytes - plan.partial_grads.nbytes - plan.open_lanes.nbytes
         if job.keeps_grads and not self.spills:
             host -= plan.grads.nbytes
         device = self._always_on_device()
@@ -418,6 +437,7 @@ class StepCosts:
         params = param_buffers(numels, model.shared, resident=resident, num_ahead=job.num_prefetched)
         num_waiting = self.num_grad_buffers + (1 if self.num_groups > 1 else 0)
         grads = grad_buffers(dict(enumerate(numels)), resident=(), num_waiting=num_waiting)
+        grads += lane_buffers(numels, model.shared, grads, lanes=job.lanes, group_size=self.group_size)
         pieces = 2 * max((model.layers[block - 1].largest_param_numel for block in self.streamed_blocks), default=0)
         param_numel = sum(numel * count for numel, count in params.items()) + pieces
         grad_numel = sum(numel * count for numel, count in grads.items())

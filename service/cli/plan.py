@@ -64,6 +64,9 @@ def plan(
     accumulation_precision: Annotated[
         Precision, typer.Option(help="Precision of accumulated gradients: fp32, or the model's.")
     ] = Precision.FP32,
+    lanes: Annotated[
+        int, typer.Option(min=1, help="Sums of micro-batches that are made separately and then added.")
+    ] = 1,
     num_validation_examples: Annotated[
         int, typer.Option(min=0, help="Examples of a validation file: evaluations take device memory, too.")
     ] = 0,
@@ -87,6 +90,10 @@ def plan(
         raise CommandError(
             f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"
         )
+    if lanes > (most := num_microbatches or batch_size):
+        raise CommandError(f"--lanes: {lanes} lanes of at most {most} micro-batches; each has at least one")
+    if lanes > 1 and find is Goal.LARGEST_BATCH:
+        raise CommandError("--lanes: the largest batch is one micro-batch, which has one lane; leave --lanes out")
     _check_order_of_updates(gradient_updates, clip=clip)
     asked = _settings(
         precision=precision,
@@ -95,6 +102,7 @@ def plan(
         clip_norm=DEFAULT_CLIP_NORM if clip else None,
         accumulation_precision=accumulation_precision,
         gradient_updates=gradient_updates,
+        lanes=lanes,
     )
     # shown only on a terminal
     with Console(stderr=True).status("planning; some seconds, more where memory is short") as status:
@@ -199,7 +207,10 @@ def _question(
 
     config = _config(settings, model, sequence_length)
     training = hypothetical_config(
-        asked, batch_size=batch_size, num_microbatches=num_microbatches or 1, sequence_length=sequence_length
+        asked,
+        batch_size=batch_size,
+        num_microbatches=num_microbatches or asked.num_lanes,
+        sequence_length=sequence_length,
     )
     request = plan_request(
         settings,
@@ -278,6 +289,7 @@ def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "Pla
         "clip_norm": question.training.clip_norm,
         "accumulation_precision": question.training.accumulation_precision,
         "gradient_updates": asked.gradient_updates,
+        "lanes": question.training.lanes,
     }
 
 
@@ -285,9 +297,11 @@ def _print_job_settings(job_settings: dict[str, Any], *, is_default: bool) -> No
     """Prints the command for the planned job. `is_default`: the user did not choose the number of micro-batches."""
     defaults = WindlassSettings()
     given = {name: value for name, value in job_settings.items() if value != getattr(defaults, name)}
+    if job_settings["lanes"] == defaults.num_lanes:
+        del given["lanes"]
     options = " ".join(f"--set {name}={'null' if value is None else value}" for name, value in given.items())
     print(f"a job as planned: windlass submit MODEL FILE {options}")
-    by_itself = default_microbatches(job_settings["batch_size"])
+    by_itself = default_microbatches(job_settings["batch_size"], job_settings["lanes"])
     if is_default and by_itself != job_settings["num_microbatches"]:
         print(f"(the fastest number of micro-batches that was found; a job that names none has {by_itself})")
 

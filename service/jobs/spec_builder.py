@@ -25,6 +25,7 @@ from windlass.service.preparation import (
 )
 from windlass.service.validation import (
     JobSettings,
+    TooManyLanesError,
     WindlassSettings,
     count_text,
     fine_tuned_model_id,
@@ -241,7 +242,7 @@ def resolve_job(job: Job, results: Results) -> ResolvedJob:
     """Computes the settings that the request left open, from the results of the preparation.
 
     Raises:
-        PreparationError: no plan fits the machine.
+        PreparationError: no plan fits the machine, or the batch is too small for the lanes.
     """
     plan = JobPlan.from_json(results.get(PLAN_JOB, {}))
     if plan is not None and not plan.report.feasible:
@@ -249,7 +250,10 @@ def resolve_job(job: Job, results: Results) -> ResolvedJob:
         raise PreparationError("does_not_fit", "; ".join(plan.report.reasons), param)
     data, model = results[PREPARE_DATA], results[CHECK_MODEL]
     num_examples: int = data["num_examples"]
-    training = resolve(_settings_of(job), num_examples)
+    try:
+        training = resolve(_settings_of(job), num_examples)
+    except TooManyLanesError as error:
+        raise PreparationError("invalid_value", str(error), error.param) from None
     return ResolvedJob(
         training=training,
         summary=(
@@ -265,11 +269,11 @@ def training_config_of(job: Job) -> TrainingConfig:
     """Returns the training config of a job whose data was counted.
 
     The numbers in its row hold, whatever this version would resolve "auto" to. Rows of older versions have fewer. Their
-    jobs compute the head as they began, because its slices change the last bits of gradients.
+    jobs go on under the rules that they began with, because others change the last bits of gradients.
     """
     assert job.hyperparameters is not None, f"job {job.id} is {job.status} without hyperparameters"
     assert job.total_steps is not None, f"job {job.id} is {job.status} without a number of steps"
-    values = known_before_data(_settings_of(job)) | {"head_slices": HeadSlices.SMALL}
+    values = known_before_data(_settings_of(job)) | {"head_slices": HeadSlices.SMALL, "numerics": 1}
     values |= job.hyperparameters | {"total_steps": job.total_steps}
     return with_derived(config_json.from_json(values))
 

@@ -29,6 +29,7 @@ from windlass.engine.training_config import (
     Schedule,
     TrainingConfig,
     check_accumulation_precision,
+    check_lanes,
     check_update_order,
 )
 from windlass.service.validation.json_numbers import JsonNumbers
@@ -149,6 +150,12 @@ class WindlassSettings(_Strict):
         BeforeValidator(_auto_or_order),
         WithJsonSchema({"enum": ["auto", *UpdateOrder]}),
     ] = "auto"
+    # Checked against what stands above it.
+    lanes: Annotated[
+        int | Literal["auto"],
+        PlainValidator(_auto_or_int(1, _MAX_BATCH_SIZE)),
+        _described_as({"type": "integer", "minimum": 1, "maximum": _MAX_BATCH_SIZE}),
+    ] = "auto"
     max_bad_steps: int = Field(default=_DEFAULTS["max_bad_steps"], ge=0, le=1000)
     model_kernels: Literal["auto", "torch"] = "auto"
     seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
@@ -205,6 +212,15 @@ class WindlassSettings(_Strict):
             )
         return order
 
+    @field_validator("lanes")
+    @classmethod
+    def _lanes_have_microbatches(cls, lanes: int | str, info: ValidationInfo) -> int | str:
+        if isinstance(lanes, int):
+            # A setting that is wrong itself is absent, and has its own error.
+            num_microbatches = info.data.get("num_microbatches") or _MAX_BATCH_SIZE
+            check_lanes(lanes, num_microbatches, info.data.get("accumulation_precision", Precision.FP32))
+        return lanes
+
     @field_validator("keep_checkpoints")
     @classmethod
     def _there_are_some_to_keep(cls, number: int | None, info: ValidationInfo) -> int | None:
@@ -217,6 +233,11 @@ class WindlassSettings(_Strict):
     def update_order(self) -> UpdateOrder | None:
         """The order of updates that was asked for; None: the fastest one that is exact."""
         return None if self.gradient_updates == "auto" else self.gradient_updates
+
+    @property
+    def num_lanes(self) -> int:
+        """The lanes that micro-batches are dealt to: as asked for, or one for each GPU."""
+        return self.gpus if self.lanes == "auto" else self.lanes
 
     @property
     def needs_validation(self) -> str | None:
@@ -233,6 +254,12 @@ class WindlassSettings(_Strict):
         if self.warmup is not None and self.warmup_steps is not None:
             raise ValueError(f"give warmup ({self.warmup}) or warmup_steps ({self.warmup_steps}), not both")
         return self
+
+
+class TooManyLanesError(ValueError):
+    """A step has fewer micro-batches than lanes. It is known once the batch size is."""
+
+    param = "windlass.lanes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +289,11 @@ class JobSettings:
             raise ValueError(
                 f"windlass.num_microbatches is {mine.num_microbatches}, but a batch has only {batch_size} examples"
             )
+        if batch_size is not None and mine.num_lanes > batch_size:
+            raise TooManyLanesError(
+                f"windlass.lanes is {mine.num_lanes}, but a batch has only {batch_size} examples: each lane needs a "
+                "micro-batch, and that an example"
+            )
 
     @classmethod
     def from_row(cls, method: dict[str, Any], windlass: dict[str, Any], seed: int) -> "JobSettings":
@@ -284,15 +316,27 @@ class JobSettings:
 
 
 def resolve(settings: JobSettings, num_examples: int) -> TrainingConfig:
-    """Turns a request's settings into a training config, once the training data has been counted."""
+    """Turns a request's settings into a training config, once the training data has been counted.
+
+    Raises:
+        TooManyLanesError: the batch is too small for the lanes.
+    """
     epochs, batch_size = _epochs(settings), _batch_size(settings, num_examples)
-    num_microbatches = settings.windlass.num_microbatches or default_microbatches(batch_size)
+    lanes = settings.windlass.num_lanes
+    num_microbatches = settings.windlass.num_microbatches or default_microbatches(batch_size, lanes)
+    num_microbatches = min(num_microbatches, batch_size)
+    if lanes > num_microbatches:
+        raise TooManyLanesError(
+            f"windlass.lanes is {lanes}, and {num_examples} training examples give batches of {batch_size} in "
+            f"{num_microbatches} micro-batches: each lane needs a micro-batch"
+        )
     total_steps = num_steps(epochs, batch_size, num_examples)
     return with_derived(
         TrainingConfig(
             epochs=epochs,
             batch_size=batch_size,
-            num_microbatches=min(num_microbatches, batch_size),
+            num_microbatches=num_microbatches,
+            lanes=lanes,
             warmup_steps=_warmup_steps(settings.windlass, total_steps),
             total_steps=total_steps,
             **known_before_data(settings),
@@ -353,9 +397,9 @@ def hypothetical_config(
     return resolve(settings, batch_size)
 
 
-def default_microbatches(batch_size: int) -> int:
+def default_microbatches(batch_size: int, lanes: int) -> int:
     """Returns the number of parts that a batch is computed in unless the user sets one."""
-    return math.ceil(batch_size / GREATEST_MICROBATCH_SIZE)
+    return max(math.ceil(batch_size / GREATEST_MICROBATCH_SIZE), lanes)
 
 
 def num_steps(epochs: int, batch_size: int, num_examples: int) -> int:

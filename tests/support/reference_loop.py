@@ -61,7 +61,7 @@ def _train_plainly(spec: JobSpec, device: torch.device, *, is_reversed: bool) ->
         if is_reversed:
             batch = [_reversed(microbatch) for microbatch in reversed(batch)]
         loss_scales.append(scaler.get_scale())
-        losses.append(_accumulate(model, masters, batch, scaler))
+        losses.append(_accumulate(model, masters, batch, scaler, lanes=hyper.lanes, nominal=hyper.num_microbatches))
         scaler.unscale_(optimizer)
         max_norm = float("inf") if hyper.clip_norm is None else hyper.clip_norm
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), max_norm)))
@@ -105,20 +105,31 @@ def _optimizer(spec: JobSpec, masters: dict[str, torch.nn.Parameter]) -> torch.o
 
 
 def _accumulate(
-    model: Any, masters: dict[str, torch.nn.Parameter], batch: Sequence[MicroBatch], scaler: torch.amp.GradScaler
+    model: Any,
+    masters: dict[str, torch.nn.Parameter],
+    batch: Sequence[MicroBatch],
+    scaler: torch.amp.GradScaler,
+    *,
+    lanes: int,
+    nominal: int,
 ) -> float:
-    """The loss of a step. Scaled gradients are summed over the micro-batches in fp32, in the masters."""
+    """The loss of a step. Scaled gradients are summed over each lane in fp32, and over the lanes in the masters.
+
+    `nominal`: the micro-batches of a full step, which decide the lanes of a smaller one, too.
+    """
     num_targets = sum(microbatch.num_targets for microbatch in batch)
-    for master in masters.values():
-        master.grad = torch.zeros_like(master)
     total = 0.0
-    for microbatch in batch:
-        loss_sum = _loss_sum(model, microbatch)
-        model.zero_grad()
-        torch.autograd.backward(scaler.scale(loss_sum / num_targets))
-        total += float(loss_sum.detach())
-        for name, param in model.named_parameters():
-            masters[name].grad += param.grad.float()
+    for lane in range(lanes):
+        sums = {name: torch.zeros_like(master) for name, master in masters.items()}
+        for microbatch in batch[lane * nominal // lanes : (lane + 1) * nominal // lanes]:
+            loss_sum = _loss_sum(model, microbatch)
+            model.zero_grad()
+            torch.autograd.backward(scaler.scale(loss_sum / num_targets))
+            total += float(loss_sum.detach())
+            for name, param in model.named_parameters():
+                sums[name] += param.grad.float()
+        for name, master in masters.items():
+            master.grad = sums[name] if lane == 0 else master.grad + sums[name]
     return total / num_targets
 
 

@@ -50,4 +50,11 @@ JOBS: dict[str, dict[str, Any]] = {
             host_activation_nbytes=4 << 20,
         ),
     },
+    "lanes": {
+        "precision": Precision.BF16,
+        "tied": True,
+        "num_microbatches": 4,
+        "lanes": 2,
+        "placement": Placement(group_size=3, num_cached_params=2, device_blocks=(3,)),
+    },
 }

@@ -19,6 +19,7 @@ ARITHMETIC = (
     "planner/hardware",
     "planner/solver",
     "engine/memory_plan",
+    "engine/lanes",
     "engine/training_config",
 )
 

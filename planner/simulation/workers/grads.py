@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from windlass.actors.messages import ComputeBlock, GradChunk, GradOffloaded, SpanKind
+from windlass.actors.messages import ComputeBlock, GradChunk, GradOffloaded, Phase, SpanKind
 from windlass.actors.policy import GradSums, OffloadQueue, ReturningSums, SumSource, Use
-from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE, MemoryTier, grad_buffers
+from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE, MemoryTier, grad_buffers, lane_buffers
 from windlass.planner.simulation import GRADIENTS, Process, Queue, Signal, SimulatedMachine, Slots
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, Step
 
@@ -39,6 +39,14 @@ class Grads:
         num_waiting = plan.num_grad_buffers + (1 if plan.num_groups > 1 else 0)
         numbers = grad_buffers(numels, resident=self._resident, num_waiting=num_waiting)
         numbers += Counter(numels[block] for shared in layout.shared for block in shared[1:])
+        self._lanes, self._group_size = world.context.spec.training.lane_division, plan.group_size
+        numbers += lane_buffers(
+            [block.numel for block in layout.blocks],
+            layout.shared,
+            numbers,
+            lanes=self._lanes,
+            group_size=plan.group_size,
+        )
         # Sums of tied params are fp32, whatever type they travel in. Here buffers of the same size count as fp32 too.
         wide = {numels[block] for block in self._tied}
         self._flat_nbytes = {
@@ -48,7 +56,8 @@ class Grads:
             numel: world.slots(MemoryTier.DEVICE, GRADIENTS, self._flat_nbytes[numel], n)
             for numel, n in numbers.items()
         }
-        world.allocate(MemoryTier.HOST, _PARTIALS, plan.partial_grads.nbytes)
+        world.allocate(MemoryTier.HOST, _PARTIALS, plan.partial_grads.nbytes + plan.open_lanes.nbytes)
+        self._with_lane: set[Use] = set()  # sums that have the sum of a lane beside them
         self._sums = GradSums(layout.shared, self._resident)
         self._returning = ReturningSums(self._resident)
         self._back: set[Use] = set()
@@ -74,6 +83,26 @@ class Grads:
                 self._stays(block, 1)
             elif source is SumSource.NEW_BUFFER:
                 yield from self._flat(block).take()
+            if use not in self._with_lane and self._lanes.needs_lane_sum(self._microbatches(operation)[1]):
+                self._with_lane.add(use)
+                yield from self._take_lane(block)
+
+    def num_added(self, operation: ComputeBlock) -> int:
+        """Returns the elements of lanes that an operation adds to the totals."""
+        if operation.phase not in (Phase.HEAD, Phase.BACKWARD):
+            return 0
+        blocks = self.world.context.layout.blocks
+        numel = sum(blocks[block].numel for block in operation.blocks)
+        return self._lanes.num_added_lanes(*self._microbatches(operation)) * numel
+
+    def end_lanes(self, operation: ComputeBlock) -> None:
+        """Frees the sums of lanes that an operation has added to the totals."""
+        if self._lanes.has_open_lane(self._microbatches(operation)[1]):
+            return
+        for block in operation.blocks:
+            if (use := (operation.block, block)) in self._with_lane:
+                self._with_lane.remove(use)
+                self._give_lane_back(block)
 
     def queue_partial_sums(self, operation: ComputeBlock) -> None:
         """Offloads an operation's partial sums, which the next group will continue."""
@@ -104,6 +133,23 @@ class Grads:
     def _start_offloads(self, keys: Sequence[tuple[Step, BlockIndex]]) -> None:
         for key in keys:
             self._to_offload.put(self._waiting.pop(key))
+
+    def _microbatches(self, operation: ComputeBlock) -> tuple[int, int]:
+        """Returns the first and past-last micro-batch of an operation's group."""
+        start = operation.group * self._group_size
+        return start, min(start + self._group_size, self._lanes.num_microbatches)
+
+    def _take_lane(self, block: BlockIndex) -> Process:
+        if block in self._resident:
+            self._stays(block, 1)
+        else:
+            yield from self._flat(block).take()
+
+    def _give_lane_back(self, block: BlockIndex) -> None:
+        if block in self._resident:
+            self._stays(block, -1)
+        else:
+            self._flat(block).give_back()
 
     def _stays(self, block: BlockIndex, number: int) -> None:
         """Adds `number` sums of a block to the level of sums that never leave the device."""
@@ -170,11 +216,13 @@ class Grads:
         _, block = partial.use
         if self._sums.needs_permit(partial.use):
             self._permits.give_back()
-        self._leaves_partial(block, 1)
-        for key in self.world.context.layout.chunk_keys(block):
+        num_flats = self._num_flats(partial.use)
+        self._leaves_partial(block, num_flats)
+        for key in num_flats * self.world.context.layout.chunk_keys(block):
             nbytes, step = self._partial_nbytes(key), partial.operation.step
             yield from self.world.copy_out(nbytes, SpanKind.COPY_PARTIAL_OUT, step, key.block, key.chunk)
-        self._flat(block).give_back()
+        for _ in range(num_flats):
+            self._flat(block).give_back()
         self._returning.left(partial.use)
         self._changed.notify()
 
@@ -183,13 +231,19 @@ class Grads:
             yield from self._changed.until(lambda: self._returning.is_due)
             operation, uses = self._returning.begin()
             for use in uses:
-                yield from self._flat(use[1]).take()
-                for key in self.world.context.layout.chunk_keys(use[1]):
-                    nbytes, step = self._partial_nbytes(key), operation.step
-                    yield from self.world.copy_in(nbytes, SpanKind.COPY_PARTIAL_IN, step, key.block, key.chunk)
-                self._leaves_partial(use[1], -1)
+                num_flats = self._num_flats(use)
+                for _ in range(num_flats):
+                    yield from self._flat(use[1]).take()
+                    for key in self.world.context.layout.chunk_keys(use[1]):
+                        nbytes, step = self._partial_nbytes(key), operation.step
+                        yield from self.world.copy_in(nbytes, SpanKind.COPY_PARTIAL_IN, step, key.block, key.chunk)
+                self._leaves_partial(use[1], -num_flats)
             self._back.update(uses)
             self._changed.notify()
+
+    def _num_flats(self, use: Use) -> int:
+        """Returns the number of sums that a group leaves: the total, and an unfinished lane's."""
+        return 2 if use in self._with_lane else 1
 
     def _partial_nbytes(self, key: ChunkKey) -> int:
         """Returns the bytes of a chunk's partial sum: in the type of gradients in transit, or fp32 for tied params."""

@@ -96,6 +96,8 @@ class Operations:
                     loss=Loss(1.0, 1, 0) if is_head else None,
                 )
             )
+            if goes_backward:
+                self._grads.end_lanes(operation)
             if goes_backward and operation.group < plan.num_groups - 1:
                 self._grads.queue_partial_sums(operation)
             elif goes_backward:
@@ -129,6 +131,8 @@ class Operations:
                 is_last = microbatch + 1 == num_microbatches
                 self._prefetch(*((block - 1, 0) if is_last else (block, microbatch + 1)))
             yield from self._microbatch(operation, microbatch, self._compute_s(operation) / num_microbatches)
+        if num_added := self._grads.num_added(operation):
+            yield from world.spend(num_added / world.rates.device_added_params)
         world.level(MemoryTier.DEVICE, _RUNNING, -peak_nbytes)
         if is_streamed:
             self._pieces.end(operation)

@@ -70,7 +70,7 @@ class Worker:
             self.world.send_to_scheduler(report)
 
     def _report_grad(self, operation: ComputeBlock) -> None:
-        report = self._reports.gradient(operation, 1.0, self.world.env.now, is_idle=self._window.is_empty)
+        report = self._reports.gradient(operation, (1.0,), self.world.env.now, is_idle=self._window.is_empty)
         if report is not None:
             self.world.send_to_scheduler(report)
         job, step, block = operation.job, operation.step, operation.block

@@ -35,6 +35,7 @@ from windlass.service.preparation import (
 from windlass.service.validation import (
     ApiError,
     JsonNumbers,
+    TooManyLanesError,
     WindlassSettings,
     default_microbatches,
     hypothetical_config,
@@ -169,9 +170,12 @@ def _training(body: CreatePlan, sequence_length: int) -> TrainingConfig:
         return hypothetical_config(
             body.windlass,
             batch_size=body.batch_size,
-            num_microbatches=body.windlass.num_microbatches or default_microbatches(body.batch_size),
+            num_microbatches=body.windlass.num_microbatches
+            or default_microbatches(body.batch_size, body.windlass.num_lanes),
             sequence_length=sequence_length,
         )
+    except TooManyLanesError as error:
+        raise ApiError(str(error), param=error.param, code="invalid_value") from None
     except ValueError as error:
         raise ApiError(str(error), param="windlass", code="invalid_value") from None
 

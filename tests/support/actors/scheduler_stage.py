@@ -196,7 +196,7 @@ class Stage:
         if is_last and message.phase in (Phase.HEAD, Phase.BACKWARD):
             is_bad = (message.step, message.block) in self.bad_grads
             sq_sum = math.inf if is_bad else 12.0 * self.loss_scale**2
-            grads.append(GradReady(**facts, block=message.block, grad_sq_sum=sq_sum))
+            grads.append(GradReady(**facts, block=message.block, sq_sums=(sq_sum,)))
         computed = BlockComputed(
             **facts,
             op=message.op,

@@ -73,9 +73,9 @@ def computed(operation: ComputeBlock) -> ComputeProgressed:
     return ComputeProgressed(job=JOB, step=operation.step, actor=GPU, computed=(done,), grads=())
 
 
-def grad_ready(step: int, block: int, grad_sq_sum: float) -> ComputeProgressed:
+def grad_ready(step: int, block: int, *sq_sums: float) -> ComputeProgressed:
     """The report that a block's gradient is where it stays until the update."""
-    grad = GradReady(job=JOB, step=Step(step), block=BlockIndex(block), grad_sq_sum=grad_sq_sum)
+    grad = GradReady(job=JOB, step=Step(step), block=BlockIndex(block), sq_sums=sq_sums)
     return ComputeProgressed(job=JOB, step=Step(step), actor=GPU, computed=(), grads=(grad,))
 
 

@@ -95,7 +95,7 @@ def run_early_gradients(directory: Path, recording: Recording) -> None:
 
     def complete_at_once(grads: GradOffload, block: Any, on_complete: Any) -> None:
         complete(grads, block, on_complete)
-        computed(grads, operations[block], 1.0)
+        computed(grads, operations[block], (1.0,))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradOffload, "buffer", buffer_noted)

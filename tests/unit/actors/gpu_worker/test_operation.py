@@ -59,10 +59,13 @@ class Stage:
         self.operation = LaunchedOperation(message, device, num_targets=40, is_last=is_last)
         self.told: list[WorkSpan] = []
 
-    def ends(self, begun_s: float, computed_s: float, ended_s: float, **numbers: float) -> BlockComputed:
+    def ends(
+        self, begun_s: float, computed_s: float, ended_s: float, sq_sums: tuple[float, ...] = (), **numbers: float
+    ) -> BlockComputed:
         operation = self.operation
         operation.begun, operation.computed, operation.ended = At(begun_s), At(computed_s), At(ended_s)
         operation.numbers.update({name: torch.tensor(number) for name, number in numbers.items()})
+        operation.sq_sums = list(map(torch.tensor, sq_sums))
         operation.download()
         return operation.report()
 
@@ -104,26 +107,26 @@ def test_a_forward_pass_tells_whether_its_output_is_finite(monkeypatch: pytest.M
     assert not stage.operation.goes_backward
     told = stage.ends(1.0, 3.0, 4.0, output_sq_sum=2.0 if is_finite else math.inf)
     assert told == computed(Phase.FORWARD, compute_s=2.0, is_finite=is_finite)
-    assert stage.operation.grad_sq_sum is None
+    assert stage.operation.grad_sq_sums == ()
 
 
 @pytest.mark.parametrize("loss_sum", [12.5, math.nan])
 def test_a_head_tells_its_loss_with_that_it_is_done(monkeypatch: pytest.MonkeyPatch, loss_sum: float) -> None:
     stage = Stage(Phase.HEAD, monkeypatch)
     assert stage.operation.goes_backward
-    told = stage.ends(1.0, 2.0, 4.0, loss_sum=loss_sum, num_correct=9, grad_sq_sum=0.25)
+    told = stage.ends(1.0, 2.0, 4.0, (0.25, 4.0), loss_sum=loss_sum, num_correct=9)
     loss = told.loss
     assert loss is not None
     assert (loss.num_targets, loss.num_correct) == (40, 9)
     assert loss.loss_sum == loss_sum or math.isnan(loss_sum)
     assert told == computed(Phase.HEAD, compute_s=1.0, is_finite=math.isfinite(loss_sum), loss=loss)
-    assert stage.operation.grad_sq_sum == 0.25
+    assert stage.operation.grad_sq_sums == (0.25, 4.0)
 
 
 def test_a_gradient_that_is_not_finite_is_told_by_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(Phase.BACKWARD, monkeypatch)
-    told = stage.ends(1.0, 2.0, 4.0, grad_sq_sum=math.inf)
-    assert stage.operation.grad_sq_sum == math.inf
+    told = stage.ends(1.0, 2.0, 4.0, (math.inf,))
+    assert stage.operation.grad_sq_sums == (math.inf,)
     assert told == computed(Phase.BACKWARD, compute_s=1.0, is_finite=True)
 
 
@@ -133,17 +136,17 @@ def test_a_group_that_is_not_the_last_tells_its_loss_and_no_gradient(monkeypatch
     assert told.loss is not None
     assert math.isnan(told.loss.loss_sum)
     assert told == computed(Phase.HEAD, compute_s=2.0, is_finite=False, loss=told.loss)
-    assert stage.operation.grad_sq_sum is None
+    assert stage.operation.grad_sq_sums == ()
     stage = Stage(Phase.BACKWARD, monkeypatch, is_last=False)
     assert stage.ends(1.0, 3.0, 4.0) == computed(Phase.BACKWARD, compute_s=2.0, is_finite=True)
-    assert stage.operation.grad_sq_sum is None
+    assert stage.operation.grad_sq_sums == ()
 
 
 def test_waits_follow_each_other_and_the_operation_follows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(Phase.BACKWARD, monkeypatch)
     stage.waits(SpanKind.WAIT_OPERATION, 2, 1.0, 1.5)
     stage.waits(SpanKind.WAIT_PARAMS, 2, 1.6, 2.0)
-    stage.ends(2.0, 3.0, 4.0, grad_sq_sum=1.0)
+    stage.ends(2.0, 3.0, 4.0, (1.0,))
     assert stage.spans() == [
         (SpanKind.WAIT_OPERATION, 2, 1.0, 1.5),
         (SpanKind.WAIT_PARAMS, 2, 1.6, 2.0),
@@ -157,7 +160,7 @@ def test_wait_for_early_request_counts_once(monkeypatch: pytest.MonkeyPatch) -> 
     stage.waits(SpanKind.WAIT_PARAMS, 2, 1.0, 3.0)
     stage.waits(SpanKind.WAIT_PARAMS, 0, 1.1, 5.0)
     stage.waits(SpanKind.WAIT_GRAD_BUFFER, 2, 1.2, 4.9)  # was free when the params arrived
-    stage.ends(5.0, 6.0, 6.0, loss_sum=1.0, num_correct=1, grad_sq_sum=1.0)
+    stage.ends(5.0, 6.0, 6.0, (1.0,), loss_sum=1.0, num_correct=1)
     assert stage.spans() == [
         (SpanKind.WAIT_PARAMS, 2, 1.0, 3.0),
         (SpanKind.WAIT_PARAMS, 0, 3.0, 5.0),

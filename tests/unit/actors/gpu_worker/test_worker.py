@@ -63,7 +63,7 @@ def test_a_step_computes_the_gradients_of_plain_autograd(bench: Bench) -> None:
             expected = grads[param.name].flatten()
             scale = float(expected.abs().max())
             torch.testing.assert_close(grad, expected, rtol=0.0, atol=(1e-5 if fp32 else 0.05) * scale + 1e-7)
-    squares = {done.block: done.grad_sq_sum for done in bench.grads}
+    squares = {done.block: sum(done.sq_sums) for done in bench.grads}
     # Relative to the sum before it was rounded for its transfer.
     rel = 1e-4 if grad_precision(bench.spec) is Precision.FP32 else 1e-2
     assert squares == pytest.approx({block: float((grad**2).sum()) for block, grad in found.items()}, rel=rel)
@@ -80,7 +80,7 @@ def test_the_first_output_that_is_not_finite_is_told(bench: Bench) -> None:
     assert first == (Phase.FORWARD, 2)  # after the embedding and one layer
     last = len(bench.layout.blocks) - 1
     assert {(Phase.FORWARD, block) for block in range(2, last)} | {(Phase.HEAD, last)} == set(told)
-    assert not any(math.isfinite(done.grad_sq_sum) for done in bench.grads)
+    assert not any(math.isfinite(sum(done.sq_sums)) for done in bench.grads)
     (loss,) = bench.losses
     assert not math.isfinite(loss.loss_sum)
 
@@ -90,7 +90,7 @@ def test_a_loss_scaled_too_far_makes_gradients_that_are_not_finite(bench: Bench)
     bench.loss_scale = 2.0**40
     bench.train_step()
     assert all(computed.is_finite for computed in bench.computed)
-    assert not all(math.isfinite(done.grad_sq_sum) for done in bench.grads)
+    assert not all(math.isfinite(sum(done.sq_sums)) for done in bench.grads)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_gradient_that_overflows_in_transfer_is_reported(bench: Bench, monkeypat
     monkeypatch.setattr(GradBuffer, "add_product", add_much_product)
     found = bench.train_step()
     assert not found[0].isfinite().all()
-    (told,) = [done.grad_sq_sum for done in bench.grads if done.block == 0]
+    (told,) = [sum(done.sq_sums) for done in bench.grads if done.block == 0]
     assert not math.isfinite(told)
 
 

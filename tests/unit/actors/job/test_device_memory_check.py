@@ -35,6 +35,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "all computed again": {},
     "half precision": {"precision": Precision.BF16},
     "sums of micro-batches": {"precision": Precision.BF16, "num_microbatches": 4},
+    "lanes": {"precision": Precision.BF16, "num_microbatches": 4, "lanes": 2, "tied": True},
+    "groups that end inside of lanes": {
+        "num_microbatches": 4,
+        "lanes": 2,
+        "tied": True,
+        "placement": Placement(group_size=3, device_blocks=(2,)),
+    },
     "groups, all kept": {"num_microbatches": 4, "placement": Placement(group_size=3, activations=KEEP)},
     "states on the device, tied": {
         "precision": Precision.BF16,

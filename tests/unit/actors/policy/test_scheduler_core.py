@@ -173,6 +173,25 @@ def test_pipeline_with_squared_norms_in_any_order_gives_the_bits_of_one_worker(
     assert update.grad_scale == min(0.75 / (math.sqrt(total) + 1e-6), 1.0)
 
 
+@settings(deadline=None, max_examples=examples(60))
+@given(order=st.permutations(range(3)), sq_sums=st.lists(st.floats(1e-8, 1e8), min_size=6, max_size=6))
+@example(order=[0, 1, 2], sq_sums=[1.0, 0.7, 1e-3, 3e5, 0.1, 1e16])
+def test_pipeline_with_lanes_adds_squared_norms_in_the_order_of_chunks(order: list[int], sq_sums: list[float]) -> None:
+    """Whichever block comes first, and whoever reports it."""
+    shape = make_shape(chunks_per_block=(2, 1, 3), clip_norm=0.75, total_steps=1, max_prefetched=20, has_lanes=True)
+    of_blocks = [tuple(sq_sums[:2]), tuple(sq_sums[2:3]), tuple(sq_sums[3:])]
+    pipeline = Pipeline(shape, TrainerState(scales_loss=False), Step(0))
+    pipeline.start(0.0)
+    actions: list[Action] = []
+    for block in order:
+        actions += pipeline.handle(grad_ready(STEP, block, *of_blocks[block]), 0.0)
+    (update,) = (message for message in messages_of(actions) if isinstance(message, UpdateStep))
+    total = 0.0
+    for sq_sum in sq_sums:
+        total += sq_sum
+    assert update.grad_scale == min(0.75 / (math.sqrt(total) + 1e-6), 1.0)
+
+
 # --- gradients that are not finite ----------------------------------------------------------------------------------
 
 

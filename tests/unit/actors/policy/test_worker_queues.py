@@ -174,11 +174,11 @@ def test_operations_are_reported_together_unless_something_waits_for_them() -> N
     reported(done(7))
     assert reported(done(8), now_s=1.1) == (done(7), done(8))
     reported(done(7), now_s=1.1)
-    assert reports.gradient(operation(6), 3.0, now_s=1.1, is_idle=False) is None
-    report = reports.gradient(operation(7), 2.0, now_s=1.1, is_idle=True)
+    assert reports.gradient(operation(6), (3.0,), now_s=1.1, is_idle=False) is None
+    report = reports.gradient(operation(7), (2.0,), now_s=1.1, is_idle=True)
     assert report is not None
     assert report.computed == (done(7),)
-    assert [(grad.step, grad.block, grad.grad_sq_sum) for grad in report.grads] == [(1, 6, 3.0), (1, 7, 2.0)]
+    assert [(grad.step, grad.block, grad.sq_sums) for grad in report.grads] == [(1, 6, (3.0,)), (1, 7, (2.0,))]
     head = BlockComputed(
         job=JOB,
         step=STEP,

@@ -1,5 +1,6 @@
 """The scheduler around the policy: actors that answer at once or not at all, and the journal's records."""
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -37,8 +38,10 @@ from windlass.actors.scheduler import progress, scheduler
 from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED, ROOM, ActorLostError, JobFailedError
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.engine.training_config.training_config import NUMERICS
 from windlass.storage.ids import ActorName, Attempt, Kernel, Step
 from windlass.storage.memory.capacity import DiskFull, require_disk_room
+from windlass.storage.store.format import CommitRecord
 
 
 class Clock:
@@ -533,6 +536,27 @@ def test_unreported_committed_step_is_reported_by_next_attempt(tmp_path: Path) -
     stage.run()
     assert metrics_of(stage.spec, "train_loss") == {2: 3.0, 3: 3.0, 4: 3.0}
     assert metrics_of(stage.spec, "trained_tokens") == {step: step * NUM_TARGETS for step in (2, 3, 4)}
+
+
+def without_numerics(commit: CommitRecord) -> CommitRecord:
+    """The commit as an older version wrote it."""
+    state = json.loads(commit.trainer_state)
+    assert state.pop("numerics") == NUMERICS
+    return dataclasses.replace(commit, trainer_state=json.dumps(state))
+
+
+def test_a_job_of_an_older_version_goes_on_under_its_numerics(tmp_path: Path) -> None:
+    commit = without_numerics(run_first_attempt(tmp_path).commit(2))
+    stage = Stage(tmp_path, resume_from=commit, attempt=Attempt(3), numerics=1)
+    assert stage.run()["status"] == "succeeded"
+    assert json.loads(stage.commit(4).trainer_state)["numerics"] == 1
+
+
+def test_a_job_does_not_go_on_under_other_numerics(tmp_path: Path) -> None:
+    commit = without_numerics(run_first_attempt(tmp_path).commit(2))
+    outcome = Stage(tmp_path, resume_from=commit, attempt=Attempt(3)).run()
+    assert outcome["status"] == "failed"
+    assert "step 2 was committed under version 1 of the numerics" in outcome["error"]["message"]
 
 
 def test_a_job_whose_states_have_vanished_does_not_start_over(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from windlass.engine.lanes.lane_division import LaneDivision
 from windlass.engine.memory_plan.buffer_counts import (
     grad_buffers,
     grad_buffers_of_job,
@@ -78,6 +79,20 @@ def test_sums_have_buffers_beside_those_that_travel() -> None:
     assert buffers(TIED, summed_in_fp32={0}) == travelling | {(50, 4): 2}
     # Both use the same buffers if gradients are fp32 in transfer.
     assert buffers(TIED, itemsize=4, summed_in_fp32={0}) == {(50, 4): 2, (10, 4): 2, (60, 4): 1}
+
+
+def test_lanes_have_sums_beside_the_totals() -> None:
+    """Only the running operation has them or, if groups end inside of lanes, every sum."""
+    fp32: dict[str, Any] = {"itemsize": 4, "num_groups": 1}
+    totals = {(50, 4): 1, (10, 4): 2, (60, 4): 1}
+    assert buffers(OWN, **fp32, lanes=LaneDivision(1, 4), group_size=4) == totals
+    assert buffers(OWN, **fp32, lanes=LaneDivision(2, 4), group_size=4) == {(50, 4): 2, (10, 4): 3, (60, 4): 2}
+    tied = buffers(TIED, **fp32, lanes=LaneDivision(2, 4), group_size=4)
+    assert tied == {(50, 4): 3, (10, 4): 3, (60, 4): 2}
+    whole_lanes = buffers(OWN, **fp32 | {"num_groups": 2}, lanes=LaneDivision(2, 4), group_size=2)
+    assert whole_lanes == {(50, 4): 2, (10, 4): 4, (60, 4): 2}
+    cut_lanes = buffers(TIED, **fp32 | {"num_groups": 4}, lanes=LaneDivision(2, 4), group_size=1)
+    assert cut_lanes == {(50, 4): 4, (10, 4): 6, (60, 4): 2}
 
 
 def test_the_sums_of_the_next_group_come_while_two_others_are_there() -> None:

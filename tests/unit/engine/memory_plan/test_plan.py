@@ -326,6 +326,16 @@ def test_sums_between_groups_take_a_slot_for_each_use_of_a_chunk() -> None:
     assert plan(num_microbatches=4, placement=Placement(group_size=2), host_memory_nbytes=budget).arena_nbytes <= budget
 
 
+def test_groups_that_end_inside_of_lanes_take_two_slots_for_each_use_of_a_chunk() -> None:
+    whole = plan(num_microbatches=4, num_lanes=2)
+    assert whole.open_lanes.num_slots == 0
+    assert plan(num_microbatches=4, num_lanes=2, placement=Placement(group_size=2)).open_lanes.num_slots == 0
+    found = plan(num_microbatches=4, num_lanes=2, placement=Placement(group_size=1))
+    assert found.open_lanes.num_slots == found.partial_grads.num_slots == 17
+    assert found.open_lanes.offset == found.partial_grads.offset + found.partial_grads.nbytes
+    assert found.arena_nbytes == whole.arena_nbytes + 2 * 17 * 4 * CHUNK
+
+
 def test_an_empty_group_is_refused() -> None:
     with pytest.raises(PlanError, match="group_size is 0; a group has at least 1 micro-batch"):
         plan(placement=Placement(group_size=0))

@@ -2,11 +2,17 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from tests.support.host_waits import GPU, no_host_waits
-from windlass.engine.optimizer.grad_norm import squared_norm, without_waiting
+from windlass.engine.optimizer.grad_norm import (
+    NORM_SCRATCH_NBYTES,
+    portable_squared_norm,
+    squared_norm,
+    without_waiting,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [0, 1, 5, 1024, 5000, 2**19, 2**19 + 4097, 2**20 + 17]
@@ -97,3 +103,62 @@ def test_norm_on_a_gpu_makes_no_host_wait_and_no_copy_of_the_gradient(dtype: tor
         squared_norm(grad)
     assert launches.num_launches < 30
     assert launches.max_nbytes <= 2**20
+
+
+# --- the norm that has the same bits everywhere -----------------------------------------------------------------------
+
+
+def portable_sizes() -> list[int]:
+    return [0, 1, 2, 5, 1000, 2**18 - 1, 2**18, 2**18 + 3, 2**19 + 4097]
+
+
+@pytest.mark.parametrize("numel", portable_sizes())
+def test_portable_squared_norm_has_the_bits_of_its_definition(numel: int) -> None:
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    squares = grad.numpy().astype(np.float64) ** 2
+    width = max(1, min(numel, 2**18))
+    sums = np.zeros(width)
+    for start in range(0, numel, width):
+        part = squares[start : start + width]
+        sums[: len(part)] += part
+    while len(sums) > 1:
+        half = -(-len(sums) // 2)
+        sums[: len(sums) - half] += sums[half:]
+        sums = sums[:half]
+    found = portable_squared_norm(grad)
+    assert (found.dtype, found.shape) == (torch.float64, ())
+    assert found.item() == sums[0]
+    torch.testing.assert_close(found, grad.double().square().sum(), rtol=1e-12, atol=0)
+
+
+def test_portable_squared_norm_with_any_number_of_threads_has_same_bits() -> None:
+    grad = torch.randn(2**20 + 4097, generator=torch.Generator().manual_seed(0))
+    results = set()
+    for num_threads in (1, 2, 3, 8):
+        torch.set_num_threads(num_threads)
+        results.add(portable_squared_norm(grad).item())
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("place", [0, 2**18 - 1, 2**18 + 5, 2**19 + 2])
+def test_portable_squared_norm_is_finite_only_if_all_elements_are(place: int) -> None:
+    grad = torch.full((2**19 + 3,), torch.finfo(torch.float32).max)
+    assert portable_squared_norm(grad).isfinite()
+    grad[place] = -torch.inf
+    assert portable_squared_norm(grad).item() == torch.inf
+    grad[7] = torch.nan
+    assert portable_squared_norm(grad).isnan()
+
+
+def test_portable_squared_norm_on_a_gpu_makes_no_host_wait_and_stays_in_its_scratch() -> None:
+    grad = torch.empty(2**24, device=GPU)
+    with no_host_waits() as launches:
+        portable_squared_norm(grad)
+    assert launches.max_nbytes <= NORM_SCRATCH_NBYTES
+
+
+@pytest.mark.gpu
+def test_portable_squared_norm_on_a_gpu_has_the_bits_of_a_cpu() -> None:
+    for numel in portable_sizes():
+        grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 10 ** float(numel % 7)
+        assert portable_squared_norm(grad.cuda()).item() == portable_squared_norm(grad).item()

@@ -12,6 +12,7 @@ from windlass.storage.ids import HeadSlices, Kernel, ModelKernel, Precision, Sta
 CONFIG = TrainingConfig(
     batch_size=4,
     num_microbatches=2,
+    lanes=2,
     sequence_length=8,
     total_steps=3,
     schedule=Schedule.COSINE,
@@ -42,7 +43,7 @@ def test_missing_fields_get_their_defaults() -> None:
     assert from_json(stored) == TrainingConfig(batch_size=1, sequence_length=8, total_steps=1)
 
 
-@pytest.mark.parametrize("wrong", [{"lanes": 2}, {"precision": "fp8"}, {"num_microbatches": 5}])
+@pytest.mark.parametrize("wrong", [{"ranks": 2}, {"lanes": 3}, {"precision": "fp8"}, {"num_microbatches": 5}])
 def test_values_of_no_config_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         from_json(to_json(CONFIG) | wrong)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.training import has_direct_io, leftovers_of
+from tests.support.training import has_direct_io, leftovers_of, losses_of, metrics_of
 from tests.unit.planner.planning.test_local_plan_correction import by_plan, job, partition_of, request
 from windlass.actors.messages import GradOffloaded, Message
 from windlass.actors.runtime.local_runner import run_local
@@ -59,3 +59,18 @@ def test_planned_job_with_any_gradient_settings_spills_the_gradients_that_were_p
     assert found.report.choices is not None
     assert len(spilled) == found.report.choices["kept_grads_on_ssd"] == num_spilled
     assert leftovers_of(spec) == []
+
+
+@pytest.mark.long
+def test_planned_job_with_lanes_has_the_bits_of_one_without_a_plan(tmp_path: Path) -> None:
+    changes = {"total_steps": 2, "precision": Precision.BF16, "clip_norm": 1.0, "lanes": 2}
+    spec, unplanned = (job(tmp_path / name, **changes) for name in ("planned", "unplanned"))
+    found = plan_job(request(spec, host_memory_nbytes=2 * HOST_MEMORY_NBYTES), tmp_path)
+    assert found.report.feasible, found.report.reasons
+    planned = by_plan(spec, 1, found)
+    assert planned.placement != unplanned.placement
+    for each in (planned, unplanned):
+        outcome = run_local(each, partition=partition_of(each), direct=has_direct_io(Path(spec.model_dir)))
+        assert outcome["status"] == "succeeded", outcome
+    assert losses_of(planned) == losses_of(unplanned)
+    assert list(metrics_of(planned, "grad_norm").values()) == list(metrics_of(unplanned, "grad_norm").values())

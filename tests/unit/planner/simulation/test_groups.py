@@ -103,3 +103,22 @@ def test_sums_of_one_operation_at_a_time_are_prefetched() -> None:
     for block in range(NUM_BLOCKS - 2):
         back = [span for span in spans if span.kind is SpanKind.COPY_PARTIAL_IN and span.block == block]
         assert second[block + 1].start_s - 1e-6 <= back[0].start_s < second[block + 1].end_s
+
+
+@pytest.mark.parametrize(("lanes", "group_size", "num_sums"), [(2, 2, 1), (2, 1, 3 + 1), (3, 1, 3 + 1), (4, 1, 3)])
+def test_groups_that_end_inside_of_lanes_move_their_sums_too(lanes: int, group_size: int, num_sums: int) -> None:
+    options = grouped(group_size)
+    options["training"]["lanes"] = lanes
+    spans = job(**options).spans()
+    for step in range(1, 5):
+        assert moved(spans, SpanKind.COPY_PARTIAL_OUT, step) == 4 * NUMEL * num_sums
+        assert moved(spans, SpanKind.COPY_PARTIAL_IN, step) == 4 * NUMEL * num_sums
+        assert moved(spans, SpanKind.COPY_GRAD_OUT, step) == 4 * NUMEL
+
+
+@pytest.mark.parametrize("group_size", [4, 3, 1])
+def test_where_adding_lanes_is_slow_a_step_takes_their_elements_too(group_size: int) -> None:
+    options = grouped(group_size) | {"machine": rates(device_added_params=NUMEL / 2)}
+    plain = run(**options)[-1].summary["period_s"]
+    options["training"]["lanes"] = 3
+    assert run(**options)[-1].summary["period_s"] == pytest.approx(plain + 2 * 2, rel=1e-6)

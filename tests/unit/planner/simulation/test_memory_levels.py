@@ -64,6 +64,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "swapped to SSDs": swapping(17, depths=QueueDepths(leaving_nbytes=3 * SLOT)),
     "groups": {"layout": TIED, "placement": Placement(group_size=1)},
     "groups of two, swapped, clipped": {"clips": True, **swapping(7, group_size=2)},
+    "lanes": {"layout": TIED, "lanes": 2},
+    "groups that end inside of lanes": {"layout": TIED, "lanes": 2, "placement": Placement(group_size=1)},
+    "lanes in memory": {
+        "layout": TIED,
+        "lanes": 2,
+        "placement": Placement(device_blocks=(0, 3), host_blocks=(1, 2), commit_every=2, group_size=1),
+    },
     "in pieces": {"layout": IN_PIECES, "placement": Placement(streamed_blocks=tuple(LAYERS), num_cached_params=0)},
     "in pieces and groups": {
         "layout": IN_PIECES,
@@ -77,8 +84,8 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(*, clips: bool = False, machine: Any = SLOW, **options: Any) -> Simulated:
-    training = {"num_microbatches": NUM_MICROBATCHES, "clip_norm": 1.0 if clips else None}
+def made(*, clips: bool = False, lanes: int = 1, machine: Any = SLOW, **options: Any) -> Simulated:
+    training = {"num_microbatches": NUM_MICROBATCHES, "clip_norm": 1.0 if clips else None, "lanes": lanes}
     found = job(**{"compute_s": 0.1, **options}, machine=machine, training=training)
     return replace(found, work=replace(found.work, held_nbytes=HELD, peak_nbytes=PEAKS))
 
@@ -115,7 +122,7 @@ def allocated(context: JobContext) -> dict[tuple[MemoryTier, str], int]:
         (MemoryTier.HOST, "gradients"): plan.grads.nbytes,
         (MemoryTier.HOST, "states"): plan.host_states.nbytes,
         (MemoryTier.HOST, "states in transit"): plan.transit.nbytes,
-        (MemoryTier.HOST, "partial gradients"): plan.partial_grads.nbytes,
+        (MemoryTier.HOST, "partial gradients"): plan.partial_grads.nbytes + plan.open_lanes.nbytes,
         (MemoryTier.HOST, "activations"): plan.num_host_activations * SLOT,
         (MemoryTier.HOST, "activations to and from the SSDs"): plan.num_staged_activations * SLOT,
         (MemoryTier.SSD, "states"): plan.ssd_nbytes,
@@ -134,6 +141,8 @@ def _grads_nbytes(context: JobContext, numels: list[int]) -> int:
         resident=context.plan.device_blocks,
         num_groups=context.plan.num_groups,
         num_grad_buffers=context.plan.num_grad_buffers,
+        lanes=context.spec.training.lane_division,
+        group_size=context.plan.group_size,
     )
     return sum(numel * itemsize * number for (numel, itemsize), number in buffers.items())
 

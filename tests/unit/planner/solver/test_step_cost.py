@@ -8,7 +8,8 @@ import pytest
 from tests.support.planner.profiles import make_job, make_speeds
 from windlass.engine.memory_plan.block_buffers import BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import param_buffers
-from windlass.planner.solver.step_cost import Limits, StepCosts
+from windlass.engine.memory_plan.memory_tier import MemoryTier
+from windlass.planner.solver.step_cost import TIER_INDEX, Limits, Part, StateTier, StepCosts
 
 PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
 NUM_LAYERS, HEAD = 6, 7
@@ -69,3 +70,25 @@ def test_fetches_are_never_more_than_counted(group_size: int, is_own_size: bool)
     )
     # The two layers at each turn of a pass.
     assert counted - num_loads == 2 * (2 * costs.num_groups - 1)
+
+
+@pytest.mark.parametrize(("group_size", "num_flats", "num_moved"), [(4, 1, 0), (2, 1, 1), (1, 2, 3 + 1)])
+def test_lanes_take_the_time_of_adding_and_the_room_of_sums_that_groups_cut(
+    group_size: int, num_flats: int, num_moved: int
+) -> None:
+    plain = costs_of(group_size=group_size, is_tied=True, is_own_size=True)
+    training = replace(plain.job.training, lanes=2)
+    lanes = replace(plain, job=replace(plain.job, training=training))
+    options = [costs._state_option(0, StateTier.SSD) for costs in (plain, lanes)]
+    seconds = [dict(zip(Part, option.seconds, strict=True)) for option in options]
+    # Two uses, one lane added to the total of each.
+    adding_s = 2 * EMBEDDING_NUMEL / plain.speeds.device_added_params
+    assert seconds[1][Part.BACKWARD] == pytest.approx(seconds[0][Part.BACKWARD] + adding_s)
+    moved_s = num_moved * 4 * EMBEDDING_NUMEL / plain.speeds.h2d_bytes
+    assert seconds[1][Part.H2D_BACKWARD] == pytest.approx(moved_s)
+    host = MemoryTier.HOST
+    chunks = lanes.job.size.num_chunks(0) * lanes.job.size.chunk_numel
+    of_sums = options[1].nbytes[TIER_INDEX[host]] - (num_flats - 1) * 2 * 4 * chunks
+    assert of_sums == options[0].nbytes[TIER_INDEX[host]]
+    more = lanes._always_on_device() - plain._always_on_device()
+    assert more >= 4 * (EMBEDDING_NUMEL + max(block.numel for block in lanes.job.model.blocks[1:]))

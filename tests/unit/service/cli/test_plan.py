@@ -100,6 +100,11 @@ def test_plan_with_settings_of_gradients_is_of_a_job_with_the_same(shape: Path, 
     assert (asked.gradient_updates, asked.accumulation_precision) == ("after_backward", "bf16")
 
 
+def test_plan_with_lanes_has_a_micro_batch_for_each(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--lanes", "3")
+    assert " --set num_microbatches=3 --set sequence_length=64 --set lanes=3" in run(*job).output
+
+
 def test_another_number_of_microbatches_than_a_jobs_own_is_told(shape: Path, home: Path) -> None:
     job = ("--model", str(shape), "--hardware", "rtx4090-server", "--batch-size", "8", "--seq-len", "64")
     result = run(*job)
@@ -154,6 +159,15 @@ def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
         (("--model", "{shape}", "--hardware", "no-such-machine"), "published machine"),
         (("--model", "{shape}"), "windlass doctor"),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--num-microbatches", "9"), "9 parts of a batch of 4"),
+        (("--model", "{shape}", "--hardware", "rtx4090-server", "--lanes", "5"), "5 lanes of at most 4 micro-batches"),
+        (
+            ("--model", "{shape}", "--hardware", "rtx4090-server", "--lanes", "2", "--accumulation-precision", "bf16"),
+            "--lanes: lanes is 2, but lanes are summed in fp32",
+        ),
+        (
+            ("--model", "{shape}", "--hardware", "rtx4090-server", "--lanes", "2", "--find", "largest-batch"),
+            "--lanes: the largest batch is one micro-batch",
+        ),
         (("--model", "{shape}", "--hardware", "{shape}/.."), "shape.yaml/.."),
         (("--model", "{folder}", "--hardware", "rtx4090-server"), "config of folder cannot be used"),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--precision", "fp32", *SPLIT), "--state-precision: "),

@@ -9,7 +9,7 @@ import pytest
 from tests.support.service.dispatcher_stage import PREPARED, Stage
 from windlass.actors.lifecycle.cpu_affinity import numa_nodes
 from windlass.engine.memory_plan.update_order import UpdateOrder
-from windlass.engine.training_config.training_config import Optimizer
+from windlass.engine.training_config.training_config import NUMERICS, Optimizer
 from windlass.service.data import job_remains as leftovers
 from windlass.service.dispatcher.job_watch import AttemptPhase, StopKind
 from windlass.service.installation.settings import Settings
@@ -70,8 +70,9 @@ def test_a_models_kernels_are_kept_as_words(stage: Stage, stored: list[str] | No
 def test_a_job_of_an_older_version_has_the_defaults(stage: Stage) -> None:
     job = stage.job(stage.queue())
     later = ("optimizer", "state_precision", "accumulation_precision", "update_order", "max_bad_steps", "model_kernels")
-    later += ("head_slices",)
+    later += ("head_slices", "lanes", "numerics")
     assert job.hyperparameters is not None
+    assert (job.hyperparameters["lanes"], job.hyperparameters["numerics"]) == (1, NUMERICS)
     assert job.hyperparameters["head_slices"] == HeadSlices.LARGE
     job.hyperparameters = {name: value for name, value in job.hyperparameters.items() if name not in later}
     hyper = build_job_spec(stage.settings, MachineResources(num_cores=4, num_gpus=0), job).training
@@ -80,6 +81,7 @@ def test_a_job_of_an_older_version_has_the_defaults(stage: Stage) -> None:
     assert (hyper.update_order, hyper.order_of_updates) == (UpdateOrder.KEPT, UpdateOrder.KEPT)
     assert hyper.model_kernels is None
     assert hyper.head_slices is HeadSlices.SMALL
+    assert (hyper.lanes, hyper.numerics) == (1, 1)
 
 
 @pytest.mark.parametrize(

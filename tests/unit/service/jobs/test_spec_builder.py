@@ -71,6 +71,7 @@ PLANNED: dict[str, Any] = {
     "state_precision": "bf16",
     "accumulation_precision": "bf16",
     "gradient_updates": "after_backward",
+    "lanes": 2,
     "budgets": {"host_memory_gib": 3.0},
     "epochs": 5,  # it selects the batches, and so their mean width
 }
@@ -121,6 +122,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 NO_SETTING = {
     "kernel": "a resumed job's kernel is that of its commit",
     "head_slices": "a job keeps the slices of the release that it was submitted to",
+    "numerics": "a job keeps the rules of the release that it was submitted to",
 }
 _NOT_THE_JOBS = "where files lie, or what the attempt is called"
 JOB_SPEC = {
@@ -314,13 +316,14 @@ def test_spec_of_an_older_row_has_the_numbers_of_the_row(tmp_path: Path) -> None
     assert (config.total_steps, config.evaluate_every) == (200, 20)
     assert (config.checkpoint_every, config.final_model) == (3, FinalModel.BEST)
     assert config.head_slices is HeadSlices.SMALL  # the row has none, so the job began with these
+    assert (config.lanes, config.numerics) == (1, 1)
 
 
 def test_row_keeps_the_fields_that_the_api_shows(tmp_path: Path) -> None:
     resolved = resolve_job(job_of(windlass_settings()), RESULTS)
-    names = "epochs batch_size num_microbatches sequence_length learning_rate warmup_steps schedule weight_decay beta1 "
-    names += "beta2 epsilon clip_norm precision seed optimizer state_precision accumulation_precision update_order "
-    names += "kernel model_kernels head_slices max_bad_steps"
+    names = "epochs batch_size num_microbatches lanes numerics sequence_length learning_rate warmup_steps schedule "
+    names += "weight_decay beta1 beta2 epsilon clip_norm precision seed optimizer state_precision "
+    names += "accumulation_precision update_order kernel model_kernels head_slices max_bad_steps"
     assert list(resolved.hyperparameters) == names.split()
 
 
@@ -359,6 +362,14 @@ def test_preparation_order_with_a_budget_has_the_job_s_spec_to_check_it(
         spec = make(RESULTS)
         assert spec.training == training_of(asked)
         assert (spec.device_memory_nbytes, spec.num_validation_examples) == (_GIB, NUM_VALIDATION_EXAMPLES)
+
+
+def test_resolve_job_with_fewer_examples_than_lanes_names_the_lanes() -> None:
+    results = {**RESULTS, PREPARE_DATA: {**RESULTS[PREPARE_DATA], "num_examples": 5}}
+    job = job_of(WindlassSettings(lanes=6))
+    with pytest.raises(PreparationError, match="5 training examples give batches of 5 in 5 micro-batches") as caught:
+        resolve_job(job, results)
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "windlass.lanes")
 
 
 def test_resolve_job_whose_plan_does_not_fit_its_budget_names_the_budget(tmp_path: Path) -> None:

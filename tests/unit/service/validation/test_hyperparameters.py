@@ -9,10 +9,17 @@ from pydantic import ValidationError
 
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.engine.optimizer.lr_schedule import learning_rate
-from windlass.engine.training_config.training_config import Initialization, Optimizer, Schedule, TrainingConfig
+from windlass.engine.training_config.training_config import (
+    NUMERICS,
+    Initialization,
+    Optimizer,
+    Schedule,
+    TrainingConfig,
+)
 from windlass.service.validation.hyperparameters import (
     JobSettings,
     SupervisedHyperparameters,
+    TooManyLanesError,
     WindlassSettings,
     num_steps,
     resolve,
@@ -187,11 +194,34 @@ def test_no_example_is_left_out() -> None:
         ({"learning_rate": 1e-4}, {"learning_rate_multiplier": 2}, "not both"),
         ({"batch_size": 2, "num_microbatches": 3}, {}, "a batch has only 2 examples"),
         ({"num_microbatches": 9}, {"batch_size": 8}, "a batch has only 8 examples"),
+        ({"lanes": 9}, {"batch_size": 8}, "lanes is 9, but a batch has only 8 examples"),
+        ({"num_microbatches": 2, "lanes": 3}, {}, "lanes is 3, and a step has 2 micro-batches"),
     ],
 )
 def test_contradictions_are_refused(windlass: dict[str, Any], supervised: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings(windlass, **supervised)
+
+
+@pytest.mark.parametrize(
+    ("asked", "lanes", "num_microbatches"),
+    [
+        ({}, 1, 2),
+        ({"lanes": "auto"}, 1, 2),
+        ({"lanes": 2}, 2, 2),
+        ({"lanes": 5}, 5, 5),  # no number of micro-batches is asked for, so there are enough
+        ({"lanes": 3, "num_microbatches": 4}, 3, 4),
+    ],
+)
+def test_lanes_are_one_unless_asked_for(asked: dict[str, Any], lanes: int, num_microbatches: int) -> None:
+    resolved = resolve(settings(asked), num_examples=100)
+    assert (resolved.lanes, resolved.num_microbatches, resolved.numerics) == (lanes, num_microbatches, NUMERICS)
+
+
+@pytest.mark.parametrize("asked", [{}, {"num_microbatches": 6}])
+def test_more_lanes_than_the_data_gives_micro_batches_are_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(TooManyLanesError, match="lanes is 6, and 5 training examples give batches of 5 in 5 micro-"):
+        resolve(settings({"lanes": 6, **asked}), num_examples=5)
 
 
 def test_a_small_batch_has_no_empty_microbatches() -> None:

@@ -147,6 +147,23 @@ def test_an_estimated_finish_that_has_passed_is_not_shown(client: TestClient, fi
             "with precision fp16 every gradient must be known before the first update, as one overflow skips the step; "
             "choose auto or kept, or precision bf16, got 'active'",
         ),
+        ({"windlass": {"lanes": 0}}, "windlass.lanes", 'must be "auto" or a whole number from 1 to 4096, got 0'),
+        (
+            {"windlass": {"num_microbatches": 2, "batch_size": 4, "lanes": 3}},
+            "windlass.lanes",
+            "lanes is 3, and a step has 2 micro-batches: it must be at least 1, and each lane needs a micro-batch, "
+            "got 3",
+        ),
+        (
+            {"windlass": {"lanes": 2, "accumulation_precision": "bf16"}},
+            "windlass.lanes",
+            "lanes are summed in fp32, and accumulation_precision is bf16, got 2",
+        ),
+        (
+            {"windlass": {"batch_size": 2, "lanes": 3}},
+            "windlass.lanes",
+            "windlass.lanes is 3, but a batch has only 2 examples",
+        ),
         # An invalid value is reported before a conflict.
         ({"windlass": {"precision": "fp8", "state_precision": "split"}}, "windlass.precision", "got 'fp8'"),
         ({"windlass": {"precision": "fp8", "accumulation_precision": "bf16"}}, "windlass.precision", "got 'fp8'"),

@@ -1,0 +1,58 @@
+"""Deals the micro-batches of a step to lanes, whose gradients are summed separately.
+
+Each lane is summed in order in fp32. Then the lanes are added, the first one first. So a gradient's bits depend on the
+number of lanes, and not on the processes that compute them.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LaneDivision:
+    """The division of a full step's micro-batches into lanes. Each lane has successive micro-batches.
+
+    The last step of an epoch may have fewer micro-batches. Then the last lanes have fewer or none, and a lane without
+    micro-batches adds nothing.
+    """
+
+    num_lanes: int
+    num_microbatches: int  # of a full step
+
+    def __post_init__(self) -> None:
+        """Refuses lanes that would always be empty."""
+        if not 1 <= self.num_lanes <= self.num_microbatches:
+            raise ValueError(
+                f"lanes is {self.num_lanes}, and a step has {self.num_microbatches} micro-batches: it must be at "
+                "least 1, and each lane needs a micro-batch"
+            )
+
+    def microbatches(self, lane: int) -> range:
+        """Returns the micro-batches of a lane."""
+        return range(self._start(lane), self._start(lane + 1))
+
+    def lane_of(self, microbatch: int) -> int:
+        """Returns the lane of a micro-batch."""
+        return -(-(microbatch + 1) * self.num_lanes // self.num_microbatches) - 1
+
+    def ends_lane(self, microbatch: int) -> bool:
+        """Returns whether a micro-batch is the last of its lane."""
+        return self._start(self.lane_of(microbatch) + 1) == microbatch + 1
+
+    def needs_lane_sum(self, stop: int) -> bool:
+        """Returns whether a micro-batch before `stop` needs a sum beside the total. The first lane's is the total."""
+        return self.lane_of(stop - 1) > 0
+
+    def has_open_lane(self, stop: int) -> bool:
+        """Returns whether a cut before micro-batch `stop` leaves a lane's sum beside the total of those before."""
+        return stop < self.num_microbatches and self.lane_of(stop - 1) == self.lane_of(stop) > 0
+
+    def num_added_lanes(self, start: int, stop: int) -> int:
+        """Returns the number of lanes that are added to the total after micro-batches from `start` to `stop`."""
+        return sum(self.ends_lane(microbatch) for microbatch in range(start, stop) if self.lane_of(microbatch) > 0)
+
+    def num_open_lanes(self, group_size: int) -> int:
+        """Returns how often a step in groups of this size passes on the sum of an unfinished lane."""
+        return sum(self.has_open_lane(stop) for stop in range(group_size, self.num_microbatches, group_size))
+
+    def _start(self, lane: int) -> int:
+        return lane * self.num_microbatches // self.num_lanes

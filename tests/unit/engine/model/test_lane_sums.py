@@ -1,0 +1,77 @@
+"""Micro-batches are added to their lanes, and lanes to the total, tensor by tensor."""
+
+import torch
+
+from windlass.engine.model.grad_buffer import GradBuffer, LaneSums
+
+# Name, offset and number of elements.
+PARAMS = [("matrix", 0, 6), ("expert", 6, 2)]
+
+
+def buffer(*touched: str) -> GradBuffer:
+    return GradBuffer(torch.full((8,), torch.nan), touched)
+
+
+def both() -> GradBuffer:
+    total = buffer()
+    total.lane = buffer()
+    return total
+
+
+def grad(value: float, numel: int) -> torch.Tensor:
+    return torch.full((numel,), value)
+
+
+def test_lanes_are_added_from_left_to_right() -> None:
+    total, big = both(), 2.0**24
+    sums = LaneSums(total, PARAMS, is_first_lane=True)
+    for lane in ((big,), (1.0, 1.0), (0.5,)):
+        for value in lane:
+            sums.add("matrix", 0, grad(value, 6))
+        sums.end_lane()
+    # Beside a number so large, 1.0 would be lost, and 2.0 is not.
+    assert total.flat[:6].tolist() == [big + 2.0] * 6
+    assert total.touched == {"matrix"}
+
+
+def test_products_are_added_to_their_lane() -> None:
+    total = both()
+    sums = LaneSums(total, PARAMS, is_first_lane=True)
+    left, right = torch.arange(6.0).view(3, 2), torch.arange(9.0).view(3, 3)
+    for _ in range(2):
+        for _ in range(2):
+            sums.add_product("matrix", 0, left, right)
+        sums.end_lane()
+    assert torch.equal(total.flat[:6].view(2, 3), 4 * (left.t() @ right))
+
+
+def test_a_tensor_that_a_lane_does_not_reach_stays_as_it_is() -> None:
+    total = both()
+    sums = LaneSums(total, PARAMS, is_first_lane=True)
+    sums.add("matrix", 0, grad(-0.0, 6))
+    sums.end_lane()
+    sums.add("expert", 6, grad(3.0, 2))  # the first lane had no token for it
+    sums.end_lane()
+    sums.end_lane()  # a lane without micro-batches
+    assert total.touched == {"matrix", "expert"}
+    assert torch.equal(total.flat[6:], grad(3.0, 2))
+    assert torch.signbit(total.flat[:6]).all()  # zeros would have changed the sign
+
+
+def test_a_lane_goes_on_where_the_group_before_has_left_it() -> None:
+    total = GradBuffer(torch.ones(8), ["matrix"], GradBuffer(torch.full((8,), 2.0), ["matrix"]))
+    sums = LaneSums(total, PARAMS, is_first_lane=False)
+    sums.add("matrix", 0, grad(3.0, 6))
+    assert torch.equal(total.flat, torch.ones(8))
+    sums.end_lane()
+    assert torch.equal(total.flat[:6], grad(6.0, 6))
+    assert total.lane is not None
+    assert total.lane.touched == set()
+
+
+def test_the_first_lane_alone_needs_no_sum_beside_the_total() -> None:
+    total = buffer()
+    sums = LaneSums(total, PARAMS, is_first_lane=True)
+    sums.add("matrix", 0, grad(1.0, 6))
+    sums.end_lane()
+    assert torch.equal(total.flat[:6], grad(1.0, 6))
