@@ -232,7 +232,8 @@ class Progress:
                 self._on_kernel_chosen(event)
             case ModelKernelsChosen():
                 self._model_kernels = [str(kernel) for kernel in event.kernels]
-                self._journal.append("message", f"{event.actor} computes with {' and '.join(event.kernels)}")
+                kernels = " and ".join(event.kernels)
+                self._journal.append("message", f"{self._named(event.actor)} computes with {kernels}")
             case ComputeProgressed():
                 for computed in event.computed:
                     self._on_computed(computed)
@@ -304,10 +305,12 @@ class Progress:
                 of_step = self._swapped.setdefault(span.step, dict.fromkeys(_ACTIVATION_BYTES, 0))
                 of_step[span.kind] += span.nbytes
 
-    def _on_kernel_chosen(self, event: KernelChosen) -> None:
+    def _named(self, actor: ActorName) -> str:
         # The GPU worker has the same name on machines without a GPU.
-        actor = "the device" if event.actor == self._shape.gpu_worker else event.actor
-        self._journal.append("message", f"{actor} updates with the {event.kernel} kernel")
+        return "The device" if actor == self._shape.gpu_worker else f"The actor {actor}"
+
+    def _on_kernel_chosen(self, event: KernelChosen) -> None:
+        self._journal.append("message", f"{self._named(event.actor)} updates with the {event.kernel} kernel")
         if others := self._kernels - {event.kernel}:
             self._journal.append(
                 "message",

@@ -84,7 +84,7 @@ class PreparedSplit:
     num_examples: int
     num_tokens: int  # input positions
     num_targets: int
-    num_cut: int  # examples longer than the sequence length
+    num_cut: int  # of num_examples: longer than the sequence length
     num_dropped: int  # examples left without a target
     warnings: tuple[str, ...]  # further warnings about the file
 
@@ -287,13 +287,14 @@ class SplitWriter:
         """Adds an example. Its last token is only a target, because no token follows it."""
         inputs = tokens[:-1]
         targets = np.where(learn[1:], tokens[1:], np.int32(NO_TARGET)).astype(np.int32)
-        self.num_cut += len(inputs) > self.sequence_length
+        is_cut = len(inputs) > self.sequence_length
         inputs, targets = inputs[: self.sequence_length], targets[: self.sequence_length]
         num_targets = int((targets != NO_TARGET).sum())
         if num_targets == 0:
             self.num_dropped += 1
             return
         self.num_examples += 1
+        self.num_cut += is_cut
         self.num_tokens += len(inputs)
         self.num_targets += num_targets
         self._files["tokens"].write(inputs.tobytes())

@@ -11,7 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from windlass.service.validation import ApiError, describe_value, hint
+from windlass.service.validation import ApiError, describe_value, hint, plain_reason
 from windlass.storage.memory import is_out_of_space
 from windlass.storage.sql import IllegalTransition, NotFound, StatusConflict, why_unavailable
 
@@ -106,10 +106,9 @@ def _invalid_request(detail: dict[str, Any], body: object) -> ApiError:
         return ApiError(text, param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(f"missing parameter: {param or 'the body'}", param=param, code="missing_parameter")
-    message = detail["msg"].removeprefix("Value error, ")
     value = describe_value(detail.get("input"))
     where = f"{param}: " if param else ""
-    return ApiError(f"{where}{message}, got {value}", param=param, code="invalid_value")
+    return ApiError(f"{where}{plain_reason(detail)}, got {value}", param=param, code="invalid_value")
 
 
 def _on_http_exception(request: Request, error: Exception) -> JSONResponse:

@@ -19,10 +19,10 @@ from windlass.engine.memory_plan import UpdateOrder
 from windlass.engine.training_config import Optimizer
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.follow import await_checks, follow_job, format_event
-from windlass.service.cli.ids import FILE, JOB, client_for_job
+from windlass.service.cli.ids import FILE, JOB, MODEL, client_for_job
 from windlass.service.cli.service import Home
 from windlass.service.cli.table import print_columns
-from windlass.service.installation import RequestRefusedError, ServiceClient, load_settings, open_client
+from windlass.service.installation import RequestRefusedError, ServiceClient, Settings, load_settings, open_client
 from windlass.service.validation import ApiError, did_you_mean, model_dir, models_in, near_names
 from windlass.storage.ids import Precision, StatePrecision
 
@@ -246,15 +246,7 @@ def export(
     settings = load_settings(home)
     if model.startswith(JOB):
         model = _model_of_job(home, model)
-    try:
-        source = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-    except ApiError as error:
-        raise CommandError(str(error)) from None
-    if not (source / "config.json").is_file():
-        known = [name for folder in (settings.models_dir, settings.fine_tuned_dir) for name in models_in(folder)]
-        near = near_names(model, known, separator="/")
-        advice = did_you_mean(near, "`windlass models` lists what there is")
-        raise CommandError(f"there is no model {model!r} in {source.parent}; {advice}")
+    source = _model_folder(settings, model)
     if destination.exists():
         raise CommandError(f"{destination} exists already; choose a new folder")
     try:
@@ -268,6 +260,22 @@ def export(
     except OSError as error:
         raise CommandError(f"{model} could not be copied to {destination}: {error}") from error
     print(destination)
+
+
+def _model_folder(settings: Settings, model: str) -> Path:
+    """Returns the folder of a finished model. Raises CommandError if there is none."""
+    is_fine_tuned = model.startswith(MODEL)
+    try:
+        folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+        if (folder / "config.json").is_file():
+            return folder
+    except ApiError as error:
+        if not is_fine_tuned:
+            raise CommandError(str(error)) from None
+    known = [name for folder in (settings.models_dir, settings.fine_tuned_dir) for name in models_in(folder)]
+    advice = did_you_mean(near_names(model, known, separator="/"), "`windlass models` lists what there is")
+    parent = settings.fine_tuned_dir if is_fine_tuned else settings.models_dir
+    raise CommandError(f"there is no model {model!r} in {parent}; {advice}")
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

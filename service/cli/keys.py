@@ -15,7 +15,7 @@ from windlass.service.cli.errors import CommandError
 from windlass.service.cli.service import Home
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import Settings, keep_local_key, kept_key, load_settings
-from windlass.service.validation import did_you_mean, near_names, report_database_errors
+from windlass.service.validation import did_you_mean, near_names, plain_reason, report_database_errors
 from windlass.storage.sql import ApiKey, AuditEvent, Database, NotFound
 from windlass.storage.sql.repositories import AuditRepository, KeyRepository, Role, audit_id, is_active
 
@@ -191,7 +191,7 @@ def _limits(**given: int | float | None) -> dict[str, Any]:
     except ValidationError as error:
         detail = error.errors()[0]
         option = str(detail["loc"][0]).replace("_", "-")
-        raise CommandError(f"--{option}: {detail['msg'].lower()}, got {detail['input']!r}") from None
+        raise CommandError(f"--{option}: {plain_reason(detail)}, got {detail['input']!r}") from None
 
 
 def _told_limits(limits: dict[str, Any] | None) -> str:

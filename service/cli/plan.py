@@ -26,6 +26,7 @@ from windlass.service.validation import (
     default_microbatches,
     hypothetical_config,
     model_dir,
+    plain_reason,
 )
 from windlass.storage.ids import Precision, StatePrecision
 
@@ -139,7 +140,8 @@ def plan(
         _print(found)
         if job_settings is not None:
             print()
-            _print_job_settings(job_settings, is_default=num_microbatches is None)
+            submitted = model if _is_id(settings, model) else "MODEL"
+            _print_job_settings(submitted, job_settings, is_default=num_microbatches is None)
         if compared is not None:
             print()
             _print_comparison(found, compared)
@@ -169,7 +171,7 @@ def _settings(**asked: Any) -> WindlassSettings:
     except ValidationError as error:
         (first, *_) = error.errors()
         option = str(first["loc"][0]).replace("_", "-")
-        raise CommandError(f"--{option}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise CommandError(f"--{option}: {plain_reason(first)}") from None
 
 
 def _hardware(settings: Settings, name: str) -> Hardware:
@@ -293,14 +295,23 @@ def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "Pla
     }
 
 
-def _print_job_settings(job_settings: dict[str, Any], *, is_default: bool) -> None:
+def _is_id(settings: Settings, model: str) -> bool:
+    """Returns whether a job can name the planned model so. It cannot name a shape, or a folder elsewhere."""
+    try:
+        folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+    except ApiError:
+        return False
+    return (folder / "config.json").exists()
+
+
+def _print_job_settings(model: str, job_settings: dict[str, Any], *, is_default: bool) -> None:
     """Prints the command for the planned job. `is_default`: the user did not choose the number of micro-batches."""
     defaults = WindlassSettings()
     given = {name: value for name, value in job_settings.items() if value != getattr(defaults, name)}
     if job_settings["lanes"] == defaults.num_lanes:
         del given["lanes"]
     options = " ".join(f"--set {name}={'null' if value is None else value}" for name, value in given.items())
-    print(f"a job as planned: windlass submit MODEL FILE {options}")
+    print(f"a job as planned: windlass submit {model} FILE {options}")
     by_itself = default_microbatches(job_settings["batch_size"], job_settings["lanes"])
     if is_default and by_itself != job_settings["num_microbatches"]:
         print(f"(the fastest number of micro-batches that was found; a job that names none has {by_itself})")

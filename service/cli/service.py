@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from windlass.service.cli.errors import CommandError
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import (
     HARDWARE_FILE,
@@ -22,6 +23,7 @@ from windlass.service.installation import (
     find_serving,
     inspect_machine,
     load_settings,
+    mount_point,
     open_client,
     told_killed,
 )
@@ -32,6 +34,7 @@ from windlass.storage.ids import Precision
 from windlass.storage.ssd import is_device_path
 
 _GIB = 1024**3
+_MAX_PORT = 65535
 
 Home = Annotated[Path | None, typer.Option(help="The home directory; else WINDLASS_HOME, else ~/.windlass.")]
 
@@ -51,11 +54,14 @@ def up(
 ) -> None:
     """Start the service. It continues the jobs of a service that was killed."""
     if port is not None:
+        if not 1 <= port <= _MAX_PORT:  # else the error would name the variable
+            raise CommandError(f"--port: must be from 1 to {_MAX_PORT}, got {port}")
         # An environment variable overrides the settings file, and the started processes inherit it.
         os.environ["WINDLASS_PORT"] = str(port)
     # only for requests of the command line; the service's processes and jobs must not see it
     os.environ.pop(KEY_VARIABLE, None)
     settings = load_settings(home)
+    _tell_new_ssd_dirs(settings)
     measures = (settings.measure if measure is None else measure) and find_serving(settings.home) is None
     if measures or settings.is_for_others:  # checks for a key before the measurement, which takes minutes
         from windlass.service.auth import prepare_database
@@ -75,6 +81,14 @@ def up(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     Supervisor(settings).run()
     _leave_ray_to_jobs(settings)
+
+
+def _tell_new_ssd_dirs(settings: Settings) -> None:
+    """Names each SSD directory that will be made, and its disk. If its SSD is not mounted, that is the wrong one."""
+    for path in settings.ssd_dirs:
+        if not (path.exists() or is_device_path(path) or path.is_relative_to(settings.home)):
+            told = f"{path} does not exist and will be made on the disk mounted at {mount_point(path)}"
+            print(f"! ssd_dirs: {told}; if its SSD should be mounted there, end windlass and mount it", flush=True)
 
 
 def down(

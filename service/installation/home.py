@@ -38,7 +38,12 @@ class Serving:
 
 def prepare_home(home: Path) -> None:
     """Makes the home, or checks that it belongs to this user and that no other user can read it."""
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        if is_out_of_space(error):
+            raise  # `telling_of_disk` names the full disk
+        raise HomeError(f"the home {home} cannot be made ({error.strerror}); choose another") from error
     stat = home.stat()
     if stat.st_uid != os.getuid():
         raise HomeError(f"the home {home} belongs to user {stat.st_uid}, not to you ({os.getuid()}); choose another")

@@ -69,6 +69,12 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def mount_point(path: Path) -> Path:
+    """Returns where the file system is mounted that holds a path, or will hold it."""
+    existing = _existing(path).resolve()
+    return next(folder for folder in (existing, *existing.parents) if folder.is_mount())
+
+
 def find_gpus() -> tuple[Gpu, ...]:
     """Lists the NVIDIA GPUs that jobs may use. CUDA_VISIBLE_DEVICES can hide others."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -93,9 +99,12 @@ def _parse_gpu(line: str) -> Gpu:
     return Gpu(name=name, memory_nbytes=int(memory_mib) * 1024**2, driver_version=driver_version)
 
 
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
 def _space(path: Path) -> Space:
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    usage = shutil.disk_usage(existing)
+    usage = shutil.disk_usage(_existing(path))
     return Space(path=path, total_nbytes=usage.total, free_nbytes=usage.free)
 
 

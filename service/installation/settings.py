@@ -16,7 +16,8 @@ from windlass.actors.lifecycle import numa_nodes
 from windlass.service.installation.addresses import is_loopback, is_unspecified
 from windlass.service.installation.logs import LogFormat
 from windlass.service.installation.machine import num_cores
-from windlass.service.validation import ReportedError, describe_value, name_hint, near_names
+from windlass.service.validation import ReportedError, describe_value, name_hint, near_names, plain_reason
+from windlass.storage.memory import is_out_of_space
 from windlass.storage.ssd import is_device_path
 
 ENV_PREFIX = "WINDLASS_"
@@ -29,6 +30,7 @@ HARDWARE_FILE = "hardware.yaml"
 # more than sharing them (docs/decisions/0008-thread-budgets.md).
 CORES_TO_DIVIDE = 8
 
+_NAME_ANOTHER = "name a directory on an SSD that you may write to"
 _HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9-]{0,62}))*")
 _TB_NBYTES = 10**12  # as data sheets count
 _Days = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -283,11 +285,14 @@ class Settings(BaseSettings):
         return f"{'http' if self.tls_certificate is None else 'https'}://{host}:{self.port}"
 
     def make_dirs(self) -> None:
-        """Create the home's folders and the SSD directories, readable by their owner only; devices are left alone."""
+        """Create the home's folders and the SSD directories, readable by their owner only; devices are left alone.
+
+        Raises SettingsError for an SSD directory that cannot be made, or in which this user cannot make files.
+        """
         self.make_home_dirs()
         for path in self.ssd_dirs:
             if not is_device_path(path):
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _make_ssd_dir(path)
 
     def make_home_dirs(self) -> None:
         """Create the home's folders only: the API may run where the SSDs are not."""
@@ -317,6 +322,17 @@ def load_settings(home: Path | None = None) -> Settings:
         return Settings(**{**values, "home": home})
     except ValidationError as error:
         raise SettingsError("\n".join(_explain(detail, file) for detail in error.errors())) from None
+
+
+def _make_ssd_dir(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        if is_out_of_space(error):
+            raise  # the home's error names the full disk
+        raise SettingsError(f"ssd_dirs: {path} cannot be made ({error.strerror}); {_NAME_ANOTHER}") from error
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise SettingsError(f"ssd_dirs: you may not write to {path}; change its owner, or {_NAME_ANOTHER}")
 
 
 def _check_kind(path: Path) -> None:
@@ -368,7 +384,7 @@ def _env_name(key: str) -> str:
 
 
 def _explain(detail: ErrorDetails, file: Path) -> str:
-    message = detail["msg"].removeprefix("Value error, ")
+    message = plain_reason(detail)
     if not detail["loc"]:  # about several settings: the message names them
         return f"{file} or the environment: {message}"
     key = str(detail["loc"][0])

@@ -49,7 +49,9 @@ class PreparationMemory:
         because waiting would not help.
         """
         self._granted.pop(job_id, None)
-        share_nbytes = max(0, self.free_nbytes() + self._own_nbytes(owner)) // 2 - self._own_nbytes(owner)
+        own_nbytes = self._own_nbytes(owner)
+        free_nbytes = self.free_nbytes()
+        share_nbytes = max(0, free_nbytes + own_nbytes) // 2 - own_nbytes
         most_nbytes = _MOST_NBYTES.get(step.name, self._total_nbytes // 2)
         nbytes = min(most_nbytes, share_nbytes)
         if nbytes < LEAST_MEMORY_NBYTES:
@@ -65,20 +67,19 @@ class PreparationMemory:
         return int(self._free_nbytes() - promised - _RESERVE * self._total_nbytes)
 
     def why_not(self, owner: str | None) -> str:
-        """Explains why a step of this owner must wait, with the bound that `grant` applies."""
+        """Explains why the next step of an owner must wait."""
         own_nbytes = self._own_nbytes(owner)
-        free, needed = max(0, self.free_nbytes()), 2 * LEAST_MEMORY_NBYTES + own_nbytes
-        beside = "beside what runs"
-        if own_nbytes:
-            beside += f", because other preparations of its owner have {bytes_text(own_nbytes)}"
-        return f"memory for its preparation: {bytes_text(needed)} needed, {bytes_text(free)} free {beside}"
-
-    def _own_nbytes(self, owner: str | None) -> int:
-        return sum(each.nbytes for each in self._granted.values() if each.owner == owner)
+        needed = bytes_text(2 * LEAST_MEMORY_NBYTES + own_nbytes)  # `grant` gives the minimum from here on
+        beside = f" beside the {bytes_text(own_nbytes)} of other preparations of its owner" if own_nbytes else ""
+        free = bytes_text(max(0, self.free_nbytes()))
+        return f"memory for its preparation: {needed} needed{beside}, {free} free beside what runs"
 
     def give_back(self, job_id: str) -> None:
         """Releases the grant of a job whose process has ended."""
         self._granted.pop(job_id, None)
+
+    def _own_nbytes(self, owner: str | None) -> int:
+        return sum(grant.nbytes for grant in self._granted.values() if grant.owner == owner)
 
 
 def _resident_nbytes(process: LimitedProcess | None) -> int:

@@ -32,6 +32,7 @@ from windlass.service.validation.reported_error import ERROR_PREFIX as ERROR_PRE
 from windlass.service.validation.reported_error import ReportedError as ReportedError
 from windlass.service.validation.request_errors import ApiError as ApiError
 from windlass.service.validation.request_errors import describe_value as describe_value
+from windlass.service.validation.request_errors import plain_reason as plain_reason
 from windlass.service.validation.text import check_storable as check_storable
 from windlass.service.validation.text import count_text as count_text
 from windlass.service.validation.text import told_jobs as told_jobs

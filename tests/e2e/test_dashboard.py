@@ -137,6 +137,9 @@ def test_a_job_of_one_step_without_a_gpu_is_told_of_in_fitting_words(service: Li
     page = open_page(f"#/jobs/{job_id}")
     expect(page.locator("#timeline-bars li")).to_have_text(["CPU computes90 %", "CPU copies out0 %", "ssd-050 %"])
     expect(page.locator("#jobs .job-figures")).to_contain_text("1\u00a0step\u00a0· loss")
+    cancelled = service.queue(total_steps=270)
+    service.move(cancelled, JobStatus.QUEUED, JobStatus.CANCELLED, "Cancelled")
+    expect(page.locator(f"[data-job={cancelled}] .job-figures")).to_contain_text("0/270")
 
 
 @pytest.mark.long

@@ -47,8 +47,8 @@ PLAN: dict[str, Any] = {
         ],
     },
 }
-PEAKS = {"gpu": 11 << 30, "host": 20 << 30, "ssd": 48 << 30}
-MEASURED = {"step_s": 6.6, "num_steps": 12, "peak_bytes": PEAKS | {"gpu_reserved": 12 << 30}}
+ON_CPU = {"gpu": 11 << 30, "host": 20 << 30, "ssd": 48 << 30}
+MEASURED = {"step_s": 6.6, "num_steps": 12, "peak_bytes": {**ON_CPU, "gpu_reserved": 12 << 30}}
 
 
 def keep_plan(service: LiveService, job_id: str, plan: dict[str, Any], *spans: WorkSpan) -> None:
@@ -113,8 +113,8 @@ def test_a_plan_and_how_near_the_job_comes_to_it(service: LiveService, open_page
     expect(rows.nth(0)).to_have_text("A step6 s6.6 s+10 %")
     expect(rows.nth(1)).to_have_text("Device memory10.0 GiB11.0 GiB+10 %22.5 GiB")
     expect(page.locator("#plan-note")).to_have_text("The measured step is the mean of 12 steps.")
-    service.train(job_id, 4, 1.8, measured=MEASURED | {"peak_bytes": PEAKS})
-    expect(page.locator("#plan-note")).to_contain_text("The device is a CPU: its measured memory is the growth")
+    service.train(job_id, 3, 1.8, measured={**MEASURED, "peak_bytes": ON_CPU}, timeline=TIMELINE)
+    expect(page.locator("#plan-note")).to_contain_text("of a CPU includes what the worker's process needs for itself")
 
 
 def test_a_measured_step_is_drawn_beside_the_planned_one(service: LiveService, open_page: OpenPage) -> None:

@@ -193,8 +193,9 @@ function renderItem(item, entry) {
   bar.setAttribute("aria-label", `Progress of ${nameOf(job)} (${shortId(job.id)})`);
   bar.dataset.status = job.status;
   const all = `${format.whole(total)} ${total === 1 ? "step" : "steps"}`;
+  const isUnfinished = ["cancelled", "failed"].includes(job.status); // shows its steps even without a bar
   const figures = [
-    total && (bar.hidden ? all : `${format.whole(step)}/${format.whole(total)}`),
+    total && (bar.hidden && !isUnfinished ? all : `${format.whole(step)}/${format.whole(total)}`),
     metrics && `loss ${format.loss(metrics.train_loss)}`,
     job.status === "running" && metrics?.tokens_per_s != null && `${format.rate(metrics.tokens_per_s)} tok/s`,
     timesOf(entry),

@@ -163,6 +163,19 @@ class JobHyperparameters(BaseModel):
     batch_size: int | Literal["auto"] = "auto"
     learning_rate_multiplier: float | Literal["auto"] = "auto"
 
+    @classmethod
+    def of(cls, job: Job) -> "JobHyperparameters":
+        """Reads a job's row. Until the data was counted, the object `windlass` overrides the method's "auto"."""
+        requested = job.method["supervised"]["hyperparameters"]
+        known = job.hyperparameters or job.windlass
+        learning_rate = known.get("learning_rate")
+        values = {
+            "n_epochs": known.get("epochs"),
+            "batch_size": known.get("batch_size"),
+            "learning_rate_multiplier": learning_rate and round(learning_rate / DEFAULT_LEARNING_RATE, 9),
+        }
+        return cls(**requested | {name: value for name, value in values.items() if value is not None})
+
 
 class JobSupervised(BaseModel):
     """The hyperparameters of supervised training."""
@@ -260,14 +273,7 @@ class JobObject(BaseModel):
         `ssd_endurance_nbytes`: the rated bytes of each SSD. `room_reason`: why the job waits for disk space. It is
         passed in because a full disk may keep the database from storing it.
         """
-        if job.hyperparameters is None:
-            hyperparameters = JobHyperparameters(**job.method["supervised"]["hyperparameters"])
-        else:
-            hyperparameters = JobHyperparameters(
-                n_epochs=job.hyperparameters["epochs"],
-                batch_size=job.hyperparameters["batch_size"],
-                learning_rate_multiplier=round(job.hyperparameters["learning_rate"] / DEFAULT_LEARNING_RATE, 9),
-            )
+        hyperparameters = JobHyperparameters.of(job)
         # A time in the past was a wrong estimate: the attempt began later than planned, or its steps became slower.
         finish = None if job.estimated_finish is None or job.estimated_finish <= time.time() else job.estimated_finish
         return cls(

@@ -59,16 +59,13 @@ function renderNumbers(plan, measured) {
     predicted && steps < plan.min_measured_steps &&
       `The predicted step is an estimate until ${plan.min_measured_steps} steps are measured.`,
     steps > 0 && `The measured step is the mean of ${format.whole(steps)} steps.`,
-    predicted && isOfCpu(measured) &&
-      "The device is a CPU: its measured memory is the growth of a process, with kernels' workspaces and freed memory.",
+    isOnCpu(measured) && "Measured device memory of a CPU includes what the worker's process needs for itself.",
   ];
   setOptional(byId("plan-note"), notes.filter(Boolean).join(" ") || null);
 }
 
-/** Checks whether memory was measured of a CPU: only a GPU's allocator reports what it reserves. */
-function isOfCpu(measured) {
-  return measured?.peak_bytes.gpu != null && measured.peak_bytes.gpu_reserved == null;
-}
+/** Only a GPU's allocator reserves memory. */
+const isOnCpu = (measured) => measured?.peak_bytes.gpu != null && measured.peak_bytes.gpu_reserved == null;
 
 /** Hides the columns that are empty in all rows. */
 function hideEmptyColumns(body, rows) {

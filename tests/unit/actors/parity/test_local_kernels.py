@@ -20,7 +20,7 @@ from windlass.storage.ids import ActorName, Attempt, ModelKernel
 
 LIGER, FLASH = ModelKernel.LIGER, ModelKernel.FLASH_ATTENTION_2
 NUM_STEPS = 3
-CHOSEN = "gpu-0 computes with liger"
+CHOSEN = "The device computes with liger"
 
 
 @pytest.fixture

@@ -83,7 +83,10 @@ def test_kernel_message_of_gpu_worker_says_device(stage: Stage) -> None:
             KernelChosen(job=stage.spec.job, step=Step(0), actor=ActorName(actor), kernel="compiled")
         )
     told = [record.message for record in journal_of(stage.spec) if "updates" in record.message]
-    assert told == ["the device updates with the compiled kernel", "optimizer-0 updates with the compiled kernel"]
+    assert told == [
+        "The device updates with the compiled kernel",
+        "The actor optimizer-0 updates with the compiled kernel",
+    ]
 
 
 def test_load_progress_is_reported_at_intervals(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

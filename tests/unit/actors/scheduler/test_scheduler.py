@@ -685,7 +685,9 @@ def test_another_kernel_than_before_is_told(tmp_path: Path) -> None:
     kernel_chosen(first, Kernel.COMPILED, Kernel.COMPILED)
     first.run()
     assert warnings_of(first.spec) == []
-    assert "optimizer-1 updates with the compiled kernel" in [record.message for record in journal_of(first.spec)]
+    assert "The actor optimizer-1 updates with the compiled kernel" in [
+        record.message for record in journal_of(first.spec)
+    ]
     for kernel, num_warnings in ((Kernel.COMPILED, 0), (Kernel.FUSED, 1)):
         stage = Stage(tmp_path / kernel, resume_from=first.commit(2), attempt=Attempt(3))
         kernel_chosen(stage, Kernel.COMPILED, kernel)

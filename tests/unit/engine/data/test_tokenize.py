@@ -90,7 +90,7 @@ def test_long_examples_are_cut_and_those_left_without_targets_dropped(tmp_path: 
     assert [len(ids) for ids, _ in written(tmp_path)] == [8, 2]
     assert result["num_examples"] == 2
     assert len(result["warnings"]) == 2
-    assert "2 examples are longer than 8 tokens" in result["warnings"][0]
+    assert "1 examples are longer than 8 tokens and were cut" in result["warnings"][0], "and not the one left out"
     assert "1 examples have nothing to learn" in result["warnings"][1]
 
 
@@ -204,7 +204,7 @@ def test_later_answers_that_no_longer_fit_are_left_out_one_by_one(tmp_path: Path
     tokenizer = make_tokenizer("{{ messages | length }}" + PLAIN_TEMPLATE)
     result = run(tmp_path, tokenizer, chat("a", "b", "c", "d"), sequence_length=24)
     assert result["num_examples"] == 1
-    assert "1 examples have nothing to learn within the first 24 tokens" in result["warnings"][1]
+    assert "1 examples have nothing to learn within the first 24 tokens" in result["warnings"][0]
 
 
 def test_a_chat_of_many_examples_goes_to_the_tokenizer_in_parts(

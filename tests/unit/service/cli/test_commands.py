@@ -16,13 +16,14 @@ from windlass.service.cli import service as cli_service
 from windlass.service.cli.data import delete, storage
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.follow import _loss, _time_left, format_event
-from windlass.service.cli.jobs import _await_checks, _finish, _parse_settings, pause, resume, submit
-from windlass.service.cli.service import _describe_drive, doctor, status
+from windlass.service.cli.jobs import _await_checks, _finish, _parse_settings, export, pause, resume, submit
+from windlass.service.cli.service import _describe_drive, _tell_new_ssd_dirs, doctor, status, up
 from windlass.service.cli.table import print_columns
 from windlass.service.installation.client import RequestRefusedError, ServiceClient
 from windlass.service.installation.home import Serving
 from windlass.service.installation.machine import Drive
 from windlass.service.installation.process_ids import ProcessId
+from windlass.service.installation.settings import load_settings
 
 
 def test_settings_are_json_where_they_can_be() -> None:
@@ -72,6 +73,36 @@ def test_options_of_submit_are_settings_of_the_job(
     submit("tiny", "file-1", wait=False, home=tmp_path)
     assert [request["windlass"] for request in requests] == [{**words, "max_bad_steps": 0, "beta2": 0.95}, {}]
     assert capsys.readouterr().out == "ftjob-1\nftjob-1\n"
+
+
+def test_export_of_ill_formed_model_id_says_that_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "fine-tuned" / "ft:tiny::ab12").mkdir(parents=True)
+    (tmp_path / "fine-tuned" / "ft:tiny::ab12" / "config.json").write_text("{}")
+    with pytest.raises(CommandError, match=r"there is no model 'ft:nope' in .*; `windlass models` lists"):
+        export("ft:nope", tmp_path / "out", home=tmp_path)
+    with pytest.raises(CommandError, match=r"there is no model 'ft:tiny:ab12' in .*; did you mean ft:tiny::ab12"):
+        export("ft:tiny:ab12", tmp_path / "out", home=tmp_path)
+    with pytest.raises(CommandError, match="never by a path; got '/tiny'"):
+        export("/tiny", tmp_path / "out", home=tmp_path)
+
+
+@pytest.mark.parametrize("port", [0, 80000])
+def test_up_names_option_of_wrong_port(port: int, tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=f"^--port: must be from 1 to 65535, got {port}$"):
+        up(port=port, home=tmp_path)
+
+
+def test_up_names_disk_of_ssd_directory_that_does_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, there = tmp_path / "home", tmp_path / "there"
+    there.mkdir()
+    monkeypatch.setenv("WINDLASS_SSD_DIRS", f"{home}/ssd0,{there},/proc/windlass-test/states")
+    _tell_new_ssd_dirs(load_settings(home))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(
+        "! ssd_dirs: /proc/windlass-test/states does not exist and will be made on the disk mounted at /proc; if"
+    )
 
 
 def test_pausing_and_resuming_say_what_becomes_of_the_job(

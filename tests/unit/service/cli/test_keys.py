@@ -225,7 +225,7 @@ def test_a_keys_limits_are_made_changed_listed_and_reset(home: Path, capsys: pyt
 def test_wrong_limits_change_nothing_and_name_the_option(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_key(home, capsys)
     key_id = keys_of(home)[0].id
-    with pytest.raises(CommandError, match="--max-running-jobs: input should be greater than or equal to 1, got 0"):
+    with pytest.raises(CommandError, match="--max-running-jobs: must be greater than or equal to 1, got 0"):
         cli_keys.limit(key_id, max_running_jobs=0, home=home)
     with pytest.raises(CommandError, match="there is no key 'key-x'"):
         cli_keys.limit("key-x", max_running_jobs=1, home=home)

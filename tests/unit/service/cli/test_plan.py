@@ -10,8 +10,8 @@ from typer.testing import CliRunner, Result
 
 from windlass.planner.hardware.hardware import example_machines
 from windlass.service.cli.errors import reported
-from windlass.service.cli.plan import plan
-from windlass.service.installation.settings import HARDWARE_FILE, SETTINGS_FILE
+from windlass.service.cli.plan import _is_id, plan
+from windlass.service.installation.settings import HARDWARE_FILE, SETTINGS_FILE, load_settings
 from windlass.service.validation.hyperparameters import WindlassSettings
 
 SHAPE = "num_layers: 4\nhidden_size: 256\nnum_heads: 4\nvocab_size: 1000\n"
@@ -91,6 +91,14 @@ def test_a_job_can_be_submitted_as_planned(shape: Path, home: Path) -> None:
     with_adam = json.loads(run(*job, "--optimizer", "adam", "--json").output)
     assert with_adam.pop("job_settings") == {**found.pop("job_settings"), "optimizer": "adam"}
     assert with_adam == found, "both take the same"
+
+
+def test_only_a_model_of_the_models_directory_can_be_submitted_by_its_name(home: Path, shape: Path) -> None:
+    folder = home / "models" / "org" / "small"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    settings = load_settings()
+    assert [_is_id(settings, name) for name in ("org/small", "small", str(folder), str(shape))] == [True, *[False] * 3]
 
 
 def test_plan_with_settings_of_gradients_is_of_a_job_with_the_same(shape: Path, home: Path) -> None:

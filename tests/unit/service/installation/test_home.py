@@ -39,6 +39,11 @@ def test_a_home_that_others_can_read_is_refused(tmp_path: Path) -> None:
         prepare_home(home)
 
 
+def test_home_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(HomeError, match=r"the home /proc/windlass-test cannot be made \(.+\); choose another"):
+        prepare_home(Path("/proc/windlass-test"))
+
+
 def test_second_supervisor_gets_identity_of_first(tmp_path: Path) -> None:
     first, second = HomeLock(tmp_path), HomeLock(tmp_path)
     first.acquire("http://127.0.0.1:1234")

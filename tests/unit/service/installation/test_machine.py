@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.service.installation.machine import find_gpus, inspect_machine
+from windlass.service.installation.machine import find_gpus, inspect_machine, mount_point
 from windlass.service.jobs.spec_builder import MachineResources
 
 
@@ -44,6 +44,11 @@ def test_room_is_that_of_the_file_system_a_path_will_lie_on(tmp_path: Path) -> N
     machine = inspect_machine((tmp_path, tmp_path / "not" / "there yet"))
     assert machine.num_cores == len(os.sched_getaffinity(0))
     assert machine.spaces[0].total_nbytes == machine.spaces[1].total_nbytes > 0
+
+
+def test_mount_point_is_that_of_the_disk_that_will_hold_a_path() -> None:
+    assert mount_point(Path("/proc/not/there")) == Path("/proc")
+    assert mount_point(Path("/not/there")) == Path("/")
 
 
 def test_a_drive_that_is_missing_is_told_from_one_that_is_there(tmp_path: Path) -> None:

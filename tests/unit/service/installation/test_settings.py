@@ -48,8 +48,8 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("port = 99999", "port = 99999: Input should be less than or equal to 65535"),
-        ('port = "x"', "port = 'x': Input should be a valid integer"),
+        ("port = 99999", "port = 99999: must be less than or equal to 65535"),
+        ('port = "x"', "port = 'x': must be a whole number"),
         ('host = "box"', "host = 'box': must be an IP address"),
         ('database_url = "mysql://h/d"', "database_url = 'mysql://h/d': must be one of sqlite, postgresql"),
         ('database_url = "postgres://u:p@ss/w@h:5432/d"', "database_url = 'postgres://u:***@h:5432/d': must be one of"),
@@ -59,7 +59,7 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
         ),
         ('database_ur = "postgresql://u:p@h"', "database_ur = 'postgresql://u:***@h': there is no such setting"),
         ('database_url = "windlass.db"', "database_url = 'windlass.db': Could not parse SQLAlchemy URL"),
-        ("max_file_mib = 0", "max_file_mib = 0: Input should be greater than or equal to 1"),
+        ("max_file_mib = 0", "max_file_mib = 0: must be greater than or equal to 1"),
         ("prot = 1", "prot = 1: there is no such setting; did you mean port?"),
         ("mfm = 1", "mfm = 1: there is no such setting; did you mean max_file_mib?"),
         ("nonsense = 1", "nonsense = 1: there is no such setting; there are compute_threads, database_url, "),
@@ -69,19 +69,19 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
         ("ssd_dirs = []", "ssd_dirs = []: must name at least one directory or block device"),
         ('ssd_dirs = ["/dev/null"]', "ssd_dirs = ['/dev/null']: /dev/null is a character device"),
         ('models_dir = "models"', "models_dir must be an absolute path, got 'models'"),
-        ("ssd_endurance_tbw = 0", "ssd_endurance_tbw = 0: Input should be greater than 0"),
-        ("ssd_endurance_tbw = [600, inf]", "ssd_endurance_tbw = inf: Input should be a finite number"),
-        ('ssd_endurance_tbw = "much"', "ssd_endurance_tbw = 'much': Input should be a valid number"),
+        ("ssd_endurance_tbw = 0", "ssd_endurance_tbw = 0: must be greater than 0"),
+        ("ssd_endurance_tbw = [600, inf]", "ssd_endurance_tbw = inf: must be a finite number"),
+        ('ssd_endurance_tbw = "much"', "ssd_endurance_tbw = 'much': must be a number"),
         (
             "ssd_endurance_tbw = [1, 2, 3]",
             "ssd_endurance_tbw = [1, 2, 3]: must be one number, or one for each of the 2 entries of ssd_dirs, got 3",
         ),
-        ("host_memory_gib = inf", "host_memory_gib = inf: Input should be a finite number"),
-        ("num_cpu_optimizers = 0", "num_cpu_optimizers = 0: Input should be greater than or equal to 1"),
+        ("host_memory_gib = inf", "host_memory_gib = inf: must be a finite number"),
+        ("num_cpu_optimizers = 0", "num_cpu_optimizers = 0: must be greater than or equal to 1"),
         ("num_cpu_optimizers = 5", "num_cpu_optimizers = 5: must be at most 4, the cores that windlass may use here"),
         ("compute_threads = 5", "compute_threads = 5: must be at most 4, the cores that windlass may use here"),
         ("optimizer_threads = 5", "optimizer_threads = 5: must be at most 4, the cores that windlass may use here"),
-        ("compute_threads = 1.5", "compute_threads = 1.5: Input should be a valid integer"),
+        ("compute_threads = 1.5", "compute_threads = 1.5: must be a whole number"),
         (
             "num_cpu_optimizers = 3\noptimizer_threads = 2",
             "optimizer_threads = 2: num_cpu_optimizers 3 x optimizer_threads 2 = 6 threads on 4 cores; lower one",
@@ -148,7 +148,7 @@ def test_settings_that_make_the_service_public_are_named(
 
 def test_errors_name_the_environment_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINDLASS_PORT", "many")
-    with pytest.raises(SettingsError, match="environment: WINDLASS_PORT = 'many': Input should be a valid integer"):
+    with pytest.raises(SettingsError, match="environment: WINDLASS_PORT = 'many': must be a whole number"):
         load_settings(tmp_path)
 
 
@@ -265,6 +265,16 @@ def test_one_directory_under_two_names_is_refused(tmp_path: Path, monkeypatch: p
         load_settings(tmp_path)
     monkeypatch.setenv("WINDLASS_SSD_DIRS", f"{tmp_path}/disk/a,{tmp_path}/link/b")
     assert len(load_settings(tmp_path).ssd_dirs) == 2
+
+
+def test_unusable_ssd_directory_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDLASS_SSD_DIRS", "/proc/windlass-test")
+    with pytest.raises(SettingsError, match=r"^ssd_dirs: /proc/windlass-test cannot be made \(.+\); name a directory"):
+        load_settings(tmp_path).make_dirs()
+    monkeypatch.setenv("WINDLASS_SSD_DIRS", str(tmp_path / "ssd"))
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(SettingsError, match=f"^ssd_dirs: you may not write to {tmp_path}/ssd; change its owner, or"):
+        load_settings(tmp_path).make_dirs()
 
 
 def test_no_directory_is_made_in_place_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,17 +63,16 @@ def test_a_step_waits_for_memory_beside_a_job_and_says_so() -> None:
     assert memory.why_not("ann") == "memory for its preparation: 3.00 GiB needed, 1.50 GiB free beside what runs"
 
 
-def test_wait_for_memory_counts_what_the_owner_has() -> None:
-    free_nbytes = [20 * _GIB]
-    memory = PreparationMemory(lambda: free_nbytes[0], 0)
-    assert [_grant(memory, f"a{number}", "ann") for number in range(3)] == [4 * _GIB, 4 * _GIB, 2 * _GIB]
-    assert _grant(memory, "a3", "ann") == 0
+def test_reason_names_free_memory_with_which_owner_would_get_next_grant() -> None:
+    free_nbytes = 20 * _GIB
+    memory = PreparationMemory(lambda: free_nbytes, 0)
+    assert [_grant(memory, f"a{number}", "ann") for number in range(4)] == [4 * _GIB, 4 * _GIB, 2 * _GIB, 0]
     assert memory.why_not("ann") == (
-        "memory for its preparation: 13.00 GiB needed, 10.00 GiB free beside what runs, "
-        "because other preparations of its owner have 10.00 GiB"
+        "memory for its preparation: 13.00 GiB needed beside the 10.00 GiB of other preparations of its owner, "
+        "10.00 GiB free beside what runs"
     )
-    free_nbytes[0] += 3 * _GIB
-    assert _grant(memory, "a3", "ann") == LEAST_MEMORY_NBYTES, "the bytes that were said to be needed suffice"
+    free_nbytes += 3 * _GIB
+    assert _grant(memory, "a3", "ann") == LEAST_MEMORY_NBYTES
 
 
 def test_step_on_idle_machine_begins_with_minimum_memory() -> None:

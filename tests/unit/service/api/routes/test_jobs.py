@@ -63,6 +63,14 @@ def test_a_job_has_all_fields_of_the_contract(client: TestClient, file_id: str) 
     assert client.get(f"{JOBS}/{job['id']}").json() == job
 
 
+def test_job_before_validation_shows_hyperparameters_of_both_objects(client: TestClient, file_id: str) -> None:
+    windlass = {"epochs": 6, "learning_rate": 2e-3}
+    job = create(client, file_id, windlass=windlass, hyperparameters={"batch_size": 8}).json()
+    expected = {"n_epochs": 6, "batch_size": 8, "learning_rate_multiplier": 100.0}
+    assert job["hyperparameters"] == job["method"]["supervised"]["hyperparameters"] == expected
+    assert job["windlass"]["hyperparameters"] is None
+
+
 def test_an_estimated_finish_that_has_passed_is_not_shown(client: TestClient, file_id: str) -> None:
     job_id = create(client, file_id).json()["id"]
     for seconds_left in (100.0, -1.0):
@@ -78,9 +86,9 @@ def test_an_estimated_finish_that_has_passed_is_not_shown(client: TestClient, fi
     ("body", "param", "message"),
     [
         ({"windlass": {"learning_rate": -1}}, "windlass.learning_rate", "greater than 0, got -1"),
-        ({"windlass": {"learning_rate": "x"}}, "windlass.learning_rate", "valid number, got 'x'"),
+        ({"windlass": {"learning_rate": "x"}}, "windlass.learning_rate", "must be a number, got 'x'"),
         ({"windlass": {"epochs": 0}}, "windlass.epochs", "greater than or equal to 1, got 0"),
-        ({"windlass": {"batch_size": 2.5}}, "windlass.batch_size", "valid integer, got 2.5"),
+        ({"windlass": {"batch_size": 2.5}}, "windlass.batch_size", "must be a whole number, got 2.5"),
         ({"windlass": {"clip_norm": 0}}, "windlass.clip_norm", "greater than 0, got 0"),
         ({"windlass": {"learning_rate": 1.5}}, "windlass.learning_rate", "less than or equal to 1, got 1.5"),
         ({"windlass": {"weight_decay": -0.1}}, "windlass.weight_decay", "greater than or equal to 0, got -0.1"),
@@ -90,8 +98,8 @@ def test_an_estimated_finish_that_has_passed_is_not_shown(client: TestClient, fi
         ({"windlass": {"epsilon": 1e-50}}, "windlass.epsilon", "at least 1e-37: fp32 takes less for 0"),
         ({"windlass": {"max_bad_steps": -1}}, "windlass.max_bad_steps", "greater than or equal to 0, got -1"),
         ({"windlass": {"max_bad_steps": 1001}}, "windlass.max_bad_steps", "less than or equal to 1000, got 1001"),
-        ({"windlass": {"max_bad_steps": True}}, "windlass.max_bad_steps", "valid integer, got True"),
-        ({"windlass": {"max_bad_steps": None}}, "windlass.max_bad_steps", "valid integer, got None"),
+        ({"windlass": {"max_bad_steps": True}}, "windlass.max_bad_steps", "must be a whole number, got True"),
+        ({"windlass": {"max_bad_steps": None}}, "windlass.max_bad_steps", "must be a whole number, got None"),
         ({"windlass": {"precision": "fp8"}}, "windlass.precision", "'bf16', 'fp16' or 'fp32', got 'fp8'"),
         ({"windlass": {"precision": None}}, "windlass.precision", "got None"),
         ({"windlass": {"optimizer": "sgd"}}, "windlass.optimizer", "'adamw' or 'adam', got 'sgd'"),
@@ -204,7 +212,7 @@ def test_an_estimated_finish_that_has_passed_is_not_shown(client: TestClient, fi
         ({"metadata": {"k" * 65: ""}}, "metadata", "1 to 64"),
         ({"metadata": {"k": "v" * 513}}, "metadata", "at most 512 characters, 'k' has 513"),
         ({"metadata": {'"': "v"}}, "metadata", "without quotes"),
-        ({"metadata": {"k": 1}}, "metadata.k", "valid string"),
+        ({"metadata": {"k": 1}}, "metadata.k", "must be text"),
         ({"integrations": [{"type": "wandb"}]}, "integrations", "not supported"),
         ({"colour": "red"}, "colour", "unrecognized parameter: colour; there are model, training_file"),
         ({"training_file": "file-none"}, "training_file", "there is no file 'file-none'"),
