@@ -135,8 +135,8 @@ def _smaller_sums(question: "PlanQuestion", profiles: "Profiles") -> str | None:
     """Proposes to sum the gradients of micro-batches in the model's precision."""
     training, precision = question.training, question.training.precision
     is_summed = question.chooses_microbatches or training.num_microbatches > 1
-    if not is_summed or training.accumulation_precision == precision:
-        return None
+    if not is_summed or training.accumulation_precision == precision or training.lanes > 1:
+        return None  # several lanes are summed in fp32 only
     if not fits(question.changed(accumulation_precision=precision), profiles):
         return None
     return f"gradients summed in {precision} (accumulation_precision), which is less exact"
