@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS_STAMP := $(VENV)/.peers-installed
 CONSTRAINTS := .ci/constraints.txt
-# Errors only: warnings about the local set-up of pip help nobody here.
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# On a terminal pip shows what it downloads. Elsewhere errors only: warnings about its local set-up help nobody here.
+QUIET := $(if $(MAKE_TERMOUT),,-qq)
+PIP := $(BIN)/python -m pip install $(QUIET) --root-user-action=ignore --disable-pip-version-check
 
 # Else each of the many processes that tests and services start compiles all modules anew.
 unexport PYTHONDONTWRITEBYTECODE

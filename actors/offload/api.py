@@ -38,10 +38,11 @@ def offload(
         config: the settings. Without it, `settings` are those of a new `OffloadConfig`.
 
     Raises:
-        CannotOffloadError: the model or the optimizer cannot be trained with exact results. Nothing was changed.
+        CannotOffloadError: the model or the optimizer cannot be trained with exact results, or a directory cannot be
+            used. Nothing was changed.
         PlanError, InsufficientSpaceError: there is too little space; the text gives the bytes needed. Nothing was
             changed.
-        ValueError: a setting is out of its range.
+        ValueError: a setting has a wrong type or is out of its range.
     """
     if config is None:
         config = OffloadConfig(**settings)

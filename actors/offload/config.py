@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 
 import torch
@@ -13,15 +14,9 @@ from windlass.engine.memory_plan import ModelSize, Placement, Plan, PlanError, m
 from windlass.engine.optimizer import AdamSettings
 from windlass.storage.ids import Formats, Kernel, StatePrecision
 
-# The settings that must be positive where they are set.
-_POSITIVE = (
-    "clip_norm",
-    "backwards_per_step",
-    "host_memory_gib",
-    "optimizer_threads",
-    "deadline_s",
-    "chunk_numel",
-)
+# The settings that must be positive where they are set; the first ones are whole numbers.
+_COUNTS = ("backwards_per_step", "optimizer_threads", "chunk_numel")
+_POSITIVE = (*_COUNTS, "clip_norm", "host_memory_gib", "deadline_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +42,7 @@ class OffloadConfig:
         poison_released: fills released buffers with NaN, for tests.
 
     Raises:
-        ValueError: a setting is out of its range.
+        ValueError: a setting has a wrong type or is out of its range.
     """
 
     ssd_dirs: Sequence[str | Path]
@@ -69,8 +64,13 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         if isinstance(self.ssd_dirs, str | Path) or not self.ssd_dirs:
             raise ValueError(f"ssd_dirs is {self.ssd_dirs!r}; it must be a list with one directory for each SSD")
+        if wrong := [each for each in self.ssd_dirs if not isinstance(each, str | Path)]:
+            raise ValueError(f"ssd_dirs names {wrong[0]!r}; it must be a list with one directory for each SSD")
         for name in _POSITIVE:
             value = getattr(self, name)
+            is_number = isinstance(value, Integral if name in _COUNTS else Real) and not isinstance(value, bool)
+            if value is not None and not is_number:
+                raise ValueError(f"{name} is {value!r}; it must be a {'whole ' * (name in _COUNTS)}number")
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value!r}; it must be positive")
         for name, choices in (("state_precision", StatePrecision), ("kernel", Kernel)):

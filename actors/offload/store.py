@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from windlass.actors.job import aligned, calibration_of
-from windlass.actors.offload.errors import OffloadFailedError, OffloadToken
+from windlass.actors.offload.errors import CannotOffloadError, OffloadFailedError, OffloadToken
 from windlass.engine.device import TensorArena
 from windlass.storage.files import lock, open_lock_file, try_lock
 from windlass.storage.ids import (
@@ -54,6 +54,7 @@ class OffloadStore:
 
         Raises:
             InsufficientSpaceError: there is too little space. Nothing stays reserved.
+            CannotOffloadError: a directory cannot be used.
         """
         self.formats = formats
         self.chunk_numel = chunk_numel
@@ -171,8 +172,11 @@ def _survey(ssd_dirs: Sequence[Path], direct_io: bool) -> list[Calibration]:
     for directory in ssd_dirs:
         if directory.is_block_device():
             raise ValueError(f"ssd_dirs names {directory}, a raw device; windlass.offload takes directories only")
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        volume = Volume.open(directory, direct=direct_io)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            volume = Volume.open(directory, direct=direct_io)
+        except OSError as error:
+            raise CannotOffloadError(f"ssd_dirs names {directory}, which cannot be used: {error.strerror}") from error
         try:
             calibrations.append(calibration_of(volume))
             _delete_leftovers(directory, volume)

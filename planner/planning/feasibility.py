@@ -55,7 +55,11 @@ def largest_fitting(ask: Callable[[int], "PlanQuestion"], profiles: "Profiles", 
 
 def what_would_fit(question: "PlanQuestion", profiles: "Profiles") -> list[str]:
     """Names the nearest change of each kind that makes a job fit, the cheapest first. The job must not fit as it is."""
-    changes = [_other_microbatches(question, profiles), _smaller(question, profiles)]
+    changes = [
+        _other_microbatches(question, profiles),
+        _smaller_sums(question, profiles),
+        _smaller(question, profiles),
+    ]
     changes += [_with_more(question, profiles, memory) for memory in _MEMORIES]
     reasons = [f"it fits with {words}" for words in changes if words is not None]
     return reasons or ["it fits with more of every kind of memory only"]
@@ -125,6 +129,17 @@ def _other_microbatches(question: "PlanQuestion", profiles: "Profiles") -> str |
     free = replace(question, chooses_microbatches=True)
     number = _fitting_number(free, profiles, numbers_of_microbatches(free))
     return None if number is None else f"{number} micro-batches"
+
+
+def _smaller_sums(question: "PlanQuestion", profiles: "Profiles") -> str | None:
+    """Proposes to sum the gradients of micro-batches in the model's precision."""
+    training, precision = question.training, question.training.precision
+    is_summed = question.chooses_microbatches or training.num_microbatches > 1
+    if not is_summed or training.accumulation_precision == precision or training.lanes > 1:
+        return None  # several lanes are summed in fp32 only
+    if not fits(question.changed(accumulation_precision=precision), profiles):
+        return None
+    return f"gradients summed in {precision} (accumulation_precision), which is less exact"
 
 
 def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:

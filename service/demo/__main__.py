@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from windlass.service.cli import CommandError, follow_job
 from windlass.service.demo.data import write_demo_files
@@ -31,6 +33,9 @@ _JOB = {
     "schedule": "cosine",
     "sequence_length": 96,
 }
+# GiB. The budgets are so small that most of the model's states rest on the SSDs, as they do for a large model.
+_DEVICE_MEMORY_GIB = 0.25
+_HOST_MEMORY_GIB, _HOST_MEMORY_GIB_BY_OPTIMIZER = 0.2, 0.08
 _QUESTION = "What does the function json.dumps do?"
 
 
@@ -60,7 +65,12 @@ def _run(settings: Settings, num_train: int) -> None:
     _say("3/5", "Starting the service: its own Ray, SQLite, two SSD servers")
     url = _start_service(settings)
     print(f"      dashboard: {url}")
-    _say("4/5", "Training every parameter; model states live on the SSD, actors move them just in time")
+    budgets = _budgets(settings)
+    _say(
+        "4/5",
+        f"Training every parameter in {budgets['gpu_memory_gib']:.3g} GiB of device memory and "
+        f"{budgets['host_memory_gib']:.3g} GiB of host memory",
+    )
     with open_client(settings) as client:
         training_file, validation_file = (client.upload(path)["id"] for path in (train, validation))
         job = client.create_job(
@@ -69,7 +79,7 @@ def _run(settings: Settings, num_train: int) -> None:
                 "training_file": training_file,
                 "validation_file": validation_file,
                 "suffix": "demo",
-                "windlass": _JOB,
+                "windlass": _JOB | {"budgets": budgets},
             }
         )
         _show_plan(client, job["id"])
@@ -78,6 +88,12 @@ def _run(settings: Settings, num_train: int) -> None:
         reason = job["error"]["message"] if job["error"] else "see its events"
         raise CommandError(f"job {job['id']} is {job['status']}: {reason}")
     _show(settings, base, job["fine_tuned_model"], validation, url)
+
+
+def _budgets(settings: Settings) -> dict[str, float]:
+    """Returns the job's budgets. Each CPU optimizer needs buffers of its own in host memory."""
+    by_optimizers = settings.num_cpu_optimizers * _HOST_MEMORY_GIB_BY_OPTIMIZER
+    return {"gpu_memory_gib": _DEVICE_MEMORY_GIB, "host_memory_gib": _HOST_MEMORY_GIB + by_optimizers}
 
 
 def _make_model(base: Path, train: Path) -> None:
@@ -118,7 +134,16 @@ def _show_plan(client: ServiceClient, job_id: str) -> None:
         return  # the job's error says so
     peaks = ", ".join(f"{name} {gib:.2f} GiB" for name, gib in plan["peak_gib"].items())
     print(f"      planned: {plan['step_s']:.3g} s a step, {plan['tokens_per_s']:.0f} tokens a second; peaks: {peaks}")
+    print(f"      {states_in_words(plan['choices'])}")
     print(f"      {plan['reasons'][0]}", flush=True)
+
+
+def states_in_words(choices: Mapping[str, Any]) -> str:
+    """Tells where a plan keeps the states of the model's blocks, from the plan's choices."""
+    places = {"states_on_ssd": "on the SSDs", "states_on_host": "in host memory", "states_on_gpu": "on the device"}
+    rest = ", ".join(f"{choices[key]} blocks {place}" for key, place in places.items() if choices[key])
+    moved = "; actors move those on the SSDs just in time" if choices["states_on_ssd"] else ""
+    return f"model states: {rest}{moved}"
 
 
 def _show(settings: Settings, base: Path, name: str, validation: Path, url: str) -> None:

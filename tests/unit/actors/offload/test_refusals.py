@@ -304,6 +304,15 @@ def test_use_after_close(tmp_path: Path) -> None:
     assert not [thread.name for thread in begun if thread.name.startswith(("_run", "ssd"))]
 
 
+def test_a_directory_that_cannot_be_made_is_named_and_nothing_changes(tmp_path: Path) -> None:
+    model, file = seeded(Gpt), tmp_path / "file"
+    file.touch()
+    for directory, reason in ((file, "File exists"), (file / "below", "Not a directory")):
+        with pytest.raises(windlass.CannotOffloadError, match=f"ssd_dirs names {directory}, .*: {reason}"):
+            windlass.offload(model, adamw(model), ssd_dirs=[directory], kernel="fused", device="cpu")
+    assert gpt_loss(model, 0).item() > 0
+
+
 def test_new_params_and_new_weights_are_refused(tmp_path: Path) -> None:
     with offloaded(seeded(Gpt), tmp_path) as (model, optimizer):
         for use in (

@@ -15,7 +15,7 @@ from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds,
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import planner as planning
-from windlass.planner.planning.feasibility import with_part
+from windlass.planner.planning.feasibility import fits, what_would_fit, with_part
 from windlass.planner.planning.planner import PlanQuestion, limits_of, planned_job
 from windlass.planner.planning.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
@@ -205,6 +205,25 @@ def test_answer_with_too_small_a_device_budget_says_what_takes_it_and_what_to_se
     assert answer(replace(asked, device_memory_nbytes=int(gib * GIB))).feasible
     assert report.missing_bytes is not None
     assert report.missing_bytes["gpu"] > 0 == report.missing_bytes["host"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("num_microbatches", "lanes"), [(1, 1), (2, 1), (2, 2)])
+def test_smaller_sums_of_gradients_are_proposed_where_a_job_fits_with_them(num_microbatches: int, lanes: int) -> None:
+    shape = ModelShape(num_layers=2, hidden_size=2048, num_heads=16, vocab_size=1000)
+    asked = question(
+        config=config_of_shape(shape, num_tokens=64),
+        batch_size=2,
+        num_microbatches=num_microbatches,
+        lanes=lanes,
+        sequence_length=64,
+        device_memory_nbytes=(430 if num_microbatches > 1 else 200) << 20,
+    )
+    profiles = planning.Profiles(asked).unmeasured()
+    proposed = [words for words in what_would_fit(asked, profiles) if "(accumulation_precision)" in words]
+    assert bool(proposed) == (num_microbatches > 1 and lanes == 1)
+    if proposed:
+        assert fits(asked.changed(accumulation_precision=Precision.BF16), profiles)
 
 
 @pytest.mark.long
