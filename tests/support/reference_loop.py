@@ -129,7 +129,7 @@ def _accumulate(
             for name, param in model.named_parameters():
                 sums[name] += param.grad.float()
         for name, master in masters.items():
-            master.grad = sums[name] if lane == 0 else master.grad + sums[name]
+            master.grad = sums[name] if master.grad is None or lane == 0 else master.grad + sums[name]
     return total / num_targets
 
 

@@ -73,8 +73,9 @@ def handed_on() -> list[str]:
             tree = ast.parse(path.read_text())
             called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
             for node in ast.walk(tree):
-                is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-                if is_read and node.attr in _METHODS and node not in called:
+                if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+                    continue
+                if node.attr in _METHODS and node not in called:
                     found.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)}")
     return found
 
