@@ -20,11 +20,19 @@ from windlass.actors.policy import ReturningSums, Use
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, SpanRecorder
 from windlass.engine.device import Device, DeviceBuffers, Event, TensorArena, copy_all
 from windlass.engine.memory_plan import batches_to_copy
-from windlass.engine.model import GradBuffer
+from windlass.engine.model import GradBuffer, ModelLayout
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 
 # The slots of sums, by the block whose operation computes the sum, and the chunk.
 _Slots = dict[tuple[BlockIndex, ChunkKey], Span]
+
+
+def host_and_device(
+    layout: ModelLayout, arena: TensorArena, slot: Span, flat: torch.Tensor, key: ChunkKey
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a chunk's place in host memory, and its part of a gradient on the device."""
+    start, stop = layout.chunk_range(key)
+    return arena.view(slot.offset, stop - start, flat.dtype), flat[start:stop]
 
 
 class PartialGrads:
@@ -121,21 +129,15 @@ class PartialGrads:
         stream, keys = self._device.d2h if is_out else self._device.h2d, self._context.layout.chunk_keys(use[1])
         nbytes = {key: self._context.chunk_numel(key) * flat.itemsize for key in keys}
         for batch in batches_to_copy(keys, nbytes.__getitem__):
-            pairs = [self._pair(key, flat, slots[use[0], key], is_out=is_out) for key in batch]
+            pairs = [host_and_device(self._context.layout, self._arena, slots[use[0], key], flat, key) for key in batch]
+            if not is_out:
+                pairs = [(here, there) for there, here in pairs]
             begun = stream.record()
             stream.run(functools.partial(copy_all, pairs))
             copied = {key: nbytes[key] for key in batch}
             note = functools.partial(self._note, operation, copied, begun, stream.record(), is_out=is_out)
             stream.then(working_at(operation, note))
         return stream.record()
-
-    def _pair(
-        self, key: ChunkKey, flat: torch.Tensor, slot: Span, *, is_out: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the target and the source of a chunk's copy."""
-        start, stop = self._context.layout.chunk_range(key)
-        there = self._arena.view(slot.offset, stop - start, flat.dtype)
-        return (there, flat[start:stop]) if is_out else (flat[start:stop], there)
 
     def _note(
         self, operation: ComputeBlock, nbytes: dict[ChunkKey, int], begun: Event, copied: Event, *, is_out: bool

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
+from windlass.actors.gpu_worker.grad_accumulation import PartialGrads, host_and_device
 from windlass.actors.job import JobContext, grad_precision
 from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import (
@@ -321,16 +321,12 @@ class GradOffload:
         d2h.wait(grad.event)
         for batch in batches_to_copy(keys, nbytes.__getitem__):
             begun = d2h.record()
-            d2h.run(functools.partial(copy_all, [self._pair(grad.flat, key, spans[key]) for key in batch]))
+            pairs = [host_and_device(layout, self._arena, spans[key], grad.flat, key) for key in batch]
+            d2h.run(functools.partial(copy_all, pairs))
             copied = {key: nbytes[key] for key in batch}
             d2h.then(working_at(operation, functools.partial(self._note, operation, copied, begun, d2h.record())))
         self._release_buffer_and_permit(grad.flat, (block, block))
         return spans
-
-    def _pair(self, flat: torch.Tensor, key: ChunkKey, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a chunk's place in host memory, and its part of a gradient."""
-        start, stop = self._context.layout.chunk_range(key)
-        return self._arena.view(span.offset, stop - start, flat.dtype), flat[start:stop]
 
     def _note(self, operation: ComputeBlock, nbytes: dict[ChunkKey, int], begun: Event, copied: Event) -> None:
         kind, start_s, end_s = SpanKind.COPY_GRAD_OUT, begun.time_s(), copied.time_s()

@@ -8,7 +8,8 @@ the job is. So sessions that compute get a niceness of their own.
 import time
 from pathlib import Path
 
-# The niceness of a session that computes, beside those of the API and of the person at the machine.
+# The niceness of processes and sessions that compute for jobs, so that the service's own processes and the person at
+# the machine get the cores first.
 COMPUTING_NICENESS = 10
 
 _NUM_TRIES = 20

@@ -29,6 +29,7 @@ from windlass.actors.job import (
     optimizer_index,
 )
 from windlass.actors.lifecycle import (
+    COMPUTING_NICENESS,
     NICENESS_BESIDE_COMPUTE,
     WAIT_POLICY,
     StopRequest,
@@ -66,8 +67,6 @@ NAMESPACE = "windlass"
 # The Ray resource that stands for a compute device: a GPU, or the CPU of a machine without one.
 DEVICE_RESOURCE = "device"
 _NODE_LABEL = "ray.io/node-id"  # a label that Ray sets on each node
-# Niceness of the training processes, so that the service's own processes get the cores first.
-_NICENESS = 10
 _NICENESS_BESIDE_LAUNCHES = 5  # added for optimizers where a GPU computes: a third of the launching thread's share
 # Seconds that a runner waits for disk space to write its outcome, and seconds between two tries. The first is less than
 # the minute after which a runner without a sign of life counts as hung, because the runner gives none meanwhile.
@@ -462,10 +461,10 @@ def niceness_of(name: ActorName, *, has_gpus: bool) -> int:
     its kernels.
     """
     if name == GPU_WORKER:
-        return _NICENESS
+        return COMPUTING_NICENESS
     if not has_gpus:
-        return _NICENESS + NICENESS_BESIDE_COMPUTE
-    return _NICENESS + (_NICENESS_BESIDE_LAUNCHES if optimizer_index(name) is not None else 0)
+        return COMPUTING_NICENESS + NICENESS_BESIDE_COMPUTE
+    return COMPUTING_NICENESS + (_NICENESS_BESIDE_LAUNCHES if optimizer_index(name) is not None else 0)
 
 
 _RemoteShell = ray.remote(concurrency_groups={"lifetime": 1})(ActorShell)

@@ -4,6 +4,7 @@ Each lane is summed in order in fp32. Then the lanes are added, the first one fi
 number of lanes, and not on the processes that compute them.
 """
 
+import functools
 from dataclasses import dataclass
 
 
@@ -59,7 +60,14 @@ class LaneDivision:
     @property
     def smallest_uncut_group(self) -> int:
         """The size of the smallest groups of which none passes on the sum of an unfinished lane."""
-        return next(size for size in range(1, self.num_microbatches + 1) if not self.num_open_lanes(size))
+        return _smallest_uncut_group(self)
 
     def _start(self, lane: int) -> int:
         return lane * self.num_microbatches // self.num_lanes
+
+
+@functools.cache
+def _smallest_uncut_group(division: LaneDivision) -> int:
+    """See LaneDivision. A search for a plan asks for it with each option, and a step may have thousands of sizes."""
+    num = division.num_microbatches
+    return next(size for size in range(1, num + 1) if not any(map(division.has_open_lane, range(size, num, size))))

@@ -11,10 +11,7 @@ import resource
 import sys
 from pathlib import Path
 
-from windlass.actors.lifecycle import die_with_parent, lower_session
-
-# Preparations yield the cores to the API.
-_NICENESS = 10
+from windlass.actors.lifecycle import COMPUTING_NICENESS, die_with_parent, lower_session
 
 
 def main(arguments: list[str]) -> None:
@@ -33,7 +30,7 @@ def main(arguments: list[str]) -> None:
         memory_nbytes=options.memory_nbytes,
     )
     _limit(resource.RLIMIT_CORE, 0, 0)
-    os.nice(_NICENESS)
+    os.nice(COMPUTING_NICENESS)
     os.setsid()  # from the service's session, which keeps its priority
     lower_session(os.getpid())
     # If memory runs out, the kernel ends this process before a training job, because it may run a user's code.

@@ -69,6 +69,15 @@ class _StagedScheduler(Scheduler):
         return super()._next_event(timeout_s)
 
 
+class Clock:
+    """A clock that the test moves."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 class Stage:
     """A scheduler whose actors answer each message inside the call that brings it."""
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.support.cut_off import CutOff
 from tests.support.reference_loop import train_plainly
 from tests.support.training import exported_params, make_spec, metrics_of
-from tests.unit.actors.parity.test_local_groups import PLACES, Run, grouped, train
+from tests.unit.actors.parity.test_local_groups import ALL, PLACES, Run, grouped, train
 from tests.unit.actors.parity.test_parity_matrix import LOSS_TOLERANCE, assert_params_agree
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import ComputeBlocks, Message
@@ -59,12 +59,7 @@ def test_steps_agree_with_a_plain_loop_of_lanes(
 
 # Groups of one and three end inside of a lane.
 QUICK_GROUPS = [(Precision.BF16, 0.5, True, "mixed", 2, 3)]
-ALL_GROUPS = [
-    (*case, lanes)
-    for case in product(Precision, (None, 0.5), (False, True), PLACES)
-    for lanes in LANES[1:]
-    if case[3] != "gradients on SSDs" or case[1] is not None or case[0] is Precision.FP16
-]
+ALL_GROUPS = [(*case, lanes) for case in ALL for lanes in LANES[1:]]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.actors.scheduler_stage import Stage
+from tests.support.actors.scheduler_stage import Clock, Stage
 from tests.support.actors.specs import make_spec
 from tests.support.training import journal_of
 from windlass.actors.messages import ComputeBlock, ComputeProgressed, ExportModel, LoadModel, Message, Phase
@@ -20,15 +20,6 @@ from windlass.engine.training_config.training_config import EarlyStopping, Final
 from windlass.storage.ids import Attempt
 
 EVALUATED: dict[str, Any] = {"num_validation_examples": 9, "evaluate_every": 1}
-
-
-class Clock:
-    """A clock that the test moves."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 def make(**changes: Any) -> Checkpoints:
