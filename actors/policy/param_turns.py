@@ -49,7 +49,9 @@ class _Use:
 
     use: ParamUse
     step: Step
+    num_users: int
     num_missing: int  # GPU workers that have sent no request
+    num_fronts: int = 0  # GPU workers for which all that they have asked for before is read
     wanted: dict[ActorName, set[ChunkKey]] = field(default_factory=dict)  # what each still has to copy
     to_read: list[ChunkKey] = field(default_factory=list)  # in order
     reading: dict[ChunkKey, Span] = field(default_factory=dict)  # the slot of each chunk on its way
@@ -58,6 +60,15 @@ class _Use:
     @property
     def num_held(self) -> int:
         return len(self.reading) + len(self.slots)
+
+    @property
+    def is_due(self) -> bool:
+        """True if it may take the last slots.
+
+        All GPU workers have asked for it, and all that they have asked for before is read. Else one could hold the last
+        slots until it has computed something for which it, or another one whose sums it needs, waits for slots.
+        """
+        return self.num_fronts == self.num_users
 
     @property
     def is_over(self) -> bool:
@@ -87,7 +98,7 @@ class ParamTurns:
         self._filled: set[ChunkKey] = set()
         self._fills: dict[ChunkKey, _Fill] = {}  # of cached chunks that were requested and have not arrived
         self._uses: dict[ParamUse, _Use] = {}  # in order of the first request; if all have come, of the last one
-        self._unread: dict[ActorName, deque[_Use]] = {}  # what each wants that is not read, or was read since
+        self._unread: dict[ActorName, deque[_Use]] = {}  # what each has asked for; the first ones may have been read
 
     def request(self, request: RequestParams) -> ParamActions:
         """Adds a GPU worker's request."""
@@ -151,15 +162,16 @@ class ParamTurns:
         """Adds a GPU worker to a use. Returns the chunks that have arrived."""
         use = self._uses.get(request.use)
         if use is None:
-            use = self._uses[request.use] = _Use(request.use, request.step, request.num_users)
+            use = self._uses[request.use] = _Use(request.use, request.step, request.num_users, request.num_users)
         use.num_missing -= 1
         if not use.num_missing:  # its turn comes before that of uses for which some GPU worker is behind
             self._uses[request.use] = self._uses.pop(request.use)
         wanted = [key for key in request.keys if key not in self._cached]
-        if wanted:
-            self._unread.setdefault(request.reply_to, deque()).append(use)
-            if not use.num_held:
-                use.to_read = list(wanted)
+        if wanted and not use.num_held:
+            use.to_read = list(wanted)
+        unread = self._unread.setdefault(request.reply_to, deque())
+        unread.append(use)
+        use.num_fronts += len(unread) == 1
         use.wanted[request.reply_to] = set(wanted)
         self._release(use, list(use.slots))
         return {key: span for key, span in use.slots.items() if key in use.wanted[request.reply_to]}
@@ -183,14 +195,15 @@ class ParamTurns:
             return None
         if fills := [key for key, fill in self._fills.items() if fill.slot is None]:
             return self._read_cached(fills[: min(self._batch, len(self._free))])
-        use = self._first(self._has_turn)
+        self._let_pass()
+        use = self._first(lambda use: use.is_due)
         if use is not None:
             num_chunks = min(self._batch, len(use.to_read))
             return self._read(use, num_chunks) if num_chunks <= len(self._free) else None
         use = self._first(lambda use: True)
         if use is None:
             return None
-        num_ahead = sum(use.num_held for use in self._uses.values() if use.num_missing)
+        num_ahead = sum(use.num_held for use in self._uses.values() if not use.is_due)
         num_chunks = min(self._batch, len(use.to_read), len(self._free), self._max_ahead - num_ahead)
         return self._read(use, num_chunks) if num_chunks > 0 else None
 
@@ -201,21 +214,13 @@ class ParamTurns:
             self._fills[key].slot = self._free.pop()
         return ParamRead(first.use, first.step, {key: self._cached[key] for key in together})
 
-    def _has_turn(self, use: _Use) -> bool:
-        """Returns whether the last slots may be used.
-
-        All GPU workers have asked for the use, and for nothing before it that is not read. Else a GPU worker could hold
-        the last slots until it has computed something for which it first needs others.
-        """
-        return not use.num_missing and all(
-            self._first_unread(actor) is use for actor, wanted in use.wanted.items() if wanted
-        )
-
-    def _first_unread(self, actor: ActorName) -> _Use:
-        uses = self._unread[actor]
-        while not uses[0].to_read:
-            uses.popleft()
-        return uses[0]
+    def _let_pass(self) -> None:
+        """Lets each GPU worker's next use come to the front, once the one before it is read."""
+        for uses in self._unread.values():
+            while uses and not uses[0].num_missing and not uses[0].to_read:
+                uses.popleft()
+                if uses:
+                    uses[0].num_fronts += 1
 
     def _first(self, is_right: Callable[[_Use], bool]) -> _Use | None:
         return next((use for use in self._uses.values() if use.to_read and is_right(use)), None)
