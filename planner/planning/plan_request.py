@@ -67,6 +67,7 @@ class PlanRequest:
             return changed
         return replace(
             changed,
+            num_ranks=bounds.num_ranks,
             num_optimizers=bounds.num_optimizers,
             host_memory_nbytes=bounds.host_memory_nbytes,
             device_memory_nbytes=bounds.device_memory_nbytes,

@@ -96,9 +96,7 @@ def make_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_workers: li
     return runner
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "computing"), [(1, ["gpu-0"]), (3, ["params-0", "gpu-0", "gpu-1", "gpu-2"])]
-)
+@pytest.mark.parametrize(("num_ranks", "computing"), [(1, ["gpu-0"]), (3, ["params-0", "gpu-0", "gpu-1", "gpu-2"])])
 def test_worker_names_of_several_ranks_have_all_gpu_workers_and_a_param_server(
     tmp_path: Path, num_ranks: int, computing: list[str]
 ) -> None:

@@ -354,7 +354,10 @@ def test_one_buffer_for_gradients_and_layers_in_pieces_compete_where_the_device_
 
 
 def test_several_ranks_divide_the_compute_and_none_keeps_states() -> None:
-    job, speeds = make_job(num_microbatches=8), make_speeds(optimizer_params=1e9, ssd_read_bytes=1e11, ssd_write_bytes=1e11)
+    job, speeds = (
+        make_job(num_microbatches=8),
+        make_speeds(optimizer_params=1e9, ssd_read_bytes=1e11, ssd_write_bytes=1e11),
+    )
     alone = solve_job(job, speeds, PLENTY)
     solution = solve_job(replace(job, num_ranks=4), speeds, PLENTY)
     assert solution.plan.num_ranks == 4
