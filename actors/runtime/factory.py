@@ -1,5 +1,6 @@
 """Starts the actors of a job by name. Each imports only the modules that it needs: an SSD server never loads torch."""
 
+import copy
 import functools
 import importlib
 from dataclasses import dataclass
@@ -108,7 +109,9 @@ def start_actor(
     options: dict[str, Any] = {"rank": index} if index else {}
     if local is not None:
         options |= {"device": local.devices[index], "poison_released": local.poison_released}
-        return GpuWorker(context, local.partition, send, **options)
+        # Each installs params in a model of its own.
+        partition = local.partition if index == 0 else copy.deepcopy(local.partition)
+        return GpuWorker(context, partition, send, **options)
     device = compute_device(uses_gpu=uses_gpu)
     if device.type == "cpu":
         retain_freed_memory()
