@@ -23,6 +23,7 @@ from windlass.actors.messages import (
     CommitStore,
     ComputeBlock,
     ComputeProgressed,
+    Event,
     ExportModel,
     FlushBlock,
     GradOffloaded,
@@ -45,7 +46,7 @@ from windlass.storage.ids import ActorName, BlockIndex, Step
 class Pending:
     """An event that can come now: the report of an actor."""
 
-    event: Message
+    event: Event
     answers: str  # key of the instruction that it answers; some instructions are answered by two events
 
 
@@ -71,6 +72,7 @@ class Facts(Expected):
         self.computing: list[ComputeBlock] = []
         # Those of them that must be over, because another GPU worker has reported what comes after them.
         self.happened: set[int] = set()
+        self.stuck: set[int] = set()  # numbers of operations that never end, although a GPU worker has them
         # Gradients that are where they stay, and whose report is on its way; those that are reported are in `reported`.
         # The actors that update them may have begun.
         self.offload_order = OffloadQueue(shape.ordering, shape.spilled_blocks)
@@ -235,9 +237,13 @@ class Facts(Expected):
         while num_over < len(over):
             num_over = len(over)
             for computing in left.values():
-                while computing and ((before := self._predecessor(computing[0])) is None or before in over):
+                while computing and self._can_end(computing[0], over):
                     over.add(_described(computing.pop(0)))
         return [compute for compute in first if _described(compute) in over]
+
+    def _can_end(self, compute: ComputeBlock, over: set[tuple[int, Phase, int, int]]) -> bool:
+        before = self._predecessor(compute)
+        return compute.op not in self.stuck and (before is None or before in over)
 
     def _happen(self, compute: ComputeBlock) -> None:
         """Records that an operation is over, and with it all that comes before it."""

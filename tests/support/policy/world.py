@@ -177,7 +177,8 @@ class World(Facts):
         if self.pipeline.finished:
             assert not self.choices()
         else:
-            assert self.choices(), "nothing is outstanding and the job is not finished: it is stuck"
+            is_stuck = any(compute.op in self.stuck for compute in self.computing)
+            assert is_stuck or self.choices(), "nothing is outstanding and the job is not finished: it is stuck"
 
     def _take_one(self, to: ActorName, message: Message) -> None:
         match message:
