@@ -151,6 +151,15 @@ def test_rank_ahead_waits_for_operations_of_an_evaluation_that_are_not_granted_y
     world.check_end()
 
 
+def test_rank_without_a_part_in_an_evaluation_waits_for_one_whose_params_are_not_there() -> None:
+    world = begun(num_evaluation_groups=1, evaluate_every=1, evaluation_decides=True)
+    deliver_all_but(world, "update 1 2")
+    assert world.computed[-2:] == [(1, Phase.EVALUATE, 0, 0), (1, Phase.EVALUATE, 1, 0)]
+    assert world.begun == 1
+    deliver_all_but(world)
+    world.check_end()
+
+
 def test_rank_without_a_group_of_a_step_evaluates_before_the_next_step_changes_params() -> None:
     world = begun(num_groups=1, num_evaluation_groups=2, evaluate_every=1)
     deliver_all_but(world, "compute 9")  # rank 1's first operation of the evaluation
@@ -167,10 +176,10 @@ def test_stop_ends_after_the_step_that_any_rank_has_begun() -> None:
     """Also if the other one, whose evaluation is long, is then granted operations of the step before."""
     world = begun(num_evaluation_groups=1, evaluate_every=1, total_steps=3, chunks_per_block=(1,) * 14)
     first = 2 * 27 + 1  # of the evaluation
-    deliver_all_but(world, f"compute {first + 5}")
+    deliver_all_but(world, f"compute {first + 3}")
     assert groups_of(world, GPU_1, 2, Phase.FORWARD)
     assert not groups_of(world, GPU, 2, Phase.FORWARD)
-    world.deliver(next(c for c in world.choices() if c.answers == f"compute {first + 5}"))
+    world.deliver(next(c for c in world.choices() if c.answers == f"compute {first + 3}"))
     world.stop()
     deliver_all_but(world)
     world.check_end()
@@ -256,10 +265,21 @@ def test_timeout_of_a_rank_starts_anew_when_it_no_longer_waits() -> None:
         world.pipeline.waits.check(155.1)
 
 
+def test_rank_is_late_if_an_earlier_group_is_reported_after_the_one_before_its_own() -> None:
+    """Reports of several ranks may overtake each other."""
+    world = begun(15, num_ranks=3, num_groups=3, deadline_s=30.0)
+    deliver_at(world, 100.0, "compute 5", "update 1 2 optimizer-0")
+    assert (1, Phase.BACKWARD, 0, 1) in world.computed
+    deliver_at(world, 100.0, "update 1 2 optimizer-0")
+    assert set(late_of(world, 130.1)) == {"gpu-2", "optimizer-0"}
+
+
 def test_single_rank_waits_for_no_other() -> None:
-    world = begun(3, num_ranks=1, deadline_s=30.0)
-    deliver_at(world, 100.0)
-    assert late_of(world, 130.1) == (GPU,)
+    """Also if its next operations are those of two groups with the same block."""
+    world = begun(9, num_ranks=1, chunks_per_block=(1,) * 2, deadline_s=30.0)
+    deliver_at(world, 100.0, "commit 1 ssd-0")
+    assert [compute.block for compute in world.computing] == [0, 0, 1, 0]
+    assert set(late_of(world, 130.1)) == {GPU, "ssd-0"}
 
 
 def test_pending_replies_of_an_excused_actor_are_late_only_if_all_are_excused() -> None:
