@@ -79,6 +79,7 @@ class Facts(Expected):
         self.offloading: set[tuple[int, int]] = set()
         self.num_unreported_grads = 0
         self.reported: set[tuple[int, int]] = set()
+        self.without_losses: list[GradReady] = []  # reports that do not count before those of all losses of the step
         self.update_queues = {actor: self._queue_of(actor) for actor in shape.updating_actors}
         self.how: dict[int, UpdateStep] = {}  # by step
         self.updating: dict[tuple[int, int], set[ActorName]] = {}  # updates that have begun
@@ -287,6 +288,9 @@ class Facts(Expected):
                     self.computing.remove(first)
                     self.happened.remove(first.op)
                     self._note_computed(first)
+                early, self.without_losses = self.without_losses, []
+                for grad in early:
+                    self._count_gradient(grad)
                 for grad in event.grads:
                     self._note_gradient(grad)
             case BlockUpdated():
@@ -375,15 +379,23 @@ class Facts(Expected):
         self._complete_without_ssds()
 
     def _note_gradient(self, grad: GradReady) -> None:
-        """Records the report of a gradient. A skipped step has no updates, so it is over."""
-        step, key = grad.step, (int(grad.step), int(grad.block))
-        self.offloading.remove(key)
+        """Records the report of a gradient."""
+        self.offloading.remove((int(grad.step), int(grad.block)))
         self.num_unreported_grads -= 1
+        self._count_gradient(grad)
+        if grad.block not in self.shape.device_blocks:
+            self.offload(self.offload_order.offload_finished())
+
+    def _count_gradient(self, grad: GradReady) -> None:
+        """Lets the report of a gradient count, once all losses are known. A skipped step has no updates, so it is over."""
+        step, key = grad.step, (int(grad.step), int(grad.block))
+        heads = [each for each in self.computed if each[:2] == (step, Phase.HEAD)]
+        if grad.block == self.shape.num_blocks - 1 and len(heads) < self.shape.num_groups:
+            self.without_losses.append(grad)
+            return
         self.reported.add(key)
         self.expect_updates(int(step))
         self._note_updated(key)
-        if grad.block not in self.shape.device_blocks:
-            self.offload(self.offload_order.offload_finished())
         if self.shape.keeps_grads and self._gradients_complete(step):
             if step in self.skipped and not self.is_commit_step(step):
                 self.written = [step] * self.shape.num_blocks

@@ -87,10 +87,10 @@ class World(Facts):
 
     def _expected_failure(self, event: Message) -> str | None:
         """The error that the policy must raise after this event; None if it can continue."""
-        if not isinstance(event, ComputeProgressed) or not event.grads:
+        if not isinstance(event, ComputeProgressed):
             return None
         if not self.shape.keeps_grads:
-            is_bad = (event.step, event.grads[0].block) in self.bad
+            is_bad = bool(event.grads) and (event.step, event.grads[0].block) in self.bad
             text = (
                 f"a gradient of step {event.step} is not finite.*; step {self.committed} is the last that was committed"
             )
