@@ -110,6 +110,18 @@ def test_rank_that_is_behind_begins_the_step_that_another_has_begun_with_a_full_
     world.check_end()
 
 
+@pytest.mark.parametrize("keeps_grads", [False, True])
+def test_step_ends_after_the_losses_of_all_ranks_are_reported(keeps_grads: bool) -> None:
+    """A slow report of one rank may be the last, after those of all gradients and updates."""
+    world = begun(total_steps=1, keeps_grads=keeps_grads)
+    deliver_all_but(world, "compute 3")
+    assert world.captured[-1] == 0
+    assert world.committed == 0
+    deliver_all_but(world)
+    world.check_end()
+    assert world.captured[-1] == 1
+
+
 def test_commits_are_reported_to_the_worker_that_offloads_gradients() -> None:
     world = begun(num_groups=4, keeps_grads=True, spilled_blocks=frozenset({1}))
     assert world.grads_worker == GPU_1
