@@ -1,16 +1,16 @@
 """The scheduler's core: events in, instructions out. No clock, no I/O, no Ray.
 
-It grants operations to the ranks, the job's GPU workers, and it lets the actors update a step. Within that the workers decide. Their queues for gradient
-offloads and updates (`worker_queues.py`) are ordered by (step, block), smallest first. So the next forward pass begins
-while later blocks are still being updated.
+It grants operations to the ranks, which are the job's GPU workers, and it lets the actors update a step. Within that
+the workers decide. Their queues for gradient offloads and updates (`worker_queues.py`) are ordered by (step, block),
+smallest first. So the next forward pass begins while later blocks are still being updated.
 Source: AutoHete, section 3.3.
 
 The forward pass of block i in step t+1 waits only for the update of block i in step t. With clipping or loss scaling,
 updates wait for all gradients and then run in forward order.
-
-Each rank has its own part of the program (`rank_queue.py`), and may be ahead of the others. All ranks wait at an export,
-and at an evaluation whose result can change what comes next.
 For comparisons, queues can be in order of arrival, and steps can run without overlap (`block_queue.py`).
+
+Each rank has its own operations (`rank_queue.py`), and may be ahead of the others. All ranks wait at an export, and for
+an evaluation whose result can request a checkpoint or end the job.
 """
 
 import math
@@ -109,7 +109,7 @@ class Pipeline:
         first_step = max(self.committed, 0) + 1
         self._ranks = {actor: RankQueue(config, rank, first_step) for rank, actor in enumerate(config.gpu_workers)}
         self._passed_sums = PassedSums()
-        self._early_grads: list[GradReady] = []  # gradients of heads, of whose group's losses not all are reported
+        self._early_grads: list[GradReady] = []  # gradients of the head, before all losses of their step are reported
         self._steps: dict[int, _StepUpdates] = {}
         self._updating: list[BlockInStep] = []  # blocks whose updates will be added to the pending replies
         # The actors that still have to read their resident states. They are asked to before the first operation.

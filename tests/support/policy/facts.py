@@ -387,7 +387,7 @@ class Facts(Expected):
             self.offload(self.offload_order.offload_finished())
 
     def _count_gradient(self, grad: GradReady) -> None:
-        """Lets the report of a gradient count, once all losses are known. A skipped step has no updates, so it is over."""
+        """Lets a gradient count, once all losses are known. A skipped step has no updates, so it is over."""
         step, key = grad.step, (int(grad.step), int(grad.block))
         heads = [each for each in self.computed if each[:2] == (step, Phase.HEAD)]
         if grad.block == self.shape.num_blocks - 1 and len(heads) < self.shape.num_groups:

@@ -399,7 +399,7 @@ class World(Facts):
             self._check_end_of(worker, last)
 
     def _check_end_of(self, worker: ActorName, last: int) -> None:
-        """Checks that a GPU worker has computed all of its operations in order, and that it was there at all exports."""
+        """Checks that a GPU worker has computed all its operations in order, and that it was there at all exports."""
         planned, num_issued = self.expected_of(worker), self.num_issued[worker]
         expected = planned[:num_issued]
         if self.stopped_at is None:

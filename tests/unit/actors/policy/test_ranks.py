@@ -143,7 +143,7 @@ def test_export_waits_for_the_evaluation_of_every_rank() -> None:
 
 @pytest.mark.parametrize("num_evaluation_groups", [1, 2, 3])
 def test_no_rank_begins_a_step_before_an_evaluation_has_decided(num_evaluation_groups: int) -> None:
-    """Whether it has a part in the evaluation or not."""
+    """It waits with or without a part in the evaluation."""
     options: dict[str, Any] = {"num_evaluation_groups": num_evaluation_groups, "evaluate_every": 1}
     world = begun(evaluation_decides=True, max_prefetched=4, **options)
     last = 10 + 3 * num_evaluation_groups
@@ -225,7 +225,7 @@ def test_reports_of_another_rank_are_refused() -> None:
 def test_lost_report_names_its_rank() -> None:
     pipeline = Pipeline(make_shape(num_ranks=2, num_groups=2), TrainerState(scales_loss=False), Step(0))
     _, second = grants(pipeline.start(0.0))
-    with pytest.raises(UnexpectedEventError, match="^gpu-1 finished the forward of block 1 in step 1, and not the"):
+    with pytest.raises(UnexpectedEventError, match=r"^gpu-1 finished the forward of block 1 in step 1, and not the"):
         pipeline.handle(computed(second.operations[1], GPU_1), 0.0)
 
 
