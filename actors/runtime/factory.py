@@ -1,6 +1,5 @@
 """Starts the actors of a job by name. Each imports only the modules that it needs: an SSD server never loads torch."""
 
-import copy
 import functools
 import importlib
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ _MODULES = {
 class LocalOptions:
     """The options of actors that all run in one process."""
 
-    partition: Any  # the model's `Partition`
+    partitions: tuple[Any, ...]  # a model's `Partition` for each GPU worker, because each installs params in its own
     devices: tuple[str, ...]  # that compute, one for each GPU worker
     poison_released: bool  # fill released buffers with NaN, for tests
     direct: bool  # False for file systems without O_DIRECT
@@ -109,9 +108,7 @@ def start_actor(
     options: dict[str, Any] = {"rank": index} if index else {}
     if local is not None:
         options |= {"device": local.devices[index], "poison_released": local.poison_released}
-        # Each installs params in a model of its own.
-        partition = local.partition if index == 0 else copy.deepcopy(local.partition)
-        return GpuWorker(context, partition, send, **options)
+        return GpuWorker(context, local.partitions[index], send, **options)
     device = compute_device(uses_gpu=uses_gpu)
     if device.type == "cpu":
         retain_freed_memory()
