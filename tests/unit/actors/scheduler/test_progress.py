@@ -14,6 +14,7 @@ from windlass.actors.messages import (
     KernelChosen,
     LoadProgressed,
     Loss,
+    ModelKernelsChosen,
     Phase,
 )
 from windlass.actors.policy.pending_replies import UnexpectedEventError
@@ -62,7 +63,9 @@ def test_progress_with_groups_in_any_order_tells_the_evaluation_loss_of_one_work
 
 def test_progress_told_an_evaluation_group_twice_refuses_it(stage: Stage) -> None:
     stage.scheduler._progress.note(loss(Phase.EVALUATE_HEAD, 1, 2))
-    with pytest.raises(UnexpectedEventError, match="loss of group 2 in the evaluation of step 1 a second time"):
+    with pytest.raises(
+        UnexpectedEventError, match="gpu-0 reported the loss of group 2 in the evaluation of step 1 a second time"
+    ):
         stage.scheduler._progress.note(loss(Phase.EVALUATE_HEAD, 1, 2))
 
 
@@ -86,6 +89,15 @@ def test_kernel_message_of_gpu_worker_says_device(stage: Stage) -> None:
         "The device updates with the compiled kernel",
         "The actor optimizer-0 updates with the compiled kernel",
     ]
+
+
+def test_kernel_message_of_one_of_several_gpu_workers_says_which(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, num_ranks=2, training={"num_microbatches": 2})
+    for actor in ("gpu-0", "gpu-1"):
+        kernels = ModelKernelsChosen(job=stage.spec.job, step=Step(0), actor=ActorName(actor), kernels=("a", "b"))
+        stage.scheduler._progress.note(kernels)
+    told = [record.message for record in journal_of(stage.spec) if "computes" in record.message]
+    assert told == ["GPU 0 computes with a and b", "GPU 1 computes with a and b"]
 
 
 def test_load_progress_is_reported_at_intervals(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
