@@ -88,13 +88,15 @@ class Arena:
                 fd,
                 nbytes,
                 huge_budget_s=_HUGE_PAGES_BUDGET_S if huge_pages else 0.0,
-                node=None if node is None else NumaNode.for_memory(node, nbytes),
+                node=None if node is None else _node_for_arena(node, path, nbytes),
             )
             os.posix_fallocate(fd, 0, nbytes)  # the pages that are missing: fails now rather than at an access
             mapping = mmap.mmap(fd, nbytes)  # keeps a duplicate of the descriptor, and with it the lock
         except BaseException as error:
             path.unlink(missing_ok=True)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                with suppress(OSError):
+                    os.truncate(fd, 0)  # frees the pages that were allocated, which would count as used
                 free = directory_free_nbytes(path.parent)
                 advice = "something else took the room just now: lower the job's host memory budget"
                 raise InsufficientSpaceError(
@@ -263,6 +265,27 @@ def _create_locked(path: Path) -> int:
         if os.fstat(fd).st_nlink:
             return fd
         os.close(fd)  # `remove_leftovers` removed it before it was locked
+
+
+def _node_for_arena(number: int, path: Path, nbytes: int) -> NumaNode:
+    """Looks at the NUMA node of an arena that is to be allocated beside those that other jobs create meanwhile.
+
+    The file must have its size, so that of two arenas that are created together at least one counts the other.
+    """
+    # First, because what another one allocates in between is then counted twice rather than not at all.
+    others_nbytes = _unallocated_nbytes(path)
+    return NumaNode.for_memory(number, nbytes + others_nbytes)
+
+
+def _unallocated_nbytes(path: Path) -> int:
+    """Returns the bytes that the other arenas in the directory of `path` have yet to allocate."""
+    nbytes = 0
+    for other in path.parent.glob("windlass-*.arena"):
+        with suppress(FileNotFoundError):  # its job has just ended
+            if other != path:
+                facts = other.stat()
+                nbytes += max(0, facts.st_size - facts.st_blocks * 512)
+    return nbytes
 
 
 def _remove_if_unlocked(path: Path) -> bool:
