@@ -26,6 +26,7 @@ from windlass.actors.job import (
     JobContext,
     JobSpec,
     Journal,
+    append_error,
     optimizer_index,
 )
 from windlass.actors.lifecycle import (
@@ -46,6 +47,7 @@ from windlass.actors.runtime.outbox import Outbox
 from windlass.actors.runtime.sockets import MessageClient, MessageServer
 from windlass.actors.runtime.start_up import (
     START_DEADLINE_S,
+    WORKER_DEADLINE_S,
     create_arena,
     plan_attempt,
     start_actors,
@@ -267,7 +269,7 @@ class Runner:
             detail = traceback.format_exc()
             self._note_error(detail)
             if self._is_over:
-                return  # the journal has the outcome, and this error is one of the clean-up
+                return  # the journal has the outcome, and this error is one of the actors' stop
             # Ray wraps an actor's exception; its cause is the one to show to the user.
             cause = getattr(error, "cause", None) or error
             was_lost = isinstance(cause, ActorLostError | TimeoutError | ray.exceptions.RayActorError)
@@ -284,11 +286,7 @@ class Runner:
 
     def _note_error(self, text: str) -> None:
         """Appends an error to the job's file of errors."""
-        with (
-            contextlib.suppress(OSError),
-            Path(self.spec.job_dir, "error.txt").open("a") as file,
-        ):  # the disk may be full
-            file.write(f"{text}\n")
+        append_error(Path(self.spec.job_dir), self.spec.attempt, text)
 
     def _tell_end(self, status: str, message: str, error: dict[str, Any] | None = None) -> None:
         """Writes the attempt's last record. If the disk stays full too long, the attempt ends without one.
@@ -312,19 +310,18 @@ class Runner:
         spec = self.spec
         layout = ModelLayout.from_json(Path(spec.layout_file).read_text())
         context = plan_attempt(spec, layout)
-        # An error of one clean-up does not keep the others from being done.
         with contextlib.ExitStack() as ending:
             arenas = ending.enter_context(contextlib.ExitStack())  # ends last, because workers use the arena
             mailbox = MessageServer(self._post)
             has_gpus = num_gpus_here() > 0
             group = device_here(has_gpus=has_gpus)
-            ending.callback(remove_placement_group, group)
+            ending.callback(self._clean_up, remove_placement_group, group)
             ending.callback(self._kill_workers)
             self._await_device(group)
             addresses = self._make_workers(context, group, has_gpus=has_gpus) | {SCHEDULER: mailbox.address}
-            arena = create_arena(context, self._gpu_node() if has_gpus else None)
-            arenas.callback(arena.unlink)
-            arenas.callback(arena.close)
+            arena = create_arena(context, self._gpu_node() if has_gpus else None, self._check_stop)
+            arenas.callback(self._clean_up, arena.unlink)
+            arenas.callback(self._clean_up, arena.close)
             commit = self._start_workers(addresses)
             outbox = Outbox(MessageClient(addresses).deliver)
             outcome = self._make_scheduler(context, outbox.send, commit).run()
@@ -350,9 +347,18 @@ class Runner:
                 self._note_error(f"{stops[reference]} did not stop cleanly: {error}")
 
     def _kill_workers(self) -> None:
-        with contextlib.ExitStack() as ending:
-            for handle in self._workers.values():
-                ending.callback(ray.kill, handle)
+        for handle in reversed(self._workers.values()):
+            self._clean_up(ray.kill, handle)
+
+    def _clean_up(self, action: Callable[..., object], *arguments: object) -> None:
+        """Does one part of the clean-up. Its error goes to the file of errors.
+
+        So it neither keeps other parts from being done, nor takes the place of the error that ended the attempt.
+        """
+        try:
+            action(*arguments)
+        except Exception:  # noqa: BLE001 - see above
+            self._note_error(traceback.format_exc())
 
     def _await_device(self, group: Any) -> None:
         until_s = time.monotonic() + START_DEADLINE_S
@@ -389,7 +395,10 @@ class Runner:
 
     def _gpu_node(self) -> int | None:
         """Returns the NUMA node near the GPU that Ray gave to the GPU worker; None on a machine with one node."""
-        return self._call([GPU_WORKER], "gpu_node")[GPU_WORKER] if has_several_nodes() else None
+        if not has_several_nodes():
+            return None
+        # The worker answers once it has imported PyTorch, which may take minutes from a slow disk.
+        return self._call([GPU_WORKER], "gpu_node", deadline_s=WORKER_DEADLINE_S)[GPU_WORKER]
 
     def _start_workers(self, addresses: Mapping[ActorName, str]) -> CommitRecord | None:
         """Starts the actors of all workers; returns the commit from which the job resumes."""

@@ -7,7 +7,7 @@ import re
 import stat
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,12 +67,21 @@ class Arena:
         self._mapping: mmap.mmap | None = mapping
 
     @classmethod
-    def create(cls, path: Path | str, nbytes: int, *, huge_pages: bool = True, node: int | None = None) -> "Arena":
+    def create(
+        cls,
+        path: Path | str,
+        nbytes: int,
+        *,
+        huge_pages: bool = True,
+        node: int | None = None,
+        check_stop: Callable[[], None] | None = None,
+    ) -> "Arena":
         """Creates the file and allocates all of its memory, so that no later access fails for lack of memory.
 
         It uses huge pages if the kernel can; `huge_pages=False` keeps small pages, for measurements. `node` is the NUMA
         node that the memory should be on, as far as there is room. The creator's page tables stay empty, because it
-        hardly touches the bytes.
+        hardly touches the bytes. `check_stop` is called again and again meanwhile. An error that it raises ends the
+        creation, and the file is removed.
 
         Raises:
             InsufficientSpaceError: the directory or the memory cannot hold it; the file is removed.
@@ -89,6 +98,7 @@ class Arena:
                 nbytes,
                 huge_budget_s=_HUGE_PAGES_BUDGET_S if huge_pages else 0.0,
                 node=None if node is None else _node_for_arena(node, path, nbytes),
+                check_stop=check_stop,
             )
             os.posix_fallocate(fd, 0, nbytes)  # the pages that are missing: fails now rather than at an access
             mapping = mmap.mmap(fd, nbytes)  # keeps a duplicate of the descriptor, and with it the lock

@@ -23,7 +23,7 @@ def made_on(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Ends a start where it would make the arena. Returns the list to which the arena's node is added."""
     nodes: list[int | None] = []
 
-    def create(path: str, nbytes: int, *, node: int | None) -> Any:
+    def create(path: str, nbytes: int, *, node: int | None, check_stop: None) -> Any:
         nodes.append(node)
         raise ArenaMade
 
@@ -51,8 +51,9 @@ def test_gpu_worker_is_asked_for_its_node_where_there_are_several(
     runner = Runner(make_spec(tmp_path / "job"))
     calls: list[tuple[object, ...]] = []
 
-    def call(*arguments: object) -> dict[str, int]:
+    def call(*arguments: object, deadline_s: float) -> dict[str, int]:
         calls.append(arguments)
+        assert deadline_s == start_up.WORKER_DEADLINE_S, "the worker imports PyTorch first"
         return {GPU_WORKER: 1}
 
     monkeypatch.setattr(runner, "_call", call)
