@@ -43,7 +43,8 @@ def allocate_pages(
     Pages stay missing if the kernel is older than 5.14, or if there is no room. So `posix_fallocate` must follow: it
     allocates them, or fails.
 
-    Each thread calls `check_stop` before each stride, and ends if it raises. The error is raised here when all have ended.
+    Each thread calls `check_stop` before each stride, and ends with the error that it raises. The error is raised here
+    when all have ended.
 
     Returns:
         The bytes that are in huge pages for sure; 0 if the kernel cannot.
