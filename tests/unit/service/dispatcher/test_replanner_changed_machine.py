@@ -40,7 +40,7 @@ def machine(read_gb_per_s: float) -> Hardware:
     )
 
 
-def store_request(stage: Stage, job_id: str, hardware: Hardware, asked: WindlassSettings = WindlassSettings()) -> None:
+def store_request(stage: Stage, job_id: str, hardware: Hardware, asked: WindlassSettings | None = None) -> None:
     """Stores the request of the job's first plan."""
     job = stage.job(job_id)
     data = {"num_examples": 10, "num_validation_examples": 2, "num_targets": 60}
@@ -50,7 +50,7 @@ def store_request(stage: Stage, job_id: str, hardware: Hardware, asked: Windlass
         hardware,
         MachineResources(num_cores=4, num_gpus=0),
         model_dir=stage.settings.models_dir / job.model,
-        asked=asked,
+        asked=asked or WindlassSettings(),
         training=training,
     )
     path = job_dir(stage.settings, job_id) / "prepare" / QUESTION_FILE
