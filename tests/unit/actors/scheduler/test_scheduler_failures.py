@@ -47,7 +47,7 @@ def test_a_failure_ends_the_job_and_names_the_actor(stage: Stage) -> None:
     assert outcome["status"] == "failed"
     assert outcome["error"] == {"code": "training_failed", "message": "optimizer-1: no room", "param": None}
     assert outcome["model_dir"] is None
-    assert Path(stage.spec.job_dir, "error.txt").read_text() == "optimizer-1\nTraceback"
+    assert Path(stage.spec.job_dir, "error.txt").read_text() == "attempt 2: optimizer-1\nTraceback\n"
 
 
 def test_an_actor_that_is_gone_ends_the_job(stage: Stage) -> None:
@@ -209,7 +209,7 @@ def test_timeout_in_an_actor_ends_the_attempt(stage: Stage) -> None:
     outcome = stalled_by(stage, failure("gpu-0", "TimeoutError: a lock is held", FailureKind.STALLED))
     assert (outcome["status"], outcome["error"]["code"]) == (INTERRUPTED, "training_stalled")
     assert outcome["error"]["message"] == "gpu-0: TimeoutError: a lock is held"
-    assert Path(stage.spec.job_dir, "error.txt").read_text() == "gpu-0\nTraceback"
+    assert Path(stage.spec.job_dir, "error.txt").read_text() == "attempt 2: gpu-0\nTraceback\n"
 
 
 @pytest.mark.parametrize(
