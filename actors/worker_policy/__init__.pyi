@@ -18,6 +18,8 @@ from windlass.actors.worker_policy.ranks import ends_rank as ends_rank
 from windlass.actors.worker_policy.ranks import num_ranks_in_round as num_ranks_in_round
 from windlass.actors.worker_policy.ranks import rank_of as rank_of
 from windlass.actors.worker_policy.ranks import round_of as round_of
+from windlass.actors.worker_policy.worker_queues import GRANTED_AHEAD as GRANTED_AHEAD
+from windlass.actors.worker_policy.worker_queues import REPORT_EVERY as REPORT_EVERY
 from windlass.actors.worker_policy.worker_queues import ComputeReports as ComputeReports
 from windlass.actors.worker_policy.worker_queues import GradReleases as GradReleases
 from windlass.actors.worker_policy.worker_queues import OffloadQueue as OffloadQueue
