@@ -1,9 +1,9 @@
-"""Installs kernels of other packages into a model for a GPU: FlashAttention 2, and Liger's norms and MLPs.
+"""Lists kernels for a GPU, and installs FlashAttention 2 and Liger's norms and MLPs into a model.
 
 They are installed into one model after its partition on the meta device, where they cannot run. Other models of the
-process are not affected. Two of Liger's kernels are not used. Its rotary embedding can be replaced only for the whole
-process, and it writes into its inputs. Its cross-entropy is not needed, because windlass computes it by slices of
-tokens.
+process are not affected. Liger's rotary embedding is not used: it can be replaced only for the whole process, and it
+writes into its inputs. The kernels of the head are not installed into the model, because `BlockRunner` computes the
+loss by slices of tokens, and launches them itself.
 Sources: liger_kernel.transformers.monkey_patch; transformers, `set_attn_implementation`.
 """
 
@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from transformers.utils import is_flash_attn_2_available
 
+from windlass.engine.device import TORCH_DTYPE
+from windlass.engine.model.fused_loss import fused_loss_kernel
+from windlass.engine.model.grad_buffer import adds_products_in_fp32
 from windlass.engine.optimizer import KernelUnavailable
 from windlass.storage.ids import ModelKernel, Precision
 
@@ -23,7 +26,10 @@ _INSTEAD_OF_LIGERS = ("rope", "cross_entropy", "fused_linear_cross_entropy")
 
 
 def kernels_here(model: Any, precision: Precision, device: torch.device) -> tuple[ModelKernel, ...]:
-    """Lists the kernels that a transformers model can use on a device, by installed packages and the model's class."""
+    """Lists the kernels that a transformers model can use on a device.
+
+    They depend on installed packages, the version of PyTorch, and the model's class.
+    """
     kernels = []
     if device.type == "cuda":
         has_half = precision is not Precision.FP32
@@ -32,11 +38,16 @@ def kernels_here(model: Any, precision: Precision, device: torch.device) -> tupl
         with contextlib.suppress(KernelUnavailable):
             _liger_function(model)
             kernels.append(ModelKernel.LIGER)
+        with contextlib.suppress(KernelUnavailable):
+            fused_loss_kernel()
+            kernels.append(ModelKernel.LIGER_CROSS_ENTROPY)
+        if has_half and adds_products_in_fp32(TORCH_DTYPE[precision], device):
+            kernels.append(ModelKernel.FP32_PRODUCT)
     return tuple(kernels)
 
 
 def apply_kernels(model: Any, kernels: Collection[ModelKernel]) -> None:
-    """Installs kernels into the modules of a model. Its layers must not be replaced by stand-ins.
+    """Installs kernels into the modules of a model, without those of the head. Its layers must be in their places.
 
     Raises:
         KernelUnavailable: a kernel is not available here.
