@@ -21,6 +21,7 @@ from benchmarks.gpu_check.cases import ParityCase, SpeedCase, cases
 from benchmarks.gpu_check.report import report_lines
 from benchmarks.gpu_check.watch import host_waits
 from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_fp32_product import FakeFp32Product
 from tests.support.fake_liger import FakeLiger
 from windlass.actors.gpu_worker import kernel_selection
 from windlass.actors.gpu_worker import worker as gpu_worker
@@ -83,6 +84,25 @@ def test_both_sides_of_a_comparison_have_the_same_kernels(setting: Setting, monk
     table = "\n".join(report_lines(setting.results.read(), cases(), Path(), "tiny"))
     assert re.search(r"\| fused +\| liger +\|", table)
     assert re.search(r"\| fused +\| torch's +\|", table)
+
+
+def test_a_variant_has_the_kernels_of_the_head_in_slices(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs several micro-batches, because the sums of one need no product in fp32."""
+    liger, products = FakeLiger(), FakeFp32Product()
+    liger.install(monkeypatch)
+    products.install(monkeypatch)
+    kernels = (ModelKernel.LIGER, ModelKernel.LIGER_CROSS_ENTROPY, ModelKernel.FP32_PRODUCT)
+    monkeypatch.setattr(kernel_selection, "kernels_here", lambda *_: kernels)
+    monkeypatch.setattr(gpu_parity, "kernels_here", lambda *_: kernels)
+    only(monkeypatch, lambda each: not each.is_streamed)
+    result = run_case(ParityCase(Precision.BF16), setting)
+    runs = result.measured["runs"]
+    assert [run["reason"] for run in runs] == ["", ""]
+    assert [(run["model_kernels"], run["is_sliced"]) for run in runs] == [((), False), (kernels, True)]
+    assert result.measured["num_wrong"] == 0
+    num_of_checks, num_microbatches = 2, 2 * 2  # micro-batches of two steps
+    assert products.num_products > num_of_checks + num_microbatches  # because a micro-batch has several slices
+    assert liger.num_losses > 2 * num_of_checks + num_microbatches
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, pytest.param(Precision.FP32, marks=pytest.mark.long)])
