@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu_check import head as gpu_head
+from benchmarks.gpu_check import link as gpu_link
 from benchmarks.gpu_check import parity as gpu_parity
 from benchmarks.gpu_check import peak as gpu_peak
 from benchmarks.gpu_check import prediction
 from benchmarks.gpu_check import speed as gpu_speed
 from benchmarks.gpu_check.case import ResultsFile, Setting, run_case
-from benchmarks.gpu_check.cases import ParityCase, SpeedCase, cases
+from benchmarks.gpu_check.cases import LinkCase, ParityCase, SpeedCase, cases
 from benchmarks.gpu_check.report import report_lines
 from benchmarks.gpu_check.watch import host_waits
 from tests.support.fake_cuda import FakeCuda
@@ -138,6 +140,36 @@ def test_a_variant_of_each_precision_has_a_sliced_head(
     assert max(num_parts) > 1  # of a slice's loss, and of its gradient
     assert head_slices.num_slice_tokens(HeadSlices.LARGE, 128) == usual
     assert ", head in slices" in "\n".join(report_lines(setting.results.read(), cases(), Path(), "tiny"))
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_the_head_is_measured_with_each_of_its_kernels(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, is_broken: bool
+) -> None:
+    liger, products = FakeLiger(), FakeFp32Product()
+    liger.install(monkeypatch)
+    products.install(monkeypatch)
+    loss, product = ModelKernel.LIGER_CROSS_ENTROPY, ModelKernel.FP32_PRODUCT
+    monkeypatch.setattr(gpu_head, "kernels_here", lambda *_: (ModelKernel.LIGER, loss, product))
+    if is_broken:
+        liger.change_losses = lambda losses: losses.view(1, 1, 1)
+    rates = SimpleNamespace(h2d_bytes=1, d2h_bytes=1)
+    monkeypatch.setattr(gpu_link, "measure_rates", lambda *_, **__: rates)
+    monkeypatch.setattr(gpu_link, "_link", lambda _: {"h2d_gb_per_s": 1.0})
+    monkeypatch.setattr(gpu_link, "_hardware", lambda *_: {})
+    result = run_case(LinkCase(), setting)
+    runs = {run["kernels"]: run for run in result.measured["head"]["runs"]}
+    assert list(runs) == [(), (loss,), (product,), (loss, product)]
+    assert [kernels for kernels, run in runs.items() if run["reason"]] == [(loss,), (loss, product)] * is_broken
+    right = [run for run in runs.values() if not run["reason"]]
+    assert [len(run["head_s"]) for run in right] == [3] * len(right)
+    assert max(run["grad_difference"] for run in right) < 0.01  # other roundings to bf16
+    assert runs[product,]["grad_difference"] > 0.0 == runs[()]["grad_difference"]
+    assert products.num_products == (4 if is_broken else 8)
+    text = "\n".join(report_lines(setting.results.read(), cases(), Path(), "tiny"))
+    assert "The head alone, 64 tokens, vocabulary 128, hidden size 64, bf16:" in text
+    cells = r" +\| +\| RuntimeError: " if is_broken else r"\d"
+    assert re.search(r"\| liger_cross_entropy, fp32_product +\| " + cells, text)
 
 
 def test_parity_has_a_budget_so_that_the_worker_limits_the_gpu(
