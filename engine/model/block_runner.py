@@ -33,7 +33,7 @@ from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, summed_in_fp32
 from windlass.engine.model.epilogue_calls import EpilogueCalls
 from windlass.engine.model.fake_mode import fake_tensors
-from windlass.engine.model.fused_loss import add_fused_loss
+from windlass.engine.model.fused_kernels import add_fused_loss
 from windlass.engine.model.grad_buffer import GradBuffer, GradSink, LaneSums
 from windlass.engine.model.head_slices import (
     IGNORED_TARGET,

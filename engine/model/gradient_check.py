@@ -14,8 +14,7 @@ from windlass.engine.activations import ActivationStore, HostActivations
 from windlass.engine.device import TORCH_DTYPE, Device, TensorArena
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, in_words
 from windlass.engine.model.block_runner import BlockRunner, random_key
-from windlass.engine.model.fused_kernels import apply_kernels
-from windlass.engine.model.fused_loss import check_fused_loss
+from windlass.engine.model.fused_kernels import apply_kernels, check_fused_loss
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.head_slices import IGNORED_TARGET
 from windlass.engine.model.partition import Partition, UnsupportedArchitectureError, build_meta_model, find_layers

@@ -12,7 +12,7 @@ from windlass.engine.memory_estimate.dry_run import DryRun
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
 from windlass.engine.model import head_slices
 from windlass.engine.model.block_runner import BlockRunner
-from windlass.engine.model.fused_loss import add_fused_loss
+from windlass.engine.model.fused_kernels import add_fused_loss
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.head_slices import IGNORED_TARGET, LossSums, add_loss
 from windlass.engine.model.partition import Partition, build_meta_model
