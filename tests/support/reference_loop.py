@@ -1,6 +1,7 @@
 """The loop that the engine must equal: a job in plain PyTorch, with the whole model in memory."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,12 +111,12 @@ class _Fp32HeadGrads:
         logits = F.linear(hidden, self._head.weight.detach())
         if logits.requires_grad:
             factor = hidden.detach().flatten(0, -2).float()
-            logits.register_hook(lambda grad: self._note(grad.flatten(0, -2).float().t() @ factor))
+            logits.register_hook(functools.partial(self._note_product, factor))  # type: ignore[no-untyped-call]
         return logits
 
-    def _note(self, grad: torch.Tensor) -> None:
+    def _note_product(self, factor: torch.Tensor, grad: torch.Tensor) -> None:
         assert self._grad is None
-        self._grad = grad
+        self._grad = grad.flatten(0, -2).float().t() @ factor
 
 
 def _reversed(microbatch: MicroBatch) -> MicroBatch:
