@@ -23,7 +23,7 @@ _MODULES = {
 class LocalOptions:
     """The options of actors that all run in one process."""
 
-    partition: Any  # the model's `Partition`
+    partitions: tuple[Any, ...]  # a model's `Partition` for each GPU worker, because each installs params in its own
     devices: tuple[str, ...]  # that compute, one for each GPU worker
     poison_released: bool  # fill released buffers with NaN, for tests
     direct: bool  # False for file systems without O_DIRECT
@@ -108,7 +108,7 @@ def start_actor(
     options: dict[str, Any] = {"rank": index} if index else {}
     if local is not None:
         options |= {"device": local.devices[index], "poison_released": local.poison_released}
-        return GpuWorker(context, local.partition, send, **options)
+        return GpuWorker(context, local.partitions[index], send, **options)
     device = compute_device(uses_gpu=uses_gpu)
     if device.type == "cpu":
         retain_freed_memory()

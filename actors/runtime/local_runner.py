@@ -1,6 +1,7 @@
 """Runs all actors of a job in one process: for tests, for the GPU check, and for machines without Ray."""
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,7 +44,9 @@ def run_local(
     context = plan_attempt(spec, partition.layout, direct=direct, ssds=ssds)
     devices = (device,) * spec.num_ranks if isinstance(device, str) else tuple(device)
     arena = create_arena(context, node_of_all(memory_node(torch.device(each)) for each in devices))
-    options = LocalOptions(partition=partition, devices=devices, poison_released=poison_released, direct=direct)
+    # Before an actor changes the model.
+    partitions = (partition, *(copy.deepcopy(partition) for _ in range(1, spec.num_ranks)))
+    options = LocalOptions(partitions=partitions, devices=devices, poison_released=poison_released, direct=direct)
     actors: dict[ActorName, Any] = {}
     spaces: dict[ActorName, JobSpace] = {}  # of SSD servers that have not started
     early: list[Message] = []  # to the scheduler, before there is one

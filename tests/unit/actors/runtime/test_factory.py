@@ -58,7 +58,7 @@ def test_the_worker_of_a_gpu_gets_its_number(
 def test_each_gpu_worker_gets_its_rank_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, str]] = []
     monkeypatch.setattr(worker, "GpuWorker", lambda *_, rank=0, device, **__: made.append((rank, device)))
-    local = LocalOptions(partition=None, devices=("cuda:1", "cuda:3"), poison_released=False, direct=True)
+    local = LocalOptions(partitions=(None,) * 2, devices=("cuda:1", "cuda:3"), poison_released=False, direct=True)
     context: Any = SimpleNamespace()
     for rank in range(2):
         building.start_actor(gpu_worker_name(rank), context, None, print, local=local)
