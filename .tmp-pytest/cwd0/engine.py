@@ -1,0 +1,1 @@
+raise ImportError('a bare name was imported from the working directory')
