@@ -1,1 +1,0 @@
-raise ImportError('a bare name was imported from the working directory')
