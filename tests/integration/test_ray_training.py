@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,28 +276,6 @@ def test_two_jobs_at_once_have_a_gpu_each_that_only_their_workers_see(driver: Dr
 
     assert {each.pop("gpu-0") for each in seen} == {"0", "1"}
     assert seen == [{"optimizer-0": "", "ssd-0": "", "ssd-1": ""}] * 2
-
-
-def test_job_on_two_gpus_has_the_bits_of_one(driver: Driver, tmp_path: Path) -> None:
-    """Its GPU workers are processes that see a GPU each, and the server of params is one without torch."""
-    alone, ranks = (
-        replace(
-            make_spec(tmp_path / name, num_microbatches=4, total_steps=6, checkpoint_every=None), num_ranks=num_ranks
-        )
-        for name, num_ranks in (("ftjob-alone", 1), ("ftjob-ranks", 2))
-    )
-    for spec in (alone, ranks):
-        driver.start(spec)
-        outcome = driver.await_end(spec)
-        assert outcome["status"] == "succeeded", outcome
-        assert leftovers_of(spec) == []
-    assert losses_of(ranks) == losses_of(alone)
-    assert metrics_of(ranks, "grad_norm") == metrics_of(alone, "grad_norm")
-    models = (Path(spec.output_dir, "model.safetensors").read_bytes() for spec in (alone, ranks))
-    assert len(set(models)) == 1
-    seen = dict(visible_gpus(Path(ranks.job_dir)))
-    assert {seen.pop("gpu-0"), seen.pop("gpu-1")} == {"0", "1"}
-    assert seen == dict.fromkeys(("optimizer-0", "params-0", "ssd-0", "ssd-1"), "")
 
 
 @pytest.mark.long
