@@ -70,10 +70,9 @@ from windlass.actors.messages import (
     UpdateStep,
     UserMessage,
 )
-from windlass.actors.params import ParamServer
-from windlass.actors.policy import ComputeReports, OperationWindow, ends_rank
-from windlass.actors.ssd import SsdClient
+from windlass.actors.ssd import ParamServer, SsdClient
 from windlass.actors.timeline import SpanRecorder
+from windlass.actors.worker_policy import ComputeReports, OperationWindow, ends_rank
 from windlass.engine.data import MicroBatch, PreparedDataset
 from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, release_team, with_index
 from windlass.engine.memory_estimate import ActivationNeedUnknownError, DeviceNeedUnknownError

@@ -14,7 +14,7 @@ from windlass.storage.store import CommitRecord, JobSpace
 _MODULES = {
     ActorKind.SSD_SERVER: ("windlass.actors.ssd.server",),
     ActorKind.OPTIMIZER: ("windlass.actors.optimizer.worker",),
-    ActorKind.PARAM_SERVER: ("windlass.actors.params.server",),
+    ActorKind.PARAM_SERVER: ("windlass.actors.ssd.param_server",),
     ActorKind.GPU_WORKER: ("windlass.actors.gpu_worker.worker", MODELS_MODULE),
 }
 
@@ -100,7 +100,7 @@ def start_actor(
         start_model_worker = functools.partial(ModelProcess, context) if local is None else None
         return CpuOptimizer(name, index, context, send, start_model_worker=start_model_worker)
     if kind is ActorKind.PARAM_SERVER:
-        from windlass.actors.params import ParamServer
+        from windlass.actors.ssd import ParamServer
 
         return ParamServer(name, context, send)
     from windlass.actors.gpu_worker import GpuWorker

@@ -9,9 +9,9 @@ import torch
 
 from windlass.actors.gpu_worker import worker
 from windlass.actors.job.context import GPU_WORKER, PARAM_SERVER, gpu_worker_name, optimizer_name, ssd_name
-from windlass.actors.params import server
 from windlass.actors.runtime import factory as building
 from windlass.actors.runtime.factory import LocalOptions, import_for, stop_actor
+from windlass.actors.ssd import param_server
 from windlass.engine.device import device_choice, malloc
 from windlass.engine.model import partition
 from windlass.storage.ids import ActorName, Formats, Precision, StatePrecision
@@ -25,7 +25,7 @@ MODELS = "transformers.modeling_utils"
         (ssd_name(1), ["windlass.actors.ssd.server"]),
         (GPU_WORKER, ["windlass.actors.gpu_worker.worker", MODELS]),
         (optimizer_name(0), ["windlass.actors.optimizer.worker"]),
-        (PARAM_SERVER, ["windlass.actors.params.server"]),
+        (PARAM_SERVER, ["windlass.actors.ssd.param_server"]),
     ],
 )
 def test_actors_import_their_modules_and_the_one_that_computes_also_models(
@@ -69,7 +69,7 @@ def test_each_gpu_worker_gets_its_rank_and_device(monkeypatch: pytest.MonkeyPatc
 
 def test_param_server_is_started_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[object, ...]] = []
-    monkeypatch.setattr(server, "ParamServer", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(param_server, "ParamServer", lambda *arguments: made.append(arguments))
     context: Any = SimpleNamespace()
     building.start_actor(PARAM_SERVER, context, None, print)
     assert made == [(PARAM_SERVER, context, print)]
