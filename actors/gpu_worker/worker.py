@@ -175,7 +175,8 @@ class GpuWorker:
             self._announce(f"{gib:.1f} GiB of host memory registered with CUDA: {seconds / gib:.2f} s a GiB")
 
     def _prepare_model(self) -> None:
-        if kernels := choose_kernels(self.context, self.partition, self.device.device, self._announce):
+        kernels = choose_kernels(self.context, self.partition, self.device.device, self._announce)
+        if kernels:
             chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
             self.send(SCHEDULER, chosen)
         release_device_memory(self.device.device)  # of the check of the kernels, which this thread has computed
@@ -194,6 +195,7 @@ class GpuWorker:
             store=self._activations,
             head_slices=self.hyper.head_slices,
             lanes=self.hyper.lane_division if self.hyper.lanes > 1 else None,
+            kernels=kernels,
         )
         self._threads.resources.callback(self.runner.forget)
 
