@@ -113,6 +113,14 @@ def test_plan_with_lanes_has_a_micro_batch_for_each(shape: Path, home: Path) -> 
     assert " --set num_microbatches=3 --set sequence_length=64 --set lanes=3" in run(*job).output
 
 
+def test_plan_of_several_gpus_has_a_micro_batch_for_each(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "a100-40g-server", *JOB, "--gpus", "3")
+    result = run(*job)
+    assert result.exit_code == 0, result.output
+    assert " --set num_microbatches=3 --set sequence_length=64 --set gpus=3\n" in result.output
+    assert " --set lanes=1 --set gpus=3\n" in run(*job, "--lanes", "1").output
+
+
 def test_another_number_of_microbatches_than_a_jobs_own_is_told(shape: Path, home: Path) -> None:
     job = ("--model", str(shape), "--hardware", "rtx4090-server", "--batch-size", "8", "--seq-len", "64")
     result = run(*job)
@@ -175,6 +183,15 @@ def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
         (
             ("--model", "{shape}", "--hardware", "rtx4090-server", "--lanes", "2", "--find", "largest-batch"),
             "--lanes: the largest batch is one micro-batch",
+        ),
+        (
+            ("--model", "{shape}", "--hardware", "memascend-1", "--gpus", "3"),
+            "--gpus: windlass.gpus is 3, and the machine",
+        ),
+        (("--model", "{shape}", "--hardware", "a100-40g-server", "--gpus", "5"), "5 GPUs for at most 4 micro-batches"),
+        (
+            ("--model", "{shape}", "--hardware", "a100-40g-server", "--gpus", "2", "--find", "largest-batch"),
+            "--gpus: the largest batch is one micro-batch",
         ),
         (("--model", "{shape}", "--hardware", "{shape}/.."), "shape.yaml/.."),
         (("--model", "{folder}", "--hardware", "rtx4090-server"), "config of folder cannot be used"),

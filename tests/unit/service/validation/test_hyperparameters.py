@@ -226,6 +226,48 @@ def test_more_lanes_than_the_data_gives_micro_batches_are_refused(asked: dict[st
         resolve(settings({"lanes": 6, **asked}), num_examples=5)
 
 
+@pytest.mark.parametrize(
+    ("asked", "lanes", "num_microbatches"),
+    [
+        ({"gpus": 2}, 2, 2),
+        ({"gpus": 5}, 5, 5),  # each GPU computes a micro-batch at least
+        ({"gpus": 4, "lanes": 1}, 1, 4),
+        ({"gpus": 2, "lanes": 3, "num_microbatches": 4}, 3, 4),
+        ({"gpus": 4, "accumulation_precision": "bf16"}, 1, 4),  # lanes are summed in fp32
+    ],
+)
+def test_gpus_give_the_lanes_and_enough_micro_batches(asked: dict[str, Any], lanes: int, num_microbatches: int) -> None:
+    resolved = resolve(settings(asked), num_examples=100)
+    assert (resolved.lanes, resolved.num_microbatches) == (lanes, num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"gpus": 9, "batch_size": 8}, "windlass.gpus is 9, but a batch has only 8 examples: each GPU needs"),
+        ({"gpus": 3, "num_microbatches": 2}, "windlass.gpus is 3, but num_microbatches is 2: each GPU needs"),
+    ],
+)
+def test_more_gpus_than_micro_batches_are_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(TooFewMicrobatchesError, match=message) as refused:
+        settings(asked)
+    assert refused.value.param == "windlass.gpus"
+
+
+def test_more_gpus_than_the_data_gives_micro_batches_are_refused() -> None:
+    with pytest.raises(
+        TooFewMicrobatchesError, match="gpus is 6, and 5 training examples give batches of 5"
+    ) as refused:
+        resolve(settings({"gpus": 6}), num_examples=5)
+    assert refused.value.param == "windlass.gpus"
+
+
+@pytest.mark.parametrize("gpus", [0, 17, 1.5, "2", None])
+def test_number_of_gpus_is_limited(gpus: Any) -> None:
+    with pytest.raises(ValueError, match="gpus"):
+        settings({"gpus": gpus})
+
+
 def test_a_small_batch_has_no_empty_microbatches() -> None:
     resolved = resolve(settings({"num_microbatches": 8}), num_examples=3)
     assert (resolved.batch_size, resolved.num_microbatches) == (3, 3)
