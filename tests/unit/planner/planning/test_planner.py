@@ -245,7 +245,7 @@ def test_with_more_host_memory_a_job_that_fits_still_fits_and_is_hardly_slower()
     """Swapped activations are on the GPU until they are copied out: with more space to swap to, fewer may fit there."""
     config = config_of_shape(ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000), num_tokens=512)
     small = Hardware(
-        gpus=Gpus(count=1, memory_gib=(reserved_nbytes(GIB // 2) + DRIVER_NBYTES) / GIB, tflops=20),
+        gpus=Gpus(count=1, memory_gib=(reserved_nbytes(5 * GIB // 4) + DRIVER_NBYTES) / GIB, tflops=20),
         host=Host(memory_gib=6.0, memory_gb_per_s=40, adam_params_per_s=1e9),
         pcie=Pcie(h2d_gb_per_s=12, d2h_gb_per_s=12),
         ssds=Ssds(count=2, read_gb_per_s=8, write_gb_per_s=8, capacity_gib=100),
