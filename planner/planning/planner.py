@@ -299,7 +299,7 @@ class Profiles:
         question = self._question
         device = torch.device("cuda", 0) if question.has_gpu else torch.device("cpu")
         num_microbatches = -(-question.training.batch_size // profile.num_examples)
-        sums_grads = num_microbatches > 1
+        sums_grads, has_lanes = num_microbatches > 1, question.training.lanes > 1
         training = replace(question.training, num_microbatches=num_microbatches, lanes=1)
 
         def measure() -> MeasuredBlocks:
@@ -309,6 +309,7 @@ class Profiles:
                 training.precision,
                 device,
                 sums_grads=sums_grads,
+                has_lanes=has_lanes,
                 grad_precision=training.grad_precision,
                 head_slices=training.head_slices,
             )
@@ -318,6 +319,7 @@ class Profiles:
             "shape": (profile.num_examples, profile.num_tokens),
             "precision": training.precision,
             "sums_grads": sums_grads,
+            "has_lanes": has_lanes,
             "grad_precision": training.grad_precision,
             "head_slices": training.head_slices,
             "device": device.type,
