@@ -262,7 +262,8 @@ class StepCosts:
             round_s = numel / speeds.device_rounded_params if job.read_itemsize < job.state_itemsize else 0.0
             seconds[Part.FORWARD] = uses_forward * round_s
             seconds[Part.BACKWARD] = numel / speeds.device_params + uses_backward * round_s + lanes_s
-            seconds[Part.D2H_BACKWARD] = numel * job.read_itemsize / COMMIT_EVERY / speeds.d2h_bytes
+            # All states: params that are not resident there are rounded on the device, and copied too.
+            seconds[Part.D2H_BACKWARD] = numel * job.state_itemsize / COMMIT_EVERY / speeds.d2h_bytes
             device = numel * (job.read_itemsize + self.num_flats * job.grad_itemsize)
             return self._way(seconds, device=device, in_transit=self._transit_nbytes)
         uses_forward, uses_backward = self._uses(block)

@@ -9,6 +9,7 @@ from tests.support.planner.profiles import make_job, make_speeds
 from windlass.engine.memory_plan.block_buffers import BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import param_buffers
 from windlass.engine.memory_plan.memory_tier import MemoryTier
+from windlass.engine.memory_plan.plan import COMMIT_EVERY
 from windlass.planner.solver.step_cost import TIER_INDEX, Limits, Part, StateTier, StepCosts
 
 PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
@@ -93,6 +94,14 @@ def test_lanes_take_the_time_of_adding_and_the_room_of_sums_that_groups_cut(
     assert of_sums == options[0].nbytes[TIER_INDEX[host]]
     more = lanes._always_on_device() - plain._always_on_device()
     assert more >= 4 * (EMBEDDING_NUMEL + max(block.numel for block in lanes.job.model.blocks[1:]))
+
+
+def test_states_on_the_device_are_copied_out_for_a_commit_with_their_params() -> None:
+    costs = costs_of(group_size=4, is_tied=False, is_own_size=True)
+    seconds = dict(zip(Part, costs._state_option(0, StateTier.DEVICE).seconds, strict=True))
+    assert (costs.job.read_itemsize, costs.job.state_itemsize) == (12, 14)
+    flushed_s = 14 * EMBEDDING_NUMEL / COMMIT_EVERY / costs.speeds.d2h_bytes
+    assert seconds[Part.D2H_BACKWARD] == pytest.approx(flushed_s)
 
 
 @pytest.mark.parametrize("tier", [StateTier.DEVICE, StateTier.HOST])
