@@ -93,8 +93,6 @@ def plan(
         )
     if lanes > (most := num_microbatches or batch_size):
         raise CommandError(f"--lanes: {lanes} lanes of at most {most} micro-batches; each has at least one")
-    if lanes > 1 and find is Goal.LARGEST_BATCH:
-        raise CommandError("--lanes: the largest batch is one micro-batch, which has one lane; leave --lanes out")
     _check_order_of_updates(gradient_updates, clip=clip)
     asked = _settings(
         precision=precision,
