@@ -146,7 +146,8 @@ def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
     """Proposes a smaller batch in micro-batches of one or two examples, or else one shorter example."""
 
     def cut(batch_size: int) -> "PlanQuestion":
-        number = 1 << max(0, batch_size.bit_length() - 1)
+        lanes = min(question.training.lanes, batch_size)
+        number = lanes << ((batch_size // lanes).bit_length() - 1)  # equal lanes
         return question.changed(batch_size=batch_size, num_microbatches=number)
 
     if batch_size := largest_fitting(cut, profiles, most=question.training.batch_size - 1):

@@ -1,5 +1,6 @@
 """Plans of jobs that do not exist yet, on machines that are only described."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.yaml_files import load
+from windlass.planner.planning import feasibility
 from windlass.planner.planning import planner as planning
 from windlass.planner.planning.feasibility import fits, what_would_fit, with_part
 from windlass.planner.planning.planner import PlanQuestion, limits_of, planned_job
@@ -205,6 +207,27 @@ def test_answer_with_too_small_a_device_budget_says_what_takes_it_and_what_to_se
     assert answer(replace(asked, device_memory_nbytes=int(gib * GIB))).feasible
     assert report.missing_bytes is not None
     assert report.missing_bytes["gpu"] > 0 == report.missing_bytes["host"]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "words"),
+    [(7, "7 in 6 micro-batches"), (3, "3 in 3 micro-batches"), (2, "2 in 2 micro-batches, with lanes=2")],
+)
+def test_smaller_batches_are_proposed_with_equal_lanes(
+    batch_size: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[TrainingConfig] = []
+
+    def largest(ask: Callable[[int], PlanQuestion], profiles: planning.Profiles, *, most: int) -> int:
+        tried.extend(ask(number).training for number in range(1, most + 1))
+        return batch_size
+
+    monkeypatch.setattr(feasibility, "largest_fitting", largest)
+    asked = question(num_microbatches=8, lanes=3)
+    assert feasibility._smaller(asked, planning.Profiles(asked)) == f"a batch of {words}"
+    assert len(tried) == 7
+    assert all(training.num_microbatches % training.lanes == 0 for training in tried)
+    assert all(training.microbatch_size <= 2 for training in tried)
 
 
 @pytest.mark.long
