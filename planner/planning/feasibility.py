@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 
 from windlass.amounts import GIB
-from windlass.engine.memory_plan import MemoryTier, Placement, QueueDepths, reserved_nbytes
+from windlass.engine.memory_plan import DeviceNeed, MemoryTier, Placement, QueueDepths, reserved_nbytes
 from windlass.planner.planning.bisection import largest, smallest
 from windlass.planner.planning.report import DRIVER_NBYTES, PROCESSES_NBYTES
-from windlass.planner.solver import DoesNotFitError, StepCosts, least_nbytes, may_fit, plan_of
+from windlass.planner.solver import (
+    DoesNotFitError,
+    PlannedJob,
+    StepCosts,
+    least_nbytes,
+    may_fit,
+    plan_of,
+    sizes_at_the_border,
+)
 
 if TYPE_CHECKING:
     from windlass.planner.planning.planner import PlanQuestion, Profiles
@@ -68,30 +76,38 @@ def what_would_fit(question: "PlanQuestion", profiles: "Profiles") -> list[str]:
 def what_takes_memory(question: "PlanQuestion", profiles: "Profiles", error: DoesNotFitError) -> list[str]:
     """Names the largest parts of the device memory need, if device memory is short.
 
-    The parts are those of the plan that saves most: one micro-batch at a time, with streamed layers.
+    The parts are those of the plan that saves most: with streamed layers, in the groups that need least. These have one
+    micro-batch, unless the sums that groups pass on take more than the activations of larger groups.
     """
     if not error.missing[MemoryTier.DEVICE] or question.num_layers is not None:
         return []
     job = profiles.job(question, max(numbers_of_microbatches(question)))
+    needs = {size: _least_need(question, profiles, job, size) for size in sizes_at_the_border(job)}
+    size = min(needs, key=lambda size: needs[size].nbytes if question.has_gpu else needs[size].settled_nbytes)
+    at_once = "one micro-batch" if size == 1 else f"{size} micro-batches"
+    parts = needs[size].in_words(on_gpu=question.has_gpu)
+    return [f"with {at_once} at a time and layers in pieces the device's memory goes to: {parts}"]
+
+
+def _least_need(question: "PlanQuestion", profiles: "Profiles", job: PlannedJob, group_size: int) -> DeviceNeed:
+    """Returns the device memory of the plan with groups of this size that saves most."""
     costs = StepCosts(
         job=job,
         speeds=question.speeds,
         limits=question.limits,
-        group_size=1,
+        group_size=group_size,
         streams=True,
         num_grad_buffers=1,
         depths=QueueDepths(leaving_nbytes=0),
     )
     placement = Placement(
-        group_size=1,
+        group_size=group_size,
         streamed_blocks=costs.streamed_blocks,
         num_grad_buffers=1,
         num_cached_params=0,
         depths=costs.depths,
     )
-    need = profiles.device_need_of_plan(question, job, plan_of(costs, placement, None))
-    parts = need.in_words(on_gpu=question.has_gpu)
-    return [f"with one micro-batch at a time and layers in pieces the device's memory goes to: {parts}"]
+    return profiles.device_need_of_plan(question, job, plan_of(costs, placement, None))
 
 
 def numbers_of_microbatches(question: "PlanQuestion") -> Iterator[int]:

@@ -9,7 +9,9 @@ import pytest
 from benchmarks.papers.published_models import RATEL_SHAPES
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes, reserved_nbytes
+from windlass.engine.memory_plan.device_moments import DeviceNeed
 from windlass.engine.memory_plan.memory_tier import MemoryTier
+from windlass.engine.memory_plan.plan import Plan
 from windlass.engine.optimizer.fused_adam import update_scratch_nbytes
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines
@@ -17,11 +19,12 @@ from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import feasibility
 from windlass.planner.planning import planner as planning
-from windlass.planner.planning.feasibility import fits, what_would_fit, with_part
+from windlass.planner.planning.feasibility import fits, what_takes_memory, what_would_fit, with_part
 from windlass.planner.planning.planner import PlanQuestion, limits_of, planned_job
 from windlass.planner.planning.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
-from windlass.planner.solver.placement_search import candidates
+from windlass.planner.solver.placement_search import DoesNotFitError, candidates
+from windlass.planner.solver.step_cost import PlannedJob
 from windlass.storage.ids import Precision, StatePrecision
 
 SHAPE = ModelShape(
@@ -207,6 +210,38 @@ def test_answer_with_too_small_a_device_budget_says_what_takes_it_and_what_to_se
     assert answer(replace(asked, device_memory_nbytes=int(gib * GIB))).feasible
     assert report.missing_bytes is not None
     assert report.missing_bytes["gpu"] > 0 == report.missing_bytes["host"]
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "lanes", "num_tokens", "expected"),
+    # A cut lane, and a further group, have sums of their own. Longer micro-batches take more than these.
+    [(4, 1, 64, 4), (4, 1, 4096, 1), (6, 2, 64, 6), (6, 2, 4096, 3), (4, 4, 4096, 1)],
+)
+def test_memory_is_told_for_the_groups_that_need_least(
+    num_microbatches: int, lanes: int, num_tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = ModelShape(num_layers=2, hidden_size=1024, num_heads=16, vocab_size=1000)
+    asked = question(
+        config=config_of_shape(shape, num_tokens=num_tokens),
+        batch_size=num_microbatches,
+        num_microbatches=num_microbatches,
+        lanes=lanes,
+        sequence_length=num_tokens,
+    )
+    profiles, needs = planning.Profiles(asked), dict[int, int]()
+    count = planning.Profiles.device_need_of_plan
+
+    def noted(self: planning.Profiles, asked: PlanQuestion, job: PlannedJob, plan: Plan) -> DeviceNeed:
+        need = count(self, asked, job, plan)
+        needs[plan.group_size] = need.nbytes
+        return need
+
+    monkeypatch.setattr(planning.Profiles, "device_need_of_plan", noted)
+    error = DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 1))
+    (told,) = what_takes_memory(asked, profiles, error)
+    assert needs[expected] == min(needs.values())
+    at_once = "one micro-batch" if expected == 1 else f"{expected} micro-batches"
+    assert told.startswith(f"with {at_once} at a time and layers in pieces the device's memory goes to: ")
 
 
 @pytest.mark.parametrize(
