@@ -45,7 +45,7 @@ def open_space(server: ActorName, context: JobContext, *, direct: bool = True) -
         context.geometry(index),
         direct=direct,
         scratch_slot_nbytes=context.plan.activations.slot_nbytes,
-        num_scratch_slots=context.num_scratch_slots(index),
+        num_scratch_slots=context.num_scratch_slots(index) * context.spec.num_ranks,
     )
 
 

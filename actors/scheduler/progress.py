@@ -128,7 +128,7 @@ class Progress:
         self._num_tokens = 0  # trained on in all steps that are over
         self.trained_tokens = 0  # trained on in all reported steps
         self._last_reported = initial_step or 0  # the last reported step
-        self._losses: dict[int, Loss] = {}  # by step
+        self._losses: dict[int, dict[int, Loss]] = {}  # by step and group
         self._metrics: dict[int, dict[str, Any]] = {}  # by step, for steps that are over but not reported
         self._compute_s: dict[int, float] = {}  # by step, evaluation included
         self._swapped: dict[int, dict[SpanKind, int]] = {}  # by step: bytes of offloaded activations by direction
@@ -274,20 +274,22 @@ class Progress:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _take_stock(self, step: int, end: StepEnd) -> dict[str, Any]:
-        loss, now_s = self._losses.pop(step), time.monotonic()
+        losses, now_s = self._losses.pop(step), time.monotonic()
+        groups = [losses[group] for group in sorted(losses)]
+        num_targets = groups[0].num_targets
         step_s, self._step_began_s = now_s - self._step_began_s, now_s
-        self._num_tokens += loss.num_targets
+        self._num_tokens += num_targets
         return {
             "step": step,
             "total_steps": self._shape.total_steps,
-            "train_loss": _finite(loss.loss_sum / loss.num_targets),
-            "train_mean_token_accuracy": loss.num_correct / loss.num_targets,
+            "train_loss": _finite(fold(term for group in groups for term in group.terms) / num_targets),
+            "train_mean_token_accuracy": sum(group.num_correct for group in groups) / num_targets,
             "learning_rate": self._shape.learning_rate(step),
             "grad_norm": _finite(end.grad_norm),
             "loss_scale": end.loss_scale,
             "skipped_steps": end.num_skipped,
             "step_s": step_s,
-            "tokens_per_s": loss.num_targets / step_s,
+            "tokens_per_s": num_targets / step_s,
             "trained_tokens": self._num_tokens,
         }
 
@@ -326,11 +328,9 @@ class Progress:
             case Phase.FORWARD if not event.is_finite:
                 self._not_finite.setdefault(event.step, f"the {event.phase} of block {event.block}")
             case Phase.HEAD:
-                # The sum over the step's groups so far. If it is not finite, the gradients are not either.
-                loss = _loss_of(event)
-                if event.group == self._shape.num_groups - 1:
-                    self._losses[event.step] = loss
-                if not math.isfinite(loss.loss_sum):
+                # If a loss is not finite, the gradients are not either.
+                self._losses.setdefault(event.step, {})[event.group] = _loss_of(event)
+                if not event.is_finite:
                     self._not_finite.setdefault(event.step, f"the head of block {self._shape.num_blocks - 1}")
             case Phase.EVALUATE_HEAD:
                 self._on_evaluated(event)
@@ -352,7 +352,7 @@ class Progress:
         del self._evaluations[event.step]
         in_order = [groups[group] for group in sorted(groups)]
         num_targets = sum(group.num_targets for group in in_order)
-        loss = _finite(fold(group.loss_sum for group in in_order) / num_targets)
+        loss = _finite(fold(fold(group.terms) for group in in_order) / num_targets)
         data: dict[str, Any] = {
             "step": event.step,
             "total_steps": self._shape.total_steps,
