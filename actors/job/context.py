@@ -166,7 +166,7 @@ class CoreContext:
     def cached_params(self) -> dict[ChunkKey, Span]:
         """Returns the arena span of each chunk whose params stay in host memory while its states are on the SSDs.
 
-        The GPU worker fills it when it first needs the params in an attempt. Then each update replaces the params.
+        It is filled when a GPU worker first needs the params in an attempt. Then each update replaces the params.
         """
         plan, num_cached = self.plan, self.plan.num_cached_params
         in_memory = {*plan.host_blocks, *plan.device_blocks}
@@ -175,6 +175,13 @@ class CoreContext:
         num_others = plan.params.num_slots - num_cached
         offset = plan.params.offset + num_others * plan.params.slot_nbytes
         return replace(plan.params, offset=offset, num_slots=num_cached).slots_of(keys)
+
+    def chunks_in_param_slots(self) -> list[ChunkKey]:
+        """Returns the chunks whose params pass through slots from the SSDs to the devices at each use."""
+        in_memory = {*self.plan.host_blocks, *self.plan.device_blocks}
+        cached = self.cached_params()
+        blocks = (block.index for block in self.layout.blocks if block.index not in in_memory)
+        return [key for block in blocks for key in self.layout.chunk_keys(block) if key not in cached]
 
     def activation_pool(self, rank: int) -> Pool:
         """Returns the activation slots of one GPU worker."""

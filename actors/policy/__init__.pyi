@@ -14,6 +14,9 @@ from windlass.actors.policy.grad_sums import ReturningSums as ReturningSums
 from windlass.actors.policy.grad_sums import SumSource as SumSource
 from windlass.actors.policy.grad_sums import Use as Use
 from windlass.actors.policy.grad_sums import leaving_sums as leaving_sums
+from windlass.actors.policy.param_turns import ParamActions as ParamActions
+from windlass.actors.policy.param_turns import ParamRead as ParamRead
+from windlass.actors.policy.param_turns import ParamTurns as ParamTurns
 from windlass.actors.policy.pending_replies import DeadlineMissedError as DeadlineMissedError
 from windlass.actors.policy.pending_replies import Instruction as Instruction
 from windlass.actors.policy.pending_replies import UnexpectedEventError as UnexpectedEventError

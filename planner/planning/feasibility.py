@@ -111,11 +111,14 @@ def _least_need(question: "PlanQuestion", profiles: "Profiles", job: PlannedJob,
 
 
 def numbers_of_microbatches(question: "PlanQuestion") -> Iterator[int]:
-    """The numbers of micro-batches to try: the requested one, or the lanes and their doubles up to the batch size."""
+    """The numbers of micro-batches to try: the requested one, or numbers up to the batch size.
+
+    The first is the smallest one with equal lanes and a micro-batch for each GPU. Each next one is twice as large.
+    """
     if not question.chooses_microbatches:
         yield question.training.num_microbatches
         return
-    number = question.training.lanes
+    number = min(question.least_microbatches, question.training.batch_size)
     while number <= question.training.batch_size:
         yield number
         number *= 2
@@ -167,9 +170,8 @@ def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
         return question.changed(batch_size=batch_size, num_microbatches=number)
 
     if batch_size := largest_fitting(cut, profiles, most=question.training.batch_size - 1):
-        training = cut(batch_size).training
-        lanes = f", with lanes={training.lanes}" if training.lanes < question.training.lanes else ""
-        return f"a batch of {batch_size} in {training.num_microbatches} micro-batches{lanes}"
+        smaller = cut(batch_size)
+        return f"a batch of {batch_size} in {smaller.training.num_microbatches} micro-batches{_left_out(question, smaller)}"
 
     def one(num_tokens: int) -> "PlanQuestion":
         return question.changed(batch_size=1, num_microbatches=1, sequence_length=num_tokens)
@@ -179,8 +181,17 @@ def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
         return None
     while not fits(one(num_tokens := max(_FEW_TOKENS, num_tokens * 3 // 4)), profiles):
         pass
-    lanes = ", with lanes=1" if question.training.lanes > 1 else ""
-    return f"a batch of 1 and sequences of {num_tokens} tokens{lanes}"
+    return f"a batch of 1 and sequences of {num_tokens} tokens{_left_out(question, one(num_tokens))}"
+
+
+def _left_out(question: "PlanQuestion", smaller: "PlanQuestion") -> str:
+    """Names the settings that a smaller batch also needs, because lanes and GPUs need a micro-batch each."""
+    numbers = {
+        "lanes": (question.training.lanes, smaller.training.lanes),
+        "gpus": (question.num_ranks, smaller.num_ranks),
+    }
+    changes = [f"{name}={after}" for name, (before, after) in numbers.items() if after < before]
+    return f", with {' and '.join(changes)}" if changes else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

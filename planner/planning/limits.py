@@ -29,9 +29,9 @@ class _Search:
 
 _SEARCHES = {
     Goal.LARGEST_BATCH: _Search(
-        # One micro-batch in each lane.
+        # One micro-batch in each lane, or more if there are more GPUs.
         ask=lambda question, steps: question.changed(
-            batch_size=steps * question.training.lanes, num_microbatches=question.training.lanes
+            batch_size=steps * question.least_microbatches, num_microbatches=question.least_microbatches
         ),
         number=lambda question: question.training.batch_size,
         most=1 << 14,

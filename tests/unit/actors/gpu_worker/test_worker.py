@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from tests.support.actors.worker_bench import STEP, Bench, of_bench, running
 from windlass.actors.gpu_worker import worker
-from windlass.actors.gpu_worker.worker import GpuWorker, evaluation_groups
-from windlass.actors.job.context import grad_precision
+from windlass.actors.gpu_worker.worker import evaluation_groups
+from windlass.actors.job.context import GPU_WORKER, grad_precision
 from windlass.actors.messages import ActorFailed, BlockUpdated, ComputeProgressed, GradOffloaded, Phase, ReadChunks
 from windlass.actors.policy import worker_queues
 from windlass.engine.data.examples import NO_TARGET
@@ -293,6 +293,6 @@ def test_stop_closes_what_the_start_opened_and_may_be_repeated(tmp_path: Path, m
 
 
 def test_worker_with_foreign_message_raises(bench: Bench) -> None:
-    stray = BlockUpdated(job=JobId("ftjob-1"), step=STEP, block=BlockIndex(0), actor=GpuWorker.name)
+    stray = BlockUpdated(job=JobId("ftjob-1"), step=STEP, block=BlockIndex(0), actor=GPU_WORKER)
     with pytest.raises(ValueError, match="gpu-0 has no handler for BlockUpdated"):
         bench.worker.post(stray)

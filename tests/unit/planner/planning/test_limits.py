@@ -64,11 +64,16 @@ def test_largest_batch_with_lanes_has_the_largest_micro_batch_in_each(lanes: int
     assert not fits(asked.changed(batch_size=found.number + lanes, num_microbatches=lanes), profiles)
 
 
-def test_search_for_the_largest_batch_keeps_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 2), (2, 2), (3, 4)])
+def test_search_for_the_largest_batch_keeps_lanes_and_gpus(
+    num_ranks: int, num_microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "largest_fitting", lambda ask, profiles, *, most: 3)
-    found = find(few_layers(), Goal.LARGEST_BATCH)
+    found = find(replace(few_layers(), num_ranks=num_ranks), Goal.LARGEST_BATCH)
     training = found.question.training
-    assert (found.number, training.batch_size, training.num_microbatches, training.lanes) == (6, 6, 2, 2)
+    assert found.number == training.batch_size == 3 * num_microbatches
+    assert (training.num_microbatches, training.lanes) == (num_microbatches, 2)
+    assert found.question.num_ranks == num_ranks
     assert found.planned is not None
     assert found.planned.report.feasible
 

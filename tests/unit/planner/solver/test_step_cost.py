@@ -114,3 +114,25 @@ def test_measured_norms_of_lanes_are_counted_once_a_step(tier: StateTier) -> Non
     assert seconds[1][Part.BACKWARD] - seconds[0][Part.BACKWARD] == pytest.approx(0.25 + lanes.adding_lanes_s(0))
     one_lane = replace(plain, job=replace(plain.job, model=model))
     assert one_lane.norms_s(0) == 0.0  # the measured backward pass includes it
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "group_size", "num_ranks", "num_rounds", "num_successive"),
+    [(8, 2, 1, 4, 8), (8, 2, 4, 1, 2), (8, 1, 4, 2, 2), (6, 1, 4, 2, 2), (3, 1, 2, 2, 2), (5, 3, 1, 2, 5)],
+)
+def test_ranks_compute_groups_in_rounds(
+    num_microbatches: int, group_size: int, num_ranks: int, num_rounds: int, num_successive: int
+) -> None:
+    job = replace(make_job(NUM_LAYERS, num_microbatches=num_microbatches), num_ranks=num_ranks)
+    costs = StepCosts(job=job, speeds=make_speeds(), limits=PLENTY, group_size=group_size)
+    assert (costs.num_rounds, costs.num_successive) == (num_rounds, num_successive)
+    middle = 3
+    assert costs._fetches(middle) == (num_rounds, num_rounds)
+
+
+def test_no_states_rest_on_the_devices_of_several_ranks() -> None:
+    job = replace(make_job(NUM_LAYERS, num_microbatches=4), num_ranks=2)
+    costs = StepCosts(job=job, speeds=make_speeds(), limits=PLENTY, group_size=1)
+    kinds = costs.kinds()
+    assert all(StateTier.DEVICE not in kind.tiers for kind in kinds)
+    assert any(kind.tiers for kind in kinds)

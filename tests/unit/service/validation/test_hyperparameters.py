@@ -20,7 +20,7 @@ from windlass.service.validation.hyperparameters import (
     GREATEST_MICROBATCH_SIZE,
     JobSettings,
     SupervisedHyperparameters,
-    TooManyLanesError,
+    TooFewMicrobatchesError,
     WindlassSettings,
     default_microbatches,
     num_steps,
@@ -228,16 +228,26 @@ def test_lanes_are_one_unless_asked_for_and_equal_unless_micro_batches_are_asked
 def test_default_micro_batches_are_equal_in_all_lanes_and_no_more_than_examples() -> None:
     for batch_size in range(1, 65):
         for lanes in range(1, batch_size + 1):
-            number = default_microbatches(batch_size, lanes)
+            number = default_microbatches(batch_size, lanes, 1)
             assert number % lanes == 0
             assert lanes <= number <= batch_size
             assert -(-batch_size // number) <= GREATEST_MICROBATCH_SIZE
-        assert default_microbatches(batch_size, 1) == -(-batch_size // GREATEST_MICROBATCH_SIZE)
+        assert default_microbatches(batch_size, 1, 1) == -(-batch_size // GREATEST_MICROBATCH_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "lanes", "gpus", "expected"),
+    [(8, 2, 3, 4), (8, 1, 3, 3), (64, 3, 2, 18), (3, 2, 3, 3)],  # four would be more than three examples
+)
+def test_default_micro_batches_are_enough_for_all_gpus(batch_size: int, lanes: int, gpus: int, expected: int) -> None:
+    assert default_microbatches(batch_size, lanes, gpus) == expected
 
 
 @pytest.mark.parametrize("asked", [{}, {"num_microbatches": 6}])
 def test_more_lanes_than_the_data_gives_micro_batches_are_refused(asked: dict[str, Any]) -> None:
-    with pytest.raises(TooManyLanesError, match="lanes is 6, and 5 training examples give batches of 5 in 5 micro-"):
+    with pytest.raises(
+        TooFewMicrobatchesError, match="lanes is 6, and 5 training examples give batches of 5 in 5 micro-"
+    ):
         resolve(settings({"lanes": 6, **asked}), num_examples=5)
 
 
