@@ -66,6 +66,7 @@ from windlass.actors.messages import (
     SkipStep,
     SpanKind,
     SumPassed,
+    SumTaken,
     UpdateStep,
     UserMessage,
 )
@@ -257,6 +258,8 @@ class GpuWorker:
                 self._feed.take(message)
             case SumPassed():
                 self._grads.take_sum(message)
+            case SumTaken():
+                self._grads.sum_taken(message)
             case GradSlotsReleased():
                 self._grads.release_slots(message.spans)
             case DescribeStatus():

@@ -186,6 +186,17 @@ def test_a_step_of_several_groups_is_told_once(tmp_path: Path) -> None:
     assert compute_s == pytest.approx(dict.fromkeys(range(1, 5), 3 * (2 * len(stage.context.layout.blocks) - 1) * 0.1))
 
 
+def test_step_of_several_ranks_tells_the_compute_time_of_the_busiest_one(tmp_path: Path) -> None:
+    """The first one computes two of the three groups, and completes all gradients."""
+    stage = Stage(tmp_path, num_ranks=2, training={"num_microbatches": 3}, placement=Placement(group_size=1))
+    assert stage.run()["status"] == "succeeded"
+    workers = {(m.group, to) for to, m in stage.received if isinstance(m, ComputeBlock) and m.phase is Phase.HEAD}
+    assert workers == {(0, "gpu-0"), (1, "gpu-1"), (2, "gpu-0")}
+    assert metrics_of(stage.spec, "train_loss") == dict.fromkeys(range(1, 5), 3 * stage.loss)
+    seconds = 2 * (2 * len(stage.context.layout.blocks) - 1) * 0.1
+    assert metrics_of(stage.spec, "compute_s") == pytest.approx(dict.fromkeys(range(1, 5), seconds))
+
+
 def test_clipping_tells_the_norm_and_scales_by_it(tmp_path: Path) -> None:
     stage = Stage(tmp_path, training={"clip_norm": 0.5})
     stage.run()
