@@ -19,8 +19,8 @@ import torch
 from windlass.actors.job import JobContext, gpu_worker_name
 from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import ComputeBlock, Message, SpanKind, SumParts, SumPassed, SumTaken
-from windlass.actors.policy import ReturningSums, Use, rank_of
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, SpanRecorder
+from windlass.actors.worker_policy import ReturningSums, Use, rank_of
 from windlass.engine.device import Device, DeviceBuffers, Event, TensorArena, copy_all
 from windlass.engine.memory_plan import batches_to_copy
 from windlass.engine.model import GradBuffer, ModelLayout

@@ -24,9 +24,9 @@ from windlass.actors.messages import (
     SumPassed,
     SumTaken,
 )
-from windlass.actors.policy import Countdown, GradSums, OffloadQueue, SumSource, Use
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import FROM_DEVICE, SpanRecorder
+from windlass.actors.worker_policy import Countdown, GradSums, OffloadQueue, SumSource, Use
 from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, TensorArena, copy_all
 from windlass.engine.memory_plan import batches_to_copy, grad_buffers_of_job
 from windlass.engine.model import GradBuffer, GradSink, LaneSums

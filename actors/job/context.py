@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from windlass.actors.job.spec import JobCore, JobSpec
-from windlass.actors.policy import rank_of
+from windlass.actors.worker_policy import rank_of
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, ModelSize, Plan, PlanError, Pool, cut_layers, make_plan
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import (

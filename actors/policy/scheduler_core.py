@@ -53,7 +53,7 @@ from windlass.actors.policy.pending_replies import (
 )
 from windlass.actors.policy.rank_queue import PassedSums, RankQueue
 from windlass.actors.policy.trainer_state import StepResult, TrainerState
-from windlass.actors.policy.worker_queues import GRANTED_AHEAD, REPORT_EVERY
+from windlass.actors.worker_policy import GRANTED_AHEAD, REPORT_EVERY
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 

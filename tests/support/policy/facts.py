@@ -38,7 +38,7 @@ from windlass.actors.messages import (
     UpdateStep,
 )
 from windlass.actors.policy.config import SchedulerConfig
-from windlass.actors.policy.worker_queues import OffloadQueue, UpdateActions, UpdateQueue
+from windlass.actors.worker_policy.worker_queues import OffloadQueue, UpdateActions, UpdateQueue
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 

@@ -37,7 +37,7 @@ from windlass.actors.policy.config import SchedulerConfig
 from windlass.actors.policy.pending_replies import Instruction
 from windlass.actors.policy.scheduler_core import Action, EndStep, NotFiniteError, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
-from windlass.actors.policy.worker_queues import GRANTED_AHEAD
+from windlass.actors.worker_policy.worker_queues import GRANTED_AHEAD
 from windlass.storage.ids import ActorName, Step
 
 

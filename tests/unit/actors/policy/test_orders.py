@@ -13,9 +13,9 @@ from tests.support.policy.jobs import make_shape
 from tests.support.policy.world import World, deliver_all_but
 from windlass.actors.messages import GradChunk, Message, Phase
 from windlass.actors.policy import rank_queue
-from windlass.actors.policy.block_queue import QueueOrder
 from windlass.actors.policy.config import Operation, SchedulerConfig, program
 from windlass.actors.policy.pending_replies import UnexpectedEventError
+from windlass.actors.worker_policy.block_queue import QueueOrder
 
 ORDERS: dict[str, dict[str, Any]] = {
     "active": {"clip_norm": None, "keeps_grads": False},

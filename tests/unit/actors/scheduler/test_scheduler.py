@@ -22,9 +22,9 @@ from windlass.actors.messages import (
     Phase,
     UpdateStep,
 )
-from windlass.actors.policy.block_queue import Ordering, QueueOrder
 from windlass.actors.scheduler import progress, scheduler
 from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED, ActorLostError
+from windlass.actors.worker_policy.block_queue import Ordering, QueueOrder
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.engine.training_config.training_config import NUMERICS
