@@ -209,7 +209,8 @@ def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
 
     if batch_size := largest_fitting(cut, profiles, most=question.training.batch_size - 1):
         smaller = cut(batch_size)
-        return f"a batch of {batch_size} in {smaller.training.num_microbatches} micro-batches{_left_out(question, smaller)}"
+        parts = f"{smaller.training.num_microbatches} micro-batches{_left_out(question, smaller)}"
+        return f"a batch of {batch_size} in {parts}"
 
     def one(num_tokens: int) -> "PlanQuestion":
         return question.changed(batch_size=1, num_microbatches=1, sequence_length=num_tokens)

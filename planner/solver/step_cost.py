@@ -175,8 +175,8 @@ class Kind:
 class StepCosts:
     """The costs of a job on a machine, for one group size.
 
-    Compute, params and swapped activations are those of one GPU worker, the first: several compute at the same time, each
-    has its own link, and the params that a round of groups needs are read from the SSDs once. All else is as with one
+    Compute, params and swapped activations are those of one GPU worker, the first. Several compute at the same time, and
+    each has its own link. The params that a round of groups needs are read from the SSDs once. All else is as with one
     GPU worker.
 
     `streams`: all layers are copied to the device in pieces. `spills`: kept gradients go to the SSDs; then no states
