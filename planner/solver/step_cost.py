@@ -175,9 +175,9 @@ class Kind:
 class StepCosts:
     """The costs of a job on a machine, for one group size.
 
-    Compute, params and swapped activations are those of one GPU worker, the first. Several compute at the same time, and
-    each has its own link. The params that a round of groups needs are read from the SSDs once. All else is as with one
-    GPU worker.
+    Compute, params and swapped activations are those of one GPU worker, the first. Several compute at the same time,
+    and each has its own link. The params that a round of groups needs are read from the SSDs once. All else is as with
+    one GPU worker.
 
     `streams`: all layers are copied to the device in pieces. `spills`: kept gradients go to the SSDs; then no states
     are resident in memory. `overflows`: swapped activations may continue to the SSDs, so staging buffers exist.
