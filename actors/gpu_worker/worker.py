@@ -78,7 +78,7 @@ from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, release_tea
 from windlass.engine.memory_estimate import ActivationNeedUnknownError, DeviceNeedUnknownError
 from windlass.engine.memory_plan import RECOMPUTE_ALL
 from windlass.engine.model import BlockRunner, GradSink, Partition, check_architecture
-from windlass.engine.optimizer import portable_squared_norm, squared_norm
+from windlass.engine.optimizer import portable_squared_norms, squared_norm
 from windlass.storage.cancellation import CancelToken, TaskQueue
 from windlass.storage.ids import ActorName, BlockIndex, Step
 from windlass.storage.memory import Arena
@@ -403,9 +403,7 @@ class GpuWorker:
             operation.sq_sums = [squared_norm(grad)]
             return
         # Any process may add these up: they have the same bits on a GPU and on a CPU, and the order is the scheduler's.
-        layout, block = self.context.layout, operation.message.block
-        bounds = [layout.chunk_range(key) for key in layout.chunk_keys(block)]
-        operation.sq_sums = [portable_squared_norm(grad[start:stop]) for start, stop in bounds]
+        operation.sq_sums = portable_squared_norms(grad, self.context.layout.chunk_numel)
 
     def _report_memory(self, message: ComputeBlock) -> None:
         """Reports the peaks of memory that have grown; called once per step."""

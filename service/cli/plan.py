@@ -101,10 +101,6 @@ def plan(
     if gpus > most:
         raise CommandError(f"--gpus: {gpus} GPUs for at most {most} micro-batches; each computes at least one")
     _check_gpus(settings, gpus, other=None if hardware == _MEASURED else machine)
-    if gpus > 1 and find is Goal.LARGEST_BATCH:
-        raise CommandError("--gpus: the largest batch is one micro-batch, which has one GPU; leave --gpus out")
-    if lanes not in (None, 1) and find is Goal.LARGEST_BATCH:
-        raise CommandError("--lanes: the largest batch is one micro-batch, which has one lane; leave --lanes out")
     _check_order_of_updates(gradient_updates, clip=clip)
     asked = _settings(
         precision=precision,

@@ -17,10 +17,12 @@ from windlass.engine.training_config.training_config import (
     TrainingConfig,
 )
 from windlass.service.validation.hyperparameters import (
+    GREATEST_MICROBATCH_SIZE,
     JobSettings,
     SupervisedHyperparameters,
     TooFewMicrobatchesError,
     WindlassSettings,
+    default_microbatches,
     num_steps,
     resolve,
 )
@@ -211,11 +213,34 @@ def test_contradictions_are_refused(windlass: dict[str, Any], supervised: dict[s
         ({"lanes": 2}, 2, 2),
         ({"lanes": 5}, 5, 5),  # no number of micro-batches is asked for, so there are enough
         ({"lanes": 3, "num_microbatches": 4}, 3, 4),
+        ({"lanes": 3, "batch_size": 16}, 3, 6),  # four would be enough, but the lanes would be unequal
+        ({"lanes": 4, "batch_size": 64}, 4, 16),
+        ({"lanes": 16, "batch_size": 17}, 16, 16),
     ],
 )
-def test_lanes_are_one_unless_asked_for(asked: dict[str, Any], lanes: int, num_microbatches: int) -> None:
+def test_lanes_are_one_unless_asked_for_and_equal_unless_micro_batches_are_asked_for_too(
+    asked: dict[str, Any], lanes: int, num_microbatches: int
+) -> None:
     resolved = resolve(settings(asked), num_examples=100)
     assert (resolved.lanes, resolved.num_microbatches, resolved.numerics) == (lanes, num_microbatches, NUMERICS)
+
+
+def test_default_micro_batches_are_equal_in_all_lanes_and_no_more_than_examples() -> None:
+    for batch_size in range(1, 65):
+        for lanes in range(1, batch_size + 1):
+            number = default_microbatches(batch_size, lanes, 1)
+            assert number % lanes == 0
+            assert lanes <= number <= batch_size
+            assert -(-batch_size // number) <= GREATEST_MICROBATCH_SIZE
+        assert default_microbatches(batch_size, 1, 1) == -(-batch_size // GREATEST_MICROBATCH_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "lanes", "gpus", "expected"),
+    [(8, 2, 3, 4), (8, 1, 3, 3), (64, 3, 2, 18), (3, 2, 3, 3)],  # four would be more than three examples
+)
+def test_default_micro_batches_are_enough_for_all_gpus(batch_size: int, lanes: int, gpus: int, expected: int) -> None:
+    assert default_microbatches(batch_size, lanes, gpus) == expected
 
 
 @pytest.mark.parametrize("asked", [{}, {"num_microbatches": 6}])
