@@ -1,6 +1,7 @@
 """The GPU check on a machine without a GPU: all of it on small models, its predictions, and its reports of errors."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -20,6 +21,7 @@ import torch
 from benchmarks.gpu_check import benchmark as gpu_check
 from benchmarks.gpu_check import link as gpu_link
 from benchmarks.gpu_check import parity as gpu_parity
+from benchmarks.gpu_check import peers as gpu_peers
 from benchmarks.gpu_check import prediction
 from benchmarks.gpu_check import speed as gpu_speed
 from benchmarks.gpu_check.case import Case, Result, ResultsFile, Setting, Status, named, run_case
@@ -27,6 +29,7 @@ from benchmarks.gpu_check.cases import SHAPES, ParityCase, PeerCase, SpeedCase, 
 from benchmarks.gpu_check.parity import Differences
 from benchmarks.gpu_check.report import in_words, keys, report_lines
 from benchmarks.gpu_check.watch import HostWaits, host_waits
+from benchmarks.peers.contenders import ContenderFailedError
 from benchmarks.peers.workload import model_config
 from tests.unit.benchmarks.torch_only import link_torch_only
 from windlass.actors.job.context import GPU_WORKER
@@ -432,6 +435,29 @@ def test_a_peer_that_is_not_installed_is_left_out(setting: Setting, monkeypatch:
     (peer, _) = (case for case in cases() if isinstance(case, PeerCase))
     result = run_case(peer, setting)
     assert (result.status, result.reason) == (Status.LEFT_OUT, "DeepSpeed is not installed")
+
+
+def test_a_peer_that_fails_is_left_out(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ContenderFailedError("deepspeed-zero_offload ended with exit code 1: no compiler")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(gpu_peers, "run_contender", fail)
+    (setting.root / "peers").mkdir()
+    (*_, peer) = (case for case in cases() if isinstance(case, PeerCase))
+    result = run_case(peer, setting)
+    assert result.status is Status.LEFT_OUT
+    assert result.reason == "deepspeed-zero_offload ended with exit code 1: no compiler"
+
+
+@pytest.mark.long
+def test_deepspeed_trains_where_it_is_installed(setting: Setting) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    in_memory, on_ssd = (run_case(case, setting) for case in cases(is_tiny=True) if isinstance(case, PeerCase))
+    assert in_memory.status is on_ssd.status is Status.DONE, (in_memory.reason, on_ssd.reason)
+    assert min(each.measured["tokens_per_s"] for each in (in_memory, on_ssd)) > 0
+    assert in_memory.measured["losses"] == on_ssd.measured["losses"]
 
 
 @pytest.mark.parametrize("name", ["speed-7B-host-16", "speed-1.5B-ssd-16"])
