@@ -1,4 +1,4 @@
-"""Runs DeepSpeed ZeRO-3 on the same GPU with the same memory limit, with params and states in host memory or on the SSD.
+"""Runs DeepSpeed on the same GPU with the same memory limit: ZeRO-3, with all states in host memory or on the SSD.
 
 Each run is a process of its own. On a CPU, in the tiny form, DeepSpeed computes on the CPU.
 """

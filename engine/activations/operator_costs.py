@@ -107,4 +107,4 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     """Returns the FLOPs of attention. Tensors are (batch, heads, tokens, width). All heads of the queries count."""
     num_heads = query.shape[1]
     key_shape, value_shape = ((batch, num_heads, *rest) for batch, _, *rest in (key.shape, value.shape))
-    return int(sdpa_flop_count(query.shape, key_shape, value_shape))
+    return int(sdpa_flop_count(query.shape, key_shape, value_shape))  # type: ignore[no-untyped-call]
