@@ -37,6 +37,7 @@ class SsdActivations:
     def __init__(
         self,
         context: JobContext,
+        rank: int,
         device: Device,
         arena: TensorArena,
         client: SsdClient,
@@ -49,7 +50,7 @@ class SsdActivations:
         `max_leaving_nbytes` limits the bytes that wait on the device for their copies; a single put may exceed it.
         """
         plan, num_ssds = context.plan, len(context.ssds)
-        pool, num_staged = plan.activations, plan.num_staged_activations
+        pool, num_staged = context.activation_pool(rank), plan.num_staged_activations
         self._device = device
         self._token = device.token
         self._arena = arena
@@ -66,9 +67,9 @@ class SsdActivations:
             token=device.token,
         )
         self._num_slots = plan.num_ssd_activations
-        self._slots = ScratchSlots(
-            [context.num_scratch_slots(ssd) for ssd in range(num_ssds)], [facts.weight for facts in context.ssds]
-        )
+        num_slots = [context.num_scratch_slots(ssd) for ssd in range(num_ssds)]
+        self._slots = ScratchSlots(num_slots, [facts.weight for facts in context.ssds])
+        self._first_slots = [rank * number for number in num_slots]  # on each SSD; the others are those of other ranks
         self._outward = device.open_stream()
         self._inward = device.open_stream()
         self._changed = threading.Condition()
@@ -205,7 +206,7 @@ class SsdActivations:
                 part.ssd,
                 step=part.asked_in.step,
                 block=part.swap.left_in.block,
-                slots=part.slots,
+                slots=tuple(self._first_slots[part.ssd] + slot for slot in part.slots),
                 span=Span(part.buffer.offset, aligned(part.nbytes)),
                 priority=part.priority,
                 on_done=functools.partial(self._has_moved, part),

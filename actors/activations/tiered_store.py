@@ -38,13 +38,14 @@ class ActivationTiers:
     def __init__(
         self,
         context: JobContext,
+        rank: int,
         device: Device,
         arena: TensorArena,
         client: SsdClient,
         spans: SpanRecorder,
     ) -> None:
-        """The device's token ends all waits."""
-        plan, pool = context.plan, context.plan.activations
+        """`rank` is that of the GPU worker. The device's token ends all waits."""
+        plan, pool = context.plan, context.activation_pool(rank)
         self._watch = ActivationSpans(spans)
         self._device = device
         self._host = HostActivations(
@@ -63,7 +64,7 @@ class ActivationTiers:
         self._ssds: SsdActivations | None = None
         if plan.num_ssd_activations:
             self._ssds = SsdActivations(
-                context, device, arena, client, self._watch, max_leaving_nbytes=plan.max_leaving_nbytes
+                context, rank, device, arena, client, self._watch, max_leaving_nbytes=plan.max_leaving_nbytes
             )
         self._held: dict[SwapHandle, _Held] = {}
         self._num_puts = 0

@@ -32,7 +32,7 @@ class Computation:
         # The inputs and targets of the current group, on the device.
         self._ids: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
-        self._sums: LossSums | None = None  # over the groups of the step so far
+        self._num_targets = 0  # of the step, or of the evaluation's group
 
     def compute(
         self,
@@ -61,9 +61,12 @@ class Computation:
             case Phase.BACKWARD:
                 runner.backward(block, step, self._ids)
             case Phase.HEAD | Phase.EVALUATE_HEAD:
-                is_training, sums = message.phase is Phase.HEAD, self._sums
-                sums = runner.head(step, self._targets, train=is_training, loss_scale=message.loss_scale, sums=sums)
-                numbers.update(loss_sum=sums.loss_sum, num_correct=sums.num_correct)
+                is_training, sums = (
+                    message.phase is Phase.HEAD,
+                    LossSums.nothing(self._num_targets, self._device.device),
+                )
+                runner.head(step, self._targets, train=is_training, loss_scale=message.loss_scale, sums=sums)
+                numbers["num_correct"], operation.losses = sums.num_correct, sums.terms
         runner.remove(block)
 
     def _begin_group(self, message: ComputeBlock, batch: Sequence[MicroBatch], num_targets: int) -> None:
@@ -72,8 +75,7 @@ class Computation:
         if is_training:
             first = message.group * self._group_size
             batch = batch[first : first + self._group_size]
-        if first == 0:
-            self._sums = LossSums.nothing(num_targets, self._device.device)
+        self._num_targets = num_targets
         self._runner.first_microbatch = first
         self._runner.model.train(is_training)
         self._ids = [self._device.upload(microbatch.input_ids) for microbatch in batch]

@@ -4,24 +4,27 @@ A group's backward operation continues with exactly the sums of the group before
 of tensors that no micro-batch has reached yet. Results therefore do not depend on the size of the groups. If a group
 ends inside a lane, the lane's sum goes with the total of the lanes before.
 
+If the job has several GPU workers, another one computes the next group, and goes on with the sums from the same slots.
+
 Sums are copied back before their operation is computed, for one operation at a time. Meanwhile other sums are being
 added to or copied out. No thread waits for a copy; the thread that copies sums back waits only for memory.
 """
 
 import functools
 import threading
+from collections.abc import Callable
 
 import torch
 
-from windlass.actors.job import JobContext
+from windlass.actors.job import JobContext, gpu_worker_name
 from windlass.actors.lifecycle import working_at, works_at
-from windlass.actors.messages import ComputeBlock, SpanKind
-from windlass.actors.policy import ReturningSums, Use
+from windlass.actors.messages import ComputeBlock, Message, SpanKind, SumParts, SumPassed
+from windlass.actors.policy import ReturningSums, Use, rank_of
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, SpanRecorder
 from windlass.engine.device import Device, DeviceBuffers, Event, TensorArena, copy_all
 from windlass.engine.memory_plan import batches_to_copy
 from windlass.engine.model import GradBuffer, ModelLayout
-from windlass.storage.ids import BlockIndex, ChunkKey, Span
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span
 
 # The slots of sums, by the block whose operation computes the sum, and the chunk.
 _Slots = dict[tuple[BlockIndex, ChunkKey], Span]
@@ -35,6 +38,10 @@ def host_and_device(
     return arena.view(slot.offset, stop - start, flat.dtype), flat[start:stop]
 
 
+def _parts_of(grad: GradBuffer) -> SumParts:
+    return SumParts(str(grad.flat.dtype).removeprefix("torch."), tuple(grad.touched))
+
+
 class PartialGrads:
     """Stores one gradient sum for each use of a block's params, each in its own slots.
 
@@ -42,9 +49,20 @@ class PartialGrads:
     """
 
     def __init__(
-        self, context: JobContext, device: Device, flats: DeviceBuffers, arena: TensorArena, spans: SpanRecorder
+        self,
+        context: JobContext,
+        device: Device,
+        flats: DeviceBuffers,
+        arena: TensorArena,
+        spans: SpanRecorder,
+        send: Callable[[ActorName, Message], None],
+        *,
+        rank: int,
     ) -> None:
+        """`send` tells other GPU workers of sums. `rank` is that of this one."""
         self._context = context
+        self._send = send
+        self._rank = rank
         self._device = device
         self._flats = flats
         self._arena = arena
@@ -52,7 +70,7 @@ class PartialGrads:
         self._slots, self._lane_slots = context.partial_slots(), context.open_lane_slots()
         self._changed = threading.Condition()
         self._sums = ReturningSums(context.plan.device_blocks)
-        self._copied: dict[Use, GradBuffer] = {}  # sums in slots; the buffers themselves are released
+        self._left: dict[Use, SumPassed] = {}  # sums in slots, for a group of this GPU worker
         # The sums of the first expected operation, each with the event after its copy.
         self._back: dict[Use, tuple[GradBuffer, Event]] = {}
 
@@ -84,7 +102,15 @@ class PartialGrads:
         self._copy(operation, use, grad.flat, self._slots, is_out=True)
         if grad.lane is not None:
             self._copy(operation, use, grad.lane.flat, self._lane_slots, is_out=True)
-        self._device.d2h.then(working_at(operation, functools.partial(self._copied_out, use, grad)))
+        self._device.d2h.then(working_at(operation, functools.partial(self._copied_out, operation, use, grad)))
+
+    def take_sum(self, message: SumPassed) -> None:
+        """Takes note of a sum in slots, which a group of this GPU worker continues."""
+        use = (message.user, message.block)
+        with self._changed:
+            self._left[use] = message
+            self._sums.left(use)
+            self._changed.notify_all()
 
     def run(self) -> None:
         """Copies sums back, in the thread of this object."""
@@ -104,24 +130,30 @@ class PartialGrads:
             self._device.token.wait_for_work(self._changed, lambda: self._sums.is_due)
             return None if self._device.token.is_cancelled else self._sums.begin()
 
-    def _copied_out(self, use: Use, grad: GradBuffer) -> None:
-        with self._changed:
-            self._copied[use] = grad
-            self._sums.left(use)
-            self._changed.notify_all()
+    def _copied_out(self, operation: ComputeBlock, use: Use, grad: GradBuffer) -> None:
+        lane = None if grad.lane is None else _parts_of(grad.lane)
+        message = SumPassed(
+            job=operation.job, step=operation.step, user=use[0], block=use[1], total=_parts_of(grad), lane=lane
+        )
+        following = rank_of(operation.group + 1, self._context.spec.num_ranks)
+        if following == self._rank:
+            self.take_sum(message)
+        else:
+            self._send(gpu_worker_name(following), message)
 
     def _bring_back(self, operation: ComputeBlock, use: Use) -> tuple[GradBuffer, Event]:
         with self._changed:
-            left = self._copied.pop(use)
-        total, copied = self._bring_flat_back(operation, use, left, self._slots)
+            left = self._left.pop(use)
+        total, copied = self._bring_flat_back(operation, use, left.total, self._slots)
         if left.lane is not None:
             total.lane, copied = self._bring_flat_back(operation, use, left.lane, self._lane_slots)
         return total, copied
 
     def _bring_flat_back(
-        self, operation: ComputeBlock, use: Use, left: GradBuffer, slots: _Slots
+        self, operation: ComputeBlock, use: Use, left: SumParts, slots: _Slots
     ) -> tuple[GradBuffer, Event]:
-        flat = self._flats.take(left.flat.numel(), left.flat.dtype, self._device.h2d)
+        numel = self._context.layout.blocks[use[1]].numel
+        flat = self._flats.take(numel, getattr(torch, left.dtype), self._device.h2d)
         return GradBuffer(flat, left.touched), self._copy(operation, use, flat, slots, is_out=False)
 
     def _copy(self, operation: ComputeBlock, use: Use, flat: torch.Tensor, slots: _Slots, *, is_out: bool) -> Event:

@@ -19,7 +19,9 @@ from windlass.actors.messages import (
     ComputeBlock,
     GradChunk,
     GradOffloaded,
+    Message,
     SpanKind,
+    SumPassed,
 )
 from windlass.actors.policy import Countdown, GradSums, OffloadQueue, SumSource, Use
 from windlass.actors.ssd import SsdClient, chunk_io
@@ -71,9 +73,10 @@ class GradOffload:
         arena: TensorArena,
         io: SsdClient,
         spans: SpanRecorder,
-        send: Callable[[ActorName, GradOffloaded], None],
+        send: Callable[[ActorName, Message], None],
         report: Callable[[ComputeBlock, tuple[float, ...]], None],
         *,
+        rank: int = 0,
         summed_in_fp32: Collection[int],
     ) -> None:
         """`summed_in_fp32` has the blocks whose gradients may be summed in fp32, even if they are offloaded in another
@@ -103,7 +106,7 @@ class GradOffload:
         self._flushed_step = 0  # the last step whose backward pass is over and whose spans were sent
         planned = self._plan_buffers(summed_in_fp32)
         self._flats = DeviceBuffers(device, planned, name="gradients")
-        self._partials = PartialGrads(context, device, self._flats, arena, spans)
+        self._partials = PartialGrads(context, device, self._flats, arena, spans, send, rank=rank)
 
     # --- calls of the GPU worker ------------------------------------------------------------------------------------
 
@@ -115,6 +118,10 @@ class GradOffload:
     def expect(self, operation: ComputeBlock) -> None:
         """Queues the sums of an earlier group to be copied back, for an operation that will be computed."""
         self._partials.expect(operation)
+
+    def take_sum(self, message: SumPassed) -> None:
+        """Takes note that another GPU worker has left a sum in host memory, for a group of this one."""
+        self._partials.take_sum(message)
 
     def buffer(self, operation: ComputeBlock, block: BlockIndex, dtype: torch.dtype) -> GradSink:
         """Acquires the buffer to which an operation adds a block's gradient.

@@ -46,10 +46,11 @@ class LaunchedOperation:
         self.message = message
         self.is_last = is_last
         self.num_targets = num_targets
-        # Scalar tensors on the device, set by the compute stream: "output_sq_sum" of a forward pass, "loss_sum" and
-        # "num_correct" of a head, over all groups so far.
+        # Scalar tensors on the device, set by the compute stream: "output_sq_sum" of a forward pass, "num_correct" of a
+        # head, a head's losses, and the sums of squares of a complete gradient.
         self.numbers: dict[str, torch.Tensor] = {}
-        self.sq_sums: list[torch.Tensor] = []  # as `numbers`: the sums of squares of a complete gradient
+        self.losses: list[torch.Tensor] = []
+        self.sq_sums: list[torch.Tensor] = []
         self._device = device
         self._waits: list[_Wait] = []
         self._results: torch.Tensor | None = None  # the numbers, in host memory
@@ -65,7 +66,7 @@ class LaunchedOperation:
 
     def download(self) -> None:
         """Copies the numbers to the host. Runs on the compute stream."""
-        if values := [*self.numbers.values(), *self.sq_sums]:
+        if values := [*self.numbers.values(), *self.losses, *self.sq_sums]:
             self._results = self._device.download(values)
 
     def note(self, spans: SpanRecorder) -> None:
@@ -83,14 +84,15 @@ class LaunchedOperation:
     @property
     def grad_sq_sums(self) -> tuple[float, ...]:
         """The sums of squares of the gradient that the operation completed; empty if it completed none."""
-        return tuple(self._values_on_host[len(self.numbers) :])
+        return tuple(self._values_on_host[len(self.numbers) + len(self.losses) :])
 
     def report(self) -> BlockComputed:
         """Returns what the scheduler learns of a finished operation, except for its gradient."""
         message, loss = self.message, None
-        numbers = dict(zip(self.numbers, self._values_on_host, strict=False))  # the sums of squares come last
-        if "loss_sum" in numbers:
-            loss = Loss(numbers["loss_sum"], self.num_targets, int(numbers["num_correct"]))
+        numbers = dict(zip(self.numbers, self._values_on_host, strict=False))  # losses and sums of squares follow
+        losses = tuple(self._values_on_host[len(numbers) :][: len(self.losses)])
+        if "num_correct" in numbers:
+            loss = Loss(losses, self.num_targets, int(numbers["num_correct"]))
         return BlockComputed(
             job=message.job,
             step=message.step,
@@ -99,7 +101,7 @@ class LaunchedOperation:
             block=message.block,
             group=message.group,
             compute_s=self.computed.time_s() - self.begun.time_s(),
-            is_finite=all(math.isfinite(numbers.get(name, 0.0)) for name in ("output_sq_sum", "loss_sum")),
+            is_finite=all(map(math.isfinite, (numbers.get("output_sq_sum", 0.0), *losses))),
             loss=loss,
         )
 

@@ -1,8 +1,8 @@
 """Prefetches params to the device: from the SSDs, or from chunks that stay in host memory.
 
-Params that are resident on the device are used in place. Two threads work: one requests missing chunks from the SSD
-servers, one queues the copies of chunks that are in host memory. A chunk of cached params is read once in an attempt;
-the optimizer then replaces its params in the same slot.
+Params that are resident on the device are used in place. Two threads work: one requests missing chunks from the param
+server, which reads them for all GPU workers, one queues the copies of chunks that are in host memory. A chunk of cached
+params is read once in an attempt; the optimizer then replaces its params in the same slot.
 
 A block's params are one flat buffer, held from its request until its operation is queued on the device. They stay there
 until the buffer is needed for others, so an operation that finds them needs no transfer. The buffers are allocated at
@@ -14,20 +14,26 @@ chunks stay in host memory until then.
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from windlass.actors.gpu_worker.streamed_params import HostChunks
-from windlass.actors.job import JobContext, piece_bounds
+from windlass.actors.job import JobContext, gpu_worker_name, num_evaluation_groups, piece_bounds
 from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import (
     ComputeBlock,
+    Message,
     ParamRequest,
+    ParamsArrived,
+    ParamsCopied,
+    ParamUse,
+    Phase,
+    RequestParams,
     SpanKind,
 )
-from windlass.actors.ssd import SsdClient, chunk_io
+from windlass.actors.policy import num_ranks_in_round, round_of
 from windlass.actors.timeline import TO_DEVICE, SpanRecorder
 from windlass.engine.device import (
     TORCH_DTYPE,
@@ -35,6 +41,7 @@ from windlass.engine.device import (
     Device,
     DeviceBuffers,
     Event,
+    OnArrival,
     ParamLoader,
     TensorArena,
 )
@@ -42,7 +49,6 @@ from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece, param_
 from windlass.engine.model import PieceBuffers, StreamedParams
 from windlass.storage.cancellation import TaskQueue
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
-from windlass.storage.memory import SlotPool
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -73,30 +79,33 @@ class ParamFeed:
         context: JobContext,
         device: Device,
         arena: TensorArena,
-        io: SsdClient,
+        rank: int,
+        ask: Callable[[Message], None],
         resident: Callable[[BlockIndex], torch.Tensor | None],
         spans: SpanRecorder,
     ) -> None:
-        """`resident` returns a block's params on the device, or the master from which they are derived.
+        """`ask` sends a message to the param server. `rank` is that of the GPU worker.
 
-        It returns None for blocks that are not resident there.
+        `resident` returns a block's params on the device, or the master from which they are derived. It returns None
+        for blocks that are not resident there.
         """
         self._context = context
         self._spans = spans
         self._device = device
-        self._io = io
+        self._name = gpu_worker_name(rank)
+        self._ask = ask
         self._resident = resident
         self._dtype = TORCH_DTYPE[context.formats.precision]
         self._host_slots = context.host_slots()
         self._param_offset = context.state_offsets()[context.formats.param_kind]
-        pool = context.plan.params
-        num_slots = pool.num_slots - context.plan.num_cached_params
-        self._slots = SlotPool(pool.offset, pool.slot_nbytes, num_slots, name="param slots", token=device.token)
+        self._param_nbytes = context.plan.params.slot_nbytes
         self._cached = context.cached_params()
         self._filled: set[ChunkKey] = set()  # the chunks whose params are in their slot of `_cached`
-        self._loader: ParamLoader[Load] = ParamLoader(
-            self, device, arena, self._slots, self._dtype, batch=context.plan.fetch_batch
-        )
+        in_slots = context.chunks_in_param_slots()
+        self._blocks_in_slots = frozenset(key.block for key in in_slots)
+        self._num_groups = {False: context.plan.num_groups, True: num_evaluation_groups(context.spec)}  # by: evaluates
+        self._arriving: dict[ParamUse, tuple[int, OnArrival]] = {}  # chunks to come, and the loader's callback
+        self._loader: ParamLoader[Load] = ParamLoader(self, device, arena, self._dtype)
         self._bounds = piece_bounds(context)
         num_buffers = param_buffers(
             [block.numel - self._first(block.index) for block in context.layout.blocks],
@@ -161,7 +170,18 @@ class ParamFeed:
         if fetch.buffer is not None:
             self._buffers.give(fetch.buffer, self._device.compute)
         if fetch.load is not None and fetch.load.held:
-            self._device.compute.then(functools.partial(self._slots.release, fetch.load.held))
+            self._device.compute.then(functools.partial(self.release_params, fetch.load, fetch.load.held))
+
+    def take(self, message: ParamsArrived) -> None:
+        """Queues the copies of params that the param server has read."""
+        with self._changed:
+            num_left, on_arrival = self._arriving.pop(message.use)
+            if num_left := num_left - len(message.chunks):
+                self._arriving[message.use] = num_left, on_arrival
+        for chunk in message.chunks:
+            if not chunk.is_slot:  # only now: an earlier request of the same params must not use a slot being filled
+                self._filled.add(chunk.key)
+            on_arrival(chunk.key, chunk.span, chunk.is_slot)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -176,8 +196,12 @@ class ParamFeed:
             with self._changed:
                 self._fetches[(request.operation.op, request.block)] = fetch
                 self._changed.notify_all()
-            if (load := fetch.load) is not None and load.request is request:
+            if (load := fetch.load) is None:
+                continue
+            if load.request is request:
                 self._loader.start(load, self._context.layout.chunk_keys(request.block))
+            elif self._context.spec.num_ranks > 1 and request.block in self._blocks_in_slots:
+                self._request(request, ())  # the others may need them
 
     def _fetch(self, request: ParamRequest) -> Fetch:
         """Returns an operation's params in a buffer, and waits for a free one if no buffer has them."""
@@ -210,6 +234,22 @@ class ParamFeed:
     def _run_arrivals(self) -> None:
         self._loader.run()
 
+    def _use_of(self, request: ParamRequest) -> ParamUse:
+        operation = request.operation
+        round_index = round_of(operation.group, self._context.spec.num_ranks)
+        return ParamUse(operation.step, operation.phase, round_index, operation.block, request.block)
+
+    def _request(self, request: ParamRequest, keys: tuple[ChunkKey, ...]) -> None:
+        """Asks the param server for chunks; each GPU worker of the round does, whether it needs any."""
+        spec, use, num_users = self._context.spec, self._use_of(request), 0
+        if request.block in self._blocks_in_slots:
+            evaluates = use.phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD)
+            num_users = num_ranks_in_round(use.round_index, self._num_groups[evaluates], spec.num_ranks)
+        message = RequestParams(
+            job=spec.job, step=request.step, reply_to=self._name, use=use, num_users=num_users, keys=keys
+        )
+        self._ask(message)
+
     # --- calls of the loader ----------------------------------------------------------------------------------------
 
     def chunk_range(self, key: ChunkKey) -> tuple[int, int]:
@@ -219,29 +259,19 @@ class ParamFeed:
     def resident_params(self, key: ChunkKey) -> Span | None:
         """See ParamSource."""
         if (slot := self._host_slots.get(key)) is not None:
-            return Span(slot.offset + self._param_offset, self._slots.slot_nbytes)
+            return Span(slot.offset + self._param_offset, self._param_nbytes)
         return self._cached[key] if key in self._filled else None
 
-    def own_slot(self, key: ChunkKey) -> Span | None:
+    def request_params(self, load: Load, keys: Sequence[ChunkKey], on_arrival: OnArrival) -> None:
         """See ParamSource."""
-        return self._cached.get(key)
+        with self._changed:
+            self._arriving[self._use_of(load.request)] = len(keys), on_arrival
+        self._request(load.request, tuple(keys))
 
-    def read_params(self, load: Load, spans: Mapping[ChunkKey, Span], on_done: Callable[[ChunkKey], None]) -> None:
+    def release_params(self, load: Load, slots: Mapping[ChunkKey, Span]) -> None:
         """See ParamSource."""
-        kind, request = self._context.formats.param_kind, load.request
-        itemsizes = {kind: self._dtype.itemsize}
-        items = [
-            chunk_io(key, self._context.chunk_numel(key), {kind: span.offset}, itemsizes) for key, span in spans.items()
-        ]
-        # More urgent than updates of later steps, and than the remaining updates of the step that made these params.
-        priority = (request.step, 0)
-
-        def arrived(key: ChunkKey) -> None:
-            if key in self._cached:  # only now: an earlier request of the same params must not use a slot being filled
-                self._filled.add(key)
-            on_done(key)
-
-        self._io.read(items, request.step, priority, arrived)
+        use, spec = self._use_of(load.request), self._context.spec
+        self._ask(ParamsCopied(job=spec.job, step=use.step, actor=self._name, use=use, keys=tuple(slots)))
 
     def naming(self, load: Load, callback: Callable[[], None]) -> Callable[[], None]:
         """See ParamSource."""

@@ -41,11 +41,11 @@ from windlass.actors.gpu_worker.memory_usage import (
 from windlass.actors.gpu_worker.operation import LaunchedOperation
 from windlass.actors.gpu_worker.param_prefetcher import Fetch, ParamFeed
 from windlass.actors.job import (
-    GPU_WORKER,
     SCHEDULER,
     JobContext,
     JobSpec,
     evaluation_batch_size,
+    gpu_worker_name,
     grad_precision,
     require_device_room,
 )
@@ -65,14 +65,17 @@ from windlass.actors.messages import (
     MemoryReported,
     Message,
     ModelKernelsChosen,
+    ParamsArrived,
     Phase,
     RestoreStates,
     SkipStep,
     SpanKind,
+    SumPassed,
     UpdateStep,
     UserMessage,
 )
-from windlass.actors.policy import ComputeReports, OperationWindow
+from windlass.actors.params import ParamServer
+from windlass.actors.policy import ComputeReports, OperationWindow, ends_rank
 from windlass.actors.ssd import SsdClient
 from windlass.actors.timeline import SpanRecorder
 from windlass.engine.data import MicroBatch, PreparedDataset
@@ -82,14 +85,12 @@ from windlass.engine.memory_plan import RECOMPUTE_ALL
 from windlass.engine.model import BlockRunner, GradSink, Partition, check_architecture
 from windlass.engine.optimizer import portable_squared_norm, squared_norm
 from windlass.storage.cancellation import CancelToken, TaskQueue
-from windlass.storage.ids import BlockIndex, Step
+from windlass.storage.ids import ActorName, BlockIndex, Step
 from windlass.storage.memory import Arena
 
 
 class GpuWorker:
-    """The actor that computes the model."""
-
-    name = GPU_WORKER
+    """The actor that computes the model, or some groups of its micro-batches if the job has several GPU workers."""
 
     def __init__(
         self,
@@ -97,16 +98,20 @@ class GpuWorker:
         partition: Partition,
         send: Callable[..., None],
         *,
+        rank: int = 0,
         device: str = "cpu",
         poison_released: bool = False,
     ) -> None:
         """Maps the arena, opens the data, and starts the threads. After an error nothing stays open.
 
+        `rank`: the worker's number among the job's GPU workers.
         `send` sends messages to other actors and must not block.
 
         Raises:
             PlanError: the job needs more device memory than its budget.
         """
+        self.name = gpu_worker_name(rank)
+        self.rank = rank
         self.context = context
         self.spec = context.spec
         self.hyper = context.spec.training
@@ -131,6 +136,7 @@ class GpuWorker:
         self._reports = ComputeReports(context.spec.job, self.name)
         # The micro-batches of the current operation's step, or of its evaluation group, in host memory.
         self._batch: list[MicroBatch] = []
+        self._batch_of: tuple[bool, int] | None = None  # whether it is an evaluation's; its step or group
         self._num_targets = 0  # target tokens of all micro-batches in `_batch`
         self._evaluation: list[list[MicroBatch]] = []
         self._reported_nbytes: dict[MemoryKind, int] = {}  # the last reported peaks
@@ -181,7 +187,9 @@ class GpuWorker:
         self._require_room()
         self._device_memory = DeviceMemory(self.device.device)
         if self.context.plan.activations.num_slots:
-            self._activations = ActivationTiers(self.context, self.device, self._tensors, self._io, self._spans)
+            self._activations = ActivationTiers(
+                self.context, self.rank, self.device, self._tensors, self._io, self._spans
+            )
             self._threads.resources.callback(self._activations.close)
         self.runner = BlockRunner(
             self.partition,
@@ -206,6 +214,7 @@ class GpuWorker:
             self._spans,
             self.send,
             self._report_grad,
+            rank=self.rank,
             summed_in_fp32=self.runner.summed_in_fp32(longest),
         )
         self._states = DeviceStates(
@@ -221,7 +230,12 @@ class GpuWorker:
         )
         if (kernel := self._states.kernel) is not None:
             self.send(SCHEDULER, KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=kernel))
-        self._feed = ParamFeed(self.context, self.device, self._tensors, self._io, self._states.params, self._spans)
+        self._feed = ParamFeed(
+            self.context, self.device, self._tensors, self.rank, self._ask_for_params, self._states.params, self._spans
+        )
+        self._params = None
+        if self.context.param_server == self.name:
+            self._params = ParamServer(self.name, self.context, self._answer_with_params, io=self._io)
         self._device_memory.pause()
         self.dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         self._evaluation = evaluation_groups(self.spec)
@@ -244,6 +258,10 @@ class GpuWorker:
                 self._states.post(message)
             case ChunkIoDone() | ActivationIoDone():
                 self._io.take(message)
+            case ParamsArrived():
+                self._feed.take(message)
+            case SumPassed():
+                self._grads.take_sum(message)
             case GradSlotsReleased():
                 self._grads.release_slots(message.spans)
             case DescribeStatus():
@@ -288,6 +306,16 @@ class GpuWorker:
 
     def _announce(self, text: str) -> None:
         self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))
+
+    def _ask_for_params(self, message: Message) -> None:
+        if self._params is None:
+            self.send(self.context.param_server, message)
+        else:
+            self._params.post(message)
+
+    def _answer_with_params(self, to: ActorName, message: Message) -> None:
+        """Takes a message of the param server in this process, which has no other GPU worker."""
+        self.post(message)
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
@@ -357,7 +385,7 @@ class GpuWorker:
         message = operation.message
         self._launched.pop(0)
         operation.note(self._spans)
-        if operation.goes_backward and operation.is_last and message.block == 0:
+        if operation.goes_backward and message.block == 0 and self._is_last_here(message):
             if self._activations is not None:
                 self._activations.flush()
             self._grads.backward_over(message.step)
@@ -399,8 +427,10 @@ class GpuWorker:
         hyper = self.hyper
         match message.phase, message.block, message.group:
             case Phase.EVALUATE, 0, group:
+                self._batch_of = (True, group)
                 self._batch = self._evaluation[group]
-            case Phase.FORWARD, 0, 0:
+            case Phase.FORWARD, 0, _ if self._batch_of != (False, message.step):
+                self._batch_of = (False, message.step)
                 step = message.step - 1
                 self._batch = self.dataset.batch(step, hyper.batch_size, hyper.num_microbatches, hyper.seed)
             case _:
@@ -411,6 +441,10 @@ class GpuWorker:
         """Returns whether an operation belongs to the last group of its step; true for evaluations."""
         is_training = message.phase in (Phase.FORWARD, Phase.HEAD, Phase.BACKWARD)
         return not is_training or message.group == self.context.plan.num_groups - 1
+
+    def _is_last_here(self, message: ComputeBlock) -> bool:
+        """Returns whether an operation belongs to the last group of its step that this worker computes."""
+        return ends_rank(message.group, self.context.plan.num_groups, self.spec.num_ranks)
 
     def _wait_for_params(self, operation: LaunchedOperation, block: BlockIndex) -> Fetch:
         start_s = time.monotonic()

@@ -9,6 +9,7 @@ from windlass.actors.job.admission import require_room as require_room
 from windlass.actors.job.admission import scratch as scratch
 from windlass.actors.job.admission import survey_ssds as survey_ssds
 from windlass.actors.job.context import GPU_WORKER as GPU_WORKER
+from windlass.actors.job.context import PARAM_SERVER as PARAM_SERVER
 from windlass.actors.job.context import SCHEDULER as SCHEDULER
 from windlass.actors.job.context import ActorKind as ActorKind
 from windlass.actors.job.context import CoreContext as CoreContext
@@ -16,6 +17,7 @@ from windlass.actors.job.context import JobContext as JobContext
 from windlass.actors.job.context import SsdFacts as SsdFacts
 from windlass.actors.job.context import aligned as aligned
 from windlass.actors.job.context import evaluation_batch_size as evaluation_batch_size
+from windlass.actors.job.context import gpu_worker_name as gpu_worker_name
 from windlass.actors.job.context import grad_itemsize as grad_itemsize
 from windlass.actors.job.context import grad_precision as grad_precision
 from windlass.actors.job.context import index_of as index_of

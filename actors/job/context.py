@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from windlass.actors.job.spec import JobCore, JobSpec
+from windlass.actors.policy import rank_of
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, ModelSize, Plan, PlanError, Pool, cut_layers, make_plan
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import (
@@ -22,7 +23,13 @@ from windlass.storage.io import DEFAULT_IO, IoSettings
 from windlass.storage.store import StoreGeometry
 
 SCHEDULER = ActorName("scheduler")
-GPU_WORKER = ActorName("gpu-0")
+GPU_WORKER = ActorName("gpu-0")  # the first one
+PARAM_SERVER = ActorName("params-0")
+
+
+def gpu_worker_name(rank: int) -> ActorName:
+    """Returns the name of a GPU worker."""
+    return ActorName(f"gpu-{rank}")
 
 
 def optimizer_name(index: int) -> ActorName:
@@ -35,6 +42,7 @@ class ActorKind(StrEnum):
 
     SCHEDULER = "scheduler"
     GPU_WORKER = "gpu"
+    PARAM_SERVER = "params"
     OPTIMIZER = "optimizer"
     SSD_SERVER = "ssd"
 
@@ -115,8 +123,23 @@ class CoreContext:
             chunks_per_block=tuple(self.layout.num_chunks(block.index) for block in self.layout.blocks),
         )
 
+    @property
+    def gpu_workers(self) -> tuple[ActorName, ...]:
+        """The names of the GPU workers, by rank."""
+        return tuple(map(gpu_worker_name, range(self.spec.num_ranks)))
+
+    @property
+    def param_server(self) -> ActorName:
+        """The actor that reads params for all GPU workers. A single GPU worker reads its own."""
+        return PARAM_SERVER if self.spec.num_ranks > 1 else GPU_WORKER
+
+    @property
+    def grads_worker(self) -> ActorName:
+        """The GPU worker that computes a step's last group of micro-batches, and so completes all gradients."""
+        return gpu_worker_name(rank_of(self.plan.num_groups - 1, self.spec.num_ranks))
+
     def num_scratch_slots(self, ssd: int) -> int:
-        """Returns one SSD's share of the plan's activation slots, in proportion to its weight."""
+        """Returns a GPU worker's activation slots on one SSD: its share of the plan's, in proportion to its weight."""
         weights, num_slots = [facts.weight for facts in self.ssds], self.plan.num_ssd_activations
         stop, start = sum(weights[: ssd + 1]), sum(weights[:ssd])
         return num_slots * stop // sum(weights) - num_slots * start // sum(weights)
@@ -143,7 +166,7 @@ class CoreContext:
     def cached_params(self) -> dict[ChunkKey, Span]:
         """Returns the arena span of each chunk whose params stay in host memory while its states are on the SSDs.
 
-        The GPU worker fills it when it first needs the params in an attempt. Then each update replaces the params.
+        It is filled when a GPU worker first needs the params in an attempt. Then each update replaces the params.
         """
         plan, num_cached = self.plan, self.plan.num_cached_params
         in_memory = {*plan.host_blocks, *plan.device_blocks}
@@ -152,6 +175,18 @@ class CoreContext:
         num_others = plan.params.num_slots - num_cached
         offset = plan.params.offset + num_others * plan.params.slot_nbytes
         return replace(plan.params, offset=offset, num_slots=num_cached).slots_of(keys)
+
+    def chunks_in_param_slots(self) -> list[ChunkKey]:
+        """Returns the chunks whose params pass through slots from the SSDs to the devices at each use."""
+        in_memory = {*self.plan.host_blocks, *self.plan.device_blocks}
+        cached = self.cached_params()
+        blocks = (block.index for block in self.layout.blocks if block.index not in in_memory)
+        return [key for block in blocks for key in self.layout.chunk_keys(block) if key not in cached]
+
+    def activation_pool(self, rank: int) -> Pool:
+        """Returns the activation slots of one GPU worker."""
+        pool = self.plan.activations
+        return replace(pool, offset=pool.offset + rank * pool.nbytes)
 
     def partial_slots(self) -> dict[tuple[BlockIndex, ChunkKey], Span]:
         """Returns the arena spans for gradient sums between two groups of micro-batches.
@@ -266,6 +301,7 @@ def _plan_of(spec: JobCore, layout: ModelLayout, *, has_ssds: bool, free_nbytes:
         host_memory_nbytes=spec.host_memory_nbytes,
         num_microbatches=spec.training.num_microbatches,
         num_lanes=spec.training.lanes,
+        num_ranks=spec.num_ranks,
         free_nbytes=free_nbytes,
         placement=spec.placement,
     )

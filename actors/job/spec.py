@@ -20,6 +20,7 @@ class JobCore:
     attempt: Attempt = _FIRST_ATTEMPT
     training: TrainingConfig
     num_validation_examples: int = 0  # 0: no validation data
+    num_ranks: int = 1  # GPU workers, each with a GPU of its own; results do not depend on how many there are
     num_cpu_optimizers: int = 1
     host_memory_nbytes: int | None = None  # budget for the arena; None: limited by the machine's free memory
     deadline_s: float  # timeout of an actor that must reply and sends neither reply nor progress; also of its end

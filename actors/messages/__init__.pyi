@@ -42,6 +42,13 @@ from windlass.actors.messages.optimizer import SkipStep as SkipStep
 from windlass.actors.messages.optimizer import StatesRestored as StatesRestored
 from windlass.actors.messages.optimizer import UpdateBlock as UpdateBlock
 from windlass.actors.messages.optimizer import UpdateStep as UpdateStep
+from windlass.actors.messages.params import ParamChunk as ParamChunk
+from windlass.actors.messages.params import ParamsArrived as ParamsArrived
+from windlass.actors.messages.params import ParamsCopied as ParamsCopied
+from windlass.actors.messages.params import ParamUse as ParamUse
+from windlass.actors.messages.params import RequestParams as RequestParams
+from windlass.actors.messages.params import SumParts as SumParts
+from windlass.actors.messages.params import SumPassed as SumPassed
 from windlass.actors.messages.ssd import ActivationIoDone as ActivationIoDone
 from windlass.actors.messages.ssd import ChunkIo as ChunkIo
 from windlass.actors.messages.ssd import ChunkIoDone as ChunkIoDone

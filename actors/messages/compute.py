@@ -71,10 +71,12 @@ class ComputeBlocks(Message):
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss of a step, summed over its groups so far, or of one group of an evaluation."""
+    """The loss of one group of a step or of an evaluation."""
 
-    loss_sum: float
-    num_targets: int
+    terms: tuple[
+        float, ...
+    ]  # of a step they are added in order of the groups, so that the bits do not depend on groups
+    num_targets: int  # of the whole step, or of the evaluation's group
     num_correct: int
 
 
@@ -88,7 +90,7 @@ class BlockComputed(Message):
     group: int
     compute_s: float
     is_finite: bool  # the block's output has neither infinities nor NaNs
-    loss: Loss | None = None  # of the last head of a step's groups, and of each head of an evaluation
+    loss: Loss | None = None  # of each head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 
 from windlass.actors.offload.layers import OffloadedBlock
 from windlass.actors.offload.store import OffloadStore
-from windlass.engine.device import BlockLoad, Device, Event, ParamLoader, state_dtype
+from windlass.engine.device import BlockLoad, Device, Event, OnArrival, ParamLoader, state_dtype
 from windlass.engine.memory_plan import BlockBuffers, Pool
 from windlass.storage.cancellation import Signal
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind, Step
@@ -68,7 +68,7 @@ class ParamFeed:
         self._largest = max(block.numel for block in blocks)
         self._flats = [device.take(self._largest, self.dtype) for _ in range(PREFETCH_DEPTH + 1)]
         self._num_moves = 0
-        self._loader: ParamLoader[_Entry] = ParamLoader(self, device, store.arena, self._slots, self.dtype, batch=1)
+        self._loader: ParamLoader[_Entry] = ParamLoader(self, device, store.arena, self.dtype)
         self._changed = threading.Condition()
         # All attributes below are protected by `_changed`.
         self._buffers: BlockBuffers[int, BlockIndex] = BlockBuffers({self._largest: len(self._flats)})
@@ -247,14 +247,15 @@ class ParamFeed:
         slot = self._host_slots.get(key)
         return None if slot is None else Span(slot.offset + self._param_offset, self._slots.slot_nbytes)
 
-    def own_slot(self, key: ChunkKey) -> Span | None:
-        """See ParamSource. No params stay in the slots."""
-        return None
-
-    def read_params(self, entry: _Entry, spans: Mapping[ChunkKey, Span], on_done: Callable[[ChunkKey], None]) -> None:
+    def request_params(self, entry: _Entry, keys: Sequence[ChunkKey], on_arrival: OnArrival) -> None:
         """See ParamSource."""
-        for key, span in spans.items():
-            self._read(key, span, partial(on_done, key))
+        for key in keys:
+            (slot,) = self._slots.acquire(1)
+            self._read(key, slot, partial(on_arrival, key, slot, True))
+
+    def release_params(self, entry: _Entry, slots: Mapping[ChunkKey, Span]) -> None:
+        """See ParamSource."""
+        self._slots.release(list(slots.values()))
 
     def naming(self, entry: _Entry, callback: Callable[[], None]) -> Callable[[], None]:
         """See ParamSource. Errors of the library name no layer."""

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from windlass.actors.job import GPU_WORKER, SCHEDULER, JobContext, grad_precision, optimizer_name
+from windlass.actors.job import SCHEDULER, JobContext, grad_precision, optimizer_name
 from windlass.actors.lifecycle import ActorThreads, ReportTimer, works_at
 from windlass.actors.messages import (
     BlockFlushed,
@@ -266,7 +266,7 @@ class CpuOptimizer:
             self._begin(update)
         for grad in actions.discard:
             if spans := tuple(chunk.span for chunk in grad.chunks if chunk.span is not None):
-                self.send(GPU_WORKER, GradSlotsReleased(job=grad.job, step=grad.step, spans=spans))
+                self.send(self.context.grads_worker, GradSlotsReleased(job=grad.job, step=grad.step, spans=spans))
 
     def _begin(self, update: UpdateBlock) -> None:
         self._grad_releases.begin(len(update.chunks))
@@ -316,7 +316,7 @@ class CpuOptimizer:
         with self._lock:
             released = self._grad_releases.updated(chunk.grad.span)
         if released:
-            self.send(GPU_WORKER, GradSlotsReleased(job=self.spec.job, step=update.step, spans=released))
+            self.send(self.context.grads_worker, GradSlotsReleased(job=self.spec.job, step=update.step, spans=released))
 
     def write_states(self, chunk: _ChunkUpdate, slot: Span, on_done: Callable[[], None]) -> None:
         """See UpdateIo."""

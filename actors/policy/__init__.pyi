@@ -14,9 +14,16 @@ from windlass.actors.policy.grad_sums import ReturningSums as ReturningSums
 from windlass.actors.policy.grad_sums import SumSource as SumSource
 from windlass.actors.policy.grad_sums import Use as Use
 from windlass.actors.policy.grad_sums import leaving_sums as leaving_sums
+from windlass.actors.policy.param_turns import ParamActions as ParamActions
+from windlass.actors.policy.param_turns import ParamRead as ParamRead
+from windlass.actors.policy.param_turns import ParamTurns as ParamTurns
 from windlass.actors.policy.pending_replies import DeadlineMissedError as DeadlineMissedError
 from windlass.actors.policy.pending_replies import Instruction as Instruction
 from windlass.actors.policy.pending_replies import UnexpectedEventError as UnexpectedEventError
+from windlass.actors.policy.ranks import ends_rank as ends_rank
+from windlass.actors.policy.ranks import num_ranks_in_round as num_ranks_in_round
+from windlass.actors.policy.ranks import rank_of as rank_of
+from windlass.actors.policy.ranks import round_of as round_of
 from windlass.actors.policy.scheduler_core import Action as Action
 from windlass.actors.policy.scheduler_core import EndStep as EndStep
 from windlass.actors.policy.scheduler_core import NotFiniteError as NotFiniteError

@@ -6,6 +6,7 @@ from itertools import chain
 
 from windlass.actors.messages import Phase
 from windlass.actors.policy.block_queue import Ordering
+from windlass.actors.policy.ranks import rank_of
 from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, JobId, Step
 
 
@@ -25,7 +26,7 @@ class SchedulerConfig:
     keeps_grads: bool  # no update before all gradients of the step are known
     max_bad_steps: int  # largest number of skipped steps in a row
     learning_rate: Callable[[int], float]  # of a step; the first step is 1
-    gpu_worker: ActorName
+    gpu_workers: tuple[ActorName, ...]  # by rank
     optimizers: tuple[ActorName, ...]
     ssd_servers: tuple[ActorName, ...]  # empty: the states of all blocks are in host memory, and there are no commits
     output_dir: str
@@ -72,6 +73,16 @@ class SchedulerConfig:
         return len(self.chunks)
 
     @property
+    def num_ranks(self) -> int:
+        """The number of ranks, the job's GPU workers."""
+        return len(self.gpu_workers)
+
+    @property
+    def grads_worker(self) -> ActorName:
+        """The GPU worker that computes a step's last group of micro-batches, and so completes all gradients."""
+        return self.gpu_workers[rank_of(self.num_groups - 1, self.num_ranks)]
+
+    @property
     def resident_blocks(self) -> tuple[BlockIndex, ...]:
         """The blocks whose states are resident in memory, smallest first."""
         return tuple(BlockIndex(block) for block in sorted(self.host_blocks | self.device_blocks))
@@ -88,7 +99,7 @@ class SchedulerConfig:
     def holders(self, block: int) -> tuple[ActorName, ...]:
         """Returns the actors that update a block and hold its resident states."""
         if block in self.device_blocks:
-            return (self.gpu_worker,)
+            return self.gpu_workers[:1]
         return tuple(dict.fromkeys(self.optimizer_of(key) for key in self.chunks[block]))
 
     @property
@@ -133,9 +144,22 @@ class Operation:
     block: BlockIndex
     group: int = 0  # index of the group of micro-batches, in the step or in the evaluation
 
+    @property
+    def adds_gradients(self) -> bool:
+        """True if it adds its group's gradients to the sums of the groups before."""
+        return self.phase in (Phase.HEAD, Phase.BACKWARD)
 
-def program(shape: SchedulerConfig, first_step: int) -> Iterator[Operation]:
-    """Yields all operations from `first_step` on, in the order in which they run.
+    @property
+    def evaluates(self) -> bool:
+        """True if it is part of an evaluation."""
+        return self.phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD)
+
+
+def program(shape: SchedulerConfig, first_step: int, rank: int = 0) -> Iterator[Operation]:
+    """Yields the operations of a rank from `first_step` on, in the order in which they run.
+
+    These are the groups dealt to the rank, and all exports. The numbers are those of a program of all ranks, with one
+    group after the other, so no two ranks have the same.
 
     The evaluation and the export of the step before come first, because a runner may have been lost between that
     step's commit and them.
@@ -148,9 +172,10 @@ def program(shape: SchedulerConfig, first_step: int) -> Iterator[Operation]:
         for operation in (*_training(shape, step), *_afterwards(shape, step))
     )
     for op, (step, phase, block, group, version) in enumerate(chain(resumed, trained), start=1):
-        yield Operation(
-            op=op, step=Step(step), version=Step(version), phase=phase, block=BlockIndex(block), group=group
-        )
+        if phase is None or rank_of(group, shape.num_ranks) == rank:
+            yield Operation(
+                op=op, step=Step(step), version=Step(version), phase=phase, block=BlockIndex(block), group=group
+            )
 
 
 def _training(shape: SchedulerConfig, step: int) -> Iterator[tuple[Phase | None, int, int, int]]:

@@ -78,6 +78,7 @@ class PendingReplies:
         self._deadline_s = deadline_s
         self._last_group = num_groups - 1
         self._last_heard_s: dict[ActorName, float] = {}
+        self._excused: frozenset[ActorName] = frozenset()  # actors that wait for another one
 
     def issue(self, instructions: list[Instruction], now_s: float) -> None:
         """Records the replies to these instructions as pending."""
@@ -105,14 +106,25 @@ class PendingReplies:
         """Records a sign of life of an actor. The timeout of all its replies starts anew."""
         self._last_heard_s[actor] = now_s
 
+    def excuse(self, actors: frozenset[ActorName], now_s: float) -> None:
+        """Records which actors wait for another one now: they are not late, whatever replies they have pending.
+
+        The timeouts of those that wait no longer start anew.
+        """
+        for actor in self._excused - actors:
+            self.heard_from(actor, now_s)
+        self._excused = actors
+
     def check(self, now_s: float) -> None:
         """Raises DeadlineMissedError if actors with pending replies have been silent for too long.
 
-        The error names all of them, because one may hang while others are only slow. For each it names the oldest
+        If all of them wait for another one, which only a defect can cause, none is excused. The error names all of them, because one may hang while others are only slow. For each it names the oldest
         reply.
         """
         late: dict[ActorName, Wait] = {}
-        for wait in sorted(self.outstanding.values(), key=lambda wait: (-self._silent_s(wait, now_s), wait.since_s)):
+        waits = list(self.outstanding.values())
+        waits = [wait for wait in waits if wait.actor not in self._excused] or waits
+        for wait in sorted(waits, key=lambda wait: (-self._silent_s(wait, now_s), wait.since_s)):
             if self._silent_s(wait, now_s) > self._deadline_s:
                 late.setdefault(wait.actor, wait)
         if late:

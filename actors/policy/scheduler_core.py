@@ -1,12 +1,15 @@
 """The scheduler's core: events in, instructions out. No clock, no I/O, no Ray.
 
-It grants operations, and it lets the actors update a step. Within that the workers decide. Their queues for gradient
+It grants operations to the ranks, the job's GPU workers, and it lets the actors update a step. Within that the workers decide. Their queues for gradient
 offloads and updates (`worker_queues.py`) are ordered by (step, block), smallest first. So the next forward pass begins
 while later blocks are still being updated.
 Source: AutoHete, section 3.3.
 
 The forward pass of block i in step t+1 waits only for the update of block i in step t. With clipping or loss scaling,
 updates wait for all gradients and then run in forward order.
+
+Each rank has its own part of the program (`rank_queue.py`), and may be ahead of the others. All ranks wait at an export,
+and at an evaluation whose result can change what comes next.
 For comparisons, queues can be in order of arrival, and steps can run without overlap (`block_queue.py`).
 """
 
@@ -40,7 +43,7 @@ from windlass.actors.messages import (
 from windlass.actors.policy.block_states import BlockInStep, BlockState
 from windlass.actors.policy.clipping import clip_scale
 from windlass.actors.policy.commits import Commits
-from windlass.actors.policy.config import Operation, SchedulerConfig, program
+from windlass.actors.policy.config import Operation, SchedulerConfig
 from windlass.actors.policy.folding import fold
 from windlass.actors.policy.pending_replies import (
     Instruction,
@@ -48,9 +51,10 @@ from windlass.actors.policy.pending_replies import (
     UnexpectedEventError,
     completes_gradient,
 )
+from windlass.actors.policy.rank_queue import PassedSums, RankQueue
 from windlass.actors.policy.trainer_state import StepResult, TrainerState
 from windlass.actors.policy.worker_queues import GRANTED_AHEAD, REPORT_EVERY
-from windlass.storage.ids import BlockIndex, Step
+from windlass.storage.ids import ActorName, BlockIndex, Step
 
 
 class NotFiniteError(Exception):
@@ -102,9 +106,9 @@ class Pipeline:
         self.trainer = trainer
         self.commits = Commits(config, initial_step)
         self.waits = PendingReplies(config.deadline_s, config.num_groups)
-        self._program = program(config, max(self.committed, 0) + 1)
-        self._next: Operation | None = next(self._program, None)
-        self._running: dict[int, Operation] = {}
+        first_step = max(self.committed, 0) + 1
+        self._ranks = {actor: RankQueue(config, rank, first_step) for rank, actor in enumerate(config.gpu_workers)}
+        self._passed_sums = PassedSums()
         self._steps: dict[int, _StepUpdates] = {}
         self._updating: list[BlockInStep] = []  # blocks whose updates will be added to the pending replies
         # The actors that still have to read their resident states. They are asked to before the first operation.
@@ -113,9 +117,9 @@ class Pipeline:
         self._exporting = False
         self._to_export: set[int] = set()  # steps to export in addition to those of the program
         self._stopped = False
-        self._last_started_step = max(self.committed, 0)  # the last step with a granted operation
+        self._last_started_step = max(self.committed, 0)  # the last step with an operation granted to any rank
         self._ended = max(self.committed, 0)  # the last step with an `EndStep`
-        self._last_commit_sent = -1  # the last commit reported to the GPU worker
+        self._last_commit_sent = -1  # the last commit reported to the GPU worker that completes gradients
         self.final_step = config.total_steps  # the step whose model is the job's
         self._final_copy_of: str | None = None  # path of the checkpoint that becomes the job's model instead
         self._handlers: dict[type[Event], Callable[..., list[Action]]] = {
@@ -196,14 +200,15 @@ class Pipeline:
     @property
     def finished(self) -> bool:
         """True if all work is done and committed."""
-        over = self._next is None or self._next.step > self.commits.last_step or self._is_cancelled_by_stop(self._next)
+        over = all(rank.next is None or self._is_beyond_end(rank.next) for rank in self._ranks.values())
         is_safe = self.committed >= self.commits.last_step
         return over and not self.waits.outstanding and is_safe and (self._stopped or not self._to_export)
 
     def check_invariants(self) -> None:
         """Checks what must be true between two events; for tests."""
-        assert len(self._running) <= self.config.ordering.max_prefetched + GRANTED_AHEAD
-        assert list(self._running) == sorted(self._running)
+        for rank in self._ranks.values():
+            assert len(rank.running) <= self.config.ordering.max_prefetched + GRANTED_AHEAD
+            assert list(rank.running) == sorted(rank.running)
         for updates in self._steps.values():
             states = [each.state for each in updates.blocks.values()]
             assert states.count(BlockState.UPDATED) == updates.num_updated < self.config.num_blocks
@@ -226,22 +231,15 @@ class Pipeline:
 
     def _on_compute_progressed(self, event: ComputeProgressed) -> list[Action]:
         for computed in event.computed:
-            self._on_block_computed(computed)
-        return [action for grad in event.grads for action in self._on_grad_ready(grad)]
+            self._on_block_computed(computed, event.actor)
+        return [action for grad in event.grads for action in self._on_grad_ready(grad, event.actor)]
 
-    def _on_block_computed(self, computed: BlockComputed) -> None:
-        self.waits.resolve(BlockComputed, computed.op, self.config.gpu_worker, computed.block)
-        first = self._running[min(self._running)]
-        if computed.op != first.op:
-            raise UnexpectedEventError(
-                f"{self.config.gpu_worker} finished the {computed.phase} of block {computed.block} in step "
-                f"{computed.step}, and not the {first.phase} of block {first.block} in step {first.step}, which comes "
-                "first: a BlockComputed message was lost"
-            )
-        del self._running[computed.op]
+    def _on_block_computed(self, computed: BlockComputed, actor: ActorName) -> None:
+        self.waits.resolve(BlockComputed, computed.op, actor, computed.block)
+        self._passed_sums.computed(self._ranks[actor].computed(computed))
 
-    def _on_grad_ready(self, grad: GradReady) -> list[Action]:
-        self.waits.resolve(GradReady, grad.step, self.config.gpu_worker, grad.block)
+    def _on_grad_ready(self, grad: GradReady, actor: ActorName) -> list[Action]:
+        self.waits.resolve(GradReady, grad.step, actor, grad.block)
         updates = self._steps[grad.step]
         updates.sq_sums[grad.block] = grad.sq_sums
         if not self.config.keeps_grads:
@@ -355,8 +353,8 @@ class Pipeline:
         self.waits.resolve(ModelExported, event.step, event.actor)
         self._exporting = False
         self._to_export.discard(event.step)
-        if self._next is not None and self._next.phase is None:
-            self._next = next(self._program, None)
+        for rank in self._ranks.values():
+            rank.exported(event.step)
         return []
 
     # --- decisions --------------------------------------------------------------------------------------------------
@@ -369,6 +367,9 @@ class Pipeline:
                 if actor in block.missing:
                     self.waits.expect_update(block.step, block.block, actor, now_s)
         self._updating = []
+        if self.config.num_ranks > 1:
+            waiting = (actor for actor, rank in self._ranks.items() if self._passed_sums.is_missed_by(rank))
+            self.waits.excuse(frozenset(waiting), now_s)
         return actions
 
     def _advance(self) -> list[Action]:
@@ -376,44 +377,60 @@ class Pipeline:
             *self._send_commit_reached(),
             *self._grant_operations(),
             *self._grant_updates(),
-            *self.commits.advance(is_computing=bool(self._running)),
+            *self.commits.advance(is_computing=self._is_computing),
         ]
 
+    @property
+    def _is_computing(self) -> bool:
+        return any(rank.running for rank in self._ranks.values())
+
     def _send_commit_reached(self) -> list[Instruction]:
-        """Reports a commit to the GPU worker, if it offloads gradients to the SSDs."""
+        """Reports a commit to the GPU worker that offloads gradients, if they go to the SSDs."""
         if not self.config.spilled_blocks or self._last_commit_sent == self.committed:
             return []
         self._last_commit_sent = self.committed
         message = CommitReached(job=self.config.job, step=Step(self.committed))
-        return [Instruction(self.config.gpu_worker, message)]
+        return [Instruction(self.config.grads_worker, message)]
 
-    def _is_cancelled_by_stop(self, operation: Operation) -> bool:
-        """Returns whether a stop cancels an operation: the evaluation and the export of the last step."""
-        return self._stopped and operation.version == operation.step == self.commits.last_step
+    def _is_beyond_end(self, operation: Operation) -> bool:
+        """Returns whether an operation is left out.
 
-    def _next_operation(self) -> Operation | None:
-        """Returns the program's next operation or an export that comes before it; None if none may be granted."""
+        It comes after the last step, or a stop cancels it: the evaluation and the export of the last step.
+        """
+        last_step = self.commits.last_step
+        return operation.step > last_step or (self._stopped and operation.version == operation.step == last_step)
+
+    def _next_operation(self, rank: RankQueue) -> Operation | None:
+        """Returns a rank's next operation or an export that comes before it; None if none may be granted."""
         if self.committed < 0:
             return None
-        operation = self._next
+        operation = rank.next
         step = min(self._to_export, default=None)
         if step is not None and not self._stopped and (operation is None or operation.step > step):
             return Operation(op=0, step=Step(step), version=Step(step), phase=None, block=BlockIndex(0))
-        if operation is None or operation.step > self.commits.last_step or self._is_cancelled_by_stop(operation):
-            return None
-        return operation
+        return None if operation is None or self._is_beyond_end(operation) else operation
 
-    def _is_deciding(self) -> bool:
-        """Returns whether an evaluation is running whose result can request a checkpoint or end the job.
+    def _has_to_evaluate(self, before: Step) -> bool:
+        """Returns whether an evaluation must be over before a step begins.
 
-        Its result is reported before its last operation is done.
+        Its result can request a checkpoint or end the job. It is reported before its last operation is done. Or a rank
+        has no group of the step: then nothing else keeps the step's updates from changing the params that it reads.
         """
-        return self.config.evaluation_decides and any(
-            operation.phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD) for operation in self._running.values()
-        )
+        decides = self.config.evaluation_decides
+        return any(rank.is_evaluating(before) for rank in self._ranks.values() if decides or not rank.trains)
 
     def _grant_operations(self) -> list[Instruction]:
-        """Grants operations whose params are there.
+        """Grants each rank its next operations, or the export that all of them have reached."""
+        if self._to_restore:
+            is_due = any(self._next_operation(rank) is not None for rank in self._ranks.values())
+            return self._grant_restore() if is_due else []
+        granted = [
+            self._compute(rank.actor, operations) for rank in self._ranks.values() if (operations := self._grant(rank))
+        ]
+        return [*granted, *self._grant_export()]
+
+    def _grant(self, rank: RankQueue) -> list[ComputeBlock]:
+        """Grants a rank operations whose params are there.
 
         Grants in batches: while many operations are outstanding, it waits until REPORT_EVERY more fit.
 
@@ -422,35 +439,34 @@ class Pipeline:
         """
         few = self.config.ordering.max_prefetched
         limit = few + GRANTED_AHEAD
-        has_many = len(self._running) > limit - REPORT_EVERY
         granted: list[ComputeBlock] = []
-        while (operation := self._next_operation()) is not None:
-            if self._to_restore:
-                return self._grant_restore()
-            if operation.phase is None:
-                return [*self._compute(granted), *self._grant_export(operation)]
-            if operation.step > self._last_started_step and self._is_deciding():
+        if len(rank.running) > limit - REPORT_EVERY:
+            return granted
+        while (operation := self._next_operation(rank)) is not None and operation.phase is not None:
+            begins_step = operation.step > self._last_started_step
+            if len(rank.running) >= (few if begins_step else limit) or not self._has_params(operation):
                 break
-            blocks = self.config.shared[operation.block]
-            if has_many or len(self._running) >= (few if operation.step > self._last_started_step else limit):
+            if begins_step and self._has_to_evaluate(operation.step):
                 break
-            waits_for = blocks if self.config.ordering.overlaps_steps else range(self.config.num_blocks)
-            if any(self.commits.versions[block] < operation.version for block in waits_for):
-                break
-            self._running[operation.op] = operation
-            self._last_started_step = operation.step
-            self._next = next(self._program, None)
-            granted.append(self._operation(operation, blocks))
-        return self._compute(granted)
+            rank.begin(operation)
+            self._last_started_step = max(self._last_started_step, operation.step)
+            granted.append(self._operation(operation))
+        return granted
 
-    def _compute(self, operations: list[ComputeBlock]) -> list[Instruction]:
-        if not operations:
-            return []
-        message = ComputeBlocks(job=self.config.job, step=operations[0].step, operations=tuple(operations))
-        return [Instruction(self.config.gpu_worker, message)]
+    def _has_params(self, operation: Operation) -> bool:
+        """Returns whether the params that an operation reads are updated and, if steps do not overlap, all others."""
+        overlaps = self.config.ordering.overlaps_steps
+        blocks = self.config.shared[operation.block] if overlaps else range(self.config.num_blocks)
+        return all(self.commits.versions[block] >= operation.version for block in blocks)
 
-    def _operation(self, operation: Operation, blocks: tuple[BlockIndex, ...]) -> ComputeBlock:
+    def _compute(self, actor: ActorName, operations: list[ComputeBlock]) -> Instruction:
+        return Instruction(
+            actor, ComputeBlocks(job=self.config.job, step=operations[0].step, operations=tuple(operations))
+        )
+
+    def _operation(self, operation: Operation) -> ComputeBlock:
         assert operation.phase is not None
+        blocks = self.config.shared[operation.block]
         granted = ComputeBlock(
             job=self.config.job,
             step=operation.step,
@@ -466,10 +482,13 @@ class Pipeline:
         return granted
 
     def _loss_scale(self, operation: Operation) -> float:
-        """Returns the loss scale of an operation. The first head of a step also creates the step's update record."""
+        """Returns the loss scale of an operation.
+
+        The head of a step that is granted first, on whichever rank, also creates the step's update record.
+        """
         if operation.phase is not Phase.HEAD:
             return 1.0
-        if operation.group > 0:
+        if operation.step in self._steps:
             return self._steps[operation.step].loss_scale
         updates = self._steps[operation.step] = _StepUpdates(self.trainer.next_loss_scale)
         if not self.config.keeps_grads:
@@ -483,8 +502,13 @@ class Pipeline:
         message = RestoreStates(job=self.config.job, step=Step(self.committed))
         return [Instruction(actor, message) for actor in sorted(self._to_restore)]
 
-    def _grant_export(self, operation: Operation) -> list[Instruction]:
-        if self._exporting or self._running or self.committed < operation.version:
+    def _grant_export(self) -> list[Instruction]:
+        """Grants the export that all ranks have reached, if it may begin."""
+        reached = [self._next_operation(rank) for rank in self._ranks.values()]
+        operation = reached[0]
+        if operation is None or any(each is None or each.phase is not None for each in reached):
+            return []
+        if self._exporting or self._is_computing or self.committed < operation.version:
             return []
         self._exporting = True
         is_final = operation.step == self.final_step

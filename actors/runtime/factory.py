@@ -14,6 +14,7 @@ from windlass.storage.store import CommitRecord, JobSpace
 _MODULES = {
     ActorKind.SSD_SERVER: ("windlass.actors.ssd.server",),
     ActorKind.OPTIMIZER: ("windlass.actors.optimizer.worker",),
+    ActorKind.PARAM_SERVER: ("windlass.actors.params",),
     ActorKind.GPU_WORKER: ("windlass.actors.gpu_worker.worker", MODELS_MODULE),
 }
 
@@ -22,8 +23,8 @@ _MODULES = {
 class LocalOptions:
     """The options of actors that all run in one process."""
 
-    partition: Any  # the model's `Partition`
-    device: str  # that computes
+    partitions: tuple[Any, ...]  # a model's `Partition` for each GPU worker, because each installs params in its own
+    devices: tuple[str, ...]  # that compute, one for each GPU worker
     poison_released: bool  # fill released buffers with NaN, for tests
     direct: bool  # False for file systems without O_DIRECT
 
@@ -45,7 +46,7 @@ def open_space(server: ActorName, context: JobContext, *, direct: bool = True) -
         context.geometry(index),
         direct=direct,
         scratch_slot_nbytes=context.plan.activations.slot_nbytes,
-        num_scratch_slots=context.num_scratch_slots(index),
+        num_scratch_slots=context.num_scratch_slots(index) * context.spec.num_ranks,
     )
 
 
@@ -98,17 +99,21 @@ def start_actor(
         # A process of its own, which starts in seconds, only saves memory of long jobs.
         start_model_worker = functools.partial(ModelProcess, context) if local is None else None
         return CpuOptimizer(name, index, context, send, start_model_worker=start_model_worker)
+    if kind is ActorKind.PARAM_SERVER:
+        return importlib.import_module(*_MODULES[kind]).ParamServer(name, context, send)
     from windlass.actors.gpu_worker import GpuWorker
     from windlass.engine.device import compute_device, retain_freed_memory
     from windlass.engine.model import partition_folder
 
+    options: dict[str, Any] = {"rank": index} if index else {}
     if local is not None:
-        return GpuWorker(context, local.partition, send, device=local.device, poison_released=local.poison_released)
+        options |= {"device": local.devices[index], "poison_released": local.poison_released}
+        return GpuWorker(context, local.partitions[index], send, **options)
     device = compute_device(uses_gpu=uses_gpu)
     if device.type == "cpu":
         retain_freed_memory()
     partition = partition_folder(context.spec.model_dir, context.formats.precision)
-    return GpuWorker(context, partition, send, device=str(device))
+    return GpuWorker(context, partition, send, device=str(device), **options)
 
 
 def stop_actor(name: ActorName, actor: Any, *, is_over: bool) -> None:

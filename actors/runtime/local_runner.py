@@ -1,6 +1,7 @@
 """Runs all actors of a job in one process: for tests, for the GPU check, and for machines without Ray."""
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts
 from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import ActorFailed, Message
 from windlass.actors.runtime.factory import LocalOptions, open_space, start_actor, stop_actor
-from windlass.actors.runtime.start_up import START_DEADLINE_S, create_arena, plan_attempt, start_actors
+from windlass.actors.runtime.start_up import START_DEADLINE_S, create_arena, node_of_all, plan_attempt, start_actors
 from windlass.actors.scheduler import GOES_ON, Scheduler
 from windlass.engine.device import memory_node
 from windlass.engine.model import Partition, partition_folder
@@ -23,7 +24,7 @@ def run_local(
     spec: JobSpec,
     *,
     partition: Partition | None = None,
-    device: str = "cpu",
+    device: str | Sequence[str] = "cpu",
     poison_released: bool = False,
     direct: bool = True,
     ssds: tuple[SsdFacts, ...] | None = None,
@@ -32,17 +33,20 @@ def run_local(
 ) -> dict[str, Any]:
     """Trains a job in this process, from its last commit if it has one, and returns its outcome.
 
-    Without `ssds`, the SSDs' stored measurements are used, or new ones are made. `on_message` is called with every
-    message between actors. With `stop`, another thread can end the attempt early. After an exception or a pause, the
-    job's states stay on the SSDs.
+    Without `ssds`, the SSDs' stored measurements are used, or new ones are made. `device`: that of all GPU workers, or
+    one for each. `on_message` is called with every message between actors. With `stop`, another thread can end the
+    attempt early. After an exception or a pause, the job's states stay on the SSDs.
 
     Raises:
         TimeoutError: the attempt is over and its outcome is in the journal, but some of its threads hang.
     """
     partition = partition or partition_folder(spec.model_dir, spec.training.precision)
     context = plan_attempt(spec, partition.layout, direct=direct, ssds=ssds)
-    arena = create_arena(context, memory_node(torch.device(device)))
-    options = LocalOptions(partition=partition, device=device, poison_released=poison_released, direct=direct)
+    devices = (device,) * spec.num_ranks if isinstance(device, str) else tuple(device)
+    arena = create_arena(context, node_of_all(memory_node(torch.device(each)) for each in devices))
+    # Before an actor changes the model.
+    partitions = (partition, *(copy.deepcopy(partition) for _ in range(1, spec.num_ranks)))
+    options = LocalOptions(partitions=partitions, devices=devices, poison_released=poison_released, direct=direct)
     actors: dict[ActorName, Any] = {}
     spaces: dict[ActorName, JobSpace] = {}  # of SSD servers that have not started
     early: list[Message] = []  # to the scheduler, before there is one

@@ -20,12 +20,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from windlass.actors.job import (
-    GPU_WORKER,
     JOURNAL_FILE,
     SCHEDULER,
+    ActorKind,
     JobContext,
     JobSpec,
     Journal,
+    kind_of,
     optimizer_index,
 )
 from windlass.actors.lifecycle import (
@@ -47,6 +48,7 @@ from windlass.actors.runtime.sockets import MessageClient, MessageServer
 from windlass.actors.runtime.start_up import (
     START_DEADLINE_S,
     create_arena,
+    node_of_all,
     plan_attempt,
     start_actors,
     worker_names,
@@ -317,10 +319,10 @@ class Runner:
             arenas = ending.enter_context(contextlib.ExitStack())  # ends last, because workers use the arena
             mailbox = MessageServer(self._post)
             has_gpus = num_gpus_here() > 0
-            group = device_here(has_gpus=has_gpus)
+            group = devices_here(spec.num_ranks, has_gpus=has_gpus)
             ending.callback(remove_placement_group, group)
             ending.callback(self._kill_workers)
-            self._await_device(group)
+            self._await_devices(group)
             addresses = self._make_workers(context, group, has_gpus=has_gpus) | {SCHEDULER: mailbox.address}
             arena = create_arena(context, self._gpu_node() if has_gpus else None)
             arenas.callback(arena.unlink)
@@ -354,12 +356,15 @@ class Runner:
             for handle in self._workers.values():
                 ending.callback(ray.kill, handle)
 
-    def _await_device(self, group: Any) -> None:
+    def _await_devices(self, group: Any) -> None:
         until_s = time.monotonic() + START_DEADLINE_S
         while not group.wait(_STOP_CHECK_S):
             self._check_stop()
             if time.monotonic() > until_s:
-                raise TimeoutError(f"no device came free within {START_DEADLINE_S:g} s; another job holds it")
+                number = self.spec.num_ranks
+                what = "no device" if number == 1 else f"not all {number} devices"
+                holds = "another job holds it" if number == 1 else "other jobs hold some of them"
+                raise TimeoutError(f"{what} came free within {START_DEADLINE_S:g} s; {holds}")
 
     def _check_stop(self) -> None:
         """Raises _StoppedAtStartError if the attempt is to stop, unless only its report of a complete model is left."""
@@ -370,7 +375,7 @@ class Runner:
         """Starts the processes of the job's actors; returns the addresses of their MessageServers."""
         spec = self.spec
         for name in worker_names(spec):
-            computes = name == GPU_WORKER
+            computes = _computes(name)
             uses_gpu = computes and has_gpus
             options = {"resources": {DEVICE_RESOURCE: 1}} if computes else {}
             self._workers[name] = _RemoteShell.options(
@@ -388,8 +393,13 @@ class Runner:
         return self._call(list(self._workers), "address")
 
     def _gpu_node(self) -> int | None:
-        """Returns the NUMA node near the GPU that Ray gave to the GPU worker; None on a machine with one node."""
-        return self._call([GPU_WORKER], "gpu_node")[GPU_WORKER] if has_several_nodes() else None
+        """Returns the NUMA node near the GPUs that Ray gave to the GPU workers.
+
+        Returns None on a machine with one node, and if the GPUs are near different nodes.
+        """
+        if not has_several_nodes():
+            return None
+        return node_of_all(self._call(list(filter(_computes, self._workers)), "gpu_node").values())
 
     def _start_workers(self, addresses: Mapping[ActorName, str]) -> CommitRecord | None:
         """Starts the actors of all workers; returns the commit from which the job resumes."""
@@ -448,8 +458,13 @@ def _answer_of(name: ActorName, reference: Any) -> Any:
         ) from error
 
 
+def _computes(name: ActorName) -> bool:
+    """Returns whether an actor is a GPU worker, which takes a device."""
+    return kind_of(name) is ActorKind.GPU_WORKER
+
+
 def _num_threads_of(name: ActorName, spec: JobSpec) -> int:
-    if name == GPU_WORKER:
+    if _computes(name):
         return spec.compute_threads
     return 1 if optimizer_index(name) is None else spec.optimizer_threads
 
@@ -460,7 +475,7 @@ def niceness_of(name: ActorName, *, has_gpus: bool) -> int:
     Beside a GPU only the optimizers yield. They keep cores busy for long, and a GPU waits for the thread that launches
     its kernels.
     """
-    if name == GPU_WORKER:
+    if _computes(name):
         return COMPUTING_NICENESS
     if not has_gpus:
         return COMPUTING_NICENESS + NICENESS_BESIDE_COMPUTE
@@ -484,13 +499,14 @@ def num_gpus_here() -> int:
     return next((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["NodeID"] == here), 0)
 
 
-def device_here(*, has_gpus: bool) -> Any:
-    """Creates a placement group with one device on this process's node, because a job's processes share its memory.
+def devices_here(num_devices: int, *, has_gpus: bool) -> Any:
+    """Creates a placement group with devices of this process's node, because a job's processes share its memory.
 
-    The bundle includes a GPU if there are any, because actors in a group get resources only from its bundle.
+    It has one bundle, so the job gets all devices at once or waits. The bundle includes as many GPUs if there are any,
+    because actors in a group get resources only from its bundle.
     """
     here = {_NODE_LABEL: ray.get_runtime_context().get_node_id()}
-    bundle = {DEVICE_RESOURCE: 1} | ({"GPU": 1} if has_gpus else {})
+    bundle = {DEVICE_RESOURCE: num_devices} | ({"GPU": num_devices} if has_gpus else {})
     return placement_group([bundle], strategy="STRICT_PACK", bundle_label_selector=[here])
 
 

@@ -1,15 +1,16 @@
 """The start of an attempt, which is the same under Ray and in one process."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from windlass.actors.job import (
-    GPU_WORKER,
+    PARAM_SERVER,
     JobContext,
     JobSpec,
     SsdFacts,
     arena_free_nbytes,
+    gpu_worker_name,
     make_context,
     optimizer_name,
     require_planned_device_room,
@@ -39,7 +40,14 @@ class CallActors(Protocol):
 def worker_names(spec: JobSpec) -> list[ActorName]:
     """Returns the names of a job's actors without the scheduler."""
     optimizers = map(optimizer_name, range(spec.num_cpu_optimizers))
-    return [*_server_names(spec), *optimizers, GPU_WORKER]
+    param_server = [PARAM_SERVER] if spec.num_ranks > 1 else []
+    return [*_server_names(spec), *optimizers, *param_server, *map(gpu_worker_name, range(spec.num_ranks))]
+
+
+def node_of_all(nodes: Iterable[int | None]) -> int | None:
+    """Returns the NUMA node near all of a job's GPUs, or None if they are near different ones."""
+    different = set(nodes)
+    return different.pop() if len(different) == 1 else None
 
 
 def plan_attempt(
@@ -63,7 +71,7 @@ def plan_attempt(
 
 
 def create_arena(context: JobContext, node: int | None) -> Arena:
-    """Creates the arena of an attempt. `node` is the NUMA node near the job's GPU, on a machine with several.
+    """Creates the arena of an attempt. `node` is the NUMA node near the job's GPUs, on a machine with several.
 
     Raises:
         InsufficientSpaceError: the room that there was at the planning is gone.

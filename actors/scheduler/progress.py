@@ -128,9 +128,9 @@ class Progress:
         self._num_tokens = 0  # trained on in all steps that are over
         self.trained_tokens = 0  # trained on in all reported steps
         self._last_reported = initial_step or 0  # the last reported step
-        self._losses: dict[int, Loss] = {}  # by step
+        self._losses: dict[int, dict[int, Loss]] = {}  # by step and group
         self._metrics: dict[int, dict[str, Any]] = {}  # by step, for steps that are over but not reported
-        self._compute_s: dict[int, float] = {}  # by step, evaluation included
+        self._compute_s: dict[int, dict[ActorName, float]] = {}  # by step and GPU worker, evaluation included
         self._swapped: dict[int, dict[SpanKind, int]] = {}  # by step: bytes of offloaded activations by direction
         self._kernels: set[str] = set()  # update kernels of all attempts at this job
         self._model_kernels: list[str] = []  # the same in all attempts
@@ -236,7 +236,7 @@ class Progress:
                 self._journal.append("message", f"{self._named(event.actor)} computes with {kernels}")
             case ComputeProgressed():
                 for computed in event.computed:
-                    self._on_computed(computed)
+                    self._on_computed(computed, event.actor)
                 for grad in event.grads:
                     self._on_grad(grad)
             case StoreCommitted():
@@ -274,20 +274,22 @@ class Progress:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _take_stock(self, step: int, end: StepEnd) -> dict[str, Any]:
-        loss, now_s = self._losses.pop(step), time.monotonic()
+        losses, now_s = self._losses.pop(step), time.monotonic()
+        groups = [losses[group] for group in sorted(losses)]
+        num_targets = groups[0].num_targets
         step_s, self._step_began_s = now_s - self._step_began_s, now_s
-        self._num_tokens += loss.num_targets
+        self._num_tokens += num_targets
         return {
             "step": step,
             "total_steps": self._shape.total_steps,
-            "train_loss": _finite(loss.loss_sum / loss.num_targets),
-            "train_mean_token_accuracy": loss.num_correct / loss.num_targets,
+            "train_loss": _finite(fold(term for group in groups for term in group.terms) / num_targets),
+            "train_mean_token_accuracy": sum(group.num_correct for group in groups) / num_targets,
             "learning_rate": self._shape.learning_rate(step),
             "grad_norm": _finite(end.grad_norm),
             "loss_scale": end.loss_scale,
             "skipped_steps": end.num_skipped,
             "step_s": step_s,
-            "tokens_per_s": loss.num_targets / step_s,
+            "tokens_per_s": num_targets / step_s,
             "trained_tokens": self._num_tokens,
         }
 
@@ -306,8 +308,11 @@ class Progress:
                 of_step[span.kind] += span.nbytes
 
     def _named(self, actor: ActorName) -> str:
-        # The GPU worker has the same name on machines without a GPU.
-        return "The device" if actor == self._shape.gpu_worker else f"The actor {actor}"
+        gpu_workers = self._shape.gpu_workers
+        if actor not in gpu_workers:
+            return f"The actor {actor}"
+        # A single GPU worker has the same name on machines without a GPU.
+        return "The device" if len(gpu_workers) == 1 else f"GPU {gpu_workers.index(actor)}"
 
     def _on_kernel_chosen(self, event: KernelChosen) -> None:
         self._journal.append("message", f"{self._named(event.actor)} updates with the {event.kernel} kernel")
@@ -320,39 +325,37 @@ class Progress:
             )
         self._kernels.add(event.kernel)
 
-    def _on_computed(self, event: BlockComputed) -> None:
-        self._compute_s[event.step] = self._compute_s.get(event.step, 0.0) + event.compute_s
+    def _on_computed(self, event: BlockComputed, actor: ActorName) -> None:
+        of_step = self._compute_s.setdefault(event.step, {})
+        of_step[actor] = of_step.get(actor, 0.0) + event.compute_s
         match event.phase:
             case Phase.FORWARD if not event.is_finite:
                 self._not_finite.setdefault(event.step, f"the {event.phase} of block {event.block}")
             case Phase.HEAD:
-                # The sum over the step's groups so far. If it is not finite, the gradients are not either.
-                loss = _loss_of(event)
-                if event.group == self._shape.num_groups - 1:
-                    self._losses[event.step] = loss
-                if not math.isfinite(loss.loss_sum):
+                # If a loss is not finite, the gradients are not either.
+                self._losses.setdefault(event.step, {})[event.group] = _loss_of(event, actor)
+                if not event.is_finite:
                     self._not_finite.setdefault(event.step, f"the head of block {self._shape.num_blocks - 1}")
             case Phase.EVALUATE_HEAD:
-                self._on_evaluated(event)
+                self._on_evaluated(event, actor)
 
     def _on_grad(self, event: GradReady) -> None:
         if not event.is_finite:
             self._not_finite.setdefault(event.step, f"the gradient of block {event.block}")
 
-    def _on_evaluated(self, event: BlockComputed) -> None:
+    def _on_evaluated(self, event: BlockComputed, actor: ActorName) -> None:
         groups = self._evaluations.setdefault(event.step, {})
         if event.group in groups:
             raise UnexpectedEventError(
-                f"{self._shape.gpu_worker} reported the loss of group {event.group} in the evaluation of step "
-                f"{event.step} a second time"
+                f"{actor} reported the loss of group {event.group} in the evaluation of step {event.step} a second time"
             )
-        groups[event.group] = _loss_of(event)
+        groups[event.group] = _loss_of(event, actor)
         if len(groups) < self._shape.num_evaluation_groups:
             return
         del self._evaluations[event.step]
         in_order = [groups[group] for group in sorted(groups)]
         num_targets = sum(group.num_targets for group in in_order)
-        loss = _finite(fold(group.loss_sum for group in in_order) / num_targets)
+        loss = _finite(fold(fold(group.terms) for group in in_order) / num_targets)
         data: dict[str, Any] = {
             "step": event.step,
             "total_steps": self._shape.total_steps,
@@ -370,7 +373,8 @@ class Progress:
         data = self._metrics.pop(step)
         self.trained_tokens = data["trained_tokens"]
         elapsed_s = time.monotonic() - self._started_s
-        data["compute_s"] = self._compute_s.get(step, 0.0)
+        # GPU workers compute at the same time, so the busiest one's time counts.
+        data["compute_s"] = max(self._compute_s.get(step, {}).values(), default=0.0)
         self._compute_s = {later: seconds for later, seconds in self._compute_s.items() if later > step}
         swapped = self._swapped.get(step, {})
         self._swapped = {later: nbytes for later, nbytes in self._swapped.items() if later > step}
@@ -442,10 +446,10 @@ class Progress:
         return f"Step {data['step']}/{self._shape.total_steps}: training loss={_in_words(data['train_loss'])}"
 
 
-def _loss_of(event: BlockComputed) -> Loss:
+def _loss_of(event: BlockComputed, actor: ActorName) -> Loss:
     if event.loss is None:
         where = f"the {event.phase} of block {event.block} in step {event.step}"
-        raise UnexpectedEventError(f"the GPU worker reported {where} without its loss")
+        raise UnexpectedEventError(f"{actor} reported {where} without its loss")
     return event.loss
 
 

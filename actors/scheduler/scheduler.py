@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from windlass.actors.job import (
-    GPU_WORKER,
     JOURNAL_FILE,
     CoreContext,
     JobContext,
@@ -131,7 +130,7 @@ def job_shape(context: CoreContext, output_dir: str) -> SchedulerConfig:
         keeps_grads=training.keeps_grads,
         max_bad_steps=training.max_bad_steps,
         learning_rate=rate,
-        gpu_worker=GPU_WORKER,
+        gpu_workers=context.gpu_workers,
         optimizers=tuple(optimizer_name(i) for i in range(spec.num_cpu_optimizers)),
         ssd_servers=tuple(ssd_name(i) for i in range(len(context.ssds))),
         output_dir=output_dir,
@@ -302,7 +301,8 @@ class Scheduler:
         out. A failure that arrives meanwhile ends the attempt.
         """
         shape, answers = self.pipeline.config, dict[ActorName, str]()
-        actors = (shape.gpu_worker, *shape.optimizers, *shape.ssd_servers)
+        names = (*shape.gpu_workers, self.context.param_server, *shape.optimizers, *shape.ssd_servers)
+        actors = dict.fromkeys(names)  # a single GPU worker reads params, too
         for actor in actors:
             self._send(actor, DescribeStatus(job=self.spec.job, step=Step(0)))
         until_s = time.monotonic() + _STATUS_TICKS * _TICK_S

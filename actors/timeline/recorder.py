@@ -11,7 +11,7 @@ from windlass.actors.job import GPU_WORKER, SCHEDULER
 from windlass.actors.messages import Message, SpanKind, SpansReported, WorkSpan
 from windlass.storage.ids import ActorName, ChunkKey, JobId, StateKind, Step
 
-# Resources of the GPU worker: the device's compute, and the copies to it and from it.
+# Resources of the first GPU worker: the device's compute, and the copies to it and from it.
 COMPUTE = f"{GPU_WORKER}/compute"
 TO_DEVICE = f"{GPU_WORKER}/h2d"
 FROM_DEVICE = f"{GPU_WORKER}/d2h"
@@ -28,8 +28,10 @@ class SpanRecorder:
     """The recorded spans of one actor that are not sent yet. Thread-safe: each span is sent exactly once."""
 
     def __init__(self, actor: ActorName, job: JobId, send: Callable[[ActorName, Message], None]) -> None:
+        """A GPU worker names its own resources as those of the first one."""
         self._actor = actor
         self._job = job
+        self._names = {name: own_resource(name, actor) for name in (COMPUTE, TO_DEVICE, FROM_DEVICE)}
         self._send = send
         self._spans: deque[WorkSpan] = deque()
 
@@ -45,6 +47,7 @@ class SpanRecorder:
         nbytes: int = 0,
     ) -> None:
         """Records one span; see `WorkSpan`."""
+        resource = self._names.get(resource, resource)
         self._spans.append(WorkSpan(resource, kind, step, block, chunk, start_s, end_s, nbytes))
         if len(self._spans) >= _MAX_HELD:
             self.tell(step)
@@ -79,6 +82,11 @@ class SpanRecorder:
             pass
         if spans:
             self._send(SCHEDULER, SpansReported(job=self._job, step=Step(step), actor=self._actor, spans=tuple(spans)))
+
+
+def own_resource(resource: str, actor: ActorName) -> str:
+    """Returns the resource of an actor that corresponds to one of the first GPU worker's."""
+    return f"{actor}{resource.removeprefix(GPU_WORKER)}"
 
 
 def transfer_kind(*, is_read: bool, states: Collection[StateKind], param_kind: StateKind) -> SpanKind:

@@ -43,10 +43,12 @@ class Measured:
     def data(self) -> dict[str, Any]:
         """The JSON object for a step's metrics.
 
-        `step_s` is the mean of `num_steps` steady steps, None before the first. `peak_bytes` is by kind of memory.
+        `step_s` is the mean of `num_steps` steady steps, None before the first. `peak_bytes` is by kind of memory:
+        of all SSDs, of the GPU that uses most, and of the arena, whose use each GPU worker reports.
         """
         peaks = dict(self._earlier_nbytes)
         for kind, of_actors in self._nbytes.items():
-            peaks[kind] = max(sum(of_actors.values()), peaks.get(kind, 0))
+            nbytes = (sum if kind is MemoryKind.SSD else max)(of_actors.values())
+            peaks[kind] = max(nbytes, peaks.get(kind, 0))
         step_s = self._total_s / self._num_steps if self._num_steps else None
         return {"step_s": step_s, "num_steps": self._num_steps, "peak_bytes": peaks}

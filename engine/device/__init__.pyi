@@ -14,6 +14,7 @@ from windlass.engine.device.dtypes import state_dtype as state_dtype
 from windlass.engine.device.malloc import retain_freed_memory as retain_freed_memory
 from windlass.engine.device.openmp import release_team as release_team
 from windlass.engine.device.param_loader import BlockLoad as BlockLoad
+from windlass.engine.device.param_loader import OnArrival as OnArrival
 from windlass.engine.device.param_loader import ParamLoader as ParamLoader
 from windlass.engine.device.streams import Event as Event
 from windlass.engine.device.streams import StartThreads as StartThreads

@@ -1,6 +1,6 @@
 """Copies the params of blocks to device buffers, chunk by chunk, from host memory or from the SSDs.
 
-Missing chunks are requested in batches while slots are free. One thread queues the copies of chunks that are in host
+One thread queues the copies of chunks that are in host
 memory. Those of a block that are there at the same time are copied together (`copy_batches`). A chunk that arrives
 alone is copied at once. The GPU worker of jobs and `windlass.offload` decide which block comes next, and use one loader
 each.
@@ -20,7 +20,6 @@ from windlass.engine.device.tensor_arena import TensorArena
 from windlass.engine.memory_plan import copy_batch_size
 from windlass.storage.cancellation import TaskQueue, What
 from windlass.storage.ids import ChunkKey, Span
-from windlass.storage.memory import SlotPool
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -29,12 +28,15 @@ class BlockLoad:
 
     buffer: torch.Tensor
     first: int = 0  # the index in the block of the buffer's first element; elements before it are not copied
-    holds_chunks: bool = False  # chunks stay in host memory until their slots in `held` are released by the caller
+    holds_chunks: bool = False  # chunks stay in host memory until the caller releases those in `held`
     num_missing: int = 0  # chunks whose copies are not queued
-    held: list[Span] = field(default_factory=list)
+    held: dict[ChunkKey, Span] = field(default_factory=dict)  # the slots of chunks that are held
     is_ready: bool = False  # all copies are queued
     copied: Event | None = None  # after the last copy; None if none was needed
 
+
+# Called for each requested chunk when its params are in the span. True: the span is a slot, released after the copy.
+OnArrival = Callable[[ChunkKey, Span, bool], None]
 
 _Load = TypeVar("_Load", bound=BlockLoad)
 _Taken = TypeVar("_Taken", bound=BlockLoad, contravariant=True)
@@ -49,11 +51,11 @@ class ParamSource(Protocol[_Taken]):
     def resident_params(self, key: ChunkKey) -> Span | None:
         """Returns the span in which a chunk's params are resident; None if they must be read."""
 
-    def own_slot(self, key: ChunkKey) -> Span | None:
-        """Returns the slot in which a chunk's params stay once they are read; None if they take a slot of the pool."""
+    def request_params(self, load: _Taken, keys: Sequence[ChunkKey], on_arrival: OnArrival) -> None:
+        """Requests the params of chunks that are not resident. May wait for slots."""
 
-    def read_params(self, load: _Taken, spans: Mapping[ChunkKey, Span], on_done: Callable[[ChunkKey], None]) -> None:
-        """Requests the params of chunks. Calls `on_done` for each when it is in its span."""
+    def release_params(self, load: _Taken, slots: Mapping[ChunkKey, Span]) -> None:
+        """Takes note that the slots of chunks are not read any more."""
 
     def naming(self, load: _Taken, callback: Callable[[], None]) -> Callable[[], None]:
         """Wraps a callback so that an error in it names the load."""
@@ -86,31 +88,25 @@ class ParamLoader(Generic[_Load]):
         source: ParamSource[_Load],
         device: Device,
         arena: TensorArena,
-        slots: SlotPool,
         dtype: torch.dtype,
-        *,
-        batch: int,
     ) -> None:
-        """`batch` is the largest number of chunks in a request. The device's token ends waits, and `run`."""
+        """The device's token ends waits, and `run`."""
         self._source = source
         self._device = device
         self._arena = arena
-        self._slots = slots
         self._dtype = dtype
-        self._batch = batch
         self._arrived: TaskQueue[_Arrival[_Load]] = TaskQueue(device.token)
         self._changed = threading.Condition()  # of all loads' `is_ready`
 
     def start(self, load: _Load, keys: Sequence[ChunkKey]) -> None:
-        """Queues the copies of a block's chunks, and requests those that are missing; waits for slots.
+        """Queues the copies of a block's chunks, and requests those that are missing.
 
         The load's `num_missing` must be the number of chunks.
         """
         resident = {key: span for key in keys if (span := self._source.resident_params(key)) is not None}
         self._arrived.put(*(_Arrival(load, key, span, is_slot=False) for key, span in resident.items()))
-        missing = [key for key in keys if key not in resident]
-        for start in range(0, len(missing), self._batch):
-            self._read(load, missing[start : start + self._batch])
+        if missing := [key for key in keys if key not in resident]:
+            self._source.request_params(load, missing, functools.partial(self._has_arrived, load))
 
     def wait_for(self, load: _Load, what: What) -> None:
         """Waits until all copies of a block are queued. Raises the errors of `CancelToken.wait_for`."""
@@ -139,19 +135,8 @@ class ParamLoader(Generic[_Load]):
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _read(self, load: _Load, keys: Sequence[ChunkKey]) -> None:
-        # A chunk with a slot of its own still holds one of the pool until it arrives, because more requests in the
-        # queues of the SSDs could time out.
-        slots = dict(zip(keys, self._slots.acquire(len(keys)), strict=True))
-        own = {key: span for key in keys if (span := self._source.own_slot(key)) is not None}
-        spans = {**slots, **own}
-
-        def arrived(key: ChunkKey) -> None:
-            if key in own:
-                self._slots.release([slots[key]])
-            self._arrived.put(_Arrival(load, key, spans[key], is_slot=key not in own))
-
-        self._source.read_params(load, spans, arrived)
+    def _has_arrived(self, load: _Load, key: ChunkKey, span: Span, is_slot: bool) -> None:
+        self._arrived.put(_Arrival(load, key, span, is_slot=is_slot))
 
     def _size_of_next(self, arrived: Iterable[_Arrival[_Load]]) -> int:
         return copy_batch_size((arrival.load, self._nbytes(arrival)) for arrival in arrived)
@@ -162,7 +147,7 @@ class ParamLoader(Generic[_Load]):
         params = self._arena.view(arrival.span.offset, stop - start, self._dtype)
         self._source.chunk_arrived(load, arrival.key, params)
         if load.holds_chunks and arrival.is_slot:
-            load.held.append(arrival.span)
+            load.held[arrival.key] = arrival.span
         begin = max(start, load.first)
         part = params[max(0, begin - start) :]
         return load.buffer[begin - load.first : begin - load.first + part.numel()], part
@@ -175,5 +160,6 @@ class ParamLoader(Generic[_Load]):
     def _copied(self, load: _Load, arrivals: Sequence[_Arrival[_Load]], begun: Event, copied: Event) -> None:
         nbytes = {arrival.key: self._nbytes(arrival) for arrival in arrivals}
         self._source.chunks_copied(load, nbytes, begun, copied)
-        if not load.holds_chunks:
-            self._slots.release([arrival.span for arrival in arrivals if arrival.is_slot])
+        slots = {arrival.key: arrival.span for arrival in arrivals if arrival.is_slot}
+        if slots and not load.holds_chunks:
+            self._source.release_params(load, slots)

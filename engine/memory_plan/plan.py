@@ -136,12 +136,15 @@ class Plan:
     spilled_blocks: tuple[int, ...]  # blocks whose kept gradients spill to the SSDs
     commit_every: int  # steps
     group_size: int  # micro-batches that pass each block together
-    num_groups: int  # groups of a step
+    num_groups: int  # groups of a step; the GPU workers take turns in computing them
+    num_ranks: int  # GPU workers
     ssd_nbytes: int  # model states on all SSDs, both generations
     layer_activations: tuple[BlockActivations, ...]  # policy of each layer in order; empty: the default
-    activations: Pool  # owned by the GPU worker: slots that stay in host memory, then slots in flight to or from SSDs
+    # Owned by the first GPU worker: slots that stay in host memory, then slots in flight to or from SSDs. Those of the
+    # others follow.
+    activations: Pool
     num_staged_activations: int  # slots of `activations` in flight to or from the SSDs; the last ones
-    num_ssd_activations: int  # slots of the same size on all SSDs together
+    num_ssd_activations: int  # slots of the same size on all SSDs together, for each GPU worker
     num_grad_buffers: int  # blocks whose gradients may be on the device, in flight to the host
     num_fetched_params: int  # chunks that may be in flight from the SSDs, and their slots of `params`
     leaving_nbytes: int  # swapped activations that may still be on the device
@@ -164,7 +167,7 @@ class Plan:
     @property
     def arena_nbytes(self) -> int:
         """The bytes of the shared memory."""
-        return self.activations.offset + self.activations.nbytes
+        return self.activations.offset + self.num_ranks * self.activations.nbytes
 
 
 def make_plan(
@@ -176,6 +179,7 @@ def make_plan(
     host_memory_nbytes: int | None,
     num_microbatches: int = 1,
     num_lanes: int = 1,
+    num_ranks: int = 1,
     free_nbytes: int | None = None,
     is_naive: bool = False,
     placement: Placement | None = None,
@@ -190,6 +194,7 @@ def make_plan(
         host_memory_nbytes: the budget; its unused rest caches params. None: no budget.
         num_microbatches: the micro-batches of a step.
         num_lanes: the lanes of a step's micro-batches.
+        num_ranks: the number of GPU workers.
         free_nbytes: the limit if there is no budget; the plan uses only as much of it as it needs.
         is_naive: an optimizer has only one chunk at a time.
         placement: the places of states and activations.
@@ -200,15 +205,16 @@ def make_plan(
     placement = placement or Placement()
     limit_nbytes = free_nbytes if host_memory_nbytes is None else host_memory_nbytes
     _check(model, placement, keep_grads)
+    _check_ranks(placement, num_ranks, num_microbatches)
     lanes = LaneDivision(num_lanes, num_microbatches)
     for choice in _choices(model, placement, keep_grads=keep_grads, is_naive=is_naive):
-        plan = _lay_out(model, placement, num_optimizers, grad_itemsize, lanes, choice)
+        plan = _lay_out(model, placement, num_optimizers, grad_itemsize, lanes, num_ranks, choice)
         if limit_nbytes is None or plan.arena_nbytes <= limit_nbytes:
             if host_memory_nbytes is None or placement.num_cached_params is not None or is_naive:
                 return plan
             num_free = (host_memory_nbytes - plan.arena_nbytes) // plan.params.slot_nbytes
             choice = replace(choice, num_cached=min(choice.num_cached + num_free, _num_on_ssds(model, placement)))
-            return _lay_out(model, placement, num_optimizers, grad_itemsize, lanes, choice)
+            return _lay_out(model, placement, num_optimizers, grad_itemsize, lanes, num_ranks, choice)
     assert limit_nbytes is not None, "without a limit the first choice fits"
     raise _too_little_host_memory(plan, limit_nbytes, is_budget=host_memory_nbytes is not None)
 
@@ -221,7 +227,7 @@ def _too_little_host_memory(plan: "Plan", limit_nbytes: int, *, is_budget: bool)
         "states at the optimizers": sum(pool.nbytes for pool in plan.states),
         "resident states": plan.host_states.nbytes,
         "states on their way to or from the device": plan.transit.nbytes,
-        "activations": plan.activations.nbytes,
+        "activations": plan.num_ranks * plan.activations.nbytes,
     }
     takes = (
         f"the job needs {bytes_text(plan.arena_nbytes)} of host memory for its buffers "
@@ -289,6 +295,20 @@ def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
             f"num_host_grad_blocks is {num_kept} of {len(model.blocks)}: the others' gradients would go to the SSDs, "
             "but they do only where they are kept until all are known, every step is committed, and no states are "
             "resident in memory; leave it out"
+        )
+
+
+def _check_ranks(placement: Placement, num_ranks: int, num_microbatches: int) -> None:
+    if num_ranks > num_microbatches:
+        raise PlanError(
+            f"{num_ranks} GPUs have {num_microbatches} micro-batches a step, and each needs one at least: ask for "
+            "fewer GPUs, or for more micro-batches",
+            param="windlass.gpus",
+        )
+    if num_ranks > 1 and placement.device_blocks:
+        raise PlanError(
+            f"the states of blocks {sorted(placement.device_blocks)} cannot rest on a GPU, because the job has "
+            f"{num_ranks} of them: leave out device_blocks"
         )
 
 
@@ -389,6 +409,7 @@ def _lay_out(
     num_optimizers: int,
     grad_itemsize: int,
     lanes: LaneDivision,
+    num_ranks: int,
     choice: _Choice,
 ) -> Plan:
     chunk, total = model.chunk_numel, model.total_chunks
@@ -396,7 +417,9 @@ def _lay_out(
     spilled = () if num_kept is None else tuple(model.blocks[num_kept:])
     in_memory = placement.host_blocks or placement.device_blocks
     num_fetched = min(placement.depths.params, total)
-    num_params = num_fetched + _num_held(model, placement, choice) + choice.num_cached
+    # In the backward pass each rank is a block behind the one before. Params stay until all ranks have copied them.
+    num_skewed = (num_ranks - 1) * model.typical_chunks
+    num_params = num_fetched + num_skewed + _num_held(model, placement, choice) + choice.num_cached
     params = Pool(offset=0, slot_nbytes=chunk * model.param_itemsize, num_slots=num_params)
     grads = Pool(
         offset=params.nbytes,
@@ -418,7 +441,9 @@ def _lay_out(
         slot_nbytes=state_nbytes,
         num_slots=TRANSIT_DEPTH if placement.device_blocks else 0,
     )
-    group_size = min(placement.group_size or lanes.num_microbatches, lanes.num_microbatches)
+    # Each GPU worker computes a group at least.
+    largest_group = -(-lanes.num_microbatches // num_ranks)
+    group_size = min(placement.group_size or largest_group, largest_group)
     num_groups = -(-lanes.num_microbatches // group_size)
     partial_grads = Pool(
         offset=transit.offset + transit.nbytes,
@@ -453,6 +478,7 @@ def _lay_out(
         commit_every=placement.commit_every or (COMMIT_EVERY if in_memory else 1),
         group_size=group_size,
         num_groups=num_groups,
+        num_ranks=num_ranks,
         ssd_nbytes=2 * total * state_nbytes,
         layer_activations=placement.activations,
         activations=activations,

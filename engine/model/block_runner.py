@@ -280,8 +280,8 @@ class BlockRunner:
         """Adds the loss of every micro-batch, slice by slice; with `train`, also computes gradients times `loss_scale`.
 
         The loss is normalised by the target tokens of the whole step. The call consumes the last layer's output.
-        `sums`: the sums of the step's earlier groups, with the number of targets of the whole step. None: the batch is
-        the whole step, and the host waits to count its targets.
+        `sums`: sums over nothing, with the number of targets of the whole step. None: the batch is the whole step, and
+        the host waits to count its targets.
         """
         self._prefetch(self.num_layers, 0)
         if sums is None:

@@ -53,18 +53,25 @@ class LossSums:
     """Sums over target tokens, as 0-dim tensors on the device. Creating them does not wait for the device."""
 
     num_targets: int  # target tokens of the whole step
-    loss_sum: torch.Tensor  # fp64
+    terms: list[torch.Tensor]  # losses, to be added in this order in fp64
     num_correct: torch.Tensor  # int64
 
     @classmethod
     def nothing(cls, num_targets: int, device: torch.device) -> "LossSums":
         """Returns sums over no tokens."""
-        zeros = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))
-        return cls(num_targets, *zeros)
+        return cls(num_targets, [], torch.zeros((), dtype=torch.int64, device=device))
+
+    @property
+    def loss_sum(self) -> torch.Tensor:
+        """The sum of all terms, in fp64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.num_correct.device)
+        for term in self.terms:
+            total += term
+        return total
 
     def add(self, other: "LossSums") -> None:
-        """Adds the sums of a later micro-batch."""
-        self.loss_sum += other.loss_sum
+        """Adds the sums of a later micro-batch, whose loss is one term."""
+        self.terms.append(other.loss_sum)
         self.num_correct += other.num_correct
 
 
@@ -91,7 +98,7 @@ def add_loss(
             loss_sum = F.cross_entropy(logits, targets[start:stop], ignore_index=IGNORED_TARGET, reduction="sum")
             if loss_scale is not None:
                 torch.autograd.backward(loss_sum / sums.num_targets * loss_scale)
-        sums.loss_sum += loss_sum.detach()
+        sums.terms.append(loss_sum.detach())
         sums.num_correct += (logits.detach().argmax(-1) == targets[start:stop]).sum()
         if loss_scale is not None:
             assert logits.grad is not None

@@ -95,11 +95,14 @@ def what_takes_memory(question: "PlanQuestion", profiles: "Profiles", error: Doe
 
 
 def numbers_of_microbatches(question: "PlanQuestion") -> Iterator[int]:
-    """The numbers of micro-batches to try: the requested one, or the lanes and their doubles up to the batch size."""
+    """The numbers of micro-batches to try: the requested one, or numbers up to the batch size.
+
+    The first is that of lanes, or of GPUs if there are more. Each next one is twice as large.
+    """
     if not question.chooses_microbatches:
         yield question.training.num_microbatches
         return
-    number = question.training.lanes
+    number = max(question.training.lanes, question.num_ranks)
     while number <= question.training.batch_size:
         yield number
         number *= 2
@@ -150,9 +153,8 @@ def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
         return question.changed(batch_size=batch_size, num_microbatches=number)
 
     if batch_size := largest_fitting(cut, profiles, most=question.training.batch_size - 1):
-        training = cut(batch_size).training
-        lanes = f", with lanes={training.lanes}" if training.lanes < question.training.lanes else ""
-        return f"a batch of {batch_size} in {training.num_microbatches} micro-batches{lanes}"
+        smaller = cut(batch_size)
+        return f"a batch of {batch_size} in {smaller.training.num_microbatches} micro-batches{_left_out(question, smaller)}"
 
     def one(num_tokens: int) -> "PlanQuestion":
         return question.changed(batch_size=1, num_microbatches=1, sequence_length=num_tokens)
@@ -162,8 +164,17 @@ def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
         return None
     while not fits(one(num_tokens := max(_FEW_TOKENS, num_tokens * 3 // 4)), profiles):
         pass
-    lanes = ", with lanes=1" if question.training.lanes > 1 else ""
-    return f"a batch of 1 and sequences of {num_tokens} tokens{lanes}"
+    return f"a batch of 1 and sequences of {num_tokens} tokens{_left_out(question, one(num_tokens))}"
+
+
+def _left_out(question: "PlanQuestion", smaller: "PlanQuestion") -> str:
+    """Names the settings that a smaller batch also needs, because lanes and GPUs need a micro-batch each."""
+    numbers = {
+        "lanes": (question.training.lanes, smaller.training.lanes),
+        "gpus": (question.num_ranks, smaller.num_ranks),
+    }
+    changes = [f"{name}={after}" for name, (before, after) in numbers.items() if after < before]
+    return f", with {' and '.join(changes)}" if changes else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

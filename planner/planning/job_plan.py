@@ -15,6 +15,7 @@ from windlass.planner.planning.report import PlanReport
 class PlanBounds:
     """The parts of a planner's request that follow from the installation's settings and the job's budgets."""
 
+    num_ranks: int = 1  # GPUs of the job
     num_optimizers: int
     host_memory_nbytes: int | None  # budget of the arena; None: all of the machine's
     device_memory_nbytes: int | None  # budget; None: all of the device's

@@ -39,6 +39,7 @@ class PlanRequest:
     # The prepared data that the job trains on; None: every example has the maximum length.
     dataset_dir: Path | None = None
     num_validation_examples: int = 0
+    num_ranks: int = 1  # GPU workers, each with a GPU of its own
     num_optimizers: int
     host_memory_nbytes: int | None  # budget of the arena
     device_memory_nbytes: int | None
@@ -66,6 +67,7 @@ class PlanRequest:
             return changed
         return replace(
             changed,
+            num_ranks=bounds.num_ranks,
             num_optimizers=bounds.num_optimizers,
             host_memory_nbytes=bounds.host_memory_nbytes,
             device_memory_nbytes=bounds.device_memory_nbytes,

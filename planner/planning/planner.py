@@ -58,6 +58,7 @@ class PlanQuestion:
     chooses_microbatches: bool = False  # search the fastest number of micro-batches, instead of the config's
     lengths: ExampleLengths | None = None  # of the job's data; None: every example is as long as `sequence_length`
     num_validation_examples: int = 0  # an evaluation computes as many micro-batches at once as a step
+    num_ranks: int = 1  # GPU workers, each with a GPU of its own
     num_optimizers: int = 1
     num_layers: int | None = None  # pretend this number of layers, all like the first; None: those of the config
     host_memory_nbytes: int | None = None  # budget of the arena; None: all of the machine's
@@ -71,13 +72,15 @@ class PlanQuestion:
     def changed(self, **training: Any) -> "PlanQuestion":
         """Returns the question for a job with some fields of the training config changed.
 
-        If they include `num_microbatches`, the number is not chosen by the planner, and lanes that would be empty are
-        left out.
+        If they include `num_microbatches`, the number is not chosen by the planner, and lanes and GPUs that would have
+        no micro-batch are left out.
         """
         chooses = self.chooses_microbatches and "num_microbatches" not in training
         number = training.get("num_microbatches", self.training.num_microbatches)
         training = {"lanes": min(self.training.lanes, number)} | training
-        return replace(self, training=replace(self.training, **training), chooses_microbatches=chooses)
+        num_ranks = min(self.num_ranks, number)
+        training_then = replace(self.training, **training)
+        return replace(self, training=training_then, num_ranks=num_ranks, chooses_microbatches=chooses)
 
     @property
     def widest(self) -> int:
@@ -185,6 +188,7 @@ def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches:
     return PlannedJob(
         model=profile,
         training=replace(question.training, num_microbatches=num_microbatches),
+        num_ranks=question.num_ranks,
         num_optimizers=question.num_optimizers,
         ways=question.ways,
     )
@@ -386,7 +390,7 @@ def _counted(question: PlanQuestion, profiles: Profiles, job: PlannedJob, soluti
     need = profiles.device_need(question, job, solution)
     # The CPU finishes its copies before it computes the next layer, so no bytes are on their way out then.
     nbytes = need.settled_nbytes if shares_cores else need.nbytes
-    together = nbytes + solution.plan.arena_nbytes if shares_cores else 0
+    together = solution.costs.num_devices_in_host * nbytes + solution.plan.arena_nbytes if shares_cores else 0
     excess = max(nbytes - limits.device_nbytes, together - limits.host_nbytes)
     return replace(solution, nbytes={**solution.nbytes, MemoryTier.DEVICE: nbytes}), excess
 

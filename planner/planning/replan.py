@@ -91,12 +91,12 @@ def _best(question: PlanQuestion, profiles: Profiles, job: PlannedJob, old: Solu
 def _costs(question: PlanQuestion, profiles: Profiles, running: RunningJob) -> StepCosts:
     """Returns the cost model with the options that the placement was found with."""
     assert not question.chooses_microbatches, "a job that runs has a number of them"
-    num, placement = question.training.num_microbatches, running.placement
+    job, placement = profiles.job(question, question.training.num_microbatches), running.placement
     return StepCosts(
-        job=profiles.job(question, num),
+        job=job,
         speeds=question.speeds,
         limits=question.limits,
-        group_size=placement.group_size or num,
+        group_size=min(placement.group_size or job.largest_group, job.largest_group),
         streams=bool(placement.streamed_blocks),
         spills=running.spills_grads,
         overflows=placement.ssd_activation_nbytes > 0,

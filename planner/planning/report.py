@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from windlass.amounts import GB, GIB
-from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations, MemoryTier, reserved_nbytes
+from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations, MemoryTier, Plan, reserved_nbytes
 from windlass.planner.cost import LayerProfile, ways_of_layer
 from windlass.planner.solver import Limits, PlannedJob, Solution
 
@@ -66,7 +66,7 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
     }
     return PlanReport(
         feasible=True,
-        reasons=(_bound_in_words(solution, step_s),),
+        reasons=(_bound_in_words(solution, step_s), *_idle_in_words(solution.plan)),
         step_s=step_s,
         bound_s=bound_s,
         tokens_per_s=num_tokens / step_s,
@@ -104,6 +104,7 @@ def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
     num_blocks = len(job.model.blocks)
     in_memory = len(plan.device_blocks) + len(plan.host_blocks)
     return {
+        "gpus": plan.num_ranks,
         "num_microbatches": job.num_microbatches,
         "group_size": plan.group_size,
         "states_on_gpu": len(plan.device_blocks),
@@ -176,6 +177,19 @@ _IN_WORDS = {
     "ssd": "what the SSDs read and write",
     "optimizer": "the update of the parameters on the CPU",
 }
+
+
+def _idle_in_words(plan: Plan) -> list[str]:
+    """Says which GPUs have no group of micro-batches in the last round, or in none."""
+    num_ranks, num_groups = plan.num_ranks, plan.num_groups
+    num_rounds = -(-num_groups // num_ranks)
+    num_idle = num_rounds * num_ranks - num_groups
+    if not num_idle:
+        return []
+    groups = f"{num_groups} groups of micro-batches"
+    if num_rounds == 1:
+        return [f"{num_idle} of {num_ranks} GPUs compute nothing: a step has only {groups}"]
+    return [f"{num_idle} of {num_ranks} GPUs wait in the last of {num_rounds} rounds: a step has {groups}"]
 
 
 def _bound_in_words(solution: Solution, step_s: float) -> str:

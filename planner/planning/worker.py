@@ -64,6 +64,7 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         chooses_microbatches=request.chooses_microbatches,
         lengths=_lengths_of(request),
         num_validation_examples=request.num_validation_examples,
+        num_ranks=request.num_ranks,
         num_optimizers=request.num_optimizers,
         host_memory_nbytes=request.host_memory_nbytes,
         device_memory_nbytes=request.device_memory_nbytes,

@@ -191,7 +191,7 @@ def _solutions(
     for depths in (*by_leaving, [QueueDepths(states=MIN_STATE_DEPTH, leaving_nbytes=0)]):
         if solutions:
             break
-        for group_size in sorted({*group_sizes(job.num_microbatches), job.lanes.smallest_uncut_group}):
+        for group_size in sorted({*group_sizes(job.largest_group), _smallest_uncut_group(job)}):
             costs = saver.of(StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size))
             for variant in _saving_memory(costs, depths):
                 try:
@@ -270,7 +270,11 @@ def _programs_at_the_border(job: PlannedJob, speeds: Speeds, limits: Limits, sav
 
 def _sizes_at_the_border(job: PlannedJob) -> list[int]:
     """Returns the sizes of groups that need least of one tier: of device memory, of host memory, or of both."""
-    return sorted({1, job.lanes.smallest_uncut_group, job.num_microbatches})
+    return sorted({1, _smallest_uncut_group(job), job.largest_group})
+
+
+def _smallest_uncut_group(job: PlannedJob) -> int:
+    return min(job.lanes.smallest_uncut_group, job.largest_group)
 
 
 def _programs_without_assignment(
@@ -321,7 +325,7 @@ def _solve(costs: StepCosts) -> Solution:
         if assignment is None:
             raise DoesNotFitError(functools.partial(_shortfall, program, costs.speeds))
         placement, outcome = _placement(costs, kinds, assignment), outcome_of(program, assignment)
-        on_device = values_by_tier(outcome.nbytes)[MemoryTier.DEVICE] if costs.speeds.shares_cores else 0.0
+        on_device = costs.num_devices_in_host * values_by_tier(outcome.nbytes)[MemoryTier.DEVICE]
         if costs.spills:
             placement = _keeping_grads(costs, placement, limits.host_nbytes - on_device)
         # Compare with the arena as the program counts it. With a smaller budget, buffers would shrink and gradients
@@ -376,7 +380,7 @@ def _solution(costs: StepCosts, placement: Placement, plan: Plan, outcome: Outco
         nbytes={
             MemoryTier.DEVICE: int(nbytes[MemoryTier.DEVICE]),
             MemoryTier.HOST: plan.arena_nbytes,
-            MemoryTier.SSD: plan.ssd_nbytes + plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
+            MemoryTier.SSD: plan.ssd_nbytes + plan.num_ranks * plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
         },
         has_room=nbytes[MemoryTier.HOST] < (1 - _FREE_SHARE) * costs.limits.host_nbytes,
     )
@@ -394,6 +398,7 @@ def plan_of(costs: StepCosts, placement: Placement, host_nbytes: float | None) -
         host_memory_nbytes=None if host_nbytes is None else int(host_nbytes),
         num_microbatches=job.num_microbatches,
         num_lanes=job.lanes.num_lanes,
+        num_ranks=job.num_ranks,
         placement=placement,
     )
 
@@ -415,7 +420,8 @@ def _placement(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) 
             layers += zip(kind.blocks, ways, strict=True)
     chosen: list[BlockActivations] = [way.choice for _, way in sorted(layers, key=lambda pair: pair[0])]
     num_slots = costs.group_size * sum(way.num_slots for _, way in layers)
-    num_on_ssd = min(num_slots, -(-int(assignment.moved_nbytes) // ACTIVATION_SLOT_NBYTES))
+    moved_nbytes = int(assignment.moved_nbytes) // costs.job.num_ranks
+    num_on_ssd = min(num_slots, -(-moved_nbytes // ACTIVATION_SLOT_NBYTES))
     cached = tiers[StateTier.CACHED]
     return Placement(
         device_blocks=tuple(sorted(tiers[StateTier.DEVICE])),
@@ -463,7 +469,7 @@ def _assignment(costs: StepCosts, kinds: Sequence[Kind], placement: Placement) -
         counts.append(tuple(gone.count(way) for way in ways))
         if sum(counts[-1]) < len(kind.blocks):
             raise ValueError(f"blocks {kind.blocks} go ways that were not among those that the planner chooses from")
-    return Assignment(counts=tuple(counts), moved_nbytes=placement.ssd_activation_nbytes)
+    return Assignment(counts=tuple(counts), moved_nbytes=costs.job.num_ranks * placement.ssd_activation_nbytes)
 
 
 def _spread(ways: Iterable[_Any], counts: Iterable[int]) -> Iterator[_Any]:

@@ -85,6 +85,7 @@ class PlannedJob:
 
     model: ModelProfile  # for one micro-batch
     training: TrainingConfig
+    num_ranks: int = 1  # GPU workers, each with a GPU of its own
     num_optimizers: int = 1
     num_prefetched: int = 2  # operations whose params are on the device at once
     ways: Ways = ways_of_layer  # options for activations
@@ -93,6 +94,11 @@ class PlannedJob:
     def num_microbatches(self) -> int:
         """The number of micro-batches of a step."""
         return self.training.num_microbatches
+
+    @property
+    def largest_group(self) -> int:
+        """The most micro-batches that a GPU worker may compute together, so that each has a group if possible."""
+        return -(-self.num_microbatches // self.num_ranks)
 
     @property
     def lanes(self) -> LaneDivision:
@@ -169,6 +175,10 @@ class Kind:
 class StepCosts:
     """The costs of a job on a machine, for one group size.
 
+    Compute, params and swapped activations are those of one GPU worker, the first: several compute at the same time, each
+    has its own link, and the params that a round of groups needs are read from the SSDs once. All else is as with one
+    GPU worker.
+
     `streams`: all layers are copied to the device in pieces. `spills`: kept gradients go to the SSDs; then no states
     are resident in memory. `overflows`: swapped activations may continue to the SSDs, so staging buffers exist.
     """
@@ -187,6 +197,21 @@ class StepCosts:
     def num_groups(self) -> int:
         """The number of groups in a step."""
         return -(-self.job.num_microbatches // self.group_size)
+
+    @property
+    def num_rounds(self) -> int:
+        """The number of groups that the first GPU worker computes in a step."""
+        return -(-self.num_groups // self.job.num_ranks)
+
+    @property
+    def num_successive(self) -> int:
+        """The number of micro-batches that the first GPU worker computes in a step."""
+        return min(self.job.num_microbatches, self.num_rounds * self.group_size)
+
+    @property
+    def num_devices_in_host(self) -> int:
+        """The number of devices whose memory is the host's."""
+        return self.job.num_ranks if self.speeds.shares_cores else 0
 
     @property
     def num_partial_sums(self) -> int:
@@ -234,7 +259,7 @@ class StepCosts:
     def _tiers(self) -> tuple[StateTier, ...]:
         if self.spills:
             return (StateTier.CACHED, StateTier.SSD)
-        if self.streams:  # streamed layers are not resident on the device
+        if self.streams or self.job.num_ranks > 1:  # then no states are resident on a device
             return (StateTier.HOST, StateTier.CACHED, StateTier.SSD)
         return tuple(StateTier)
 
@@ -315,7 +340,7 @@ class StepCosts:
         """Returns how often a block's params are copied to the device in the forward and in the backward pass."""
         if block in self.streamed_blocks:
             # Once for each micro-batch. The backward pass recomputes, and then uses the matrices again from the end.
-            return self.job.num_microbatches, 2 * self.job.num_microbatches
+            return self.num_successive, 2 * self.num_successive
         return self._fetches(block)
 
     def _fetches(self, block: int) -> tuple[int, int]:
@@ -329,18 +354,18 @@ class StepCosts:
         if block not in self.streamed_blocks and numels.count(numels[block]) == 1:
             return 1, 0
         is_head = block == len(self.job.model.layers) + 1
-        return self.num_groups, 0 if is_head else self.num_groups
+        return self.num_rounds, 0 if is_head else self.num_rounds
 
     def _activation_option(self, layer: LayerProfile, way: ActivationOption) -> Option:
-        job, speeds = self.job, self.speeds
-        swapped_nbytes = job.num_microbatches * job.model.size_share * way.swapped_nbytes
+        job, speeds, num = self.job, self.speeds, self.num_successive
+        swapped_nbytes = num * job.model.size_share * way.swapped_nbytes
         seconds = {
-            Part.FORWARD: job.num_microbatches * self.compute_s(layer)[0],
-            Part.BACKWARD: job.num_microbatches * self.backward_s(layer, way),
+            Part.FORWARD: num * self.compute_s(layer)[0],
+            Part.BACKWARD: num * self.backward_s(layer, way),
             Part.D2H_FORWARD: swapped_nbytes / speeds.d2h_bytes,
             Part.H2D_BACKWARD: swapped_nbytes / speeds.h2d_bytes,
         }
-        host = self.group_size * way.num_slots * ACTIVATION_SLOT_NBYTES
+        host = job.num_ranks * self.group_size * way.num_slots * ACTIVATION_SLOT_NBYTES
         # The CPU finishes its copies before it computes the next layer.
         leaving = 0.0 if self.speeds.shares_cores else self.group_size * way.swapped_nbytes
         # While the head computes, the last layer's swapped activations return. Layers may differ, so take their mean.
@@ -357,7 +382,7 @@ class StepCosts:
         leaving: float = 0.0,
         in_transit: float = 0.0,
     ) -> Option:
-        host += device if self.speeds.shares_cores else 0.0
+        host += self.num_devices_in_host * device
         return Option(
             seconds=self._seconds(seconds),
             nbytes=(device, host, 0.0),
@@ -391,7 +416,7 @@ class StepCosts:
     # --- independent of the options ---------------------------------------------------------------------------------
 
     def _always(self) -> Iterator[tuple[Part, float]]:
-        model, num = self.job.model, self.job.num_microbatches
+        model, num = self.job.model, self.num_successive
         embedding, head = self.compute_s(model.embedding), self.compute_s(model.head)
         yield Part.FORWARD, num * (embedding[0] + sum(head))
         yield Part.BACKWARD, num * embedding[1]
@@ -407,6 +432,7 @@ class StepCosts:
             host_memory_nbytes=None,
             num_microbatches=job.num_microbatches,
             num_lanes=job.lanes.num_lanes,
+            num_ranks=job.num_ranks,
             placement=Placement(
                 group_size=self.group_size,
                 num_cached_params=0,
@@ -421,7 +447,7 @@ class StepCosts:
         if job.keeps_grads and not self.spills:
             host -= plan.grads.nbytes
         device = self._always_on_device()
-        return (device, host + (device if self.speeds.shares_cores else 0.0), plan.ssd_nbytes)
+        return (device, host + self.num_devices_in_host * device, plan.ssd_nbytes)
 
     @property
     def streamed_blocks(self) -> tuple[int, ...]:
@@ -472,7 +498,8 @@ class StepCosts:
         return work.num_flops / self.speeds.device_flops + moved_nbytes / self.speeds.device_memory_bytes
 
     def _overflow_seconds(self) -> tuple[float, ...]:
-        share = self.num_groups * self.job.model.size_share
+        # The program moves the activations of all GPU workers, which are those of a round.
+        share = self.num_groups / self.job.num_ranks * self.job.model.size_share
         return self._seconds(
             {Part.SSD_FORWARD: share / self.speeds.write_bytes, Part.SSD_BACKWARD: share / self.speeds.read_bytes}
         )
@@ -484,7 +511,7 @@ class StepCosts:
     # --- bounds -----------------------------------------------------------------------------------------------------
 
     def _bounds(self) -> Iterator[Bound]:
-        head_s = self.job.num_microbatches * sum(self.compute_s(self.job.model.head))
+        head_s = self.num_successive * sum(self.compute_s(self.job.model.head))
         if self.num_grad_buffers == 1:  # the backward pass waits while a gradient is copied out
             alone = (Part.FORWARD, Part.BACKWARD, Part.D2H_BACKWARD)
             yield Bound(weights=self._seconds(dict.fromkeys(alone, 1.0)))

@@ -50,6 +50,7 @@ def submit(
     max_bad_steps: Annotated[
         int | None, typer.Option(help="Consecutive steps with a NaN or an infinite value that may be skipped.")
     ] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs of the job.")] = None,
     suffix: Annotated[str | None, typer.Option(help="A part of the new model's name.")] = None,
     seed: Annotated[int | None, typer.Option(help="For the order of examples and for dropout.")] = None,
     settings_: Annotated[
@@ -73,6 +74,7 @@ def submit(
         "accumulation_precision": accumulation_precision,
         "gradient_updates": gradient_updates,
         "max_bad_steps": max_bad_steps,
+        "gpus": gpus,
     }
     request: dict[str, Any] = {"model": model, "windlass": _given(extras) | _parse_settings(settings_ or [])}
     request |= _given({"suffix": suffix, "seed": seed})
@@ -120,6 +122,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "preparation": extra["preparation"] and extra["preparation"]["summary"],
         "error": found["error"] and found["error"]["message"],
         "model": found["model"],
+        "GPUs": gpus if (gpus := extra["settings"].get("gpus", 1)) > 1 else None,
         "fine-tuned model": found["fine_tuned_model"],
         "step": f"{extra['step']} of {extra['total_steps']}" if extra["total_steps"] else None,
         "last metrics": metrics[-1]["message"] if metrics else None,

@@ -68,6 +68,7 @@ def plan(
     lanes: Annotated[
         int, typer.Option(min=1, help="Sums of micro-batches that are made separately and then added.")
     ] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the job.")] = 1,
     num_validation_examples: Annotated[
         int, typer.Option(min=0, help="Examples of a validation file: evaluations take device memory, too.")
     ] = 0,
@@ -93,6 +94,11 @@ def plan(
         )
     if lanes > (most := num_microbatches or batch_size):
         raise CommandError(f"--lanes: {lanes} lanes of at most {most} micro-batches; each has at least one")
+    if gpus > most:
+        raise CommandError(f"--gpus: {gpus} GPUs for at most {most} micro-batches; each computes at least one")
+    _check_gpus(settings, gpus, other=None if hardware == _MEASURED else machine)
+    if gpus > 1 and find is Goal.LARGEST_BATCH:
+        raise CommandError("--gpus: the largest batch is one micro-batch, which has one GPU; leave --gpus out")
     if lanes > 1 and find is Goal.LARGEST_BATCH:
         raise CommandError("--lanes: the largest batch is one micro-batch, which has one lane; leave --lanes out")
     _check_order_of_updates(gradient_updates, clip=clip)
@@ -104,6 +110,7 @@ def plan(
         accumulation_precision=accumulation_precision,
         gradient_updates=gradient_updates,
         lanes=lanes,
+        gpus=gpus,
     )
     # shown only on a terminal
     with Console(stderr=True).status("planning; some seconds, more where memory is short") as status:
@@ -160,6 +167,15 @@ def _check_order_of_updates(gradient_updates: str, *, clip: bool) -> None:
         )
 
 
+def _check_gpus(settings: Settings, gpus: int, *, other: Hardware | None) -> None:
+    from windlass.service.machine import check_gpus
+
+    try:
+        check_gpus(settings, gpus, other=other)
+    except ApiError as error:
+        raise CommandError(f"--gpus: {error}") from None
+
+
 def _settings(**asked: Any) -> WindlassSettings:
     """Checks settings in the same way as a request's object `windlass`.
 
@@ -211,13 +227,13 @@ def _question(
     training = hypothetical_config(
         asked,
         batch_size=batch_size,
-        num_microbatches=num_microbatches or asked.num_lanes,
+        num_microbatches=num_microbatches or max(asked.num_lanes, asked.gpus),
         sequence_length=sequence_length,
     )
     request = plan_request(
         settings,
         machine,
-        MachineResources.here() if is_local else None,
+        MachineResources.here(settings) if is_local else None,
         model_dir=Path(model),
         asked=asked,
         training=training,
@@ -292,6 +308,7 @@ def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "Pla
         "accumulation_precision": question.training.accumulation_precision,
         "gradient_updates": asked.gradient_updates,
         "lanes": question.training.lanes,
+        "gpus": question.num_ranks,
     }
 
 
@@ -308,11 +325,11 @@ def _print_job_settings(model: str, job_settings: dict[str, Any], *, is_default:
     """Prints the command for the planned job. `is_default`: the user did not choose the number of micro-batches."""
     defaults = WindlassSettings()
     given = {name: value for name, value in job_settings.items() if value != getattr(defaults, name)}
-    if job_settings["lanes"] == defaults.num_lanes:
-        del given["lanes"]
+    if job_settings["lanes"] == defaults.model_copy(update=given | {"lanes": "auto"}).num_lanes:
+        given.pop("lanes", None)
     options = " ".join(f"--set {name}={'null' if value is None else value}" for name, value in given.items())
     print(f"a job as planned: windlass submit {model} FILE {options}")
-    by_itself = default_microbatches(job_settings["batch_size"], job_settings["lanes"])
+    by_itself = default_microbatches(job_settings["batch_size"], job_settings["lanes"], job_settings["gpus"])
     if is_default and by_itself != job_settings["num_microbatches"]:
         print(f"(the fastest number of micro-batches that was found; a job that names none has {by_itself})")
 

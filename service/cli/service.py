@@ -164,7 +164,8 @@ def doctor(
         ),
     ]
     if not machine.gpus:
-        rows.append(("GPU", "none that may be used; jobs train on the CPU"))
+        counted = "" if settings.cpu_ranks == 1 else f", which counts as {settings.cpu_ranks} devices"
+        rows.append(("GPU", f"none that may be used; jobs train on the CPU{counted}"))
     findings = check_limits(machine)
     print_columns([*rows, *((finding.what, finding.found) for finding in findings)])
     for finding in findings:

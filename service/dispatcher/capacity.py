@@ -30,7 +30,8 @@ BUFFERS = "buffers"  # in shared memory, of the memory that is free now
 class Demand:
     """The resources that a job takes by its plan. An unknown amount is 0."""
 
-    host_nbytes: int = 0  # buffers and processes, and the device's memory if the device is the CPU
+    num_devices: int = 1
+    host_nbytes: int = 0  # buffers and processes, and the devices' memory if they are the CPU
     buffers_nbytes: int = 0
     ssd_nbytes: int = 0  # on all SSDs together
 
@@ -95,13 +96,14 @@ class MachineCapacity:
         return [weight / sum(weights) for weight in weights]
 
 
-def demand_of(plan: JobPlan | None, *, budget_nbytes: int | None, is_cpu: bool) -> Demand:
+def demand_of(plan: JobPlan | None, *, num_devices: int = 1, budget_nbytes: int | None, is_cpu: bool) -> Demand:
     """Returns the demand of a plan. Without a plan, it is the job's budget of buffers, if it has one."""
     if plan is None:
-        return Demand(buffers_nbytes=budget_nbytes or 0)
+        return Demand(num_devices=num_devices, buffers_nbytes=budget_nbytes or 0)
     peaks = {name: int(gib * GIB) for name, gib in (plan.report.peak_gib or {}).items()}
     return Demand(
-        host_nbytes=peaks.get("host", 0) + (peaks.get("gpu", 0) if is_cpu else 0),
+        num_devices=num_devices,
+        host_nbytes=peaks.get("host", 0) + (num_devices * peaks.get("gpu", 0) if is_cpu else 0),
         buffers_nbytes=plan.arena_nbytes or 0,
         ssd_nbytes=peaks.get("ssd", 0),
     )
@@ -159,4 +161,4 @@ def _rate(volume: Volume) -> float | None:
 
 
 def _memory(demand: Demand, buffers_nbytes: int) -> Amounts:
-    return {DEVICES: 1, HOST_MEMORY: demand.host_nbytes, BUFFERS: buffers_nbytes}
+    return {DEVICES: demand.num_devices, HOST_MEMORY: demand.host_nbytes, BUFFERS: buffers_nbytes}

@@ -47,6 +47,7 @@ from windlass.service.jobs import (
     MachineResources,
     build_job_spec,
     expected_pace,
+    gpus_of,
     job_dir,
     load_plan,
     seconds_left,
@@ -427,8 +428,9 @@ class Dispatcher:
                     param = getattr(error, "param", None)
                     fail_attempt(self._settings, session, claimed, code, message, param)
         else:
-            device = "the CPU" if self._resources.num_gpus == 0 else f"one of {self._resources.num_gpus} GPUs"
-            _LOG.info("launched on %s", device, extra=about(job.id, attempt))
+            gpus, num_gpus = gpus_of(job), self._resources.num_gpus
+            devices = f"{'one' if gpus == 1 else gpus} of {num_gpus} GPUs" if num_gpus else "the CPU"
+            _LOG.info("launched on %s", devices, extra=about(job.id, attempt))
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 from windlass.service.dispatcher.job_watch import JobWatches, PreparationWatch
 from windlass.service.dispatcher.outcomes import fail_job
 from windlass.service.installation import CORES_TO_DIVIDE, Settings, about, is_about_room, room_reason
-from windlass.service.jobs import MachineResources, job_dir, preparation_order, resolve_job
+from windlass.service.jobs import MachineResources, gpus_of, job_dir, preparation_order, resolve_job
 from windlass.service.machine import measured_hardware
 from windlass.service.preparation import (
     CHECK_MODEL,
@@ -109,6 +109,11 @@ class Preparations:
         `jobs`: all jobs to be validated.
         """
         watch = self._watches[job.id].preparing
+        if (why := self._resources.why_too_many(gpus_of(job))) is not None:
+            self._drop(job.id)
+            with self._database.write() as session:
+                fail_job(session, job, "invalid_value", why, "windlass.gpus")
+            return
         if watch.preparation is None:
             reason = room_reason(self._settings.home)
             if reason is None and job.id not in self._chosen:

@@ -140,11 +140,11 @@ def _connect(settings: Settings) -> tuple[RayCluster | RayNode, MachineResources
     Returns it with the resources that jobs have there.
     """
     if settings.ray_address is not None:
-        node = RayNode.join(settings.ray_address)
+        node = RayNode.join(settings.ray_address, cpu_ranks=settings.cpu_ranks)
         return node, node.resources
-    here = MachineResources.here()
+    here = MachineResources.here(settings)
     cluster = RayCluster(settings.home)
-    cluster.ensure_running(num_cpus=here.num_cores, num_gpus=here.num_gpus)
+    cluster.ensure_running(num_cpus=here.num_cores, num_gpus=here.num_gpus, cpu_ranks=here.cpu_ranks)
     cluster.connect()
     # An adopted daemon may be older than a GPU's driver. Jobs get the GPUs that Ray was started with.
     resources = RayNode.of_this_process().resources
@@ -154,5 +154,12 @@ def _connect(settings: Settings) -> tuple[RayCluster | RayNode, MachineResources
             "`windlass down` and `windlass up` once no job runs",
             here.num_gpus,
             resources.num_gpus,
+        )
+    elif resources.num_devices != here.num_devices:
+        _LOG.warning(
+            "cpu_ranks is %d, but Ray was started with %d devices, and jobs get those; `windlass down` and `windlass up` "
+            "once no job runs",
+            here.num_devices,
+            resources.num_devices,
         )
     return cluster, resources

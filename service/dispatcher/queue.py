@@ -17,8 +17,8 @@ from windlass.service.dispatcher.lease import Lease
 from windlass.service.dispatcher.outcomes import has_step, last_attempt_with_progress, name_for_owner_of
 from windlass.service.dispatcher.queue_policy import Decision, Holder, Queued, Turn, decide, in_turn
 from windlass.service.installation import Settings, about, needs_room
-from windlass.service.jobs import MachineResources, load_plan, plan_bounds
-from windlass.service.validation import told_jobs_beside
+from windlass.service.jobs import MachineResources, gpus_of, load_plan, plan_bounds
+from windlass.service.validation import count_text, told_jobs_beside
 from windlass.storage.ids import Attempt
 from windlass.storage.memory import directory_free_nbytes, directory_nbytes
 from windlass.storage.sql import TERMINAL_STATUSES, Database, Job, JobStatus
@@ -150,7 +150,8 @@ class JobQueue:
             else:
                 reason = "" if decision.begins else self._reason(job, decision, capacity, holders, num_before)
             is_ready = job.id not in (*leaving, *too_many) and pause_s is None and lacks[job.id] is None
-            takes_last_device = is_ready and decision.begins and len(holders) + 1 >= self._resources.num_devices
+            num_taken = sum(gpus_of(each) for each in (*holders, job))
+            takes_last_device = is_ready and decision.begins and num_taken >= self._resources.num_devices
             if self._yields_to_preparation(job, soon_ready if takes_last_device else ()):
                 decision, reason = replace(decision, begins=False), "a job of higher priority that is being prepared"
             if job.lease_holder == self._lease.holder:
@@ -264,7 +265,7 @@ class JobQueue:
         try:
             budget_nbytes = plan_bounds(self._settings, job).host_memory_nbytes
             plan, is_cpu = load_plan(self._settings, job), self._resources.num_gpus == 0
-            return demand_of(plan, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
+            return demand_of(plan, num_devices=gpus_of(job), budget_nbytes=budget_nbytes, is_cpu=is_cpu)
         # the job's own launch will fail, and other jobs are not affected
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             _LOG.warning("its demand cannot be read from the plan: %s", error, extra=about(job.id, job.attempt))
@@ -356,7 +357,7 @@ class JobQueue:
         parts = []
         beside = told_jobs_beside([other.id for other in holders if other.owner == job.owner], len(holders))
         for name, lack in decision.missing.items():
-            if name == DEVICES:
+            if name == DEVICES and needs[name] == 1:
                 parts.append(f"{self._devices} in use by {beside}")
             else:
                 parts.append(f"{_short_of(name, needs[name], lack)} beside {beside}")
@@ -374,6 +375,9 @@ class JobQueue:
 
 
 def _short_of(resource: str, needed_nbytes: int, lack_nbytes: int) -> str:
+    if resource == DEVICES:
+        num_free = max(0, needed_nbytes - lack_nbytes)
+        return f"needs {count_text(needed_nbytes, 'GPU')}; {num_free} {'is' if num_free == 1 else 'are'} free"
     where = {HOST_MEMORY: "host memory", BUFFERS: "memory for its buffers"}
     what = where.get(resource, f"space on the SSD {resource}")
     free_nbytes = max(0, needed_nbytes - lack_nbytes)

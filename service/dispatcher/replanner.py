@@ -18,6 +18,7 @@ from windlass.service.jobs import job_dir, keep_plan, load_plan, load_plan_reque
 from windlass.service.machine import measured_hardware
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step, tell_warnings
 from windlass.service.preparation.sandbox import Start, start_limited
+from windlass.service.validation import count_text
 from windlass.storage.ids import Attempt
 from windlass.storage.sql import Database, Job, JobMetrics
 from windlass.storage.sql.repositories import EventRepository, JobRepository
@@ -174,6 +175,8 @@ class MeasuredSteps:
         plan, request = load_plan(self.settings, job), load_plan_request(self.settings, job)
         if plan is None or plan.placement is None or request is None:
             return None
+        if request.num_ranks > 1:  # the correction reads the spans of one GPU worker
+            return None
         start_s = steps[0].created_at - _step_s(steps[0]) - began.created_at
         folder = job_dir(self.settings, job.id)
         running = ReplanRequest(
@@ -225,7 +228,7 @@ def _step_s(row: JobMetrics) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedMachine:
-    """Renews the plan of a queued job if the machine or the settings have changed since the plan was made.
+    """Renews the plan of a queued job if the machine, the settings or its GPUs have changed since the plan was made.
 
     A job may wait or be paused for long. Meanwhile SSDs or GPUs may change and be measured again, or the settings give
     jobs other budgets. A job's states can move to the places that a new plan requires. The new plan therefore holds
@@ -245,6 +248,8 @@ class ChangedMachine:
             return None
         is_other_machine = request.hardware != before.hardware
         why = "The machine was measured again" if is_other_machine else "The settings' budgets have changed"
+        if request.num_ranks != before.num_ranks:
+            why = f"The job has {count_text(request.num_ranks, 'GPU')} now, not {before.num_ranks}"
         return Replan(
             work_dir=job_dir(self.settings, job.id) / "renewal",
             request=request,

@@ -61,8 +61,10 @@ class Settings(BaseSettings):
     host_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # None: what the machine has free
     gpu_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     num_cpu_optimizers: int = Field(default_factory=lambda: len(numa_nodes()), ge=1)  # of each job; one a NUMA node
-    compute_threads: int | None = Field(default=None, ge=1)  # of a job's GPU worker; None: by cores and GPUs
+    compute_threads: int | None = Field(default=None, ge=1)  # of each GPU worker; None: by cores and GPUs
     optimizer_threads: int | None = Field(default=None, ge=1)  # of each optimizer; None: by cores and GPUs
+    # The devices that the CPU of a machine without GPUs counts as, to try out jobs on several.
+    cpu_ranks: int = Field(default=1, ge=1, le=16)
     max_attempts: int = Field(default=5, ge=1)  # that are lost in a row, without a step of progress, before a job fails
     # Names, besides that of this machine alone, under which the service is reached; no port.
     host_names: Annotated[tuple[str, ...], NoDecode] = ()

@@ -13,6 +13,7 @@ from windlass.service.jobs.plan_view import view_of as view_of
 from windlass.service.jobs.spec_builder import ARENA_DIR as ARENA_DIR
 from windlass.service.jobs.spec_builder import MachineResources as MachineResources
 from windlass.service.jobs.spec_builder import build_job_spec as build_job_spec
+from windlass.service.jobs.spec_builder import gpus_of as gpus_of
 from windlass.service.jobs.spec_builder import job_dir as job_dir
 from windlass.service.jobs.spec_builder import journal_path as journal_path
 from windlass.service.jobs.spec_builder import plan_bounds as plan_bounds

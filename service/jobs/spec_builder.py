@@ -25,7 +25,7 @@ from windlass.service.preparation import (
 )
 from windlass.service.validation import (
     JobSettings,
-    TooManyLanesError,
+    TooFewMicrobatchesError,
     WindlassSettings,
     count_text,
     fine_tuned_model_id,
@@ -40,9 +40,10 @@ from windlass.storage.sql import Job
 ARENA_DIR = Path("/dev/shm")
 
 # With a GPU, the worker's process copies data, prepares batches and launches kernels with this many threads. The
-# optimizers get the other cores, except those of the SSD servers.
+# optimizers get the other cores, except those of the SSD servers and, with several GPUs, of the server of params.
 _GPU_WORKER_THREADS = 2
 _SSD_SERVER_THREADS = 1
+_PARAM_SERVER_THREADS = 1
 # Maximum seconds for the simulation of a job's plan, before the job is queued.
 _SIMULATION_S = 60.0
 # Without a GPU, one of this many cores updates parameters, because one core updates about as fast as the SSDs deliver
@@ -73,33 +74,46 @@ class MachineResources:
 
     num_cores: int
     num_gpus: int
+    cpu_ranks: int = 1  # devices that the CPU counts as, if there are no GPUs
 
     @property
     def num_devices(self) -> int:
-        """The number of jobs that can run at once. Without a GPU, the CPU is the one device."""
-        return max(1, self.num_gpus)
+        """The devices that jobs compute on, each with one GPU worker: the GPUs, or the CPU."""
+        return self.num_gpus or self.cpu_ranks
 
-    def threads(self, num_optimizers: int, compute: int | None = None, each: int | None = None) -> tuple[int, int]:
-        """Returns the threads of a job's GPU worker and of each optimizer. Settings may fix `compute` and `each`.
+    def why_too_many(self, gpus: int) -> str | None:
+        """Returns why a job cannot have so many GPUs here, or None if it can."""
+        if gpus <= self.num_devices:
+            return None
+        if self.num_gpus:
+            return f"windlass.gpus is {gpus}, and the machine has {count_text(self.num_gpus, 'GPU')}"
+        devices = count_text(self.cpu_ranks, "device")
+        return f"windlass.gpus is {gpus}, and the machine has no GPU: its CPU counts as {devices} (setting cpu_ranks)"
+
+    def threads(
+        self, num_optimizers: int, compute: int | None = None, each: int | None = None, *, num_ranks: int = 1
+    ) -> tuple[int, int]:
+        """Returns the threads of each of a job's GPU workers and optimizers. Settings may fix `compute` and `each`.
 
         Together they take at most the job's share of the cores, but at least one each. Without a GPU and with less than
         `CORES_TO_DIVIDE` cores, the optimizers share the cores of the compute (see decision 8).
         """
-        cores = self.num_cores // self.num_devices
+        cores = self.num_cores * num_ranks // self.num_devices
         if self.num_gpus:
             left = cores - num_optimizers * (each or 1)
-            compute = compute or max(1, min(_GPU_WORKER_THREADS, left))
-            return compute, each or max(1, (cores - compute - _SSD_SERVER_THREADS) // num_optimizers)
-        together = min(cores // _CORES_TO_ONE_THAT_UPDATES, cores - (compute or 0))
+            compute = compute or max(1, min(_GPU_WORKER_THREADS, left // num_ranks))
+            readers = _SSD_SERVER_THREADS + (_PARAM_SERVER_THREADS if num_ranks > 1 else 0)
+            return compute, each or max(1, (cores - num_ranks * compute - readers) // num_optimizers)
+        together = min(cores // _CORES_TO_ONE_THAT_UPDATES, cores - num_ranks * (compute or 0))
         each = each or max(1, together // num_optimizers)
         if cores < CORES_TO_DIVIDE:
-            return compute or cores, each
-        return compute or max(1, cores - num_optimizers * each), each
+            return compute or max(1, cores // num_ranks), each
+        return compute or max(1, (cores - num_optimizers * each) // num_ranks), each
 
     @classmethod
-    def here(cls) -> "MachineResources":
+    def here(cls, settings: Settings) -> "MachineResources":
         """Returns the resources of this machine."""
-        return cls(num_cores=num_cores(), num_gpus=len(find_gpus()))
+        return cls(num_cores=num_cores(), num_gpus=len(find_gpus()), cpu_ranks=settings.cpu_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,17 +238,18 @@ def plan_request(
         training=training,
         chooses_microbatches=chooses_microbatches,
         num_validation_examples=num_validation_examples,
+        num_ranks=bounds.num_ranks,
         num_optimizers=bounds.num_optimizers,
         host_memory_nbytes=bounds.host_memory_nbytes,
         device_memory_nbytes=bounds.device_memory_nbytes,
-        compute_threads=None if resources is None else threads_of(settings, resources)[0],
+        compute_threads=None if resources is None else threads_of(settings, resources, num_ranks=bounds.num_ranks)[0],
         may_measure=has_gpus or hardware.gpus.count == 0,
         kept_times_dir=settings.home / _KEPT_TIMES,
     )
 
 
 def plan_bounds(settings: Settings, job: Job) -> PlanBounds:
-    """Returns the parts of the planner's request that depend on the installation's settings."""
+    """Returns the parts of the planner's request that follow from the installation's settings and the job's."""
     return _bounds(settings, _settings_of(job).windlass)
 
 
@@ -242,7 +257,7 @@ def resolve_job(job: Job, results: Results) -> ResolvedJob:
     """Computes the settings that the request left open, from the results of the preparation.
 
     Raises:
-        PreparationError: no plan fits the machine, or the batch is too small for the lanes.
+        PreparationError: no plan fits the machine, or the batch is too small for the GPUs or the lanes.
     """
     plan = JobPlan.from_json(results.get(PLAN_JOB, {}))
     if plan is not None and not plan.report.feasible:
@@ -252,7 +267,7 @@ def resolve_job(job: Job, results: Results) -> ResolvedJob:
     num_examples: int = data["num_examples"]
     try:
         training = resolve(_settings_of(job), num_examples)
-    except TooManyLanesError as error:
+    except TooFewMicrobatchesError as error:
         raise PreparationError("invalid_value", str(error), error.param) from None
     return ResolvedJob(
         training=training,
@@ -302,8 +317,8 @@ def _job_spec(
 ) -> JobSpec:
     asked = _settings_of(job)
     folder = job_dir(settings, job.id)
-    compute_threads, optimizer_threads = threads_of(settings, resources)
     bounds = _bounds(settings, asked.windlass)
+    compute_threads, optimizer_threads = threads_of(settings, resources, num_ranks=bounds.num_ranks)
     if plan is not None and plan.placement is None:
         raise ValueError("the job's plan has no placement")
     return JobSpec(
@@ -318,6 +333,7 @@ def _job_spec(
         ssd_dirs=tuple(str(path) for path in settings.ssd_dirs),
         arena_dir=str(ARENA_DIR),
         training=training,
+        num_ranks=bounds.num_ranks,
         num_cpu_optimizers=settings.num_cpu_optimizers,
         compute_threads=compute_threads,
         optimizer_threads=optimizer_threads,
@@ -360,10 +376,19 @@ def _model_dir(settings: Settings, model: str) -> Path:
     return model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
 
 
-def threads_of(settings: Settings, resources: MachineResources) -> tuple[int, int]:
-    """Returns the threads of a job's GPU worker and of each of its optimizers."""
-    num_optimizers = settings.num_cpu_optimizers
-    compute, each = resources.threads(num_optimizers, settings.compute_threads, settings.optimizer_threads)
+def gpus_of(job: Job) -> int:
+    """Returns the number of GPUs of a job."""
+    return _settings_of(job).windlass.gpus
+
+
+def threads_of(settings: Settings, resources: MachineResources, *, num_ranks: int = 1) -> tuple[int, int]:
+    """Returns the threads of each of a job's GPU workers and of each of its optimizers."""
+    num_optimizers, compute_threads, each_threads = (
+        settings.num_cpu_optimizers,
+        settings.compute_threads,
+        settings.optimizer_threads,
+    )
+    compute, each = resources.threads(num_optimizers, compute_threads, each_threads, num_ranks=num_ranks)
     if settings.optimizer_threads is None:  # at most the cores of the smallest share of a NUMA node
         nodes = numa_nodes()
         each = min(each, *(len(cores_of(index, num_optimizers, nodes)) for index in range(num_optimizers)))
@@ -372,6 +397,7 @@ def threads_of(settings: Settings, resources: MachineResources) -> tuple[int, in
 
 def _bounds(settings: Settings, asked: WindlassSettings) -> PlanBounds:
     return PlanBounds(
+        num_ranks=asked.gpus,
         num_optimizers=settings.num_cpu_optimizers,
         host_memory_nbytes=_budget_nbytes(settings.host_memory_gib, asked.budgets.host_memory_gib),
         device_memory_nbytes=_budget_nbytes(settings.gpu_memory_gib, asked.budgets.gpu_memory_gib),
@@ -381,6 +407,7 @@ def _bounds(settings: Settings, asked: WindlassSettings) -> PlanBounds:
 def _bounds_elsewhere(asked: WindlassSettings) -> PlanBounds:
     """Returns the bounds of a job on another machine, of which only the profile is known."""
     return PlanBounds(
+        num_ranks=asked.gpus,
         num_optimizers=1,
         host_memory_nbytes=_budget_nbytes(asked.budgets.host_memory_gib),
         device_memory_nbytes=_budget_nbytes(asked.budgets.gpu_memory_gib),

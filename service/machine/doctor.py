@@ -156,7 +156,7 @@ def check_limits(machine: Machine) -> list[Finding]:
 
 def _rates(settings: Settings, precision: Precision) -> dict[str, Any]:
     kernels = str(settings.home / "kernels")
-    resources = MachineResources.here()
+    resources = MachineResources.here(settings)
     _, each = threads_of(settings, resources)
     threads = str(settings.num_cpu_optimizers * each)
     command = [sys.executable, "-m", "windlass.planner.profiling.measure_machine", "--kernel-dir", kernels]

@@ -28,7 +28,7 @@ from windlass.service.validation import ReportedError
 from windlass.storage.files import locked, write_atomically
 
 NAMESPACE = "windlass"
-# One job at a time holds a device of the machine. Ray counts devices as this resource.
+# One job at a time holds a device of the machine. Ray counts devices, GPUs or the CPU, as this resource.
 DEVICE_RESOURCE = "device"
 TOKEN_FILE = "ray-token"  # in the home
 
@@ -107,14 +107,17 @@ class RayCluster:
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         }
 
-    def ensure_running(self, *, num_cpus: int, num_gpus: int) -> bool:
-        """Starts the daemon, or adopts the recorded one if it lives. Returns True if it was started."""
+    def ensure_running(self, *, num_cpus: int, num_gpus: int, cpu_ranks: int = 1) -> bool:
+        """Starts the daemon, or adopts the recorded one if it lives. Returns True if it was started.
+
+        `cpu_ranks`: devices that the CPU counts as, if there are no GPUs.
+        """
         with self._locked():
             if self.is_running:
                 return False
             # After a crash, the remaining processes of an earlier daemon are useless.
             self._end_recorded()
-            self._start(num_cpus=num_cpus, num_gpus=num_gpus)
+            self._start(num_cpus=num_cpus, num_gpus=num_gpus, num_devices=num_gpus or cpu_ranks)
             return True
 
     def connect(self) -> None:
@@ -135,14 +138,15 @@ class RayCluster:
         with self._locked():
             return self._end_recorded()
 
-    def _start(self, *, num_cpus: int, num_gpus: int) -> None:
+    def _start(self, *, num_cpus: int, num_gpus: int, num_devices: int) -> None:
         self._write_token()
         # Unix socket paths have at most 107 characters and Ray adds about 70, so the home's path may be too long. Ray
         # makes its own folder writable for all, so it lies in a folder that only the owner may enter.
         temp_dir = Path(tempfile.mkdtemp(prefix="windlass-ray-", dir="/tmp"))
         address = f"127.0.0.1:{_free_port()}"
         self._write_record(_Record(address=address, temp_dir=str(temp_dir), core=(), helpers=()))
-        command = _start_command(address, temp_dir / "ray", num_cpus=num_cpus, num_gpus=num_gpus)
+        sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "num_devices": num_devices}
+        command = _start_command(address, temp_dir / "ray", **sizes)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
             try:
@@ -214,7 +218,7 @@ class RayCluster:
             yield
 
 
-def _start_command(address: str, temp_dir: Path, *, num_cpus: int, num_gpus: int) -> list[str]:
+def _start_command(address: str, temp_dir: Path, *, num_cpus: int, num_gpus: int, num_devices: int) -> list[str]:
     host, port = address.rsplit(":", 1)
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head"),
@@ -225,7 +229,7 @@ def _start_command(address: str, temp_dir: Path, *, num_cpus: int, num_gpus: int
         f"--temp-dir={temp_dir}",
         f"--num-cpus={num_cpus}",
         f"--num-gpus={num_gpus}",
-        f"--resources={json.dumps({DEVICE_RESOURCE: max(1, num_gpus)})}",
+        f"--resources={json.dumps({DEVICE_RESOURCE: num_devices})}",
         f"--object-store-memory={_OBJECT_STORE_NBYTES}",
         *("--include-dashboard=false", "--include-log-monitor=false", "--no-monitor", "--disable-usage-stats"),
     ]

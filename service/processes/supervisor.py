@@ -213,7 +213,9 @@ def _warn_of_clear_text(settings: Settings) -> None:
 
 def start_ray(settings: Settings) -> None:
     """Starts the home's Ray daemon, or adopts the running one. Raises RayStartError if neither works."""
-    started = RayCluster(settings.home).ensure_running(num_cpus=num_cores(), num_gpus=len(find_gpus()))
+    started = RayCluster(settings.home).ensure_running(
+        num_cpus=num_cores(), num_gpus=len(find_gpus()), cpu_ranks=settings.cpu_ranks
+    )
     _LOG.info("Ray was %s", "started" if started else "running and is adopted, with the jobs it runs")
 
 

@@ -6,7 +6,7 @@ from windlass.service.validation.hyperparameters import DEFAULT_LEARNING_RATE as
 from windlass.service.validation.hyperparameters import DEFAULT_SEQUENCE_LENGTH as DEFAULT_SEQUENCE_LENGTH
 from windlass.service.validation.hyperparameters import JobSettings as JobSettings
 from windlass.service.validation.hyperparameters import SupervisedHyperparameters as SupervisedHyperparameters
-from windlass.service.validation.hyperparameters import TooManyLanesError as TooManyLanesError
+from windlass.service.validation.hyperparameters import TooFewMicrobatchesError as TooFewMicrobatchesError
 from windlass.service.validation.hyperparameters import WindlassSettings as WindlassSettings
 from windlass.service.validation.hyperparameters import default_microbatches as default_microbatches
 from windlass.service.validation.hyperparameters import hypothetical_config as hypothetical_config

@@ -47,6 +47,7 @@ DEFAULT_LEARNING_RATE: float = _DEFAULTS["learning_rate"]
 DEFAULT_CLIP_NORM: float = _DEFAULTS["clip_norm"]
 _LEAST_EPSILON = 1e-37  # fp32 has no normal numbers below 1.2e-38
 _MAX_BATCH_SIZE = 4096
+_MAX_GPUS = 16  # of one box
 _MAX_SEED = 2**63 - 1
 _MAX_MINUTES = 525_600  # a year
 _MAX_STEPS = 2**31 - 1
@@ -169,7 +170,7 @@ class WindlassSettings(_Strict):
     final_model: Annotated[FinalModel, _WORD] = _DEFAULTS["final_model"]
     evaluate_every: int | None = Field(default=None, ge=1, le=_MAX_STEPS)  # steps; null: at each epoch's end
     initialization: Annotated[Initialization, _WORD] = _DEFAULTS["initialization"]
-    gpus: Literal[1] = 1
+    gpus: int = Field(default=1, ge=1, le=_MAX_GPUS)  # GPU workers; results do not depend on their number
     budgets: Budgets = Budgets()
     lora: None = None
 
@@ -236,8 +237,10 @@ class WindlassSettings(_Strict):
 
     @property
     def num_lanes(self) -> int:
-        """The lanes that micro-batches are dealt to: as asked for, or one for each GPU."""
-        return self.gpus if self.lanes == "auto" else self.lanes
+        """The lanes that micro-batches are dealt to: as asked for, or one for each GPU if sums are in fp32."""
+        if self.lanes != "auto":
+            return self.lanes
+        return self.gpus if self.accumulation_precision is Precision.FP32 else 1
 
     @property
     def needs_validation(self) -> str | None:
@@ -256,10 +259,21 @@ class WindlassSettings(_Strict):
         return self
 
 
-class TooManyLanesError(ValueError):
-    """A step has fewer micro-batches than lanes. It is known once the batch size is."""
+class TooFewMicrobatchesError(ValueError):
+    """A step has fewer micro-batches than GPUs or lanes. It is known once the batch size is."""
 
-    param = "windlass.lanes"
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param  # the setting that is too large
+
+
+def _check_microbatches(windlass: WindlassSettings, num_microbatches: int, given: str) -> None:
+    """Raises TooFewMicrobatchesError if a GPU or a lane would have none. `given`: the number's origin in words."""
+    # If lanes follow from GPUs, the error is about the GPUs.
+    for name, number, each in (("gpus", windlass.gpus, "GPU"), ("lanes", windlass.num_lanes, "lane")):
+        if number > num_microbatches:
+            param = f"windlass.{name}"
+            raise TooFewMicrobatchesError(f"{param} is {number}, {given}: each {each} needs a micro-batch", param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,11 +303,10 @@ class JobSettings:
             raise ValueError(
                 f"windlass.num_microbatches is {mine.num_microbatches}, but a batch has only {batch_size} examples"
             )
-        if batch_size is not None and mine.num_lanes > batch_size:
-            raise TooManyLanesError(
-                f"windlass.lanes is {mine.num_lanes}, but a batch has only {batch_size} examples: each lane needs a "
-                "micro-batch, and that an example"
-            )
+        if batch_size is not None:
+            _check_microbatches(mine, batch_size, f"but a batch has only {batch_size} examples")
+        if mine.num_microbatches is not None:
+            _check_microbatches(mine, mine.num_microbatches, f"but num_microbatches is {mine.num_microbatches}")
 
     @classmethod
     def from_row(cls, method: dict[str, Any], windlass: dict[str, Any], seed: int) -> "JobSettings":
@@ -319,17 +332,18 @@ def resolve(settings: JobSettings, num_examples: int) -> TrainingConfig:
     """Turns a request's settings into a training config, once the training data has been counted.
 
     Raises:
-        TooManyLanesError: the batch is too small for the lanes.
+        TooFewMicrobatchesError: the batch is too small for the GPUs or the lanes.
     """
     epochs, batch_size = _epochs(settings), _batch_size(settings, num_examples)
-    lanes = settings.windlass.num_lanes
-    num_microbatches = settings.windlass.num_microbatches or default_microbatches(batch_size, lanes)
+    windlass = settings.windlass
+    lanes = windlass.num_lanes
+    num_microbatches = windlass.num_microbatches or default_microbatches(batch_size, lanes, windlass.gpus)
     num_microbatches = min(num_microbatches, batch_size)
-    if lanes > num_microbatches:
-        raise TooManyLanesError(
-            f"windlass.lanes is {lanes}, and {num_examples} training examples give batches of {batch_size} in "
-            f"{num_microbatches} micro-batches: each lane needs a micro-batch"
-        )
+    _check_microbatches(
+        windlass,
+        num_microbatches,
+        f"and {num_examples} training examples give batches of {batch_size} in {num_microbatches} micro-batches",
+    )
     total_steps = num_steps(epochs, batch_size, num_examples)
     return with_derived(
         TrainingConfig(
@@ -397,9 +411,9 @@ def hypothetical_config(
     return resolve(settings, batch_size)
 
 
-def default_microbatches(batch_size: int, lanes: int) -> int:
-    """Returns the number of parts that a batch is computed in unless the user sets one."""
-    return max(math.ceil(batch_size / GREATEST_MICROBATCH_SIZE), lanes)
+def default_microbatches(batch_size: int, lanes: int, gpus: int) -> int:
+    """Returns the number of parts that a batch is computed in unless the user sets one. Each lane and GPU needs one."""
+    return max(math.ceil(batch_size / GREATEST_MICROBATCH_SIZE), lanes, gpus)
 
 
 def num_steps(epochs: int, batch_size: int, num_examples: int) -> int:

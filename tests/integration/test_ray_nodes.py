@@ -40,7 +40,7 @@ class Where:
     def start(self):
         here = lambda: ray.get_runtime_context().get_node_id()
         has_gpus = deploy.num_gpus_here() > 0
-        self.group = deploy.device_here(has_gpus=has_gpus)  # held: the next runner finds none free on this node
+        self.group = deploy.devices_here(1, has_gpus=has_gpus)  # held: the next runner finds none free on this node
         device = None
         if self.group.wait(120 if self.is_first else 5):
             there = PlacementGroupSchedulingStrategy(placement_group=self.group)

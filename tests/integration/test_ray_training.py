@@ -1,6 +1,9 @@
 """Jobs on real Ray actors, in separate processes: they agree with plain PyTorch and end cleanly."""
 
+import contextlib
+import dataclasses
 import json
+import os
 import pickle
 import re
 import signal
@@ -14,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.pretend_gpus import pretend_gpus, visible_gpus
+from tests.pretend_gpus import pretend_gpus, process_of, visible_gpus
 from tests.support.reference_loop import train_plainly
-from tests.support.training import journal_of, leftovers_of, losses_of, make_spec, metrics_of
+from tests.support.training import exported_params, journal_of, leftovers_of, losses_of, make_spec, metrics_of
 from windlass.actors.job.spec import JobSpec
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.activation_policy import ActivationChoice, BlockActivations
@@ -24,7 +27,7 @@ from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.layout import BlockLayout, ModelLayout, ParamSlice
 from windlass.service.installation.process_ids import find_process, wait_until_gone
 from windlass.service.machine.ray_cluster import RayCluster
-from windlass.storage.ids import BlockIndex, Precision
+from windlass.storage.ids import Attempt, BlockIndex, Precision
 from windlass.storage.ssd.volume import VOLUME_FILE
 
 # Seconds, for every wait; only a hang takes that long.
@@ -304,6 +307,92 @@ def test_a_killed_process_interrupts_the_attempt_by_its_name(driver: Driver, tmp
     for ssd_dir in spec.ssd_dirs:
         assert f"{spec.job} in {ssd_dir}/{VOLUME_FILE}" in left
     assert not any(path.startswith(spec.arena_dir) for path in left)
+
+
+def test_two_gpus_have_the_bits_of_one(driver: Driver, tmp_path: Path) -> None:
+    """Each has a process of its own, so dropout has the same random numbers whoever computes a micro-batch."""
+    found = []
+    for num_ranks in (1, 2):
+        spec = make_spec(
+            tmp_path / f"{num_ranks}",
+            tied=True,
+            dropout=0.1,
+            precision=Precision.BF16,
+            clip_norm=0.5,
+            num_microbatches=4,
+            lanes=2,
+            num_ranks=num_ranks,
+            placement=Placement(group_size=1),
+            total_steps=6,
+            evaluate_every=3,
+        )
+        driver.start(spec)
+        assert driver.await_end(spec)["status"] == "succeeded"
+        assert leftovers_of(spec) == []
+        found.append([losses_of(spec), metrics_of(spec, "valid_loss"), metrics_of(spec, "grad_norm")])
+        params = exported_params(spec)
+        found[-1].append({name: param.tolist() for name, param in params.items()})
+    assert found[0] == found[1]
+    seen = visible_gpus(Path(spec.job_dir))
+    assert {seen["gpu-0"], seen["gpu-1"]} == {"0", "1"}
+    assert seen["params-0"] == ""
+
+
+@pytest.mark.long
+def test_a_killed_gpu_worker_of_two_is_named_and_its_job_goes_on_with_one(driver: Driver, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, total_steps=60, num_microbatches=4, num_ranks=2, evaluate_every=None, deadline_s=600.0)
+    driver.start(spec)
+    wait_for(lambda: num_steps(spec) >= 2, "the first steps", spec)
+    os.kill(process_of(Path(spec.job_dir), "gpu-1"), signal.SIGKILL)
+    outcome = driver.await_end(spec)
+    assert outcome["status"] == "interrupted"
+    assert "the process of gpu-1 died" in outcome["error"]["message"]
+    again = dataclasses.replace(spec, attempt=Attempt(2), num_ranks=1)
+    driver.start(again)
+    wait_for(lambda: num_steps(spec) >= 60, "the other steps", spec)
+    wait_for(lambda: not driver.ask("find", spec.job, 2), "the second attempt", spec)
+    whole = make_spec(tmp_path / "whole", total_steps=60, num_microbatches=4, evaluate_every=None)
+    driver.start(whole)
+    assert driver.await_end(whole)["status"] == "succeeded"
+    assert losses_of(spec) == losses_of(whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["gpu-0", "gpu-1"])
+def test_a_stopped_gpu_worker_of_two_is_named(driver: Driver, tmp_path: Path, victim: str) -> None:
+    spec = make_spec(tmp_path, total_steps=2000, num_microbatches=4, num_ranks=2, deadline_s=10.0)
+    driver.start(spec)
+    wait_for(lambda: num_steps(spec) >= 2, "the first steps", spec)
+    process, start_s = process_of(Path(spec.job_dir), victim), time.monotonic()
+    os.kill(process, signal.SIGSTOP)
+    try:
+        outcome = driver.await_end(spec)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    assert time.monotonic() - start_s < 60.0
+    assert outcome["status"] == "interrupted"
+    message = outcome["error"]["message"]
+    assert f"{victim} has been silent" in message
+    assert message.startswith(victim)
+
+
+@pytest.mark.long
+def test_a_slow_gpu_worker_of_two_changes_nothing_but_the_time(driver: Driver, tmp_path: Path) -> None:
+    found = []
+    for name in ("even", "slow"):
+        spec = make_spec(tmp_path / name, total_steps=30, num_microbatches=4, num_ranks=2, evaluate_every=10)
+        driver.start(spec)
+        wait_for(lambda spec=spec: num_steps(spec) >= 1, "the first step", spec)  # type: ignore[misc]
+        while name == "slow" and num_steps(spec) < 25:
+            process = process_of(Path(spec.job_dir), "gpu-1")
+            os.kill(process, signal.SIGSTOP)
+            time.sleep(0.2)
+            os.kill(process, signal.SIGCONT)
+            time.sleep(0.05)
+        assert driver.await_end(spec)["status"] == "succeeded"
+        found.append((losses_of(spec), metrics_of(spec, "valid_loss")))
+    assert found[0] == found[1]
 
 
 def test_a_budget_too_small_is_refused(driver: Driver, tmp_path: Path) -> None:

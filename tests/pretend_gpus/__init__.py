@@ -13,6 +13,7 @@ _FOLDER = Path(__file__).parent
 # Set for the processes of the product; the folder's two programs also contain the name of this variable.
 _COUNT = "TEST_PRETEND_GPUS"
 _VISIBLE_PREFIX = "visible-gpus-"
+_PROCESS_PREFIX = "process-"
 
 
 def pretend_gpus(count: int) -> dict[str, str]:
@@ -25,3 +26,8 @@ def pretend_gpus(count: int) -> dict[str, str]:
 def visible_gpus(job_dir: Path) -> Mapping[str, str]:
     """Returns CUDA_VISIBLE_DEVICES of each process of a job, by the actor's name."""
     return {path.name.removeprefix(_VISIBLE_PREFIX): path.read_text() for path in job_dir.glob(f"{_VISIBLE_PREFIX}*")}
+
+
+def process_of(job_dir: Path, actor: str) -> int:
+    """Returns the process id of an actor in the job's last attempt."""
+    return int(Path(job_dir, f"{_PROCESS_PREFIX}{actor}").read_text())

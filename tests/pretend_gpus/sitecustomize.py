@@ -1,4 +1,4 @@
-"""Makes workers with a simulated GPU compute on the CPU, and records the GPUs that each process of a job sees.
+"""Makes workers with a simulated GPU compute on the CPU, and records each process of a job with the GPUs that it sees.
 
 Python imports a module of this name when it starts. It patches modules of the product when they are imported.
 """
@@ -21,11 +21,13 @@ def _note_visible_gpus(deploy: ModuleType) -> None:
     start = deploy.start_actor
 
     def note_and_start(name: str, context: Any, *arguments: Any, **options: Any) -> Any:
-        # Written atomically, because the test may read it at any time.
-        file = Path(context.spec.job_dir, f"visible-gpus-{name}")
-        partial = file.with_name(f"partial-{name}")
-        partial.write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
-        partial.replace(file)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+        for kind, text in (("visible-gpus", visible), ("process", str(os.getpid()))):
+            # Written atomically, because the test may read it at any time.
+            file = Path(context.spec.job_dir, f"{kind}-{name}")
+            partial = file.with_name(f"partial-{name}")
+            partial.write_text(text)
+            partial.replace(file)
         return start(name, context, *arguments, **options)
 
     deploy.start_actor = note_and_start

@@ -93,7 +93,7 @@ class Operations:
                     group=operation.group,
                     compute_s=self._compute_s(operation),
                     is_finite=True,
-                    loss=Loss(1.0, 1, 0) if is_head else None,
+                    loss=Loss((1.0,), 1, 0) if is_head else None,
                 )
             )
             if goes_backward:

@@ -34,7 +34,7 @@ class Worker:
         self._grads = Grads(world, self._report_grad)
         self._operations = Operations(world, self._feed, self._grads, Pieces(world), self._report_computed)
         self._window = OperationWindow(world.shape.ordering)
-        self._reports = ComputeReports(world.shape.job, world.shape.gpu_worker)
+        self._reports = ComputeReports(world.shape.job, world.shape.gpu_workers[0])
         ordering, num_blocks = world.shape.ordering, len(world.shape.device_blocks)
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating_on_device, num_blocks)
         self._commands: Queue[UpdateBlock | FlushBlock] = Queue(world.env)
@@ -83,7 +83,7 @@ class Worker:
 
     def _run_commands(self) -> Process:
         """Updates and flushes blocks whose states are resident on the device, one at a time, as `DeviceStates` does."""
-        world, name = self.world, self.world.shape.gpu_worker
+        world, name = self.world, self.world.shape.gpu_workers[0]
         while True:
             command = yield from self._commands.get()
             block = command.block

@@ -43,6 +43,7 @@ from windlass.service.auth import Caller, check_one_more_job, check_priority, ch
 from windlass.service.data import deletion
 from windlass.service.installation import check_is_here, is_local, node_of
 from windlass.service.jobs import has_plan, job_dir, why_it_waits_for_room
+from windlass.service.machine import check_gpus
 from windlass.service.preparation import check_model, fit_sequence_length
 from windlass.service.validation import ApiError, JobSettings, is_fine_tuned_id, model_dir
 from windlass.storage.sql import Job, NotFound
@@ -286,6 +287,7 @@ def _new_job(context: Context, caller: Caller, body: CreateJob, idempotency_key:
         visible = is_visible(session, caller, body.model)
         if visible:
             check_may_build_on(session, caller, body.model)
+    check_gpus(context.settings, settings.windlass.gpus)
     checked = check_model(
         context.settings,
         body.model,

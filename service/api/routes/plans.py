@@ -21,7 +21,7 @@ from windlass.service.api.middleware import BusyError
 from windlass.service.api.schemas import JobPlanObject, PlanObject, TraceObject
 from windlass.service.installation import Settings, check_is_here
 from windlass.service.jobs import MachineResources, job_dir, plan_request, plans_of, view_of
-from windlass.service.machine import measured_hardware
+from windlass.service.machine import check_gpus, measured_hardware
 from windlass.service.preparation import (
     PLAN_JOB,
     Preparation,
@@ -35,7 +35,7 @@ from windlass.service.preparation import (
 from windlass.service.validation import (
     ApiError,
     JsonNumbers,
-    TooManyLanesError,
+    TooFewMicrobatchesError,
     WindlassSettings,
     default_microbatches,
     hypothetical_config,
@@ -86,6 +86,7 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
             param="windlass.sequence_length",
             code="invalid_value",
         )
+    check_gpus(settings, asked.gpus, other=body.hardware)
     hardware = body.hardware or measured_hardware(settings)
     if hardware is None:
         raise ApiError(
@@ -96,7 +97,7 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
     request = plan_request(
         settings,
         hardware,
-        MachineResources.here() if body.hardware is None else None,
+        MachineResources.here(settings) if body.hardware is None else None,
         model_dir=_folder(settings, body.model),
         asked=asked,
         training=_training(body, sequence_length),
@@ -171,10 +172,10 @@ def _training(body: CreatePlan, sequence_length: int) -> TrainingConfig:
             body.windlass,
             batch_size=body.batch_size,
             num_microbatches=body.windlass.num_microbatches
-            or default_microbatches(body.batch_size, body.windlass.num_lanes),
+            or default_microbatches(body.batch_size, body.windlass.num_lanes, body.windlass.gpus),
             sequence_length=sequence_length,
         )
-    except TooManyLanesError as error:
+    except TooFewMicrobatchesError as error:
         raise ApiError(str(error), param=error.param, code="invalid_value") from None
     except ValueError as error:
         raise ApiError(str(error), param="windlass", code="invalid_value") from None

@@ -17,7 +17,7 @@ from windlass.service.validation import (
     JobSettings,
     JsonNumbers,
     SupervisedHyperparameters,
-    TooManyLanesError,
+    TooFewMicrobatchesError,
     WindlassSettings,
     check_storable,
     check_suffix,
@@ -132,7 +132,7 @@ class CreateJob(_Request):
                 windlass=self.windlass,
                 seed=secrets.randbits(31) if seed is None else seed,
             )
-        except TooManyLanesError as error:
+        except TooFewMicrobatchesError as error:
             raise ApiError(str(error), param=error.param, code="invalid_value") from None
         except ValueError as error:
             raise ApiError(str(error), param="windlass", code="invalid_value") from None

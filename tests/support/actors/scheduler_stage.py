@@ -201,7 +201,7 @@ class Stage:
             self.loss_scale = message.loss_scale
         is_last = message.group == self.context.plan.num_groups - 1
         if message.phase in (Phase.HEAD, Phase.EVALUATE_HEAD):
-            loss = Loss(self.losses.get(message.step, self.loss) * NUM_TARGETS, NUM_TARGETS, 4)
+            loss = Loss((self.losses.get(message.step, self.loss) * NUM_TARGETS,), NUM_TARGETS, 4)
         if is_last and message.phase in (Phase.HEAD, Phase.BACKWARD):
             is_bad = (message.step, message.block) in self.bad_grads
             sq_sum = math.inf if is_bad else 12.0 * self.loss_scale**2

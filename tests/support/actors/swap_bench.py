@@ -104,7 +104,7 @@ class SwapBench:
                 patch.setattr(module, "SlotPool", self._make_pool)
             self.span_log = SpanRecorder(WORKER, context.spec.job, self.send)
             self.client = SsdClient(WORKER, context, self.send)
-            self.store = ActivationTiers(context, self.device, TensorArena(self.memory), self.client, self.span_log)
+            self.store = ActivationTiers(context, 0, self.device, TensorArena(self.memory), self.client, self.span_log)
 
     def _make_pool(self, *args: Any, **kwargs: Any) -> SlotPool:
         pool = PoisonedSlots(*args, **kwargs)

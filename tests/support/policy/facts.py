@@ -49,6 +49,10 @@ class Pending:
     answers: str  # key of the instruction that it answers; some instructions are answered by two events
 
 
+def _described(compute: ComputeBlock) -> tuple[int, Phase, int, int]:
+    return (compute.step, compute.phase, compute.block, compute.group)
+
+
 class Facts(Expected):
     """The instructions in flight and their results so far. `choices` lists the events that can come next."""
 
@@ -63,7 +67,10 @@ class Facts(Expected):
         super().__init__(shape, bad, scales_loss)
         first_step = (initial_step or 0) + 1
         self.expected = expected_operations(shape, first_step)
-        self.computing: list[ComputeBlock] = []  # in order of arrival, which is the order of computation
+        # Operations whose end is not reported: in order of arrival, which is each GPU worker's order of computation.
+        self.computing: list[ComputeBlock] = []
+        # Those of them that must be over, because another GPU worker has reported what comes after them.
+        self.happened: set[int] = set()
         # Gradients that are where they stay, and whose report is on its way; those that are reported are in `reported`.
         # The actors that update them may have begun.
         self.offload_order = OffloadQueue(shape.ordering, shape.spilled_blocks)
@@ -81,7 +88,7 @@ class Facts(Expected):
         self.restored: list[ActorName] = []
         self.loading = False
         self.exporting: ExportModel | None = None
-        self.num_issued = 0  # operations
+        self.num_issued = dict.fromkeys(shape.gpu_workers, 0)  # operations of each GPU worker, and exports
         self.computed: list[tuple[int, Phase, int, int]] = []
         first = -1 if initial_step is None else initial_step
         # For each block: the step whose params an operation finds; the step under which its states are read; the step
@@ -106,7 +113,7 @@ class Facts(Expected):
         return max([min(self.content), *(step for step in self.skipped if self._gradients_complete(step))])
 
     def _queue_of(self, actor: ActorName) -> UpdateQueue:
-        ordering, is_gpu = self.shape.ordering, actor == self.shape.gpu_worker
+        ordering, is_gpu = self.shape.ordering, actor in self.shape.gpu_workers
         limit = ordering.max_updating_on_device if is_gpu else ordering.max_updating
         blocks = [block for block in range(self.shape.num_blocks) if actor in holders(self.shape, block)]
         return UpdateQueue(ordering.queues, limit, len(blocks))
@@ -140,7 +147,8 @@ class Facts(Expected):
             return False
         if event.computed[-1].phase is not Phase.EVALUATE_HEAD:
             return False
-        return self.computed[-1][3] == self.shape.num_evaluation_groups - 1
+        heads = [each for each in self.computed if each[:2] == (event.step, Phase.EVALUATE_HEAD)]
+        return len(heads) == self.shape.num_evaluation_groups
 
     def expect_export(self, step: int) -> None:
         """Adds an export of this step, if the program has none, ahead of any operation of the next step."""
@@ -161,15 +169,17 @@ class Facts(Expected):
     # --- what may happen next ---------------------------------------------------------------------------------------
 
     def choices(self) -> list[Pending]:
-        """Every event that can come next. Operations run in the order they came; all else in any order."""
+        """Every event that can come next.
+
+        Operations of one GPU worker run in the order they came; all else in any order.
+        """
         found: list[Pending] = []
         if self.failed:
             return found
         if self.loading:
             found.append(Pending(ModelLoaded(job=JOB, step=Step(0), actor=self.shape.optimizers[0]), "load"))
         found += [self._gradient(step, block) for step, block in sorted(self.offloading)]
-        if self.computing:
-            found.append(self._next_of_compute(self.computing[0]))
+        found += map(self._next_of_compute, self._can_be_reported())
         for (step, block), shares in self.updating.items():
             for actor in shares:
                 updated = BlockUpdated(job=JOB, step=Step(step), block=BlockIndex(block), actor=actor)
@@ -198,14 +208,58 @@ class Facts(Expected):
         """
         return compute.phase in WITH_GRADIENT and compute.group == self.shape.num_groups - 1
 
+    def computing_of(self, worker: ActorName) -> list[ComputeBlock]:
+        """The operations of one GPU worker whose end is not reported, in order."""
+        return [compute for compute in self.computing if self.worker_of(compute.group) == worker]
+
+    def expected_of(self, worker: ActorName) -> list[tuple[int, Phase | None, int, int]]:
+        """The expected operations of one GPU worker, and all exports."""
+        return [each for each in self.expected if each[1] is None or self.worker_of(each[3]) == worker]
+
+    def _predecessor(self, compute: ComputeBlock) -> tuple[int, Phase, int, int] | None:
+        """The operation whose sum another GPU worker passes on to this one; None if it needs none."""
+        if compute.phase not in WITH_GRADIENT or not compute.group or len(self.shape.gpu_workers) == 1:
+            return None
+        return (compute.step, compute.phase, compute.block, compute.group - 1)
+
+    def _can_be_reported(self) -> list[ComputeBlock]:
+        """The first operations of GPU workers, if they can be over.
+
+        Each GPU worker may have computed all that it was granted, up to an operation that needs another one's sum.
+        Reports of several GPU workers overtake each other.
+        """
+        over = set(self.computed)
+        left = {worker: self.computing_of(worker) for worker in self.shape.gpu_workers}
+        first = [computing[0] for computing in left.values() if computing]
+        num_over = -1
+        while num_over < len(over):
+            num_over = len(over)
+            for computing in left.values():
+                while computing and ((before := self._predecessor(computing[0])) is None or before in over):
+                    over.add(_described(computing.pop(0)))
+        return [compute for compute in first if _described(compute) in over]
+
+    def _happen(self, compute: ComputeBlock) -> None:
+        """Records that an operation is over, and with it all that comes before it."""
+        for each in self.computing_of(self.worker_of(compute.group)):
+            if each.op > compute.op:
+                break
+            if each.op in self.happened:
+                continue
+            self.happened.add(each.op)
+            before = self._predecessor(each)
+            for other in self.computing:
+                if _described(other) == before:
+                    self._happen(other)
+
     def _next_of_compute(self, compute: ComputeBlock) -> Pending:
-        return Pending(computed(compute), f"compute {compute.op}")
+        return Pending(computed(compute, self.worker_of(compute.group)), f"compute {compute.op}")
 
     def _gradient(self, step: int, block: int) -> Pending:
         size = grad_sq_sum(step, block) * self.expected_loss_scale(step) ** 2
         if (step, block) in self.bad:
             size = not_finite(step, block)
-        return Pending(grad_ready(step, block, size), f"gradient {step} {block}")
+        return Pending(grad_ready(step, block, size, actor=self.grads_worker), f"gradient {step} {block}")
 
     # --- what has happened -------------------------------------------------------------------------------------------
 
@@ -222,7 +276,11 @@ class Facts(Expected):
                 self.restored.append(event.actor)
             case ComputeProgressed():
                 for _ in event.computed:
-                    self._note_computed(self.computing.pop(0))
+                    first = self.computing_of(event.actor)[0]
+                    self._happen(first)
+                    self.computing.remove(first)
+                    self.happened.remove(first.op)
+                    self._note_computed(first)
                 for grad in event.grads:
                     self._note_gradient(grad)
             case BlockUpdated():
@@ -261,7 +319,7 @@ class Facts(Expected):
 
     def _note_computed(self, compute: ComputeBlock) -> None:
         """Lets a complete gradient leave the device, in the GPU worker's order."""
-        self.computed.append((compute.step, compute.phase, compute.block, compute.group))
+        self.computed.append(_described(compute))
         if self._completes_gradient(compute):
             self.num_unreported_grads += 1
             if compute.block in self.shape.device_blocks:

@@ -12,6 +12,8 @@ from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkIndex, Chu
 JOB = JobId("ftjob-1")
 GPU = ActorName("gpu-0")
 WITH_GRADIENT = (Phase.HEAD, Phase.BACKWARD)
+TRAINING = (Phase.FORWARD, *WITH_GRADIENT)
+EVALUATION = (Phase.EVALUATE, Phase.EVALUATE_HEAD)
 
 
 def make_shape(
@@ -20,6 +22,7 @@ def make_shape(
     tied: bool = False,
     num_optimizers: int = 1,
     num_ssds: int = 1,
+    num_ranks: int = 1,
     **options: Any,
 ) -> SchedulerConfig:
     """A small job; `tied`: the head reads the embedding's params as well as its own.
@@ -50,7 +53,7 @@ def make_shape(
         ),
         shared=tuple(shared),
         learning_rate=lambda step: 0.5 / step,
-        gpu_worker=GPU,
+        gpu_workers=tuple(ActorName(f"gpu-{rank}") for rank in range(num_ranks)),
         optimizers=tuple(ActorName(f"optimizer-{i}") for i in range(num_optimizers)),
         ssd_servers=tuple(ActorName(f"ssd-{i}") for i in range(num_ssds)),
         output_dir="/models/out",
@@ -58,7 +61,7 @@ def make_shape(
     )
 
 
-def computed(operation: ComputeBlock) -> ComputeProgressed:
+def computed(operation: ComputeBlock, actor: ActorName = GPU) -> ComputeProgressed:
     """The report that an operation is done."""
     done = BlockComputed(
         job=JOB,
@@ -70,13 +73,13 @@ def computed(operation: ComputeBlock) -> ComputeProgressed:
         compute_s=0.1,
         is_finite=True,
     )
-    return ComputeProgressed(job=JOB, step=operation.step, actor=GPU, computed=(done,), grads=())
+    return ComputeProgressed(job=JOB, step=operation.step, actor=actor, computed=(done,), grads=())
 
 
-def grad_ready(step: int, block: int, *sq_sums: float) -> ComputeProgressed:
+def grad_ready(step: int, block: int, *sq_sums: float, actor: ActorName = GPU) -> ComputeProgressed:
     """The report that a block's gradient is where it stays until the update."""
     grad = GradReady(job=JOB, step=Step(step), block=BlockIndex(block), sq_sums=sq_sums)
-    return ComputeProgressed(job=JOB, step=Step(step), actor=GPU, computed=(), grads=(grad,))
+    return ComputeProgressed(job=JOB, step=Step(step), actor=actor, computed=(), grads=(grad,))
 
 
 def holders(shape: SchedulerConfig, block: int) -> dict[ActorName, tuple[ChunkKey, ...]]:
@@ -132,6 +135,15 @@ class Expected:
         self.bad = frozenset(key for key in bad if key[1] < shape.num_blocks)
         self.skipped = frozenset(step for step, _ in self.bad) if shape.keeps_grads else frozenset()
         self.scales_loss = scales_loss
+
+    def worker_of(self, group: int) -> ActorName:
+        """The GPU worker that computes a group: they are dealt in turn."""
+        return self.shape.gpu_workers[group % len(self.shape.gpu_workers)]
+
+    @property
+    def grads_worker(self) -> ActorName:
+        """The GPU worker that completes all gradients: that of the last group."""
+        return self.worker_of(self.shape.num_groups - 1)
 
     def last_good(self, step: int) -> int:
         """The last step, up to this one, that is not skipped."""

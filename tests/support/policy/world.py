@@ -11,8 +11,9 @@ import pytest
 
 from tests.support.policy.facts import Facts, Pending
 from tests.support.policy.jobs import (
-    GPU,
+    EVALUATION,
     JOB,
+    TRAINING,
     WITH_GRADIENT,
     holders,
 )
@@ -160,7 +161,8 @@ class World(Facts):
         self.pipeline.check_invariants()
         self._check_commit_is_whole()
         limits = self.shape.ordering
-        assert len(self.computing) <= limits.max_prefetched + GRANTED_AHEAD
+        for worker in self.shape.gpu_workers:
+            assert len(self.computing_of(worker)) <= limits.max_prefetched + GRANTED_AHEAD
         assert len(self.flushing) <= limits.max_flushing
         # Every wait has a timeout: the instructions in flight here and the policy's pending replies are the same.
         num_outstanding = len(self.owed) + len(self.committing)
@@ -184,11 +186,11 @@ class World(Facts):
                 assert not self.delivered
                 self.loading = True
             case ComputeBlocks():
-                assert to == GPU
                 for operation in message.operations:
+                    assert to == self.worker_of(operation.group)
                     self._take_compute(operation)
             case CommitReached():
-                assert to == GPU
+                assert to == self.grads_worker
                 assert message.step == self.committed
                 self.offload(self.offload_order.commit_reached(message.step))
             case UpdateStep():
@@ -284,10 +286,12 @@ class World(Facts):
         assert self.committed >= 0
         self._check_restored()
         assert self.stopped_at is None or message.step <= self.stopped_at, "a step began after the job was stopped"
-        found = (message.step, message.phase, message.block, message.group)
-        assert found == self.expected[self.num_issued]
-        self.num_issued += 1
-        self.begun = max(self.begun, message.step)
+        found, worker = (message.step, message.phase, message.block, message.group), self.worker_of(message.group)
+        assert found == self.expected_of(worker)[self.num_issued[worker]]
+        self.num_issued[worker] += 1
+        if message.step > self.begun:
+            self._check_decided(before=message.step)
+            self.begun = message.step
         assert message.loss_scale == (self.expected_loss_scale(message.step) if message.phase is Phase.HEAD else 1.0)
         assert message.blocks == self.shape.shared[message.block]
         evaluates = message.phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD)
@@ -298,8 +302,15 @@ class World(Facts):
             assert self.labels[params.block] == params.step, "params are read under another step than their own"
         for block in message.blocks:
             assert self.written[block] == version, "a block is computed with params of another step"
-        assert all(message.op > other.op for other in self.computing)
+        assert all(message.op > other.op for other in self.computing_of(worker))
+        assert message.op not in {other.op for other in self.computing}
         self.computing.append(message)
+
+    def _check_decided(self, before: int) -> None:
+        """Checks that all evaluations that can change what comes next are over, on all GPU workers."""
+        if self.shape.evaluation_decides:
+            evaluations = {each for each in self.expected if each[0] < before and each[1] in EVALUATION}
+            assert evaluations <= set(self.computed), "a step begins before an evaluation has decided"
 
     def _check_restored(self) -> None:
         assert not self.restoring, "states are not in memory yet"
@@ -324,10 +335,17 @@ class World(Facts):
 
     def check_update(self, step: int, block: int) -> None:
         """Checks that an update may begin, which an actor decides by itself."""
-        reading = self.computing
+        reading = [compute for compute in self.computing if compute.op not in self.happened]
         assert not any(block in compute.blocks for compute in reading), "params change while they are read"
         added = {
             group for at, phase, each, group in self.computed if phase in WITH_GRADIENT and (at, each) == (step, block)
+        } | {
+            compute.group
+            for compute in self.computing
+            if compute.op in self.happened
+            and compute.phase in WITH_GRADIENT
+            and compute.step == step
+            and compute.block == block
         }
         assert added >= set(range(self.shape.num_groups - 1)), "a group has yet to add its gradient"
         if not self.shape.ordering.overlaps_steps:
@@ -339,8 +357,9 @@ class World(Facts):
         assert self.stopped_at is None
         is_final = message.step == self.final_step
         assert message.path == ("/models/out" if is_final else f"/models/out-step-{message.step}")
-        assert (message.step, None, 0, 0) == self.expected[self.num_issued]
-        self.num_issued += 1
+        for worker in self.shape.gpu_workers:
+            assert (message.step, None, 0, 0) == self.expected_of(worker)[self.num_issued[worker]]
+            self.num_issued[worker] += 1
         assert self.committed == message.step
         assert not self.computing
         self._check_restored()
@@ -375,13 +394,20 @@ class World(Facts):
         assert self.committed == last
         assert set(self.written) == set(self.labels) == {last}
         assert set(self.on_ssd) == set(self.content) == {self.last_good(last)}
-        expected = self.expected[: self.num_issued]
+        for worker in self.shape.gpu_workers:
+            self._check_end_of(worker, last)
+
+    def _check_end_of(self, worker: ActorName, last: int) -> None:
+        """Checks that a GPU worker has computed all of its operations in order, and that it was there at all exports."""
+        planned, num_issued = self.expected_of(worker), self.num_issued[worker]
+        expected = planned[:num_issued]
         if self.stopped_at is None:
-            assert self.num_issued == len(self.expected)
+            assert num_issued == len(planned)
         else:
-            trained = [o for o in self.expected if o[0] <= last and o[1] in (Phase.FORWARD, *WITH_GRADIENT)]
-            assert [o for o in expected if o[1] in (Phase.FORWARD, *WITH_GRADIENT)] == trained
-        assert self.computed == [o for o in expected if o[1] is not None]
+            trained = [o for o in planned if o[0] <= last and o[1] in TRAINING]
+            assert [o for o in expected if o[1] in TRAINING] == trained
+        computed = [o for o in self.computed if self.worker_of(o[3]) == worker]
+        assert computed == [o for o in expected if o[1] is not None]
         exports = [o[0] for o in expected if o[1] is None]
         assert [step for step, _ in self.exports] == exports
 

@@ -175,7 +175,7 @@ def run_partial_sums(directory: Path, recording: Recording) -> None:
     with _opened() as device:
         flats = DeviceBuffers(device, {(numel, torch.float32): 2}, name="sums")
         spans = SpanRecorder(GPU_WORKER, spec.job, lambda *_: None)
-        partials = PartialGrads(context, device, flats, TensorArena(memory), spans)
+        partials = PartialGrads(context, device, flats, TensorArena(memory), spans, lambda *_: None, rank=0)
         thread = threading.Thread(target=partials.run, daemon=True)
         thread.start()
         block = BlockIndex(0)

@@ -547,7 +547,7 @@ def computed(step: int, *phases: Phase) -> ComputeProgressed:
             group=0,
             compute_s=1.0,
             is_finite=True,
-            loss=None if phase is Phase.FORWARD else Loss(loss_sum=1.0, num_targets=1, num_correct=0),
+            loss=None if phase is Phase.FORWARD else Loss(terms=(1.0,), num_targets=1, num_correct=0),
         )
         for op, phase in enumerate(phases)
     )

@@ -277,6 +277,7 @@ export class Detail {
       ["model", job.model],
       ["training file", file(job.training_file)],
       ["validation file", job.validation_file && file(job.validation_file)],
+      ["GPUs", job.windlass.settings.gpus > 1 ? String(job.windlass.settings.gpus) : null],
       ["created", time(job.created_at)],
       ["started", time(job.windlass.started_at)],
       ["finished", time(job.finished_at)],

@@ -91,10 +91,11 @@ function renderDetails(plan) {
   const fates = (plan.choices?.activations ?? []).map((run) => `layers ${run.layers}: ${fatesOf(run).join(", ")}`);
   byId("plan-activations").setAttribute("aria-label", `Activations: ${fates.join("; ")}`);
   renderBusy(plan);
-  const { num_microbatches: parts, group_size: together } = plan.choices ?? {};
+  const { num_microbatches: parts, group_size: together, gpus } = plan.choices ?? {};
   const groups = parts > 1 ? ` ${parts} micro-batches a step, ${together} of which go through the blocks together.` : "";
+  const devices = gpus > 1 ? ` ${gpus} GPUs.` : "";
   const lengths = plan.example_tokens ? lengthsOf(plan.example_tokens) : "";
-  setOptional(byId("plan-summary"), `${format.rate(plan.tokens_per_s)} tokens a second.${lengths}${groups}`);
+  setOptional(byId("plan-summary"), `${format.rate(plan.tokens_per_s)} tokens a second.${devices}${lengths}${groups}`);
   setItems(byId("plan-reasons"), plan.reasons);
 }
 

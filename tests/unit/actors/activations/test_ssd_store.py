@@ -62,6 +62,7 @@ class Stage:
             patch.setattr(ssd_activations, "SlotPool", self._make_pool)
             self.store = SsdActivations(
                 self.context,
+                0,
                 self.device,
                 TensorArena(self.memory),
                 self.client,

@@ -38,14 +38,18 @@ class Bench:
         context = make_context(self.spec, self.layout, "/arena")
         memory = torch.zeros(context.plan.arena_nbytes, dtype=torch.uint8)
         self.told: list[Message] = []
+        self.sent: list[tuple[ActorName, Message]] = []
         self.spans = SpanRecorder(GPU, self.spec.job, lambda to, message: self.told.append(message))
         self.token = CancelToken(deadline_s)
         device = Device(torch.device("cpu"), poison_released=True, token=self.token)
         planned = {(numel, dtype): 3 for numel in NUMELS for dtype in (torch.float32, torch.bfloat16)}
         flats = DeviceBuffers(device, planned, name="gradients")
-        self.partials = PartialGrads(context, device, flats, TensorArena(memory), self.spans)
+        self.partials = PartialGrads(context, device, flats, TensorArena(memory), self.spans, self._send, rank=0)
         self.thread = threading.Thread(target=self.partials.run, daemon=True)
         self.thread.start()
+
+    def _send(self, to: ActorName, message: Message) -> None:
+        self.sent.append((to, message))
 
     def operation(self, block: int, group: int) -> ComputeBlock:
         return ComputeBlock(

@@ -60,11 +60,18 @@ class Stage:
         self.told: list[WorkSpan] = []
 
     def ends(
-        self, begun_s: float, computed_s: float, ended_s: float, sq_sums: tuple[float, ...] = (), **numbers: float
+        self,
+        begun_s: float,
+        computed_s: float,
+        ended_s: float,
+        sq_sums: tuple[float, ...] = (),
+        losses: tuple[float, ...] = (),
+        **numbers: float,
     ) -> BlockComputed:
         operation = self.operation
         operation.begun, operation.computed, operation.ended = At(begun_s), At(computed_s), At(ended_s)
         operation.numbers.update({name: torch.tensor(number) for name, number in numbers.items()})
+        operation.losses = list(map(torch.tensor, losses))
         operation.sq_sums = list(map(torch.tensor, sq_sums))
         operation.download()
         return operation.report()
@@ -114,11 +121,11 @@ def test_a_forward_pass_tells_whether_its_output_is_finite(monkeypatch: pytest.M
 def test_a_head_tells_its_loss_with_that_it_is_done(monkeypatch: pytest.MonkeyPatch, loss_sum: float) -> None:
     stage = Stage(Phase.HEAD, monkeypatch)
     assert stage.operation.goes_backward
-    told = stage.ends(1.0, 2.0, 4.0, (0.25, 4.0), loss_sum=loss_sum, num_correct=9)
+    told = stage.ends(1.0, 2.0, 4.0, (0.25, 4.0), losses=(loss_sum,), num_correct=9)
     loss = told.loss
     assert loss is not None
     assert (loss.num_targets, loss.num_correct) == (40, 9)
-    assert loss.loss_sum == loss_sum or math.isnan(loss_sum)
+    assert loss.terms == (loss_sum,) or math.isnan(loss_sum)
     assert told == computed(Phase.HEAD, compute_s=1.0, is_finite=math.isfinite(loss_sum), loss=loss)
     assert stage.operation.grad_sq_sums == (0.25, 4.0)
 
@@ -132,9 +139,9 @@ def test_a_gradient_that_is_not_finite_is_told_by_its_sum(monkeypatch: pytest.Mo
 
 def test_a_group_that_is_not_the_last_tells_its_loss_and_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(Phase.HEAD, monkeypatch, is_last=False)
-    told = stage.ends(1.0, 3.0, 4.0, loss_sum=math.nan, num_correct=0)
+    told = stage.ends(1.0, 3.0, 4.0, losses=(math.nan,), num_correct=0)
     assert told.loss is not None
-    assert math.isnan(told.loss.loss_sum)
+    assert math.isnan(told.loss.terms[0])
     assert told == computed(Phase.HEAD, compute_s=2.0, is_finite=False, loss=told.loss)
     assert stage.operation.grad_sq_sums == ()
     stage = Stage(Phase.BACKWARD, monkeypatch, is_last=False)
@@ -160,7 +167,7 @@ def test_wait_for_early_request_counts_once(monkeypatch: pytest.MonkeyPatch) -> 
     stage.waits(SpanKind.WAIT_PARAMS, 2, 1.0, 3.0)
     stage.waits(SpanKind.WAIT_PARAMS, 0, 1.1, 5.0)
     stage.waits(SpanKind.WAIT_GRAD_BUFFER, 2, 1.2, 4.9)  # was free when the params arrived
-    stage.ends(5.0, 6.0, 6.0, (1.0,), loss_sum=1.0, num_correct=1)
+    stage.ends(5.0, 6.0, 6.0, (1.0,), losses=(1.0,), num_correct=1)
     assert stage.spans() == [
         (SpanKind.WAIT_PARAMS, 2, 1.0, 3.0),
         (SpanKind.WAIT_PARAMS, 0, 3.0, 5.0),

@@ -12,7 +12,7 @@ from tests.support.examples import examples
 from tests.support.policy.jobs import make_shape
 from tests.support.policy.world import World, deliver_all_but
 from windlass.actors.messages import GradChunk, Message, Phase
-from windlass.actors.policy import scheduler_core
+from windlass.actors.policy import rank_queue
 from windlass.actors.policy.block_queue import QueueOrder
 from windlass.actors.policy.config import Operation, SchedulerConfig, program
 from windlass.actors.policy.pending_replies import UnexpectedEventError
@@ -333,7 +333,7 @@ def explore(root: World, *, wants: bool = False) -> tuple[int, int]:
 
 @pytest.fixture
 def copyable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_core, "program", lambda s, first: _CopyableProgram(tuple(program(s, first))))
+    monkeypatch.setattr(rank_queue, "program", lambda *options: _CopyableProgram(tuple(program(*options))))
     # shared by all copies of a world, because copying them would dominate the run time
     for frozen in (Message, GradChunk):
         monkeypatch.setattr(frozen, "__deepcopy__", lambda it, _memo: it, raising=False)

@@ -188,7 +188,7 @@ def test_operations_are_reported_together_unless_something_waits_for_them() -> N
         group=0,
         compute_s=0.1,
         is_finite=True,
-        loss=Loss(1.0, 2, 1),
+        loss=Loss((1.0,), 2, 1),
     )
     assert reported(head, now_s=1.1) == (head,)
 

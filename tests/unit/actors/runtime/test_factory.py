@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from windlass.actors.gpu_worker import worker
-from windlass.actors.job.context import GPU_WORKER, optimizer_name, ssd_name
+from windlass.actors.job.context import GPU_WORKER, PARAM_SERVER, gpu_worker_name, optimizer_name, ssd_name
 from windlass.actors.runtime import factory as building
-from windlass.actors.runtime.factory import import_for, stop_actor
+from windlass.actors.runtime.factory import LocalOptions, import_for, stop_actor
 from windlass.engine.device import device_choice, malloc
 from windlass.engine.model import partition
 from windlass.storage.ids import ActorName, Formats, Precision, StatePrecision
@@ -53,6 +53,25 @@ def test_the_worker_of_a_gpu_gets_its_number(
     )
     building.start_actor(GPU_WORKER, context, None, print, uses_gpu=True)
     assert made == [expected]
+
+
+def test_each_gpu_worker_gets_its_rank_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, str]] = []
+    monkeypatch.setattr(worker, "GpuWorker", lambda *_, rank=0, device, **__: made.append((rank, device)))
+    local = LocalOptions(partitions=(None,) * 2, devices=("cuda:1", "cuda:3"), poison_released=False, direct=True)
+    context: Any = SimpleNamespace()
+    for rank in range(2):
+        building.start_actor(gpu_worker_name(rank), context, None, print, local=local)
+    assert made == [(0, "cuda:1"), (1, "cuda:3")]
+
+
+def test_param_server_is_started_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[object, ...]] = []
+    module = SimpleNamespace(ParamServer=lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(building.importlib, "import_module", {"windlass.actors.params": module}.__getitem__)
+    context: Any = SimpleNamespace()
+    building.start_actor(PARAM_SERVER, context, None, print)
+    assert made == [(PARAM_SERVER, context, print)]
 
 
 @pytest.mark.parametrize("is_over", [False, True])

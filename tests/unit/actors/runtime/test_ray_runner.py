@@ -95,10 +95,12 @@ def test_a_runner_is_named_by_job_and_attempt() -> None:
 
 
 def test_what_the_device_computes_with_comes_first() -> None:
-    beside_cpu = {name: niceness_of(ActorName(name), has_gpus=False) for name in ("gpu-0", "optimizer-0", "ssd-0")}
-    assert beside_cpu["gpu-0"] < beside_cpu["optimizer-0"] == beside_cpu["ssd-0"]
+    beside_cpu = {
+        name: niceness_of(ActorName(name), has_gpus=False) for name in ("gpu-0", "gpu-1", "optimizer-0", "ssd-0")
+    }
+    assert beside_cpu["gpu-0"] == beside_cpu["gpu-1"] < beside_cpu["optimizer-0"] == beside_cpu["ssd-0"]
     beside_gpu = {name: niceness_of(ActorName(name), has_gpus=True) for name in beside_cpu}
-    assert beside_gpu["gpu-0"] == beside_gpu["ssd-0"] < beside_gpu["optimizer-0"]
+    assert beside_gpu["gpu-0"] == beside_gpu["gpu-1"] == beside_gpu["ssd-0"] < beside_gpu["optimizer-0"]
 
 
 def environment_at_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, uses_gpu: bool) -> dict[str, str]:

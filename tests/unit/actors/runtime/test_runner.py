@@ -224,7 +224,7 @@ class Opened:
         monkeypatch.setattr(deploy, "plan_attempt", lambda *_: None)
         monkeypatch.setattr(deploy, "create_arena", lambda *_: arena)
         monkeypatch.setattr(deploy, "num_gpus_here", lambda: 0)
-        monkeypatch.setattr(deploy, "device_here", lambda **_: group)
+        monkeypatch.setattr(deploy, "devices_here", lambda *_, **__: group)
         monkeypatch.setattr(deploy, "remove_placement_group", lambda _: self._close("group")())
         monkeypatch.setattr(runner, "_make_workers", lambda *_, **__: {})
         monkeypatch.setattr(runner, "_start_workers", lambda _: None)
@@ -258,6 +258,24 @@ def test_attempt_that_is_stopped_while_it_waits_for_a_device_ends_at_once(
     (outcome,) = read_journal(tmp_path / "journal.jsonl")
     assert (outcome.kind, outcome.data) == ("outcome", {"status": status, "error": None, "model_dir": None})
     assert opened.closed == ["gpu-0", "ssd-0", "group"]  # there is no arena yet
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "expected"),
+    [
+        (1, "no device came free within 0 s; another job holds it"),
+        (4, "not all 4 devices came free within 0 s; other jobs hold some of them"),
+    ],
+)
+def test_attempt_that_gets_no_devices_in_time_says_how_many_it_waits_for(
+    runner: Runner, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, expected: str
+) -> None:
+    runner.spec = dataclasses.replace(runner.spec, num_ranks=num_ranks)
+    opened.is_free = lambda: False
+    monkeypatch.setattr(deploy, "START_DEADLINE_S", 0.0)
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert (outcome.data["status"], outcome.message) == (INTERRUPTED, expected)
 
 
 def test_stop_at_the_start_is_left_to_the_scheduler_if_the_model_is_complete(runner: Runner, tmp_path: Path) -> None:

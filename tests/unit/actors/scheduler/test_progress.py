@@ -26,7 +26,7 @@ LOSSES = [0.1, 1000.3, 0.7, 3e-5]
 NUM_TARGETS = [3, 1, 4, 2]
 
 
-def loss(phase: Phase, step: int, group: int) -> ComputeProgressed:
+def loss(phase: Phase, step: int, group: int, num_targets: int | None = None) -> ComputeProgressed:
     head = BlockComputed(
         job=JobId("ftjob-1"),
         step=Step(step),
@@ -36,7 +36,7 @@ def loss(phase: Phase, step: int, group: int) -> ComputeProgressed:
         group=group,
         compute_s=0.1,
         is_finite=True,
-        loss=Loss(LOSSES[group], NUM_TARGETS[group], group),
+        loss=Loss((LOSSES[group],), num_targets or NUM_TARGETS[group], group),
     )
     return ComputeProgressed(job=head.job, step=head.step, actor=ActorName("gpu-0"), computed=(head,), grads=())
 
@@ -66,15 +66,14 @@ def test_progress_told_an_evaluation_group_twice_refuses_it(stage: Stage) -> Non
         stage.scheduler._progress.note(loss(Phase.EVALUATE_HEAD, 1, 2))
 
 
-def test_progress_with_groups_in_any_order_tells_the_training_loss_of_the_last_group(tmp_path: Path) -> None:
-    """A group's number covers the step so far, so that of the last group is the step's."""
+def test_progress_with_groups_in_any_order_tells_the_training_loss_of_one_worker(tmp_path: Path) -> None:
     stage = Stage(tmp_path, total_steps=30, training={"num_microbatches": 3}, placement=Placement(group_size=1))
     progress = stage.scheduler._progress
     for step, order in enumerate(itertools.permutations(range(3)), start=1):
         for group in order:
-            progress.note(loss(Phase.HEAD, step, group))
+            progress.note(loss(Phase.HEAD, step, group, num_targets=8))
         kept = progress.end_step(step, StepEnd(grad_norm=1.0, loss_scale=1.0, num_skipped=0))
-        assert kept["metrics"]["train_loss"] == LOSSES[2] / NUM_TARGETS[2]
+        assert kept["metrics"]["train_loss"] == ((LOSSES[0] + LOSSES[1]) + LOSSES[2]) / 8
 
 
 def test_kernel_message_of_gpu_worker_says_device(stage: Stage) -> None:

@@ -181,7 +181,7 @@ def test_a_step_of_several_groups_is_told_once(tmp_path: Path) -> None:
     assert stage.run()["status"] == "succeeded"
     heads = [message.group for message in stage.sent(ComputeBlock) if message.phase is Phase.HEAD]
     assert heads == [0, 1, 2] * 4
-    assert metrics_of(stage.spec, "train_loss") == dict.fromkeys(range(1, 5), stage.loss)
+    assert metrics_of(stage.spec, "train_loss") == dict.fromkeys(range(1, 5), 3 * stage.loss)
     compute_s = metrics_of(stage.spec, "compute_s")
     assert compute_s == pytest.approx(dict.fromkeys(range(1, 5), 3 * (2 * len(stage.context.layout.blocks) - 1) * 0.1))
 

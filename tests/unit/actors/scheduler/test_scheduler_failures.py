@@ -164,7 +164,7 @@ def stalled_stage(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     stage = Stage(directory, deadline_s=0.5)
     stage.silent = {UpdateStep}
     shape = stage.scheduler.pipeline.config
-    stage.statuses = dict.fromkeys((shape.gpu_worker, *shape.optimizers, *shape.ssd_servers), "")
+    stage.statuses = dict.fromkeys((*shape.gpu_workers, *shape.optimizers, *shape.ssd_servers), "")
     return stage
 
 

@@ -310,3 +310,40 @@ def test_plan_and_the_reserve_of_the_allocator_fit_a_gpus_budget() -> None:
     assert budget_nbytes / 2 < reserved_nbytes(planned_nbytes) <= budget_nbytes
     assert report.limit_gib["gpu"] * GIB == budget_nbytes
     assert report.peak_gib["gpu"] * GIB == reserved_nbytes(planned_nbytes) + DRIVER_NBYTES
+
+
+def of_ranks(num_ranks: int, **changes: Any) -> PlanReport:
+    config = config_of_shape(SHAPE.model_copy(update={"num_layers": 4}), num_tokens=512)
+    return answer(question(config=config, num_ranks=num_ranks, **changes))
+
+
+def test_plan_of_several_gpus_names_them_and_computes_in_rounds() -> None:
+    report, alone = of_ranks(4, num_microbatches=8), of_ranks(1, num_microbatches=8)
+    assert report.choices is not None
+    assert report.busy_s is not None
+    assert alone.choices is not None
+    assert alone.busy_s is not None
+    assert (report.choices["gpus"], alone.choices["gpus"]) == (4, 1)
+    assert report.choices["states_on_gpu"] == 0
+    assert report.choices["group_size"] <= 2
+    assert report.busy_s["compute"] < 0.3 * alone.busy_s["compute"]
+    assert not any("GPUs" in reason for reason in report.reasons[:2])
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "expected"),
+    [(5, "3 of 4 GPUs wait in the last of 2 rounds: a step has 5 groups of micro-batches"), (4, None)],
+)
+def test_plan_says_which_gpus_wait_in_the_last_round(num_microbatches: int, expected: str | None) -> None:
+    report = of_ranks(4, num_microbatches=num_microbatches)
+    assert report.choices is not None
+    if report.choices["group_size"] == 1:
+        assert [reason for reason in report.reasons if "rounds" in reason] == ([expected] if expected else [])
+    else:
+        assert "1 of 4 GPUs compute nothing: a step has only 3 groups of micro-batches" in report.reasons
+
+
+def test_what_would_fit_leaves_out_gpus_without_a_micro_batch() -> None:
+    asked = question(machine(gpus=1.62), num_ranks=4, batch_size=8, num_microbatches=8, lanes=4)
+    assert asked.changed(batch_size=2, num_microbatches=2).num_ranks == 2
+    assert asked.changed(sequence_length=64).num_ranks == 4

@@ -351,3 +351,27 @@ def test_one_buffer_for_gradients_and_layers_in_pieces_compete_where_the_device_
     plain = [each for each in found if not each.costs.streams and each.costs.num_grad_buffers == 2]
     assert plain, "there was a plan without them as well"
     assert (len(plain) == len(found)) == (device_mib == 4000)
+
+
+def test_several_ranks_divide_the_compute_and_none_keeps_states() -> None:
+    job, speeds = (
+        make_job(num_microbatches=8),
+        make_speeds(optimizer_params=1e9, ssd_read_bytes=1e11, ssd_write_bytes=1e11),
+    )
+    alone = solve_job(job, speeds, PLENTY)
+    solution = solve_job(replace(job, num_ranks=4), speeds, PLENTY)
+    assert solution.plan.num_ranks == 4
+    assert solution.plan.group_size <= 2
+    assert not solution.placement.device_blocks
+    assert solution.busy_s["compute"] < 0.3 * alone.busy_s["compute"]
+
+
+def test_activation_slots_of_each_rank_count() -> None:
+    """The program moves activations of all ranks, and a placement names those of one."""
+    job, tight = replace(make_job(num_microbatches=4, scale=1 << 16), num_ranks=2), limits(45, 75)
+    solution = solve_job(job, make_speeds(), tight)
+    plan = solution.plan
+    assert solution.placement.host_activation_nbytes or solution.placement.ssd_activation_nbytes
+    assert plan.arena_nbytes <= tight.host_nbytes
+    ranks_nbytes = 2 * plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES
+    assert solution.nbytes[MemoryTier.SSD] == plan.ssd_nbytes + ranks_nbytes

@@ -92,3 +92,25 @@ def test_lanes_take_the_time_of_adding_and_the_room_of_sums_that_groups_cut(
     assert of_sums == options[0].nbytes[TIER_INDEX[host]]
     more = lanes._always_on_device() - plain._always_on_device()
     assert more >= 4 * (EMBEDDING_NUMEL + max(block.numel for block in lanes.job.model.blocks[1:]))
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "group_size", "num_ranks", "num_rounds", "num_successive"),
+    [(8, 2, 1, 4, 8), (8, 2, 4, 1, 2), (8, 1, 4, 2, 2), (6, 1, 4, 2, 2), (3, 1, 2, 2, 2), (5, 3, 1, 2, 5)],
+)
+def test_ranks_compute_groups_in_rounds(
+    num_microbatches: int, group_size: int, num_ranks: int, num_rounds: int, num_successive: int
+) -> None:
+    job = replace(make_job(NUM_LAYERS, num_microbatches=num_microbatches), num_ranks=num_ranks)
+    costs = StepCosts(job=job, speeds=make_speeds(), limits=PLENTY, group_size=group_size)
+    assert (costs.num_rounds, costs.num_successive) == (num_rounds, num_successive)
+    middle = 3
+    assert costs._fetches(middle) == (num_rounds, num_rounds)
+
+
+def test_no_states_rest_on_the_devices_of_several_ranks() -> None:
+    job = replace(make_job(NUM_LAYERS, num_microbatches=4), num_ranks=2)
+    costs = StepCosts(job=job, speeds=make_speeds(), limits=PLENTY, group_size=1)
+    kinds = costs.kinds()
+    assert all(StateTier.DEVICE not in kind.tiers for kind in kinds)
+    assert any(kind.tiers for kind in kinds)

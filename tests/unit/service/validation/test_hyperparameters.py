@@ -19,7 +19,7 @@ from windlass.engine.training_config.training_config import (
 from windlass.service.validation.hyperparameters import (
     JobSettings,
     SupervisedHyperparameters,
-    TooManyLanesError,
+    TooFewMicrobatchesError,
     WindlassSettings,
     num_steps,
     resolve,
@@ -220,7 +220,9 @@ def test_lanes_are_one_unless_asked_for(asked: dict[str, Any], lanes: int, num_m
 
 @pytest.mark.parametrize("asked", [{}, {"num_microbatches": 6}])
 def test_more_lanes_than_the_data_gives_micro_batches_are_refused(asked: dict[str, Any]) -> None:
-    with pytest.raises(TooManyLanesError, match="lanes is 6, and 5 training examples give batches of 5 in 5 micro-"):
+    with pytest.raises(
+        TooFewMicrobatchesError, match="lanes is 6, and 5 training examples give batches of 5 in 5 micro-"
+    ):
         resolve(settings({"lanes": 6, **asked}), num_examples=5)
 
 

@@ -1,0 +1,3 @@
+"""The actor that reads params from the SSDs into the slots from which all GPU workers of a box copy them."""
+
+from windlass.actors.params.server import ParamServer as ParamServer
