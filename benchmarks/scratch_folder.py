@@ -1,6 +1,6 @@
 """Folders for a benchmark's files, which may be gigabytes. What a killed benchmark leaves, the next one removes.
 
-A folder is named by its process's id, ".bench-PID-...", for people to see. The process also holds a lock on it, which
+A folder is named by its process's id, ".bench-PID-...", for the user to see. The process also holds a lock, which
 tells whether it lives. Ids are not compared, because the kernel reuses them, and another container has others.
 """
 
