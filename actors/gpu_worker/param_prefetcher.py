@@ -1,7 +1,7 @@
 """Prefetches params to the device: from the SSDs, or from chunks that stay in host memory.
 
-Params that are resident on the device are used in place. Two threads work: one requests missing chunks from the param
-server, which reads them for all GPU workers, one queues the copies of chunks that are in host memory. A chunk of cached
+Params that are resident on the device are used in place. Two threads work. One requests missing chunks from the param
+server, which reads them for all GPU workers. One queues the copies of chunks that are in host memory. A chunk of cached
 params is read once in an attempt; the optimizer then replaces its params in the same slot.
 
 A block's params are one flat buffer, held from its request until its operation is queued on the device. They stay there
@@ -33,8 +33,8 @@ from windlass.actors.messages import (
     RequestParams,
     SpanKind,
 )
-from windlass.actors.policy import num_ranks_in_round, round_of
 from windlass.actors.timeline import TO_DEVICE, SpanRecorder
+from windlass.actors.worker_policy import num_ranks_in_round, round_of
 from windlass.engine.device import (
     TORCH_DTYPE,
     BlockLoad,

@@ -71,13 +71,13 @@ from windlass.actors.messages import (
     SkipStep,
     SpanKind,
     SumPassed,
+    SumTaken,
     UpdateStep,
     UserMessage,
 )
-from windlass.actors.params import ParamServer
-from windlass.actors.policy import ComputeReports, OperationWindow, ends_rank
-from windlass.actors.ssd import SsdClient
+from windlass.actors.ssd import ParamServer, SsdClient
 from windlass.actors.timeline import SpanRecorder
+from windlass.actors.worker_policy import ComputeReports, OperationWindow, ends_rank
 from windlass.engine.data import MicroBatch, PreparedDataset
 from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, release_team, with_index
 from windlass.engine.memory_estimate import ActivationNeedUnknownError, DeviceNeedUnknownError
@@ -180,7 +180,8 @@ class GpuWorker:
             self._announce(f"{gib:.1f} GiB of host memory registered with CUDA: {seconds / gib:.2f} s a GiB")
 
     def _prepare_model(self) -> None:
-        if kernels := choose_kernels(self.context, self.partition, self.device.device, self._announce):
+        kernels = choose_kernels(self.context, self.partition, self.device.device, self._announce)
+        if kernels:
             chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
             self.send(SCHEDULER, chosen)
         release_device_memory(self.device.device)  # of the check of the kernels, which this thread has computed
@@ -199,6 +200,7 @@ class GpuWorker:
             store=self._activations,
             head_slices=self.hyper.head_slices,
             lanes=self.hyper.lane_division if self.hyper.lanes > 1 else None,
+            kernels=kernels,
         )
         self._threads.resources.callback(self.runner.forget)
 
@@ -262,6 +264,8 @@ class GpuWorker:
                 self._feed.take(message)
             case SumPassed():
                 self._grads.take_sum(message)
+            case SumTaken():
+                self._grads.sum_taken(message)
             case GradSlotsReleased():
                 self._grads.release_slots(message.spans)
             case DescribeStatus():

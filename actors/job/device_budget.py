@@ -13,7 +13,7 @@ def require_planned_device_room(spec: JobSpec, *, on_gpu: bool = False, gpu_nbyt
     of the GPU, where it is known.
 
     Raises:
-        PlanError: there is too little, because the plan was made for another budget or another GPU.
+        PlanError: there is too little, because the plan was made for another budget or GPU, or by an older release.
     """
     planned_nbytes = spec.planned_device_nbytes
     limits = [each for each in (spec.device_memory_nbytes, gpu_nbytes) if each is not None]
@@ -22,7 +22,9 @@ def require_planned_device_room(spec: JobSpec, *, on_gpu: bool = False, gpu_nbyt
     needed_nbytes = reserved_nbytes(planned_nbytes) if on_gpu else planned_nbytes
     if needed_nbytes > (limit_nbytes := min(limits)):
         other = "budget" if limit_nbytes == spec.device_memory_nbytes else "GPU"
-        raise too_little_device_memory(spec, limit_nbytes, needed_nbytes, f"by its plan, made for another {other}")
+        is_reserve = planned_nbytes <= limit_nbytes
+        what = "with the reserve of PyTorch's allocator" if is_reserve else f"made for another {other}"
+        raise too_little_device_memory(spec, limit_nbytes, needed_nbytes, f"by its plan, {what}")
 
 
 def too_little_device_memory(spec: JobSpec, limit_nbytes: int, needed_nbytes: int, what: str) -> PlanError:

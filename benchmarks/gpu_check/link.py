@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.gpu_check.case import Setting, in_short
 from benchmarks.gpu_check.cases import LinkCase
+from benchmarks.gpu_check.head import measure_head
 from benchmarks.gpu_check.kernels import prepared_kernel
 from benchmarks.peers.contenders import SHM_DIR
 from benchmarks.reporting.machine import num_cores
@@ -46,7 +47,7 @@ _DEADLINE_S = 60.0
 
 
 def measure(_case: LinkCase, setting: Setting) -> dict[str, Any]:
-    """Returns the link's rates, the host's latencies, and the machine's profile."""
+    """Returns the link's rates, the host's latencies, the machine's profile, and times of the head."""
     is_gpu, kernels = setting.device == "cuda", setting.root / "kernels"
     gpu_nbytes = torch.cuda.mem_get_info()[0] if is_gpu else directory_free_nbytes(SHM_DIR)
     kernel = Kernel.FUSED if setting.is_tiny else prepared_kernel(kernels, StatePrecision.FP32, sums_grads=False)
@@ -64,6 +65,7 @@ def measure(_case: LinkCase, setting: Setting) -> dict[str, Any]:
             "arena_nbytes": arena_room_nbytes(SHM_DIR),
             "disk_nbytes": directory_free_nbytes(setting.root),
         },
+        "head": measure_head(setting),
     }
 
 

@@ -176,6 +176,7 @@ def _link_tables(results: list[Result]) -> list[str]:
         "The machine's profile, for `windlass plan`:",
         "",
         *(f"    {line}" for line in profile),
+        *(_head_lines(found["head"]) if "head" in found else []),
     ]
 
 
@@ -196,6 +197,23 @@ def _link_table_by_device(found: Mapping[str, Any] | None) -> list[str]:
     return ["", *table(columns, [*rows, ("all", *map(_number, (*sums, *together)))])]
 
 
+def _kernels(names: Sequence[str]) -> str:
+    return ", ".join(names) or "torch's"
+
+
+def _head_lines(found: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for run in found["runs"]:
+        if run["reason"]:
+            rows.append((_kernels(run["kernels"]), "", "", run["reason"]))
+            continue
+        peak = "" if run["peak_nbytes"] is None else f"{run['peak_nbytes'] / GIB:.2f}"
+        times = spread(run["head_s"], scale=1e-3)
+        rows.append((_kernels(run["kernels"]), times, peak, f"{run['grad_difference']:.1e}"))
+    shape = f"{found['num_tokens']} tokens, vocabulary {found['vocab']}, hidden size {found['hidden']}, bf16"
+    return ["", f"The head alone, {shape}:", "", *table(("kernels", "ms", "GiB", "gradient differs by"), rows)]
+
+
 def _parity_tables(results: list[Result]) -> list[str]:
     settings = ("activations", "place", "num_microbatches", "is_tied", "num_ahead")
     floors, rows = [], []
@@ -210,7 +228,7 @@ def _parity_tables(results: list[Result]) -> list[str]:
             cells["activations"] += ", to SSD" if run["swaps_to_ssd"] else ""
             cells["place"] += ", in pieces" if run["is_streamed"] else ""
             cells["activations"] += ", head in slices" if run.get("is_sliced") else ""
-            kernels = ", ".join(run.get("model_kernels", ())) or "torch's"
+            kernels = _kernels(run.get("model_kernels", ()))
             waits = "" if difference is None else str(run["host_waits"])
             updates = str(run["kernel"] or "compiled")
             rows.append((precision, *cells.values(), updates, kernels, waits, *found, _verdict(run)))

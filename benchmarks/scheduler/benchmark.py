@@ -27,8 +27,8 @@ from benchmarks.reporting.report import Report, parse_options, spread
 from benchmarks.scheduler.cases import Bench, Bottleneck, Case, Reference, Result
 from benchmarks.scratch_folder import scratch_folder
 from benchmarks.step import describe
-from windlass.actors.policy import QueueOrder
 from windlass.actors.timeline import COMPUTE
+from windlass.actors.worker_policy import QueueOrder
 
 # Overlap efficiency that is expected if no dependency prevents it.
 _EFFICIENCY = 0.92

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from windlass.actors.messages import ComputeBlock, GradChunk, GradOffloaded, Phase, SpanKind
-from windlass.actors.policy import GradSums, OffloadQueue, ReturningSums, SumSource, Use
+from windlass.actors.worker_policy import GradSums, OffloadQueue, ReturningSums, SumSource, Use
 from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE, MemoryTier, grad_buffers, lane_buffers
 from windlass.planner.simulation import GRADIENTS, Process, Queue, Signal, SimulatedMachine, Slots
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, Step

@@ -16,7 +16,7 @@ from windlass.actors.messages import (
     UpdateBlock,
     UpdateStep,
 )
-from windlass.actors.policy import ComputeReports, OperationWindow, UpdateActions, UpdateQueue
+from windlass.actors.worker_policy import ComputeReports, OperationWindow, UpdateActions, UpdateQueue
 from windlass.planner.simulation import Process, Queue, SimulatedMachine
 from windlass.planner.simulation.workers.grads import Grads
 from windlass.planner.simulation.workers.operations import Operations

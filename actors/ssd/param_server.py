@@ -19,8 +19,8 @@ from windlass.actors.messages import (
     RequestParams,
     StatusDescribed,
 )
-from windlass.actors.policy import ParamActions, ParamTurns
-from windlass.actors.ssd import SsdClient, chunk_io
+from windlass.actors.ssd.client import SsdClient, chunk_io
+from windlass.actors.worker_policy import ParamActions, ParamTurns
 from windlass.storage.ids import ActorName, ChunkKey, Step
 
 

@@ -1,3 +1,0 @@
-"""The actor that reads params from the SSDs into the slots from which all GPU workers of a box copy them."""
-
-from windlass.actors.params.server import ParamServer as ParamServer
