@@ -32,7 +32,12 @@ from windlass.actors.gpu_worker.compute import Computation
 from windlass.actors.gpu_worker.device_optimizer import DeviceStates
 from windlass.actors.gpu_worker.grad_offload import GradOffload
 from windlass.actors.gpu_worker.kernel_selection import choose_kernels
-from windlass.actors.gpu_worker.memory_usage import DeviceMemory, limit_device_memory, release_device_memory
+from windlass.actors.gpu_worker.memory_usage import (
+    DeviceMemory,
+    gpu_memory_nbytes,
+    limit_device_memory,
+    release_device_memory,
+)
 from windlass.actors.gpu_worker.operation import LaunchedOperation
 from windlass.actors.gpu_worker.param_prefetcher import Fetch, ParamFeed
 from windlass.actors.job import (
@@ -269,13 +274,14 @@ class GpuWorker:
                 raise ValueError(f"{self.name} has no handler for {type(message).__name__}")
 
     def _require_room(self) -> None:
-        """Checks the device memory budget, before the job allocates device memory.
+        """Checks the device memory budget and the GPU's memory, before the job allocates device memory.
 
         Raises:
-            PlanError: the budget is too small.
+            PlanError: the budget, or the GPU, is too small.
         """
         try:
-            require_device_room(self.context, self.partition, device=self.device.device.type)
+            device = self.device.device
+            require_device_room(self.context, self.partition, device=device.type, gpu_nbytes=gpu_memory_nbytes(device))
         except DeviceNeedUnknownError as error:
             self._announce(f"the budget of device memory could not be checked: {error}")
 
