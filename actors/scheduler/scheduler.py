@@ -274,7 +274,7 @@ class Scheduler:
                 here, there = (" and ".join(names) or "torch's own" for names in (chosen.kernels, kernels))
                 raise JobFailedError(
                     f"{chosen.actor} computes with other kernels ({here}) than {actor} ({there}): a job's GPUs must be of "
-                    "one model; submit it with fewer GPUs (windlass.gpus), or with windlass.model_kernels torch"
+                    "one model; submit it with fewer (windlass.gpus), or with windlass.model_kernels torch"
                 )
         self._model_kernels[chosen.actor] = chosen.kernels
 
