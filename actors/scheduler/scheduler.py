@@ -273,8 +273,8 @@ class Scheduler:
             if kernels != chosen.kernels:
                 here, there = (" and ".join(names) or "torch's own" for names in (chosen.kernels, kernels))
                 raise JobFailedError(
-                    f"{chosen.actor} computes with other kernels ({here}) than {actor} ({there}): a job's GPUs must be of "
-                    "one model; submit it with fewer (windlass.gpus), or with windlass.model_kernels torch"
+                    f"{chosen.actor} computes with other kernels ({here}) than {actor} ({there}): the GPUs of a job "
+                    "must be of one model; submit it with fewer (windlass.gpus), or with windlass.model_kernels torch"
                 )
         self._model_kernels[chosen.actor] = chosen.kernels
 
