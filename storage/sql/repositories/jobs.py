@@ -254,8 +254,8 @@ class JobRepository:
 
         `gpus`: the job's number of GPUs from now on; None: as before.
 
-        Raises IllegalTransition if the job is finished, and StatusConflict if it is neither paused nor pausing, or its
-        cancellation was requested, or if its GPUs are to change and it is still pausing.
+        Raises IllegalTransition if the job is finished. Raises StatusConflict if it is neither paused nor pausing, or
+        its cancellation was requested. A job that is still pausing cannot change its GPUs.
         """
         job = self.get(job_id)
         changes = gpus is not None and gpus != job.windlass.get("gpus", 1)
