@@ -199,8 +199,8 @@ def main() -> None:
     add_table(report, equal, unequal)
     report.add(
         "Steps are median (smallest to largest); ratios are of means. The compute of every GPU is throttled to a",
-        "declared rate, so these are no times of real GPUs. In the last row both GPUs have as many micro-batches, and the",
-        "step waits for the slower one.",
+        "declared rate, so these are no times of real GPUs. In the last row both GPUs have as many micro-batches, and",
+        "the step waits for the slower one.",
     )
     report.finish(ratios_of(equal, unequal))
 

@@ -55,7 +55,8 @@ class Throttle:
     @classmethod
     def read(cls, job_dir: Path) -> "Throttle":
         """Reads the rates that were written for a job."""
-        return cls(**json.loads((job_dir / THROTTLE_FILE).read_text()))
+        rates = json.loads((job_dir / THROTTLE_FILE).read_text())
+        return cls(**{**rates, "gpu_shares": tuple(rates["gpu_shares"])})
 
     def slow_actor(self, name: str) -> None:
         """Throttles the actor of this name, which this process will create, permanently."""
