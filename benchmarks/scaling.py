@@ -56,7 +56,7 @@ def workload_of(*, quick: bool) -> Workload:
         batch_size=_NUM_MICROBATCHES,
         sequence_length=32,
         num_warmup_steps=1,
-        num_timed_steps=2 if quick else 3,
+        num_timed_steps=2,
         num_threads=1,
         seed=1,
     )
@@ -64,7 +64,7 @@ def workload_of(*, quick: bool) -> Workload:
 
 def compute_s_of(*, quick: bool) -> float:
     """Returns the throttled compute seconds of a step on one GPU."""
-    return 4.0 if quick else 24.0
+    return 4.0 if quick else 36.0
 
 
 def ranked(spec: JobSpec, num_ranks: int) -> JobSpec:

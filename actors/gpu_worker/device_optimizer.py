@@ -30,9 +30,9 @@ from windlass.actors.messages import (
     UserMessage,
 )
 from windlass.actors.optimizer import ChunkUpdater
-from windlass.actors.policy import UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import COMPUTE, FROM_DEVICE, WHOLE_BLOCK, SpanRecorder
+from windlass.actors.worker_policy import UpdateActions, UpdateQueue
 from windlass.engine.device import TORCH_DTYPE, Device, Event, TensorArena, copy, release_team, state_dtype
 from windlass.engine.memory_plan import rounded_numel
 from windlass.storage.cancellation import Signal, TaskQueue

@@ -12,22 +12,20 @@ added to or copied out. No thread waits for a copy; the thread that copies sums 
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from windlass.actors.job import JobContext, gpu_worker_name
 from windlass.actors.lifecycle import working_at, works_at
-from windlass.actors.messages import ComputeBlock, Message, SpanKind, SumParts, SumPassed
-from windlass.actors.policy import ReturningSums, Use, rank_of
+from windlass.actors.messages import ComputeBlock, Message, SpanKind, SumParts, SumPassed, SumTaken
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, SpanRecorder
+from windlass.actors.worker_policy import ReturningSums, Use, rank_of
 from windlass.engine.device import Device, DeviceBuffers, Event, TensorArena, copy_all
 from windlass.engine.memory_plan import batches_to_copy
 from windlass.engine.model import GradBuffer, ModelLayout
-from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span
-
-# The slots of sums, by the block whose operation computes the sum, and the chunk.
-_Slots = dict[tuple[BlockIndex, ChunkKey], Span]
+from windlass.storage.ids import ActorName, ChunkKey, Span
+from windlass.storage.memory import SlotPool
 
 
 def host_and_device(
@@ -38,8 +36,8 @@ def host_and_device(
     return arena.view(slot.offset, stop - start, flat.dtype), flat[start:stop]
 
 
-def _parts_of(grad: GradBuffer) -> SumParts:
-    return SumParts(str(grad.flat.dtype).removeprefix("torch."), tuple(grad.touched))
+def _parts_of(grad: GradBuffer, slots: Sequence[Span]) -> SumParts:
+    return SumParts(str(grad.flat.dtype).removeprefix("torch."), tuple(grad.touched), tuple(slots))
 
 
 class PartialGrads:
@@ -68,6 +66,14 @@ class PartialGrads:
         self._arena = arena
         self._spans = spans
         self._slots, self._lane_slots = context.partial_slots(), context.open_lane_slots()
+        self._passing: tuple[SlotPool, SlotPool] | None = None
+        if context.plan.passes_sums_at_once and rank < context.plan.num_groups - 1:
+            names, pools = ("slots of sums", "slots of unfinished lanes"), context.passing_pools(rank)
+            sums, lanes = (
+                SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name=name, token=device.token)
+                for name, pool in zip(names, pools, strict=True)
+            )
+            self._passing = sums, lanes
         self._changed = threading.Condition()
         self._sums = ReturningSums(context.plan.device_blocks)
         self._left: dict[Use, SumPassed] = {}  # sums in slots, for a group of this GPU worker
@@ -98,11 +104,15 @@ class PartialGrads:
         return grad
 
     def copy_out(self, operation: ComputeBlock, use: Use, grad: GradBuffer) -> None:
-        """Queues the copy of a sum to its slots, on the device-to-host stream."""
-        self._copy(operation, use, grad.flat, self._slots, is_out=True)
+        """Queues the copy of a sum to slots, on the device-to-host stream. May wait for slots."""
+        total, lane = _parts_of(grad, self._slots_for(use, is_lane=False)), None
+        self._copy(operation, use, grad.flat, total.slots, is_out=True)
         if grad.lane is not None:
-            self._copy(operation, use, grad.lane.flat, self._lane_slots, is_out=True)
-        self._device.d2h.then(working_at(operation, functools.partial(self._copied_out, operation, use, grad)))
+            lane = _parts_of(grad.lane, self._slots_for(use, is_lane=True))
+            self._copy(operation, use, grad.lane.flat, lane.slots, is_out=True)
+        message = SumPassed(job=operation.job, step=operation.step, user=use[0], block=use[1], total=total, lane=lane)
+        following = rank_of(operation.group + 1, self._context.spec.num_ranks)
+        self._device.d2h.then(working_at(operation, functools.partial(self._pass_on, following, message)))
 
     def take_sum(self, message: SumPassed) -> None:
         """Takes note of a sum in slots, which a group of this GPU worker continues."""
@@ -111,6 +121,12 @@ class PartialGrads:
             self._left[use] = message
             self._sums.left(use)
             self._changed.notify_all()
+
+    def release_slots(self, message: SumTaken) -> None:
+        """Releases the slots of a sum that another GPU worker has taken."""
+        assert self._passing is not None, "only sums that pass at once are taken by others"
+        for pool, slots in zip(self._passing, (message.slots, message.lane_slots), strict=True):
+            pool.release(slots)
 
     def run(self) -> None:
         """Copies sums back, in the thread of this object."""
@@ -130,12 +146,15 @@ class PartialGrads:
             self._device.token.wait_for_work(self._changed, lambda: self._sums.is_due)
             return None if self._device.token.is_cancelled else self._sums.begin()
 
-    def _copied_out(self, operation: ComputeBlock, use: Use, grad: GradBuffer) -> None:
-        lane = None if grad.lane is None else _parts_of(grad.lane)
-        message = SumPassed(
-            job=operation.job, step=operation.step, user=use[0], block=use[1], total=_parts_of(grad), lane=lane
-        )
-        following = rank_of(operation.group + 1, self._context.spec.num_ranks)
+    def _slots_for(self, use: Use, *, is_lane: bool) -> list[Span]:
+        """Returns the slots of a sum's chunks; those of a sum that passes at once are acquired."""
+        keys = self._context.layout.chunk_keys(use[1])
+        if self._passing is not None:
+            return self._passing[is_lane].acquire(len(keys))
+        slots = self._lane_slots if is_lane else self._slots
+        return [slots[use[0], key] for key in keys]
+
+    def _pass_on(self, following: int, message: SumPassed) -> None:
         if following == self._rank:
             self.take_sum(message)
         else:
@@ -144,24 +163,30 @@ class PartialGrads:
     def _bring_back(self, operation: ComputeBlock, use: Use) -> tuple[GradBuffer, Event]:
         with self._changed:
             left = self._left.pop(use)
-        total, copied = self._bring_flat_back(operation, use, left.total, self._slots)
+        total, copied = self._bring_flat_back(operation, use, left.total)
         if left.lane is not None:
-            total.lane, copied = self._bring_flat_back(operation, use, left.lane, self._lane_slots)
+            total.lane, copied = self._bring_flat_back(operation, use, left.lane)
+        if self._context.plan.passes_sums_at_once:
+            sender = gpu_worker_name(rank_of(operation.group - 1, self._context.spec.num_ranks))
+            lane_slots = () if left.lane is None else left.lane.slots
+            taken = SumTaken(job=left.job, step=left.step, slots=left.total.slots, lane_slots=lane_slots)
+            self._device.h2d.then(working_at(operation, functools.partial(self._send, sender, taken)))
         return total, copied
 
-    def _bring_flat_back(
-        self, operation: ComputeBlock, use: Use, left: SumParts, slots: _Slots
-    ) -> tuple[GradBuffer, Event]:
+    def _bring_flat_back(self, operation: ComputeBlock, use: Use, left: SumParts) -> tuple[GradBuffer, Event]:
         numel = self._context.layout.blocks[use[1]].numel
         flat = self._flats.take(numel, getattr(torch, left.dtype), self._device.h2d)
-        return GradBuffer(flat, left.touched), self._copy(operation, use, flat, slots, is_out=False)
+        return GradBuffer(flat, left.touched), self._copy(operation, use, flat, left.slots, is_out=False)
 
-    def _copy(self, operation: ComputeBlock, use: Use, flat: torch.Tensor, slots: _Slots, *, is_out: bool) -> Event:
+    def _copy(
+        self, operation: ComputeBlock, use: Use, flat: torch.Tensor, slots: Sequence[Span], *, is_out: bool
+    ) -> Event:
         """Queues the copies of a sum's chunks; returns the event after them."""
         stream, keys = self._device.d2h if is_out else self._device.h2d, self._context.layout.chunk_keys(use[1])
+        slot_of = dict(zip(keys, slots, strict=True))
         nbytes = {key: self._context.chunk_numel(key) * flat.itemsize for key in keys}
         for batch in batches_to_copy(keys, nbytes.__getitem__):
-            pairs = [host_and_device(self._context.layout, self._arena, slots[use[0], key], flat, key) for key in batch]
+            pairs = [host_and_device(self._context.layout, self._arena, slot_of[key], flat, key) for key in batch]
             if not is_out:
                 pairs = [(here, there) for there, here in pairs]
             begun = stream.record()

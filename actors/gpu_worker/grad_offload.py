@@ -22,10 +22,11 @@ from windlass.actors.messages import (
     Message,
     SpanKind,
     SumPassed,
+    SumTaken,
 )
-from windlass.actors.policy import Countdown, GradSums, OffloadQueue, SumSource, Use
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import FROM_DEVICE, SpanRecorder
+from windlass.actors.worker_policy import Countdown, GradSums, OffloadQueue, SumSource, Use
 from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, TensorArena, copy_all
 from windlass.engine.memory_plan import batches_to_copy, grad_buffers_of_job
 from windlass.engine.model import GradBuffer, GradSink, LaneSums
@@ -122,6 +123,10 @@ class GradOffload:
     def take_sum(self, message: SumPassed) -> None:
         """Takes note that another GPU worker has left a sum in host memory, for a group of this one."""
         self._partials.take_sum(message)
+
+    def sum_taken(self, message: SumTaken) -> None:
+        """Releases the slots of a sum that another GPU worker has taken."""
+        self._partials.release_slots(message)
 
     def buffer(self, operation: ComputeBlock, block: BlockIndex, dtype: torch.dtype) -> GradSink:
         """Acquires the buffer to which an operation adds a block's gradient.

@@ -1,7 +1,7 @@
 """Prefetches params to the device: from the SSDs, or from chunks that stay in host memory.
 
-Params that are resident on the device are used in place. Two threads work: one requests missing chunks from the param
-server, which reads them for all GPU workers, one queues the copies of chunks that are in host memory. A chunk of cached
+Params that are resident on the device are used in place. Two threads work. One requests missing chunks from the param
+server, which reads them for all GPU workers. One queues the copies of chunks that are in host memory. A chunk of cached
 params is read once in an attempt; the optimizer then replaces its params in the same slot.
 
 A block's params are one flat buffer, held from its request until its operation is queued on the device. They stay there
@@ -30,7 +30,7 @@ from windlass.actors.messages import (
     ParamUse,
     SpanKind,
 )
-from windlass.actors.params import ParamRequests
+from windlass.actors.ssd import ParamRequests
 from windlass.actors.timeline import TO_DEVICE, SpanRecorder
 from windlass.engine.device import (
     TORCH_DTYPE,

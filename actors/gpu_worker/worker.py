@@ -66,13 +66,13 @@ from windlass.actors.messages import (
     SkipStep,
     SpanKind,
     SumPassed,
+    SumTaken,
     UpdateStep,
     UserMessage,
 )
-from windlass.actors.params import ParamServer
-from windlass.actors.policy import ComputeReports, OperationWindow, ends_rank
-from windlass.actors.ssd import SsdClient
+from windlass.actors.ssd import ParamServer, SsdClient
 from windlass.actors.timeline import SpanRecorder
+from windlass.actors.worker_policy import ComputeReports, OperationWindow, ends_rank
 from windlass.engine.data import MicroBatch, PreparedDataset
 from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, release_team, with_index
 from windlass.engine.memory_estimate import ActivationNeedUnknownError, DeviceNeedUnknownError
@@ -257,6 +257,8 @@ class GpuWorker:
                 self._feed.take(message)
             case SumPassed():
                 self._grads.take_sum(message)
+            case SumTaken():
+                self._grads.sum_taken(message)
             case GradSlotsReleased():
                 self._grads.release_slots(message.spans)
             case DescribeStatus():

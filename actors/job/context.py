@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from windlass.actors.job.spec import JobCore, JobSpec
-from windlass.actors.policy import rank_of
+from windlass.actors.worker_policy import rank_of
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, ModelSize, Plan, PlanError, Pool, cut_layers, make_plan
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import (
@@ -189,7 +189,7 @@ class CoreContext:
         return replace(pool, offset=pool.offset + rank * pool.nbytes)
 
     def partial_slots(self) -> dict[tuple[BlockIndex, ChunkKey], Span]:
-        """Returns the arena spans for gradient sums between two groups of micro-batches.
+        """Returns the arena spans for gradient sums between two groups of micro-batches; empty if they pass at once.
 
         The key is the block whose operation computes the sum, with the chunk.
         """
@@ -199,8 +199,17 @@ class CoreContext:
         """Returns the arena spans for sums of lanes that a group of micro-batches leaves unfinished."""
         return self._slots_of_sums(self.plan.open_lanes)
 
+    def passing_pools(self, rank: int) -> tuple[Pool, Pool]:
+        """Returns a GPU worker's slots for sums, and for unfinished lanes, that the next one takes at once."""
+        num_passing = self.plan.num_groups - 1
+        pools = []
+        for pool in (self.plan.partial_grads, self.plan.open_lanes):
+            own = pool.num_slots // num_passing
+            pools.append(replace(pool, offset=pool.offset + rank * own * pool.slot_nbytes, num_slots=own))
+        return pools[0], pools[1]
+
     def _slots_of_sums(self, pool: Pool) -> dict[tuple[BlockIndex, ChunkKey], Span]:
-        if not pool.num_slots:
+        if not pool.num_slots or self.plan.passes_sums_at_once:
             return {}
         uses = (
             (BlockIndex(user), key)

@@ -12,14 +12,16 @@ def require_planned_device_room(spec: JobSpec, *, on_gpu: bool = False) -> None:
     `on_gpu`: it must also cover what PyTorch's allocator reserves beside the job's tensors.
 
     Raises:
-        PlanError: the budget is too small, because the plan was made for another budget.
+        PlanError: the budget is too small, because the plan was made for another budget, or by an older release.
     """
     limit_nbytes, planned_nbytes = spec.device_memory_nbytes, spec.planned_device_nbytes
     if limit_nbytes is None or planned_nbytes is None:
         return
     needed_nbytes = reserved_nbytes(planned_nbytes) if on_gpu else planned_nbytes
     if needed_nbytes > limit_nbytes:
-        raise too_little_device_memory(spec, limit_nbytes, needed_nbytes, "by its plan, made for another budget")
+        is_reserve = planned_nbytes <= limit_nbytes
+        what = "with the reserve of PyTorch's allocator" if is_reserve else "made for another budget"
+        raise too_little_device_memory(spec, limit_nbytes, needed_nbytes, f"by its plan, {what}")
 
 
 def too_little_device_memory(spec: JobSpec, limit_nbytes: int, needed_nbytes: int, what: str) -> PlanError:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from windlass.actors.job.pace import Pace
-from windlass.actors.policy import Ordering
+from windlass.actors.worker_policy import Ordering
 from windlass.engine.memory_plan import Placement
 from windlass.engine.training_config import FinalModel, TrainingConfig
 from windlass.storage.ids import Attempt, JobId

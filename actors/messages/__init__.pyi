@@ -49,6 +49,7 @@ from windlass.actors.messages.params import ParamUse as ParamUse
 from windlass.actors.messages.params import RequestParams as RequestParams
 from windlass.actors.messages.params import SumParts as SumParts
 from windlass.actors.messages.params import SumPassed as SumPassed
+from windlass.actors.messages.params import SumTaken as SumTaken
 from windlass.actors.messages.ssd import ActivationIoDone as ActivationIoDone
 from windlass.actors.messages.ssd import ChunkIo as ChunkIo
 from windlass.actors.messages.ssd import ChunkIoDone as ChunkIoDone

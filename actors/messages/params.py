@@ -58,10 +58,11 @@ class ParamsCopied(Message):
 
 
 class SumParts(NamedTuple):
-    """What a sum of gradients in host memory has beside its numbers."""
+    """A sum of gradients in host memory."""
 
     dtype: str  # the name of the numbers' type in torch
     touched: tuple[str, ...]  # names of the tensors in the sum; the rest is undefined
+    slots: tuple[Span, ...]  # one for each chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,4 +72,12 @@ class SumPassed(Message):
     user: BlockIndex  # the block whose operation has computed the sum
     block: BlockIndex  # the block whose gradient it is
     total: SumParts
-    lane: SumParts | None  # of an unfinished lane beside the total
+    lane: SumParts | None  # an unfinished lane beside the total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumTaken(Message):
+    """Tells a GPU worker that the next one has copied its sum, and does not need the slots any more."""
+
+    slots: tuple[Span, ...]
+    lane_slots: tuple[Span, ...]

@@ -15,7 +15,8 @@ from windlass.actors.offload.layers import OffloadedBlock
 from windlass.actors.offload.param_prefetcher import ParamFeed
 from windlass.actors.offload.store import OffloadStore
 from windlass.actors.optimizer import ChunkPipeline
-from windlass.actors.policy import QueueOrder, fold
+from windlass.actors.policy import fold
+from windlass.actors.worker_policy import QueueOrder
 from windlass.engine.device import Device, Event, state_dtype
 from windlass.engine.memory_plan import Plan
 from windlass.engine.optimizer import AdamSettings, ChunkStates, KernelSet, element_position, squared_norm

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from windlass.actors.policy import ChunkQueue, QueuedChunk, QueueOrder
+from windlass.actors.worker_policy import ChunkQueue, QueuedChunk, QueueOrder
 from windlass.storage.cancellation import CancelToken, TaskQueue
 from windlass.storage.ids import BlockIndex, Span, Step
 from windlass.storage.memory import SlotPool

@@ -42,9 +42,9 @@ from windlass.actors.messages import (
 from windlass.actors.optimizer.chunk_pipeline import ChunkPipeline
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.actors.optimizer.model_io import ModelIo, ModelWorker
-from windlass.actors.policy import Countdown, GradReleases, UpdateActions, UpdateQueue
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import SpanRecorder
+from windlass.actors.worker_policy import Countdown, GradReleases, UpdateActions, UpdateQueue
 from windlass.engine.device import TORCH_DTYPE, TensorArena, release_team, state_dtype
 from windlass.storage.cancellation import CancelToken, Permits
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step

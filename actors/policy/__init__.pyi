@@ -1,29 +1,11 @@
 """The scheduler's decisions: events in, instructions out. No clock, no I/O, no Ray."""
 
-from windlass.actors.policy.block_queue import BlockQueue as BlockQueue
-from windlass.actors.policy.block_queue import Ordering as Ordering
-from windlass.actors.policy.block_queue import QueueOrder as QueueOrder
-from windlass.actors.policy.chunk_queue import ChunkQueue as ChunkQueue
-from windlass.actors.policy.chunk_queue import Countdown as Countdown
-from windlass.actors.policy.chunk_queue import QueuedChunk as QueuedChunk
 from windlass.actors.policy.clipping import clip_scale as clip_scale
 from windlass.actors.policy.config import SchedulerConfig as SchedulerConfig
 from windlass.actors.policy.folding import fold as fold
-from windlass.actors.policy.grad_sums import GradSums as GradSums
-from windlass.actors.policy.grad_sums import ReturningSums as ReturningSums
-from windlass.actors.policy.grad_sums import SumSource as SumSource
-from windlass.actors.policy.grad_sums import Use as Use
-from windlass.actors.policy.grad_sums import leaving_sums as leaving_sums
-from windlass.actors.policy.param_turns import ParamActions as ParamActions
-from windlass.actors.policy.param_turns import ParamRead as ParamRead
-from windlass.actors.policy.param_turns import ParamTurns as ParamTurns
 from windlass.actors.policy.pending_replies import DeadlineMissedError as DeadlineMissedError
 from windlass.actors.policy.pending_replies import Instruction as Instruction
 from windlass.actors.policy.pending_replies import UnexpectedEventError as UnexpectedEventError
-from windlass.actors.policy.ranks import ends_rank as ends_rank
-from windlass.actors.policy.ranks import num_ranks_in_round as num_ranks_in_round
-from windlass.actors.policy.ranks import rank_of as rank_of
-from windlass.actors.policy.ranks import round_of as round_of
 from windlass.actors.policy.scheduler_core import Action as Action
 from windlass.actors.policy.scheduler_core import EndStep as EndStep
 from windlass.actors.policy.scheduler_core import NotFiniteError as NotFiniteError
@@ -31,9 +13,3 @@ from windlass.actors.policy.scheduler_core import Pipeline as Pipeline
 from windlass.actors.policy.scheduler_core import StepEnd as StepEnd
 from windlass.actors.policy.trainer_state import StepResult as StepResult
 from windlass.actors.policy.trainer_state import TrainerState as TrainerState
-from windlass.actors.policy.worker_queues import ComputeReports as ComputeReports
-from windlass.actors.policy.worker_queues import GradReleases as GradReleases
-from windlass.actors.policy.worker_queues import OffloadQueue as OffloadQueue
-from windlass.actors.policy.worker_queues import OperationWindow as OperationWindow
-from windlass.actors.policy.worker_queues import UpdateActions as UpdateActions
-from windlass.actors.policy.worker_queues import UpdateQueue as UpdateQueue

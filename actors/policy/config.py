@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from windlass.actors.messages import Phase
-from windlass.actors.policy.block_queue import Ordering
-from windlass.actors.policy.ranks import rank_of
+from windlass.actors.worker_policy import Ordering, rank_of
 from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, JobId, Step
 
 

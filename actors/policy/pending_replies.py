@@ -118,8 +118,8 @@ class PendingReplies:
     def check(self, now_s: float) -> None:
         """Raises DeadlineMissedError if actors with pending replies have been silent for too long.
 
-        If all of them wait for another one, which only a defect can cause, none is excused. The error names all of them, because one may hang while others are only slow. For each it names the oldest
-        reply.
+        If all of them wait for another one, which only a defect can cause, none is excused. The error names all late
+        ones, because one may hang while others are only slow. For each it names the oldest reply.
         """
         late: dict[ActorName, Wait] = {}
         waits = list(self.outstanding.values())

@@ -6,7 +6,7 @@ from itertools import islice
 from windlass.actors.messages import BlockComputed
 from windlass.actors.policy.config import Operation, SchedulerConfig, program
 from windlass.actors.policy.pending_replies import UnexpectedEventError
-from windlass.actors.policy.worker_queues import REPORT_EVERY
+from windlass.actors.worker_policy import REPORT_EVERY
 from windlass.storage.ids import BlockIndex, Step
 
 

@@ -1,16 +1,16 @@
 """The scheduler's core: events in, instructions out. No clock, no I/O, no Ray.
 
-It grants operations to the ranks, the job's GPU workers, and it lets the actors update a step. Within that the workers decide. Their queues for gradient
-offloads and updates (`worker_queues.py`) are ordered by (step, block), smallest first. So the next forward pass begins
-while later blocks are still being updated.
+It grants operations to the ranks, which are the job's GPU workers, and it lets the actors update a step. Within that
+the workers decide. Their queues for gradient offloads and updates (`worker_queues.py`) are ordered by (step, block),
+smallest first. So the next forward pass begins while later blocks are still being updated.
 Source: AutoHete, section 3.3.
 
 The forward pass of block i in step t+1 waits only for the update of block i in step t. With clipping or loss scaling,
 updates wait for all gradients and then run in forward order.
-
-Each rank has its own part of the program (`rank_queue.py`), and may be ahead of the others. All ranks wait at an export,
-and at an evaluation whose result can change what comes next.
 For comparisons, queues can be in order of arrival, and steps can run without overlap (`block_queue.py`).
+
+Each rank has its own operations (`rank_queue.py`), and may be ahead of the others. All ranks wait at an export, and for
+an evaluation whose result can request a checkpoint or end the job.
 """
 
 import math
@@ -53,7 +53,7 @@ from windlass.actors.policy.pending_replies import (
 )
 from windlass.actors.policy.rank_queue import PassedSums, RankQueue
 from windlass.actors.policy.trainer_state import StepResult, TrainerState
-from windlass.actors.policy.worker_queues import GRANTED_AHEAD, REPORT_EVERY
+from windlass.actors.worker_policy import GRANTED_AHEAD, REPORT_EVERY
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 
@@ -109,6 +109,7 @@ class Pipeline:
         first_step = max(self.committed, 0) + 1
         self._ranks = {actor: RankQueue(config, rank, first_step) for rank, actor in enumerate(config.gpu_workers)}
         self._passed_sums = PassedSums()
+        self._early_grads: list[GradReady] = []  # gradients of the head, before all losses of their step are reported
         self._steps: dict[int, _StepUpdates] = {}
         self._updating: list[BlockInStep] = []  # blocks whose updates will be added to the pending replies
         # The actors that still have to read their resident states. They are asked to before the first operation.
@@ -232,18 +233,29 @@ class Pipeline:
     def _on_compute_progressed(self, event: ComputeProgressed) -> list[Action]:
         for computed in event.computed:
             self._on_block_computed(computed, event.actor)
-        return [action for grad in event.grads for action in self._on_grad_ready(grad, event.actor)]
+        early, self._early_grads = self._early_grads, []
+        actions = [action for grad in early for action in self._on_gradient(grad)]
+        for grad in event.grads:
+            self.waits.resolve(GradReady, grad.step, event.actor, grad.block)
+            actions += self._on_gradient(grad)
+        return actions
 
     def _on_block_computed(self, computed: BlockComputed, actor: ActorName) -> None:
         self.waits.resolve(BlockComputed, computed.op, actor, computed.block)
         self._passed_sums.computed(self._ranks[actor].computed(computed))
 
-    def _on_grad_ready(self, grad: GradReady, actor: ActorName) -> list[Action]:
-        self.waits.resolve(GradReady, grad.step, actor, grad.block)
-        updates = self._steps[grad.step]
-        updates.sq_sums[grad.block] = grad.sq_sums
+    def _on_gradient(self, grad: GradReady) -> list[Action]:
+        """Processes a gradient. That of the head waits for all losses of its step, because the step's end needs them.
+
+        The reports of other ranks may be slower.
+        """
         if not self.config.keeps_grads:
             self._require_finite(grad)
+        if self._misses_losses(grad):
+            self._early_grads.append(grad)
+            return []
+        updates = self._steps[grad.step]
+        updates.sq_sums[grad.block] = grad.sq_sums
         block = updates.blocks[grad.block]
         block.become(BlockState.KEPT)
         actions: list[Action] = []
@@ -252,6 +264,14 @@ class Pipeline:
         if updates.update_sent:
             actions += self._await_update(block)
         return actions
+
+    def _misses_losses(self, grad: GradReady) -> bool:
+        """Returns whether a gradient is that of the head, and other ranks have not reported all losses of the step."""
+        others = (rank for rank in self._ranks.values() if rank.actor != self.config.grads_worker)
+        running = (operation for rank in others for operation in rank.running.values())
+        return grad.block == self.config.num_blocks - 1 and any(
+            operation.phase is Phase.HEAD and operation.step == grad.step for operation in running
+        )
 
     def _require_finite(self, grad: GradReady) -> None:
         if not grad.is_finite:

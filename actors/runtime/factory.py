@@ -14,7 +14,7 @@ from windlass.storage.store import CommitRecord, JobSpace
 _MODULES = {
     ActorKind.SSD_SERVER: ("windlass.actors.ssd.server",),
     ActorKind.OPTIMIZER: ("windlass.actors.optimizer.worker",),
-    ActorKind.PARAM_SERVER: ("windlass.actors.params",),
+    ActorKind.PARAM_SERVER: ("windlass.actors.ssd.param_server",),
     ActorKind.GPU_WORKER: ("windlass.actors.gpu_worker.worker", MODELS_MODULE),
 }
 

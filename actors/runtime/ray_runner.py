@@ -26,6 +26,7 @@ from windlass.actors.job import (
     JobContext,
     JobSpec,
     Journal,
+    append_error,
     kind_of,
     optimizer_index,
 )
@@ -47,6 +48,7 @@ from windlass.actors.runtime.outbox import Outbox
 from windlass.actors.runtime.sockets import MessageClient, MessageServer
 from windlass.actors.runtime.start_up import (
     START_DEADLINE_S,
+    WORKER_DEADLINE_S,
     create_arena,
     node_of_all,
     plan_attempt,
@@ -269,7 +271,7 @@ class Runner:
             detail = traceback.format_exc()
             self._note_error(detail)
             if self._is_over:
-                return  # the journal has the outcome, and this error is one of the clean-up
+                return  # the journal has the outcome, and this error is one of the actors' stop
             # Ray wraps an actor's exception; its cause is the one to show to the user.
             cause = getattr(error, "cause", None) or error
             was_lost = isinstance(cause, ActorLostError | TimeoutError | ray.exceptions.RayActorError)
@@ -286,11 +288,7 @@ class Runner:
 
     def _note_error(self, text: str) -> None:
         """Appends an error to the job's file of errors."""
-        with (
-            contextlib.suppress(OSError),
-            Path(self.spec.job_dir, "error.txt").open("a") as file,
-        ):  # the disk may be full
-            file.write(f"{text}\n")
+        append_error(Path(self.spec.job_dir), self.spec.attempt, text)
 
     def _tell_end(self, status: str, message: str, error: dict[str, Any] | None = None) -> None:
         """Writes the attempt's last record. If the disk stays full too long, the attempt ends without one.
@@ -314,19 +312,18 @@ class Runner:
         spec = self.spec
         layout = ModelLayout.from_json(Path(spec.layout_file).read_text())
         context = plan_attempt(spec, layout)
-        # An error of one clean-up does not keep the others from being done.
         with contextlib.ExitStack() as ending:
             arenas = ending.enter_context(contextlib.ExitStack())  # ends last, because workers use the arena
             mailbox = MessageServer(self._post)
             has_gpus = num_gpus_here() > 0
             group = devices_here(spec.num_ranks, has_gpus=has_gpus)
-            ending.callback(remove_placement_group, group)
+            ending.callback(self._clean_up, remove_placement_group, group)
             ending.callback(self._kill_workers)
             self._await_devices(group)
             addresses = self._make_workers(context, group, has_gpus=has_gpus) | {SCHEDULER: mailbox.address}
-            arena = create_arena(context, self._gpu_node() if has_gpus else None)
-            arenas.callback(arena.unlink)
-            arenas.callback(arena.close)
+            arena = create_arena(context, self._gpu_node() if has_gpus else None, self._check_stop)
+            arenas.callback(self._clean_up, arena.unlink)
+            arenas.callback(self._clean_up, arena.close)
             commit = self._start_workers(addresses)
             outbox = Outbox(MessageClient(addresses).deliver)
             outcome = self._make_scheduler(context, outbox.send, commit).run()
@@ -352,9 +349,18 @@ class Runner:
                 self._note_error(f"{stops[reference]} did not stop cleanly: {error}")
 
     def _kill_workers(self) -> None:
-        with contextlib.ExitStack() as ending:
-            for handle in self._workers.values():
-                ending.callback(ray.kill, handle)
+        for handle in reversed(self._workers.values()):
+            self._clean_up(ray.kill, handle)
+
+    def _clean_up(self, action: Callable[..., object], *arguments: object) -> None:
+        """Does one part of the clean-up. Its error goes to the file of errors.
+
+        So it neither keeps other parts from being done, nor takes the place of the error that ended the attempt.
+        """
+        try:
+            action(*arguments)
+        except Exception:  # noqa: BLE001 - see above
+            self._note_error(traceback.format_exc())
 
     def _await_devices(self, group: Any) -> None:
         until_s = time.monotonic() + START_DEADLINE_S
@@ -399,7 +405,9 @@ class Runner:
         """
         if not has_several_nodes():
             return None
-        return node_of_all(self._call(list(filter(_computes, self._workers)), "gpu_node").values())
+        # A worker answers once it has imported PyTorch, which may take minutes from a slow disk.
+        names = list(filter(_computes, self._workers))
+        return node_of_all(self._call(names, "gpu_node", deadline_s=WORKER_DEADLINE_S).values())
 
     def _start_workers(self, addresses: Mapping[ActorName, str]) -> CommitRecord | None:
         """Starts the actors of all workers; returns the commit from which the job resumes."""

@@ -1,6 +1,6 @@
 """The start of an attempt, which is the same under Ray and in one process."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,13 +20,19 @@ from windlass.actors.job import (
 )
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import ActorName
-from windlass.storage.memory import Arena, arena_path, remove_leftovers
+from windlass.storage.memory import Arena, InsufficientSpaceError, RoomLostError, arena_path, remove_leftovers
 from windlass.storage.store import CommitRecord, last_common_commit
 
 START_DEADLINE_S = 120.0  # seconds until processes must have started and answered a call
 # Seconds until workers must have started. It is long because a worker may compile kernels, or wait for another process
 # that compiles them.
-_WORKER_DEADLINE_S = 1500.0
+WORKER_DEADLINE_S = 1500.0
+
+# For a job whose arena no longer fits. Its own processes have started since the check.
+_ADVICE_ON_LOSS = (
+    "there was enough when the attempt began: other programs, or the job's own processes, have taken it since; lower "
+    "the job's host memory budget, close other programs, or give the machine or the container more memory"
+)
 
 
 class CallActors(Protocol):
@@ -70,13 +76,18 @@ def plan_attempt(
     return context
 
 
-def create_arena(context: JobContext, node: int | None) -> Arena:
+def create_arena(context: JobContext, node: int | None, check_stop: Callable[[], None] | None = None) -> Arena:
     """Creates the arena of an attempt. `node` is the NUMA node near the job's GPUs, on a machine with several.
 
+    `check_stop` raises an error if the attempt is to stop; see `Arena.create`.
+
     Raises:
-        InsufficientSpaceError: the room that there was at the planning is gone.
+        RoomLostError: the room that there was at the planning is gone.
     """
-    return Arena.create(context.arena_path, context.plan.arena_nbytes, node=node)
+    try:
+        return Arena.create(context.arena_path, context.plan.arena_nbytes, node=node, check_stop=check_stop)
+    except InsufficientSpaceError as error:
+        raise RoomLostError(error.what, error.path, error.needed_nbytes, error.free_nbytes, _ADVICE_ON_LOSS) from error
 
 
 def start_actors(spec: JobSpec, call: CallActors) -> CommitRecord | None:
@@ -89,7 +100,7 @@ def start_actors(spec: JobSpec, call: CallActors) -> CommitRecord | None:
     commit = last_common_commit(list(call(servers, "open_space").values()))
     call(servers, "start", commit)
     others = [name for name in worker_names(spec) if name not in servers]
-    call(others, "start", commit, deadline_s=_WORKER_DEADLINE_S)
+    call(others, "start", commit, deadline_s=WORKER_DEADLINE_S)
     return commit
 
 

@@ -196,10 +196,18 @@ class Progress:
         }
 
     def _tell_loaded(self, event: LoadProgressed) -> None:
-        """Reports the loading of weights, but only every few seconds, because several actors may send its events."""
-        if self._load_timer.restart_if_due(time.monotonic()):
-            share = event.num_params / event.total_params
-            self._journal.append("message", f"Loaded {share:.0%} of {event.total_params:,} parameters")
+        """Reports the loading of weights, but only every few seconds, because several actors may send its events.
+
+        The states of an actor may be those of blocks without params. Then there is nothing to report.
+        """
+        total = event.total_params
+        if not total or not self._load_timer.restart_if_due(time.monotonic()):
+            return
+        share = f"{event.num_params / total:.0%}"
+        text = f"Loaded {share} of {total:,} parameters"
+        if total != self._num_params:
+            text = f"{self._named(event.actor)} has loaded {share} of its {total:,} parameters"
+        self._journal.append("message", text)
 
     def _tell_exported(self, event: ExportProgressed) -> None:
         """Reports an export every few seconds. A short one is over before its first report."""

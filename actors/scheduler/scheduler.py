@@ -18,6 +18,7 @@ from windlass.actors.job import (
     CoreContext,
     JobContext,
     Journal,
+    append_error,
     num_evaluation_groups,
     optimizer_name,
     ssd_name,
@@ -396,8 +397,7 @@ class Scheduler:
                 self._carry_out([action for action in actions if _is_commit(action)])
 
     def _fail(self, event: ActorFailed) -> NoReturn:
-        with contextlib.suppress(OSError):  # a full disk must not hide the actor's error
-            (Path(self.spec.job_dir) / "error.txt").write_text(f"{event.actor}\n{event.detail}")
+        append_error(Path(self.spec.job_dir), self.spec.attempt, f"{event.actor}\n{event.detail}")
         text = f"{event.actor}: {event.error}"
         match event.kind:
             case FailureKind.LASTING:

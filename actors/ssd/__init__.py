@@ -1,4 +1,4 @@
-"""The SSD server, which transfers chunks between one SSD and the arena, and the client of other actors."""
+"""The SSD server, which transfers chunks between one SSD and the arena, and who asks it for other actors."""
 
 from windlass.exports import lazy_exports
 

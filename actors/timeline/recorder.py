@@ -7,7 +7,7 @@ of a machine use the same clock, CLOCK_MONOTONIC, which is Python's `time.monoto
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 
-from windlass.actors.job import GPU_WORKER, SCHEDULER
+from windlass.actors.job import GPU_WORKER, SCHEDULER, ActorKind, kind_of
 from windlass.actors.messages import Message, SpanKind, SpansReported, WorkSpan
 from windlass.storage.ids import ActorName, ChunkKey, JobId, StateKind, Step
 
@@ -31,7 +31,9 @@ class SpanRecorder:
         """A GPU worker names its own resources as those of the first one."""
         self._actor = actor
         self._job = job
-        self._names = {name: own_resource(name, actor) for name in (COMPUTE, TO_DEVICE, FROM_DEVICE)}
+        self._names: dict[str, str] = {}
+        if kind_of(actor) is ActorKind.GPU_WORKER:
+            self._names = {name: own_resource(name, actor) for name in (COMPUTE, TO_DEVICE, FROM_DEVICE)}
         self._send = send
         self._spans: deque[WorkSpan] = deque()
 
@@ -85,7 +87,7 @@ class SpanRecorder:
 
 
 def own_resource(resource: str, actor: ActorName) -> str:
-    """Returns the resource of an actor that corresponds to one of the first GPU worker's."""
+    """Returns the resource of a GPU worker that corresponds to one of the first one's."""
     return f"{actor}{resource.removeprefix(GPU_WORKER)}"
 
 

@@ -41,8 +41,8 @@ from tests.support.training import (
 )
 from windlass.actors.job import JobSpec
 from windlass.actors.messages import ComputeProgressed, Message, ModelKernelsChosen, Phase
-from windlass.actors.policy import Ordering
 from windlass.actors.runtime.local_runner import run_local
+from windlass.actors.worker_policy import Ordering
 from windlass.amounts import GIB
 from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_plan import ActivationChoice, Placement

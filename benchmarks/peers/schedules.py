@@ -4,7 +4,7 @@ from dataclasses import replace
 from enum import StrEnum
 
 from windlass.actors.job import JobSpec
-from windlass.actors.policy import QueueOrder
+from windlass.actors.worker_policy import QueueOrder
 from windlass.engine.memory_plan import ActivationChoice, UpdateOrder
 
 

@@ -28,8 +28,8 @@ from benchmarks.reporting.pss import process_tree, thread_seconds
 from benchmarks.scheduler.throttle import Throttle
 from windlass.actors.job import JOURNAL_FILE, OUTCOME, JobSpec, JournalReader, JournalRecord
 from windlass.actors.job.journal import METRICS
-from windlass.actors.policy import Ordering, QueueOrder
 from windlass.actors.timeline import FOLDER as SPANS_FOLDER
+from windlass.actors.worker_policy import Ordering, QueueOrder
 from windlass.engine.memory_plan import ActivationChoice, Placement, UpdateOrder
 from windlass.engine.training_config import Schedule, TrainingConfig
 from windlass.service.jobs import ARENA_DIR, MachineResources
@@ -131,7 +131,8 @@ def ordering_of(choices: Sequence[str]) -> Ordering:
 
 def throttle_of(choices: Sequence[str]) -> Throttle:
     """Returns the throttle of `NAME=VALUE` choices."""
-    return Throttle(**{name: float(value) for name, value in (choice.split("=", 1) for choice in choices)})
+    rates: dict[str, Any] = {name: float(value) for name, value in (choice.split("=", 1) for choice in choices)}
+    return Throttle(**rates)
 
 
 def run(workload: Workload, spec: JobSpec, home: Path, ssd_dirs: Sequence[Path], *, is_throttled: bool) -> None:

@@ -28,8 +28,8 @@ from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import Report, parse_options, spread
 from benchmarks.scheduler.cases import Bench, Bottleneck, Case, Reference, Result
 from benchmarks.step import describe
-from windlass.actors.policy import QueueOrder
 from windlass.actors.timeline import COMPUTE
+from windlass.actors.worker_policy import QueueOrder
 
 # Overlap efficiency that is expected if no dependency prevents it.
 _EFFICIENCY = 0.92

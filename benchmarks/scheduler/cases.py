@@ -14,10 +14,10 @@ from benchmarks.scheduler.throttle import BACKWARD_FLOP, FORWARD_FLOP, HEAD_FLOP
 from windlass.actors.job import JOURNAL_FILE, JobSpec, SsdFacts, make_context, read_journal
 from windlass.actors.job.journal import METRICS
 from windlass.actors.messages import Message, Phase
-from windlass.actors.policy import Ordering, QueueOrder
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.scheduler import job_shape
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE
+from windlass.actors.worker_policy import Ordering, QueueOrder
 from windlass.engine.model import CHUNK_GRANULE, ModelLayout, Partition, build_meta_model, load_config
 from windlass.planner.simulation.simulate import Rates, Work, simulate
 from windlass.storage.ids import ActorName, Kernel, Precision

@@ -125,7 +125,9 @@ class Plan:
     states: tuple[Pool, ...]  # one for each optimizer: a slot holds a chunk's states, and its gradient if any spill
     host_states: Pool  # a slot holds a chunk's states, for the chunks of `host_blocks` in order
     transit: Pool  # owned by the GPU worker: a slot holds a chunk's states in flight between device and SSDs
-    partial_grads: Pool  # owned by the GPU worker: a slot for each use of a chunk, for the sum passed to the next group
+    # Sums that a group passes to the next one. If `passes_sums_at_once`, each GPU worker but the last one owns an equal
+    # part; else there is a slot for each use of a chunk.
+    partial_grads: Pool
     open_lanes: Pool  # as `partial_grads`, for sums of lanes in which a group ends
     num_cached_params: int  # the first chunks on the SSDs; each has its own slot of `params` between uses
     host_blocks: tuple[int, ...]
@@ -153,6 +155,11 @@ class Plan:
     def fetch_batch(self) -> int:
         """The chunks of params in one request: half of those in flight, so that the next are read during the copy."""
         return max(1, self.num_fetched_params // 2)
+
+    @property
+    def passes_sums_at_once(self) -> bool:
+        """True if each GPU worker has one group at most, so that the next one takes its sums during the same pass."""
+        return 1 < self.num_groups <= self.num_ranks
 
     @property
     def num_host_activations(self) -> int:
@@ -397,10 +404,20 @@ def _num_held(model: ModelSize, placement: Placement, choice: _Choice) -> int:
     return sum(sorted(streamed)[-choice.num_held_blocks :])
 
 
-def _num_partial_grads(model: ModelSize, placement: Placement) -> int:
-    """Returns the slots for one group's sums. Sums of device-resident blocks stay on the device and need none."""
+def _num_partial_grads(model: ModelSize, placement: Placement, num_groups: int, num_ranks: int) -> int:
+    """Returns the slots for sums that groups pass on. Sums of device-resident blocks stay on the device and need none.
+
+    A sum that waits for a group which the same GPU worker computes later needs slots of its own. One that another GPU
+    worker takes at once does not: each passes on those of two typical blocks, or of the operation with most.
+    """
+    if num_groups == 1:
+        return 0
     uses = (*model.blocks, *model.shared_blocks)
-    return sum(model.num_chunks(block) for block in uses if block not in placement.device_blocks)
+    num_chunks = [model.num_chunks(block) for block in uses if block not in placement.device_blocks]
+    if num_groups > num_ranks:
+        return sum(num_chunks)
+    shared = sum(map(model.num_chunks, model.shared_blocks))
+    return (num_groups - 1) * max(2 * model.typical_chunks, max(map(model.num_chunks, model.blocks)) + shared)
 
 
 def _lay_out(
@@ -448,7 +465,7 @@ def _lay_out(
     partial_grads = Pool(
         offset=transit.offset + transit.nbytes,
         slot_nbytes=chunk * PARTIAL_GRAD_ITEMSIZE,
-        num_slots=_num_partial_grads(model, placement) if num_groups > 1 else 0,
+        num_slots=_num_partial_grads(model, placement, num_groups, num_ranks),
     )
     open_lanes = Pool(
         offset=partial_grads.offset + partial_grads.nbytes,

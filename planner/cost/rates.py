@@ -76,8 +76,8 @@ class Speeds:
 def speeds_of(hardware: "Hardware", num_ranks: int = 1) -> Speeds:
     """Returns the rates of a machine for a job with `num_ranks` GPUs.
 
-    If the SSDs have a combined limit, each one gets at most its share of it. A GPU has an equal share of an uplink, which
-    as many GPUs of the job use at the same time as can be behind one.
+    If the SSDs have a combined limit, each one gets at most its share of it. So does each GPU of the job that may be
+    behind the same PCIe uplink as others.
     """
     ssds, flops = hardware.ssds, hardware.gpus.tflops * 1e12
     share = float("inf") if ssds.combined_gb_per_s is None else ssds.combined_gb_per_s / ssds.count

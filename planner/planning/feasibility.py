@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 _Part = TypeVar("_Part", bound=BaseModel)
 # GiB: a budget below the first number is searched in steps of the second one.
 _SMALL_BUDGET_GIB, _BUDGET_UNIT_GIB = 4.0, 1 / 64
+# Number of times that the GPU's budget is raised by what it lacks. Mostly two are enough.
+_MAX_RAISES = 5
+# Bytes that may be lost by rounding: one of the missing bytes, and one of what the allocator's reserve leaves.
+_ROUNDED_NBYTES = 2
 _FEW_TOKENS = 64  # tokens of an example: the search goes no shorter
 
 
@@ -51,6 +55,40 @@ def largest_fitting(ask: Callable[[int], "PlanQuestion"], profiles: "Profiles", 
         middle = (number + does_not) // 2
         number, does_not = (middle, does_not) if fits(ask(middle), profiles) else (number, middle)
     return number
+
+
+def with_enough_device_memory(
+    question: "PlanQuestion", profiles: "Profiles", error: DoesNotFitError
+) -> DoesNotFitError:
+    """Returns the error with the bytes by which a GPU's budget must grow, so that the job fits as far as that helps.
+
+    They include what PyTorch's allocator reserves. The error's own bytes are the integer program's, which leaves out
+    some that the exact count has.
+    """
+    missing = lacking = error.missing
+    if not question.has_gpu or not missing[MemoryTier.DEVICE]:
+        return error
+    number, raised = max(numbers_of_microbatches(question)), question
+    for _ in range(_MAX_RAISES):
+        needed_nbytes = int(raised.limits.device_nbytes) + lacking[MemoryTier.DEVICE] + _ROUNDED_NBYTES
+        raised = _with_device_budget(question, reserved_nbytes(needed_nbytes))
+        try:
+            profiles.solve(raised, number)
+        except DoesNotFitError as still:
+            lacking = still.missing
+        else:
+            break
+        if lacking[MemoryTier.HOST] or lacking[MemoryTier.SSD]:
+            break
+    device_nbytes = math.ceil(raised.budgets.device_nbytes - question.budgets.device_nbytes)
+    return DoesNotFitError(lambda: missing | {MemoryTier.DEVICE: device_nbytes})
+
+
+def _with_device_budget(question: "PlanQuestion", nbytes: int) -> "PlanQuestion":
+    """Returns the question for a GPU budget, on a GPU that has so much memory."""
+    gpus = question.hardware.gpus
+    gpus = with_part(gpus, memory_gib=max(gpus.memory_gib, (nbytes + DRIVER_NBYTES) / GIB))
+    return replace(question, hardware=with_part(question.hardware, gpus=gpus), device_memory_nbytes=nbytes)
 
 
 def what_would_fit(question: "PlanQuestion", profiles: "Profiles") -> list[str]:

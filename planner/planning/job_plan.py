@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
+from windlass.amounts import GIB
 from windlass.engine.memory_plan import Placement
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning.report import PlanReport
@@ -79,6 +80,15 @@ class JobPlan(BaseModel):
     def _hardware_json(self, hardware: Hardware | None) -> dict[str, Any] | None:
         """Keeps unset fields of the hardware, because a request has them."""
         return None if hardware is None else hardware.model_dump(mode="json")
+
+    @property
+    def planned_device_nbytes(self) -> int | None:
+        """The plan's peak device memory, without the reserve of PyTorch's allocator.
+
+        It is None for a plan of an older release, which lacks this field.
+        """
+        of_engine = self.report.engine_gib
+        return None if of_engine is None else int(of_engine["gpu"] * GIB)
 
     @property
     def changed_inputs(self) -> ChangedInputs:

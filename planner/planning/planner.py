@@ -24,7 +24,13 @@ from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import ModelProfile, Speeds, Ways, for_lengths, speeds_of, ways_of_layer
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning.bisection import MarginSearch
-from windlass.planner.planning.feasibility import numbers_of_microbatches, what_takes_memory, what_would_fit, with_part
+from windlass.planner.planning.feasibility import (
+    numbers_of_microbatches,
+    what_takes_memory,
+    what_would_fit,
+    with_enough_device_memory,
+    with_part,
+)
 from windlass.planner.planning.rate_correction import Correction
 from windlass.planner.planning.report import (
     DRIVER_NBYTES,
@@ -136,6 +142,7 @@ def answer(question: PlanQuestion) -> Planned:
     except DoesNotFitError as error:
         # Times do not matter here, so do not measure any.
         profiles = profiles.unmeasured()
+        error = with_enough_device_memory(question, profiles, error)
         reasons = (str(error), *what_takes_memory(question, profiles, error), *what_would_fit(question, profiles))
         missing = {tier.value: error.missing[tier] for tier in MemoryTier}
         report = PlanReport(feasible=False, reasons=reasons, missing_bytes=missing)

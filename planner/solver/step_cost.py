@@ -322,7 +322,7 @@ class StepCosts:
             host += chunks * chunk_numel * job.param_itemsize
         if job.keeps_grads and not self.spills:
             host += chunks * chunk_numel * job.grad_itemsize
-        if self.num_groups > 1:
+        if self.num_groups > job.num_ranks:
             host += self.num_flats * num_uses * chunks * chunk_numel * PARTIAL_GRAD_ITEMSIZE
         return self._way(seconds, device=device, host=host)
 
@@ -443,7 +443,9 @@ class StepCosts:
                 ssd_activation_nbytes=2**40 if self.overflows else 0,
             ),
         )
-        host = plan.arena_nbytes - plan.partial_grads.nbytes - plan.open_lanes.nbytes
+        host = plan.arena_nbytes
+        if not plan.passes_sums_at_once:
+            host -= plan.partial_grads.nbytes + plan.open_lanes.nbytes
         if job.keeps_grads and not self.spills:
             host -= plan.grads.nbytes
         device = self._always_on_device()

@@ -390,7 +390,9 @@ class Dispatcher:
             return
         # A renewal that has begun is completed, because other jobs wait for the planner.
         if (verdict.may_move or job.id == self._renewals.job_id) and self._renewals.poll(job):
-            self._queue.explain(job, "its plan is made again, as the machine or the settings have changed since")
+            self._queue.explain(
+                job, "its plan is made again, as the machine, the settings or the planner have changed since"
+            )
         elif verdict.is_ready and verdict.decision.begins:
             self._launch(job, plan)
         else:

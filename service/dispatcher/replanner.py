@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.actors.timeline import FOLDER
+from windlass.engine.memory_plan import reserved_nbytes
 from windlass.planner.planning import MIN_STEPS, ChangedInputs, JobPlan, PlanRequest, ReplanRequest
 from windlass.service.installation import Settings
 from windlass.service.jobs import job_dir, keep_plan, load_plan, load_plan_request, plan_bounds
@@ -228,7 +229,9 @@ def _step_s(row: JobMetrics) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedMachine:
-    """Renews the plan of a queued job if the machine, the settings or its GPUs have changed since the plan was made.
+    """Renews the plan of a queued job if its inputs or the planner have changed since the plan was made.
+
+    The inputs are the machine, the settings and the job's number of GPUs.
 
     A job may wait or be paused for long. Meanwhile SSDs or GPUs may change and be measured again, or the settings give
     jobs other budgets. A job's states can move to the places that a new plan requires. The new plan therefore holds
@@ -244,12 +247,16 @@ class ChangedMachine:
             return None
         now = ChangedInputs(hardware=measured_hardware(self.settings), bounds=plan_bounds(self.settings, job))
         request = before.with_inputs(now)
-        if request == before:
-            return None
-        is_other_machine = request.hardware != before.hardware
-        why = "The machine was measured again" if is_other_machine else "The settings' budgets have changed"
         if request.num_ranks != before.num_ranks:
             why = f"The job has {count_text(request.num_ranks, 'GPU')} now, not {before.num_ranks}"
+        elif request.hardware != before.hardware:
+            why = "The machine was measured again"
+        elif request != before:
+            why = "The settings' budgets have changed"
+        elif plan.from_attempt != job.attempt + 1 and _lacks_reserve(plan, request):  # not renewed just now
+            why = "The plan leaves too little of the GPU's budget to PyTorch's allocator"
+        else:
+            return None
         return Replan(
             work_dir=job_dir(self.settings, job.id) / "renewal",
             request=request,
@@ -259,6 +266,17 @@ class ChangedMachine:
             ),
             reports_step_time=False,
         )
+
+
+def _lacks_reserve(plan: JobPlan, request: PlanRequest) -> bool:
+    """Checks whether a GPU's budget covers the plan's tensors, but not what PyTorch's allocator reserves beside them.
+
+    Such plans are those of older releases. The job's GPU worker would refuse to start.
+    """
+    planned_nbytes, limit_nbytes = plan.planned_device_nbytes, request.device_memory_nbytes
+    if not request.hardware.gpus.count or planned_nbytes is None or limit_nbytes is None:
+        return False
+    return reserved_nbytes(planned_nbytes) > limit_nbytes
 
 
 def _renewed(answer: JobPlan, now: ChangedInputs, attempt: int, why: str) -> JobPlan:

@@ -9,7 +9,6 @@ from typing import Any
 
 from windlass.actors.job import JOURNAL_FILE, JobSpec, Pace
 from windlass.actors.lifecycle import cores_of, numa_nodes
-from windlass.amounts import GIB
 from windlass.engine.memory_plan import Placement
 from windlass.engine.training_config import Initialization, TrainingConfig, config_json
 from windlass.planner.hardware import Hardware
@@ -341,7 +340,7 @@ def _job_spec(
         # A planned job gets exactly the planned memory.
         host_memory_nbytes=bounds.host_memory_nbytes if plan is None else plan.arena_nbytes,
         device_memory_nbytes=bounds.device_memory_nbytes,
-        planned_device_nbytes=None if plan is None else _planned_device_nbytes(plan),
+        planned_device_nbytes=None if plan is None else plan.planned_device_nbytes,
         deadline_s=_DEADLINE_S,
         placement=(plan.placement if plan is not None else None) or Placement(),
     )
@@ -356,12 +355,6 @@ def _budget_that_lacks(asked: WindlassSettings, missing_nbytes: Mapping[str, int
     budgets = {"gpu": "gpu_memory_gib", "host": "host_memory_gib"}
     lacking = (budgets[tier] for tier, nbytes in missing_nbytes.items() if nbytes and tier in budgets)
     return next((f"windlass.budgets.{name}" for name in lacking if getattr(asked.budgets, name) is not None), None)
-
-
-def _planned_device_nbytes(plan: JobPlan) -> int | None:
-    """Returns None for a plan of an older version, which lacks this field."""
-    of_engine = plan.report.engine_gib
-    return None if of_engine is None else int(of_engine["gpu"] * GIB)
 
 
 def _settings_of(job: Job) -> JobSettings:

@@ -7,6 +7,7 @@ from windlass.storage.memory.arena import arena_path as arena_path
 from windlass.storage.memory.arena import arenas_in as arenas_in
 from windlass.storage.memory.arena import remove_leftovers as remove_leftovers
 from windlass.storage.memory.capacity import InsufficientSpaceError as InsufficientSpaceError
+from windlass.storage.memory.capacity import RoomLostError as RoomLostError
 from windlass.storage.memory.capacity import arena_room_nbytes as arena_room_nbytes
 from windlass.storage.memory.capacity import directory_free_nbytes as directory_free_nbytes
 from windlass.storage.memory.capacity import directory_nbytes as directory_nbytes

@@ -7,7 +7,7 @@ import re
 import stat
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,12 +67,21 @@ class Arena:
         self._mapping: mmap.mmap | None = mapping
 
     @classmethod
-    def create(cls, path: Path | str, nbytes: int, *, huge_pages: bool = True, node: int | None = None) -> "Arena":
+    def create(
+        cls,
+        path: Path | str,
+        nbytes: int,
+        *,
+        huge_pages: bool = True,
+        node: int | None = None,
+        check_stop: Callable[[], None] | None = None,
+    ) -> "Arena":
         """Creates the file and allocates all of its memory, so that no later access fails for lack of memory.
 
         It uses huge pages if the kernel can; `huge_pages=False` keeps small pages, for measurements. `node` is the NUMA
         node that the memory should be on, as far as there is room. The creator's page tables stay empty, because it
-        hardly touches the bytes.
+        hardly touches the bytes. `check_stop` is called again and again meanwhile. An error that it raises ends the
+        creation, and the file is removed.
 
         Raises:
             InsufficientSpaceError: the directory or the memory cannot hold it; the file is removed.
@@ -88,13 +97,16 @@ class Arena:
                 fd,
                 nbytes,
                 huge_budget_s=_HUGE_PAGES_BUDGET_S if huge_pages else 0.0,
-                node=None if node is None else NumaNode.for_memory(node, nbytes),
+                node=None if node is None else _node_for_arena(node, path, nbytes),
+                check_stop=check_stop,
             )
             os.posix_fallocate(fd, 0, nbytes)  # the pages that are missing: fails now rather than at an access
             mapping = mmap.mmap(fd, nbytes)  # keeps a duplicate of the descriptor, and with it the lock
         except BaseException as error:
             path.unlink(missing_ok=True)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                with suppress(OSError):
+                    os.truncate(fd, 0)  # frees the pages that were allocated, which would count as used
                 free = directory_free_nbytes(path.parent)
                 advice = "something else took the room just now: lower the job's host memory budget"
                 raise InsufficientSpaceError(
@@ -263,6 +275,27 @@ def _create_locked(path: Path) -> int:
         if os.fstat(fd).st_nlink:
             return fd
         os.close(fd)  # `remove_leftovers` removed it before it was locked
+
+
+def _node_for_arena(number: int, path: Path, nbytes: int) -> NumaNode:
+    """Looks at the NUMA node of an arena that is to be allocated beside those that other jobs create meanwhile.
+
+    The file must have its size, so that of two arenas that are created together at least one counts the other.
+    """
+    # First, because what another one allocates in between is then counted twice rather than not at all.
+    others_nbytes = _unallocated_nbytes(path)
+    return NumaNode.for_memory(number, nbytes + others_nbytes)
+
+
+def _unallocated_nbytes(path: Path) -> int:
+    """Returns the bytes that the other arenas in the directory of `path` have yet to allocate."""
+    nbytes = 0
+    for other in path.parent.glob("windlass-*.arena"):
+        with suppress(FileNotFoundError):  # its job has just ended
+            if other != path:
+                facts = other.stat()
+                nbytes += max(0, facts.st_size - facts.st_blocks * 512)
+    return nbytes
 
 
 def _remove_if_unlocked(path: Path) -> bool:

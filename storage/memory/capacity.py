@@ -32,6 +32,10 @@ class InsufficientSpaceError(RuntimeError):
         )
 
 
+class RoomLostError(InsufficientSpaceError):
+    """Room that an earlier check found is gone. The caller may retry, because it may come back."""
+
+
 class DiskFull(InsufficientSpaceError):
     """The file system of `path` has less than `needed_nbytes` free. The caller may retry when space becomes free."""
 
@@ -54,9 +58,11 @@ def is_out_of_space(error: BaseException | None) -> bool:
 def may_find_room_later(error: BaseException, attempt: int) -> bool:
     """Checks whether a job should wait for space and retry after this error.
 
-    A first attempt that needs more than the machine has fails at once. A job that has already trained waits.
+    A first attempt that needs more than the machine has fails at once. It waits if there was enough at first, and a job
+    that has already trained waits, too.
     """
-    return is_out_of_space(error) and (attempt > 1 or not isinstance(error, InsufficientSpaceError))
+    lacks_room = isinstance(error, InsufficientSpaceError) and not isinstance(error, RoomLostError)
+    return is_out_of_space(error) and (attempt > 1 or not lacks_room)
 
 
 def directory_free_nbytes(directory: Path) -> int:

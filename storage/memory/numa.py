@@ -57,7 +57,7 @@ class NumaNode:
 
     @classmethod
     def for_memory(cls, number: int, nbytes: int, sysfs: Path = SYSFS) -> "NumaNode":
-        """Looks at a node on which `nbytes` will be allocated."""
+        """Looks at a node on which `nbytes` will be allocated, by this process or at the same time by others."""
         folder = sysfs / f"devices/system/node/node{number}"
         cores, room = frozenset[int](), 0.0
         with suppress(OSError, ValueError, KeyError):

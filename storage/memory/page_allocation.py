@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -26,7 +26,14 @@ _STRIDE_NBYTES = 64 << 20
 _MAX_THREADS = 16  # a few fill the memory's bandwidth
 
 
-def allocate_pages(fd: int, nbytes: int, *, huge_budget_s: float, node: NumaNode | None = None) -> int:
+def allocate_pages(
+    fd: int,
+    nbytes: int,
+    *,
+    huge_budget_s: float,
+    node: NumaNode | None = None,
+    check_stop: Callable[[], None] | None = None,
+) -> int:
     """Allocates and zeroes the missing pages of a tmpfs file of `nbytes`. Contents and size stay the same.
 
     Threads begin to use huge pages for at most about `huge_budget_s` seconds. Transfers of the SSDs and the GPU then
@@ -36,11 +43,14 @@ def allocate_pages(fd: int, nbytes: int, *, huge_budget_s: float, node: NumaNode
     Pages stay missing if the kernel is older than 5.14, or if there is no room. So `posix_fallocate` must follow: it
     allocates them, or fails.
 
+    Each thread calls `check_stop` before each stride, and ends with the error that it raises. The error is raised here
+    when all have ended.
+
     Returns:
         The bytes that are in huge pages for sure; 0 if the kernel cannot.
     """
     with _mapped(fd, nbytes) as address:
-        work = _Work(address, nbytes, time.monotonic() + huge_budget_s)
+        work = _Work(address, nbytes, time.monotonic() + huge_budget_s, check_stop)
         if huge_budget_s > 0:
             work.advise(0, nbytes, _MADV_HUGEPAGE)  # for tmpfs that is mounted with huge=advise
         cores = os.sched_getaffinity(0) if node is None or not node.cores else node.cores
@@ -52,10 +62,11 @@ def allocate_pages(fd: int, nbytes: int, *, huge_budget_s: float, node: NumaNode
 class _Work:
     """The strides of a mapped file, for several threads."""
 
-    def __init__(self, address: int, nbytes: int, huge_until_s: float) -> None:
+    def __init__(self, address: int, nbytes: int, huge_until_s: float, check_stop: Callable[[], None] | None) -> None:
         self._address = address
         self._nbytes = nbytes
         self._huge_until_s = huge_until_s
+        self._check_stop = check_stop
         self._lock = threading.Lock()
         self._starts = iter(range(0, nbytes, _STRIDE_NBYTES))
         self._is_over = False  # the kernel has no room, or cannot do it
@@ -78,6 +89,9 @@ class _Work:
         return 0 if _libc.madvise(self._address + start, nbytes, advice) == 0 else ctypes.get_errno()
 
     def _next(self) -> int | None:
+        """Returns the start of the next stride; None if there is none. Raises the errors of `check_stop`."""
+        if self._check_stop is not None:
+            self._check_stop()
         with self._lock:
             return next(self._starts, None)
 

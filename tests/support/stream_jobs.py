@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from windlass.actors.policy.block_queue import Ordering
+from windlass.actors.worker_policy.block_queue import Ordering
 from windlass.engine.memory_plan.activation_policy import ActivationChoice, BlockActivations
 from windlass.engine.memory_plan.plan import Placement
 from windlass.storage.ids import Precision

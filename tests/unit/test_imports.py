@@ -73,13 +73,14 @@ def test_ids_import_nothing() -> None:
     assert outside(ROOT / "storage/ids.py") == []
 
 
-@pytest.mark.parametrize("path", python_files("actors/policy"), ids=name_of)
+@pytest.mark.parametrize("path", python_files("actors/policy", "actors/worker_policy"), ids=name_of)
 def test_policy_is_pure(path: Path) -> None:
     allowed = (
         "windlass.storage.ids",
         "windlass.storage.priority_queue",
         "windlass.actors.messages",
         "windlass.actors.policy",
+        "windlass.actors.worker_policy",
         "windlass.exports",
     )
     assert outside(path, *allowed) == []

@@ -12,7 +12,7 @@ from windlass.actors.messages import (
     UpdateBlock,
     UpdateStep,
 )
-from windlass.actors.policy import ChunkQueue, GradReleases, QueuedChunk, UpdateActions, UpdateQueue
+from windlass.actors.worker_policy import ChunkQueue, GradReleases, QueuedChunk, UpdateActions, UpdateQueue
 from windlass.engine.memory_plan import Pool
 from windlass.planner.simulation import Process, Queue, Resource, Signal, SimulatedMachine
 from windlass.storage.ids import ActorName

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from windlass.actors.messages import ParamChunk, ParamsCopied, ParamUse, RequestParams, SpanKind
-from windlass.actors.params import param_turns
-from windlass.actors.policy import ParamActions
+from windlass.actors.ssd import param_turns
+from windlass.actors.worker_policy import ParamActions
 from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.simulation import PARAMS, Process, SimulatedMachine
 from windlass.storage.ids import ActorName, ChunkKey, Step

@@ -14,7 +14,7 @@ from windlass.actors.messages import (
     RequestParams,
     SpanKind,
 )
-from windlass.actors.params import ParamRequests
+from windlass.actors.ssd import ParamRequests
 from windlass.engine.memory_plan import Acquired, BlockBuffers, param_buffers
 from windlass.planner.simulation import PARAMS, Process, ProcessReturning, Queue, Signal, SimulatedGpu
 from windlass.storage.ids import BlockIndex, ChunkKey, Step

@@ -18,10 +18,11 @@ from windlass.actors.messages import (
     RequestParams,
     SpanKind,
     SumPassed,
+    SumTaken,
     UpdateBlock,
     UpdateStep,
 )
-from windlass.actors.policy import ComputeReports, OperationWindow, UpdateActions, UpdateQueue
+from windlass.actors.worker_policy import ComputeReports, OperationWindow, UpdateActions, UpdateQueue
 from windlass.planner.simulation import Process, Queue, SimulatedGpu
 from windlass.planner.simulation.workers.grads import Grads
 from windlass.planner.simulation.workers.operations import Operations
@@ -57,6 +58,8 @@ class Worker:
                 self._grads.commit_reached(message.step)
             case SumPassed():
                 self._grads.take_sum(message)
+            case SumTaken():
+                self._grads.release_slots(message)
             case UpdateStep():
                 self._carry_out(self._update_queue.add(message))
             case FlushBlock():

@@ -1,8 +1,9 @@
 """A scheduler whose actors answer at once, or not at all."""
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,7 +58,7 @@ TIERED: dict[str, Any] = {
 
 
 class _StagedScheduler(Scheduler):
-    """A scheduler whose GPU worker computes only when no event is left."""
+    """A scheduler whose GPU workers compute only when no event is left."""
 
     def __init__(self, stage: "Stage", *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -108,7 +109,7 @@ class Stage:
         self.stop = StopRequest()
         self.grads: set[tuple[int, int]] = set()  # step and block of gradients whose update has not begun
         self.updating: dict[int, set[ActorName]] = {}  # by step: actors that may update it
-        self.granted: deque[ComputeBlock] = deque()
+        self.granted: dict[int, tuple[ActorName, ComputeBlock]] = {}  # by number
         self.scheduler = _StagedScheduler(
             self,
             self.context,
@@ -135,14 +136,17 @@ class Stage:
 
     def _send(self, to: ActorName, message: Message) -> None:
         if isinstance(message, ComputeBlocks):
-            self.granted.extend(message.operations)
+            self.granted |= {operation.op: (to, operation) for operation in message.operations}
         else:
             self._take(to, message)
 
     def compute_next(self) -> None:
-        """Computes the next granted operation, which counts as a message of its own here."""
+        """Computes the next granted operation, which counts as a message of its own here.
+
+        Of several GPU workers' operations the smallest comes first, because others need its sum.
+        """
         if self.granted:
-            self._take(GPU_WORKER, self.granted.popleft())
+            self._take(*self.granted.pop(min(self.granted)))
 
     def _take(self, to: ActorName, message: Message) -> None:
         self.received.append((to, message))
@@ -160,7 +164,7 @@ class Stage:
                 )
                 return [progress, ModelLoaded(**facts, actor=to)]
             case ComputeBlock():
-                progressed = self._computed(message)
+                progressed = replace(self._computed(message), actor=to)
                 for grad in progressed.grads:
                     self.grads.add((grad.step, grad.block))
                 return [progressed, *self._updates(message.step)]

@@ -23,6 +23,7 @@ from windlass.actors.messages import (
     CommitStore,
     ComputeBlock,
     ComputeProgressed,
+    Event,
     ExportModel,
     FlushBlock,
     GradOffloaded,
@@ -37,7 +38,7 @@ from windlass.actors.messages import (
     UpdateStep,
 )
 from windlass.actors.policy.config import SchedulerConfig
-from windlass.actors.policy.worker_queues import OffloadQueue, UpdateActions, UpdateQueue
+from windlass.actors.worker_policy.worker_queues import OffloadQueue, UpdateActions, UpdateQueue
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 
@@ -45,7 +46,7 @@ from windlass.storage.ids import ActorName, BlockIndex, Step
 class Pending:
     """An event that can come now: the report of an actor."""
 
-    event: Message
+    event: Event
     answers: str  # key of the instruction that it answers; some instructions are answered by two events
 
 
@@ -71,12 +72,14 @@ class Facts(Expected):
         self.computing: list[ComputeBlock] = []
         # Those of them that must be over, because another GPU worker has reported what comes after them.
         self.happened: set[int] = set()
+        self.stuck: set[int] = set()  # numbers of operations that never end, although a GPU worker has them
         # Gradients that are where they stay, and whose report is on its way; those that are reported are in `reported`.
         # The actors that update them may have begun.
         self.offload_order = OffloadQueue(shape.ordering, shape.spilled_blocks)
         self.offloading: set[tuple[int, int]] = set()
         self.num_unreported_grads = 0
         self.reported: set[tuple[int, int]] = set()
+        self.without_losses: list[GradReady] = []  # reports that do not count before those of all losses of the step
         self.update_queues = {actor: self._queue_of(actor) for actor in shape.updating_actors}
         self.how: dict[int, UpdateStep] = {}  # by step
         self.updating: dict[tuple[int, int], set[ActorName]] = {}  # updates that have begun
@@ -235,9 +238,13 @@ class Facts(Expected):
         while num_over < len(over):
             num_over = len(over)
             for computing in left.values():
-                while computing and ((before := self._predecessor(computing[0])) is None or before in over):
+                while computing and self._can_end(computing[0], over):
                     over.add(_described(computing.pop(0)))
         return [compute for compute in first if _described(compute) in over]
+
+    def _can_end(self, compute: ComputeBlock, over: set[tuple[int, Phase, int, int]]) -> bool:
+        before = self._predecessor(compute)
+        return compute.op not in self.stuck and (before is None or before in over)
 
     def _happen(self, compute: ComputeBlock) -> None:
         """Records that an operation is over, and with it all that comes before it."""
@@ -281,6 +288,9 @@ class Facts(Expected):
                     self.computing.remove(first)
                     self.happened.remove(first.op)
                     self._note_computed(first)
+                early, self.without_losses = self.without_losses, []
+                for grad in early:
+                    self._count_gradient(grad)
                 for grad in event.grads:
                     self._note_gradient(grad)
             case BlockUpdated():
@@ -369,15 +379,23 @@ class Facts(Expected):
         self._complete_without_ssds()
 
     def _note_gradient(self, grad: GradReady) -> None:
-        """Records the report of a gradient. A skipped step has no updates, so it is over."""
-        step, key = grad.step, (int(grad.step), int(grad.block))
-        self.offloading.remove(key)
+        """Records the report of a gradient."""
+        self.offloading.remove((int(grad.step), int(grad.block)))
         self.num_unreported_grads -= 1
+        self._count_gradient(grad)
+        if grad.block not in self.shape.device_blocks:
+            self.offload(self.offload_order.offload_finished())
+
+    def _count_gradient(self, grad: GradReady) -> None:
+        """Lets a gradient count, once all losses are known. A skipped step has no updates, so it is over."""
+        step, key = grad.step, (int(grad.step), int(grad.block))
+        heads = [each for each in self.computed if each[:2] == (step, Phase.HEAD)]
+        if grad.block == self.shape.num_blocks - 1 and len(heads) < self.shape.num_groups:
+            self.without_losses.append(grad)
+            return
         self.reported.add(key)
         self.expect_updates(int(step))
         self._note_updated(key)
-        if grad.block not in self.shape.device_blocks:
-            self.offload(self.offload_order.offload_finished())
         if self.shape.keeps_grads and self._gradients_complete(step):
             if step in self.skipped and not self.is_commit_step(step):
                 self.written = [step] * self.shape.num_blocks

@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from windlass.actors.messages import BlockComputed, ComputeBlock, ComputeProgressed, GradReady, Phase
-from windlass.actors.policy.block_queue import Ordering
 from windlass.actors.policy.config import SchedulerConfig
+from windlass.actors.worker_policy.block_queue import Ordering
 from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkIndex, ChunkKey, JobId, Step
 
 JOB = JobId("ftjob-1")

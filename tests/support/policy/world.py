@@ -37,7 +37,7 @@ from windlass.actors.policy.config import SchedulerConfig
 from windlass.actors.policy.pending_replies import Instruction
 from windlass.actors.policy.scheduler_core import Action, EndStep, NotFiniteError, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
-from windlass.actors.policy.worker_queues import GRANTED_AHEAD
+from windlass.actors.worker_policy.worker_queues import GRANTED_AHEAD
 from windlass.storage.ids import ActorName, Step
 
 
@@ -87,10 +87,10 @@ class World(Facts):
 
     def _expected_failure(self, event: Message) -> str | None:
         """The error that the policy must raise after this event; None if it can continue."""
-        if not isinstance(event, ComputeProgressed) or not event.grads:
+        if not isinstance(event, ComputeProgressed):
             return None
         if not self.shape.keeps_grads:
-            is_bad = (event.step, event.grads[0].block) in self.bad
+            is_bad = bool(event.grads) and (event.step, event.grads[0].block) in self.bad
             text = (
                 f"a gradient of step {event.step} is not finite.*; step {self.committed} is the last that was committed"
             )
@@ -177,7 +177,8 @@ class World(Facts):
         if self.pipeline.finished:
             assert not self.choices()
         else:
-            assert self.choices(), "nothing is outstanding and the job is not finished: it is stuck"
+            is_stuck = any(compute.op in self.stuck for compute in self.computing)
+            assert is_stuck or self.choices(), "nothing is outstanding and the job is not finished: it is stuck"
 
     def _take_one(self, to: ActorName, message: Message) -> None:
         match message:
@@ -398,7 +399,7 @@ class World(Facts):
             self._check_end_of(worker, last)
 
     def _check_end_of(self, worker: ActorName, last: int) -> None:
-        """Checks that a GPU worker has computed all of its operations in order, and that it was there at all exports."""
+        """Checks that a GPU worker has computed all its operations in order, and that it was there at all exports."""
         planned, num_issued = self.expected_of(worker), self.num_issued[worker]
         expected = planned[:num_issued]
         if self.stopped_at is None:

@@ -17,7 +17,7 @@ from tests.support.races.cuda import RecordedCuda
 from tests.support.races.operators import AccessMode, Memory, Range
 from windlass.actors.messages import GradOffloaded
 from windlass.actors.offload.param_prefetcher import ParamFeed as OffloadedParams
-from windlass.actors.policy.worker_queues import UpdateActions, UpdateQueue
+from windlass.actors.worker_policy.worker_queues import UpdateActions, UpdateQueue
 from windlass.engine.device import device as device_module
 from windlass.engine.device.device import Device
 from windlass.engine.device.tensor_arena import TensorArena

@@ -14,7 +14,7 @@ from benchmarks.scheduler.cases import Bench, Bottleneck, Case, Reference, Resul
 from benchmarks.scheduler.throttle import BACKWARD_FLOP, FORWARD_FLOP, HEAD_FLOP, Throttle
 from tests.support.actors.specs import make_layout
 from tests.support.training import has_direct_io
-from windlass.actors.policy.block_queue import QueueOrder
+from windlass.actors.worker_policy.block_queue import QueueOrder
 
 OPTIMIZER = Bottleneck(resource="optimizer", over_compute=2.0)
 SSD = Bottleneck(resource="ssd", over_compute=1.5)

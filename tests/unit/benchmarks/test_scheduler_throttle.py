@@ -15,9 +15,9 @@ from tests.support.training import has_direct_io, losses_of, make_partition, mak
 from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.messages import Message, SpanKind, SpansReported, WorkSpan
 from windlass.actors.optimizer import worker as cpu_optimizer
-from windlass.actors.policy.block_queue import Ordering, QueueOrder
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.ssd import server as ssd_server
+from windlass.actors.worker_policy.block_queue import Ordering, QueueOrder
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.storage.ids import ActorName, BlockIndex, ChunkIndex, ChunkKey
 from windlass.storage.io.engines import Transfer

@@ -12,8 +12,8 @@ from tests.support.actors.specs import make_layout, make_spec
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
 from windlass.actors.job.context import make_context
 from windlass.actors.messages import ComputeBlock, Message, Phase, SpansReported, StoredParams
-from windlass.actors.policy.grad_sums import Use, leaving_sums
 from windlass.actors.timeline.recorder import SpanRecorder
+from windlass.actors.worker_policy.grad_sums import Use, leaving_sums
 from windlass.engine.device.buffer_pool import DeviceBuffers
 from windlass.engine.device.device import Device
 from windlass.engine.device.tensor_arena import TensorArena

@@ -18,7 +18,7 @@ from windlass.actors.gpu_worker import worker
 from windlass.actors.gpu_worker.worker import evaluation_groups
 from windlass.actors.job.context import GPU_WORKER, grad_precision
 from windlass.actors.messages import ActorFailed, BlockUpdated, ComputeProgressed, GradOffloaded, Phase, ReadChunks
-from windlass.actors.policy import worker_queues
+from windlass.actors.worker_policy import worker_queues
 from windlass.engine.data.examples import NO_TARGET
 from windlass.engine.device.device import Device
 from windlass.engine.memory_plan.plan import Placement

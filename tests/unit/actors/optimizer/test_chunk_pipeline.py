@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from windlass.actors.optimizer.chunk_pipeline import ChunkPipeline
-from windlass.actors.policy import QueueOrder
+from windlass.actors.worker_policy import QueueOrder
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, Span, Step
 from windlass.storage.memory import SlotPool

@@ -36,7 +36,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.optimizer.model_io import ModelIo
 from windlass.actors.optimizer.worker import RESTORE_DEPTH, CpuOptimizer
-from windlass.actors.policy.block_queue import Ordering, QueueOrder
+from windlass.actors.worker_policy.block_queue import Ordering, QueueOrder
 from windlass.engine.device.dtypes import TORCH_DTYPE, state_dtype
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.layout import BlockLayout, ModelLayout, ParamSlice

@@ -18,8 +18,8 @@ from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.job.context import make_context, piece_bounds
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import Message, SpanKind, SpansReported
-from windlass.actors.policy.block_queue import Ordering
 from windlass.actors.runtime.local_runner import run_local
+from windlass.actors.worker_policy.block_queue import Ordering
 from windlass.engine.device.buffer_pool import BufferClass, DeviceBuffers
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.plan import Placement, PlanError

@@ -20,8 +20,8 @@ from windlass.actors.messages import (
     ReadChunks,
     UpdateStep,
 )
-from windlass.actors.policy.block_queue import Ordering, QueueOrder
 from windlass.actors.runtime.local_runner import run_local
+from windlass.actors.worker_policy.block_queue import Ordering, QueueOrder
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.storage.ids import ActorName, Precision

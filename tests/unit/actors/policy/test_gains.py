@@ -23,10 +23,10 @@ from windlass.actors.messages import (
     StoreCommitted,
     UpdateStep,
 )
-from windlass.actors.policy.block_queue import QueueOrder
 from windlass.actors.policy.scheduler_core import Action, EndStep, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
-from windlass.actors.policy.worker_queues import OffloadQueue, UpdateActions, UpdateQueue
+from windlass.actors.worker_policy.block_queue import QueueOrder
+from windlass.actors.worker_policy.worker_queues import OffloadQueue, UpdateActions, UpdateQueue
 from windlass.engine.memory_plan.plan import most_passing_blocks
 from windlass.storage.ids import ActorName, BlockIndex, Step
 

@@ -13,9 +13,9 @@ from tests.support.policy.jobs import make_shape
 from tests.support.policy.world import World, deliver_all_but
 from windlass.actors.messages import GradChunk, Message, Phase
 from windlass.actors.policy import rank_queue
-from windlass.actors.policy.block_queue import QueueOrder
 from windlass.actors.policy.config import Operation, SchedulerConfig, program
 from windlass.actors.policy.pending_replies import UnexpectedEventError
+from windlass.actors.worker_policy.block_queue import QueueOrder
 
 ORDERS: dict[str, dict[str, Any]] = {
     "active": {"clip_norm": None, "keeps_grads": False},
@@ -41,16 +41,22 @@ TIERS: list[dict[str, Any]] = [
 
 
 def tiered_shape(order: dict[str, Any], tiers: dict[str, Any], **options: Any) -> SchedulerConfig:
-    """A small job, with those of the tiers' blocks that it has. Only kept gradients can spill."""
+    """A small job, with those of the tiers' blocks that it has. Only kept gradients can spill.
+
+    With several ranks, blocks are resident in host memory instead of on the device.
+    """
     if "spilled_blocks" in tiers and not order["keeps_grads"]:
         tiers = {}
     there = frozenset(range(len(options["chunks_per_block"])))
     tiers = {name: each & there if isinstance(each, frozenset) else each for name, each in tiers.items()}
+    if options["num_ranks"] > 1 and "device_blocks" in tiers:
+        tiers |= {"host_blocks": tiers["host_blocks"] | tiers["device_blocks"], "device_blocks": frozenset()}
     return make_shape(**(order | options | tiers))
 
 
 shapes = st.builds(
     tiered_shape,
+    num_ranks=st.integers(1, 4),
     order=st.sampled_from(list(ORDERS.values())),
     tiers=st.sampled_from(TIERS),
     max_bad_steps=st.integers(0, 3),
@@ -60,8 +66,8 @@ shapes = st.builds(
     num_optimizers=st.integers(1, 2),
     num_ssds=st.integers(1, 2),
     total_steps=st.integers(1, 7),
-    num_groups=st.integers(1, 3),
-    num_evaluation_groups=st.integers(0, 2),
+    num_groups=st.integers(1, 6),
+    num_evaluation_groups=st.integers(0, 4),
     evaluate_every=st.integers(0, 2),
     evaluation_decides=st.booleans(),
     checkpoint_every=st.integers(0, 4),
@@ -78,7 +84,9 @@ bad_gradients = st.one_of(
     st.frozensets(st.tuples(st.integers(1, 7), st.integers(0, 3)), max_size=4),
     st.frozensets(st.integers(1, 7)).map(lambda steps: frozenset((step, b) for step in steps for b in range(6))),
 )
-slow_actors = st.sets(st.sampled_from(["compute", "gradient", "update", "flush", "commit", "export"]))
+slow_actors = st.sets(
+    st.sampled_from(["compute", "gradient", "update", "flush", "commit", "export", "gpu-0", "gpu-1", "gpu-2"])
+)
 best_steps = st.frozensets(st.integers(1, 7), max_size=4)
 finishes = st.one_of(st.none(), st.integers(1, 7))
 wanted = st.frozensets(st.integers(0, 150), max_size=3)
@@ -103,7 +111,7 @@ def run(
             world.stop()  # again after each event, as the shell does
         if num in want_at and world.committed >= 0:
             world.want_checkpoint()
-        fast = [choice for choice in choices if choice.answers.split()[0] not in slow]
+        fast = [c for c in choices if c.answers.split()[0] not in slow and c.event.actor not in slow]
         world.deliver(order.choice(fast if fast and order.random() < 0.9 else choices))
         num += 1
 
@@ -219,6 +227,7 @@ def resident(where: tuple[Any, Any], commit_every: int, **options: Any) -> dict[
 
 NO_SSDS: dict[str, Any] = {"host_blocks": frozenset(range(4)), "num_ssds": 0}
 GROUPS: dict[str, Any] = {"num_groups": 2, "chunks_per_block": (1,) * 3}
+RANKS: dict[str, Any] = {"num_ranks": 2, "num_groups": 2, "chunks_per_block": (1,) * 2}
 TINY: dict[str, tuple[dict[str, Any], Bad]] = {
     "active": (ORDERS["active"], frozenset()),
     "kept": (ORDERS["kept"], frozenset()),
@@ -250,6 +259,25 @@ TINY: dict[str, tuple[dict[str, Any], Bad]] = {
         ORDERS["kept"] | resident(MIXED, 2, num_groups=2),
         frozenset({(2, 0)}),
     ),
+    "ranks-active": (ORDERS["active"] | RANKS, frozenset()),
+    "ranks-clipped-first-skipped": (ORDERS["clipped"] | RANKS, frozenset({(1, 1)})),
+    "ranks-alone": (ORDERS["alone"] | RANKS, frozenset()),
+    "ranks-three-groups-spilled": (
+        ORDERS["kept"] | RANKS | {"num_groups": 3, "spilled_blocks": frozenset({1})},
+        frozenset(),
+    ),
+    "ranks-evaluation": (
+        ORDERS["active"] | RANKS | {"num_evaluation_groups": 2, "evaluate_every": 1},
+        frozenset(),
+    ),
+    "ranks-evaluation-and-checkpoint": (
+        ORDERS["active"] | RANKS | {"num_evaluation_groups": 3, "evaluate_every": 1, "checkpoint_every": 1},
+        frozenset(),
+    ),
+    "ranks-without-groups-evaluate": (
+        ORDERS["active"] | RANKS | {"num_groups": 1, "num_evaluation_groups": 2, "evaluate_every": 1},
+        frozenset(),
+    ),
     "host-every-2-active": (ORDERS["active"] | resident(HOST, 2), frozenset()),
     "device-every-2-active": (ORDERS["active"] | resident(DEVICE, 2), frozenset()),
     "mixed-active": (ORDERS["active"] | resident(MIXED, 1), frozenset()),
@@ -270,6 +298,9 @@ TINY: dict[str, tuple[dict[str, Any], Bad]] = {
 
 
 LONG = {
+    "ranks-alone",
+    "ranks-evaluation-and-checkpoint",
+    "ranks-three-groups-spilled",
     "no-ssds-first-skipped",
     "spilled-first-skipped",
     "kept-both-skipped",
@@ -387,8 +418,9 @@ DECIDES: dict[str, Any] = {
             marks=pytest.mark.long,
         ),
         (ORDERS["active"] | {"host_blocks": frozenset(range(3)), "num_ssds": 0, "commit_every": 2}, frozenset()),
+        pytest.param(ORDERS["active"] | RANKS | {"num_evaluation_groups": 2}, frozenset(), marks=pytest.mark.long),
     ],
-    ids=["active", "first skipped", "host every 2", "no SSDs"],
+    ids=["active", "first skipped", "host every 2", "no SSDs", "ranks"],
 )
 def test_all_orders_of_a_tiny_job_whose_evaluations_decide(
     options: dict[str, Any], bad: Bad, best: frozenset[int], finish_at: int | None

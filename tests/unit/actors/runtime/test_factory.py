@@ -68,7 +68,7 @@ def test_each_gpu_worker_gets_its_rank_and_device(monkeypatch: pytest.MonkeyPatc
 def test_param_server_is_started_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[object, ...]] = []
     module = SimpleNamespace(ParamServer=lambda *arguments: made.append(arguments))
-    monkeypatch.setattr(building.importlib, "import_module", {"windlass.actors.params": module}.__getitem__)
+    monkeypatch.setattr(building.importlib, "import_module", {"windlass.actors.ssd.param_server": module}.__getitem__)
     context: Any = SimpleNamespace()
     building.start_actor(PARAM_SERVER, context, None, print)
     assert made == [(PARAM_SERVER, context, print)]

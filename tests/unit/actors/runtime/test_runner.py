@@ -19,6 +19,7 @@ from windlass.actors.job.journal import Journal, read_journal
 from windlass.actors.lifecycle.attempt_lock import begin_attempt, close_attempt, has_begun, last_sign_of_life
 from windlass.actors.messages import KernelChosen, Message, UserMessage
 from windlass.actors.runtime import ray_runner as deploy
+from windlass.actors.runtime import start_up
 from windlass.actors.runtime.ray_runner import Runner
 from windlass.actors.scheduler.scheduler import CANCELLED, INTERRUPTED, PAUSED, ActorLostError
 from windlass.storage.ids import ActorName, Attempt, Kernel, Step
@@ -296,16 +297,88 @@ def test_attempt_that_ended_keeps_its_outcome_and_closes_the_rest_if_a_clean_up_
             journal.append_outcome(message="the process of ssd-0 died", **outcome)  # type: ignore[arg-type]
         return outcome
 
-    def fail(_: object) -> None:
-        raise ValueError("the placement group is gone")
-
     opened.run = run
-    monkeypatch.setattr(deploy, "remove_placement_group", fail)
+    monkeypatch.setattr(deploy, "remove_placement_group", fail_to_clean_up)
     runner._run()
     (outcome,) = read_journal(tmp_path / "journal.jsonl")
     assert outcome.message == "the process of ssd-0 died"
     assert opened.closed == [name for name in ALL_CLOSED if name != "group"]
     assert "ValueError: the placement group is gone" in (tmp_path / "error.txt").read_text()
+
+
+def fail_to_clean_up(_: object) -> None:
+    raise ValueError("the placement group is gone")
+
+
+def test_attempt_whose_start_and_clean_up_fail_ends_with_the_error_of_the_start(
+    runner: Runner, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise ActorLostError("the process of gpu-0 died while it started")
+
+    monkeypatch.setattr(runner, "_start_workers", fail)
+    monkeypatch.setattr(deploy, "remove_placement_group", fail_to_clean_up)
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert (outcome.data["status"], outcome.message) == (INTERRUPTED, "the process of gpu-0 died while it started")
+    assert "ValueError: the placement group is gone" in (tmp_path / "error.txt").read_text()
+
+
+@pytest.mark.parametrize(("stop", "status"), [("cancel", CANCELLED), ("pause", PAUSED)])
+def test_attempt_that_is_stopped_at_its_start_keeps_its_outcome_if_a_clean_up_fails(
+    runner: Runner, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str, status: str
+) -> None:
+    def is_free() -> bool:
+        getattr(runner, stop)()
+        return False
+
+    opened.is_free = is_free
+    monkeypatch.setattr(deploy, "remove_placement_group", fail_to_clean_up)
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert (outcome.data["status"], outcome.data["error"]) == (status, None)
+    assert "ValueError: the placement group is gone" in (tmp_path / "error.txt").read_text()
+
+
+def create_arena_of(runner: Runner, monkeypatch: pytest.MonkeyPatch, allocate: Callable[..., int]) -> None:
+    """Lets the attempt create an arena in the job's folder, whose pages `allocate` allocates."""
+    path = str(Path(runner.spec.job_dir) / "windlass-ftjob-1-1-1.arena")
+    context = SimpleNamespace(arena_path=path, plan=SimpleNamespace(arena_nbytes=4096))
+    monkeypatch.setattr(deploy, "plan_attempt", lambda *_: context)
+    monkeypatch.setattr(deploy, "create_arena", start_up.create_arena)
+    monkeypatch.setattr("windlass.storage.memory.arena.allocate_pages", allocate)
+
+
+def test_first_attempt_whose_room_is_lost_before_its_arena_is_created_is_repeated(
+    runner: Runner, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    runner.spec = dataclasses.replace(runner.spec, attempt=Attempt(1))
+    create_arena_of(runner, monkeypatch, allocate)
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert outcome.data["status"] == INTERRUPTED
+    assert "4.00 KiB needed" in outcome.message
+    assert "the job's own processes" in outcome.message
+    assert list(tmp_path.glob("*.arena")) == []
+
+
+def test_attempt_that_is_cancelled_while_its_arena_is_created_ends_at_once(
+    runner: Runner, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(*_: object, check_stop: Callable[[], None], **__: object) -> int:
+        check_stop()
+        runner.cancel()
+        check_stop()
+        raise AssertionError("the allocation goes on")
+
+    create_arena_of(runner, monkeypatch, allocate)
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert (outcome.data["status"], outcome.data["error"]) == (CANCELLED, None)
+    assert list(tmp_path.glob("*.arena")) == []
 
 
 def test_actor_that_cannot_be_killed_keeps_none_of_the_others_alive(
@@ -352,6 +425,6 @@ def test_actors_that_do_not_stop_cleanly_are_in_the_file_of_errors(
     monkeypatch.setattr(ray, "get", get)
     runner._stop_workers(is_over=True)
     assert (tmp_path / "error.txt").read_text().splitlines() == [
-        f"gpu-0 did not stop within {runner.spec.deadline_s:g} s",
-        "ssd-0 did not stop cleanly: [Errno 5] the store could not be deleted",
+        f"attempt 2: gpu-0 did not stop within {runner.spec.deadline_s:g} s",
+        "attempt 2: ssd-0 did not stop cleanly: [Errno 5] the store could not be deleted",
     ]

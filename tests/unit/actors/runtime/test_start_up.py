@@ -26,7 +26,7 @@ def made_on(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Ends a start where it would make the arena. Returns the list to which the arena's node is added."""
     nodes: list[int | None] = []
 
-    def create(path: str, nbytes: int, *, node: int | None) -> Any:
+    def create(path: str, nbytes: int, *, node: int | None, check_stop: None) -> Any:
         nodes.append(node)
         raise ArenaMade
 
@@ -71,8 +71,9 @@ def test_gpu_workers_are_asked_for_their_nodes_and_different_ones_give_none(
     runner = make_runner(tmp_path, monkeypatch, gpu_workers)
     calls: list[tuple[object, ...]] = []
 
-    def call(*arguments: object) -> dict[ActorName, int | None]:
+    def call(*arguments: object, deadline_s: float) -> dict[ActorName, int | None]:
         calls.append(arguments)
+        assert deadline_s == start_up.WORKER_DEADLINE_S, "the worker imports PyTorch first"
         return dict(zip(gpu_workers, nodes, strict=True))
 
     monkeypatch.setattr(runner, "_call", call)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.actors.scheduler_stage import Stage
+from tests.support.actors.scheduler_stage import LAYOUT, Stage
 from tests.support.training import journal_of, metrics_of
 from windlass.actors.messages import (
     BlockComputed,
@@ -14,6 +14,7 @@ from windlass.actors.messages import (
     KernelChosen,
     LoadProgressed,
     Loss,
+    ModelKernelsChosen,
     Phase,
 )
 from windlass.actors.policy.pending_replies import UnexpectedEventError
@@ -62,7 +63,9 @@ def test_progress_with_groups_in_any_order_tells_the_evaluation_loss_of_one_work
 
 def test_progress_told_an_evaluation_group_twice_refuses_it(stage: Stage) -> None:
     stage.scheduler._progress.note(loss(Phase.EVALUATE_HEAD, 1, 2))
-    with pytest.raises(UnexpectedEventError, match="loss of group 2 in the evaluation of step 1 a second time"):
+    with pytest.raises(
+        UnexpectedEventError, match="gpu-0 reported the loss of group 2 in the evaluation of step 1 a second time"
+    ):
         stage.scheduler._progress.note(loss(Phase.EVALUATE_HEAD, 1, 2))
 
 
@@ -88,18 +91,41 @@ def test_kernel_message_of_gpu_worker_says_device(stage: Stage) -> None:
     ]
 
 
+def test_kernel_message_of_one_of_several_gpu_workers_says_which(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, num_ranks=2, training={"num_microbatches": 2})
+    for actor in ("gpu-0", "gpu-1"):
+        kernels = ModelKernelsChosen(job=stage.spec.job, step=Step(0), actor=ActorName(actor), kernels=("a", "b"))
+        stage.scheduler._progress.note(kernels)
+    told = [record.message for record in journal_of(stage.spec) if "computes" in record.message]
+    assert told == ["GPU 0 computes with a and b", "GPU 1 computes with a and b"]
+
+
 def test_load_progress_is_reported_at_intervals(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("windlass.actors.scheduler.progress.time.monotonic", lambda: now[0])
-    for number in range(1, 101):
-        stage.scheduler._progress.note(
-            LoadProgressed(
-                job=stage.spec.job, step=Step(0), actor=ActorName("optimizer-0"), num_params=number, total_params=100
-            )
-        )
+    total = LAYOUT.numel
+    for percent in range(1, 101):
+        stage.scheduler._progress.note(load_progress(stage, "optimizer-0", -(-percent * total // 100), total))
         now[0] += 0.1
-    told = [record.message for record in journal_of(stage.spec) if "Loaded" in record.message]
-    assert told == ["Loaded 1% of 100 parameters", "Loaded 51% of 100 parameters"]
+    told = [record.message for record in journal_of(stage.spec)]
+    assert told == [f"Loaded 1% of {total:,} parameters", f"Loaded 51% of {total:,} parameters"]
+
+
+def load_progress(stage: Stage, actor: str, num_params: int, total_params: int) -> LoadProgressed:
+    return LoadProgressed(
+        job=stage.spec.job, step=Step(0), actor=ActorName(actor), num_params=num_params, total_params=total_params
+    )
+
+
+@pytest.mark.parametrize(("actor", "name"), [("gpu-0", "The device"), ("optimizer-1", "The actor optimizer-1")])
+def test_load_progress_of_one_of_several_actors_is_told_as_its_own(stage: Stage, actor: str, name: str) -> None:
+    stage.scheduler._progress.note(load_progress(stage, actor, 500, 1000))
+    assert [record.message for record in journal_of(stage.spec)] == [f"{name} has loaded 50% of its 1,000 parameters"]
+
+
+def test_load_progress_of_blocks_without_params_is_not_told(stage: Stage) -> None:
+    stage.scheduler._progress.note(load_progress(stage, "gpu-0", 0, 0))
+    assert journal_of(stage.spec) == []
 
 
 def test_export_progress_is_reported_at_intervals_from_its_beginning(

@@ -22,9 +22,9 @@ from windlass.actors.messages import (
     Phase,
     UpdateStep,
 )
-from windlass.actors.policy.block_queue import Ordering, QueueOrder
 from windlass.actors.scheduler import progress, scheduler
 from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED, ActorLostError
+from windlass.actors.worker_policy.block_queue import Ordering, QueueOrder
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.engine.training_config.training_config import NUMERICS
@@ -184,6 +184,17 @@ def test_a_step_of_several_groups_is_told_once(tmp_path: Path) -> None:
     assert metrics_of(stage.spec, "train_loss") == dict.fromkeys(range(1, 5), 3 * stage.loss)
     compute_s = metrics_of(stage.spec, "compute_s")
     assert compute_s == pytest.approx(dict.fromkeys(range(1, 5), 3 * (2 * len(stage.context.layout.blocks) - 1) * 0.1))
+
+
+def test_step_of_several_ranks_tells_the_compute_time_of_the_busiest_one(tmp_path: Path) -> None:
+    """The first one computes two of the three groups, and completes all gradients."""
+    stage = Stage(tmp_path, num_ranks=2, training={"num_microbatches": 3}, placement=Placement(group_size=1))
+    assert stage.run()["status"] == "succeeded"
+    workers = {(m.group, to) for to, m in stage.received if isinstance(m, ComputeBlock) and m.phase is Phase.HEAD}
+    assert workers == {(0, "gpu-0"), (1, "gpu-1"), (2, "gpu-0")}
+    assert metrics_of(stage.spec, "train_loss") == dict.fromkeys(range(1, 5), 3 * stage.loss)
+    seconds = 2 * (2 * len(stage.context.layout.blocks) - 1) * 0.1
+    assert metrics_of(stage.spec, "compute_s") == pytest.approx(dict.fromkeys(range(1, 5), seconds))
 
 
 def test_clipping_tells_the_norm_and_scales_by_it(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_failure_ends_the_job_and_names_the_actor(stage: Stage) -> None:
     assert outcome["status"] == "failed"
     assert outcome["error"] == {"code": "training_failed", "message": "optimizer-1: no room", "param": None}
     assert outcome["model_dir"] is None
-    assert Path(stage.spec.job_dir, "error.txt").read_text() == "optimizer-1\nTraceback"
+    assert Path(stage.spec.job_dir, "error.txt").read_text() == "attempt 2: optimizer-1\nTraceback\n"
 
 
 def test_an_actor_that_is_gone_ends_the_job(stage: Stage) -> None:
@@ -158,10 +158,10 @@ def stalled_by(stage: Stage, *failures: ActorFailed) -> dict[str, Any]:
     return stage.run()
 
 
-def stalled_stage(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+def stalled_stage(directory: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Stage:
     """A stage whose first update never ends, and whose actors answer when they are asked for their status."""
     monkeypatch.setattr(scheduler, "_TICK_S", 0.05)
-    stage = Stage(directory, deadline_s=0.5)
+    stage = Stage(directory, deadline_s=0.5, **changes)
     stage.silent = {UpdateStep}
     shape = stage.scheduler.pipeline.config
     stage.statuses = dict.fromkeys((*shape.gpu_workers, *shape.optimizers, *shape.ssd_servers), "")
@@ -194,11 +194,22 @@ def test_error_of_a_stalled_attempt_tells_what_the_threads_of_all_actors_do(
     assert asked == ["gpu-0", "optimizer-0", "optimizer-1", "ssd-0", "ssd-1"]
 
 
+def test_statuses_of_all_gpu_workers_and_their_param_server_are_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = stalled_stage(tmp_path, monkeypatch, num_ranks=2, training={"num_microbatches": 2})
+    stage.statuses[ActorName("gpu-1")] = "a thread has waited 0.6 s for a slot"
+    outcome = stage.run()
+    assert "gpu-1: a thread has waited 0.6 s for a slot" in error_text(outcome)
+    asked = [to for to, message in stage.received if isinstance(message, DescribeStatus)]
+    assert asked == ["gpu-0", "gpu-1", "params-0", "optimizer-0", "optimizer-1", "ssd-0", "ssd-1"]
+
+
 def test_timeout_in_an_actor_ends_the_attempt(stage: Stage) -> None:
     outcome = stalled_by(stage, failure("gpu-0", "TimeoutError: a lock is held", FailureKind.STALLED))
     assert (outcome["status"], outcome["error"]["code"]) == (INTERRUPTED, "training_stalled")
     assert outcome["error"]["message"] == "gpu-0: TimeoutError: a lock is held"
-    assert Path(stage.spec.job_dir, "error.txt").read_text() == "gpu-0\nTraceback"
+    assert Path(stage.spec.job_dir, "error.txt").read_text() == "attempt 2: gpu-0\nTraceback\n"
 
 
 @pytest.mark.parametrize(

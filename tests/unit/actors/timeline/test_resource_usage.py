@@ -41,6 +41,15 @@ def test_peaks_are_sums_over_actors_and_never_fall() -> None:
     assert measured.data["peak_bytes"] == {"ssd": 30, "gpu": 7}
 
 
+def test_peaks_of_several_gpu_workers_are_those_of_the_largest() -> None:
+    """A plan's bytes are those of each GPU, and all GPU workers report the same arena."""
+    measured = Measured(1, None)
+    for actor, num in (("gpu-0", 5), ("gpu-1", 7), ("gpu-2", 6)):
+        for kind in (MemoryKind.DEVICE, MemoryKind.DEVICE_RESERVED, MemoryKind.HOST):
+            measured.note_memory(told(actor, kind, num))
+    assert measured.data["peak_bytes"] == {"gpu": 7, "gpu_reserved": 7, "host": 7}
+
+
 def test_next_attempt_continues_from_reported_usage() -> None:
     first = Measured(1, None)
     for number, length_s in ((3, 2.0), (4, 4.0)):

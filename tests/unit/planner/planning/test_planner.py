@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.papers.published_models import RATEL_SHAPES
-from windlass.amounts import GIB
+from windlass.amounts import GIB, bytes_text
 from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes, reserved_nbytes
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.optimizer.fused_adam import update_scratch_nbytes
@@ -206,6 +206,18 @@ def test_answer_with_too_small_a_device_budget_says_what_takes_it_and_what_to_se
     assert answer(replace(asked, device_memory_nbytes=int(gib * GIB))).feasible
     assert report.missing_bytes is not None
     assert report.missing_bytes["gpu"] > 0 == report.missing_bytes["host"]
+
+
+@pytest.mark.parametrize("budget_mib", [1, 90])
+def test_job_fits_a_gpus_budget_that_is_larger_by_the_missing_bytes(budget_mib: int) -> None:
+    config = config_of_shape(ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000), num_tokens=64)
+    asked = question(config=config, batch_size=1, sequence_length=64, device_memory_nbytes=budget_mib << 20)
+    report = answer(asked)
+    assert report.missing_bytes is not None
+    enough_nbytes = (budget_mib << 20) + report.missing_bytes["gpu"]
+    assert f"it lacks {bytes_text(report.missing_bytes['gpu'])} of device memory" in report.reasons[0]
+    assert answer(replace(asked, device_memory_nbytes=enough_nbytes)).feasible
+    assert not answer(replace(asked, device_memory_nbytes=enough_nbytes - 1024)).feasible
 
 
 @pytest.mark.long

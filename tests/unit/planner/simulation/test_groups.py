@@ -11,7 +11,7 @@ import pytest
 from tests.support.actors.specs import make_layout
 from tests.support.planner.simulated import CHUNK, Simulated, job, moved, rates, run
 from windlass.actors.messages import SpanKind
-from windlass.actors.policy.block_queue import Ordering
+from windlass.actors.worker_policy.block_queue import Ordering
 from windlass.engine.memory_plan.plan import Placement
 from windlass.storage.ids import BlockIndex
 

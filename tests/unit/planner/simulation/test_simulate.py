@@ -15,9 +15,9 @@ from tests.support.examples import examples
 from tests.support.planner.simulated import CHUNK, Simulated, job, layers_of, rates, run
 from windlass.actors.job.context import make_context
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
-from windlass.actors.policy.block_queue import Ordering, QueueOrder
 from windlass.actors.scheduler.scheduler import job_shape
 from windlass.actors.timeline.span_files import StepSpans
+from windlass.actors.worker_policy.block_queue import Ordering, QueueOrder
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.plan import Placement

@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.service.dispatcher_stage import PREPARED, Stage
 from windlass.actors.scheduler.scheduler import PAUSED
+from windlass.amounts import GIB
+from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.planning.job_plan import JobPlan
@@ -38,7 +40,7 @@ def machine(read_gb_per_s: float) -> Hardware:
     )
 
 
-def store_request(stage: Stage, job_id: str, hardware: Hardware) -> None:
+def store_request(stage: Stage, job_id: str, hardware: Hardware, asked: WindlassSettings | None = None) -> None:
     """Stores the request of the job's first plan."""
     job = stage.job(job_id)
     data = {"num_examples": 10, "num_validation_examples": 2, "num_targets": 60}
@@ -48,7 +50,7 @@ def store_request(stage: Stage, job_id: str, hardware: Hardware) -> None:
         hardware,
         MachineResources(num_cores=4, num_gpus=0),
         model_dir=stage.settings.models_dir / job.model,
-        asked=WindlassSettings(),
+        asked=asked or WindlassSettings(),
         training=training,
     )
     path = job_dir(stage.settings, job_id) / "prepare" / QUESTION_FILE
@@ -117,7 +119,7 @@ def test_a_job_that_is_resumed_on_another_machine_is_planned_anew(stage: Stage, 
     assert planner.request.training.batch_size == 5
     assert planner.request.hardware == machine(4.0)
     assert stage.job(job_id).waiting_reason == (
-        "its plan is made again, as the machine or the settings have changed since"
+        "its plan is made again, as the machine, the settings or the planner have changed since"
     )
     planner.answer = ANOTHER
     stage.tick(2)
@@ -199,6 +201,49 @@ def test_a_job_that_is_resumed_with_another_budget_is_planned_anew(
     stage.request_resume(job_id)
     stage.tick()
     assert len(stage.planners) == 1
+
+
+def planned_on_a_gpu(stage: Stage, device_nbytes: int) -> tuple[str, dict[str, Any]]:
+    """Queues a job on a GPU that has a budget of 4 GiB. Returns it, and a new plan for it.
+
+    `device_nbytes` are those of its plan and of the new one.
+    """
+    hardware = machine(2.0)
+    hardware = hardware.model_copy(update={"gpus": hardware.gpus.model_copy(update={"count": 1})})
+    engine_gib = {"gpu": device_nbytes / GIB, "host": 1.0, "ssd": 1.0}
+    report = replace(REPORT, engine_gib=engine_gib)
+    plans = [JobPlan(report=report, placement=each, arena_nbytes=1 << 20).to_json() for each in (OLD, NEW)]
+    job_id = stage.submit(budgets={"gpu_memory_gib": 4})
+    stage.tick()
+    folder = job_dir(stage.settings, job_id) / "prepare"
+    folder.mkdir(parents=True)
+    (folder / "plan_job.json").write_text(json.dumps({"ok": True, **plans[0]}))
+    store_request(stage, job_id, hardware, WindlassSettings.model_validate({"budgets": {"gpu_memory_gib": 4}}))
+    stage.preparations[-1].ending = PREPARED
+    stage.tick(2)
+    return job_id, {"ok": True, **plans[1]}
+
+
+def test_job_whose_plan_leaves_no_reserve_on_the_gpu_is_planned_anew_once(stage: Stage, measured: Measured) -> None:
+    """An older release had no reserve. If the new plan has none either, the job's GPU worker refuses it."""
+    measured.hardware = None
+    job_id, another = planned_on_a_gpu(stage, allocatable_nbytes(4 * GIB) + 52)
+    assert stage.runners.started == []
+    (planner,) = stage.planners
+    assert planner.request.device_memory_nbytes == 4 * GIB
+    planner.answer = another
+    stage.tick(2)
+    assert len(stage.planners) == 1
+    assert [spec.placement for spec in stage.runners.started] == [NEW]
+    why = "The plan leaves too little of the GPU's budget to PyTorch's allocator: the job goes on by a new plan"
+    assert why in stage.messages(job_id)
+
+
+def test_job_whose_plan_leaves_the_reserve_on_the_gpu_runs_by_it(stage: Stage, measured: Measured) -> None:
+    measured.hardware = None
+    planned_on_a_gpu(stage, allocatable_nbytes(4 * GIB))
+    assert stage.planners == []
+    assert [spec.placement for spec in stage.runners.started] == [OLD]
 
 
 def test_a_job_whose_plan_does_not_fit_any_more_is_planned_anew(stage: Stage, measured: Measured) -> None:

@@ -154,6 +154,27 @@ class TestArena:
         assert list(tmp_path.iterdir()) == []
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
+    def test_room_lost_during_creation_is_told_without_the_arenas_own_pages(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        created: list[int] = []
+
+        def full(fd: int, offset: int, nbytes: int) -> None:
+            os.pwrite(fd, bytes(nbytes), offset)
+            created.append(os.dup(fd))
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def free_nbytes(directory: Path) -> int:
+            return KIB_64 - os.fstat(created[0]).st_blocks * 512
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        monkeypatch.setattr(arena_module, "require_arena_room", lambda directory, nbytes: None)
+        monkeypatch.setattr(arena_module, "directory_free_nbytes", free_nbytes)
+        with pytest.raises(InsufficientSpaceError) as caught:
+            Arena.create(tmp_path / "arena", KIB_64)
+        os.close(created[0])
+        assert caught.value.free_nbytes == KIB_64
+
     def test_existing_file_is_never_taken_over(self, tmp_path: Path) -> None:
         arena = Arena.create(tmp_path / "arena", 4096)
         arena.buffer(Span(0, 1))[:] = b"x"

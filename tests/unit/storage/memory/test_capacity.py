@@ -98,7 +98,9 @@ class TestRequire:
 
 def test_first_attempt_that_needs_too_much_fails_at_once() -> None:
     too_much, full = InsufficientSpaceError("it", "/", 2, 1, "less"), OSError(errno.ENOSPC, "No space left on device")
+    lost = room.RoomLostError("it", "/", 2, 1, "less")
     assert [room.may_find_room_later(too_much, attempt) for attempt in (1, 2)] == [False, True]
+    assert [room.may_find_room_later(lost, attempt) for attempt in (1, 2)] == [True, True]
     assert [room.may_find_room_later(full, attempt) for attempt in (1, 2)] == [True, True]
     assert not room.may_find_room_later(ValueError("wrong"), 2)
 

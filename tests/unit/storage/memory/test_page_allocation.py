@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from windlass.storage.ids import Span
-from windlass.storage.memory import page_allocation
+from windlass.storage.memory import arena as arena_module
+from windlass.storage.memory import numa, page_allocation
 from windlass.storage.memory.arena import Arena
 from windlass.storage.memory.numa import NumaNode
 from windlass.storage.memory.page_allocation import HUGE_PAGE_NBYTES, allocate_pages
@@ -166,6 +167,8 @@ def test_kernel_without_collapsing_is_asked_once(empty_file: int, monkeypatch: p
 
 def test_threads_enter_the_node_and_the_caller_does_not(empty_file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = os.sched_getaffinity(0)
+    if len(cores) == 1:
+        pytest.skip("on one core a thread that enters the node cannot be told from one that does not")
     last = frozenset({max(cores)})
     entered: list[frozenset[int]] = []
     enter = NumaNode.enter
@@ -180,6 +183,33 @@ def test_threads_enter_the_node_and_the_caller_does_not(empty_file: int, monkeyp
     assert os.sched_getaffinity(0) == cores
 
 
+@pytest.mark.parametrize("num_cores", [1, 3])
+def test_allocation_that_is_stopped_ends_between_two_strides(
+    empty_file: int, monkeypatch: pytest.MonkeyPatch, num_cores: int
+) -> None:
+    strides: list[int] = []
+
+    def check_stop() -> None:
+        if len(strides) >= 2:
+            raise InterruptedError("the job was cancelled")
+
+    monkeypatch.setattr(page_allocation, "_STRIDE_NBYTES", 4096)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    monkeypatch.setattr(page_allocation._Work, "advise", lambda _, start, *__: strides.append(start) or 0)
+    with pytest.raises(InterruptedError, match="cancelled"):
+        allocate_pages(empty_file, NBYTES, huge_budget_s=0.0, check_stop=check_stop)
+    assert 2 <= len(strides) <= 1 + num_cores
+
+
+def test_arena_whose_creation_is_stopped_leaves_nothing(tmp_path: Path) -> None:
+    def check_stop() -> None:
+        raise InterruptedError("the job was cancelled")
+
+    with pytest.raises(InterruptedError, match="cancelled"):
+        Arena.create(tmp_path / "arena", NBYTES, check_stop=check_stop)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_arena_with_huge_pages_holds_the_same_bytes(tmp_path: Path) -> None:
     path = Path("/dev/shm") / f"windlass-huge-test-{os.getpid()}.arena"
     for huge_pages in (True, False):
@@ -188,6 +218,33 @@ def test_arena_with_huge_pages_holds_the_same_bytes(tmp_path: Path) -> None:
         assert arena.held_nbytes == NBYTES
         arena.close()
         arena.unlink()
+
+
+@pytest.mark.parametrize(("room_nbytes", "second_is_strict"), [(2 * NBYTES - 1, False), (2 * NBYTES, True)])
+def test_arenas_that_are_created_together_bind_to_a_node_only_if_it_has_room_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_nbytes: int, second_is_strict: bool
+) -> None:
+    """The second one looks at the node when the first one has decided, and has allocated nothing yet."""
+    paths = [tmp_path / f"windlass-ftjob-{number}-1-{os.getpid()}.arena" for number in (1, 2)]
+    are_strict: list[bool] = []
+
+    def allocate(fd: int, nbytes: int, *, huge_budget_s: float, node: NumaNode, check_stop: None) -> None:
+        are_strict.append(node.is_strict)
+        if len(are_strict) == 1:
+            Arena.create(paths[1], NBYTES, node=0).close()
+
+    (tmp_path / "devices/system/node/node0").mkdir(parents=True)
+    (tmp_path / "devices/system/node/node0/cpulist").write_text("0\n")
+    (tmp_path / "devices/system/node/node0/meminfo").write_text("")
+    look = NumaNode.for_memory
+    monkeypatch.setattr(NumaNode, "for_memory", lambda number, nbytes: look(number, nbytes, tmp_path))
+    monkeypatch.setattr(numa, "_room_nbytes", lambda _meminfo: room_nbytes)
+    monkeypatch.setattr(arena_module, "allocate_pages", allocate)
+    Arena.create(paths[0], NBYTES, node=0).close()
+    assert are_strict == [True, second_is_strict]
+    third = tmp_path / f"windlass-ftjob-3-1-{os.getpid()}.arena"
+    Arena.create(third, room_nbytes // 4096 * 4096, node=0).close()  # the others have all of their memory
+    assert are_strict[2]
 
 
 def test_arena_on_a_kernel_that_populates_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +265,8 @@ def test_arena_without_room_is_refused_and_one_with_room_can_be_written(tmp_path
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()[1:]
     assert [line.partition(":")[0] for line in lines] == ["refused", "left", "held"] * 2
-    assert all("14.00 MiB needed" in line for line in lines if line.startswith("refused"))
+    refusal = "14.00 MiB needed, 6.00 MiB more than the 8.00 MiB free"
+    assert all(refusal in line for line in lines if line.startswith("refused"))
     assert all(line == "left: ['other']" for line in lines if line.startswith("left"))
     assert all(line == f"held: {14 << 20}" for line in lines if line.startswith("held"))
 

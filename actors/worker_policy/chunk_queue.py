@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from windlass.actors.policy.block_queue import BlockQueue, QueueOrder
+from windlass.actors.worker_policy.block_queue import BlockQueue, QueueOrder
 from windlass.storage.ids import BlockIndex, Step
 
 _Item = TypeVar("_Item")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from windlass.actors.policy.block_queue import LIMITS, BlockQueue, Ordering, QueueOrder
+from windlass.actors.worker_policy.block_queue import LIMITS, BlockQueue, Ordering, QueueOrder
 
 BLOCKS = [(1, 3), (1, 2), (2, 0), (1, 0)]
 

@@ -19,9 +19,9 @@ from windlass.actors.messages import (
     RequestParams,
     StatusDescribed,
 )
-from windlass.actors.params.requests import param_turns
-from windlass.actors.policy import ParamActions
-from windlass.actors.ssd import SsdClient, chunk_io
+from windlass.actors.ssd.client import SsdClient, chunk_io
+from windlass.actors.ssd.param_requests import param_turns
+from windlass.actors.worker_policy import ParamActions
 from windlass.storage.ids import ActorName, ChunkKey, Step
 
 

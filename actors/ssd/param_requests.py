@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from windlass.actors.job import CoreContext, gpu_worker_name, num_evaluation_groups
 from windlass.actors.messages import ParamRequest, ParamsCopied, ParamUse, Phase, RequestParams
-from windlass.actors.policy import ParamTurns, num_ranks_in_round, round_of
+from windlass.actors.worker_policy import ParamTurns, num_ranks_in_round, round_of
 from windlass.storage.ids import BlockIndex, ChunkKey
 
 

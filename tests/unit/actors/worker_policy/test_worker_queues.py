@@ -6,10 +6,10 @@ import pytest
 
 from tests.support.policy.jobs import GPU, JOB, computed
 from windlass.actors.messages import BlockComputed, ComputeBlock, GradOffloaded, Loss, Phase, SkipStep, UpdateStep
-from windlass.actors.policy.block_queue import Ordering, QueueOrder
 from windlass.actors.policy.block_states import BlockInStep, BlockState
 from windlass.actors.policy.pending_replies import UnexpectedEventError
-from windlass.actors.policy.worker_queues import (
+from windlass.actors.worker_policy.block_queue import Ordering, QueueOrder
+from windlass.actors.worker_policy.worker_queues import (
     REPORT_EVERY,
     ComputeReports,
     GradReleases,

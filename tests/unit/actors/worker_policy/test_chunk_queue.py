@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.actors.policy.block_queue import QueueOrder
-from windlass.actors.policy.chunk_queue import ChunkQueue, Countdown, QueuedChunk
+from windlass.actors.worker_policy.block_queue import QueueOrder
+from windlass.actors.worker_policy.chunk_queue import ChunkQueue, Countdown, QueuedChunk
 from windlass.storage.ids import BlockIndex, Step
 
 STEP = Step(1)

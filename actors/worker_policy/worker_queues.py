@@ -16,8 +16,8 @@ from windlass.actors.messages import (
     UpdateBlock,
     UpdateStep,
 )
-from windlass.actors.policy.block_queue import BlockQueue, Ordering, QueueOrder
-from windlass.actors.policy.chunk_queue import Countdown
+from windlass.actors.worker_policy.block_queue import BlockQueue, Ordering, QueueOrder
+from windlass.actors.worker_policy.chunk_queue import Countdown
 from windlass.storage.ids import ActorName, BlockIndex, JobId, Span, Step
 
 # The worker reports finished operations in batches of this many, unless something waits for them.

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.support.policy.jobs import JOB
 from windlass.actors.messages import ComputeBlock, Phase, StoredParams
-from windlass.actors.policy.grad_sums import GradSums, ReturningSums, SumSource, Use, leaving_sums
+from windlass.actors.worker_policy.grad_sums import GradSums, ReturningSums, SumSource, Use, leaving_sums
 from windlass.storage.ids import BlockIndex, Step
 
 # Three blocks. The head also uses the params of the first one.

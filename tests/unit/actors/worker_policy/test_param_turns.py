@@ -1,4 +1,4 @@
-"""Slots of params are shared by GPU workers of any speed: each chunk is read once, and nobody waits for ever."""
+"""Slots of params are shared by GPU workers of any speed: each chunk is read once, and no worker waits for ever."""
 
 import functools
 import random
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from windlass.actors.messages import ParamChunk, ParamsCopied, ParamUse, Phase, RequestParams
-from windlass.actors.policy import ParamActions, ParamTurns
+from windlass.actors.worker_policy import ParamActions, ParamTurns
 from windlass.storage.ids import ActorName, BlockIndex, ChunkIndex, ChunkKey, JobId, Span, Step
 
 JOB = JobId("ftjob-1")
@@ -59,7 +59,7 @@ def test_a_chunk_is_read_once_and_its_slot_is_free_when_the_last_has_copied() ->
     assert read_keys(turns.copied(copied(1, use, (key,)))) == [later]
 
 
-def test_a_use_that_nobody_needs_is_forgotten() -> None:
+def test_a_use_that_no_worker_needs_is_forgotten() -> None:
     turns = ParamTurns(slots(1), batch=1, num_kept=0)
     for rank in (0, 1):
         actions = turns.request(request(rank, use_of(0), ()))
@@ -240,6 +240,6 @@ class Box:
 
 
 @pytest.mark.parametrize("first_seed", range(0, 400, 50))
-def test_nobody_waits_for_ever_whatever_the_order_and_the_speeds(first_seed: int) -> None:
+def test_no_worker_waits_for_ever_whatever_the_order_and_the_speeds(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 50):
         Box(seed).run()

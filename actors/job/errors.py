@@ -1,0 +1,14 @@
+"""The file of a job's errors with their details, for the user and for reports of bugs."""
+
+from contextlib import suppress
+from pathlib import Path
+
+from windlass.storage.ids import Attempt
+
+_ERRORS_FILE = "error.txt"
+
+
+def append_error(job_dir: Path, attempt: Attempt, text: str) -> None:
+    """Appends an error of an attempt to the job's file of errors. Does nothing if the disk is full."""
+    with suppress(OSError), (job_dir / _ERRORS_FILE).open("a") as file:  # the caller reports the error elsewhere too
+        file.write(f"attempt {attempt}: {text.rstrip()}\n")

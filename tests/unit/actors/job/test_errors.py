@@ -1,0 +1,16 @@
+from pathlib import Path
+
+from windlass.actors.job.errors import append_error
+from windlass.storage.ids import Attempt
+
+
+def test_errors_of_all_attempts_stay_in_the_order_of_their_arrival(tmp_path: Path) -> None:
+    append_error(tmp_path, Attempt(1), "gpu-0\nTraceback\n")
+    append_error(tmp_path, Attempt(2), "ssd-0 did not stop within 60 s")
+    expected = "attempt 1: gpu-0\nTraceback\nattempt 2: ssd-0 did not stop within 60 s\n"
+    assert (tmp_path / "error.txt").read_text() == expected
+
+
+def test_error_that_cannot_be_written_raises_nothing(tmp_path: Path) -> None:
+    append_error(tmp_path / "missing", Attempt(1), "gpu-0\nTraceback")
+    assert list(tmp_path.iterdir()) == []
