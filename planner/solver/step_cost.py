@@ -175,9 +175,8 @@ class Kind:
 class StepCosts:
     """The costs of a job on a machine, for one group size.
 
-    Compute, params and swapped activations are those of one GPU worker, the first: several compute at the same time, each
-    has its own link, and the params that a round of groups needs are read from the SSDs once. All else is as with one
-    GPU worker.
+    Compute, and all that passes a link, are those of one GPU worker: several compute at the same time, and each has its
+    own link. The params that a round of groups needs are read from the SSDs once. All else is as with one GPU worker.
 
     `streams`: all layers are copied to the device in pieces. `spills`: kept gradients go to the SSDs; then no states
     are resident in memory. `overflows`: swapped activations may continue to the SSDs, so staging buffers exist.
@@ -215,8 +214,18 @@ class StepCosts:
 
     @property
     def num_partial_sums(self) -> int:
-        """The number of sums of each element that the groups of a step pass on: totals, and unfinished lanes."""
-        return self.num_groups - 1 + self.job.lanes.num_open_lanes(self.group_size)
+        """The number of sums of each element that one GPU worker passes on in a step: totals, and unfinished lanes."""
+        num_sums = self.num_groups - 1 + self.job.lanes.num_open_lanes(self.group_size)
+        return -(-num_sums // self.job.num_ranks)
+
+    @property
+    def lag(self) -> float:
+        """The time by which the last GPU worker's backward pass ends after that of the first, as a share of it.
+
+        Each begins one block after the one before, because it continues the gradient sum of the block.
+        """
+        num_behind = min(self.job.num_ranks, self.num_groups) - 1
+        return num_behind / (self.num_rounds * max(1, len(self.job.model.layers)))
 
     @property
     def num_flats(self) -> int:
@@ -524,6 +533,8 @@ class StepCosts:
             ssd_cores=self._ssd_cores() if self.speeds.shares_cores else None,
             slowed_by_other_way=1 / self.speeds.duplex_share - 1,
         ):
+            if Part.BACKWARD in parts:
+                parts[Part.BACKWARD] *= 1.0 + self.lag
             yield Bound(weights=self._seconds(parts), constant_s=constant_s)
 
     def _ssd_cores(self) -> float:
