@@ -525,7 +525,7 @@ class StepCosts:
         head_s = self.num_successive * sum(self.compute_s(self.job.model.head))
         if self.num_grad_buffers == 1:  # the backward pass waits while a gradient is copied out
             alone = (Part.FORWARD, Part.BACKWARD, Part.D2H_BACKWARD)
-            yield Bound(weights=self._seconds(dict.fromkeys(alone, 1.0)))
+            yield self._bound(_once(*alone))
         for parts, constant_s in _bounding_parts(
             head_s,
             self._slots_of_updates(),
@@ -533,9 +533,13 @@ class StepCosts:
             ssd_cores=self._ssd_cores() if self.speeds.shares_cores else None,
             slowed_by_other_way=1 / self.speeds.duplex_share - 1,
         ):
-            if Part.BACKWARD in parts:
-                parts[Part.BACKWARD] *= 1.0 + self.lag
-            yield Bound(weights=self._seconds(parts), constant_s=constant_s)
+            yield self._bound(parts, constant_s)
+
+    def _bound(self, parts: dict[Part, float], constant_s: float = 0.0) -> Bound:
+        """Returns a bound. The backward pass ends with that of the last GPU worker."""
+        if Part.BACKWARD in parts:
+            parts = {**parts, Part.BACKWARD: parts[Part.BACKWARD] * (1.0 + self.lag)}
+        return Bound(weights=self._seconds(parts), constant_s=constant_s)
 
     def _ssd_cores(self) -> float:
         """Returns the core time that the SSDs take while all of them are busy, as a share of that time."""
