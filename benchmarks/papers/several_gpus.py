@@ -107,7 +107,7 @@ def add_several_gpus(page: Page) -> dict[str, float]:
         "nothing to put beside these plans. The same is true of AutoHete's eight GPUs, of which the text has averages "
         "over other systems: 2.31 times ZeRO-Offload, 1.63 times PatrickStar, 1.33 times StrongHold. Both share "
         "model states out over GPUs and exchange them, which the arithmetic for other systems does not have.",
-        "With several GPUs the swapped activations of all of them go on to the SSDs beside the model states, which no "
-        "GPU shares out. So the SSDs are busy for longer, and not evenly: each GPU chooses the SSDs for its own.",
+        "The SSDs have the model states of all GPUs once, and the swapped activations of each. With more GPUs they are "
+        "busier, and the time in which GPUs wait for them, which only the simulation has, grows.",
     )
     return figures
