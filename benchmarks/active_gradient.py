@@ -15,7 +15,6 @@ Source: Ratel, section IV-C and figure 3.
 """
 
 import statistics
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from benchmarks.peers.contenders import Contender, ContenderRun, rounds, run_con
 from benchmarks.peers.workload import ModelShape, Workload
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import Report, parse_options, ratio, spread
+from benchmarks.scratch_folder import scratch_folder
 from benchmarks.step import contenders, describe
 from windlass.engine.memory_plan import UpdateOrder
 from windlass.storage.ids import StatePrecision
@@ -112,8 +112,7 @@ def main() -> None:
     configuration = {"form": "quick" if options.quick else "full", "rounds": num_rounds, "model": describe(workload)}
     report = Report("Active gradient offloading", options.directory, configuration)
     runs: dict[str, list[ContenderRun]] = {}
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
-        folder = Path(name).resolve()
+    with scratch_folder(options.directory) as folder:
         workload.write(folder)
         for contender in rounds([contender_of(case, folder / "ssd") for case in CASES], num_rounds):
             runs.setdefault(contender.name, []).append(run_contender(contender, workload, folder))

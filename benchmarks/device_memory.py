@@ -8,12 +8,12 @@ The prediction is a range, because the number of swapped bytes that have not lef
 A CPU's memory counts only once it is written. So each job has two steps, and swapped activations count as they return.
 """
 
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.activations.run import ActivationRun, job_spec, run_in_process
 from benchmarks.reporting.report import Report, parse_options
+from benchmarks.scratch_folder import scratch_folder
 from windlass.actors.job import make_context
 from windlass.actors.job.device_memory_check import device_need_of_job
 from windlass.engine.memory_plan import ActivationChoice, DeviceNeed
@@ -86,8 +86,7 @@ def main() -> None:
     cases = QUICK_CASES if options.quick else CASES
     configuration = {"form": "quick" if options.quick else "full", "training": "bf16, 2 steps, states on one SSD"}
     report = Report("Device memory: predicted and measured", options.directory, configuration)
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
-        directory = Path(name).resolve()
+    with scratch_folder(options.directory) as directory:
         needs = [predict(case.run, directory / str(i)) for i, case in enumerate(cases)]
         report.add("", "Predicted, MiB:")
         report.add_table(_PARTS, [_parts_of(case, need) for case, need in zip(cases, needs, strict=True)])

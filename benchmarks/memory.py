@@ -6,7 +6,6 @@ processes (PSS, arenas, Ray itself) is compared with the growth of the model sta
 """
 
 import statistics
-import tempfile
 from pathlib import Path
 
 from benchmarks.fixed_memory import measure, report_on, tiny_workload
@@ -14,6 +13,7 @@ from benchmarks.peers.contenders import Contender, rounds, run_contender
 from benchmarks.peers.workload import ModelShape, Workload
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import GIB, Report, parse_options, spread
+from benchmarks.scratch_folder import scratch_folder
 from benchmarks.step import contenders
 
 _STATE_NBYTES = 14  # bytes stored for a parameter: bf16 param, fp32 master and moments
@@ -56,12 +56,12 @@ def main() -> None:
     }
     report = Report("Host memory", options.directory, configuration)
     peaks: dict[int, list[int]] = {depth: [] for depth in workloads}
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as directory:
-        folders = {str(depth): Path(directory).resolve() / f"{depth}-layers" for depth in workloads}
+    with scratch_folder(options.directory) as directory:
+        folders = {str(depth): directory / f"{depth}-layers" for depth in workloads}
         for depth, workload in workloads.items():
             workload.write(folders[str(depth)])
         tiny = tiny_workload(100 if options.quick else 400)
-        tiny_folder = Path(directory).resolve() / "tiny"
+        tiny_folder = directory / "tiny"
         tiny.write(tiny_folder)
         samples = measure(windlass("tiny", tiny_folder / "ssd"), tiny, tiny_folder)
         fixed_gib = report_on(report, samples)

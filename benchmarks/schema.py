@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.reporting.report import Report
+from benchmarks.scratch_folder import scratch_folder
 
 _TESTS = "tests/unit/service/api/test_schema.py"
 _ROOT = Path(__file__).parent.parent
@@ -44,8 +45,8 @@ def main() -> int:
             "schemathesis, hypothesis": f"{version('schemathesis')}, {version('hypothesis')}",
         },
     )
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "told"
+    with scratch_folder() as folder:
+        file = folder / "told"
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "long", _TESTS, "--timeout=0"]
         command += ["-k", "thousands and sqlite", f"--numprocesses={options.processes}"]
         environment = {**os.environ, "SCHEMA_CASES": str(cases), "SCHEMA_TOLD": str(file)}

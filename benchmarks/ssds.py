@@ -9,7 +9,6 @@ Source: Ratel, section V-F.
 """
 
 import statistics
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from benchmarks.peers.contenders import Contender, ContenderRun, rounds, run_con
 from benchmarks.peers.workload import ModelShape, Workload
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import Report, parse_options, ratio, spread
+from benchmarks.scratch_folder import scratch_folder
 from benchmarks.step import contenders, describe
 from windlass.actors.job import read_journal
 from windlass.actors.job.journal import METRICS
@@ -96,8 +96,7 @@ def main() -> None:
     num_rounds = 1 if options.quick else 2
     configuration = {"form": "quick" if options.quick else "full", "rounds": num_rounds, "model": describe(workload)}
     report = Report("Several SSDs, each throttled to the same rate", options.directory, configuration)
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
-        folder = Path(name).resolve()
+    with scratch_folder(options.directory) as folder:
         workload.write(folder)
         reference = measure_reference(workload, folder)
         rate = reference.ssd_nbytes / (_ONE_OVER_COMPUTE * reference.compute_s)

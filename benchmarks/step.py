@@ -11,7 +11,6 @@ the runs.
 """
 
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from benchmarks.peers.contenders import Contender, ContenderFailedError, Contend
 from benchmarks.peers.workload import ModelShape, Workload
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import GIB, Report, parse_options, ratio, spread
+from benchmarks.scratch_folder import scratch_folder
 from benchmarks.ssd.mix import SETTINGS, MixFiles, mixed_bytes_per_s
 
 # Share of reads in a step's bytes per parameter: params are read about twice and states once, both are written once.
@@ -246,9 +246,9 @@ def main() -> None:
     }
     report = Report("Step time and memory", options.directory, configuration)
     ratios: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as directory:
+    with scratch_folder(options.directory) as directory:
         for title, workload in plan.workloads.items():
-            size_dir = Path(directory).resolve() / title
+            size_dir = directory / title
             results = measure(workload, plan, size_dir)
             add_results(report, title, results, size_dir)
             ratios[title] = {name: ratios_of(results, name) for name in _WINDLASS}

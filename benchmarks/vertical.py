@@ -13,7 +13,6 @@ all bytes.
 """
 
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from benchmarks.peers.contenders import Contender, ContenderRun, rounds, run_con
 from benchmarks.peers.workload import ModelShape, Workload
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import Report, parse_options, ratio, spread
+from benchmarks.scratch_folder import scratch_folder
 from benchmarks.step import contenders, describe
 from windlass.actors.messages import SpanKind
 from windlass.actors.timeline import held_steps, load_step
@@ -184,8 +184,7 @@ def main() -> None:
     num_rounds = 1 if options.quick else 2
     configuration = {"form": "quick" if options.quick else "full", "rounds": num_rounds, "model": describe(workload)}
     report = Report("Vertical and horizontal order of micro-batches", options.directory, configuration)
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
-        folder = Path(name).resolve()
+    with scratch_folder(options.directory) as folder:
         workload.write(folder)
         results = measure(workload, CASES, num_rounds, folder)
     add_table(report, results)

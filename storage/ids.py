@@ -70,10 +70,12 @@ class Kernel(StrEnum):
 
 
 class ModelKernel(StrEnum):
-    """Kernels that replace PyTorch's for parts of a model. Their results differ from PyTorch's in the last bits."""
+    """Kernels that replace PyTorch's usual ones for parts of a model. Results differ from theirs in the last bits."""
 
     FLASH_ATTENTION_2 = "flash_attention_2"  # the name in transformers
-    LIGER = "liger"
+    LIGER = "liger"  # norms and MLPs
+    LIGER_CROSS_ENTROPY = "liger_cross_entropy"  # the loss, and the gradient of the logits
+    FP32_PRODUCT = "fp32_product"  # PyTorch's, from 16-bit factors: the gradient of the head's projection
 
 
 class HeadSlices(StrEnum):

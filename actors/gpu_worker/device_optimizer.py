@@ -200,7 +200,8 @@ class DeviceStates:
     def _write(self, message: FlushBlock, key: ChunkKey, slot: Span, begun: Event, copied: Event) -> None:
         """Writes a chunk that was copied to host memory to the SSDs."""
         kind, start_s, end_s = SpanKind.COPY_STATES_OUT, begun.time_s(), copied.time_s()
-        nbytes = sum(here.nbytes for here in self._parts(key).values())
+        # With the params, which are rounded on the way.
+        nbytes = sum(self._context.formats.itemsizes.values()) * self._context.chunk_numel(key)
         self._spans.note(FROM_DEVICE, kind, message.step, key.block, key.chunk, start_s, end_s, nbytes)
         item = self._chunk_io(slot, key, self._context.formats.itemsizes)
         self._io.write([item], message.step, (message.step, message.block), lambda key: self._slots.release([slot]))

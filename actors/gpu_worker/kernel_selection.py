@@ -17,26 +17,56 @@ def choose_kernels(
     """Applies kernels to a job's model, whose layers must be in their places; returns them.
 
     These are the kernels that the job names. If it names none, they are all that are available and pass a check; a
-    failed check is reported through `announce`, and torch's own kernels are used.
+    failed check is reported through `announce`. If not all pass it together, those that pass it alone are checked
+    together. If these fail, too, torch's own kernels are used.
 
     Raises:
         KernelUnavailable: kernels that the job names are not available here, or fail the check.
     """
     hyper = context.spec.training
-    named = hyper.model_kernels
-    kernels = _available(context, partition, device) if named is None else named
-    if not kernels:
-        return ()
     choices = set(context.plan.layer_activations) or {RECOMPUTE_ALL}
-    try:
+
+    def check(kernels: tuple[ModelKernel, ...]) -> None:
         check_kernels(partition.model.config, kernels, hyper.precision, device, choices)
+
+    if (named := hyper.model_kernels) is not None:
+        kernels = named
+        if kernels:
+            check(kernels)
+    else:
+        kernels = _passing(_available(context, partition, device), check, announce)
+    if kernels:
         apply_kernels(partition.model, kernels)
-    except KernelUnavailable as error:
-        if named is not None:
-            raise
-        announce(f"The model is computed with torch's own kernels: {error}")
-        return ()
     return kernels
+
+
+def _passing(
+    kernels: tuple[ModelKernel, ...],
+    check: Callable[[tuple[ModelKernel, ...]], None],
+    announce: Callable[[str], None],
+) -> tuple[ModelKernel, ...]:
+    """Returns the kernels that pass a check together. Announces why others do not."""
+    if not kernels or (failure := _failure(kernels, check)) is None:
+        return kernels
+    alone = {kernel: _failure((kernel,), check) for kernel in kernels} if len(kernels) > 1 else {}
+    passing = tuple(kernel for kernel, reason in alone.items() if reason is None)
+    if passing in ((), kernels) or _failure(passing, check) is not None:
+        announce(f"The model is computed with torch's own kernels: {failure}")
+        return ()
+    for kernel, reason in alone.items():
+        if reason is not None:
+            announce(f"The model is computed without {kernel}: {reason}")
+    return passing
+
+
+def _failure(
+    kernels: tuple[ModelKernel, ...], check: Callable[[tuple[ModelKernel, ...]], None]
+) -> KernelUnavailable | None:
+    try:
+        check(kernels)
+    except KernelUnavailable as error:
+        return error
+    return None
 
 
 def _available(context: JobContext, partition: Partition, device: torch.device) -> tuple[ModelKernel, ...]:

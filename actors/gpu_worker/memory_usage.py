@@ -9,10 +9,14 @@ from windlass.actors.messages import MemoryKind
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
+def gpu_memory_nbytes(device: torch.device) -> int | None:
+    """Returns the bytes of a GPU's memory; None for a CPU."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+
+
 def limit_device_memory(device: torch.device, limit_nbytes: int) -> None:
     """Limits the GPU memory of this process in torch's allocator. On a CPU nothing is limited."""
-    if device.type == "cuda":
-        total_nbytes = torch.cuda.get_device_properties(device).total_memory
+    if (total_nbytes := gpu_memory_nbytes(device)) is not None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_nbytes / total_nbytes), device)
 
 

@@ -32,7 +32,12 @@ from windlass.actors.gpu_worker.compute import Computation
 from windlass.actors.gpu_worker.device_optimizer import DeviceStates
 from windlass.actors.gpu_worker.grad_offload import GradOffload
 from windlass.actors.gpu_worker.kernel_selection import choose_kernels
-from windlass.actors.gpu_worker.memory_usage import DeviceMemory, limit_device_memory, release_device_memory
+from windlass.actors.gpu_worker.memory_usage import (
+    DeviceMemory,
+    gpu_memory_nbytes,
+    limit_device_memory,
+    release_device_memory,
+)
 from windlass.actors.gpu_worker.operation import LaunchedOperation
 from windlass.actors.gpu_worker.param_prefetcher import Fetch, ParamFeed
 from windlass.actors.job import (
@@ -78,7 +83,7 @@ from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, release_tea
 from windlass.engine.memory_estimate import ActivationNeedUnknownError, DeviceNeedUnknownError
 from windlass.engine.memory_plan import RECOMPUTE_ALL
 from windlass.engine.model import BlockRunner, GradSink, Partition, check_architecture
-from windlass.engine.optimizer import portable_squared_norm, squared_norm
+from windlass.engine.optimizer import portable_squared_norms, squared_norm
 from windlass.storage.cancellation import CancelToken, TaskQueue
 from windlass.storage.ids import ActorName, BlockIndex, Step
 from windlass.storage.memory import Arena
@@ -175,7 +180,8 @@ class GpuWorker:
             self._announce(f"{gib:.1f} GiB of host memory registered with CUDA: {seconds / gib:.2f} s a GiB")
 
     def _prepare_model(self) -> None:
-        if kernels := choose_kernels(self.context, self.partition, self.device.device, self._announce):
+        kernels = choose_kernels(self.context, self.partition, self.device.device, self._announce)
+        if kernels:
             chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
             self.send(SCHEDULER, chosen)
         release_device_memory(self.device.device)  # of the check of the kernels, which this thread has computed
@@ -194,6 +200,7 @@ class GpuWorker:
             store=self._activations,
             head_slices=self.hyper.head_slices,
             lanes=self.hyper.lane_division if self.hyper.lanes > 1 else None,
+            kernels=kernels,
         )
         self._threads.resources.callback(self.runner.forget)
 
@@ -267,13 +274,14 @@ class GpuWorker:
                 raise ValueError(f"{self.name} has no handler for {type(message).__name__}")
 
     def _require_room(self) -> None:
-        """Checks the device memory budget, before the job allocates device memory.
+        """Checks the device memory budget and the GPU's memory, before the job allocates device memory.
 
         Raises:
-            PlanError: the budget is too small.
+            PlanError: the budget, or the GPU, is too small.
         """
         try:
-            require_device_room(self.context, self.partition, device=self.device.device.type)
+            device = self.device.device
+            require_device_room(self.context, self.partition, device=device.type, gpu_nbytes=gpu_memory_nbytes(device))
         except DeviceNeedUnknownError as error:
             self._announce(f"the budget of device memory could not be checked: {error}")
 
@@ -401,9 +409,7 @@ class GpuWorker:
             operation.sq_sums = [squared_norm(grad)]
             return
         # Any process may add these up: they have the same bits on a GPU and on a CPU, and the order is the scheduler's.
-        layout, block = self.context.layout, operation.message.block
-        bounds = [layout.chunk_range(key) for key in layout.chunk_keys(block)]
-        operation.sq_sums = [portable_squared_norm(grad[start:stop]) for start, stop in bounds]
+        operation.sq_sums = portable_squared_norms(grad, self.context.layout.chunk_numel)
 
     def _report_memory(self, message: ComputeBlock) -> None:
         """Reports the peaks of memory that have grown; called once per step."""

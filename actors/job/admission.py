@@ -117,7 +117,7 @@ def require_room(context: JobContext, *, direct: bool = True) -> None:
 
 def _missing_nbytes(context: JobContext, ssd: int, volume: Volume) -> int:
     """Returns the bytes that the job still has to reserve on an SSD."""
-    scratch = scratch_demand(context.plan.activations.slot_nbytes, context.num_scratch_slots(ssd)).nbytes
+    scratch = scratch_demand(context.plan.activations.slot_nbytes, context.num_reserved_slots(ssd)).nbytes
     held = volume.allocations().get(context.spec.job)
     if held is None:
         return context.geometry(ssd).demand.nbytes + scratch

@@ -144,6 +144,10 @@ class CoreContext:
         stop, start = sum(weights[: ssd + 1]), sum(weights[:ssd])
         return num_slots * stop // sum(weights) - num_slots * start // sum(weights)
 
+    def num_reserved_slots(self, ssd: int) -> int:
+        """Returns the activation slots of all GPU workers on one SSD."""
+        return self.spec.num_ranks * self.num_scratch_slots(ssd)
+
     def chunk_numel(self, key: ChunkKey) -> int:
         """Returns the number of elements in a chunk; the last chunk of a block may be shorter."""
         start, stop = self.layout.chunk_range(key)

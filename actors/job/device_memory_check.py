@@ -38,21 +38,25 @@ def device_need_of_job(context: JobContext, partition: Partition, *, device: str
     )
 
 
-def require_device_room(context: JobContext, partition: Partition, *, device: str = "cpu") -> None:
-    """Checks that the job's device memory budget, if it has one, covers its need.
+def require_device_room(
+    context: JobContext, partition: Partition, *, device: str = "cpu", gpu_nbytes: int | None = None
+) -> None:
+    """Checks that the job's device memory budget, if it has one, and the memory of its GPU cover its need.
 
     The need is that of the plan. Without a plan it is counted by `device_need_of_job`, whose conditions apply. On a
-    GPU it includes what PyTorch's allocator reserves beside the job's tensors.
+    GPU it includes what PyTorch's allocator reserves beside the job's tensors. `gpu_nbytes`: the memory of the GPU,
+    where it is known. Without a budget and a plan nothing is checked.
 
     Raises:
-        PlanError: the budget is too small.
+        PlanError: the budget, or the GPU, is too small.
         DeviceNeedUnknownError: a block cannot be run on shapes only.
     """
     on_gpu = device != "cpu"
-    require_planned_device_room(context.spec, on_gpu=on_gpu)
+    require_planned_device_room(context.spec, on_gpu=on_gpu, gpu_nbytes=gpu_nbytes)
     limit_nbytes = context.spec.device_memory_nbytes
     if limit_nbytes is None or context.spec.planned_device_nbytes is not None:
         return
+    limit_nbytes = min(limit_nbytes, gpu_nbytes or limit_nbytes)
     need = device_need_of_job(context, partition, device=device)
     # On a CPU the computing cores also make the copies: they end before the next layer, so no buffer waits for one.
     needed_nbytes = need.reserved_nbytes if on_gpu else need.settled_nbytes

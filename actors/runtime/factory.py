@@ -46,7 +46,7 @@ def open_space(server: ActorName, context: JobContext, *, direct: bool = True) -
         context.geometry(index),
         direct=direct,
         scratch_slot_nbytes=context.plan.activations.slot_nbytes,
-        num_scratch_slots=context.num_scratch_slots(index) * context.spec.num_ranks,
+        num_scratch_slots=context.num_reserved_slots(index),
     )
 
 
@@ -100,20 +100,21 @@ def start_actor(
         start_model_worker = functools.partial(ModelProcess, context) if local is None else None
         return CpuOptimizer(name, index, context, send, start_model_worker=start_model_worker)
     if kind is ActorKind.PARAM_SERVER:
-        return importlib.import_module(*_MODULES[kind]).ParamServer(name, context, send)
+        from windlass.actors.ssd import ParamServer
+
+        return ParamServer(name, context, send)
     from windlass.actors.gpu_worker import GpuWorker
     from windlass.engine.device import compute_device, retain_freed_memory
     from windlass.engine.model import partition_folder
 
-    options: dict[str, Any] = {"rank": index} if index else {}
     if local is not None:
-        options |= {"device": local.devices[index], "poison_released": local.poison_released}
-        return GpuWorker(context, local.partitions[index], send, **options)
-    device = compute_device(uses_gpu=uses_gpu)
-    if device.type == "cpu":
+        partition, device, poisons = local.partitions[index], local.devices[index], local.poison_released
+        return GpuWorker(context, partition, send, rank=index, device=device, poison_released=poisons)
+    gpu = compute_device(uses_gpu=uses_gpu)
+    if gpu.type == "cpu":
         retain_freed_memory()
     partition = partition_folder(context.spec.model_dir, context.formats.precision)
-    return GpuWorker(context, partition, send, device=str(device), **options)
+    return GpuWorker(context, partition, send, rank=index, device=str(gpu))
 
 
 def stop_actor(name: ActorName, actor: Any, *, is_over: bool) -> None:

@@ -258,11 +258,12 @@ class Scheduler:
                     self._check_deadlines()
 
     def _require_numerics(self, committed: int) -> None:
-        """Checks that the job goes on under the rules that its last commit was made under."""
-        if committed != (own := self.spec.training.numerics):
+        """Checks that the job goes on with the bits of the rules that its last commit was made under."""
+        if not self.spec.training.can_follow(committed):
             raise JobFailedError(
                 f"step {self.pipeline.committed} was committed under version {committed} of the numerics, and the job "
-                f"is to go on under version {own}: its results would be neither one's; submit it again"
+                f"is to go on under version {self.spec.training.numerics}: its results would be neither one's; submit "
+                "it again"
             )
 
     def _next_event(self, timeout_s: float) -> Message | None:

@@ -14,14 +14,13 @@ Sources: Ratel, figures 8 and 9b; MemAscend, section V-B.
 """
 
 import itertools
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks.activations.run import ActivationResult, ActivationRun, run_in_process
 from benchmarks.reporting.report import Report, parse_options, ratio
+from benchmarks.scratch_folder import scratch_folder
 from windlass.engine.memory_plan import ActivationChoice
 
 MIB = 2**20
@@ -189,8 +188,7 @@ def main() -> None:
     form = form_of(quick=options.quick)
     configuration = {"form": "quick" if options.quick else "full", "model": _describe(form.curve)}
     report = Report("Activations: computed again, kept, or swapped", options.directory, configuration)
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
-        directory = Path(name).resolve()
+    with scratch_folder(options.directory) as directory:
 
         def measure(run: ActivationRun) -> ActivationResult:
             return run_in_process(run, directory)

@@ -9,12 +9,12 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.scratch_folder import scratch_folder
 from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, ActivationChoice, BlockActivations, Placement
 
 if TYPE_CHECKING:
@@ -246,8 +246,8 @@ def main() -> None:
     """Trains with the options of the command line."""
     fields = json.loads(sys.argv[1])
     run = ActivationRun(**{**fields, "choice": ActivationChoice(fields["choice"])})
-    with tempfile.TemporaryDirectory(prefix=".bench-") as folder:
-        print(json.dumps(asdict(train(run, Path(folder)))))
+    with scratch_folder() as folder:
+        print(json.dumps(asdict(train(run, folder))))
 
 
 if __name__ == "__main__":

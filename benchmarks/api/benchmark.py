@@ -21,6 +21,7 @@ from benchmarks.api.first_step import FirstStep, first_step
 from benchmarks.api.load import MIX, Order
 from benchmarks.api.service import FILE_ID, Running, job_body, make_home, run_load, running
 from benchmarks.reporting.report import GIB, Report, ratio
+from benchmarks.scratch_folder import scratch_folder
 from tests.support.postgresql import find_programs, postgres_server
 from windlass.storage.sql import Database
 from windlass.storage.sql.repositories import EventRepository
@@ -60,13 +61,13 @@ def main() -> None:
     ratios: dict[str, Any] = {}
     for kind in options.databases:
         with (
-            tempfile.TemporaryDirectory(prefix="windlass-api-", dir=options.directory) as name,
-            _database(kind, Path(name)) as url,
+            scratch_folder(options.directory) as folder,
+            _database(kind, folder) as url,
         ):
             if url is None:
                 report.add("", "PostgreSQL is not installed: left out.")
             else:
-                ratios |= _measure(report, kind, url, Path(name), options)
+                ratios |= _measure(report, kind, url, folder, options)
     report.finish(ratios)
 
 

@@ -35,6 +35,7 @@ from benchmarks.chaos.record import Record, complaints
 from benchmarks.chaos.results import Done, Result, Results, report_results
 from benchmarks.chaos.stage import NUM_STEPS, NotRightError, Observer, Stage, copy_kernels, own_disk
 from benchmarks.reporting.report import Report
+from benchmarks.scratch_folder import scratch_folder
 from tests.support.postgresql import PostgresServer, find_programs, postgres_server
 
 _QUICK_RUNS = 2
@@ -246,8 +247,8 @@ def main() -> int:
     # On a signal, exit normally, so that no process and no mount is left over.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: sys.exit(1))
-    with tempfile.TemporaryDirectory(prefix="windlass-chaos-", dir=options.directory.resolve()) as scratch:
-        return run_all(options, Path(scratch))
+    with scratch_folder(options.directory) as scratch:
+        return run_all(options, scratch)
 
 
 if __name__ == "__main__":

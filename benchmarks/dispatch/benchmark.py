@@ -14,7 +14,6 @@ as control (`benchmarks/reporting/control_share.py`).
 """
 
 import statistics
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from benchmarks.peers.contenders import Contender, ContenderRun, rounds, run_con
 from benchmarks.peers.workload import ModelShape, Workload
 from benchmarks.reporting.machine import load_of_last_minute
 from benchmarks.reporting.report import Report, parse_options, spread
+from benchmarks.scratch_folder import scratch_folder
 from benchmarks.step import contenders, describe
 from windlass.actors.job import read_journal
 from windlass.actors.job.journal import METRICS
@@ -254,8 +254,8 @@ def main() -> None:
         "load before": load_of_last_minute(),
     }
     report = Report("The cost of steering", options.directory, configuration)
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as directory:
-        samples = measure(plan, Path(directory).resolve())
+    with scratch_folder(options.directory) as directory:
+        samples = measure(plan, directory)
     add_tables(report, samples, num_layers)
     report.add(
         "Spreads are median (smallest to largest), over steps; of CPU times, over runs. A layer's share is of the "

@@ -32,6 +32,7 @@ from benchmarks.api.load import Order
 from benchmarks.api.service import FILE_ID, MODEL, Running, job_body, make_home, run_load, running
 from benchmarks.fairness.pressure import idle_connections, told_webhooks, trickling_server
 from benchmarks.reporting.report import Report, ratio
+from benchmarks.scratch_folder import scratch_folder
 from windlass.storage.sql import Database, migrate
 from windlass.storage.sql.repositories import FileRepository, KeyRepository, Role
 
@@ -84,8 +85,8 @@ def main() -> None:
         },
     )
     os.environ["WINDLASS_WEBHOOK_PRIVATE_ADDRESSES"] = "1"
-    with tempfile.TemporaryDirectory(prefix="windlass-fair-", dir=options.directory) as name:
-        home = Path(name) / "home"
+    with scratch_folder(options.directory) as folder:
+        home = folder / "home"
         home.mkdir(mode=0o700)
         url = f"sqlite:///{home / 'windlass.db'}"
         migrate(url)

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import shutil
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -27,6 +26,7 @@ from benchmarks.gpu_check.case import Case, Result, ResultsFile, Setting, Status
 from benchmarks.gpu_check.cases import cases
 from benchmarks.gpu_check.report import has_failed, in_words, keys, report_lines
 from benchmarks.reporting.report import rounded
+from benchmarks.scratch_folder import scratch_folder
 from windlass.actors.lifecycle import allocator_settings
 
 REPORTS = Path(__file__).parents[1] / "reports"
@@ -50,8 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not _has_gpu():
         print("gpu-check skipped: this machine has no CUDA device that torch can use")
         return 0
-    with tempfile.TemporaryDirectory(prefix=".gpu-check-", dir=options.directory) as folder:
-        root = Path(folder).absolute()
+    with scratch_folder(options.directory) as root:
         results = _results_file(options, root)
         setting = Setting(
             root=root,

@@ -48,7 +48,7 @@ SHAPES = {
         num_key_value_heads=4,
     ),
 }
-_TINY = ModelShape(hidden=64, num_layers=3, vocab=128, intermediate=128, num_heads=4, num_key_value_heads=2)
+TINY = ModelShape(hidden=64, num_layers=3, vocab=128, intermediate=128, num_heads=4, num_key_value_heads=2)
 _TINY_TOKENS = 512  # of a step
 # Bytes that a 24 GB card leaves to torch.
 CAP_NBYTES = 45 * GIB // 2
@@ -217,7 +217,7 @@ def _kind(case: SpeedCase) -> object:
 
 
 def _tiny(case: SpeedCase) -> SpeedCase:
-    shape = dataclasses.replace(_TINY, is_tied=case.shape.is_tied)
+    shape = dataclasses.replace(TINY, is_tied=case.shape.is_tied)
     num_microbatches = min(2, case.num_microbatches)
     return dataclasses.replace(
         case, shape=shape, sequence_length=_TINY_TOKENS // case.batch_size, num_microbatches=num_microbatches

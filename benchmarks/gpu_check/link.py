@@ -1,20 +1,25 @@
 """Measures the rates that predictions need: copies from a registered arena, latencies of the host, and the machine.
 
-Copies go through the engine's own streams, in pieces as large as a job's chunks.
+Copies go through the engine's own streams, in pieces as large as a job's chunks. The first GPU gives the profile. Where
+there are several, the copies of each are timed alone and beside those of all others, which shows what they share.
 """
 
+import contextlib
 import os
 import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_check.case import Setting
+from benchmarks.gpu_check.case import Setting, in_short
 from benchmarks.gpu_check.cases import LinkCase
+from benchmarks.gpu_check.head import measure_head
 from benchmarks.gpu_check.kernels import prepared_kernel
 from benchmarks.peers.contenders import SHM_DIR
 from benchmarks.reporting.machine import num_cores
@@ -32,6 +37,8 @@ _ARENA_NBYTES = 4 * GIB
 _TINY_ARENA_NBYTES = 64 << 20
 _PIECE_NBYTES = 32 << 20  # of one copy: a chunk of bf16 params
 _MAX_ON_DEVICE = 32  # pieces, each way
+_ARENA_OF_MANY_NBYTES = 2 * _MAX_ON_DEVICE * _PIECE_NBYTES  # of each device, where there are several
+_WAYS = {"h2d": ("h2d",), "d2h": ("d2h",), "duplex": ("h2d", "d2h")}
 _NUM_LAUNCHES = 1000
 _NUM_WAITS = 50
 _NUM_REPEATS = 3  # timed runs, after a warm-up
@@ -40,7 +47,7 @@ _DEADLINE_S = 60.0
 
 
 def measure(_case: LinkCase, setting: Setting) -> dict[str, Any]:
-    """Returns the link's rates, the host's latencies, and the machine's profile."""
+    """Returns the link's rates, the host's latencies, the machine's profile, and times of the head."""
     is_gpu, kernels = setting.device == "cuda", setting.root / "kernels"
     gpu_nbytes = torch.cuda.mem_get_info()[0] if is_gpu else directory_free_nbytes(SHM_DIR)
     kernel = Kernel.FUSED if setting.is_tiny else prepared_kernel(kernels, StatePrecision.FP32, sums_grads=False)
@@ -48,6 +55,7 @@ def measure(_case: LinkCase, setting: Setting) -> dict[str, Any]:
     link = _link(setting)
     return {
         **link,
+        "by_device": _by_device(setting, devices_here(setting.device)),
         "torch_pinned_h2d_gb_per_s": rates.h2d_bytes / GB,
         "torch_pinned_d2h_gb_per_s": rates.d2h_bytes / GB,
         "hardware": _hardware(setting, rates, link),
@@ -57,6 +65,7 @@ def measure(_case: LinkCase, setting: Setting) -> dict[str, Any]:
             "arena_nbytes": arena_room_nbytes(SHM_DIR),
             "disk_nbytes": directory_free_nbytes(setting.root),
         },
+        "head": measure_head(setting),
     }
 
 
@@ -92,59 +101,123 @@ def _hardware(setting: Setting, rates: MachineRates, link: dict[str, Any]) -> di
     }
 
 
-def _link(setting: Setting) -> dict[str, Any]:
-    nbytes = _TINY_ARENA_NBYTES if setting.is_tiny else min(_ARENA_NBYTES, arena_room_nbytes(SHM_DIR) // 4)
-    nbytes = max(2, nbytes // _PIECE_NBYTES // 2 * 2) * _PIECE_NBYTES
-    token = CancelToken(_DEADLINE_S)
-    device = Device(torch.device(setting.device), token=token)
-    start_s = time.perf_counter()
-    arena = Arena.create(arena_path(SHM_DIR, JobId("gpu-check"), Attempt(1)), nbytes, node=memory_node(device.device))
+def devices_here(kind: str) -> list[torch.device]:
+    """Returns all GPUs that torch finds, or the CPU as one device."""
+    return [torch.device(kind, i) for i in range(torch.cuda.device_count())] if kind == "cuda" else [torch.device(kind)]
+
+
+def _link(setting: Setting) -> dict[str, float]:
+    """Returns the rates and latencies of the first device."""
+    with _opened(torch.device(setting.device), _arena_nbytes(setting, _ARENA_NBYTES)) as link:
+        (rates,), _ = _rates([link])
+        return {
+            **rates,
+            "create_s_per_gib": link.create_s_per_gib,
+            "register_s_per_gib": link.register_s_per_gib,
+            **_latencies(link.device),
+        }
+
+
+def _by_device(setting: Setting, devices: Sequence[torch.device]) -> dict[str, Any] | None:
+    """Returns the rates by device, or why there are none; None if there is one device."""
+    if len(devices) == 1:
+        return None
     try:
-        created_s = time.perf_counter() - start_s
+        return links_by_device(setting, devices)
+    except Exception as error:  # noqa: BLE001 - predictions need the first device's rates, whatever the others do
+        return {"reason": in_short(error)}
+
+
+def links_by_device(setting: Setting, devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Returns the rates of each device alone and with all at once, and the rates of all together.
+
+    Each device has an arena of its own, near it, as each job has.
+    """
+    nbytes = _arena_nbytes(setting, _ARENA_OF_MANY_NBYTES, num_arenas=len(devices))
+    with contextlib.ExitStack() as stack:
+        links = [stack.enter_context(_opened(device, nbytes, index)) for index, device in enumerate(devices)]
+        alone = [_rates([link])[0][0] for link in links]
+        at_once, together = _rates(links)
+    each = [
+        {"device": str(device), "alone": alone_rates, "at_once": rates}
+        for device, alone_rates, rates in zip(devices, alone, at_once, strict=True)
+    ]
+    return {"devices": each, "together": together}
+
+
+def _arena_nbytes(setting: Setting, most_nbytes: int, num_arenas: int = 1) -> int:
+    """Returns the bytes of an arena: pieces for both ways, and less than `most_nbytes` where there is little room."""
+    room_nbytes = arena_room_nbytes(SHM_DIR) // 4 // num_arenas
+    nbytes = _TINY_ARENA_NBYTES if setting.is_tiny else min(most_nbytes, room_nbytes)
+    return max(2, nbytes // _PIECE_NBYTES // 2 * 2) * _PIECE_NBYTES
+
+
+class _Link:
+    """A device and a registered arena, with the copies between them."""
+
+    def __init__(
+        self, device: Device, memory: torch.Tensor, *, create_s_per_gib: float, register_s_per_gib: float
+    ) -> None:
+        self.device, self.create_s_per_gib, self.register_s_per_gib = device, create_s_per_gib, register_s_per_gib
+        host = torch.split(memory, _PIECE_NBYTES)
+        self._num_pieces = half = min(len(host) // 2, _MAX_ON_DEVICE)
+        on_device = [device.empty(_PIECE_NBYTES) for _ in range(2 * half)]
+        self._copies = {
+            "h2d": (device.h2d, list(zip(on_device[:half], host[:half], strict=True))),
+            "d2h": (device.d2h, list(zip(host[half : 2 * half], on_device[half:], strict=True))),
+        }
+        self.way_nbytes = half * _PIECE_NBYTES
+        device.h2d.wait(device.compute.record())
+
+    def moved_s(self, ways: Sequence[str]) -> float:
+        """Copies all pieces of the ways, at once, and returns the seconds that it took."""
+        start_s = time.perf_counter()
+        queued = [self._copies[way] for way in ways]
+        for index in range(self._num_pieces):
+            for stream, pairs in queued:
+                stream.run(partial(copy, *pairs[index]))
+        for stream, _ in queued:
+            stream.record().wait()
+        return time.perf_counter() - start_s
+
+
+@contextlib.contextmanager
+def _opened(device: torch.device, nbytes: int, index: int = 0) -> Iterator[_Link]:
+    """Opens a device with an arena of its own. `index` tells the arenas of this process apart."""
+    token = CancelToken(_DEADLINE_S)
+    opened = Device(device, token=token)
+    path = arena_path(SHM_DIR, JobId(f"gpu-check-{index}"), Attempt(1))
+    start_s = time.perf_counter()
+    arena = Arena.create(path, nbytes, node=memory_node(device))
+    try:
+        create_s = time.perf_counter() - start_s
         memory = TensorArena.of(arena).memory
         memory.zero_()
         start_s = time.perf_counter()
-        device.pin(memory)
-        pinned_s = time.perf_counter() - start_s
-        rates = _copies(device, memory)
-        latencies = _latencies(device)
-        device.unpin(memory)
-        return {
-            **rates,
-            "create_s_per_gib": created_s / (nbytes / GIB),
-            "register_s_per_gib": pinned_s / (nbytes / GIB),
-            **latencies,
-        }
+        opened.pin(memory)
+        register_s = time.perf_counter() - start_s
+        gib = nbytes / GIB
+        yield _Link(opened, memory, create_s_per_gib=create_s / gib, register_s_per_gib=register_s / gib)
+        opened.unpin(memory)
     finally:
         token.cancel()
         arena.close()
         arena.unlink()
 
 
-def _copies(device: Device, memory: torch.Tensor) -> dict[str, float]:
-    """Returns the rates of both ways alone, and of both at once, summed."""
-    host = torch.split(memory, _PIECE_NBYTES)
-    half = min(len(host) // 2, _MAX_ON_DEVICE)
-    on_device = [device.empty(_PIECE_NBYTES) for _ in range(2 * half)]
-    inward = list(zip(on_device[:half], host[:half], strict=True))
-    outward = list(zip(host[half : 2 * half], on_device[half:], strict=True))
-    device.h2d.wait(device.compute.record())
-
-    def move(*ways: str) -> None:
-        for index in range(half):
-            if "h2d" in ways:
-                device.h2d.run(lambda pair=inward[index]: copy(*pair))  # type: ignore[misc]
-            if "d2h" in ways:
-                device.d2h.run(lambda pair=outward[index]: copy(*pair))  # type: ignore[misc]
-        for stream in (device.h2d, device.d2h):
-            stream.record().wait()
-
-    nbytes = half * _PIECE_NBYTES
-    return {
-        "h2d_gb_per_s": nbytes / GB / _median_s(lambda: move("h2d"), _NUM_REPEATS),
-        "d2h_gb_per_s": nbytes / GB / _median_s(lambda: move("d2h"), _NUM_REPEATS),
-        "duplex_gb_per_s": 2 * nbytes / GB / _median_s(lambda: move("h2d", "d2h"), _NUM_REPEATS),
-    }
+def _rates(links: Sequence[_Link]) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """Returns the rates of each link, and of all together, while all copy at once: each way, and both ways summed."""
+    each: list[dict[str, float]] = [{} for _ in links]
+    together: dict[str, float] = {}
+    with ThreadPoolExecutor(len(links)) as pool:
+        for name, ways in _WAYS.items():
+            # The first run is not timed.
+            runs = [list(pool.map(lambda link, ways=ways: link.moved_s(ways), links)) for _ in range(1 + _NUM_REPEATS)]
+            nbytes = [len(ways) * link.way_nbytes for link in links]
+            for rates, moved_nbytes, taken in zip(each, nbytes, zip(*runs[1:], strict=True), strict=True):
+                rates[f"{name}_gb_per_s"] = moved_nbytes / GB / statistics.median(taken)
+            together[f"{name}_gb_per_s"] = sum(nbytes) / GB / statistics.median(map(max, runs[1:]))
+    return each, together
 
 
 def _latencies(device: Device) -> dict[str, float]:

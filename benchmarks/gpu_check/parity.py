@@ -7,8 +7,9 @@ larger, is the noise floor. Windlass may differ from the first by a small multip
 Released buffers are filled with NaN. If a stream reads a buffer too early, or fills it too early, the loss becomes NaN.
 With more operations in flight, the streams run further behind.
 
-Most variants compute with torch's own kernels, as plain PyTorch does. Where kernels of other packages are installed,
-one variant has them, and so has the run that it is compared with.
+Most variants compute with torch's usual kernels, as plain PyTorch does. One variant has all others that are available
+here, and a sliced head. The run that it is compared with has the same kernels for norms, MLPs and attention. It
+computes the loss, and the gradient of the head's projection, in fp32.
 """
 
 import contextlib
@@ -83,7 +84,7 @@ class Variant:
     num_ahead: int  # operations in flight
     is_streamed: bool = False  # layers are copied to the device in pieces
     is_sliced: bool = False  # the head goes over several slices of tokens
-    model_kernels: tuple[ModelKernel, ...] = ()  # of other packages, on both sides; empty: torch's own
+    model_kernels: tuple[ModelKernel, ...] = ()  # on both sides; empty: torch's own
 
     @property
     def reference(self) -> _Settings:
@@ -161,8 +162,8 @@ def measure(case: ParityCase, setting: Setting) -> dict[str, Any]:
     references: dict[_Settings, _Reference] = {}
     listed = variants(case.precision, compiles=not setting.is_tiny)
     if kernels := _kernels_here(case.precision, setting):
-        # Several examples in a micro-batch, which FlashAttention 2 needs.
-        listed.append(dataclasses.replace(listed[0], model_kernels=kernels, num_microbatches=1))
+        # FlashAttention 2 needs several examples in a micro-batch, and the head's product several micro-batches.
+        listed.append(dataclasses.replace(listed[0], model_kernels=kernels, num_microbatches=2, is_sliced=True))
     with _deterministic(setting.device):
         runs = list(_compared(listed, setting, references))
     repeated, floor = _noise(references, ())
@@ -194,7 +195,7 @@ def _noise(
 
 
 def _kernels_here(precision: Precision, setting: Setting) -> tuple[ModelKernel, ...]:
-    """Returns the kernels of other packages that a job could use here."""
+    """Returns the kernels that a job could use here, besides torch's usual ones."""
     model = build_meta_model(load_config(make_model(setting.root / f"model-{precision}")), precision)
     return kernels_here(model, precision, torch.device(setting.device))
 

@@ -1,13 +1,16 @@
-"""Runs DeepSpeed on the same GPU with the same memory limit: ZeRO-Offload and ZeRO-Infinity, in their own processes."""
+"""Runs DeepSpeed on the same GPU with the same memory limit: ZeRO-3, with all states in host memory or on the SSD.
+
+Each run is a process of its own. On a CPU, in the tiny form, DeepSpeed computes on the CPU.
+"""
 
 import importlib.util
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
 from benchmarks.gpu_check.case import NotHereError, Setting
-from benchmarks.gpu_check.cases import CAP_NBYTES, SHAPES, PeerCase, States
-from benchmarks.peers.contenders import Contender, run_contender
+from benchmarks.gpu_check.cases import CAP_NBYTES, SHAPES, TINY, PeerCase, States
+from benchmarks.peers.contenders import Contender, ContenderFailedError, run_contender
 from benchmarks.peers.workload import Workload
 from benchmarks.reporting.machine import num_cores
 from windlass.amounts import GIB
@@ -23,29 +26,32 @@ WORKLOAD = Workload(
     seed=1,
     num_microbatches=4,
 )
+TINY_WORKLOAD = replace(WORKLOAD, shape=TINY, sequence_length=32)
 _DEADLINE_S = 400.0
 
 
 def measure(case: PeerCase, setting: Setting) -> dict[str, Any]:
-    """Trains the workload with DeepSpeed. Raises NotHereError where it is not installed."""
+    """Trains the workload with DeepSpeed. Raises NotHereError where it is not installed, or fails."""
     if importlib.util.find_spec("deepspeed") is None:
         raise NotHereError("DeepSpeed is not installed")
-    if setting.is_tiny:
-        raise NotHereError("DeepSpeed has no tiny form")
+    workload, is_gpu = TINY_WORKLOAD if setting.is_tiny else WORKLOAD, setting.device == "cuda"
     folder = setting.root / "peers"
     if not folder.exists():
-        WORKLOAD.write(folder)
+        workload.write(folder)
     device = "nvme" if case.states is States.SSD else "cpu"
     contender = Contender(
         name=case.schedule,
         title=case.name,
         module="benchmarks.peers.deepspeed_runner",
-        arguments=(device, str(folder), f"{CAP_NBYTES / GIB:g}"),
-        on_gpu=True,
+        arguments=(device, str(folder), *([f"{CAP_NBYTES / GIB:g}"] if is_gpu else [])),
+        on_gpu=is_gpu,
         deadline_s=_DEADLINE_S,
     )
-    run = run_contender(contender, WORKLOAD, folder)
+    try:
+        run = run_contender(contender, workload, folder)
+    except ContenderFailedError as error:  # no failure of windlass
+        raise NotHereError(str(error)) from None
     if run.missing is not None:
         raise NotHereError(run.missing)
-    tokens_per_s = WORKLOAD.batch_size * WORKLOAD.sequence_length / median(run.step_s)
+    tokens_per_s = workload.batch_size * workload.sequence_length / median(run.step_s)
     return {**asdict(run), "tokens_per_s": tokens_per_s}

@@ -48,7 +48,7 @@ def in_words(result: Result) -> str:
     match result.part:
         case "link":
             rates = ", ".join(f"{way} {found[f'{way}_gb_per_s']:.1f}" for way in ("h2d", "d2h", "duplex"))
-            return f"GB/s: {rates}; a launch {found['launch_us']:.1f} us"
+            return f"GB/s: {rates}{_together(found.get('by_device'))}; a launch {found['launch_us']:.1f} us"
         case "parity":
             return f"{found['num_wrong']} of {len(found['runs'])} variants are wrong"
         case "speed":
@@ -58,6 +58,12 @@ def in_words(result: Result) -> str:
             return f"{step}{predicted}{'' if waits is None else f', {waits} waits of the host'}"
         case _:
             return f"{found['tokens_per_s']:.0f} tokens/s"
+
+
+def _together(found: Mapping[str, Any] | None) -> str:
+    if found is None or "reason" in found:
+        return ""
+    return f"; {len(found['devices'])} devices at once {found['together']['duplex_gb_per_s']:.1f}"
 
 
 # --- the last line ----------------------------------------------------------------------------------------------------
@@ -165,11 +171,47 @@ def _link_tables(results: list[Result]) -> list[str]:
     profile = yaml.safe_dump(found["hardware"], sort_keys=False).splitlines()
     return [
         *table(("from a registered arena", ""), rows),
+        *_link_table_by_device(found.get("by_device")),
         "",
         "The machine's profile, for `windlass plan`:",
         "",
         *(f"    {line}" for line in profile),
+        *(_head_lines(found["head"]) if "head" in found else []),
     ]
+
+
+def _link_table_by_device(found: Mapping[str, Any] | None) -> list[str]:
+    """Returns the table of a machine with several GPUs, with a row of sums at its end; or why it is missing."""
+    if found is None:
+        return []
+    if "reason" in found:
+        return ["", f"The links of all GPUs were not measured: {found['reason']}"]
+    ways = ("h2d", "d2h", "duplex")
+    rows = [
+        (each["device"], *(_number(each[when][f"{way}_gb_per_s"]) for when in ("alone", "at_once") for way in ways))
+        for each in found["devices"]
+    ]
+    sums = [sum(each["alone"][f"{way}_gb_per_s"] for each in found["devices"]) for way in ways]
+    together = [found["together"][f"{way}_gb_per_s"] for way in ways]
+    columns = ("GB/s", *(f"{way}, {when}" for when in ("alone", "all at once") for way in ways))
+    return ["", *table(columns, [*rows, ("all", *map(_number, (*sums, *together)))])]
+
+
+def _kernels(names: Sequence[str]) -> str:
+    return ", ".join(names) or "torch's"
+
+
+def _head_lines(found: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for run in found["runs"]:
+        if run["reason"]:
+            rows.append((_kernels(run["kernels"]), "", "", run["reason"]))
+            continue
+        peak = "" if run["peak_nbytes"] is None else f"{run['peak_nbytes'] / GIB:.2f}"
+        times = spread(run["head_s"], scale=1e-3)
+        rows.append((_kernels(run["kernels"]), times, peak, f"{run['grad_difference']:.1e}"))
+    shape = f"{found['num_tokens']} tokens, vocabulary {found['vocab']}, hidden size {found['hidden']}, bf16"
+    return ["", f"The head alone, {shape}:", "", *table(("kernels", "ms", "GiB", "gradient differs by"), rows)]
 
 
 def _parity_tables(results: list[Result]) -> list[str]:
@@ -186,7 +228,7 @@ def _parity_tables(results: list[Result]) -> list[str]:
             cells["activations"] += ", to SSD" if run["swaps_to_ssd"] else ""
             cells["place"] += ", in pieces" if run["is_streamed"] else ""
             cells["activations"] += ", head in slices" if run.get("is_sliced") else ""
-            kernels = ", ".join(run.get("model_kernels", ())) or "torch's"
+            kernels = _kernels(run.get("model_kernels", ()))
             waits = "" if difference is None else str(run["host_waits"])
             updates = str(run["kernel"] or "compiled")
             rows.append((precision, *cells.values(), updates, kernels, waits, *found, _verdict(run)))

@@ -10,7 +10,6 @@ other work changes the result at once.
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -32,6 +31,7 @@ from benchmarks.optimizer.contenders import (
 )
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import Report, spread
+from benchmarks.scratch_folder import scratch_folder
 from windlass.storage.ids import StatePrecision
 
 _GRAD_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -173,9 +173,9 @@ def main() -> None:
     results: dict[str, tuple[Sequence[Contender], Times]] = {}
     rows: list[tuple[str, ...]] = []
     notes: list[str] = []
-    with tempfile.TemporaryDirectory() as directory, memory_of(plan.numel) as memory:
+    with scratch_folder() as directory, memory_of(plan.numel) as memory:
         for grad in plan.grads:
-            contenders, missing = contenders_of(memory, grad, Path(directory))
+            contenders, missing = contenders_of(memory, grad, directory)
             times = measure(contenders, plan)
             results[grad] = contenders, times
             rows += rows_of(grad, contenders, times, plan.numel)
@@ -184,8 +184,8 @@ def main() -> None:
     report.add(
         *notes, "Spreads are median (smallest to largest) over the rounds; ratios are medians of those within a round."
     )
-    with tempfile.TemporaryDirectory() as directory:
-        share = actor_over_bare(report, Path(directory), plan, num_threads)
+    with scratch_folder() as directory:
+        share = actor_over_bare(report, directory, plan, num_threads)
     report.finish({**ratios_of(results), "actor_over_bare": share})
 
 

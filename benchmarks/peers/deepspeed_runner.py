@@ -56,7 +56,7 @@ def deepspeed_config(workload: Workload, device: str, ssd_dir: Path, *, on_gpu: 
             # Number of elements whose optimizer states are swapped together.
             "sub_group_size": shape.num_layer_params,
         },
-        "aio": {"block_size": MIB, "queue_depth": 32, "thread_count": 2, "overlap_events": True},
+        "aio": {"block_size": MIB, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": True},
     }
 
 
@@ -103,8 +103,8 @@ def main(folder: Path, device: str, ssd_dir: Path, gpu_gib: float | None) -> Non
             loss = mean_loss(engine, part.to(engine.device), its_targets.to(engine.device))
             engine.backward(loss)
             engine.step()
-            losses.append(loss.item())
-        return statistics.fmean(losses)
+            losses.append(loss.detach())
+        return statistics.fmean(map(float, losses))  # read at the end, because the host waits for the device there
 
     run_steps(workload, folder, train_step)
 

@@ -10,7 +10,6 @@
 """
 
 import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from benchmarks.planner.run import Measured, run_planned
 from benchmarks.planner.swaps import QUICK_SWAPS, SWAPS, add_swaps, sweep
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import Report, parse_options
+from benchmarks.scratch_folder import scratch_folder
 from windlass.engine.device import retain_freed_memory
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import AgainTimes, LayerProfile, Speeds, speeds_of
@@ -237,8 +237,7 @@ def main() -> None:
         [(name, *(f"{seconds:.3f}" for seconds in both)) for name, both in times.items()],
     )
     report.add("The times are made up, by a layer's FLOPs; the longest of three with what computing again takes.")
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
-        directory = Path(name).resolve()
+    with scratch_folder(options.directory) as directory:
         torch.set_num_threads(num_cores())
         retain_freed_memory()  # as in jobs
         results, machines = [], []

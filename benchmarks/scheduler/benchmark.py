@@ -16,17 +16,16 @@ Source: AutoHete, section 3.3.
 """
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.workload import ModelShape, Workload
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import Report, parse_options, spread
 from benchmarks.scheduler.cases import Bench, Bottleneck, Case, Reference, Result
+from benchmarks.scratch_folder import scratch_folder
 from benchmarks.step import describe
 from windlass.actors.timeline import COMPUTE
 from windlass.actors.worker_policy import QueueOrder
@@ -164,8 +163,8 @@ def main() -> None:
         "beside": f"load average {os.getloadavg()[0]:.1f} on {num_cores()} cores when it began; {_priority()}",
     }
     report = Report("The scheduler's order, with throttled resources", options.directory, configuration)
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
-        bench = Bench(Path(name).resolve(), workload)
+    with scratch_folder(options.directory) as folder:
+        bench = Bench(folder, workload)
         reference, free = bench.reference(compute_s)
         results = {case: bench.measure(case, reference) for case in cases(quick=options.quick)}
         simulated = {case: bench.simulate(case, reference) for case in results}

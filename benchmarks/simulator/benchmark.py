@@ -7,13 +7,12 @@ are slowed down to declared rates. The simulator gets the same rates, and no mea
 
 import os
 import statistics
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import Report, parse_options
+from benchmarks.scratch_folder import scratch_folder
 from benchmarks.simulator.cases import BATCH_SIZE, CASES, LENGTH, NUM_LAYERS, NUM_STEPS, Comparison, compare
 
 QUICK_CASES = ("swapped, the SSDs", "in pieces")
@@ -58,8 +57,8 @@ def main() -> None:
         "beside": f"load average {os.getloadavg()[0]:.1f} on {num_cores()} cores when it began",
     }
     report = Report("The simulator beside real jobs at declared rates", options.directory, configuration)
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as folder:
-        comparisons = {name: compare(CASES[name], Path(folder).resolve()) for name in names}
+    with scratch_folder(options.directory) as folder:
+        comparisons = {name: compare(CASES[name], folder) for name in names}
     add_table(report, comparisons)
     report.add("Where the machine has other work, threads that copy come late, and real steps are longer.")
     report.finish(ratios_of(comparisons))

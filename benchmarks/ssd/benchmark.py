@@ -10,7 +10,6 @@ servers on one disk.
 
 import statistics
 import sys
-import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import Report, parse_options, ratio, spread
+from benchmarks.scratch_folder import scratch_folder
 from benchmarks.ssd.contenders import ActorServer, LocalServer, Setup
 from benchmarks.ssd.peers import DeepSpeedAio, Fio, PeerMissingError
 from benchmarks.ssd.requests import Traffic, geometry_of
@@ -299,8 +299,7 @@ def main() -> None:
     options = parse_options("ssd", __doc__, quick="two sizes, one short round")
     sizes = [2 * MIB, 16 * MIB] if options.quick else [2 * MIB, 16 * MIB, 128 * MIB, 1024 * MIB]
     num_rounds, seconds = (1, 0.3) if options.quick else (5, 1.0)
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
-        folder = Path(name).resolve()
+    with scratch_folder(options.directory) as folder:
         (folder / "calibration").mkdir()
         volume = Volume.open(folder / "calibration")
         calibration = calibration_of(volume)

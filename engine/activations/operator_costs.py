@@ -7,13 +7,21 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from windlass.engine.activations.selective_recompute import Layer, OperatorFacts, OperatorMode, storage_ref, tensors_in
 
 _aten = torch.ops.aten
-# PyTorch has no FLOP formula for the CPU operator. The formula of the GPU operator takes the same arguments.
-_SAME_FLOPS = {_aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention}
+# PyTorch has no FLOP formula for the first, which runs on CPUs. For the others, the formula of PyTorch 2.11 refuses
+# keys and values with fewer heads than the queries.
+_ATTENTION = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention_for_cpu,
+        _aten._scaled_dot_product_flash_attention,
+        _aten._scaled_dot_product_efficient_attention,
+        _aten._scaled_dot_product_cudnn_attention,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +90,21 @@ class _Lister(OperatorMode):  # type: ignore[no-untyped-call]
                 nbytes.append(tensor.untyped_storage().nbytes())
                 self._maker[ref] = len(self.operators)
                 known.add(ref)
-        packet: Any = getattr(func, "overloadpacket", None)
-        formula: Callable[..., int] | None = flop_registry.get(_SAME_FLOPS.get(packet, packet))
-        num_flops = formula(*args, **kwargs, out_val=result) if formula is not None else 0
-        self.operators.append((f"{facts.name}#{call}", tuple(nbytes), int(num_flops), reads))
+        num_flops = _num_flops(getattr(func, "overloadpacket", None), args, kwargs, result)
+        self.operators.append((f"{facts.name}#{call}", tuple(nbytes), num_flops, reads))
         return result
+
+
+def _num_flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Returns the FLOPs of an operator's call, by PyTorch's formulas; 0 if it has none."""
+    if packet in _ATTENTION:
+        return _attention_flops(*args[:3])
+    formula: Callable[..., int] | None = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """Returns the FLOPs of attention. Tensors are (batch, heads, tokens, width). All heads of the queries count."""
+    num_heads = query.shape[1]
+    key_shape, value_shape = ((batch, num_heads, *rest) for batch, _, *rest in (key.shape, value.shape))
+    return int(sdpa_flop_count(query.shape, key_shape, value_shape))  # type: ignore[no-untyped-call]

@@ -8,6 +8,11 @@ import functools
 from dataclasses import dataclass
 
 
+def rounded_to_lanes(num_microbatches: int, num_lanes: int) -> int:
+    """Returns the smallest number from `num_microbatches` on with which all lanes have equally many micro-batches."""
+    return -(-num_microbatches // num_lanes) * num_lanes
+
+
 @dataclass(frozen=True, slots=True)
 class LaneDivision:
     """The division of a full step's micro-batches into lanes. Each lane has successive micro-batches.

@@ -72,6 +72,9 @@ def grad_buffers_of_job(
     # One more buffer, because the next group's partial sum arrives while others are summed and copied out.
     num_waiting = num_grad_buffers + (1 if num_groups > 1 else 0)
     most: Counter[tuple[int, int]] = Counter()
+    # A gradient that is always summed in fp32 is copied to a second buffer if it leaves in another format. So with
+    # 16-bit sums a tied embedding takes 4 + 4 + 2 bytes an element instead of 8, and a head in slices 4 + 2 instead of
+    # 4. Where these are most of a model, a job fits with fp32 sums and not with 16-bit sums.
     for element_nbytes, blocks in ((itemsize, range(len(block_numels))), (4, summed_in_fp32)):
         numels = {block: block_numels[block] for block in blocks}
         numbers = grad_buffers(numels, resident=resident, num_waiting=num_waiting)

@@ -10,7 +10,7 @@ Shapes: B examples, T tokens, H hidden, V vocabulary, S tokens of a slice.
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, summed_in_fp32
 from windlass.engine.model.epilogue_calls import EpilogueCalls
 from windlass.engine.model.fake_mode import fake_tensors
+from windlass.engine.model.fused_kernels import add_fused_loss
 from windlass.engine.model.grad_buffer import GradBuffer, GradSink, LaneSums
 from windlass.engine.model.head_slices import (
     IGNORED_TARGET,
@@ -54,7 +55,7 @@ from windlass.engine.model.partition import (
 )
 from windlass.engine.model.streamed_layer import StreamedLayer
 from windlass.engine.model.streamed_params import StreamedParams
-from windlass.storage.ids import BlockIndex, HeadSlices
+from windlass.storage.ids import BlockIndex, HeadSlices, ModelKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,12 @@ class BlockRunner:
         store: ActivationStore | None = None,
         head_slices: HeadSlices = HeadSlices.LARGE,
         lanes: LaneDivision | None = None,
+        kernels: Collection[ModelKernel] = (),
     ) -> None:
         """`activations`: policies of layers; by default a layer keeps its input and recomputes the rest.
 
-        `lanes`: the lanes of a step; None if there is only one.
+        `lanes`: the lanes of a step; None if there is only one. `kernels`: those of the head are used; the caller
+        installs the others into the model.
 
         Raises:
             ValueError: a policy is given for a block that is no layer, or swaps without a store.
@@ -128,6 +131,8 @@ class BlockRunner:
                     module._buffers[name] = buffer.to(device)
         self._head_slices = head_slices
         self._lanes = lanes
+        self._has_fused_loss = ModelKernel.LIGER_CROSS_ENTROPY in kernels
+        self._has_fp32_product = ModelKernel.FP32_PRODUCT in kernels
         self._epilogues: dict[torch.Size, EpilogueCalls] = {}  # of the running head, by the shape of the hidden state
         self._mode_on_call: Any = None
         self._params = BorrowedParams()
@@ -291,7 +296,7 @@ class BlockRunner:
         in_place = train and self._head_slices is HeadSlices.LARGE
         sites = self.partition.sites[self.partition.head] if in_place else []
         try:
-            with projections_in_place(sites, self._sinks):
+            with projections_in_place(sites, self._sinks, in_fp32=self._has_fp32_product):
                 for m, target in enumerate(targets):
                     self._seed(step, m, self.partition.head)
                     grad = self._head_of_microbatch(hidden_states[m], target, sums, loss_scale if train else None)
@@ -535,9 +540,13 @@ class BlockRunner:
         with torch.set_grad_enabled(train):
             logits = self._epilogue(entering)
         edge = get_gradient_edge(logits) if train else None
-        pieces = list(torch.split(logits.detach()[0], num_piece_tokens(self._head_slices, self._vocab_size)))
-        del logits  # the backward pass needs the edge of the graph, not the logits
-        grad = add_loss(pieces, target, sums, loss_scale)
+        if self._has_fused_loss:
+            grad = add_fused_loss(logits.detach()[0], target, sums, loss_scale)
+            del logits
+        else:
+            pieces = list(torch.split(logits.detach()[0], num_piece_tokens(self._head_slices, self._vocab_size)))
+            del logits  # the backward pass needs the edge of the graph, not the logits
+            grad = add_loss(pieces, target, sums, loss_scale)
         if edge is not None:
             assert grad is not None
             torch.autograd.backward(edge, grad[None])

@@ -31,10 +31,13 @@ class GradBuffer:
             view.copy_(grad.reshape(-1))
             self.touched.add(name)
 
-    def add_product(self, name: str, offset: int, left: torch.Tensor, right: torch.Tensor) -> None:
+    def add_product(
+        self, name: str, offset: int, left: torch.Tensor, right: torch.Tensor, *, in_fp32: bool = False
+    ) -> None:
         """Adds `left.T @ right`, the gradient of a matrix, at the matrix's place.
 
-        A buffer of the factors' dtype takes the product in place. Otherwise parts of it are made and then added.
+        A buffer of the factors' dtype takes the product in place. With `in_fp32`, an fp32 buffer takes products of
+        16-bit factors in place, too. Otherwise parts of the product are made in the factors' dtype and then added.
         """
         num_rows, width = left.shape[1], right.shape[1]
         sums = self.flat[offset : offset + num_rows * width].view(num_rows, width)
@@ -45,6 +48,12 @@ class GradBuffer:
                 sums.addmm_(left.t(), right)
             else:
                 torch.mm(left.t(), right, out=sums)
+            return
+        if in_fp32 and sums.dtype is torch.float32:
+            if is_touched:
+                torch.addmm(sums, left.t(), right, out_dtype=torch.float32, out=sums)
+            else:
+                torch.mm(left.t(), right, out_dtype=torch.float32, out=sums)
             return
         num_rows_at_once = max(1, MAX_PRODUCT_NUMEL // width // ROWS_UNIT) * ROWS_UNIT
         factors = torch.split(left, num_rows_at_once, dim=1)
@@ -87,9 +96,11 @@ class LaneSums:
         """Adds one tensor's gradient to its lane."""
         self._open.add(name, offset, grad)
 
-    def add_product(self, name: str, offset: int, left: torch.Tensor, right: torch.Tensor) -> None:
+    def add_product(
+        self, name: str, offset: int, left: torch.Tensor, right: torch.Tensor, *, in_fp32: bool = False
+    ) -> None:
         """Adds `left.T @ right` to its lane; see `GradBuffer.add_product`."""
-        self._open.add_product(name, offset, left, right)
+        self._open.add_product(name, offset, left, right, in_fp32=in_fp32)
 
     def end_lane(self) -> None:
         """Adds a lane to the total. Tensors that the lane has not reached stay as they are in the total."""
@@ -97,6 +108,22 @@ class LaneSums:
             self._total.merge(self._lane, self._params)
             self._lane.touched.clear()
             self._open = self._lane
+
+
+def adds_products_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Checks whether this PyTorch adds products of 16-bit factors to fp32 sums on a device. The host waits for it.
+
+    Source: PyTorch, aten/src/ATen/native/cuda/Blas.cpp (`_addmm_dtype_out_cuda`), for CUDA only.
+    """
+    num, factors, expected = 16, (65.0, 63.0), 2 * 16 * 65.0 * 63.0  # half of it is no number of 16 bits
+    try:
+        left, right = (torch.full((num, num), factor, dtype=dtype, device=device) for factor in factors)
+        buffer = GradBuffer(torch.full((num * num,), torch.nan, device=device))
+        for _ in range(2):
+            buffer.add_product("", 0, left, right, in_fp32=True)
+        return bool((buffer.flat == expected).all())
+    except (RuntimeError, TypeError, AssertionError):  # AssertionError: PyTorch was built without CUDA
+        return False
 
 
 # The places to which a block's gradients are added.

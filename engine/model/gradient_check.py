@@ -14,7 +14,7 @@ from windlass.engine.activations import ActivationStore, HostActivations
 from windlass.engine.device import TORCH_DTYPE, Device, TensorArena
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, in_words
 from windlass.engine.model.block_runner import BlockRunner, random_key
-from windlass.engine.model.fused_kernels import apply_kernels
+from windlass.engine.model.fused_kernels import apply_kernels, check_fused_loss
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.head_slices import IGNORED_TARGET
 from windlass.engine.model.partition import Partition, UnsupportedArchitectureError, build_meta_model, find_layers
@@ -134,8 +134,8 @@ def check_kernels(
 ) -> None:
     """Raises KernelUnavailable if a tiny model's gradients with these kernels differ from those with PyTorch's own.
 
-    Rounding differences are allowed. `device`: the device of the job. `choices`: the policies to check, each for all
-    layers.
+    Rounding differences are allowed. Liger's loss is also compared with PyTorch's at the model's own vocabulary.
+    `device`: the device of the job. `choices`: the policies to check, each for all layers.
     """
     names = " and ".join(kernels)
     try:
@@ -145,12 +145,18 @@ def check_kernels(
         model = AutoModelForCausalLM.from_config(tiny, dtype=dtype, trust_remote_code=False).to(device).train()
         batch = [torch.randint(1, tiny.vocab_size, _SHAPE).to(device) for _ in range(_NUM_MICROBATCHES)]
         targets = [ids.roll(-1, 1) for ids in batch]
+        tolerance = _KERNEL_TOLERANCES[precision]
+        if ModelKernel.LIGER_CROSS_ENTROPY in kernels:
+            for target in targets:
+                target[:, -1] = IGNORED_TARGET  # which the kernel computes in a way of its own
+            check_fused_loss(config.vocab_size, dtype, device, tolerance)
         expected = _plain_gradients(model, batch, targets)
         for choice in choices:
             partition = Partition(build_meta_model(tiny, precision))
             apply_kernels(partition.model, kernels)
-            found = _gradients_with(choice, partition, dict(model.named_parameters()), batch, targets)
-            if (differing := _first_far_off(expected, found, _KERNEL_TOLERANCES[precision])) is not None:
+            params = dict(model.named_parameters())
+            found = _gradients_with(choice, partition, params, batch, targets, kernels=kernels)
+            if (differing := _first_far_off(expected, found, tolerance)) is not None:
                 raise KernelUnavailable(f"with {names} a tiny model has other gradients, first at {differing}")
     except KernelUnavailable:
         raise
@@ -209,6 +215,7 @@ def _gradients_with(
     targets: Sequence[torch.Tensor],
     *,
     is_streamed: bool = False,
+    kernels: Collection[ModelKernel] = (),
 ) -> dict[str, torch.Tensor]:
     """Returns the block runner's gradients with one policy for all layers, and with a store like a job's."""
     memory = torch.empty(_STORE_NBYTES if choice.swaps else 0, dtype=torch.uint8)
@@ -223,7 +230,16 @@ def _gradients_with(
     activations = dict.fromkeys(layers, choice)
     try:
         return block_gradients(
-            partition, params, batch, targets, seed=0, step=1, activations=activations, store=store, streams=streams
+            partition,
+            params,
+            batch,
+            targets,
+            seed=0,
+            step=1,
+            activations=activations,
+            store=store,
+            streams=streams,
+            kernels=kernels,
         )
     finally:
         token.cancel()
@@ -240,10 +256,11 @@ def block_gradients(
     activations: Mapping[BlockIndex, BlockActivations] | None = None,
     store: ActivationStore | None = None,
     streams: StreamedFlats | None = None,
+    kernels: Collection[ModelKernel] = (),
 ) -> dict[str, torch.Tensor]:
     """Returns the gradients of one step, computed block by block. For models that fit in memory."""
     layout = partition.layout
-    runner = BlockRunner(partition, batch[0].device, seed, activations=activations, store=store)
+    runner = BlockRunner(partition, batch[0].device, seed, activations=activations, store=store, kernels=kernels)
     grads = {
         block.index: GradBuffer(torch.empty(block.numel, dtype=torch.float32, device=batch[0].device))
         for block in layout.blocks

@@ -115,28 +115,34 @@ class _Project(torch.autograd.Function):
     """The product with a weight, whose gradient is added to a buffer and not returned."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, site: ParamSite, sums: GradSink) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, site: ParamSite, sums: GradSink, in_fp32: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
-        ctx.site, ctx.sums = site, sums
+        ctx.site, ctx.sums, ctx.in_fp32 = site, sums, in_fp32
         return F.linear(hidden, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         hidden, weight = ctx.saved_tensors
-        ctx.sums.add_product(ctx.site.param.name, ctx.site.param.offset, grad.flatten(0, -2), hidden.flatten(0, -2))
-        return grad @ weight, None, None, None
+        name, offset, factors = ctx.site.param.name, ctx.site.param.offset, (grad.flatten(0, -2), hidden.flatten(0, -2))
+        ctx.sums.add_product(name, offset, *factors, in_fp32=ctx.in_fp32)
+        return grad @ weight, None, None, None, None
 
 
 @contextlib.contextmanager
-def projections_in_place(sites: Iterable[ParamSite], grads: Mapping[BlockIndex, GradSink]) -> Iterator[None]:
+def projections_in_place(
+    sites: Iterable[ParamSite], grads: Mapping[BlockIndex, GradSink], *, in_fp32: bool = False
+) -> Iterator[None]:
     """Lets the linear layers without bias among `sites` add their weight's gradient to its buffer in place.
 
-    Autograd would first make the whole gradient, vocabulary times hidden, for each slice.
+    Autograd would first make the whole gradient, vocabulary times hidden, for each slice. `in_fp32`: see
+    `GradBuffer.add_product`.
     """
     replaced = [site.module for site in sites if _is_plain_linear(site.module)]
     for site in sites:
         if site.module in replaced:
-            site.module.forward = functools.partial(_project, site, grads[site.block])
+            site.module.forward = functools.partial(_project, site, grads[site.block], in_fp32)
     try:
         yield
     finally:
@@ -148,7 +154,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear and module.bias is None and "forward" not in vars(module)
 
 
-def _project(site: ParamSite, sums: GradSink, hidden: torch.Tensor) -> torch.Tensor:
+def _project(site: ParamSite, sums: GradSink, in_fp32: bool, hidden: torch.Tensor) -> torch.Tensor:
     weight = site.module.get_parameter(site.attribute).detach()  # autograd must not expect a gradient of it
-    projected: torch.Tensor = _Project.apply(hidden, weight, site, sums)  # type: ignore[no-untyped-call]
+    projected: torch.Tensor = _Project.apply(hidden, weight, site, sums, in_fp32)  # type: ignore[no-untyped-call]
     return projected

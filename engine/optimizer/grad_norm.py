@@ -22,10 +22,13 @@ _BLOCK_NUMEL = 2**19
 _SERIAL_NUMEL = 2**14
 # Rows that a GPU may compute again. A row overflows only if it has an element above 5e17.
 _NUM_CANDIDATES = 64
-# Elements that `portable_squared_norm` squares at a time. The sum's bits depend on this number.
+# Elements of a piece that `portable_squared_norms` squares at a time. The sums' bits depend on this number.
 _PORTABLE_NUMEL = 2**18
-# Bytes that `portable_squared_norm` uses: the squares and their sums, in fp64.
-NORM_SCRATCH_NBYTES = 2 * 8 * _PORTABLE_NUMEL
+# Pieces that it sums at once on a GPU: its kernels are then few, and long enough to hide their launches. On a CPU it is
+# one, whose sums stay in the caches. The bits do not depend on this number.
+_NUM_PIECES_AT_ONCE = 4
+# Bytes that it uses at most, in fp64: the sums of these pieces on a GPU, and on a CPU a piece's squares and sums.
+NORM_SCRATCH_NBYTES = 8 * _PORTABLE_NUMEL * _NUM_PIECES_AT_ONCE
 
 
 def squared_norm(grad: torch.Tensor) -> torch.Tensor:
@@ -38,7 +41,7 @@ def squared_norm(grad: torch.Tensor) -> torch.Tensor:
     On a GPU the call does not wait for the device, and uses 2 MiB and 20 bytes per 1024 elements. There the sum is also
     infinite if more than 64 rows of 1024 elements have a norm above 1e19.
     """
-    if grad.device.type != "cpu":
+    if _is_on_gpu(grad):
         return without_waiting(grad)
     if not grad.numel():
         return torch.zeros((), dtype=torch.float64)
@@ -83,19 +86,46 @@ def portable_squared_norm(grad: torch.Tensor) -> torch.Tensor:
 
     It has the same bits on every device and with any number of threads: squares of fp32 numbers are exact in fp64, and
     each addition is an operation on elements, in a fixed order. It is finite only if all elements are. It is slower
-    than `squared_norm`, and does not wait for the device. The call uses 4 MiB: `NORM_SCRATCH_NBYTES`.
+    than `squared_norm`, and does not wait for the device. The call uses `NORM_SCRATCH_NBYTES` at most.
     """
-    width = max(1, min(grad.numel(), _PORTABLE_NUMEL))
-    both = torch.zeros(2, width, dtype=torch.float64, device=grad.device)
-    sums, scratch = both[0], both[1]
-    for part in torch.split(grad, width):
-        wide = scratch[: part.numel()].copy_(part)
-        sums[: part.numel()].addcmul_(wide, wide)
-    while sums.numel() > 1:
-        lower, upper = torch.split(sums, -(-sums.numel() // 2))
-        lower[: upper.numel()].add_(upper)
+    return _portable_sums(grad[None])[0]
+
+
+def portable_squared_norms(grad: torch.Tensor, piece_numel: int) -> list[torch.Tensor]:
+    """Returns `portable_squared_norm` of each piece of a flat fp32 tensor; an empty tensor is one piece.
+
+    Each piece has `piece_numel` elements, and the last one may have fewer. A GPU sums several pieces in one kernel.
+    """
+    at_once = _NUM_PIECES_AT_ONCE if _is_on_gpu(grad) else 1
+    num_whole = grad.numel() // piece_numel
+    whole, rest = grad[: num_whole * piece_numel].view(num_whole, piece_numel), grad[num_whole * piece_numel :]
+    norms: list[torch.Tensor] = []
+    for start in range(0, num_whole, at_once):
+        norms += _portable_sums(whole[start : start + at_once]).unbind()
+    if rest.numel() or not num_whole:
+        norms.append(portable_squared_norm(rest))
+    return norms
+
+
+def _portable_sums(pieces: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of squares of each row; see `portable_squared_norm`."""
+    num_pieces, numel = pieces.shape
+    width = max(1, min(numel, _PORTABLE_NUMEL))
+    sums = torch.zeros(num_pieces, width, dtype=torch.float64, device=pieces.device)
+    # A GPU's kernel converts each element that it reads. On a CPU, PyTorch would make new tensors for that.
+    scratch = None if _is_on_gpu(pieces) else torch.empty_like(sums)
+    for part in torch.split(pieces, width, dim=1):
+        wide = part if scratch is None else scratch[:, : part.shape[1]].copy_(part)
+        sums[:, : part.shape[1]].addcmul_(wide, wide)
+    while sums.shape[1] > 1:
+        lower, upper = torch.split(sums, -(-sums.shape[1] // 2), dim=1)
+        lower[:, : upper.shape[1]].add_(upper)
         sums = lower
-    return sums[0].clone()  # not a view, which would keep all sums
+    return sums[:, 0].clone()  # not a view, which would keep all sums
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
 
 
 def _row_norms(values: torch.Tensor, norms: torch.Tensor) -> None:

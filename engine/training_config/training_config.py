@@ -195,6 +195,16 @@ class TrainingConfig:
         """The division of a step's micro-batches into lanes."""
         return LaneDivision(self.lanes, self.num_microbatches)
 
+    def can_follow(self, numerics: int) -> bool:
+        """Returns whether a step under this config has the bits that one under another version of the rules would have.
+
+        A commit of an older version than `_LEAST_NUMERICS_OF_LANES` belongs to a job with one lane. There the versions
+        have the same bits.
+        """
+        if numerics == self.numerics:
+            return True
+        return self.lanes == 1 and 0 < numerics < _LEAST_NUMERICS_OF_LANES
+
     @property
     def grad_precision(self) -> Precision:
         """The type of gradients on their way to the optimizer.

@@ -47,13 +47,16 @@ class BlockProfile:
     peak_nbytes: int = 0  # maximum that one of its operations allocates on the device
     forward_s: float | None = None  # measured; None: computed from FLOPs and the device's rate
     backward_s: float | None = None  # ... without recomputation
+    # Measured, once a step: the norms of the gradient's chunks in a job with several lanes. `backward_s` includes the
+    # norm of a job with one lane.
+    norms_s: float | None = None
 
     def sped_up(self, factor: float) -> Self:
         """Returns the profile with times divided by `factor`."""
-        forward_s, backward_s = (
-            None if seconds is None else seconds / factor for seconds in (self.forward_s, self.backward_s)
+        forward_s, backward_s, norms_s = (
+            None if seconds is None else seconds / factor for seconds in (self.forward_s, self.backward_s, self.norms_s)
         )
-        return replace(self, forward_s=forward_s, backward_s=backward_s)
+        return replace(self, forward_s=forward_s, backward_s=backward_s, norms_s=norms_s)
 
     @property
     def work(self) -> Work:
@@ -226,6 +229,7 @@ def for_lengths(widest: ModelProfile, near_mean: ModelProfile, lengths: ExampleL
     def timed(profile: BlockProfile, measured: BlockProfile, num_flops: int, factor: float) -> Any:
         faster = measured.sped_up(1 / factor)
         times: dict[str, Any] = {"forward_s": faster.forward_s, "backward_s": faster.backward_s}
+        times["norms_s"] = measured.norms_s  # of all params, whatever the width
         if isinstance(faster, LayerProfile):
             times["again"] = faster.again
         return replace(profile, num_flops=num_flops, **times)

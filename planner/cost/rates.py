@@ -24,6 +24,9 @@ _UPDATE_NBYTES = 26
 _ROUND_NBYTES = 6
 # Bytes to add an element of a lane's sum to the total of the lanes before: both are read, the total is written.
 _ADD_LANE_NBYTES = 12
+# Bytes to add the square of an element to sums in fp64: the element is read, the sum is read and written. This is an
+# upper bound, because the sums stay in the caches of a CPU and of a large GPU.
+_ADD_SQUARE_NBYTES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,11 @@ class Speeds:
     def device_added_params(self) -> float:
         """The number of elements per second of a lane's gradient that the device adds to the total."""
         return self.device_memory_bytes / _ADD_LANE_NBYTES
+
+    @property
+    def device_squared_params(self) -> float:
+        """The number of elements per second that the device adds to the norm of several lanes' total."""
+        return self.device_memory_bytes / _ADD_SQUARE_NBYTES
 
     @property
     def duplex_share(self) -> float:

@@ -11,7 +11,7 @@ DEFAULT_SLACK = 0.02  # share by which a step may become longer when the search 
 class Goal(StrEnum):
     """The quantity that a search maximizes or minimizes."""
 
-    LARGEST_BATCH = "largest-batch"  # examples in one micro-batch
+    LARGEST_BATCH = "largest-batch"  # examples in one micro-batch, or in one of each lane and GPU
     LONGEST_CONTEXT = "longest-context"  # tokens, with micro-batches of one example
     MOST_LAYERS = "most-layers"  # every layer like the model's first one
     FEWEST_SSDS = "fewest-ssds"  # with which a step takes at most `slack` longer than with all SSDs

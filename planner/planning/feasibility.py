@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 
 from windlass.amounts import GIB
-from windlass.engine.memory_plan import MemoryTier, Placement, QueueDepths, reserved_nbytes
+from windlass.engine.memory_plan import DeviceNeed, MemoryTier, Placement, QueueDepths, reserved_nbytes
 from windlass.planner.planning.bisection import largest, smallest
 from windlass.planner.planning.report import DRIVER_NBYTES, PROCESSES_NBYTES
-from windlass.planner.solver import DoesNotFitError, StepCosts, least_nbytes, may_fit, plan_of
+from windlass.planner.solver import (
+    DoesNotFitError,
+    PlannedJob,
+    StepCosts,
+    least_nbytes,
+    may_fit,
+    plan_of,
+    sizes_at_the_border,
+)
 
 if TYPE_CHECKING:
     from windlass.planner.planning.planner import PlanQuestion, Profiles
@@ -106,41 +114,49 @@ def what_would_fit(question: "PlanQuestion", profiles: "Profiles") -> list[str]:
 def what_takes_memory(question: "PlanQuestion", profiles: "Profiles", error: DoesNotFitError) -> list[str]:
     """Names the largest parts of the device memory need, if device memory is short.
 
-    The parts are those of the plan that saves most: one micro-batch at a time, with streamed layers.
+    The parts are those of the plan that saves most: with streamed layers, in the groups that need least. These have one
+    micro-batch, unless the sums that groups pass on take more than the activations of larger groups.
     """
     if not error.missing[MemoryTier.DEVICE] or question.num_layers is not None:
         return []
     job = profiles.job(question, max(numbers_of_microbatches(question)))
+    needs = {size: _least_need(question, profiles, job, size) for size in sizes_at_the_border(job)}
+    size = min(needs, key=lambda size: needs[size].nbytes if question.has_gpu else needs[size].settled_nbytes)
+    at_once = "one micro-batch" if size == 1 else f"{size} micro-batches"
+    parts = needs[size].in_words(on_gpu=question.has_gpu)
+    return [f"with {at_once} at a time and layers in pieces the device's memory goes to: {parts}"]
+
+
+def _least_need(question: "PlanQuestion", profiles: "Profiles", job: PlannedJob, group_size: int) -> DeviceNeed:
+    """Returns the device memory of the plan with groups of this size that saves most."""
     costs = StepCosts(
         job=job,
         speeds=question.speeds,
         limits=question.limits,
-        group_size=1,
+        group_size=group_size,
         streams=True,
         num_grad_buffers=1,
         depths=QueueDepths(leaving_nbytes=0),
     )
     placement = Placement(
-        group_size=1,
+        group_size=group_size,
         streamed_blocks=costs.streamed_blocks,
         num_grad_buffers=1,
         num_cached_params=0,
         depths=costs.depths,
     )
-    need = profiles.device_need_of_plan(question, job, plan_of(costs, placement, None))
-    parts = need.in_words(on_gpu=question.has_gpu)
-    return [f"with one micro-batch at a time and layers in pieces the device's memory goes to: {parts}"]
+    return profiles.device_need_of_plan(question, job, plan_of(costs, placement, None))
 
 
 def numbers_of_microbatches(question: "PlanQuestion") -> Iterator[int]:
     """The numbers of micro-batches to try: the requested one, or numbers up to the batch size.
 
-    The first is that of lanes, or of GPUs if there are more. Each next one is twice as large.
+    The first is the smallest one with equal lanes and a micro-batch for each GPU. Each next one is twice as large.
     """
     if not question.chooses_microbatches:
         yield question.training.num_microbatches
         return
-    number = max(question.training.lanes, question.num_ranks)
+    number = min(question.least_microbatches, question.training.batch_size)
     while number <= question.training.batch_size:
         yield number
         number *= 2
@@ -187,12 +203,14 @@ def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
     """Proposes a smaller batch in micro-batches of one or two examples, or else one shorter example."""
 
     def cut(batch_size: int) -> "PlanQuestion":
-        number = 1 << max(0, batch_size.bit_length() - 1)
+        lanes = min(question.training.lanes, batch_size)
+        number = lanes << ((batch_size // lanes).bit_length() - 1)  # equal lanes
         return question.changed(batch_size=batch_size, num_microbatches=number)
 
     if batch_size := largest_fitting(cut, profiles, most=question.training.batch_size - 1):
         smaller = cut(batch_size)
-        return f"a batch of {batch_size} in {smaller.training.num_microbatches} micro-batches{_left_out(question, smaller)}"
+        parts = f"{smaller.training.num_microbatches} micro-batches{_left_out(question, smaller)}"
+        return f"a batch of {batch_size} in {parts}"
 
     def one(num_tokens: int) -> "PlanQuestion":
         return question.changed(batch_size=1, num_microbatches=1, sequence_length=num_tokens)

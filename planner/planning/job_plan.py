@@ -60,6 +60,7 @@ class JobPlan(BaseModel):
     corrected: bool = False  # made by the measurements of the job's first steps
     from_attempt: int | None = None  # the first attempt that runs with this plan, if it differs from the previous one
     hardware: Hardware | None = None
+    num_ranks: int = 1  # read with `num_optimizers`; 1 in plans of older releases
     num_optimizers: int | None = None
     host_memory_nbytes: int | None = None
     device_memory_nbytes: int | None = None
@@ -96,6 +97,7 @@ class JobPlan(BaseModel):
         bounds = None
         if self.num_optimizers is not None:
             bounds = PlanBounds(
+                num_ranks=self.num_ranks,
                 num_optimizers=self.num_optimizers,
                 host_memory_nbytes=self.host_memory_nbytes,
                 device_memory_nbytes=self.device_memory_nbytes,

@@ -20,25 +20,34 @@ _TOKENS_STEP = 256  # tokens: resolution of the search for the longest context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """A search for a largest number: multiples of `step`, at most `most` of them."""
+    """A search for a largest number, in at most `most` steps."""
 
-    ask: Callable[[PlanQuestion, int], PlanQuestion]  # builds the question for a multiple
+    ask: Callable[[PlanQuestion, int], PlanQuestion]  # builds the question after a number of steps
+    number: Callable[[PlanQuestion], int | None]  # reads the number from such a question
     most: int
-    step: int = 1
 
 
 _SEARCHES = {
     Goal.LARGEST_BATCH: _Search(
-        ask=lambda question, number: question.changed(batch_size=number, num_microbatches=1), most=1 << 14
+        # One micro-batch in each lane, or more if there are more GPUs.
+        ask=lambda question, steps: question.changed(
+            batch_size=steps * question.least_microbatches, num_microbatches=question.least_microbatches
+        ),
+        number=lambda question: question.training.batch_size,
+        most=1 << 14,
     ),
     Goal.LONGEST_CONTEXT: _Search(
         ask=lambda question, steps: question.changed(
             sequence_length=steps * _TOKENS_STEP, num_microbatches=question.training.batch_size
         ),
+        number=lambda question: question.training.sequence_length,
         most=(1 << 21) // _TOKENS_STEP,
-        step=_TOKENS_STEP,
     ),
-    Goal.MOST_LAYERS: _Search(ask=lambda question, number: replace(question, num_layers=number), most=1 << 11),
+    Goal.MOST_LAYERS: _Search(
+        ask=lambda question, steps: replace(question, num_layers=steps),
+        number=lambda question: question.num_layers,
+        most=1 << 11,
+    ),
 }
 
 
@@ -69,8 +78,9 @@ def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) ->
         number, extreme = _fewest(question, profiles, "host", "memory_gib", most, slack)
     else:
         search = _SEARCHES[goal]
-        steps = largest_fitting(lambda number: search.ask(question, number), profiles, most=search.most)
-        number, extreme = steps * search.step, search.ask(question, max(1, steps))
+        steps = largest_fitting(lambda steps: search.ask(question, steps), profiles, most=search.most)
+        extreme = search.ask(question, max(1, steps))
+        number = (search.number(extreme) or 0) if steps else 0
     if not number:
         return Found(goal=goal, number=0, num_params=0, question=question, planned=None)
     job, solution, step_s = fastest_plan(extreme, profiles)

@@ -10,6 +10,7 @@ import torch
 
 from windlass.amounts import GIB
 from windlass.engine.data import WIDTH_GRANULE
+from windlass.engine.lanes import rounded_to_lanes
 from windlass.engine.memory_estimate import DryRunResult, device_need
 from windlass.engine.memory_plan import (
     DeviceNeed,
@@ -87,6 +88,11 @@ class PlanQuestion:
         num_ranks = min(self.num_ranks, number)
         training_then = replace(self.training, **training)
         return replace(self, training=training_then, num_ranks=num_ranks, chooses_microbatches=chooses)
+
+    @property
+    def least_microbatches(self) -> int:
+        """The smallest number of micro-batches with which lanes are equal and no GPU is without one."""
+        return rounded_to_lanes(self.num_ranks, self.training.lanes)
 
     @property
     def widest(self) -> int:
@@ -310,7 +316,7 @@ class Profiles:
         question = self._question
         device = torch.device("cuda", 0) if question.has_gpu else torch.device("cpu")
         num_microbatches = -(-question.training.batch_size // profile.num_examples)
-        sums_grads = num_microbatches > 1
+        sums_grads, has_lanes = num_microbatches > 1, question.training.lanes > 1
         training = replace(question.training, num_microbatches=num_microbatches, lanes=1)
 
         def measure() -> MeasuredBlocks:
@@ -320,6 +326,7 @@ class Profiles:
                 training.precision,
                 device,
                 sums_grads=sums_grads,
+                has_lanes=has_lanes,
                 grad_precision=training.grad_precision,
                 head_slices=training.head_slices,
             )
@@ -329,6 +336,7 @@ class Profiles:
             "shape": (profile.num_examples, profile.num_tokens),
             "precision": training.precision,
             "sums_grads": sums_grads,
+            "has_lanes": has_lanes,
             "grad_precision": training.grad_precision,
             "head_slices": training.head_slices,
             "device": device.type,

@@ -100,7 +100,7 @@ def correction_of(
         if abs(factor - 1) >= _MIN_REPORTED_CHANGE:
             words.append(kind.words.format(kind.format_rate(factor * planned), kind.format_rate(planned)))
     steps = [_without_ssds(step, costs.speeds) for step in steps]
-    block_s = _block_s(steps, costs, placement)
+    block_s = _block_s([_without_lanes(step, costs) for step in steps], costs, placement)
     compute_s = median(sum(step.forward_s.values()) + sum(step.backward_s.values()) for step in steps)
     compute_s += median(step.done.get("device_params", WorkDone()).busy_s for step in steps)
     factor = compute_s / planned_compute_s
@@ -167,6 +167,28 @@ def _without_ssds(step: MeasuredStep, speeds: Speeds) -> MeasuredStep:
         step,
         forward_s={block: share * seconds for block, seconds in step.forward_s.items()},
         backward_s={block: share * seconds for block, seconds in step.backward_s.items()},
+    )
+
+
+def _without_lanes(step: MeasuredStep, costs: StepCosts) -> MeasuredStep:
+    """Subtracts from a step's operations the planned time of adding lanes and of their norms.
+
+    Spans do not separate it, and every plan adds it itself. At most half of an operation is subtracted.
+    """
+    if costs.job.lanes.num_lanes == 1:
+        return step
+    shared, head = costs.job.model.shared, len(costs.job.model.layers) + 1
+
+    def left_s(block: int, seconds: float) -> float:
+        lanes_s = sum(map(costs.adding_lanes_s, shared[block])) + costs.norms_s(block)
+        return max(seconds - lanes_s, seconds / 2)
+
+    return replace(
+        step,
+        forward_s={
+            block: left_s(block, seconds) if block == head else seconds for block, seconds in step.forward_s.items()
+        },
+        backward_s={block: left_s(block, seconds) for block, seconds in step.backward_s.items()},
     )
 
 

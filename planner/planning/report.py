@@ -1,6 +1,6 @@
 """Reports a plan in words and numbers, for users and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
@@ -66,7 +66,7 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
     }
     return PlanReport(
         feasible=True,
-        reasons=(_bound_in_words(solution, step_s), *_idle_in_words(solution.plan)),
+        reasons=(_bound_in_words(solution, step_s), *_idle_in_words(solution.plan), *_unequal_lanes_in_words(job)),
         step_s=step_s,
         bound_s=bound_s,
         tokens_per_s=num_tokens / step_s,
@@ -196,3 +196,16 @@ def _bound_in_words(solution: Solution, step_s: float) -> str:
     busiest = solution.bottleneck
     busy_s = solution.busy_s[busiest]
     return f"a step is bound by {_IN_WORDS[busiest]}: {busy_s:.3g} s, {busy_s / step_s:.0%} of the step"
+
+
+def _unequal_lanes_in_words(job: PlannedJob) -> Iterator[str]:
+    """Tells if lanes have unequal numbers of micro-batches, and with which number they would be equal."""
+    num_lanes = job.lanes.num_lanes
+    sizes = sorted({len(job.lanes.microbatches(lane)) for lane in range(num_lanes)})
+    if len(sizes) > 1:
+        more = sizes[-1] * num_lanes
+        equal = more if more <= job.training.batch_size else sizes[0] * num_lanes
+        yield (
+            f"the {num_lanes} lanes have {sizes[0]} or {sizes[-1]} micro-batches, so GPUs that share them would not "
+            f"end together; with num_microbatches {equal} they are equal"
+        )

@@ -21,7 +21,7 @@ import torch
 from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.model import BlockRunner, GradBuffer, Partition, build_meta_model
-from windlass.engine.optimizer import squared_norm
+from windlass.engine.optimizer import portable_squared_norms, squared_norm
 from windlass.planner.cost import AgainTimes, BlockProfile, LayerProfile, ModelProfile, holding_ways
 from windlass.planner.profiling.model_profiler import kinds_of_layers
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
@@ -34,6 +34,7 @@ _MAX_S = 8.0  # seconds after which rounds end, unless the caller gives others
 # A job writes every layer's activations to memory that no cache holds. So as many equal layers are measured as have
 # this many bytes of activations together.
 _MIN_ACTIVATIONS_NBYTES = 128 << 20
+_NUM_NORMS = 3  # times that the norms of a gradient's chunks are computed; the fastest one counts
 _SPREAD = 0.02  # standard deviation of random params, as most models initialize them
 _KEEP_ALL = BlockActivations(recompute=False)
 
@@ -48,6 +49,7 @@ class BlockTimes:
     forward_s: float  # the head's includes its backward pass
     backward_s: float  # without recomputation; the embedding's includes its forward pass
     again: AgainTimes | None = None  # only for layers
+    norms_s: float | None = None  # of the norms of the whole gradient's chunks, once a step; only with several lanes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +67,15 @@ def measure_blocks(
     device: torch.device,
     *,
     sums_grads: bool = False,
+    has_lanes: bool = False,
     grad_precision: Precision | None = None,
     head_slices: HeadSlices = HeadSlices.LARGE,
     max_s: float | None = None,
 ) -> MeasuredBlocks:
     """Measures the time of each block of a profile on this device. Meanwhile some blocks' params are in memory.
 
-    `sums_grads`: gradients are summed over micro-batches. `grad_precision`: type of a block's gradient; None: that of
+    `sums_grads`: gradients are summed over micro-batches. `has_lanes`: in several lanes, so the norms of gradients are
+    measured separately, because a step has them only once. `grad_precision`: type of a block's gradient; None: that of
     the model. `head_slices`: the way in which the head goes over tokens. `max_s`: seconds after which no further round
     begins; None: the usual ones.
     """
@@ -81,6 +85,7 @@ def measure_blocks(
         precision,
         device,
         sums_grads=sums_grads,
+        has_lanes=has_lanes,
         grad_precision=grad_precision or precision,
         head_slices=head_slices,
     ).measure(_MAX_S if max_s is None else max_s)
@@ -90,7 +95,8 @@ def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelP
     """Returns the profile with the given block times."""
 
     def timed(block: int, untimed: BlockProfile) -> Any:
-        return replace(untimed, forward_s=times[block].forward_s, backward_s=times[block].backward_s)
+        measured = times[block]
+        return replace(untimed, forward_s=measured.forward_s, backward_s=measured.backward_s, norms_s=measured.norms_s)
 
     def timed_layer(block: int, untimed: LayerProfile) -> LayerProfile:
         timed_block: LayerProfile = timed(block, untimed)
@@ -110,6 +116,7 @@ class _Bench:
         device: torch.device,
         *,
         sums_grads: bool,
+        has_lanes: bool,
         grad_precision: Precision,
         head_slices: HeadSlices,
     ) -> None:
@@ -124,7 +131,7 @@ class _Bench:
         self._device, self._dtype = device, TORCH_DTYPE[precision]
         self._runner = BlockRunner(self._partition, device, seed=0, head_slices=head_slices)
         self._grad_dtype = TORCH_DTYPE[grad_precision]
-        self._sums_grads = sums_grads
+        self._sums_grads, self._has_lanes = sums_grads, has_lanes
         vocab = int(self._partition.model.config.get_text_config().vocab_size)
         self._ids = torch.randint(vocab, (profile.num_examples, profile.num_tokens), device=device)
 
@@ -135,12 +142,13 @@ class _Bench:
         times: dict[int, BlockTimes] = {}
         for block in (embedding, head):
             forward_s, backward_s = _both(chain(*rounds), (block,))
-            times[block] = BlockTimes(forward_s=forward_s, backward_s=backward_s)
+            times[block] = BlockTimes(forward_s=forward_s, backward_s=backward_s, norms_s=self._norms_s(block))
         for kind in self._kinds:
             kept, *others = (_both(passes, kind) for passes in zip(*rounds, strict=True))
             longer = [max(0.0, sum(other) - sum(kept)) for other in others]
             again = AgainTimes(all_s=longer[0], one_held_s=longer[1], most_held_s=longer[2]) if longer else None
-            times.update(dict.fromkeys(kind, BlockTimes(forward_s=kept[0], backward_s=kept[1], again=again)))
+            of_kind = BlockTimes(forward_s=kept[0], backward_s=kept[1], again=again, norms_s=self._norms_s(kind[0]))
+            times.update(dict.fromkeys(kind, of_kind))
         return MeasuredBlocks(times=times, standard_error=_standard_error(rounds))
 
     def _rounds(self, max_s: float) -> list[_Round]:
@@ -194,12 +202,26 @@ class _Bench:
         start_s = time.perf_counter()
         self._runner.install(block, flats, grads)
         run()
-        if goes_backward:
+        if goes_backward and not self._has_lanes:
             grad = grads[block].flat
             squared_norm(grad if leaving is None else leaving.copy_(grad))
         self._runner.remove(block)
         self._wait()
         return time.perf_counter() - start_s
+
+    def _norms_s(self, block: BlockIndex) -> float | None:
+        """Returns the seconds for the norms of a gradient's chunks in a job with several lanes, else None."""
+        if not self._has_lanes:
+            return None
+        layout, seconds = self._partition.layout, []
+        grad = torch.zeros(layout.blocks[block].numel, device=self._device)
+        for _ in range(_NUM_NORMS):
+            self._wait()
+            start_s = time.perf_counter()
+            portable_squared_norms(grad, layout.chunk_numel)
+            self._wait()
+            seconds.append(time.perf_counter() - start_s)
+        return min(seconds)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

@@ -124,7 +124,8 @@ def work_of(solution: Solution) -> Work:
         if choice.swaps:
             swapped[block] = way.out_nbytes
     peaks = {block: profile.peak_nbytes for block, profile in enumerate(model.blocks)}
-    return Work(compute_s=seconds, swapped_nbytes=swapped, held_nbytes=held, peak_nbytes=peaks)
+    norms = {block: costs.norms_s(block) for block in range(head + 1)}
+    return Work(compute_s=seconds, swapped_nbytes=swapped, held_nbytes=held, peak_nbytes=peaks, norms_s=norms)
 
 
 def _of_mean_size(work: Work, share: float) -> Work:

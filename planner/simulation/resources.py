@@ -55,6 +55,9 @@ class Work:
     # the maximum that an operation allocates. Missing blocks count as 0.
     held_nbytes: Mapping[int, int] = field(default_factory=dict)
     peak_nbytes: Mapping[int, int] = field(default_factory=dict)
+    # By block: seconds for the norms of a complete gradient, once a step. For missing blocks they are part of an
+    # operation's time.
+    norms_s: Mapping[int, float] = field(default_factory=dict)
 
 
 class Stuck(RuntimeError):

@@ -6,6 +6,7 @@ from windlass.planner.solver.placement_search import candidates as candidates
 from windlass.planner.solver.placement_search import least_nbytes as least_nbytes
 from windlass.planner.solver.placement_search import may_fit as may_fit
 from windlass.planner.solver.placement_search import plan_of as plan_of
+from windlass.planner.solver.placement_search import sizes_at_the_border as sizes_at_the_border
 from windlass.planner.solver.placement_search import solution_of as solution_of
 from windlass.planner.solver.placement_search import solve_job as solve_job
 from windlass.planner.solver.step_cost import Limits as Limits

@@ -246,6 +246,11 @@ def may_fit(job: PlannedJob, speeds: Speeds, limits: Limits) -> bool:
     return any(_programs_without_assignment(job, speeds, limits, saver) is None for saver in savers)
 
 
+def sizes_at_the_border(job: PlannedJob) -> list[int]:
+    """Returns the sizes of groups that need least of one tier: of device memory, of host memory, or of both."""
+    return sorted({1, _smallest_uncut_group(job), job.largest_group})
+
+
 def _all_memory_savers(job: PlannedJob) -> list[_MemorySaver]:
     return [saver for spills in _spills(job) for saver in _memory_savers(spills=spills)]
 
@@ -261,16 +266,11 @@ def _spills(job: PlannedJob) -> tuple[bool, ...]:
 def _programs_at_the_border(job: PlannedJob, speeds: Speeds, limits: Limits, saver: _MemorySaver) -> Iterator[Program]:
     """Yields the programs that need least memory. If any program has an assignment, one of these has."""
     depths = QueueDepths(leaving_nbytes=0)
-    for group_size, overflows in itertools.product(_sizes_at_the_border(job), (True, False)):
+    for group_size, overflows in itertools.product(sizes_at_the_border(job), (True, False)):
         costs = saver.of(
             StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, overflows=overflows, depths=depths)
         )
         yield costs.program(costs.kinds())
-
-
-def _sizes_at_the_border(job: PlannedJob) -> list[int]:
-    """Returns the sizes of groups that need least of one tier: of device memory, of host memory, or of both."""
-    return sorted({1, _smallest_uncut_group(job), job.largest_group})
 
 
 def _smallest_uncut_group(job: PlannedJob) -> int:

@@ -286,7 +286,7 @@ class StepCosts:
         numel, chunks = job.model.blocks[block].numel, job.size.num_chunks(block)
         param_nbytes, grad_nbytes = numel * job.param_itemsize, numel * job.grad_itemsize
         num_uses = 1 + job.model.shared_blocks.count(block)
-        lanes_s = num_uses * (job.lanes.num_lanes - 1) * numel / speeds.device_added_params
+        lanes_s = num_uses * self.adding_lanes_s(block) + self.norms_s(block)
         seconds: dict[Part, float] = {Part.BACKWARD: lanes_s} if lanes_s else {}
         device = host = 0.0
         if tier in (StateTier.DEVICE, StateTier.HOST):
@@ -296,7 +296,8 @@ class StepCosts:
             round_s = numel / speeds.device_rounded_params if job.read_itemsize < job.state_itemsize else 0.0
             seconds[Part.FORWARD] = uses_forward * round_s
             seconds[Part.BACKWARD] = numel / speeds.device_params + uses_backward * round_s + lanes_s
-            seconds[Part.D2H_BACKWARD] = numel * job.read_itemsize / COMMIT_EVERY / speeds.d2h_bytes
+            # All states: params that are not resident there are rounded on the device, and copied too.
+            seconds[Part.D2H_BACKWARD] = numel * job.state_itemsize / COMMIT_EVERY / speeds.d2h_bytes
             device = numel * (job.read_itemsize + self.num_flats * job.grad_itemsize)
             return self._way(seconds, device=device, in_transit=self._transit_nbytes)
         uses_forward, uses_backward = self._uses(block)
@@ -485,6 +486,17 @@ class StepCosts:
         """Returns seconds of one micro-batch: forward, and backward without recomputation."""
         forward_s = self._roofline_s(block.work) if block.forward_s is None else block.forward_s
         return forward_s, 2 * forward_s if block.backward_s is None else block.backward_s
+
+    def adding_lanes_s(self, block: int) -> float:
+        """Returns the seconds of a step in which the lanes of one use of a block are added."""
+        return (self.job.lanes.num_lanes - 1) * self.job.model.blocks[block].numel / self.speeds.device_added_params
+
+    def norms_s(self, block: int) -> float:
+        """Returns the seconds of a step for the norms of a gradient's chunks. With one lane, backward includes them."""
+        profile = self.job.model.blocks[block]
+        if self.job.lanes.num_lanes == 1:
+            return 0.0
+        return profile.numel / self.speeds.device_squared_params if profile.norms_s is None else profile.norms_s
 
     def backward_s(self, layer: LayerProfile, way: ActivationOption) -> float:
         """Returns seconds of one micro-batch's backward pass, with recomputation."""

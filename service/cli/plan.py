@@ -66,8 +66,11 @@ def plan(
         Precision, typer.Option(help="Precision of accumulated gradients: fp32, or the model's.")
     ] = Precision.FP32,
     lanes: Annotated[
-        int, typer.Option(min=1, help="Sums of micro-batches that are made separately and then added.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1, help="Sums of micro-batches that are made separately and then added (default: one for each GPU)."
+        ),
+    ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the job.")] = 1,
     num_validation_examples: Annotated[
         int, typer.Option(min=0, help="Examples of a validation file: evaluations take device memory, too.")
@@ -92,15 +95,12 @@ def plan(
         raise CommandError(
             f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"
         )
-    if lanes > (most := num_microbatches or batch_size):
+    most = num_microbatches or batch_size
+    if lanes is not None and lanes > most:
         raise CommandError(f"--lanes: {lanes} lanes of at most {most} micro-batches; each has at least one")
     if gpus > most:
         raise CommandError(f"--gpus: {gpus} GPUs for at most {most} micro-batches; each computes at least one")
     _check_gpus(settings, gpus, other=None if hardware == _MEASURED else machine)
-    if gpus > 1 and find is Goal.LARGEST_BATCH:
-        raise CommandError("--gpus: the largest batch is one micro-batch, which has one GPU; leave --gpus out")
-    if lanes > 1 and find is Goal.LARGEST_BATCH:
-        raise CommandError("--lanes: the largest batch is one micro-batch, which has one lane; leave --lanes out")
     _check_order_of_updates(gradient_updates, clip=clip)
     asked = _settings(
         precision=precision,
@@ -109,7 +109,7 @@ def plan(
         clip_norm=DEFAULT_CLIP_NORM if clip else None,
         accumulation_precision=accumulation_precision,
         gradient_updates=gradient_updates,
-        lanes=lanes,
+        lanes="auto" if lanes is None else lanes,
         gpus=gpus,
     )
     # shown only on a terminal

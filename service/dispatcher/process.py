@@ -157,8 +157,8 @@ def _connect(settings: Settings) -> tuple[RayCluster | RayNode, MachineResources
         )
     elif resources.num_devices != here.num_devices:
         _LOG.warning(
-            "cpu_ranks is %d, but Ray was started with %d devices, and jobs get those; `windlass down` and `windlass up` "
-            "once no job runs",
+            "cpu_ranks is %d, but Ray was started with %d devices, and jobs get those; "
+            "`windlass down` and `windlass up` once no job runs",
             here.num_devices,
             resources.num_devices,
         )

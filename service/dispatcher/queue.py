@@ -352,7 +352,7 @@ class JobQueue:
         """Explains to its owner why a job waits. Other users' jobs are counted, not named."""
         needs = capacity.needs(job.id, self._demand(job))
         if decision.never:
-            lacks = [_short_of(name, needs[name], lack) for name, lack in decision.missing.items()]
+            lacks = [self._short_of(name, needs[name], lack) for name, lack in decision.missing.items()]
             return f"{'; '.join(lacks)}, also with no other job here"
         parts = []
         beside = told_jobs_beside([other.id for other in holders if other.owner == job.owner], len(holders))
@@ -360,7 +360,7 @@ class JobQueue:
             if name == DEVICES and needs[name] == 1:
                 parts.append(f"{self._devices} in use by {beside}")
             else:
-                parts.append(f"{_short_of(name, needs[name], lack)} beside {beside}")
+                parts.append(f"{self._short_of(name, needs[name], lack)} beside {beside}")
         if decision.waits_behind is not None:
             parts.append("there is room for it, but a job before it would have to wait longer")
         if decision.pauses or decision.will_pause or any(other.yields_to == job.id for other in holders):
@@ -373,12 +373,12 @@ class JobQueue:
     def _devices(self) -> str:
         return "the CPU is" if self._resources.num_gpus == 0 else "every GPU is"
 
-
-def _short_of(resource: str, needed_nbytes: int, lack_nbytes: int) -> str:
-    if resource == DEVICES:
-        num_free = max(0, needed_nbytes - lack_nbytes)
-        return f"needs {count_text(needed_nbytes, 'GPU')}; {num_free} {'is' if num_free == 1 else 'are'} free"
-    where = {HOST_MEMORY: "host memory", BUFFERS: "memory for its buffers"}
-    what = where.get(resource, f"space on the SSD {resource}")
-    free_nbytes = max(0, needed_nbytes - lack_nbytes)
-    return f"needs {needed_nbytes / GIB:.1f} GiB of {what}; {free_nbytes / GIB:.1f} GiB are free"
+    def _short_of(self, resource: str, needed: int, lack: int) -> str:
+        """Says how much of a resource a job needs, and how much of it is free."""
+        free = max(0, needed - lack)
+        if resource == DEVICES:
+            devices = count_text(needed, "GPU" if self._resources.num_gpus else "device")
+            return f"needs {devices}; {free} {'is' if free == 1 else 'are'} free"
+        where = {HOST_MEMORY: "host memory", BUFFERS: "memory for its buffers"}
+        what = where.get(resource, f"space on the SSD {resource}")
+        return f"needs {needed / GIB:.1f} GiB of {what}; {free / GIB:.1f} GiB are free"

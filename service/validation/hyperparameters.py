@@ -1,7 +1,8 @@
 """Settings of a job: their limits, their defaults, and the values that "auto" stands for.
 
 `docs` and these numbers are one: 3 epochs; 0.2 percent of the examples a batch, but at least 8 and at most 64; at most
-4 examples a micro-batch; a peak learning rate of 2e-5 times the multiplier; 3 percent of the steps to warm up.
+4 examples a micro-batch, and as many micro-batches in each lane; a peak learning rate of 2e-5 times the multiplier; 3
+percent of the steps to warm up.
 """
 
 import math
@@ -20,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from windlass.engine.lanes import rounded_to_lanes
 from windlass.engine.memory_plan import UpdateOrder
 from windlass.engine.training_config import (
     EarlyStopping,
@@ -412,8 +414,12 @@ def hypothetical_config(
 
 
 def default_microbatches(batch_size: int, lanes: int, gpus: int) -> int:
-    """Returns the number of parts that a batch is computed in unless the user sets one. Each lane and GPU needs one."""
-    return max(math.ceil(batch_size / GREATEST_MICROBATCH_SIZE), lanes, gpus)
+    """Returns the number of parts that a batch is computed in unless the user sets one.
+
+    Each GPU has at least one. Each lane has equally many, unless that takes more than the batch has examples.
+    """
+    least = max(math.ceil(batch_size / GREATEST_MICROBATCH_SIZE), gpus)
+    return min(rounded_to_lanes(least, lanes), batch_size)
 
 
 def num_steps(epochs: int, batch_size: int, num_examples: int) -> int:

@@ -1,6 +1,7 @@
 """The loop that the engine must equal: a job in plain PyTorch, with the whole model in memory."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from windlass.engine.data.examples import NO_TARGET
 from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.model.fused_kernels import apply_kernels
 from windlass.engine.training_config.training_config import Optimizer
-from windlass.storage.ids import Precision
+from windlass.storage.ids import ModelKernel, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +35,9 @@ class PlainRun:
 def train_plainly(spec: JobSpec, device: str = "cpu", *, is_reversed: bool = False) -> PlainRun:
     """Runs the job in plain PyTorch: the whole model, torch's own optimizer on fp32 masters, one target count a step.
 
-    fp16 uses torch.amp.GradScaler. Kernels of other packages are used if the job names them. `is_reversed`: the last
-    example of a step comes first, so that the same sums are rounded in another order.
+    fp16 uses torch.amp.GradScaler. Kernels of other packages are used if the job names them, except for the loss, which
+    is computed in fp32 anyway. So is the gradient of the head's projection, if the job names a kernel for that.
+    `is_reversed`: the last example of a step comes first, so that the same sums are rounded in another order.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(spec.compute_threads)
@@ -51,6 +53,7 @@ def _train_plainly(spec: JobSpec, device: torch.device, *, is_reversed: bool) ->
     masters = dict(whole.named_parameters())
     model = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=TORCH_DTYPE[hyper.precision]).to(device).train()
     apply_kernels(model, hyper.model_kernels or ())
+    head_grads = _Fp32HeadGrads(model) if ModelKernel.FP32_PRODUCT in (hyper.model_kernels or ()) else None
     optimizer = _optimizer(spec, masters)
     schedule = get_cosine_schedule_with_warmup(optimizer, hyper.warmup_steps, hyper.total_steps)
     train, validation = (PreparedDataset.open(spec.dataset_dir, split) for split in ("train", "validation"))
@@ -61,7 +64,8 @@ def _train_plainly(spec: JobSpec, device: torch.device, *, is_reversed: bool) ->
         if is_reversed:
             batch = [_reversed(microbatch) for microbatch in reversed(batch)]
         loss_scales.append(scaler.get_scale())
-        losses.append(_accumulate(model, masters, batch, scaler, lanes=hyper.lanes, nominal=hyper.num_microbatches))
+        lanes = {"lanes": hyper.lanes, "nominal": hyper.num_microbatches}
+        losses.append(_accumulate(model, masters, batch, scaler, head_grads=head_grads, **lanes))
         scaler.unscale_(optimizer)
         max_norm = float("inf") if hyper.clip_norm is None else hyper.clip_norm
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), max_norm)))
@@ -88,6 +92,33 @@ def _train_plainly(spec: JobSpec, device: torch.device, *, is_reversed: bool) ->
     )
 
 
+class _Fp32HeadGrads:
+    """Keeps the gradient of the head's projection from autograd, and computes it from fp32 copies of the factors."""
+
+    def __init__(self, model: Any) -> None:
+        self._head = model.get_output_embeddings()
+        self.name = next(name for name, param in model.named_parameters() if param is self._head.weight)
+        self._grad: torch.Tensor | None = None
+        self._head.forward = self._forward
+
+    def taken(self) -> torch.Tensor:
+        """The gradient of one micro-batch."""
+        assert self._grad is not None
+        grad, self._grad = self._grad, None
+        return grad
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(hidden, self._head.weight.detach())
+        if logits.requires_grad:
+            factor = hidden.detach().flatten(0, -2).float()
+            logits.register_hook(functools.partial(self._note_product, factor))  # type: ignore[no-untyped-call]
+        return logits
+
+    def _note_product(self, factor: torch.Tensor, grad: torch.Tensor) -> None:
+        assert self._grad is None
+        self._grad = grad.flatten(0, -2).float().t() @ factor
+
+
 def _reversed(microbatch: MicroBatch) -> MicroBatch:
     """The same examples, the last one first."""
     return dataclasses.replace(microbatch, input_ids=microbatch.input_ids.flip(0), targets=microbatch.targets.flip(0))
@@ -112,6 +143,7 @@ def _accumulate(
     *,
     lanes: int,
     nominal: int,
+    head_grads: "_Fp32HeadGrads | None" = None,
 ) -> float:
     """The loss of a step. Scaled gradients are summed over each lane in fp32, and over the lanes in the masters.
 
@@ -127,7 +159,10 @@ def _accumulate(
             torch.autograd.backward(scaler.scale(loss_sum / num_targets))
             total += float(loss_sum.detach())
             for name, param in model.named_parameters():
-                sums[name] += param.grad.float()
+                if head_grads is None or param.grad is not None:
+                    sums[name] += param.grad.float()
+            if head_grads is not None:
+                sums[head_grads.name] += head_grads.taken()
         for name, master in masters.items():
             master.grad = sums[name] if master.grad is None or lane == 0 else master.grad + sums[name]
     return total / num_targets

@@ -61,7 +61,7 @@ class Operations:
             self._pieces.begin(request, unit * self._num_microbatches(operation.group))
 
     def _run(self) -> Process:
-        world, plan = self.world, self.world.context.plan
+        world = self.world
         while True:
             start_s = world.env.now
             operation = yield from self._to_compute.get()
@@ -71,7 +71,7 @@ class Operations:
                 start_s = world.env.now
                 fetches.append((yield from self._feed.wait_for(operation, block)))
                 self._note(SpanKind.WAIT_PARAMS, operation, block, start_s)
-            goes_backward = operation.phase in (Phase.HEAD, Phase.BACKWARD)
+            goes_backward = _goes_backward(operation)
             if goes_backward:
                 start_s = world.env.now
                 yield from self._grads.take(operation)
@@ -97,15 +97,17 @@ class Operations:
             )
             if goes_backward:
                 self._grads.end_lanes(operation)
-            if goes_backward and operation.group < plan.num_groups - 1:
-                self._grads.queue_partial_sums(operation)
-            elif goes_backward:
+            if goes_backward and self._is_in_last_group(operation):
                 self._grads.complete(operation)
+            elif goes_backward:
+                self._grads.queue_partial_sums(operation)
+
+    def _is_in_last_group(self, operation: ComputeBlock) -> bool:
+        return operation.group == self.world.context.plan.num_groups - 1
 
     def _note_end_of_step(self, operation: ComputeBlock) -> None:
-        is_last_group = operation.group == self.world.context.plan.num_groups - 1
         last = Phase.BACKWARD if self.world.shape.num_blocks > 1 else Phase.HEAD
-        if operation.block == 0 and operation.phase is last and is_last_group:
+        if operation.block == 0 and operation.phase is last and self._is_in_last_group(operation):
             self.world.end_step()
 
     def _note(self, kind: SpanKind, operation: ComputeBlock, block: int, start_s: float) -> None:
@@ -132,6 +134,8 @@ class Operations:
             yield from self._microbatch(operation, microbatch, self._compute_s(operation) / num_microbatches)
         if num_added := self._grads.num_added(operation):
             yield from world.spend(num_added / world.rates.device_added_params)
+        if _goes_backward(operation) and self._is_in_last_group(operation):
+            yield from world.spend(world.work.norms_s.get(block, 0.0))
         self.gpu.level(_RUNNING, -peak_nbytes)
         if is_streamed:
             self._pieces.end(operation)
@@ -213,6 +217,10 @@ class Operations:
     def _num_microbatches(self, group: int) -> int:
         group_size = self.world.context.plan.group_size
         return min(group_size, self.world.context.spec.training.num_microbatches - group * group_size)
+
+
+def _goes_backward(operation: ComputeBlock) -> bool:
+    return operation.phase in (Phase.HEAD, Phase.BACKWARD)
 
 
 def _in_order(num_pieces: int, *, is_back: bool) -> range:

@@ -117,8 +117,7 @@ class Worker:
     def _flush(self, command: FlushBlock, key: ChunkKey) -> Process:
         world, step = self.world, command.step
         nbytes = world.state_itemsize * world.chunk_numel(key)
-        copied_nbytes = world.context.formats.update_itemsize * world.chunk_numel(key)
         yield from self._transit.take()
-        yield from self.gpu.copy_out(copied_nbytes, SpanKind.COPY_STATES_OUT, step, key.block, key.chunk)
+        yield from self.gpu.copy_out(nbytes, SpanKind.COPY_STATES_OUT, step, key.block, key.chunk)
         yield from world.chunk_move(key, nbytes, SpanKind.WRITE_STATES, step, (step, key.block))
         self._transit.give_back()

@@ -1,6 +1,6 @@
 """One step, block by block, with any choice of activations, and a store in memory that records how it is used."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from windlass.engine.model.block_runner import BlockRunner
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.partition import Partition, build_meta_model
 from windlass.engine.model.streamed_flats import StreamedFlats
-from windlass.storage.ids import BlockIndex, HeadSlices, Precision
+from windlass.storage.ids import BlockIndex, HeadSlices, ModelKernel, Precision
 
 SEED, STEP = 7, 3
 
@@ -76,6 +76,7 @@ class Run:
         precision: Precision = Precision.FP32,
         streams_on: Device | None = None,
         head_slices: HeadSlices = HeadSlices.LARGE,
+        kernels: Collection[ModelKernel] = (),
     ) -> None:
         """`streams_on`: a device on which the layers' params arrive in pieces."""
         self.partition = Partition(build_meta_model(model.config, precision))
@@ -88,6 +89,7 @@ class Run:
             activations=activations,
             store=store,
             head_slices=head_slices,
+            kernels=kernels,
         )
         self.grads = {block.index: GradBuffer(torch.full((block.numel,), torch.nan)) for block in self.layout.blocks}
         self._lent: dict[BlockIndex, torch.Tensor] = {}

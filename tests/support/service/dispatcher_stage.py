@@ -243,10 +243,15 @@ class Stage:
             return JobRepository(session).create(new).id
 
     def queue(
-        self, *, priority: int = 0, owner: str | None = None, prepared: Mapping[str, dict[str, Any]] = PREPARED
+        self,
+        *,
+        priority: int = 0,
+        owner: str | None = None,
+        prepared: Mapping[str, dict[str, Any]] = PREPARED,
+        **windlass: Any,
     ) -> str:
         """A prepared job, which waits in the queue if the device is busy."""
-        job_id = self.submit(priority=priority, owner=owner)
+        job_id = self.submit(priority=priority, owner=owner, **windlass)
         self.tick()
         self.preparations[-1].ending = prepared
         self.tick()

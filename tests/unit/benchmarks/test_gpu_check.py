@@ -1,14 +1,16 @@
 """The GPU check on a machine without a GPU: all of it on small models, its predictions, and its reports of errors."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,15 @@ import torch
 from benchmarks.gpu_check import benchmark as gpu_check
 from benchmarks.gpu_check import link as gpu_link
 from benchmarks.gpu_check import parity as gpu_parity
+from benchmarks.gpu_check import peers as gpu_peers
 from benchmarks.gpu_check import prediction
 from benchmarks.gpu_check import speed as gpu_speed
 from benchmarks.gpu_check.case import Case, Result, ResultsFile, Setting, Status, named, run_case
 from benchmarks.gpu_check.cases import SHAPES, ParityCase, PeerCase, SpeedCase, States, cases
 from benchmarks.gpu_check.parity import Differences
-from benchmarks.gpu_check.report import keys, report_lines
+from benchmarks.gpu_check.report import in_words, keys, report_lines
 from benchmarks.gpu_check.watch import HostWaits, host_waits
+from benchmarks.peers.contenders import ContenderFailedError
 from benchmarks.peers.workload import model_config
 from tests.unit.benchmarks.torch_only import link_torch_only
 from windlass.actors.job.context import GPU_WORKER
@@ -281,6 +285,67 @@ def test_the_link_is_measured_from_a_registered_arena(setting: Setting) -> None:
     assert list(Path("/dev/shm").glob(f"windlass-gpu-check-*-{os.getpid()}.arena")) == []
 
 
+TWO = [torch.device("cpu", 0), torch.device("cpu", 1)]
+
+
+def test_all_gpus_are_measured_and_a_cpu_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert gpu_link.devices_here("cuda") == [torch.device("cuda", i) for i in range(3)]
+    assert gpu_link.devices_here("cpu") == [torch.device("cpu")]
+
+
+def test_links_of_two_devices_copy_alone_and_at_once(setting: Setting) -> None:
+    found = gpu_link.links_by_device(setting, TWO)
+    assert [each["device"] for each in found["devices"]] == ["cpu:0", "cpu:1"]
+    for rates in (found["together"], *(each[when] for each in found["devices"] for when in ("alone", "at_once"))):
+        assert rates.keys() == {"h2d_gb_per_s", "d2h_gb_per_s", "duplex_gb_per_s"}
+        assert min(rates.values()) > 0
+    assert list(Path("/dev/shm").glob(f"windlass-gpu-check-*-{os.getpid()}.arena")) == []
+
+
+def test_an_uplink_that_two_devices_share_shows(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for copies waits until all devices that are timed together copy. They share one uplink."""
+    make_rates, copying = gpu_link._rates, threading.Barrier(1)
+
+    def rates(links: Sequence[Any]) -> Any:
+        nonlocal copying
+        copying = threading.Barrier(len(links), timeout=30.0)
+        return make_rates(links)
+
+    def moved_s(link: Any, ways: Sequence[str]) -> float:
+        copying.wait()
+        return float(copying.parties * len(ways) * link.way_nbytes / 10e9)
+
+    monkeypatch.setattr(gpu_link, "_rates", rates)
+    monkeypatch.setattr(gpu_link._Link, "moved_s", moved_s)
+    found = gpu_link.links_by_device(setting, TWO)
+
+    assert found["together"]["h2d_gb_per_s"] == found["together"]["duplex_gb_per_s"] == pytest.approx(10)
+    for each in found["devices"]:
+        assert list(each["alone"].values()) == pytest.approx([10, 10, 10])
+        assert list(each["at_once"].values()) == pytest.approx([5, 5, 5])
+    rates_of_first = {f"{way}_gb_per_s": 10.0 for way in ("h2d", "d2h", "duplex")} | {"launch_us": 4.0}
+    result = dataclasses.replace(link_result(), measured=link_result().measured | rates_of_first | {"by_device": found})
+    cells = [line.split("|")[1:-1] for line in report_lines({"link": result}, cases(), Path(), "two")]
+    rows = [[cell.strip() for cell in row] for row in cells]
+    assert ["cpu:1", *["10.00"] * 3, *["5.00"] * 3] in rows
+    assert ["all", *["20.00"] * 3, *["10.00"] * 3] in rows
+    assert in_words(result) == "GB/s: h2d 10.0, d2h 10.0, duplex 10.0; 2 devices at once 10.0; a launch 4.0 us"
+
+
+def test_a_gpu_that_others_use_does_not_cost_the_profile(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("GPU 1 is full")
+
+    monkeypatch.setattr(gpu_link, "links_by_device", fail)
+    assert gpu_link._by_device(setting, TWO[:1]) is None
+    found = gpu_link._by_device(setting, TWO)
+    assert found == {"reason": "OutOfMemoryError: GPU 1 is full"}
+    result = dataclasses.replace(link_result(), measured=link_result().measured | {"by_device": found})
+    lines = report_lines({"link": result}, cases(), Path(), "two")
+    assert "The links of all GPUs were not measured: OutOfMemoryError: GPU 1 is full" in lines
+
+
 # --- results -------------------------------------------------------------------------------------------------------
 
 
@@ -370,6 +435,29 @@ def test_a_peer_that_is_not_installed_is_left_out(setting: Setting, monkeypatch:
     (peer, _) = (case for case in cases() if isinstance(case, PeerCase))
     result = run_case(peer, setting)
     assert (result.status, result.reason) == (Status.LEFT_OUT, "DeepSpeed is not installed")
+
+
+def test_a_peer_that_fails_is_left_out(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ContenderFailedError("deepspeed-zero_offload ended with exit code 1: no compiler")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(gpu_peers, "run_contender", fail)
+    (setting.root / "peers").mkdir()
+    (*_, peer) = (case for case in cases() if isinstance(case, PeerCase))
+    result = run_case(peer, setting)
+    assert result.status is Status.LEFT_OUT
+    assert result.reason == "deepspeed-zero_offload ended with exit code 1: no compiler"
+
+
+@pytest.mark.long
+def test_deepspeed_trains_where_it_is_installed(setting: Setting) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    in_memory, on_ssd = (run_case(case, setting) for case in cases(is_tiny=True) if isinstance(case, PeerCase))
+    assert in_memory.status is on_ssd.status is Status.DONE, (in_memory.reason, on_ssd.reason)
+    assert min(each.measured["tokens_per_s"] for each in (in_memory, on_ssd)) > 0
+    assert in_memory.measured["losses"] == on_ssd.measured["losses"]
 
 
 @pytest.mark.parametrize("name", ["speed-7B-host-16", "speed-1.5B-ssd-16"])

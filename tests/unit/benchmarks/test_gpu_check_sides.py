@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu_check import head as gpu_head
+from benchmarks.gpu_check import link as gpu_link
 from benchmarks.gpu_check import parity as gpu_parity
 from benchmarks.gpu_check import peak as gpu_peak
 from benchmarks.gpu_check import prediction
 from benchmarks.gpu_check import speed as gpu_speed
 from benchmarks.gpu_check.case import ResultsFile, Setting, run_case
-from benchmarks.gpu_check.cases import ParityCase, SpeedCase, cases
+from benchmarks.gpu_check.cases import LinkCase, ParityCase, SpeedCase, cases
 from benchmarks.gpu_check.report import report_lines
 from benchmarks.gpu_check.watch import host_waits
 from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_fp32_product import FakeFp32Product
 from tests.support.fake_liger import FakeLiger
 from windlass.actors.gpu_worker import kernel_selection
 from windlass.actors.gpu_worker import worker as gpu_worker
@@ -85,6 +88,25 @@ def test_both_sides_of_a_comparison_have_the_same_kernels(setting: Setting, monk
     assert re.search(r"\| fused +\| torch's +\|", table)
 
 
+def test_a_variant_has_the_kernels_of_the_head_in_slices(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs several micro-batches, because the sums of one need no product in fp32."""
+    liger, products = FakeLiger(), FakeFp32Product()
+    liger.install(monkeypatch)
+    products.install(monkeypatch)
+    kernels = (ModelKernel.LIGER, ModelKernel.LIGER_CROSS_ENTROPY, ModelKernel.FP32_PRODUCT)
+    monkeypatch.setattr(kernel_selection, "kernels_here", lambda *_: kernels)
+    monkeypatch.setattr(gpu_parity, "kernels_here", lambda *_: kernels)
+    only(monkeypatch, lambda each: not each.is_streamed)
+    result = run_case(ParityCase(Precision.BF16), setting)
+    runs = result.measured["runs"]
+    assert [run["reason"] for run in runs] == ["", ""]
+    assert [(run["model_kernels"], run["is_sliced"]) for run in runs] == [((), False), (kernels, True)]
+    assert result.measured["num_wrong"] == 0
+    num_of_checks, num_microbatches = 2, 2 * 2  # micro-batches of two steps
+    assert products.num_products > num_of_checks + num_microbatches  # because a micro-batch has several slices
+    assert liger.num_losses > 2 * num_of_checks + num_microbatches
+
+
 @pytest.mark.parametrize("precision", [Precision.BF16, pytest.param(Precision.FP32, marks=pytest.mark.long)])
 def test_a_variant_of_each_precision_has_a_sliced_head(
     setting: Setting, precision: Precision, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +140,36 @@ def test_a_variant_of_each_precision_has_a_sliced_head(
     assert max(num_parts) > 1  # of a slice's loss, and of its gradient
     assert head_slices.num_slice_tokens(HeadSlices.LARGE, 128) == usual
     assert ", head in slices" in "\n".join(report_lines(setting.results.read(), cases(), Path(), "tiny"))
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_the_head_is_measured_with_each_of_its_kernels(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, is_broken: bool
+) -> None:
+    liger, products = FakeLiger(), FakeFp32Product()
+    liger.install(monkeypatch)
+    products.install(monkeypatch)
+    loss, product = ModelKernel.LIGER_CROSS_ENTROPY, ModelKernel.FP32_PRODUCT
+    monkeypatch.setattr(gpu_head, "kernels_here", lambda *_: (ModelKernel.LIGER, loss, product))
+    if is_broken:
+        liger.change_losses = lambda losses: losses.view(1, 1, 1)
+    rates = SimpleNamespace(h2d_bytes=1, d2h_bytes=1)
+    monkeypatch.setattr(gpu_link, "measure_rates", lambda *_, **__: rates)
+    monkeypatch.setattr(gpu_link, "_link", lambda _: {"h2d_gb_per_s": 1.0})
+    monkeypatch.setattr(gpu_link, "_hardware", lambda *_: {})
+    result = run_case(LinkCase(), setting)
+    runs = {run["kernels"]: run for run in result.measured["head"]["runs"]}
+    assert list(runs) == [(), (loss,), (product,), (loss, product)]
+    assert [kernels for kernels, run in runs.items() if run["reason"]] == [(loss,), (loss, product)] * is_broken
+    right = [run for run in runs.values() if not run["reason"]]
+    assert [len(run["head_s"]) for run in right] == [3] * len(right)
+    assert max(run["grad_difference"] for run in right) < 0.01  # other roundings to bf16
+    assert runs[product,]["grad_difference"] > 0.0 == runs[()]["grad_difference"]
+    assert products.num_products == (4 if is_broken else 8)
+    text = "\n".join(report_lines(setting.results.read(), cases(), Path(), "tiny"))
+    assert "The head alone, 64 tokens, vocabulary 128, hidden size 64, bf16:" in text
+    cells = r" +\| +\| RuntimeError: " if is_broken else r"\d"
+    assert re.search(r"\| liger_cross_entropy, fp32_product +\| " + cells, text)
 
 
 def test_parity_has_a_budget_so_that_the_worker_limits_the_gpu(

@@ -104,3 +104,10 @@ def test_deepspeed_swaps_only_what_the_peer_is_named_for() -> None:
     # Every tensor must fit into a buffer.
     shape = workload.shape
     assert nvme["offload_param"]["buffer_size"] >= max(shape.vocab, shape.intermediate) * shape.hidden
+
+
+def test_deepspeed_reads_all_settings_of_its_io() -> None:
+    """DeepSpeed ignores names that it does not know."""
+    names = deepspeed_config(quick_plan(2).workloads["quick"], "nvme", Path("ssd"))["aio"].keys()
+    known = {"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"}
+    assert names <= known

@@ -108,7 +108,9 @@ def test_gradient_that_overflows_in_transfer_is_reported(bench: Bench, monkeypat
     def add_much(self: GradBuffer, name: str, offset: int, grad: torch.Tensor) -> None:
         add(self, name, offset, torch.full_like(grad, 60_000.0) if name.endswith("embed_tokens.weight") else grad)
 
-    def add_much_product(self: GradBuffer, name: str, offset: int, left: torch.Tensor, right: torch.Tensor) -> None:
+    def add_much_product(
+        self: GradBuffer, name: str, offset: int, left: torch.Tensor, right: torch.Tensor, *, in_fp32: bool
+    ) -> None:
         add_much(self, name, offset, left.t() @ right)
 
     monkeypatch.setattr(GradBuffer, "add", add_much)

@@ -109,6 +109,17 @@ def test_activations_on_the_ssds_need_room_too_unless_the_job_holds_it(
     assert caught.value.needed_nbytes == 3 << 20
 
 
+def test_activations_of_each_gpu_worker_need_room_on_the_ssds(
+    context: JobContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = disk_nbytes(context)
+    context = replace(with_activations(context, 7), spec=replace(context.spec, num_ranks=3))
+    set_free(monkeypatch, disk=states + (21 << 20) - 1)
+    with pytest.raises(InsufficientSpaceError, match="for the model states and swapped activations") as caught:
+        require_room(context)
+    assert caught.value.needed_nbytes == states + (21 << 20)
+
+
 def test_directories_of_two_disks_are_counted_apart(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
     stat = Path.stat
 

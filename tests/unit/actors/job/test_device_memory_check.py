@@ -191,6 +191,48 @@ def test_a_gpus_budget_also_covers_the_reserve_of_its_allocator(
         require(too_little, planned_nbytes=None, device="cuda")
 
 
+def test_a_gpu_that_is_smaller_than_the_budget_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = budgeted(tmp_path, device_memory_nbytes=80 * GIB)
+    partition = make_partition(spec)
+    context = make_context(spec, partition.layout, "")
+    need = device_need_of_job(context, partition)
+    large = replace(need, activations=replace(need.activations, operation_nbytes=30 * GIB))
+    monkeypatch.setattr(device_room, "device_need_of_job", lambda *_, **__: large)
+
+    def require(gpu_nbytes: int, **changes: Any) -> None:
+        changed = replace(context, spec=replace(spec, **changes))
+        require_device_room(changed, partition, device="cuda", gpu_nbytes=gpu_nbytes)
+
+    too_small = (
+        r"more than its GPU has: 24.00 GiB, which its budget of 80.00 GiB exceeds; set gpu_memory_gib to at most 24"
+    )
+    with pytest.raises(PlanError, match=too_small):
+        require(24 * GIB)
+    with pytest.raises(PlanError, match=rf"by its plan, made for another GPU.*{too_small}"):
+        require(24 * GIB, planned_device_nbytes=large.nbytes)
+    with pytest.raises(PlanError, match=r"more than its GPU has: 24.00 GiB; set gpu_memory_gib to at most 24"):
+        require(24 * GIB, planned_device_nbytes=large.nbytes, device_memory_nbytes=None)
+    require(48 * GIB)
+    require(48 * GIB, planned_device_nbytes=large.nbytes)
+    require(24 * GIB, device_memory_nbytes=None)  # not counted
+    with pytest.raises(PlanError, match=r"more than its budget of 20.00 GiB; set gpu_memory_gib, in the job's budgets"):
+        require(24 * GIB, device_memory_nbytes=20 * GIB)
+
+
+def test_a_worker_asks_for_the_memory_of_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def nbytes(device: torch.device) -> int:
+        asked.append(device)
+        return 1 << 10
+
+    monkeypatch.setattr(worker, "gpu_memory_nbytes", nbytes)
+    spec = budgeted(tmp_path, device_memory_nbytes=6 * GIB)
+    with pytest.raises(PlanError, match=r"more than its GPU has: 1.00 KiB, which its budget of 6.00 GiB exceeds"):
+        run_local(spec, partition=make_partition(spec), direct=has_direct_io(tmp_path))
+    assert asked == [torch.device("cpu")]
+
+
 def test_job_that_cannot_be_counted_is_reported_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise DeviceNeedUnknownError("experts")

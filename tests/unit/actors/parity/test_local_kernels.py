@@ -8,19 +8,24 @@ import pytest
 import torch
 
 from tests.support.cut_off import CutOff
+from tests.support.fake_fp32_product import FakeFp32Product
 from tests.support.fake_liger import FakeLiger
-from tests.support.training import has_direct_io, journal_of, losses_of, make_partition, make_spec
+from tests.support.training import has_direct_io, journal_of, losses_of, make_partition, make_spec, metrics_of
 from windlass.actors.gpu_worker import kernel_selection
 from windlass.actors.job.context import make_context
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import Message, UpdateStep
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.optimizer.kernel_cache import KernelUnavailable
-from windlass.storage.ids import ActorName, Attempt, ModelKernel
+from windlass.storage.ids import ActorName, Attempt, ModelKernel, Precision
 
 LIGER, FLASH = ModelKernel.LIGER, ModelKernel.FLASH_ATTENTION_2
+LOSS, PRODUCT = ModelKernel.LIGER_CROSS_ENTROPY, ModelKernel.FP32_PRODUCT
 NUM_STEPS = 3
 CHOSEN = "The device computes with liger"
+ABOUT_KERNELS = ("computes with", "computed without", "torch's own")
+# A job whose head has products of 16-bit factors, and sums in fp32.
+HALF: dict[str, Any] = {"precision": Precision.BF16, "num_microbatches": 2}
 
 
 @pytest.fixture
@@ -33,7 +38,8 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> FakeLiger:
 
 
 def job(root: Path, **changes: Any) -> JobSpec:
-    return make_spec(root, total_steps=NUM_STEPS, evaluate_every=None, num_validation_examples=0, **changes)
+    usual = {"total_steps": NUM_STEPS, "evaluate_every": None, "num_validation_examples": 0}
+    return make_spec(root, **(usual | changes))
 
 
 def run(spec: JobSpec, **options: Any) -> dict[str, Any]:
@@ -43,7 +49,7 @@ def run(spec: JobSpec, **options: Any) -> dict[str, Any]:
 
 def told(spec: JobSpec) -> list[str]:
     messages = (record.message for record in journal_of(spec))
-    return [message for message in messages if "computes with" in message or "torch's own" in message]
+    return [message for message in messages if any(text in message for text in ABOUT_KERNELS)]
 
 
 def test_job_uses_kernels_available_on_its_device(tmp_path: Path, liger: FakeLiger) -> None:
@@ -69,6 +75,55 @@ def test_wrong_kernels_are_reported_and_not_used(tmp_path: Path, liger: FakeLige
     plain = job(tmp_path / "plain", model_kernels=())
     run(plain)
     assert losses_of(spec) == losses_of(plain)
+
+
+def test_job_uses_kernels_of_the_head(tmp_path: Path, liger: FakeLiger, monkeypatch: pytest.MonkeyPatch) -> None:
+    products = FakeFp32Product()
+    products.install(monkeypatch)
+    monkeypatch.setattr(kernel_selection, "kernels_here", lambda *_: (LOSS, PRODUCT))
+    evaluated: dict[str, Any] = {"evaluate_every": NUM_STEPS, "num_validation_examples": 4}
+    spec = job(tmp_path / "job", **HALF, **evaluated)
+    assert run(spec)["status"] == "succeeded"
+    assert told(spec) == ["The device computes with liger_cross_entropy and fp32_product"]
+    num_checked = 2 + 2  # losses and products; losses also at the model's own vocabulary
+    assert liger.num_losses > num_checked + NUM_STEPS * spec.training.num_microbatches  # also in the evaluation
+    assert products.num_products == 2 + NUM_STEPS * spec.training.num_microbatches
+    plain = job(tmp_path / "plain", model_kernels=(), **HALF, **evaluated)
+    assert run(plain)["status"] == "succeeded"
+    assert losses_of(spec) == pytest.approx(losses_of(plain), rel=1e-3)
+    name = "validation_loss"
+    assert metrics_of(spec, name) == pytest.approx(metrics_of(plain, name), rel=1e-3)
+
+
+def test_one_wrong_kernel_is_left_out_and_reported(
+    tmp_path: Path, liger: FakeLiger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liger.change_losses = torch.zeros_like
+    monkeypatch.setattr(kernel_selection, "kernels_here", lambda *_: (LIGER, LOSS))
+    spec = job(tmp_path / "job")
+    assert run(spec)["status"] == "succeeded"
+    assert told(spec) == [
+        "The model is computed without liger_cross_entropy: Liger's cross-entropy has another loss than PyTorch's",
+        CHOSEN,
+    ]
+    liger.change_losses = lambda losses: losses
+    monkeypatch.setattr(kernel_selection, "kernels_here", lambda *_: (LIGER,))
+    same = job(tmp_path / "same")
+    run(same)
+    assert losses_of(spec) == losses_of(same)
+
+
+@pytest.mark.parametrize("passing_alone", [(), (LIGER, LOSS), (LIGER, PRODUCT)], ids=["none", "all", "two of three"])
+def test_kernels_that_fail_together_are_not_used(passing_alone: tuple[ModelKernel, ...]) -> None:
+    kernels = passing_alone if LOSS in passing_alone else (LIGER, LOSS, PRODUCT)
+    announced: list[str] = []
+
+    def check(some: tuple[ModelKernel, ...]) -> None:
+        if len(some) > 1 or some[0] not in passing_alone:
+            raise KernelUnavailable(" and ".join(some))
+
+    assert kernel_selection._passing(kernels, check, announced.append) == ()
+    assert announced == [f"The model is computed with torch's own kernels: {' and '.join(kernels)}"]
 
 
 @pytest.mark.parametrize(("num_microbatches", "expected"), [(1, (FLASH, LIGER)), (4, (LIGER,))])
@@ -98,19 +153,19 @@ def cut_off(spec: JobSpec) -> JobSpec:
     return dataclasses.replace(spec, attempt=Attempt(2))
 
 
-@pytest.mark.parametrize("begins_with_liger", [True, False])
+@pytest.mark.parametrize("kernels", [(), (LIGER,), (LOSS, PRODUCT)], ids=["none", "liger", "head"])
 def test_resumed_job_keeps_its_kernels(
-    tmp_path: Path, liger: FakeLiger, monkeypatch: pytest.MonkeyPatch, begins_with_liger: bool
+    tmp_path: Path, liger: FakeLiger, monkeypatch: pytest.MonkeyPatch, kernels: tuple[ModelKernel, ...]
 ) -> None:
-    """Also if a package was installed or removed in between."""
-    whole = job(tmp_path / "whole", model_kernels=None if begins_with_liger else ())
+    """Also if more kernels are available then, because of a package or a new release."""
+    FakeFp32Product().install(monkeypatch)
+    whole = job(tmp_path / "whole", model_kernels=kernels, **HALF)
     run(whole)
-    there: tuple[ModelKernel, ...] = (LIGER,) if begins_with_liger else ()
-    monkeypatch.setattr(kernel_selection, "kernels_here", lambda *_: there)
-    again = cut_off(job(tmp_path / "job"))
-    monkeypatch.setattr(kernel_selection, "kernels_here", lambda *_: (LIGER,))
+    monkeypatch.setattr(kernel_selection, "kernels_here", lambda *_: kernels)
+    again = cut_off(job(tmp_path / "job", **HALF))
+    monkeypatch.setattr(kernel_selection, "kernels_here", lambda *_: (LIGER, LOSS, PRODUCT))
     assert run(again)["status"] == "succeeded"
-    assert told(again) == [CHOSEN] * (2 * begins_with_liger)
+    assert told(again) == ["The device computes with " + " and ".join(kernels)] * (2 * bool(kernels))
     assert losses_of(again) == losses_of(whole)
 
 
@@ -118,4 +173,14 @@ def test_resumed_job_without_its_kernels_fails(tmp_path: Path, liger: FakeLiger)
     again = cut_off(job(tmp_path / "job"))
     liger.model_types = set()
     with pytest.raises(KernelUnavailable, match="Liger has no kernels for models of type qwen2"):
+        run(again)
+
+
+def test_resumed_job_without_its_product_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on another version of PyTorch: results must not change silently."""
+    with monkeypatch.context() as products:
+        FakeFp32Product().install(products)
+        products.setattr(kernel_selection, "kernels_here", lambda *_: (PRODUCT,))
+        again = cut_off(job(tmp_path / "job", **HALF))
+    with pytest.raises(KernelUnavailable, match="a tiny model with fp32_product failed with NotImplementedError"):
         run(again)

@@ -17,6 +17,7 @@ from tests.unit.actors.parity.test_parity_matrix import LOSS_TOLERANCE, assert_p
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import ComputeBlocks, Message
 from windlass.engine.data.dataset import PreparedDataset
+from windlass.engine.training_config.training_config import NUMERICS
 from windlass.storage.ids import ActorName, Attempt, Precision, StatePrecision
 
 NUM_MICROBATCHES = 4
@@ -138,10 +139,8 @@ def test_an_overflow_in_one_lane_skips_the_step(tmp_path: Path, monkeypatch: pyt
     assert all(torch.equal(param, others[name]) for name, param in params.items())
 
 
-def test_an_attempt_goes_on_with_other_groups(tmp_path: Path) -> None:
-    changes = {"precision": Precision.BF16, "tied": True, "clip_norm": 0.5, "evaluate_every": None, "lanes": 3}
-    whole = run(tmp_path / "whole", **changes)
-    spec = job(tmp_path / "cut", **changes)
+def cut_off(spec: JobSpec) -> None:
+    """Cuts an attempt with groups of one micro-batch off, in the fourth group of step 3."""
 
     def cut(to: ActorName, message: Message) -> None:
         operations = message.operations if isinstance(message, ComputeBlocks) else ()
@@ -150,5 +149,21 @@ def test_an_attempt_goes_on_with_other_groups(tmp_path: Path) -> None:
 
     with pytest.raises(CutOff):
         train(grouped(spec, 1), on_message=cut)
+
+
+def test_an_attempt_goes_on_with_other_groups(tmp_path: Path) -> None:
+    changes = {"precision": Precision.BF16, "tied": True, "clip_norm": 0.5, "evaluate_every": None, "lanes": 3}
+    whole = run(tmp_path / "whole", **changes)
+    spec = job(tmp_path / "cut", **changes)
+    cut_off(spec)
     train(dataclasses.replace(grouped(spec, 2), attempt=Attempt(2)))
     Run.of(spec).assert_equals(whole)
+
+
+def test_a_new_job_with_one_lane_has_the_bits_of_the_older_version_that_it_goes_on_from(tmp_path: Path) -> None:
+    changes = {"precision": Precision.BF16, "clip_norm": 0.5, "evaluate_every": None, "lanes": 1}
+    whole = run(tmp_path / "whole", numerics=1, **changes)
+    cut_off(old := job(tmp_path / "cut", numerics=1, **changes))
+    new = dataclasses.replace(old, training=dataclasses.replace(old.training, numerics=NUMERICS), attempt=Attempt(2))
+    train(new)
+    Run.of(new).assert_equals(whole)

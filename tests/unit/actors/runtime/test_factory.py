@@ -11,6 +11,7 @@ from windlass.actors.gpu_worker import worker
 from windlass.actors.job.context import GPU_WORKER, PARAM_SERVER, gpu_worker_name, optimizer_name, ssd_name
 from windlass.actors.runtime import factory as building
 from windlass.actors.runtime.factory import LocalOptions, import_for, stop_actor
+from windlass.actors.ssd import param_server
 from windlass.engine.device import device_choice, malloc
 from windlass.engine.model import partition
 from windlass.storage.ids import ActorName, Formats, Precision, StatePrecision
@@ -24,6 +25,7 @@ MODELS = "transformers.modeling_utils"
         (ssd_name(1), ["windlass.actors.ssd.server"]),
         (GPU_WORKER, ["windlass.actors.gpu_worker.worker", MODELS]),
         (optimizer_name(0), ["windlass.actors.optimizer.worker"]),
+        (PARAM_SERVER, ["windlass.actors.ssd.param_server"]),
     ],
 )
 def test_actors_import_their_modules_and_the_one_that_computes_also_models(
@@ -47,7 +49,7 @@ def test_the_worker_of_a_gpu_gets_its_number(
     monkeypatch.setattr(device_choice, "compute_device", lambda *, uses_gpu: device)
     monkeypatch.setattr(malloc, "retain_freed_memory", lambda: None)
     monkeypatch.setattr(partition, "partition_folder", lambda *_: None)
-    monkeypatch.setattr(worker, "GpuWorker", lambda *_, device: made.append(device))
+    monkeypatch.setattr(worker, "GpuWorker", lambda *_, rank, device: made.append(device))
     context: Any = SimpleNamespace(
         spec=SimpleNamespace(model_dir=""), formats=Formats(Precision.BF16, StatePrecision.FP32)
     )
@@ -57,7 +59,7 @@ def test_the_worker_of_a_gpu_gets_its_number(
 
 def test_each_gpu_worker_gets_its_rank_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, str]] = []
-    monkeypatch.setattr(worker, "GpuWorker", lambda *_, rank=0, device, **__: made.append((rank, device)))
+    monkeypatch.setattr(worker, "GpuWorker", lambda *_, rank, device, **__: made.append((rank, device)))
     local = LocalOptions(partitions=(None,) * 2, devices=("cuda:1", "cuda:3"), poison_released=False, direct=True)
     context: Any = SimpleNamespace()
     for rank in range(2):
@@ -67,8 +69,7 @@ def test_each_gpu_worker_gets_its_rank_and_device(monkeypatch: pytest.MonkeyPatc
 
 def test_param_server_is_started_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[object, ...]] = []
-    module = SimpleNamespace(ParamServer=lambda *arguments: made.append(arguments))
-    monkeypatch.setattr(building.importlib, "import_module", {"windlass.actors.ssd.param_server": module}.__getitem__)
+    monkeypatch.setattr(param_server, "ParamServer", lambda *arguments: made.append(arguments))
     context: Any = SimpleNamespace()
     building.start_actor(PARAM_SERVER, context, None, print)
     assert made == [(PARAM_SERVER, context, print)]

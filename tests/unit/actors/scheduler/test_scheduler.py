@@ -316,9 +316,17 @@ def test_a_job_of_an_older_version_goes_on_under_its_numerics(tmp_path: Path) ->
     assert json.loads(stage.commit(4).trainer_state)["numerics"] == 1
 
 
+def test_a_new_job_with_one_lane_goes_on_from_a_commit_of_an_older_version(tmp_path: Path) -> None:
+    """With one lane both versions have the same bits."""
+    commit = without_numerics(run_first_attempt(tmp_path).commit(2))
+    stage = Stage(tmp_path, resume_from=commit, attempt=Attempt(3))
+    assert stage.run()["status"] == "succeeded"
+    assert json.loads(stage.commit(4).trainer_state)["numerics"] == NUMERICS
+
+
 def test_a_job_does_not_go_on_under_other_numerics(tmp_path: Path) -> None:
     commit = without_numerics(run_first_attempt(tmp_path).commit(2))
-    outcome = Stage(tmp_path, resume_from=commit, attempt=Attempt(3)).run()
+    outcome = Stage(tmp_path, resume_from=commit, attempt=Attempt(3), num_microbatches=2, lanes=2).run()
     assert outcome["status"] == "failed"
     assert "step 2 was committed under version 1 of the numerics" in outcome["error"]["message"]
 

@@ -22,7 +22,7 @@ from windlass.engine.device.device import copy
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.layout import ModelLayout
-from windlass.storage.ids import ActorName
+from windlass.storage.ids import ActorName, BlockIndex, ChunkIndex, ChunkKey, Precision
 
 NUM_STEPS = 10
 HUGE_PAGE_NBYTES = 2 << 20  # the last page may not be full
@@ -148,10 +148,16 @@ def test_spans_are_told_about_once_a_step(run: Run) -> None:
 
 
 def test_timeline_of_resident_states_and_spilled_gradients(tmp_path: Path) -> None:
-    resting = Run(tmp_path / "resting", placement=Placement(host_blocks=(0, 1), device_blocks=(2, 3)))
+    placement = Placement(host_blocks=(0, 1), device_blocks=(2, 3))
+    resting = Run(tmp_path / "resting", precision=Precision.BF16, placement=placement)
     on_device = [span for span in resting.spans if span.kind is SpanKind.UPDATE and span.resource == COMPUTE]
     assert Counter(span.block for span in on_device) == {2: NUM_STEPS, 3: NUM_STEPS}
-    assert any(span.kind is SpanKind.COPY_STATES_OUT and span.nbytes for span in resting.spans)
+    flushed = [span for span in resting.spans if span.kind is SpanKind.COPY_STATES_OUT]
+    keys = {(span.block, span.chunk) for span in flushed}
+    assert keys == {(key.block, key.chunk) for block in (2, 3) for key in resting.layout.chunk_keys(BlockIndex(block))}
+    for span in flushed:  # with the params, although only their master is resident
+        start, stop = resting.layout.chunk_range(ChunkKey(BlockIndex(span.block), ChunkIndex(span.chunk)))
+        assert span.nbytes == 14 * (stop - start)
     assert list(resting.summaries()) == list(range(1, NUM_STEPS + 1))
 
     spilling = Run(tmp_path / "spilling", clip_norm=1.0, placement=Placement(num_host_grad_blocks=0))

@@ -26,6 +26,19 @@ def test_names_bytes_and_flops_of_a_small_layer() -> None:
     ]
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("num_key_value_heads", [4, 2, 1])
+def test_attention_with_fewer_heads_of_keys_has_the_flops_of_all_heads(device: str, num_key_value_heads: int) -> None:
+    keys = torch.randn(2, num_key_value_heads, 16, 8, device=device)
+
+    def attend(queries: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(queries, keys, keys, is_causal=True, enable_gqa=True)
+
+    listed = list_operators(attend, torch.randn(2, 4, 16, 8, device=device))
+    # Two products of 16 x 8 x 16 for each of two examples and four heads.
+    assert sum(cost.num_flops for cost in listed.operators) == 2 * (2 * 4) * (2 * 16 * 8 * 16)
+
+
 @pytest.mark.parametrize("name", ["Qwen2", "GPT-2", "Mixtral", "Falcon"])
 def test_the_list_is_what_a_real_layer_calls(name: str) -> None:
     model = make_model(ARCHITECTURES[name].config(tied=True, dropout=0.1), torch.bfloat16)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.engine.lanes.lane_division import LaneDivision
+from windlass.engine.lanes.lane_division import LaneDivision, rounded_to_lanes
 
 
 @st.composite
@@ -59,3 +59,10 @@ def test_the_smallest_groups_that_cut_no_later_lane(num_lanes: int, num_microbat
     division = LaneDivision(num_lanes, num_microbatches)
     assert division.smallest_uncut_group == size
     assert division.num_open_lanes(size) == 0
+
+
+@pytest.mark.parametrize(("least", "num_lanes", "expected"), [(1, 1, 1), (5, 1, 5), (1, 3, 3), (4, 3, 6), (6, 3, 6)])
+def test_numbers_rounded_to_lanes_make_them_equal(least: int, num_lanes: int, expected: int) -> None:
+    assert rounded_to_lanes(least, num_lanes) == expected
+    lanes = LaneDivision(num_lanes, expected)
+    assert len({len(lanes.microbatches(lane)) for lane in range(num_lanes)}) == 1

@@ -140,6 +140,7 @@ def go_through(case: Case, watch: Watch, *, num_steps: int) -> None:
         for b in range(NUM_LAYERS + 1):
             operation(Pass.FORWARD, b, lambda block: run.runner.forward(block, STEP, batch))
         operation(Pass.HEAD, NUM_LAYERS + 1, lambda _: run.runner.head(STEP, targets, sums=sums))
+        sums.terms.clear()  # as the worker does, which keeps them until they are on the host
         for b in reversed(range(NUM_LAYERS + 1)):
             operation(Pass.BACKWARD, b, lambda block: run.runner.backward(block, STEP, batch))
 

@@ -81,6 +81,24 @@ def test_sums_have_buffers_beside_those_that_travel() -> None:
     assert buffers(TIED, itemsize=4, summed_in_fp32={0}) == {(50, 4): 2, (10, 4): 2, (60, 4): 1}
 
 
+@pytest.mark.parametrize(
+    ("shared", "in_fp32", "is_larger"),
+    [(OWN, set(), False), (OWN, {5}, False), (TIED, {0}, True), (TIED, {0, 5}, True)],
+)
+def test_small_models_with_a_tied_embedding_take_more_with_16_bit_sums(
+    shared: tuple[tuple[int, ...], ...], in_fp32: set[int], is_larger: bool
+) -> None:
+    """Their largest gradients are summed in fp32 all the same, and converted when they leave the device."""
+    numels = (500, 10, 10, 10, 10, 60)
+    nbytes = {}
+    for itemsize in (2, 4):
+        numbers = grad_buffers_of_job(
+            numels, shared, itemsize=itemsize, summed_in_fp32=in_fp32, resident=(), num_groups=1
+        )
+        nbytes[itemsize] = sum(numel * element_nbytes * number for (numel, element_nbytes), number in numbers.items())
+    assert (nbytes[2] > nbytes[4]) == is_larger
+
+
 def test_lanes_have_sums_beside_the_totals() -> None:
     """Only the running operation has them or, if groups end inside of lanes, every sum."""
     fp32: dict[str, Any] = {"itemsize": 4, "num_groups": 1}

@@ -141,7 +141,9 @@ def test_dropped_microbatch_changes_gradients(monkeypatch: pytest.MonkeyPatch) -
         self.flat[offset : offset + grad.numel()].copy_(grad.reshape(-1))
         self.touched.add(name)
 
-    def overwrite_product(self: GradBuffer, name: str, offset: int, left: torch.Tensor, right: torch.Tensor) -> None:
+    def overwrite_product(
+        self: GradBuffer, name: str, offset: int, left: torch.Tensor, right: torch.Tensor, *, in_fp32: bool
+    ) -> None:
         overwrite(self, name, offset, left.t() @ right)
 
     monkeypatch.setattr(GradBuffer, "add", overwrite)

@@ -1,4 +1,4 @@
-"""Other packages' kernels in a model. Liger's need a GPU, so kernels of the same form stand in for them."""
+"""Kernels for GPUs in a model. Kernels of the same form stand in for Liger's, and for one of PyTorch's."""
 
 import sys
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen2 import modeling_qwen2
 
 from tests.support.engine.architectures import ARCHITECTURES
+from tests.support.fake_fp32_product import FakeFp32Product
 from tests.support.fake_liger import FakeLiger
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.model import fused_kernels as model_kernels
@@ -22,6 +23,7 @@ from windlass.storage.ids import ModelKernel, Precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LIGER, FLASH = ModelKernel.LIGER, ModelKernel.FLASH_ATTENTION_2
+LOSS, PRODUCT = ModelKernel.LIGER_CROSS_ENTROPY, ModelKernel.FP32_PRODUCT
 CONFIG = ARCHITECTURES["Qwen2"].config(tied=False, dropout=0.0)
 CHOICES = {choice for each in ActivationChoice for choice in each.of_layers(1)}
 
@@ -44,11 +46,28 @@ def test_kernels_are_for_gpus_and_flash_attention_for_16_bits(
     monkeypatch.setattr(model_kernels, "is_flash_attn_2_available", lambda: has_flash)
     model, flash = meta_model(), (FLASH,) * has_flash
     assert kernels_here(model, Precision.BF16, CPU) == ()
-    assert kernels_here(model, Precision.BF16, CUDA) == (*flash, LIGER)
-    assert kernels_here(model, Precision.FP16, CUDA) == (*flash, LIGER)
-    assert kernels_here(model, Precision.FP32, CUDA) == (LIGER,)
+    assert kernels_here(model, Precision.BF16, CUDA) == (*flash, LIGER, LOSS)
+    assert kernels_here(model, Precision.FP16, CUDA) == (*flash, LIGER, LOSS)
+    assert kernels_here(model, Precision.FP32, CUDA) == (LIGER, LOSS)
     liger.model_types = {"llama"}
-    assert kernels_here(model, Precision.BF16, CUDA) == flash
+    assert kernels_here(model, Precision.BF16, CUDA) == (*flash, LOSS)  # a loss is the same for every model
+
+
+def test_fp32_product_is_for_16_bits_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def adds(*where: object) -> bool:
+        asked.append(where)
+        return True
+
+    monkeypatch.setattr(model_kernels, "adds_products_in_fp32", adds)
+    monkeypatch.setattr(model_kernels, "is_flash_attn_2_available", lambda: False)
+    for name in ("liger_kernel", "liger_kernel.ops.cross_entropy"):
+        monkeypatch.setitem(sys.modules, name, None)
+    found = [kernels_here(meta_model(), precision, CUDA) for precision in Precision]
+    assert found == [() if precision is Precision.FP32 else (PRODUCT,) for precision in Precision]
+    assert asked == [(torch.bfloat16, CUDA), (torch.float16, CUDA)]
+    assert kernels_here(meta_model(), Precision.BF16, CPU) == ()
 
 
 def test_without_their_packages_there_are_none() -> None:
@@ -59,6 +78,10 @@ def test_without_their_packages_there_are_none() -> None:
         KernelUnavailable, match=r"Liger's kernels are not available: .* install the package liger-kernel"
     ):
         apply_kernels(meta_model(), (LIGER,))
+    with pytest.raises(
+        KernelUnavailable, match=r"Liger's cross-entropy is not available: .* install the package liger-kernel"
+    ):
+        check_kernels(CONFIG, (LOSS,), Precision.FP32, CPU)
     with pytest.raises(
         KernelUnavailable, match=r"FlashAttention 2 is not available: .* install the package flash-attn"
     ):
@@ -106,6 +129,18 @@ def test_kernels_that_are_right_pass_with_every_choice_of_activations(liger: Fak
     assert liger.num_products > 0
 
 
+@pytest.mark.parametrize("precision", Precision)
+def test_head_kernels_that_are_right_pass(
+    liger: FakeLiger, monkeypatch: pytest.MonkeyPatch, precision: Precision
+) -> None:
+    products = FakeFp32Product()
+    products.install(monkeypatch)
+    check_kernels(CONFIG, (LIGER, LOSS, PRODUCT), precision, CPU)
+    assert liger.num_norms > 0
+    assert liger.num_losses == 2 + 2  # training and evaluation at the model's vocabulary, and two micro-batches
+    assert products.num_products == (0 if precision is Precision.FP32 else 2)
+
+
 def scaled(grad: torch.Tensor) -> torch.Tensor:
     return grad * 1.25
 
@@ -133,6 +168,43 @@ def test_kernels_that_are_wrong_are_refused(
     liger.change_grad = change
     with pytest.raises(KernelUnavailable, match=reason):
         check_kernels(CONFIG, (LIGER,), precision, CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"change_logits_grad": scaled}, "Liger's cross-entropy has another gradient than PyTorch's"),
+        ({"change_logits_grad": not_finite}, "Liger's cross-entropy has another gradient than PyTorch's"),
+        ({"change_losses": scaled}, "Liger's cross-entropy has another loss than PyTorch's"),
+        ({"change_losses": broken}, "a tiny model with liger_cross_entropy failed with RuntimeError: an illegal"),
+    ],
+    ids=["scaled gradient", "NaN", "scaled loss", "broken"],
+)
+@pytest.mark.parametrize("precision", Precision)
+def test_a_wrong_loss_is_refused(
+    liger: FakeLiger, precision: Precision, change: dict[str, Callable[[torch.Tensor], torch.Tensor]], reason: str
+) -> None:
+    for name, function in change.items():
+        setattr(liger, name, function)
+    with pytest.raises(KernelUnavailable, match=reason):
+        check_kernels(CONFIG, (LOSS,), precision, CPU)
+
+
+def test_a_loss_that_is_wrong_in_a_model_only_is_refused(liger: FakeLiger) -> None:
+    liger.change_logits_grad = lambda grad: grad * (0.5 if grad.shape[0] > 16 else 1.0)
+    with pytest.raises(KernelUnavailable, match="with liger_cross_entropy a tiny model has other gradients, first at"):
+        check_kernels(CONFIG, (LOSS,), Precision.BF16, CPU)
+
+
+def test_a_product_that_is_wrong_or_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KernelUnavailable, match="a tiny model with fp32_product failed with NotImplementedError"):
+        check_kernels(CONFIG, (PRODUCT,), Precision.BF16, CPU)
+    products = FakeFp32Product()
+    products.install(monkeypatch)
+    products.is_wrong = True
+    reason = "with fp32_product a tiny model has other gradients, first at lm_head.weight"
+    with pytest.raises(KernelUnavailable, match=reason):
+        check_kernels(CONFIG, (PRODUCT,), Precision.BF16, CPU)
 
 
 def test_class_that_liger_replaced_is_restored() -> None:

@@ -7,10 +7,11 @@ from torch.nn import functional as F
 
 from tests.support.engine.activation_runs import Run
 from tests.support.engine.architectures import ARCHITECTURES, make_batch, make_model
+from tests.support.fake_fp32_product import FakeFp32Product
 from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
 from windlass.engine.model import grad_buffer, head_slices
-from windlass.engine.model.grad_buffer import GradBuffer
+from windlass.engine.model.grad_buffer import GradBuffer, adds_products_in_fp32
 from windlass.engine.model.head_slices import (
     IGNORED_TARGET,
     LossSums,
@@ -70,6 +71,40 @@ def test_add_loss_in_pieces_gives_the_bits_of_cross_entropy(dtype: torch.dtype, 
     assert int(sums.num_correct) == int((logits.argmax(-1) == targets).sum())
     assert add_loss([logits], targets, again := LossSums.nothing(20, CPU), None) is None
     assert float(again.loss_sum) == pytest.approx(float(loss.detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("factors", [torch.bfloat16, torch.float16])
+def test_add_product_in_fp32_rounds_no_product(factors: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    products = FakeFp32Product()
+    products.install(monkeypatch)
+    buffer = GradBuffer(torch.full((2 + 5 * 6,), torch.nan))
+    expected = torch.zeros(5, 6)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        left, right = torch.randn(7, 5).to(factors), torch.randn(7, 6).to(factors)
+        buffer.add_product("weight", 2, left, right, in_fp32=True)
+        expected += left.float().t() @ right.float()
+    torch.testing.assert_close(buffer.flat[2:].view(5, 6), expected, rtol=1e-6, atol=1e-6)
+    assert buffer.flat[:2].isnan().all()
+    assert products.num_products == 3
+    for dtype in (torch.float32, factors):
+        ones = torch.ones(7, 5, dtype=dtype), torch.ones(7, 6, dtype=dtype)
+        GradBuffer(torch.zeros(30, dtype=dtype)).add_product("weight", 0, *ones, in_fp32=True)
+    assert products.num_products == 3  # sums of the factors' type take the product in place anyway
+
+
+def test_a_device_adds_products_in_fp32_only_if_torch_does_it_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes = (torch.bfloat16, torch.float16)
+    for device in ("cpu", "cuda"):
+        if device == "cpu" or not torch.cuda.is_available():
+            assert not any(adds_products_in_fp32(dtype, torch.device(device)) for dtype in dtypes)
+    products = FakeFp32Product()
+    products.install(monkeypatch)
+    assert all(adds_products_in_fp32(dtype, CPU) for dtype in dtypes)
+    products.is_wrong = True
+    assert not any(adds_products_in_fp32(dtype, CPU) for dtype in dtypes)
+    products.is_wrong, products.rounds = False, True
+    assert not any(adds_products_in_fp32(dtype, CPU) for dtype in dtypes)
 
 
 @pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.engine.architectures import ARCHITECTURES
+from tests.support.fake_liger import FakeLiger
 from tests.support.host_waits import GPU, no_host_waits
 from windlass.engine.model import head_slices
 from windlass.engine.model.block_runner import BlockRunner
@@ -11,8 +12,9 @@ from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.head_slices import LossSums
 from windlass.engine.model.partition import Partition, build_meta_model
 from windlass.engine.optimizer.grad_norm import squared_norm
-from windlass.storage.ids import BlockIndex, Precision
+from windlass.storage.ids import BlockIndex, ModelKernel, Precision
 
+HEAD_KERNELS = (ModelKernel.LIGER_CROSS_ENTROPY, ModelKernel.FP32_PRODUCT)
 QUICK = ("Qwen2", "GPT-2")
 STEP = 1
 
@@ -20,12 +22,17 @@ STEP = 1
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in ARCHITECTURES]
 )
-def test_operations_of_blocks_make_no_host_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", [(), HEAD_KERNELS], ids=["torch's", "of the head"])
+def test_operations_of_blocks_make_no_host_wait(
+    name: str, kernels: tuple[ModelKernel, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liger = FakeLiger()
+    liger.install(monkeypatch)
     monkeypatch.setattr(head_slices, "MIN_SLICE_TOKENS", 16)
     monkeypatch.setattr(head_slices, "MAX_SLICE_TOKENS", 16)
     config = ARCHITECTURES[name].config(tied=True, dropout=0.1)
     partition = Partition(build_meta_model(config, Precision.BF16))
-    runner = BlockRunner(partition, GPU, seed=0)
+    runner = BlockRunner(partition, GPU, seed=0, kernels=kernels)
     batch = [torch.zeros(2, 16, dtype=torch.long, device=GPU)]
     sums = LossSums.nothing(32, GPU)
     in_fp32 = runner.summed_in_fp32(32)
@@ -62,3 +69,4 @@ def test_operations_of_blocks_make_no_host_wait(name: str, monkeypatch: pytest.M
                 squared_norm(sinks[block].flat.to(torch.bfloat16))
             runner.remove(block)
     assert launches.num_launches > len(operations)
+    assert (liger.num_losses > 0) == bool(kernels)

@@ -1,7 +1,9 @@
 """Micro-batches are added to their lanes, and lanes to the total, tensor by tensor."""
 
+import pytest
 import torch
 
+from tests.support.fake_fp32_product import FakeFp32Product
 from windlass.engine.model.grad_buffer import GradBuffer, LaneSums
 
 # Name, offset and number of elements.
@@ -34,15 +36,19 @@ def test_lanes_are_added_from_left_to_right() -> None:
     assert total.touched == {"matrix"}
 
 
-def test_products_are_added_to_their_lane() -> None:
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_products_are_added_to_their_lane(in_fp32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    products = FakeFp32Product()
+    products.install(monkeypatch)
     total = both()
     sums = LaneSums(total, PARAMS, is_first_lane=True)
-    left, right = torch.arange(6.0).view(3, 2), torch.arange(9.0).view(3, 3)
+    left, right = (torch.arange(3.0 * width, dtype=torch.bfloat16).view(3, width) for width in (2, 3))
     for _ in range(2):
         for _ in range(2):
-            sums.add_product("matrix", 0, left, right)
+            sums.add_product("matrix", 0, left, right, in_fp32=in_fp32)
         sums.end_lane()
-    assert torch.equal(total.flat[:6].view(2, 3), 4 * (left.t() @ right))
+    assert torch.equal(total.flat[:6].view(2, 3), 4 * (left.float().t() @ right.float()))
+    assert products.num_products == 4 * in_fp32
 
 
 def test_a_tensor_that_a_lane_does_not_reach_stays_as_it_is() -> None:

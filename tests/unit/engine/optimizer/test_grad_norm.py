@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from tests.support.host_waits import GPU, no_host_waits
+from windlass.engine.optimizer import grad_norm
 from windlass.engine.optimizer.grad_norm import (
     NORM_SCRATCH_NBYTES,
     portable_squared_norm,
+    portable_squared_norms,
     squared_norm,
     without_waiting,
 )
@@ -150,6 +152,33 @@ def test_portable_squared_norm_is_finite_only_if_all_elements_are(place: int) ->
     assert portable_squared_norm(grad).isnan()
 
 
+@pytest.mark.parametrize(
+    ("numel", "piece_numel"), [(0, 7), (5, 7), (21, 7), (2**20 + 3, 2**17), (2**21 + 9, 2**18 + 5)]
+)
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+def test_norms_of_pieces_have_the_bits_of_a_norm_of_each(
+    numel: int, piece_numel: int, as_on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).square_()
+    pieces = torch.split(grad, piece_numel)
+    expected = [portable_squared_norm(piece).item() for piece in pieces]
+    if as_on_a_gpu:
+        monkeypatch.setattr(grad_norm, "_is_on_gpu", lambda tensor: True)
+    found = portable_squared_norms(grad, piece_numel)
+    assert [norm.item() for norm in found] == expected
+    assert all((norm.dtype, norm.shape) == (torch.float64, ()) for norm in found)
+
+
+def test_norms_of_pieces_on_a_gpu_take_few_launches_and_stay_in_their_scratch() -> None:
+    numel, num_pieces = 2**24, 8
+    grad = torch.empty(num_pieces * numel + 5, device=GPU)
+    with no_host_waits() as launches:
+        assert len(portable_squared_norms(grad, numel)) == num_pieces + 1
+    assert launches.max_nbytes <= NORM_SCRATCH_NBYTES
+    # Two groups of four pieces, each with one launch for 256 Ki elements of each piece. Then the sums are halved.
+    assert launches.num_launches <= 2 * (numel // 2**18) + 3 * 25
+
+
 def test_portable_squared_norm_on_a_gpu_makes_no_host_wait_and_stays_in_its_scratch() -> None:
     grad = torch.empty(2**24, device=GPU)
     with no_host_waits() as launches:
@@ -162,3 +191,6 @@ def test_portable_squared_norm_on_a_gpu_has_the_bits_of_a_cpu() -> None:
     for numel in portable_sizes():
         grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 10 ** float(numel % 7)
         assert portable_squared_norm(grad.cuda()).item() == portable_squared_norm(grad).item()
+        piece_numel = max(1, numel // 6)
+        on_gpu, on_cpu = (portable_squared_norms(each, piece_numel) for each in (grad.cuda(), grad))
+        assert [norm.item() for norm in on_gpu] == [norm.item() for norm in on_cpu]

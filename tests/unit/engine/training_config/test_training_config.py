@@ -47,6 +47,25 @@ def test_config_of_no_possible_training_is_refused(changes: dict[str, Any], word
 
 
 @pytest.mark.parametrize(
+    ("changes", "committed", "can_follow"),
+    [
+        ({}, 2, True),
+        ({}, 1, True),  # with one lane both versions have the same bits
+        ({}, 3, False),
+        ({}, 0, False),
+        ({"lanes": 2}, 2, True),
+        ({"lanes": 2}, 1, False),
+        ({"numerics": 1}, 1, True),
+        ({"numerics": 1}, 2, False),  # the commit may have been made with several lanes
+    ],
+)
+def test_commits_of_other_numerics_are_followed_only_with_the_same_bits(
+    changes: dict[str, Any], committed: int, can_follow: bool
+) -> None:
+    assert replace(CONFIG, **changes).can_follow(committed) is can_follow
+
+
+@pytest.mark.parametrize(
     ("changes", "order"),
     [
         ({}, UpdateOrder.ACTIVE),

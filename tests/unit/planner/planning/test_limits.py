@@ -1,15 +1,19 @@
 """The extreme numbers for which a job fits."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.unit.planner.planning.test_planner import machine, question
 from windlass.engine.memory_plan.memory_tier import MemoryTier
+from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.planning import limits
 from windlass.planner.planning.bisection import Goal
 from windlass.planner.planning.feasibility import fits, with_part
 from windlass.planner.planning.limits import find
 from windlass.planner.planning.planner import PlanQuestion, Profiles, best_plan
+from windlass.planner.profiling.model_profiler import config_of_shape
 
 # The SSDs are the limit here: model states, and activations that fit nowhere else.
 SMALL = machine(gpus=3, host=5, ssds=3.2)
@@ -38,6 +42,40 @@ def test_largest_number_fits_and_one_more_does_not(goal: Goal, step: int) -> Non
     profiles = Profiles(asked)
     assert fits(with_number(asked, goal, found.number), profiles)
     assert not fits(with_number(asked, goal, found.number + step), profiles)
+
+
+def few_layers(**changes: Any) -> PlanQuestion:
+    """A job with two lanes that fits only in small micro-batches."""
+    config = config_of_shape(ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000), num_tokens=256)
+    sizes = {"batch_size": 8, "num_microbatches": 4, "lanes": 2, "sequence_length": 256}
+    return question(config=config, device_memory_nbytes=192 << 20, **(sizes | changes))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_largest_batch_with_lanes_has_the_largest_micro_batch_in_each(lanes: int) -> None:
+    asked = few_layers(lanes=lanes)
+    found = find(asked, Goal.LARGEST_BATCH)
+    training = found.question.training
+    assert found.number == training.batch_size > lanes
+    assert (training.lanes, training.num_microbatches, found.number % lanes) == (lanes, lanes, 0)
+    profiles = Profiles(asked)
+    assert fits(found.question, profiles)
+    assert not fits(asked.changed(batch_size=found.number + lanes, num_microbatches=lanes), profiles)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 2), (2, 2), (3, 4)])
+def test_search_for_the_largest_batch_keeps_lanes_and_gpus(
+    num_ranks: int, num_microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "largest_fitting", lambda ask, profiles, *, most: 3)
+    found = find(replace(few_layers(), num_ranks=num_ranks), Goal.LARGEST_BATCH)
+    training = found.question.training
+    assert found.number == training.batch_size == 3 * num_microbatches
+    assert (training.num_microbatches, training.lanes) == (num_microbatches, 2)
+    assert found.question.num_ranks == num_ranks
+    assert found.planned is not None
+    assert found.planned.report.feasible
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """Plans of jobs that do not exist yet, on machines that are only described."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -8,19 +9,23 @@ import pytest
 from benchmarks.papers.published_models import RATEL_SHAPES
 from windlass.amounts import GIB, bytes_text
 from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes, reserved_nbytes
+from windlass.engine.memory_plan.device_moments import DeviceNeed
 from windlass.engine.memory_plan.memory_tier import MemoryTier
+from windlass.engine.memory_plan.plan import Plan
 from windlass.engine.optimizer.fused_adam import update_scratch_nbytes
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.cost.rates import speeds_of
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.yaml_files import load
+from windlass.planner.planning import feasibility
 from windlass.planner.planning import planner as planning
-from windlass.planner.planning.feasibility import fits, what_would_fit, with_part
+from windlass.planner.planning.feasibility import fits, what_takes_memory, what_would_fit, with_part
 from windlass.planner.planning.planner import PlanQuestion, limits_of, planned_job
 from windlass.planner.planning.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
-from windlass.planner.solver.placement_search import candidates
+from windlass.planner.solver.placement_search import DoesNotFitError, candidates
+from windlass.planner.solver.step_cost import PlannedJob
 from windlass.storage.ids import Precision, StatePrecision
 
 SHAPE = ModelShape(
@@ -208,6 +213,71 @@ def test_answer_with_too_small_a_device_budget_says_what_takes_it_and_what_to_se
     assert report.missing_bytes["gpu"] > 0 == report.missing_bytes["host"]
 
 
+@pytest.mark.parametrize(
+    ("lanes", "num_ranks", "expected"),
+    [(1, 1, [1, 2, 4, 8]), (3, 1, [3, 6]), (2, 3, [4, 8]), (3, 8, [8]), (1, 3, [3, 6])],
+)
+def test_numbers_of_microbatches_to_try_have_equal_lanes_and_one_for_each_gpu(
+    lanes: int, num_ranks: int, expected: list[int]
+) -> None:
+    asked = replace(question(), num_ranks=num_ranks)
+    asked = replace(asked, training=replace(asked.training, num_microbatches=8, lanes=lanes))
+    assert list(feasibility.numbers_of_microbatches(asked)) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "lanes", "num_tokens", "expected"),
+    # A cut lane, and a further group, have sums of their own. Longer micro-batches take more than these.
+    [(4, 1, 64, 4), (4, 1, 4096, 1), (6, 2, 64, 6), (6, 2, 4096, 3), (4, 4, 4096, 1)],
+)
+def test_memory_is_told_for_the_groups_that_need_least(
+    num_microbatches: int, lanes: int, num_tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = ModelShape(num_layers=2, hidden_size=1024, num_heads=16, vocab_size=1000)
+    asked = question(
+        config=config_of_shape(shape, num_tokens=num_tokens),
+        batch_size=num_microbatches,
+        num_microbatches=num_microbatches,
+        lanes=lanes,
+        sequence_length=num_tokens,
+    )
+    profiles, needs = planning.Profiles(asked), dict[int, int]()
+    count = planning.Profiles.device_need_of_plan
+
+    def noted(self: planning.Profiles, asked: PlanQuestion, job: PlannedJob, plan: Plan) -> DeviceNeed:
+        need = count(self, asked, job, plan)
+        needs[plan.group_size] = need.nbytes
+        return need
+
+    monkeypatch.setattr(planning.Profiles, "device_need_of_plan", noted)
+    error = DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 1))
+    (told,) = what_takes_memory(asked, profiles, error)
+    assert needs[expected] == min(needs.values())
+    at_once = "one micro-batch" if expected == 1 else f"{expected} micro-batches"
+    assert told.startswith(f"with {at_once} at a time and layers in pieces the device's memory goes to: ")
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "words"),
+    [(7, "7 in 6 micro-batches"), (3, "3 in 3 micro-batches"), (2, "2 in 2 micro-batches, with lanes=2")],
+)
+def test_smaller_batches_are_proposed_with_equal_lanes(
+    batch_size: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[TrainingConfig] = []
+
+    def largest(ask: Callable[[int], PlanQuestion], profiles: planning.Profiles, *, most: int) -> int:
+        tried.extend(ask(number).training for number in range(1, most + 1))
+        return batch_size
+
+    monkeypatch.setattr(feasibility, "largest_fitting", largest)
+    asked = question(num_microbatches=8, lanes=3)
+    assert feasibility._smaller(asked, planning.Profiles(asked)) == f"a batch of {words}"
+    assert len(tried) == 7
+    assert all(training.num_microbatches % training.lanes == 0 for training in tried)
+    assert all(training.microbatch_size <= 2 for training in tried)
+
+
 @pytest.mark.parametrize("budget_mib", [1, 90])
 def test_job_fits_a_gpus_budget_that_is_larger_by_the_missing_bytes(budget_mib: int) -> None:
     config = config_of_shape(ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000), num_tokens=64)
@@ -258,7 +328,7 @@ def test_with_more_host_memory_a_job_that_fits_still_fits_and_is_hardly_slower()
     """Swapped activations are on the GPU until they are copied out: with more space to swap to, fewer may fit there."""
     config = config_of_shape(ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000), num_tokens=512)
     small = Hardware(
-        gpus=Gpus(count=1, memory_gib=(reserved_nbytes(GIB // 2) + DRIVER_NBYTES) / GIB, tflops=20),
+        gpus=Gpus(count=1, memory_gib=(reserved_nbytes(5 * GIB // 4) + DRIVER_NBYTES) / GIB, tflops=20),
         host=Host(memory_gib=6.0, memory_gb_per_s=40, adam_params_per_s=1e9),
         pcie=Pcie(h2d_gb_per_s=12, d2h_gb_per_s=12),
         ssds=Ssds(count=2, read_gb_per_s=8, write_gb_per_s=8, capacity_gib=100),

@@ -218,3 +218,27 @@ def test_a_plan_made_for_a_fast_ssd_is_slower_on_a_slow_one_than_the_one_made_fo
     right = solve_job(job, slow, limits)
     costs = replace(wrong.costs, speeds=slow)
     assert solution_of(costs, wrong.placement, wrong.plan.arena_nbytes).step_s > 1.02 * right.step_s
+
+
+def test_the_time_of_lanes_is_not_counted_in_the_passes() -> None:
+    """Every plan adds it: half of it is the addition of one lane to the total, half the norms."""
+    plain = costs(num_microbatches=2)
+    model = plain.job.model
+    layers = tuple(replace(layer, norms_s=0.01) for layer in model.layers)
+    job = replace(
+        plain.job,
+        model=replace(model, layers=layers, head=replace(model.head, norms_s=0.01)),
+        training=replace(plain.job.training, lanes=2),
+    )
+    speeds = replace(plain.speeds, device_memory_bytes=12 * layers[0].numel / 0.01)
+    lanes = replace(plain, job=job, speeds=speeds)
+    assert lanes.adding_lanes_s(1) == pytest.approx(0.01)
+    head_s = 0.01 + lanes.adding_lanes_s(HEAD)
+    taken = step(forward_s=0.2, backward_s=0.42, head_s=0.12 + head_s)
+    placement = Placement(activations=(KEEP,) * NUM_LAYERS)
+    found = correction_of(
+        [taken], lanes, placement, planned_compute_s=2 * PLANNED_COMPUTE_S + NUM_LAYERS * 0.02 + head_s
+    )
+    assert found.block_s[1] == pytest.approx((0.1, 0.2))
+    assert found.block_s[HEAD] == pytest.approx((0.06, 0.0))
+    assert found.in_words == ()

@@ -1,5 +1,6 @@
 """Times of a model's blocks on this device."""
 
+import time
 from typing import Any
 
 import pytest
@@ -85,3 +86,41 @@ def test_gradients_are_summed_and_converted_as_in_a_job(
     blocks = {"embedding": 0, "head": len(profile.layers) + 1}
     assert in_fp32 == {blocks[name] for name in expected}
     assert set(normed) == {torch.bfloat16}  # of hidden states, and of gradients as they leave the device
+
+
+def test_norms_of_several_lanes_are_measured_apart_from_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_model, "_LONG_S", 0.0)  # one pass
+    config = ARCHITECTURES["Llama"].config(tied=False, dropout=0.0)
+    profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
+    norm, norms = measure_model.squared_norm, measure_model.portable_squared_norms
+    normed: list[torch.dtype] = []
+    pieces: dict[int, set[int]] = {}
+
+    def note_norm(values: torch.Tensor) -> torch.Tensor:
+        normed.append(values.dtype)
+        return norm(values)
+
+    def note_norms(grad: torch.Tensor, piece_numel: int) -> list[torch.Tensor]:
+        pieces.setdefault(grad.numel(), set()).add(piece_numel)
+        time.sleep(0.01)
+        return norms(grad, piece_numel)
+
+    monkeypatch.setattr(measure_model, "squared_norm", note_norm)
+    monkeypatch.setattr(measure_model, "portable_squared_norms", note_norms)
+    found = measure_blocks(
+        profile,
+        config,
+        Precision.BF16,
+        torch.device("cpu"),
+        sums_grads=True,
+        has_lanes=True,
+        grad_precision=Precision.FP32,
+    ).times
+    assert set(normed) == {torch.bfloat16}  # of hidden states only: gradients are fp32
+    assert pieces == {block.numel: {profile.chunk_numel} for block in profile.blocks}
+    assert all(times.norms_s is not None and times.norms_s >= 0.01 for times in found.values())
+    assert [block.norms_s for block in with_times(profile, found).blocks] == [
+        times.norms_s for _, times in sorted(found.items())
+    ]
+    plain = measure_blocks(profile, config, Precision.BF16, torch.device("cpu"), sums_grads=True).times
+    assert {times.norms_s for times in plain.values()} == {None}

@@ -122,3 +122,12 @@ def test_where_adding_lanes_is_slow_a_step_takes_their_elements_too(group_size: 
     plain = run(**options)[-1].summary["period_s"]
     options["training"]["lanes"] = 3
     assert run(**options)[-1].summary["period_s"] == pytest.approx(plain + 2 * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("group_size", [4, 3, 1])
+def test_norms_of_lanes_take_their_time_once_a_step(group_size: int) -> None:
+    """Those of the head are computed at its end, those of other blocks at the end of their backward pass."""
+    plain = job(**grouped(group_size))
+    norms = replace(plain, work=replace(plain.work, norms_s=dict.fromkeys(range(NUM_BLOCKS), 0.5)))
+    longer = norms.steps()[-1].summary["period_s"] - plain.steps()[-1].summary["period_s"]
+    assert longer == pytest.approx(NUM_BLOCKS * 0.5, rel=1e-6)

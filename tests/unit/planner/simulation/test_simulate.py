@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.actors.specs import make_layout, make_spec
 from tests.support.examples import examples
-from tests.support.planner.simulated import CHUNK, Simulated, job, layers_of, rates, run
+from tests.support.planner.simulated import CHUNK, Simulated, job, layers_of, moved, rates, run
 from windlass.actors.job.context import make_context
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
 from windlass.actors.scheduler.scheduler import job_shape
@@ -83,14 +83,20 @@ def test_device_states_are_copied_out_and_written_at_a_commit() -> None:
     everything = Placement(device_blocks=tuple(range(6)), commit_every=2)
     slow = rates(ssd_write_bytes=(1e4, 1e4), d2h_bytes=1e5)
     steps = run(placement=everything, machine=slow, num_steps=6)
-    moved = [step.summary["moved_bytes"] for step in steps]
-    written = [each.get("ssd-0", 0) + each.get("ssd-1", 0) for each in moved]
+    by_resource = [step.summary["moved_bytes"] for step in steps]
+    written = [each.get("ssd-0", 0) + each.get("ssd-1", 0) for each in by_resource]
     # The states of step 2 are written from step 3 on, and those of step 4 from step 5 on; those of step 6 after all
     # steps.
     assert sum(written) == 2 * 14 * 6 * 2 * CHUNK
     assert written[:2] == [0, 0]
     # An update waits for earlier flushes.
     assert steps[2].summary["period_s"] > steps[1].summary["period_s"] + 1.0
+
+
+def test_params_rounded_from_a_master_on_the_device_are_copied_out_with_it() -> None:
+    spans = job(placement=Placement(device_blocks=tuple(range(6)), commit_every=2), num_steps=6).spans()
+    nbytes = [moved(spans, kind) for kind in (SpanKind.COPY_STATES_OUT, SpanKind.WRITE_STATES)]
+    assert nbytes == [3 * 14 * 6 * 2 * CHUNK] * 2
 
 
 def test_rates_are_needed_for_every_ssd() -> None:

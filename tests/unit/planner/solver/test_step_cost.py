@@ -9,6 +9,7 @@ from tests.support.planner.profiles import make_job, make_speeds
 from windlass.engine.memory_plan.block_buffers import BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import param_buffers
 from windlass.engine.memory_plan.memory_tier import MemoryTier
+from windlass.engine.memory_plan.plan import COMMIT_EVERY
 from windlass.planner.solver.step_cost import TIER_INDEX, Limits, Part, StateTier, StepCosts
 
 PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
@@ -81,9 +82,10 @@ def test_lanes_take_the_time_of_adding_and_the_room_of_sums_that_groups_cut(
     lanes = replace(plain, job=replace(plain.job, training=training))
     options = [costs._state_option(0, StateTier.SSD) for costs in (plain, lanes)]
     seconds = [dict(zip(Part, option.seconds, strict=True)) for option in options]
-    # Two uses, one lane added to the total of each.
+    # Two uses, one lane added to the total of each, and the norm of the gradient.
     adding_s = 2 * EMBEDDING_NUMEL / plain.speeds.device_added_params
-    assert seconds[1][Part.BACKWARD] == pytest.approx(seconds[0][Part.BACKWARD] + adding_s)
+    norms_s = EMBEDDING_NUMEL / plain.speeds.device_squared_params
+    assert seconds[1][Part.BACKWARD] == pytest.approx(seconds[0][Part.BACKWARD] + adding_s + norms_s)
     moved_s = num_moved * 4 * EMBEDDING_NUMEL / plain.speeds.h2d_bytes
     assert seconds[1][Part.H2D_BACKWARD] == pytest.approx(moved_s)
     host = MemoryTier.HOST
@@ -92,6 +94,26 @@ def test_lanes_take_the_time_of_adding_and_the_room_of_sums_that_groups_cut(
     assert of_sums == options[0].nbytes[TIER_INDEX[host]]
     more = lanes._always_on_device() - plain._always_on_device()
     assert more >= 4 * (EMBEDDING_NUMEL + max(block.numel for block in lanes.job.model.blocks[1:]))
+
+
+def test_states_on_the_device_are_copied_out_for_a_commit_with_their_params() -> None:
+    costs = costs_of(group_size=4, is_tied=False, is_own_size=True)
+    seconds = dict(zip(Part, costs._state_option(0, StateTier.DEVICE).seconds, strict=True))
+    assert (costs.job.read_itemsize, costs.job.state_itemsize) == (12, 14)
+    flushed_s = 14 * EMBEDDING_NUMEL / COMMIT_EVERY / costs.speeds.d2h_bytes
+    assert seconds[Part.D2H_BACKWARD] == pytest.approx(flushed_s)
+
+
+@pytest.mark.parametrize("tier", [StateTier.DEVICE, StateTier.HOST])
+def test_measured_norms_of_lanes_are_counted_once_a_step(tier: StateTier) -> None:
+    plain = costs_of(group_size=1, is_tied=False, is_own_size=True)
+    model = replace(plain.job.model, embedding=replace(plain.job.model.embedding, norms_s=0.25))
+    training = replace(plain.job.training, lanes=2)
+    lanes = replace(plain, job=replace(plain.job, model=model, training=training))
+    seconds = [dict(zip(Part, costs._state_option(0, tier).seconds, strict=True)) for costs in (plain, lanes)]
+    assert seconds[1][Part.BACKWARD] - seconds[0][Part.BACKWARD] == pytest.approx(0.25 + lanes.adding_lanes_s(0))
+    one_lane = replace(plain, job=replace(plain.job, model=model))
+    assert one_lane.norms_s(0) == 0.0  # the measured backward pass includes it
 
 
 @pytest.mark.parametrize(

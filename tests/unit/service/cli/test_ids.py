@@ -1,5 +1,6 @@
 """Ids on the command line: misspelt, of another kind, or cut short."""
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ from windlass.service.cli import ids as cli_ids
 from windlass.service.cli import jobs as cli_jobs
 from windlass.service.cli.errors import CommandError
 from windlass.service.installation.client import RequestRefusedError, ServiceClient
+from windlass.service.jobs.spec_builder import MachineResources
 
 Command = Callable[..., Any]
 COMMANDS = [cli_jobs.show, cli_jobs.logs, cli_jobs.cancel, cli_jobs.pause, cli_jobs.resume, cli_jobs.checkpoints]
@@ -134,4 +136,19 @@ def test_jobs_of_one_suffix_are_told_apart_in_the_list(
     assert header[:3] == ["job", "suffix", "status"]
     assert [line[:3] for line in lines] == [[each, "support", "validating_files"] for each in reversed(ids)]
     cli_jobs.show(ids[0], home=tmp_path)
-    assert "suffix           support\n" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "suffix           support\n" in told
+    assert "GPUs" not in told
+
+
+def test_show_tells_the_number_of_gpus_if_there_are_several(
+    tmp_path: Path,
+    service: ServiceClient,
+    file_id: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(MachineResources, "here", lambda _: MachineResources(num_cores=4, num_gpus=4))
+    job = service.create_job({"model": "tiny", "training_file": file_id, "windlass": {"gpus": 3}})
+    cli_jobs.show(job["id"], home=tmp_path)
+    assert re.search(r"^GPUs +3$", capsys.readouterr().out, re.MULTILINE)

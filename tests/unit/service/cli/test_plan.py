@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner, Result
 
 from windlass.planner.hardware.hardware import example_machines
+from windlass.planner.planning import limits
 from windlass.service.cli.errors import reported
 from windlass.service.cli.plan import _is_id, plan
 from windlass.service.installation.settings import HARDWARE_FILE, SETTINGS_FILE, load_settings
@@ -113,6 +114,14 @@ def test_plan_with_lanes_has_a_micro_batch_for_each(shape: Path, home: Path) -> 
     assert " --set num_microbatches=3 --set sequence_length=64 --set lanes=3" in run(*job).output
 
 
+def test_plan_of_several_gpus_has_a_micro_batch_for_each(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "a100-40g-server", *JOB, "--gpus", "3")
+    result = run(*job)
+    assert result.exit_code == 0, result.output
+    assert " --set num_microbatches=3 --set sequence_length=64 --set gpus=3\n" in result.output
+    assert " --set lanes=1 --set gpus=3\n" in run(*job, "--lanes", "1").output
+
+
 def test_another_number_of_microbatches_than_a_jobs_own_is_told(shape: Path, home: Path) -> None:
     job = ("--model", str(shape), "--hardware", "rtx4090-server", "--batch-size", "8", "--seq-len", "64")
     result = run(*job)
@@ -173,9 +182,10 @@ def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
             "--lanes: lanes is 2, but lanes are summed in fp32",
         ),
         (
-            ("--model", "{shape}", "--hardware", "rtx4090-server", "--lanes", "2", "--find", "largest-batch"),
-            "--lanes: the largest batch is one micro-batch",
+            ("--model", "{shape}", "--hardware", "memascend-1", "--gpus", "3"),
+            "--gpus: windlass.gpus is 3, and the machine",
         ),
+        (("--model", "{shape}", "--hardware", "a100-40g-server", "--gpus", "5"), "5 GPUs for at most 4 micro-batches"),
         (("--model", "{shape}", "--hardware", "{shape}/.."), "shape.yaml/.."),
         (("--model", "{folder}", "--hardware", "rtx4090-server"), "config of folder cannot be used"),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--precision", "fp32", *SPLIT), "--state-precision: "),
@@ -233,6 +243,17 @@ def test_plan_searches_for_extreme_numbers(shape: Path, home: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.output.startswith("fewest-ssds: ")
     assert "billion parameters" in result.output.splitlines()[0]
+
+
+def test_largest_batch_with_lanes_has_a_micro_batch_in_each(
+    shape: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "largest_fitting", lambda ask, profiles, *, most: 3)
+    search = ("--lanes", "2", "--find", "largest-batch", "--json")
+    found = json.loads(run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, *search).output)
+    settings = {name: found["job_settings"][name] for name in ("batch_size", "num_microbatches", "lanes")}
+    assert found["number"] == 6
+    assert settings == {"batch_size": 6, "num_microbatches": 2, "lanes": 2}
 
 
 def test_a_model_that_is_not_there_is_not_simulated(shape: Path, home: Path, tmp_path: Path) -> None:

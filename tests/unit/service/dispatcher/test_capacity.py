@@ -1,6 +1,7 @@
 """The capacity of a machine and its use by jobs, on real volumes and files."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,7 @@ def test_what_jobs_have_taken_belongs_to_the_box_as_long_as_they_are_on_it() -> 
     assert found.takes("on", demand) == {DEVICES: 1, HOST_MEMORY: 60, BUFFERS: 45, "/a": 35, "/b": 30}
     assert found.keeps("on", demand) == {"/a": 35, "/b": 30}
     assert found.needs("paused", demand) == {DEVICES: 1, HOST_MEMORY: 60, BUFFERS: 45, "/a": 30, "/b": 30}
+    assert found.needs("new", replace(demand, num_devices=2))[DEVICES] == 2
     assert found.needs("new", demand) == {DEVICES: 1, HOST_MEMORY: 60, BUFFERS: 45, "/a": 60, "/b": 30}
 
 
@@ -103,6 +105,7 @@ def test_a_plan_tells_what_a_job_takes() -> None:
     of_gpu = demand_of(plan, budget_nbytes=None, is_cpu=False)
     assert of_gpu == Demand(host_nbytes=int(6.5 * GIB), buffers_nbytes=5 * GIB, ssd_nbytes=20 * GIB)
     assert demand_of(plan, budget_nbytes=None, is_cpu=True).host_nbytes == int(10.5 * GIB)
+    assert demand_of(plan, num_devices=3, budget_nbytes=None, is_cpu=True).host_nbytes == int(18.5 * GIB)
     from_older_version = JobPlan.from_json({"plan": {"feasible": True, "reasons": []}})
     assert demand_of(from_older_version, budget_nbytes=7, is_cpu=True) == Demand()
     assert demand_of(None, budget_nbytes=None, is_cpu=True) == Demand()

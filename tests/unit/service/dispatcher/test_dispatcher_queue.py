@@ -18,7 +18,16 @@ from windlass.storage.sql.job_status import JobStatus
 
 @pytest.fixture
 def two_gpus(tmp_path: Path, database: Database) -> Stage:
-    stage = Stage(tmp_path / "home", database, num_gpus=2)
+    return stage_of(tmp_path, database, num_gpus=2)
+
+
+@pytest.fixture
+def four_gpus(tmp_path: Path, database: Database) -> Stage:
+    return stage_of(tmp_path, database, num_gpus=4)
+
+
+def stage_of(tmp_path: Path, database: Database, *, num_gpus: int) -> Stage:
+    stage = Stage(tmp_path / "home", database, num_gpus=num_gpus)
     stage.box = MachineCapacity(host_nbytes=10 * GIB, room_nbytes=10 * GIB)
     return stage
 
@@ -453,6 +462,51 @@ def test_a_lost_job_leaves_its_place_to_one_of_higher_priority(stage: Stage) -> 
     assert stage.status(high) is JobStatus.RUNNING
     stage.sit_out_the_pause()
     assert stage.status(low) is JobStatus.QUEUED
+
+
+# --- several GPUs a job -----------------------------------------------------------------------------------------------
+
+
+def test_jobs_begin_while_there_are_gpus_for_them(four_gpus: Stage) -> None:
+    first = four_gpus.queue(gpus=3, batch_size=4)
+    second = four_gpus.queue(gpus=2, batch_size=4)
+    third = four_gpus.queue()  # the second job will have room beside it
+    assert four_gpus.job(second).waiting_reason == f"needs 2 GPUs; 1 is free beside job {first}"
+    assert started(four_gpus) == [(first, 1), (third, 1)]
+    end(four_gpus, first)
+    assert [(spec.job, spec.num_ranks) for spec in four_gpus.runners.started] == [(first, 3), (third, 1), (second, 2)]
+
+
+def test_job_that_would_keep_gpus_from_one_before_it_waits(four_gpus: Stage) -> None:
+    first = four_gpus.queue(gpus=3, batch_size=4)
+    second = four_gpus.queue(gpus=4, batch_size=4)
+    third = four_gpus.queue()
+    assert four_gpus.job(second).waiting_reason == f"needs 4 GPUs; 1 is free beside job {first}"
+    assert "there is room for it, but a job before it would have to wait longer" in four_gpus.job(third).waiting_reason
+    end(four_gpus, first)
+    assert started(four_gpus) == [(first, 1), (second, 1)]
+
+
+def test_job_with_more_gpus_than_a_machine_lost_some_of_says_that_it_cannot_begin(four_gpus: Stage) -> None:
+    running = four_gpus.queue()
+    waiting = four_gpus.queue(gpus=4, batch_size=4)
+    four_gpus._resources = replace(four_gpus._resources, num_gpus=2)
+    four_gpus.new_dispatcher().tick()
+    assert four_gpus.status(running) is JobStatus.RUNNING
+    assert four_gpus.job(waiting).waiting_reason == "needs 4 GPUs; 2 are free, also with no other job here"
+
+
+def test_job_with_more_gpus_than_the_machine_has_fails_before_it_is_prepared(four_gpus: Stage) -> None:
+    job_id = four_gpus.submit(gpus=5)
+    four_gpus.tick()
+    job = four_gpus.job(job_id)
+    assert job.status is JobStatus.FAILED
+    assert job.error == {
+        "code": "invalid_value",
+        "message": "windlass.gpus is 5, and the machine has 4 GPUs",
+        "param": "windlass.gpus",
+    }
+    assert not four_gpus.preparations
 
 
 # --- visible to an owner -------------------------------------------------------------------------------------------

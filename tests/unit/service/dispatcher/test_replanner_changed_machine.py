@@ -21,6 +21,7 @@ from windlass.service.preparation.pipeline import PreparationError
 from windlass.service.preparation.steps import CHECK_MODEL, PREPARE_DATA, QUESTION_FILE
 from windlass.service.validation.hyperparameters import WindlassSettings
 from windlass.storage.sql.job_status import JobStatus
+from windlass.storage.sql.repositories.jobs import JobRepository
 
 OLD, NEW = Placement(num_cached_params=1), Placement(host_blocks=(0, 2), num_cached_params=2)
 REPORT = PlanReport(feasible=True, reasons=(), step_s=10.0)
@@ -177,6 +178,27 @@ def test_a_dispatcher_that_is_killed_meanwhile_asks_again(stage: Stage, measured
     stage.planners[1].answer = ANOTHER
     stage.tick(2)
     assert (stage.status(job_id), stage.runners.started[1].placement) == (JobStatus.RUNNING, NEW)
+
+
+def test_job_resumed_with_other_gpus_is_planned_for_them_and_keeps_its_settings(
+    stage: Stage, measured: Measured
+) -> None:
+    job_id = paused_job(stage)
+    with stage.database.write() as session:
+        row = JobRepository(session).get(job_id)
+        JobRepository(session).set_fields(job_id, seen=row, windlass={**row.windlass, "gpus": 2})
+    stage._resources = replace(stage._resources, cpu_ranks=2)
+    stage.new_dispatcher()
+    stage.request_resume(job_id)
+    stage.tick()
+    (planner,) = stage.planners
+    assert planner.request.num_ranks == 2
+    planner.answer = ANOTHER
+    stage.tick(2)
+    before, after = stage.runners.started
+    assert (before.num_ranks, after.num_ranks, after.placement) == (1, 2, NEW)
+    assert after.training == before.training
+    assert "The job has 2 GPUs now, not 1: the job goes on by a new plan" in stage.messages(job_id)
 
 
 @pytest.mark.parametrize("is_measured", [False, True])

@@ -17,6 +17,7 @@ from windlass.planner.planning.plan_request import PlanRequest
 from windlass.planner.planning.report import PlanReport
 from windlass.service.jobs.spec_builder import job_dir
 from windlass.service.preparation.pipeline import PreparationError
+from windlass.service.preparation.steps import QUESTION_FILE
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Job
 
@@ -171,6 +172,14 @@ def test_a_job_without_a_plan_is_left_alone(stage: Stage) -> None:
     train(stage, journal, *range(1, 10))
     assert stage.planners == []
     assert stage.status(job_id) is JobStatus.RUNNING
+
+
+def test_plan_for_several_gpus_is_not_corrected(stage: Stage) -> None:
+    job_id, journal = planned_job(stage)
+    path = job_dir(stage.settings, job_id) / "prepare" / QUESTION_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_ranks": 2}))
+    train(stage, journal, 1, 2, 3, 4, 5)
+    assert stage.planners == []
 
 
 def test_a_job_that_is_soon_over_is_left_alone(stage: Stage) -> None:

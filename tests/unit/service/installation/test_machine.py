@@ -91,6 +91,27 @@ def test_threads_of_a_job(num_cores: int, num_gpus: int, expected: tuple[int, in
     assert resources.threads(1) == expected
 
 
+@pytest.mark.parametrize(
+    ("num_cores", "num_gpus", "cpu_ranks", "num_ranks", "expected"),
+    [
+        (2, 0, 2, 2, (1, 1)),
+        (7, 0, 2, 2, (3, 1)),
+        (16, 0, 4, 2, (3, 1)),
+        (16, 0, 4, 4, (3, 2)),
+        (1, 0, 4, 4, (1, 1)),
+        (64, 4, 1, 4, (2, 54)),
+        (64, 4, 1, 2, (2, 26)),
+        (4, 4, 1, 4, (1, 1)),
+    ],
+)
+def test_threads_of_a_job_on_several_devices(
+    num_cores: int, num_gpus: int, cpu_ranks: int, num_ranks: int, expected: tuple[int, int]
+) -> None:
+    resources = MachineResources(num_cores=num_cores, num_gpus=num_gpus, cpu_ranks=cpu_ranks)
+    assert resources.num_devices == (num_gpus or cpu_ranks)
+    assert resources.threads(1, num_ranks=num_ranks) == expected
+
+
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 4])
 @pytest.mark.parametrize("num_optimizers", [1, 2, 4])
 @pytest.mark.parametrize(("compute", "each"), [(None, None), (3, None), (None, 1), (4, 1)])

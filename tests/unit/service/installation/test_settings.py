@@ -62,7 +62,10 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
         ("max_file_mib = 0", "max_file_mib = 0: must be greater than or equal to 1"),
         ("prot = 1", "prot = 1: there is no such setting; did you mean port?"),
         ("mfm = 1", "mfm = 1: there is no such setting; did you mean max_file_mib?"),
-        ("nonsense = 1", "nonsense = 1: there is no such setting; there are compute_threads, database_url, "),
+        (
+            "nonsense = 1",
+            "nonsense = 1: there is no such setting; there are compute_threads, cpu_ranks, database_url, ",
+        ),
         ('home = "/x"', "home = '/x': there is no such setting"),
         ('ssd_dirs = ["ssd"]', "ssd_dirs = ['ssd']: must be absolute paths, got 'ssd'"),
         ('ssd_dirs = ["/a", "/a"]', "ssd_dirs = ['/a', '/a']: /a is the same place as /a"),

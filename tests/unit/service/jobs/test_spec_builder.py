@@ -26,9 +26,12 @@ from windlass.service.installation.settings import Settings
 from windlass.service.jobs.spec_builder import (
     MachineResources,
     build_job_spec,
+    gpus_of,
     job_dir,
+    plan_bounds,
     preparation_order,
     resolve_job,
+    threads_of,
     training_config_of,
 )
 from windlass.service.preparation.pipeline import PreparationError
@@ -72,6 +75,7 @@ PLANNED: dict[str, Any] = {
     "accumulation_precision": "bf16",
     "gradient_updates": "after_backward",
     "lanes": 2,
+    "gpus": 2,
     "budgets": {"host_memory_gib": 3.0},
     "epochs": 5,  # it selects the batches, and so their mean width
 }
@@ -106,7 +110,6 @@ NOT_PLANNED: dict[str, tuple[Any, str]] = {
     "final_model": ("best", _EXPORT),
     "evaluate_every": (3, _EVALUATION_TIME),
     "initialization": ("random", "it happens before the first step, block by block in the plan's buffers"),
-    "gpus": (1, "there is no other value"),
     "lora": (None, "there is no other value"),
 }
 _TOLD_OTHERWISE = {"keep_checkpoints": {"checkpoint_every": 3}}  # needs this setting too
@@ -128,6 +131,7 @@ _NOT_THE_JOBS = "where files lie, or what the attempt is called"
 JOB_SPEC = {
     "training": "training",
     "num_validation_examples": "num_validation_examples",
+    "num_ranks": "num_ranks",
     "num_cpu_optimizers": "num_optimizers",
     "compute_threads": "compute_threads",
     "host_memory_nbytes": "host_memory_nbytes",
@@ -319,6 +323,50 @@ def test_spec_of_an_older_row_has_the_numbers_of_the_row(tmp_path: Path) -> None
     assert (config.lanes, config.numerics) == (1, 1)
 
 
+def test_spec_of_a_row_without_gpus_has_one_gpu_worker(tmp_path: Path) -> None:
+    job = job_of(windlass_settings())
+    del job.windlass["gpus"]
+    resolved = resolve_job(job, RESULTS)
+    assert gpus_of(job) == 1
+    assert resolved.training.lanes == 1
+
+
+def test_spec_of_several_gpus_has_their_number_and_shares_the_cores(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, windlass_settings(gpus=2))
+    assert (spec.num_ranks, spec.training.lanes, spec.training.num_microbatches) == (2, 2, 2)
+    cpu = MachineResources(num_cores=4, num_gpus=0, cpu_ranks=2)
+    settings = Settings(home=tmp_path, num_cpu_optimizers=1)
+    assert threads_of(settings, cpu, num_ranks=2) == threads_of(settings, cpu, num_ranks=1) == (2, 1)
+
+
+def test_resumed_job_with_another_number_of_gpus_keeps_its_training_config(tmp_path: Path) -> None:
+    """Its lanes, on which results depend, are in its row."""
+    job = job_of(windlass_settings(gpus=2))
+    resolved = resolve_job(job, RESULTS)
+    job.hyperparameters, job.total_steps = json.loads(json.dumps(resolved.hyperparameters)), resolved.total_steps
+    before, settings = training_config_of(job), Settings(home=tmp_path)
+    job.windlass = {**job.windlass, "gpus": 1}
+    assert training_config_of(job) == before
+    assert (before.lanes, plan_bounds(settings, job).num_ranks) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "cpu_ranks", "gpus", "expected"),
+    [
+        (0, 1, 1, None),
+        (4, 1, 4, None),
+        (0, 3, 3, None),
+        (1, 1, 2, "windlass.gpus is 2, and the machine has 1 GPU"),
+        (4, 9, 5, "windlass.gpus is 5, and the machine has 4 GPUs"),
+        (0, 2, 4, "windlass.gpus is 4, and the machine has no GPU: its CPU counts as 2 devices (setting cpu_ranks)"),
+    ],
+)
+def test_resources_say_why_a_job_cannot_have_so_many_gpus(
+    num_gpus: int, cpu_ranks: int, gpus: int, expected: str | None
+) -> None:
+    assert MachineResources(num_cores=4, num_gpus=num_gpus, cpu_ranks=cpu_ranks).why_too_many(gpus) == expected
+
+
 def test_row_keeps_the_fields_that_the_api_shows(tmp_path: Path) -> None:
     resolved = resolve_job(job_of(windlass_settings()), RESULTS)
     names = "epochs batch_size num_microbatches lanes numerics sequence_length learning_rate warmup_steps schedule "
@@ -344,6 +392,7 @@ def test_plan_request_with_a_field_that_the_planner_does_not_know_is_a_defect() 
 
 def test_plan_question_has_the_request_s_values(tmp_path: Path) -> None:
     numbers = {"num_validation_examples": 3, "num_optimizers": 4, "host_memory_nbytes": 5, "device_memory_nbytes": 6}
+    numbers["num_ranks"] = 7
     request = replace(without_data(request_of(tmp_path, windlass_settings())), chooses_microbatches=True, **numbers)
     question = question_of(request, CONFIG)
     shared = {field.name for field in fields(PlanQuestion)} & REQUEST_FIELDS
@@ -384,6 +433,25 @@ _LONG = pytest.mark.long
 _GIB = 2**30
 # With the smaller budget, kept gradients spill to the SSDs in fp32, but not in bf16.
 PLENTY_GIB, TIGHT_GIB = 1.0, 0.055
+
+
+def test_best_plan_of_several_gpus_has_the_arena_that_the_runner_makes(tmp_path: Path) -> None:
+    asked = windlass_settings(gpus=2, num_microbatches=4, budgets={"host_memory_gib": PLENTY_GIB})
+    request = without_data(request_of(tmp_path, asked))
+    question = replace(question_of(request, CONFIG), measures=False, kept_times=None)
+    profiles = Profiles(question)
+    _, solution = best_plan(question, profiles)
+    spec = replace(
+        specs.SPEC,
+        training=training_of(asked),
+        num_ranks=question.num_ranks,
+        num_cpu_optimizers=question.num_optimizers,
+        placement=solution.placement,
+        host_memory_nbytes=solution.plan.arena_nbytes,
+    )
+    context = make_context(spec, profiles.layout, "")
+    assert context.plan == solution.plan
+    assert context.plan.num_ranks == 2
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,16 @@ def test_a_node_that_does_not_offer_all_its_devices_is_refused(cluster: Cluster,
         RayNode.join("head:6379")
 
 
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_a_node_without_gpus_offers_as_many_devices_as_the_setting_says(cluster: Cluster, num_devices: int) -> None:
+    cluster.nodes[HERE] = Cluster.node(HERE, {"CPU": 3.0, "device": float(num_devices)})
+    assert RayNode.join("head:6379", cpu_ranks=num_devices).resources.num_devices == num_devices
+    with pytest.raises(RayStartError, match=r"--resources='\{\"device\": 2\}'"):
+        RayNode.join("head:6379", cpu_ranks=2)
+    # A daemon of our own may have been started under another setting.
+    assert RayNode.of_this_process().resources.num_devices == num_devices
+
+
 def test_a_node_runs_until_the_cluster_says_that_it_does_not(cluster: Cluster) -> None:
     node = RayNode.join("head:6379")
     assert node.is_running

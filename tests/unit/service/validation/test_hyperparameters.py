@@ -17,10 +17,12 @@ from windlass.engine.training_config.training_config import (
     TrainingConfig,
 )
 from windlass.service.validation.hyperparameters import (
+    GREATEST_MICROBATCH_SIZE,
     JobSettings,
     SupervisedHyperparameters,
     TooFewMicrobatchesError,
     WindlassSettings,
+    default_microbatches,
     num_steps,
     resolve,
 )
@@ -211,11 +213,34 @@ def test_contradictions_are_refused(windlass: dict[str, Any], supervised: dict[s
         ({"lanes": 2}, 2, 2),
         ({"lanes": 5}, 5, 5),  # no number of micro-batches is asked for, so there are enough
         ({"lanes": 3, "num_microbatches": 4}, 3, 4),
+        ({"lanes": 3, "batch_size": 16}, 3, 6),  # four would be enough, but the lanes would be unequal
+        ({"lanes": 4, "batch_size": 64}, 4, 16),
+        ({"lanes": 16, "batch_size": 17}, 16, 16),
     ],
 )
-def test_lanes_are_one_unless_asked_for(asked: dict[str, Any], lanes: int, num_microbatches: int) -> None:
+def test_lanes_are_one_unless_asked_for_and_equal_unless_micro_batches_are_asked_for_too(
+    asked: dict[str, Any], lanes: int, num_microbatches: int
+) -> None:
     resolved = resolve(settings(asked), num_examples=100)
     assert (resolved.lanes, resolved.num_microbatches, resolved.numerics) == (lanes, num_microbatches, NUMERICS)
+
+
+def test_default_micro_batches_are_equal_in_all_lanes_and_no_more_than_examples() -> None:
+    for batch_size in range(1, 65):
+        for lanes in range(1, batch_size + 1):
+            number = default_microbatches(batch_size, lanes, 1)
+            assert number % lanes == 0
+            assert lanes <= number <= batch_size
+            assert -(-batch_size // number) <= GREATEST_MICROBATCH_SIZE
+        assert default_microbatches(batch_size, 1, 1) == -(-batch_size // GREATEST_MICROBATCH_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "lanes", "gpus", "expected"),
+    [(8, 2, 3, 4), (8, 1, 3, 3), (64, 3, 2, 18), (3, 2, 3, 3)],  # four would be more than three examples
+)
+def test_default_micro_batches_are_enough_for_all_gpus(batch_size: int, lanes: int, gpus: int, expected: int) -> None:
+    assert default_microbatches(batch_size, lanes, gpus) == expected
 
 
 @pytest.mark.parametrize("asked", [{}, {"num_microbatches": 6}])
@@ -224,6 +249,48 @@ def test_more_lanes_than_the_data_gives_micro_batches_are_refused(asked: dict[st
         TooFewMicrobatchesError, match="lanes is 6, and 5 training examples give batches of 5 in 5 micro-"
     ):
         resolve(settings({"lanes": 6, **asked}), num_examples=5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "lanes", "num_microbatches"),
+    [
+        ({"gpus": 2}, 2, 2),
+        ({"gpus": 5}, 5, 5),  # each GPU computes a micro-batch at least
+        ({"gpus": 4, "lanes": 1}, 1, 4),
+        ({"gpus": 2, "lanes": 3, "num_microbatches": 4}, 3, 4),
+        ({"gpus": 4, "accumulation_precision": "bf16"}, 1, 4),  # lanes are summed in fp32
+    ],
+)
+def test_gpus_give_the_lanes_and_enough_micro_batches(asked: dict[str, Any], lanes: int, num_microbatches: int) -> None:
+    resolved = resolve(settings(asked), num_examples=100)
+    assert (resolved.lanes, resolved.num_microbatches) == (lanes, num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"gpus": 9, "batch_size": 8}, "windlass.gpus is 9, but a batch has only 8 examples: each GPU needs"),
+        ({"gpus": 3, "num_microbatches": 2}, "windlass.gpus is 3, but num_microbatches is 2: each GPU needs"),
+    ],
+)
+def test_more_gpus_than_micro_batches_are_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(TooFewMicrobatchesError, match=message) as refused:
+        settings(asked)
+    assert refused.value.param == "windlass.gpus"
+
+
+def test_more_gpus_than_the_data_gives_micro_batches_are_refused() -> None:
+    with pytest.raises(
+        TooFewMicrobatchesError, match="gpus is 6, and 5 training examples give batches of 5"
+    ) as refused:
+        resolve(settings({"gpus": 6}), num_examples=5)
+    assert refused.value.param == "windlass.gpus"
+
+
+@pytest.mark.parametrize("gpus", [0, 17, 1.5, "2", None])
+def test_number_of_gpus_is_limited(gpus: Any) -> None:
+    with pytest.raises(ValueError, match="gpus"):
+        settings({"gpus": gpus})
 
 
 def test_a_small_batch_has_no_empty_microbatches() -> None:

@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 from tests.support.service.api_client import context_of, make_model, serve, upload
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
+from windlass.service.jobs.spec_builder import MachineResources
 from windlass.service.validation.hyperparameters import JobSettings, resolve
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.repositories.jobs import JobRepository
@@ -176,7 +177,8 @@ def test_an_estimated_finish_that_has_passed_is_not_shown(client: TestClient, fi
         ({"windlass": {"precision": "fp8", "state_precision": "split"}}, "windlass.precision", "got 'fp8'"),
         ({"windlass": {"precision": "fp8", "accumulation_precision": "bf16"}}, "windlass.precision", "got 'fp8'"),
         ({"windlass": {"clip_norm": -1, "gradient_updates": "active"}}, "windlass.clip_norm", "got -1"),
-        ({"windlass": {"gpus": 2}}, "windlass.gpus", "got 2"),
+        ({"windlass": {"gpus": 0}}, "windlass.gpus", "got 0"),
+        ({"windlass": {"gpus": 2}}, "windlass.gpus", "windlass.gpus is 2, and the machine has no GPU"),
         ({"windlass": {"budgets": {"host_memory_gib": 0}}}, "windlass.budgets.host_memory_gib", "got 0"),
         ({"windlass": {"budgets": {"ssd": 1}}}, "windlass.budgets.ssd", "there are host_memory_gib, gpu_memory_gib"),
         (
@@ -474,3 +476,27 @@ def test_settings_based_on_validation_loss_need_a_validation_file(
     assert "give validation_file" in error["message"]
     accepted = client.post("/v1/fine_tuning/jobs", json=body | {"validation_file": file_id})
     assert accepted.json()["windlass"]["settings"][name] is not None
+
+
+@pytest.mark.parametrize(
+    ("resources", "expected"),
+    [
+        (MachineResources(num_cores=4, num_gpus=2), "windlass.gpus is 3, and the machine has 2 GPUs"),
+        (MachineResources(num_cores=4, num_gpus=0), "its CPU counts as 1 device (setting cpu_ranks)"),
+    ],
+)
+def test_job_with_more_gpus_than_the_machine_has_is_refused(
+    client: TestClient, file_id: str, monkeypatch: pytest.MonkeyPatch, resources: MachineResources, expected: str
+) -> None:
+    monkeypatch.setattr(MachineResources, "here", lambda _: resources)
+    error = refusal(client, file_id, windlass={"gpus": 3})
+    assert (error["param"], error["code"], error["type"]) == ("windlass.gpus", "invalid_value", "invalid_request_error")
+    assert expected in error["message"]
+
+
+def test_job_with_several_gpus_is_accepted_and_shows_them(
+    client: TestClient, file_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MachineResources, "here", lambda _: MachineResources(num_cores=4, num_gpus=4))
+    job = create(client, file_id, windlass={"gpus": 4}).json()
+    assert job["windlass"]["settings"]["gpus"] == 4

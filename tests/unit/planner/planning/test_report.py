@@ -1,0 +1,35 @@
+"""A plan in words."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.planner.profiles import make_job, make_speeds
+from windlass.planner.planning.report import report_of
+from windlass.planner.solver.placement_search import solve_job
+from windlass.planner.solver.step_cost import Limits
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "lanes", "sizes", "equal"),
+    [
+        (4, 1, "", 0),
+        (4, 2, "", 0),
+        (4, 3, "1 or 2", 6),
+        (8, 3, "2 or 3", 6),  # nine would be more than the batch has examples
+        (8, 5, "1 or 2", 5),
+    ],
+)
+def test_unequal_lanes_are_told_with_a_number_that_makes_them_equal(
+    num_microbatches: int, lanes: int, sizes: str, equal: int
+) -> None:
+    job = make_job(num_microbatches=num_microbatches)
+    job = replace(job, training=replace(job.training, batch_size=8, lanes=lanes))
+    words = (
+        f"the {lanes} lanes have {sizes} micro-batches, so GPUs that share them would not end together; with "
+        f"num_microbatches {equal} they are equal"
+    )
+    solution = solve_job(job, make_speeds(), Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12))
+    bound, *others = report_of(job, solution, is_cpu=False).reasons
+    assert "bound by" in bound
+    assert others == ([words] if sizes else [])

@@ -1,0 +1,40 @@
+"""The check of a job's GPUs in the process that accepts the job."""
+
+from pathlib import Path
+
+import pytest
+
+from windlass.planner.hardware.hardware import Hardware, example_machines, save_hardware
+from windlass.planner.hardware.yaml_files import load
+from windlass.service.installation.settings import HARDWARE_FILE, Settings
+from windlass.service.jobs.spec_builder import MachineResources
+from windlass.service.machine.devices import check_gpus
+from windlass.service.validation.request_errors import ApiError
+
+EIGHT_GPUS = load(Hardware, example_machines()["a100-40g-server"])
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MachineResources, "here", lambda _: MachineResources(num_cores=4, num_gpus=2))
+
+
+def refused(settings: Settings, gpus: int, *, other: Hardware | None = None) -> bool:
+    try:
+        check_gpus(settings, gpus, other=other)
+    except ApiError as error:
+        return (error.param, error.code) == ("windlass.gpus", "invalid_value")
+    return False
+
+
+def test_gpus_are_those_of_this_machine_or_of_the_described_one(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    assert [refused(settings, gpus) for gpus in (1, 2, 3)] == [False, False, True]
+    assert [refused(settings, gpus, other=EIGHT_GPUS) for gpus in (8, 9)] == [False, True]
+
+
+def test_gpus_of_a_cluster_are_those_of_its_profile_and_without_one_the_dispatcher_checks(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, ray_address="head:6379")
+    assert not refused(settings, 16)
+    save_hardware(EIGHT_GPUS, tmp_path / HARDWARE_FILE, comment="measured")
+    assert [refused(settings, gpus) for gpus in (8, 9)] == [False, True]
