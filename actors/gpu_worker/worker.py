@@ -181,7 +181,7 @@ class GpuWorker:
 
     def _prepare_model(self) -> None:
         kernels = choose_kernels(self.context, self.partition, self.device.device, self._announce)
-        if kernels:
+        if kernels or self.spec.num_ranks > 1:  # the scheduler compares those of several GPU workers
             chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
             self.send(SCHEDULER, chosen)
         release_device_memory(self.device.device)  # of the check of the kernels, which this thread has computed

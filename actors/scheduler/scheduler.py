@@ -56,7 +56,7 @@ from windlass.actors.scheduler.checkpoint_policy import Checkpoints
 from windlass.actors.scheduler.progress import Progress
 from windlass.engine.checkpoint import remove_model_folder
 from windlass.engine.optimizer import learning_rate
-from windlass.storage.ids import ActorName, Precision, Step
+from windlass.storage.ids import ActorName, ModelKernel, Precision, Step
 from windlass.storage.store import CommitRecord
 
 # Seconds between two checks for timeouts and lost actors.
@@ -177,6 +177,7 @@ class Scheduler:
         self._send = send
         self._check_actors = check_actors
         self._events: queue.Queue[Message] = queue.Queue()
+        self._model_kernels: dict[ActorName, tuple[ModelKernel, ...]] = {}  # of each GPU worker that has told of them
         self._stop = stop or StopRequest()
         self._journal = Journal(Path(self.spec.job_dir) / JOURNAL_FILE, self.spec.attempt)
         self._progress = Progress(
@@ -265,6 +266,17 @@ class Scheduler:
                 f"is to go on under version {self.spec.training.numerics}: its results would be neither one's; submit "
                 "it again"
             )
+
+    def _require_same_kernels(self, chosen: ModelKernelsChosen) -> None:
+        """Checks that all GPU workers compute with the same kernels, so that results do not depend on who computes."""
+        for actor, kernels in self._model_kernels.items():
+            if kernels != chosen.kernels:
+                here, there = (" and ".join(names) or "torch's own" for names in (chosen.kernels, kernels))
+                raise JobFailedError(
+                    f"{chosen.actor} computes with other kernels ({here}) than {actor} ({there}): the GPUs of a job "
+                    "must be of one model; submit it with fewer (windlass.gpus), or with windlass.model_kernels torch"
+                )
+        self._model_kernels[chosen.actor] = chosen.kernels
 
     def _next_event(self, timeout_s: float) -> Message | None:
         """Waits for an event; returns None after the timeout."""
@@ -377,7 +389,11 @@ class Scheduler:
                 self._fail(event)
             case UserMessage():
                 self._journal.append("message", event.text)
-            case KernelChosen() | ModelKernelsChosen() | SpansReported() | MemoryReported():
+            case ModelKernelsChosen():
+                self._require_same_kernels(event)
+                if event.kernels:
+                    self._progress.note(event)
+            case KernelChosen() | SpansReported() | MemoryReported():
                 self._progress.note(event)
             case LoadProgressed() | ExportProgressed():
                 self.pipeline.waits.heard_from(event.actor, time.monotonic())

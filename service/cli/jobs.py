@@ -198,10 +198,14 @@ def pause(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home 
     print(f"job {job} is paused" if found["status"] == "paused" else f"job {job} will pause after its step")
 
 
-def resume(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
-    """Queue a paused job again."""
+def resume(
+    job: Annotated[str, typer.Argument(help="The job's id.")],
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the job from now on; as before without it.")] = None,
+    home: Home = None,
+) -> None:
+    """Queue a paused job again; --gpus gives it another number of GPUs, with the same results."""
     with client_for_job(home, job) as client:
-        found = client.resume(job)
+        found = client.resume(job, gpus=gpus)
     print(f"job {job} is {found['status']}")
 
 

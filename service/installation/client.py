@@ -162,9 +162,10 @@ class ServiceClient:
         """Pauses a job, or requests its runner to pause."""
         return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/pause")
 
-    def resume(self, job_id: str) -> dict[str, Any]:
-        """Queues a paused job again."""
-        return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/resume")
+    def resume(self, job_id: str, *, gpus: int | None = None) -> dict[str, Any]:
+        """Queues a paused job again. `gpus`: its number of GPUs from now on; None: as before."""
+        body = {} if gpus is None else {"json": {"windlass": {"gpus": gpus}}}
+        return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/resume", **body)
 
     def events(self, job_id: str, *, after: str | None = None) -> list[dict[str, Any]]:
         """Lists a job's events, oldest first, or only those after the event `after`."""

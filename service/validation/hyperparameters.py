@@ -49,7 +49,7 @@ DEFAULT_LEARNING_RATE: float = _DEFAULTS["learning_rate"]
 DEFAULT_CLIP_NORM: float = _DEFAULTS["clip_norm"]
 _LEAST_EPSILON = 1e-37  # fp32 has no normal numbers below 1.2e-38
 _MAX_BATCH_SIZE = 4096
-_MAX_GPUS = 16  # of one box
+MAX_GPUS = 16  # of one box
 _MAX_SEED = 2**63 - 1
 _MAX_MINUTES = 525_600  # a year
 _MAX_STEPS = 2**31 - 1
@@ -172,7 +172,7 @@ class WindlassSettings(_Strict):
     final_model: Annotated[FinalModel, _WORD] = _DEFAULTS["final_model"]
     evaluate_every: int | None = Field(default=None, ge=1, le=_MAX_STEPS)  # steps; null: at each epoch's end
     initialization: Annotated[Initialization, _WORD] = _DEFAULTS["initialization"]
-    gpus: int = Field(default=1, ge=1, le=_MAX_GPUS)  # GPU workers; results do not depend on their number
+    gpus: int = Field(default=1, ge=1, le=MAX_GPUS)  # GPU workers; results do not depend on their number
     budgets: Budgets = Budgets()
     lora: None = None
 

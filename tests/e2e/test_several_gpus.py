@@ -53,5 +53,13 @@ def test_planned_job_on_two_devices_trains_pauses_and_makes_others_wait(
     assert running["windlass"]["attempt"] == 2
     assert running["windlass"]["has_plan"]
     assert "predicted" in " ".join(installation.ok("show", both).split())
+    installation.ok("pause", both)
+    paused = installation.await_job(both, lambda job: job["status"] == "paused", "paused")
+    assert "windlass.gpus is 3, and the machine has no GPU" in installation.refused("resume", both, "--gpus", "3")
+    installation.ok("resume", both, "--gpus", "1")
+    step = paused["windlass"]["step"] + 3
+    running = installation.await_job(both, lambda job: job["windlass"]["step"] >= step, "three steps more")
+    assert (running["windlass"]["attempt"], running["windlass"]["settings"]["gpus"]) == (3, 1)
+    assert '"lanes": 2' in " ".join(installation.ok("show", both).split())
     installation.ok("cancel", both)
     installation.await_job(both, lambda job: job["status"] == "cancelled", "cancelled")

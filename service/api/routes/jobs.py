@@ -35,6 +35,7 @@ from windlass.service.api.schemas import (
     JobList,
     JobObject,
     MetricsObject,
+    ResumeJob,
     StreamStart,
     TraceObject,
     event_ordinal,
@@ -128,12 +129,31 @@ def pause_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: s
 
 
 @router.post("/{job_id}/resume")
-def resume_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str) -> JobObject:
-    """Queues a paused job again."""
+def resume_job(
+    context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str, body: ResumeJob | None = None
+) -> JobObject:
+    """Queues a paused job again, with another number of GPUs if the body names one."""
+    gpus = None if body is None else body.windlass.gpus
+    if gpus is not None:
+        check_gpus(context.settings, gpus)
     with context.database.write() as session:
-        job = JobRepository(session, caller.only_of).request_resume(job_id)
+        jobs = JobRepository(session, caller.only_of)
+        if gpus is not None:
+            _check_microbatches(jobs.get(job_id), gpus)
+        job = jobs.request_resume(job_id, gpus=gpus)
         audit(session, job_id)
         return _with_metrics(context, session, [job])[0]
+
+
+def _check_microbatches(job: Job, gpus: int) -> None:
+    """Raises ApiError if a prepared job has fewer micro-batches a step than GPUs."""
+    num_microbatches = (job.hyperparameters or {}).get("num_microbatches", gpus)
+    if gpus > num_microbatches:
+        raise ApiError(
+            f"windlass.gpus is {gpus}, but the job has {num_microbatches} micro-batches a step: each GPU needs one",
+            param="windlass.gpus",
+            code="invalid_value",
+        )
 
 
 @router.get("/{job_id}/events")

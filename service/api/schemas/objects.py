@@ -12,6 +12,7 @@ from windlass.service.api import Identified, ListOf
 from windlass.service.jobs import ssd_wear
 from windlass.service.validation import (
     DEFAULT_LEARNING_RATE,
+    MAX_GPUS,
     SUFFIX,
     ApiError,
     JobSettings,
@@ -81,6 +82,18 @@ class Method(_Request):
         if value != "supervised":
             raise ValueError('only "supervised" is supported yet')
         return value
+
+
+class ResumeSettings(_Request):
+    """The settings of a paused job that its resumption may change. The results do not depend on them."""
+
+    gpus: int | None = Field(default=None, ge=1, le=MAX_GPUS)  # None: as before
+
+
+class ResumeJob(_Request):
+    """The body of `POST /v1/fine_tuning/jobs/{id}/resume`. It may be left out."""
+
+    windlass: ResumeSettings = ResumeSettings()
 
 
 class CreateJob(_Request):

@@ -56,6 +56,7 @@ class JobFields(TypedDict, total=False):
 
     attempt: int
     hyperparameters: dict[str, Any]
+    windlass: dict[str, Any]
     waiting_reason: str | None
     preparation: dict[str, Any] | None
     step: int
@@ -248,23 +249,30 @@ class JobRepository:
         message = "Pausing: the runner ends its attempt after its step"
         return self.transition(job_id, job.status, JobStatus.PAUSING, message=message)
 
-    def request_resume(self, job_id: str) -> Job:
+    def request_resume(self, job_id: str, *, gpus: int | None = None) -> Job:
         """Resumes a paused job, which is prepared first if it was not. For a pausing job, withdraws the pause.
 
+        `gpus`: the job's number of GPUs from now on; None: as before.
+
         Raises IllegalTransition if the job is finished, and StatusConflict if it is neither paused nor pausing, or its
-        cancellation was requested.
+        cancellation was requested, or if its GPUs are to change and it is still pausing.
         """
         job = self.get(job_id)
+        changes = gpus is not None and gpus != job.windlass.get("gpus", 1)
         if job.status in TERMINAL_STATUSES:
             raise IllegalTransition(job_id, job.status, JobStatus.RUNNING)
         if job.status is JobStatus.PAUSING:
-            if job.cancel_requested:
-                raise StatusConflict(job_id, JobStatus.PAUSED, "pausing and asked to end")
+            if job.cancel_requested or changes:
+                raise StatusConflict(job_id, JobStatus.PAUSED, f"pausing{' and asked to end' * job.cancel_requested}")
             return self.transition(job_id, job.status, JobStatus.RUNNING, message="Resumed before it had paused")
         target = JobStatus.VALIDATING_FILES if job.hyperparameters is None else JobStatus.QUEUED
         if job.status is not JobStatus.PAUSED:
             raise StatusConflict(job_id, JobStatus.PAUSED, job.status)
-        return self.transition(job_id, job.status, target, message="Resumed", num_lost=0)
+        if not changes:
+            return self.transition(job_id, job.status, target, message="Resumed", num_lost=0)
+        windlass = {**job.windlass, "gpus": gpus}
+        message = f"Resumed with {gpus} GPUs" if gpus != 1 else "Resumed with one GPU"
+        return self.transition(job_id, job.status, target, message=message, num_lost=0, windlass=windlass)
 
     def transition(
         self,

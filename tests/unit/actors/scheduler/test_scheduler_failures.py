@@ -22,13 +22,14 @@ from windlass.actors.messages import (
     LoadModel,
     Message,
     ModelExported,
+    ModelKernelsChosen,
     Phase,
     RestoreStates,
     UpdateStep,
 )
 from windlass.actors.scheduler import scheduler
 from windlass.actors.scheduler.scheduler import INTERRUPTED, ROOM, JobFailedError
-from windlass.storage.ids import ActorName, Step
+from windlass.storage.ids import ActorName, ModelKernel, Step
 from windlass.storage.memory.capacity import DiskFull, require_disk_room
 
 
@@ -48,6 +49,22 @@ def test_a_failure_ends_the_job_and_names_the_actor(stage: Stage) -> None:
     assert outcome["error"] == {"code": "training_failed", "message": "optimizer-1: no room", "param": None}
     assert outcome["model_dir"] is None
     assert Path(stage.spec.job_dir, "error.txt").read_text() == "attempt 2: optimizer-1\nTraceback\n"
+
+
+@pytest.mark.parametrize("others", [(), (ModelKernel.FLASH_ATTENTION_2,)])
+def test_gpu_workers_with_other_kernels_end_the_job(stage: Stage, others: tuple[ModelKernel, ...]) -> None:
+    def choose(message: Message) -> None:
+        if isinstance(message, LoadModel):
+            for actor, kernels in (("gpu-1", others), ("gpu-0", (ModelKernel.LIGER,))):
+                stage.scheduler.post(
+                    ModelKernelsChosen(job=stage.spec.job, step=Step(0), actor=ActorName(actor), kernels=kernels)
+                )
+
+    stage.before = choose
+    outcome = stage.run()
+    assert outcome["status"] == "failed"
+    found = " and ".join(others) or "torch's own"
+    assert outcome["error"]["message"].startswith(f"gpu-0 computes with other kernels (liger) than gpu-1 ({found}): ")
 
 
 def test_an_actor_that_is_gone_ends_the_job(stage: Stage) -> None:

@@ -7,6 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.service.api_client import context_of, make_model, serve, upload
+from windlass.service.api.routes import jobs as routes
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.spec_builder import MachineResources
@@ -402,6 +403,37 @@ def test_a_job_that_is_not_prepared_yet_pauses_at_once_and_is_prepared_when_it_i
     assert "is paused and cannot become paused" in act(client, job_id, "pause")
     assert act(client, job_id, "resume") == "validating_files"
     assert "was expected to be paused but is validating_files" in act(client, job_id, "resume")
+
+
+def test_a_paused_job_is_resumed_with_another_number_of_gpus(
+    client: TestClient, file_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[int] = []
+    monkeypatch.setattr(routes, "check_gpus", lambda _, gpus: checked.append(gpus))
+    job_id = create(client, file_id).json()["id"]
+    bring_to(client, job_id, JobStatus.QUEUED)
+    assert act(client, job_id, "pause") == "paused"
+
+    def resume(gpus: int) -> Any:
+        return client.post(f"{JOBS}/{job_id}/resume", json={"windlass": {"gpus": gpus}})
+
+    for gpus, message in ((0, "greater than or equal to 1"), (17, "less than or equal to 16")):
+        error = resume(gpus).json()["error"]
+        assert (error["param"], message in error["message"]) == ("windlass.gpus", True)
+    num_microbatches = 4
+    with context_of(client).database.write() as session:
+        row = JobRepository(session).get(job_id)
+        hyperparameters = {**RESOLVED, "num_microbatches": num_microbatches}
+        JobRepository(session).set_fields(job_id, seen=row, hyperparameters=hyperparameters)
+    error = resume(num_microbatches + 1).json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_value", "windlass.gpus")
+    assert f"but the job has {num_microbatches} micro-batches a step" in error["message"]
+    resumed = resume(num_microbatches).json()
+    assert (resumed["status"], resumed["windlass"]["settings"]["gpus"]) == ("queued", num_microbatches)
+    assert checked[-1] == num_microbatches
+    assert act(client, job_id, "pause") == "paused"
+    assert act(client, job_id, "resume") == "queued"
+    assert client.get(f"{JOBS}/{job_id}").json()["windlass"]["settings"]["gpus"] == num_microbatches
 
 
 def test_a_queued_job_pauses_at_once_and_goes_back_to_the_queue(client: TestClient, file_id: str) -> None:
