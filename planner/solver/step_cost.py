@@ -175,8 +175,8 @@ class Kind:
 class StepCosts:
     """The costs of a job on a machine, for one group size.
 
-    Compute, params and swapped activations are those of the first GPU worker. Several compute at the same time, and
-    each has its own link. The params that a round of groups needs are read from the SSDs once. All else is as with one.
+    Compute, and all that passes a link, are those of one GPU worker: several compute at the same time, and each has its
+    own link. The params that a round of groups needs are read from the SSDs once. All else is as with one GPU worker.
 
     `streams`: all layers are copied to the device in pieces. `spills`: kept gradients go to the SSDs; then no states
     are resident in memory. `overflows`: swapped activations may continue to the SSDs, so staging buffers exist.
@@ -214,8 +214,18 @@ class StepCosts:
 
     @property
     def num_partial_sums(self) -> int:
-        """The number of sums of each element that the groups of a step pass on: totals, and unfinished lanes."""
-        return self.num_groups - 1 + self.job.lanes.num_open_lanes(self.group_size)
+        """The number of sums of each element that one GPU worker passes on in a step: totals, and unfinished lanes."""
+        num_sums = self.num_groups - 1 + self.job.lanes.num_open_lanes(self.group_size)
+        return -(-num_sums // self.job.num_ranks)
+
+    @property
+    def lag(self) -> float:
+        """The time by which the last GPU worker's backward pass ends after that of the first, as a share of it.
+
+        Each begins one block after the one before, because it continues the gradient sum of the block.
+        """
+        num_behind = min(self.job.num_ranks, self.num_groups) - 1
+        return num_behind / (self.num_rounds * max(1, len(self.job.model.layers)))
 
     @property
     def num_flats(self) -> int:
@@ -527,7 +537,7 @@ class StepCosts:
         head_s = self.num_successive * sum(self.compute_s(self.job.model.head))
         if self.num_grad_buffers == 1:  # the backward pass waits while a gradient is copied out
             alone = (Part.FORWARD, Part.BACKWARD, Part.D2H_BACKWARD)
-            yield Bound(weights=self._seconds(dict.fromkeys(alone, 1.0)))
+            yield self._bound(_once(*alone))
         for parts, constant_s in _bounding_parts(
             head_s,
             self._slots_of_updates(),
@@ -535,7 +545,13 @@ class StepCosts:
             ssd_cores=self._ssd_cores() if self.speeds.shares_cores else None,
             slowed_by_other_way=1 / self.speeds.duplex_share - 1,
         ):
-            yield Bound(weights=self._seconds(parts), constant_s=constant_s)
+            yield self._bound(parts, constant_s)
+
+    def _bound(self, parts: dict[Part, float], constant_s: float = 0.0) -> Bound:
+        """Returns a bound. The backward pass ends with that of the last GPU worker."""
+        if Part.BACKWARD in parts:
+            parts = {**parts, Part.BACKWARD: parts[Part.BACKWARD] * (1.0 + self.lag)}
+        return Bound(weights=self._seconds(parts), constant_s=constant_s)
 
     def _ssd_cores(self) -> float:
         """Returns the core time that the SSDs take while all of them are busy, as a share of that time."""
