@@ -146,8 +146,8 @@ def test_stalls_have_causes_and_add_up(spans: list[WorkSpan], expected: dict[Sta
 class TestSeveralGpuWorkers:
     """The first one computes from 6 to 16, and the second, which computes the last group, from 10 to 20."""
 
-    FIRST = operations(at=-4)
-    SECOND = [each._replace(resource="gpu-1/compute") for each in operations()]
+    FIRST = (*operations(at=-4),)
+    SECOND = (*(each._replace(resource="gpu-1/compute") for each in operations()),)
 
     def summary_of(self, spans: list[WorkSpan]) -> dict[str, Any]:
         kept = make_timeline([*spans, *self.FIRST, *self.SECOND]).end_step(1)
