@@ -229,6 +229,14 @@ def test_status_names_params_that_do_not_arrive_and_late_ssd_servers(tmp_path: P
     assert bench.ssds.of(ActorFailed) == []
 
 
+def test_status_of_several_gpu_workers_points_to_the_actor_that_reads_their_params(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, num_ranks=2)
+    bench.start()
+    bench.grant(bench.operation(Phase.FORWARD, 0, op=1))
+    bench.ssds.await_status(r"chunks are missing; see the status of params-0, because other GPU workers may not")
+    bench.worker.stop()
+
+
 def test_status_names_params_that_were_not_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
     bench.start()
