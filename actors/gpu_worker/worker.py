@@ -309,6 +309,8 @@ class GpuWorker:
             self._announce(f"{error}. If there are too few activation slots, the job fails in its first step")
 
     def _announce(self, text: str) -> None:
+        if self.spec.num_ranks > 1:
+            text = f"GPU {self.rank}: {text}"
         self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))
 
     def _ask_for_params(self, message: Message) -> None:
