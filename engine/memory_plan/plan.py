@@ -120,8 +120,8 @@ class Pool:
 class Plan:
     """The arena of a job, its share of the SSDs, and the place of each block's states."""
 
-    # Owned by the actor that reads params, the only GPU worker or the param server: params in flight to the devices. The
-    # last slots are those of cached params.
+    # Owned by the actor that reads params, which is the only GPU worker or the param server: params in flight to the
+    # devices. The last slots are those of cached params.
     params: Pool
     grads: Pool  # owned by the GPU worker of the last group; an optimizer holds a gradient's slots until its update
     states: tuple[Pool, ...]  # one for each optimizer: a slot holds a chunk's states, and its gradient if any spill

@@ -181,8 +181,7 @@ def test_error_names_the_gpu_worker_that_does_not_pass_a_sum_on_or_does_not_take
     with pytest.raises(TimeoutError, match="to come back to the device; gpu-0 has not left it, or the copies from"):
         bench.take(1, 1)
     with pytest.raises(TimeoutError, match=r"of pool slots of sums that gpu-2 has not taken: \d of \d are in use"):
-        for block in (2, 1, 0):
-            bench.leave(block, 1)
+        list(map(bench.leave, (2, 1, 0), (1, 1, 1)))
 
 
 def test_stopping_ends_the_wait_for_a_sum(bench: Bench) -> None:

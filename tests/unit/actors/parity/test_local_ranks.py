@@ -248,6 +248,12 @@ def test_gpu_worker_that_only_evaluates_reports_its_memory_and_its_spans(tmp_pat
     assert MemoryKind.HOST in [message.kind for message in told if isinstance(message, MemoryReported)]
 
 
+def test_dropout_of_gpu_workers_that_share_a_random_generator_is_refused(tmp_path: Path) -> None:
+    told = r"2 GPU workers in one process on cpu share a random generator, .* dropout \(attention_dropout\)"
+    with pytest.raises(ValueError, match=told):
+        train(ranked(job(tmp_path / "job", dropout=0.1), 2))
+
+
 def test_more_gpu_workers_than_micro_batches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="5 GPUs have 4 micro-batches a step"):
         train(ranked(job(tmp_path / "job"), 5))
