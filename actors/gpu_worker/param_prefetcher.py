@@ -91,6 +91,13 @@ class ParamFeed:
         self._device = device
         self._ask = ask
         self._messages = ParamRequests(context, rank)
+        self._where_to_look = "see the logs of the SSD servers, and check disks"
+        if context.spec.num_ranks > 1:
+            server = context.param_server
+            self._where_to_look = (
+                f"see the status of {server}, because other GPU workers may not have copied params yet; else "
+                f"{self._where_to_look}"
+            )
         self._resident = resident
         self._dtype = TORCH_DTYPE[context.formats.precision]
         self._host_slots = context.host_slots()
@@ -148,7 +155,7 @@ class ParamFeed:
             return fetch
         self._loader.wait_for(
             load,
-            lambda: f"{what}; {load.num_missing} chunks are missing; see the logs of the SSD servers, and check disks",
+            lambda: f"{what}; {load.num_missing} chunks are missing; {self._where_to_look}",
         )
         if load.copied is not None:
             self._device.compute.wait(load.copied)

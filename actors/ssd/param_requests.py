@@ -49,10 +49,11 @@ def param_turns(context: CoreContext) -> ParamTurns:
     """Returns the slots of a job's params, all of them free."""
     layout, plan, cached = context.layout, context.plan, context.cached_params()
     others = range(plan.params.num_slots - len(cached))
-    largest = max((layout.num_chunks(block.index) for block in layout.blocks), default=0)
+    # Blocks in pieces hold their chunks until they are computed.
+    held = (layout.num_chunks(BlockIndex(b)) for b in plan.streamed_blocks if b not in plan.host_blocks)
     return ParamTurns(
         list(plan.params.slots_of(others).values()),
         batch=plan.fetch_batch,
-        num_kept=max(plan.fetch_batch, largest if plan.streamed_blocks else 0),
+        num_kept=max((plan.fetch_batch, *held)),
         cached=cached,
     )
