@@ -34,7 +34,7 @@ from windlass.storage.memory.arena import Arena, SlotPool
 
 def follow_accesses(checker: RaceChecker, cuda: RecordedCuda, patch: pytest.MonkeyPatch) -> Memory:
     """Lets all threads that start from now on tell the checker of their accesses."""
-    memory = Memory(checker, cuda.default.agent)
+    memory = Memory(checker, lambda device: cuda.default_of(device).agent)
     run = threading.Thread.run
 
     def run_noted(self: Any) -> None:
