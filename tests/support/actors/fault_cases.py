@@ -115,7 +115,10 @@ class Row:
     is_awaited: bool = True  # losing it is noticed; otherwise the receiver can proceed without it
 
     def awaits(self, message: Message) -> bool:
-        """True if losing this one is noticed. Slots stay in use if a GPU worker's word is lost that it needs no params."""
+        """True if losing this one is noticed.
+
+        Without the word of a GPU worker that it needs no params, their slots only stay in use.
+        """
         return self.is_awaited and not (isinstance(message, RequestParams) and not message.keys)
 
 
