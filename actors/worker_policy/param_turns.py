@@ -153,7 +153,10 @@ class ParamTurns:
         for use in self._uses.values():
             if use.slots:
                 names = [actor for actor, wanted in use.wanted.items() if wanted]
+                behind = [actor for actor in self._unread if actor not in use.wanted]
                 whom = f"to be copied by {', '.join(names)}" if names else "for a GPU worker that is behind"
+                if behind and not names:
+                    whom += f", such as {' or '.join(behind)}"
                 return f"params of block {use.use.block} for step {use.use.step} wait {whom}"
         return ""
 
