@@ -150,8 +150,7 @@ class JobQueue:
             else:
                 reason = "" if decision.begins else self._reason(job, decision, capacity, holders, num_before)
             is_ready = job.id not in (*leaving, *too_many) and pause_s is None and lacks[job.id] is None
-            num_taken = sum(gpus_of(each) for each in (*holders, job))
-            takes_last_device = is_ready and decision.begins and num_taken >= self._resources.num_devices
+            takes_last_device = is_ready and decision.begins and self._takes_last_device(job, holders)
             if self._yields_to_preparation(job, soon_ready if takes_last_device else ()):
                 decision, reason = replace(decision, begins=False), "a job of higher priority that is being prepared"
             if job.lease_holder == self._lease.holder:
@@ -299,6 +298,11 @@ class JobQueue:
         with self._database.read() as session:
             num_without_progress = job.attempt - last_attempt_with_progress(session, job.id)
         return num_without_progress == 0 or (num_without_progress <= _MAX_PREEMPTED_STARTS and is_starting(job))
+
+    def _takes_last_device(self, job: Job, holders: Sequence[Job]) -> bool:
+        """Returns whether no device is left when a job begins beside the holders."""
+        num_taken = sum(self._demand(each).num_devices for each in (*holders, job))
+        return num_taken >= self._resources.num_devices
 
     def _yields_to_preparation(self, job: Job, soon_ready: Collection[int]) -> bool:
         """Returns whether a job does not begin yet, because one of higher priority may need the room in a moment."""

@@ -14,6 +14,7 @@ from windlass.service.dispatcher.capacity import MachineCapacity, SsdSpace
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
+from windlass.storage.sql.models import Job
 
 
 @pytest.fixture
@@ -181,21 +182,16 @@ def test_a_reason_of_which_only_the_numbers_change_is_no_new_event(two_gpus: Sta
     assert sum("of memory for its buffers" in message for message in two_gpus.messages(second)) == 1
 
 
-def test_unreadable_settings_affect_only_their_job(two_gpus: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    from windlass.service.dispatcher import queue as job_queue
-
-    broken = two_gpus.queue()
-    real = job_queue.plan_bounds
-
-    def bounds(settings: object, job: object) -> object:
-        if job.id == broken:  # type: ignore[attr-defined]
-            raise ValueError("gpus: 7")
-        return real(settings, job)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(job_queue, "plan_bounds", bounds)
+@pytest.mark.parametrize("windlass", [{"gpus": 0}, {"unknown": 1}, {"batch_size": "many"}])
+def test_unreadable_settings_affect_only_their_job(two_gpus: Stage, windlass: dict[str, object]) -> None:
+    broken = two_gpus.queue_only()
+    with two_gpus.database.write() as session:
+        row = session.get_one(Job, broken)
+        row.windlass = {**row.windlass, **windlass}
     sound = two_gpus.queue()
     two_gpus.tick()
     assert (sound, 1) in started(two_gpus)
+    assert two_gpus.status(broken) is JobStatus.FAILED
 
 
 # --- priorities ---------------------------------------------------------------------------------------------------
