@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from windlass.amounts import GIB
 from windlass.engine.memory_plan import DeviceNeed, MemoryTier, Placement, QueueDepths, reserved_nbytes
 from windlass.planner.planning.bisection import largest, smallest
-from windlass.planner.planning.report import DRIVER_NBYTES, PROCESSES_NBYTES
+from windlass.planner.planning.memory_limits import DRIVER_NBYTES, PROCESSES_NBYTES
 from windlass.planner.solver import (
     DoesNotFitError,
     PlannedJob,

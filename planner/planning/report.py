@@ -8,15 +8,10 @@ from typing import Any, TypeVar
 from windlass.amounts import GB, GIB
 from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations, MemoryTier, Plan, reserved_nbytes
 from windlass.planner.cost import LayerProfile, ways_of_layer
+from windlass.planner.planning.memory_limits import DRIVER_NBYTES, PROCESSES_NBYTES
 from windlass.planner.solver import Limits, PlannedJob, Solution
 
 _Any = TypeVar("_Any")
-
-# Host memory of a job's processes beside the arena: Ray, and actors that each import torch.
-PROCESSES_NBYTES = 3 * GIB // 2
-# GPU memory that torch's allocator cannot give out: the driver's, and what the card keeps of its nominal size. It
-# leaves 22.5 GiB of a 24 GB card.
-DRIVER_NBYTES = 3 * GIB // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -254,7 +254,7 @@ class ChangedMachine:
         elif request != before:
             why = "The settings' budgets have changed"
         elif plan.from_attempt != job.attempt + 1 and _lacks_reserve(plan, request):  # not renewed just now
-            why = "The plan leaves too little of the GPU's budget to PyTorch's allocator"
+            why = "The plan leaves too little of the GPU's memory to PyTorch's allocator"
         else:
             return None
         return Replan(
@@ -269,14 +269,15 @@ class ChangedMachine:
 
 
 def _lacks_reserve(plan: JobPlan, request: PlanRequest) -> bool:
-    """Checks whether a GPU's budget covers the plan's tensors, but not what PyTorch's allocator reserves beside them.
+    """Checks whether a GPU has room for the plan's tensors, but not for what PyTorch's allocator reserves beside them.
 
-    Such plans are those of older releases. The job's GPU worker would refuse to start.
+    The job's budget may leave less room. Such plans are those of older releases. The job's GPU worker would refuse to
+    start.
     """
-    planned_nbytes, limit_nbytes = plan.planned_device_nbytes, request.device_memory_nbytes
-    if not request.hardware.gpus.count or planned_nbytes is None or limit_nbytes is None:
+    planned_nbytes = plan.planned_device_nbytes
+    if not request.hardware.gpus.count or planned_nbytes is None:
         return False
-    return reserved_nbytes(planned_nbytes) > limit_nbytes
+    return reserved_nbytes(planned_nbytes) > request.budgets.device_nbytes
 
 
 def _renewed(answer: JobPlan, now: ChangedInputs, attempt: int, why: str) -> JobPlan:

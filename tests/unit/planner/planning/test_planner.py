@@ -20,8 +20,9 @@ from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import feasibility
 from windlass.planner.planning import planner as planning
 from windlass.planner.planning.feasibility import fits, what_takes_memory, what_would_fit, with_part
-from windlass.planner.planning.planner import PlanQuestion, limits_of, planned_job
-from windlass.planner.planning.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
+from windlass.planner.planning.memory_limits import DRIVER_NBYTES, PROCESSES_NBYTES, limits_of
+from windlass.planner.planning.planner import PlanQuestion, planned_job
+from windlass.planner.planning.report import PlanReport
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
 from windlass.planner.solver.placement_search import DoesNotFitError, candidates
 from windlass.planner.solver.step_cost import PlannedJob
