@@ -176,7 +176,8 @@ class StepCosts:
     """The costs of a job on a machine, for one group size.
 
     Compute, params and swapped activations are those of the first GPU worker. Several compute at the same time, and
-    each has its own link. The params that a round of groups needs are read from the SSDs once. All else is as with one.
+    each has its own link. Sums that groups pass on are those of the busiest link. The params that a round of groups
+    needs are read from the SSDs once. All else is as with one.
 
     `streams`: all layers are copied to the device in pieces. `spills`: kept gradients go to the SSDs; then no states
     are resident in memory. `overflows`: swapped activations may continue to the SSDs, so staging buffers exist.
@@ -213,9 +214,22 @@ class StepCosts:
         return self.job.num_ranks if self.speeds.shares_cores else 0
 
     @property
-    def num_partial_sums(self) -> int:
-        """The number of sums of each element that the groups of a step pass on: totals, and unfinished lanes."""
-        return self.num_groups - 1 + self.job.lanes.num_open_lanes(self.group_size)
+    def most_partial_sums(self) -> float:
+        """The number of sums of each element that the busiest link copies in a direction: totals, and unfinished lanes.
+
+        Each group but the last passes a total on, and successive groups are those of different GPU workers. Unfinished
+        lanes count as if they were passed on evenly.
+        """
+        return -(-(self.num_groups - 1) // self.job.num_ranks) + self._open_lanes_of_rank
+
+    @property
+    def sums_beside_gradient(self) -> float:
+        """The number of those sums that are copied out by the GPU worker of the last group. It has the gradient too."""
+        return (self.num_groups - 1) // self.job.num_ranks + self._open_lanes_of_rank
+
+    @property
+    def _open_lanes_of_rank(self) -> float:
+        return self.job.lanes.num_open_lanes(self.group_size) / self.job.num_ranks
 
     @property
     def num_flats(self) -> int:
@@ -296,9 +310,11 @@ class StepCosts:
         # Gradients of tied params are summed in fp32, whatever type they travel in.
         is_tied = block in job.model.shared_blocks
         partial_itemsize = PARTIAL_GRAD_ITEMSIZE if is_tied else job.grad_itemsize
-        partial_nbytes = self.num_partial_sums * numel * partial_itemsize
-        seconds[Part.H2D_BACKWARD] += partial_nbytes / speeds.h2d_bytes
-        seconds[Part.D2H_BACKWARD] = (grad_nbytes + partial_nbytes) / speeds.d2h_bytes
+        sum_nbytes = numel * partial_itemsize
+        in_nbytes = self.most_partial_sums * sum_nbytes
+        out_nbytes = max(in_nbytes, self.sums_beside_gradient * sum_nbytes + grad_nbytes)
+        seconds[Part.H2D_BACKWARD] += in_nbytes / speeds.h2d_bytes
+        seconds[Part.D2H_BACKWARD] = out_nbytes / speeds.d2h_bytes
         seconds[Part.OPTIMIZER] = numel / speeds.optimizer_params
         if tier is StateTier.SSD:
             reads_forward, reads_backward = self._fetches(block)
