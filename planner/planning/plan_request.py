@@ -67,6 +67,7 @@ class PlanRequest:
         """The memory that the job may use: that of the machine, limited by the job's budgets."""
         return budgets_of(
             self.hardware,
+            num_ranks=self.num_ranks,
             host_memory_nbytes=self.host_memory_nbytes,
             device_memory_nbytes=self.device_memory_nbytes,
         )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from windlass.amounts import GB, GIB
 from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations, MemoryTier, Plan, reserved_nbytes
 from windlass.planner.cost import LayerProfile, ways_of_layer
-from windlass.planner.planning.memory_limits import DRIVER_NBYTES, PROCESSES_NBYTES
+from windlass.planner.planning.memory_limits import DRIVER_NBYTES, processes_nbytes
 from windlass.planner.solver import Limits, PlannedJob, Solution
 
 _Any = TypeVar("_Any")
@@ -56,7 +56,7 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
     device_nbytes = nbytes[MemoryTier.DEVICE]
     peaks = {
         MemoryTier.DEVICE: device_nbytes if is_cpu else reserved_nbytes(int(device_nbytes)) + DRIVER_NBYTES,
-        MemoryTier.HOST: nbytes[MemoryTier.HOST] + PROCESSES_NBYTES,
+        MemoryTier.HOST: nbytes[MemoryTier.HOST] + processes_nbytes(job.num_ranks),
         MemoryTier.SSD: nbytes[MemoryTier.SSD],
     }
     return PlanReport(
