@@ -115,8 +115,9 @@ def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
             {"layers": layers, **activations_in_words(choice), **_sizes_mib(model_layer, choice)}
             for layers, (choice, model_layer) in _runs(list(zip(placement.activations, job.model.layers, strict=True)))
         ],
-        "activations_on_host_gib": placement.host_activation_nbytes / GIB,
-        "activations_on_ssd_gib": placement.ssd_activation_nbytes / GIB,
+        # Each GPU worker has slots of its own.
+        "activations_on_host_gib": plan.num_ranks * placement.host_activation_nbytes / GIB,
+        "activations_on_ssd_gib": plan.num_ranks * placement.ssd_activation_nbytes / GIB,
     }
 
 
