@@ -109,7 +109,8 @@ class Preparations:
         `jobs`: all jobs to be validated.
         """
         watch = self._watches[job.id].preparing
-        if (why := self._resources.why_too_many(gpus_of(job))) is not None:
+        why = self._resources.why_too_many(gpus_of(job), cpu_ranks=self._settings.cpu_ranks)
+        if why is not None:
             self._drop(job.id)
             with self._database.write() as session:
                 fail_job(session, job, "invalid_value", why, "windlass.gpus")

@@ -80,14 +80,23 @@ class MachineResources:
         """The devices that jobs compute on, each with one GPU worker: the GPUs, or the CPU."""
         return self.num_gpus or self.cpu_ranks
 
-    def why_too_many(self, gpus: int) -> str | None:
-        """Returns why a job cannot have so many GPUs here, or None if it can."""
+    def why_too_many(self, gpus: int, *, cpu_ranks: int | None = None) -> str | None:
+        """Returns why a job cannot have so many GPUs here, or None if it can.
+
+        `cpu_ranks`: the setting; None: it is not about this machine. Ray may have been started with another value.
+        """
         if gpus <= self.num_devices:
             return None
         if self.num_gpus:
             return f"windlass.gpus is {gpus}, and the machine has {count_text(self.num_gpus, 'GPU')}"
         devices = count_text(self.cpu_ranks, "device")
-        return f"windlass.gpus is {gpus}, and the machine has no GPU: its CPU counts as {devices} (setting cpu_ranks)"
+        if cpu_ranks not in (None, self.cpu_ranks):
+            return (
+                f"windlass.gpus is {gpus}, and Ray was started with {devices}, but cpu_ranks is {cpu_ranks} now; run "
+                "`windlass down` and `windlass up` once no job runs, and submit the job again"
+            )
+        setting = "" if cpu_ranks is None else " (setting cpu_ranks)"
+        return f"windlass.gpus is {gpus}, and the machine has no GPU: its CPU counts as {devices}{setting}"
 
     def threads(
         self, num_optimizers: int, compute: int | None = None, each: int | None = None, *, num_ranks: int = 1

@@ -194,6 +194,16 @@ def test_unreadable_settings_affect_only_their_job(two_gpus: Stage, windlass: di
     assert two_gpus.status(broken) is JobStatus.FAILED
 
 
+def test_job_with_more_gpus_than_ray_was_started_with_is_told_so(tmp_path: Path, database: Database) -> None:
+    stage = Stage(tmp_path / "home", database, cpu_ranks=2)
+    job_id = stage.submit(gpus=2, num_microbatches=2)
+    stage.tick()
+    assert stage.status(job_id) is JobStatus.FAILED
+    error = stage.job(job_id).error
+    assert error is not None
+    assert "Ray was started with 1 device, but cpu_ranks is 2 now" in error["message"]
+
+
 # --- priorities ---------------------------------------------------------------------------------------------------
 
 
