@@ -327,6 +327,24 @@ def test_a_job_lets_one_of_higher_priority_be_prepared_before_it_begins(stage: S
     assert started(stage)[-1] == (urgent, 1)
 
 
+@pytest.mark.parametrize(("urgent_gpus", "windlass", "begins"), [(1, {}, True), (2, {}, False), (2, {"gpus": 0}, True)])
+def test_a_job_leaves_the_devices_to_one_that_is_being_prepared(
+    two_gpus: Stage, urgent_gpus: int, windlass: dict[str, object], begins: bool
+) -> None:
+    (two_gpus.settings.models_dir / "tiny").mkdir()
+    urgent = two_gpus.submit(gpus=urgent_gpus, num_microbatches=2)
+    with two_gpus.database.write() as session:
+        row = session.get_one(Job, urgent)
+        row.windlass = {**row.windlass, **windlass}
+    two_gpus.tick()
+    low = two_gpus.queue_only(priority=1)
+    two_gpus.tick()
+    assert started(two_gpus) == [(low, 1)] * begins
+    two_gpus.now += 30
+    two_gpus.tick(2)
+    assert started(two_gpus) == [(low, 1)]
+
+
 def test_a_job_lets_others_be_prepared_for_a_moment_only(stage: Stage) -> None:
     (stage.settings.models_dir / "tiny").mkdir()
     stage.submit()
