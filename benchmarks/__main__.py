@@ -18,6 +18,7 @@ NAMES = (
     "optimizer",
     "overflow",
     "planner",
+    "scaling",
     "scheduler",
     "simulator",
     "ssd",

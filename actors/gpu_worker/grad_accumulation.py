@@ -60,7 +60,7 @@ class PartialGrads:
         """`send` tells other GPU workers of sums. `rank` is that of this one."""
         self._context = context
         self._send = send
-        self._rank = rank
+        self._rank, self._num_ranks = rank, context.spec.num_ranks
         self._device = device
         self._flats = flats
         self._arena = arena
@@ -68,7 +68,8 @@ class PartialGrads:
         self._slots, self._lane_slots = context.partial_slots(), context.open_lane_slots()
         self._passing: tuple[SlotPool, SlotPool] | None = None
         if context.plan.passes_sums_at_once and rank < context.plan.num_groups - 1:
-            names, pools = ("slots of sums", "slots of unfinished lanes"), context.passing_pools(rank)
+            pools, taker = context.passing_pools(rank), gpu_worker_name(rank + 1)
+            names = [f"slots of {what} that {taker} has not taken" for what in ("sums", "unfinished lanes")]
             sums, lanes = (
                 SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name=name, token=device.token)
                 for name, pool in zip(names, pools, strict=True)
@@ -91,9 +92,12 @@ class PartialGrads:
 
         Raises the errors of `CancelToken.wait_for`.
         """
+        cause, sender = "the copies from and to host memory are stuck", rank_of(operation.group - 1, self._num_ranks)
+        if sender != self._rank:
+            cause = f"{gpu_worker_name(sender)} has not left it, or {cause}"
         what = (
             f"the gradient of block {use[1]} in step {operation.step}, as group {operation.group - 1} of its "
-            "micro-batches left it, to come back to the device; the copies from and to host memory are stuck"
+            f"micro-batches left it, to come back to the device; {cause}"
         )
         with self._changed:
             self._device.token.wait_for(self._changed, lambda: use in self._back, what)
@@ -111,7 +115,7 @@ class PartialGrads:
             lane = _parts_of(grad.lane, self._slots_for(use, is_lane=True))
             self._copy(operation, use, grad.lane.flat, lane.slots, is_out=True)
         message = SumPassed(job=operation.job, step=operation.step, user=use[0], block=use[1], total=total, lane=lane)
-        following = rank_of(operation.group + 1, self._context.spec.num_ranks)
+        following = rank_of(operation.group + 1, self._num_ranks)
         self._device.d2h.then(working_at(operation, functools.partial(self._pass_on, following, message)))
 
     def take_sum(self, message: SumPassed) -> None:
@@ -167,7 +171,7 @@ class PartialGrads:
         if left.lane is not None:
             total.lane, copied = self._bring_flat_back(operation, use, left.lane)
         if self._context.plan.passes_sums_at_once:
-            sender = gpu_worker_name(rank_of(operation.group - 1, self._context.spec.num_ranks))
+            sender = gpu_worker_name(rank_of(operation.group - 1, self._num_ranks))
             lane_slots = () if left.lane is None else left.lane.slots
             taken = SumTaken(job=left.job, step=left.step, slots=left.total.slots, lane_slots=lane_slots)
             self._device.h2d.then(working_at(operation, functools.partial(self._send, sender, taken)))

@@ -20,21 +20,18 @@ from dataclasses import dataclass
 import torch
 
 from windlass.actors.gpu_worker.streamed_params import HostChunks
-from windlass.actors.job import JobContext, gpu_worker_name, num_evaluation_groups, piece_bounds
+from windlass.actors.job import JobContext, piece_bounds
 from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import (
     ComputeBlock,
     Message,
     ParamRequest,
     ParamsArrived,
-    ParamsCopied,
     ParamUse,
-    Phase,
-    RequestParams,
     SpanKind,
 )
+from windlass.actors.ssd import ParamRequests
 from windlass.actors.timeline import TO_DEVICE, SpanRecorder
-from windlass.actors.worker_policy import num_ranks_in_round, round_of
 from windlass.engine.device import (
     TORCH_DTYPE,
     BlockLoad,
@@ -92,8 +89,15 @@ class ParamFeed:
         self._context = context
         self._spans = spans
         self._device = device
-        self._name = gpu_worker_name(rank)
         self._ask = ask
+        self._messages = ParamRequests(context, rank)
+        self._where_to_look = "see the logs of the SSD servers, and check disks"
+        if context.spec.num_ranks > 1:
+            server = context.param_server
+            self._where_to_look = (
+                f"see the status of {server}, because other GPU workers may not have copied params yet; else "
+                f"{self._where_to_look}"
+            )
         self._resident = resident
         self._dtype = TORCH_DTYPE[context.formats.precision]
         self._host_slots = context.host_slots()
@@ -101,9 +105,6 @@ class ParamFeed:
         self._param_nbytes = context.plan.params.slot_nbytes
         self._cached = context.cached_params()
         self._filled: set[ChunkKey] = set()  # the chunks whose params are in their slot of `_cached`
-        in_slots = context.chunks_in_param_slots()
-        self._blocks_in_slots = frozenset(key.block for key in in_slots)
-        self._num_groups = {False: context.plan.num_groups, True: num_evaluation_groups(context.spec)}  # by: evaluates
         self._arriving: dict[ParamUse, tuple[int, OnArrival]] = {}  # chunks to come, and the loader's callback
         self._loader: ParamLoader[Load] = ParamLoader(self, device, arena, self._dtype)
         self._bounds = piece_bounds(context)
@@ -154,7 +155,7 @@ class ParamFeed:
             return fetch
         self._loader.wait_for(
             load,
-            lambda: f"{what}; {load.num_missing} chunks are missing; see the logs of the SSD servers, and check disks",
+            lambda: f"{what}; {load.num_missing} chunks are missing; {self._where_to_look}",
         )
         if load.copied is not None:
             self._device.compute.wait(load.copied)
@@ -200,8 +201,8 @@ class ParamFeed:
                 continue
             if load.request is request:
                 self._loader.start(load, self._context.layout.chunk_keys(request.block))
-            elif self._context.spec.num_ranks > 1 and request.block in self._blocks_in_slots:
-                self._request(request, ())  # the others may need them
+            elif self._messages.must_tell(request.block):
+                self._ask(self._messages.of_chunks(request, ()))
 
     def _fetch(self, request: ParamRequest) -> Fetch:
         """Returns an operation's params in a buffer, and waits for a free one if no buffer has them."""
@@ -234,22 +235,6 @@ class ParamFeed:
     def _run_arrivals(self) -> None:
         self._loader.run()
 
-    def _use_of(self, request: ParamRequest) -> ParamUse:
-        operation = request.operation
-        round_index = round_of(operation.group, self._context.spec.num_ranks)
-        return ParamUse(operation.step, operation.phase, round_index, operation.block, request.block)
-
-    def _request(self, request: ParamRequest, keys: tuple[ChunkKey, ...]) -> None:
-        """Asks the param server for chunks; each GPU worker of the round does, whether it needs any."""
-        spec, use, num_users = self._context.spec, self._use_of(request), 0
-        if request.block in self._blocks_in_slots:
-            evaluates = use.phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD)
-            num_users = num_ranks_in_round(use.round_index, self._num_groups[evaluates], spec.num_ranks)
-        message = RequestParams(
-            job=spec.job, step=request.step, reply_to=self._name, use=use, num_users=num_users, keys=keys
-        )
-        self._ask(message)
-
     # --- calls of the loader ----------------------------------------------------------------------------------------
 
     def chunk_range(self, key: ChunkKey) -> tuple[int, int]:
@@ -265,13 +250,12 @@ class ParamFeed:
     def request_params(self, load: Load, keys: Sequence[ChunkKey], on_arrival: OnArrival) -> None:
         """See ParamSource."""
         with self._changed:
-            self._arriving[self._use_of(load.request)] = len(keys), on_arrival
-        self._request(load.request, tuple(keys))
+            self._arriving[self._messages.use_of(load.request)] = len(keys), on_arrival
+        self._ask(self._messages.of_chunks(load.request, keys))
 
     def release_params(self, load: Load, slots: Mapping[ChunkKey, Span]) -> None:
         """See ParamSource."""
-        use, spec = self._use_of(load.request), self._context.spec
-        self._ask(ParamsCopied(job=spec.job, step=use.step, actor=self._name, use=use, keys=tuple(slots)))
+        self._ask(self._messages.copied(load.request, slots))
 
     def naming(self, load: Load, callback: Callable[[], None]) -> Callable[[], None]:
         """See ParamSource."""

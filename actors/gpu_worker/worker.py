@@ -77,7 +77,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.ssd import ParamServer, SsdClient
 from windlass.actors.timeline import SpanRecorder
-from windlass.actors.worker_policy import ComputeReports, OperationWindow, ends_rank
+from windlass.actors.worker_policy import ComputeReports, OperationWindow, ends_rank, has_group
 from windlass.engine.data import MicroBatch, PreparedDataset
 from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, release_team, with_index
 from windlass.engine.memory_estimate import ActivationNeedUnknownError, DeviceNeedUnknownError
@@ -309,6 +309,8 @@ class GpuWorker:
             self._announce(f"{error}. If there are too few activation slots, the job fails in its first step")
 
     def _announce(self, text: str) -> None:
+        if self.spec.num_ranks > 1:
+            text = f"GPU {self.rank}: {text}"
         self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))
 
     def _ask_for_params(self, message: Message) -> None:
@@ -394,6 +396,9 @@ class GpuWorker:
                 self._activations.flush()
             self._grads.backward_over(message.step)
             self._report_memory(message)
+        elif message.phase is Phase.EVALUATE_HEAD and not has_group(self.rank, self.context.plan.num_groups):
+            self._spans.tell(message.step)
+            self._report_memory(message)
         self._report_computed(operation.report())
         if not (sq_sums := operation.grad_sq_sums):
             return
@@ -412,7 +417,7 @@ class GpuWorker:
         operation.sq_sums = portable_squared_norms(grad, self.context.layout.chunk_numel)
 
     def _report_memory(self, message: ComputeBlock) -> None:
-        """Reports the peaks of memory that have grown; called once per step."""
+        """Reports the peaks of memory that have grown; called once per step, or per group of an evaluation."""
         peaks = self._device_memory.peaks()
         with contextlib.suppress(OSError):  # the arena's file was removed: no reason to fail the job
             peaks[MemoryKind.HOST] = self._arena.held_nbytes

@@ -53,7 +53,7 @@ from windlass.actors.policy.pending_replies import (
 )
 from windlass.actors.policy.rank_queue import PassedSums, RankQueue
 from windlass.actors.policy.trainer_state import StepResult, TrainerState
-from windlass.actors.worker_policy import GRANTED_AHEAD, REPORT_EVERY
+from windlass.actors.worker_policy import GRANTED_AHEAD, REPORT_EVERY, round_of
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 
@@ -118,6 +118,7 @@ class Pipeline:
         self._exporting = False
         self._to_export: set[int] = set()  # steps to export in addition to those of the program
         self._stopped = False
+        self._evaluated_to = (Step(0), 0, BlockIndex(0))  # the position of the last operation that any rank has begun
         self._last_started_step = max(self.committed, 0)  # the last step with an operation granted to any rank
         self._ended = max(self.committed, 0)  # the last step with an `EndStep`
         self._last_commit_sent = -1  # the last commit reported to the GPU worker that completes gradients
@@ -418,7 +419,20 @@ class Pipeline:
         It comes after the last step, or a stop cancels it: the evaluation and the export of the last step.
         """
         last_step = self.commits.last_step
-        return operation.step > last_step or (self._stopped and operation.version == operation.step == last_step)
+        if operation.step > last_step:
+            return True
+        return self._stopped and operation.version == operation.step == last_step and not self._is_shared(operation)
+
+    def _is_shared(self, operation: Operation) -> bool:
+        """Returns whether an operation of an evaluation uses params together with one that another rank has begun.
+
+        It is granted though the attempt stops, because the params stay in their slots until all have copied them.
+        """
+        return operation.evaluates and self._position(operation) <= self._evaluated_to
+
+    def _position(self, operation: Operation) -> tuple[Step, int, BlockIndex]:
+        """Returns the place of an operation of an evaluation; that of other ranks' operations with the same params."""
+        return operation.step, round_of(operation.group, self.config.num_ranks), operation.block
 
     def _next_operation(self, rank: RankQueue) -> Operation | None:
         """Returns a rank's next operation or an export that comes before it; None if none may be granted."""
@@ -469,6 +483,8 @@ class Pipeline:
             if begins_step and self._has_to_evaluate(operation.step):
                 break
             rank.begin(operation)
+            if operation.evaluates:
+                self._evaluated_to = max(self._evaluated_to, self._position(operation))
             self._last_started_step = max(self._last_started_step, operation.step)
             granted.append(self._operation(operation))
         return granted

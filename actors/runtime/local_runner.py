@@ -15,7 +15,7 @@ from windlass.actors.runtime.factory import LocalOptions, open_space, start_acto
 from windlass.actors.runtime.start_up import START_DEADLINE_S, create_arena, node_of_all, plan_attempt, start_actors
 from windlass.actors.scheduler import GOES_ON, Scheduler
 from windlass.engine.device import memory_node
-from windlass.engine.model import Partition, partition_folder
+from windlass.engine.model import Partition, dropouts_of, partition_folder
 from windlass.storage.ids import ActorName
 from windlass.storage.store import CommitRecord, JobSpace
 
@@ -37,12 +37,17 @@ def run_local(
     one for each. `on_message` is called with every message between actors. With `stop`, another thread can end the
     attempt early. After an exception or a pause, the job's states stay on the SSDs.
 
+    GPU workers on one device, or on the CPU, are threads with one random generator. So there the model may have no
+    dropout. Dropout is known from the config and from modules, not if a number in the code of a layer sets it.
+
     Raises:
+        ValueError: several GPU workers would share a random generator, and the model has dropout.
         TimeoutError: the attempt is over and its outcome is in the journal, but some of its threads hang.
     """
     partition = partition or partition_folder(spec.model_dir, spec.training.precision)
-    context = plan_attempt(spec, partition.layout, direct=direct, ssds=ssds)
     devices = (device,) * spec.num_ranks if isinstance(device, str) else tuple(device)
+    _require_own_generators(partition, devices)
+    context = plan_attempt(spec, partition.layout, direct=direct, ssds=ssds)
     arena = create_arena(context, node_of_all(memory_node(torch.device(each)) for each in devices))
     # Before an actor changes the model.
     partitions = (partition, *(copy.deepcopy(partition) for _ in range(1, spec.num_ranks)))
@@ -100,3 +105,14 @@ def run_local(
         outcome = scheduler.run()
         is_over = outcome["status"] not in GOES_ON
     return outcome
+
+
+def _require_own_generators(partition: Partition, devices: Sequence[str]) -> None:
+    """Raises ValueError if GPU workers share a random generator, and the model has dropout."""
+    generators = {"cpu" if torch.device(each).type == "cpu" else each for each in devices}
+    if len(generators) < len(devices) and (found := dropouts_of(partition.model)):
+        raise ValueError(
+            f"{len(devices)} GPU workers in one process on {', '.join(sorted(generators))} share a random generator, "
+            f"and the model has dropout ({found[0]}), so its gradients would be wrong: set it to 0, or give "
+            "each worker a GPU of its own"
+        )

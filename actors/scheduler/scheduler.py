@@ -8,7 +8,7 @@ import contextlib
 import json
 import queue
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -305,14 +305,20 @@ class Scheduler:
         try:
             self.pipeline.waits.check(time.monotonic())
         except DeadlineMissedError as error:
-            text = "; ".join((str(error), *self._statuses(error.late)))
-            raise DeadlineMissedError(text, error.late) from None
+            statuses = self._statuses()
+            # If the late ones answer, they wait for one that does not. No reply of that one may be late.
+            mute = [actor for actor, text in statuses.items() if text == _NO_ANSWER]
+            mute = [] if set(mute).intersection(error.late) else mute
+            causes = [f"{actor} gives no answer, its process may hang" for actor in mute]
+            no_work = {actor: _LOST_MESSAGE if actor in error.late else "" for actor in statuses}
+            texts = {actor: text or no_work[actor] for actor, text in statuses.items()}
+            told = [f"{actor}: {text}" for actor, text in texts.items() if text and actor not in mute]
+            raise DeadlineMissedError("; ".join((*causes, str(error), *told)), (*mute, *error.late)) from None
 
-    def _statuses(self, late: Collection[ActorName]) -> list[str]:
+    def _statuses(self) -> dict[ActorName, str]:
         """Asks all actors what their threads do, because a late one often waits for another. Returns the answers.
 
-        An actor that does not answer soon is named, too, and a late one that has no work. Others without work are left
-        out. A failure that arrives meanwhile ends the attempt.
+        The answer of an actor without work is empty. A failure that arrives meanwhile ends the attempt.
         """
         shape, answers = self.pipeline.config, dict[ActorName, str]()
         names = (*shape.gpu_workers, self.context.param_server, *shape.optimizers, *shape.ssd_servers)
@@ -326,9 +332,7 @@ class Scheduler:
                 self._fail(event)
             if isinstance(event, StatusDescribed):
                 answers[event.actor] = event.text
-        no_work = {actor: _LOST_MESSAGE if actor in late else "" for actor in actors}
-        texts = {actor: answers.get(actor, _NO_ANSWER) or no_work[actor] for actor in actors}
-        return [f"{actor}: {text}" for actor, text in texts.items() if text]
+        return {actor: answers.get(actor, _NO_ANSWER) for actor in actors}
 
     def _end_step(self, over: EndStep) -> None:
         """Records a step's end, and what its commit stores for a restart."""

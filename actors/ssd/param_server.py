@@ -20,7 +20,8 @@ from windlass.actors.messages import (
     StatusDescribed,
 )
 from windlass.actors.ssd.client import SsdClient, chunk_io
-from windlass.actors.worker_policy import ParamActions, ParamTurns
+from windlass.actors.ssd.param_requests import param_turns
+from windlass.actors.worker_policy import ParamActions
 from windlass.storage.ids import ActorName, ChunkKey, Step
 
 
@@ -40,16 +41,8 @@ class ParamServer:
         self._context = context
         self._send = send
         self._io = io or SsdClient(name, context, send)
-        plan, cached = context.plan, context.cached_params()
-        others = range(plan.params.num_slots - len(cached))
-        largest = max((context.layout.num_chunks(block.index) for block in context.layout.blocks), default=0)
         self._lock = threading.Lock()  # of the following
-        self._turns = ParamTurns(
-            list(plan.params.slots_of(others).values()),
-            batch=plan.fetch_batch,
-            num_kept=max(plan.fetch_batch, largest if plan.streamed_blocks else 0),
-            cached=cached,
-        )
+        self._turns = param_turns(context)
 
     def post(self, message: Message) -> None:
         """Processes a message."""

@@ -34,7 +34,8 @@ def dependency_bound_s(
 ) -> float | None:
     """Returns the bound in seconds; None if the spans of an operation are missing.
 
-    `spans` has the spans of the step, and earlier ones that prefetched its params.
+    `spans` has the spans of the step, and earlier ones that prefetched its params. Of several GPU workers, it has those
+    of one only.
     """
     operations: list[WorkSpan] = []  # of the step, in order of time
     waits: dict[int, list[WorkSpan]] = defaultdict(list)  # waits for activations within operations, by block

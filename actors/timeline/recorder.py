@@ -91,6 +91,12 @@ def own_resource(resource: str, actor: ActorName) -> str:
     return f"{actor}{resource.removeprefix(GPU_WORKER)}"
 
 
+def worker_of(resource: str) -> str | None:
+    """Returns the GPU worker that a resource is a part of; None if it is no part of one."""
+    worker, slash, _ = resource.partition("/")
+    return worker if slash else None
+
+
 def transfer_kind(*, is_read: bool, states: Collection[StateKind], param_kind: StateKind) -> SpanKind:
     """Returns the kind of a chunk's transfer to or from an SSD, by the states that are transferred."""
     if all(state is StateKind.GRAD for state in states):

@@ -3,17 +3,21 @@
 A step's *period* is the time from the end of the previous backward pass to the end of its own. Periods follow each
 other without gaps. In steady state, each therefore contains one step's amount of work of every actor, though some of it
 belongs to other steps.
+
+If the job has several GPU workers, the busy time of each is summarized. What compute waited for, and the dependency
+bound, are those of the one that ended the period: it computes the last group of micro-batches, and ends last.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
 from windlass.actors.timeline.critical_path import dependency_bound_s
 from windlass.actors.timeline.intervals import Interval, clip, intersect, length, subtract, union
-from windlass.actors.timeline.recorder import COMPUTE
+from windlass.actors.timeline.recorder import worker_of
 from windlass.actors.timeline.span_files import StepSpans
 
 # Largest number of spans that are held, for two periods. Further spans are dropped, and their number is reported.
@@ -84,15 +88,15 @@ class Timeline:
 
         It must be called for the steps in order, each when all its spans are known.
         """
-        end_s = self._end_of_backward(step)
-        if end_s is None:
+        last = self._end_of_backward(step)
+        if last is None:
             return None
-        start_s, spans = self._start_s, self._spans
+        start_s, end_s, spans = self._start_s, last.end_s, self._spans
         kept = StepSpans(
             step=step,
             start_s=start_s,
             end_s=end_s,
-            summary=self._summarize(step, spans, (start_s, end_s)),
+            summary=self._summarize(step, spans, (start_s, end_s), last.resource),
             spans=tuple(span for span in spans if span.end_s > start_s and (span.start_s < end_s or span.step == step)),
         )
         # Params of the next step's first operations may have been fetched before its period began.
@@ -105,23 +109,26 @@ class Timeline:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _end_of_backward(self, step: int) -> float | None:
+    def _end_of_backward(self, step: int) -> WorkSpan | None:
+        """Returns the operation that ends a step's backward pass."""
         last = SpanKind.BACKWARD if self._num_blocks > 1 else SpanKind.HEAD
         ends = (
-            span.end_s
+            span
             for span in self._spans
             if span.block == 0 and span.kind is last and span.step == step and span.end_s > self._start_s
         )
-        return max(ends, default=None)
+        return max(ends, key=attrgetter("end_s"), default=None)
 
-    def _summarize(self, step: int, spans: Sequence[WorkSpan], period: Interval) -> dict[str, Any]:
+    def _summarize(self, step: int, spans: Sequence[WorkSpan], period: Interval, compute: str) -> dict[str, Any]:
+        """`compute` is the resource of the GPU worker whose stalls and bound are meant."""
         busy = _busy(spans, period)
         busy_s = {resource: length(intervals) for resource, intervals in sorted(busy.items())}
         period_s = period[1] - period[0]
-        stalls = _stalls(spans, period, busy.get(COMPUTE, []))
+        seen = _without_other_workers(spans, compute)
+        stalls = _stalls(seen, period, busy.get(compute, []))
         bound_s = dependency_bound_s(
             step,
-            spans,
+            seen,
             num_blocks=self._num_blocks,
             keeps_grads=self._keeps_grads,
             overlaps_steps=self._overlaps_steps,
@@ -144,18 +151,24 @@ class Timeline:
 def _busy(spans: Iterable[WorkSpan], period: Interval) -> dict[str, list[Interval]]:
     """Returns the intervals in which each resource worked. Waits within an operation do not count."""
     busy: dict[str, list[Interval]] = defaultdict(list)
-    operations: list[Interval] = []
-    waits: list[Interval] = []
+    operations: dict[str, list[Interval]] = defaultdict(list)
+    waits: dict[str, list[Interval]] = defaultdict(list)
     for span in spans:
         if span.kind in _OPERATIONS:
-            operations.append((span.start_s, span.end_s))
+            operations[span.resource].append((span.start_s, span.end_s))
         elif span.kind is SpanKind.WAIT_ACTIVATIONS:
-            waits.append((span.start_s, span.end_s))
+            waits[span.resource].append((span.start_s, span.end_s))
         elif span.kind not in _NOT_BUSY:
             busy[span.resource].append((span.start_s, span.end_s))
-    if operations:
-        busy[COMPUTE] += subtract(union(operations), union(waits))
+    for resource, intervals in operations.items():
+        busy[resource] += subtract(union(intervals), union(waits[resource]))
     return {resource: clip(union(intervals), *period) for resource, intervals in busy.items()}
+
+
+def _without_other_workers(spans: Iterable[WorkSpan], compute: str) -> list[WorkSpan]:
+    """Returns the spans without those of other GPU workers than the one that computes with the resource `compute`."""
+    own = f"{worker_of(compute)}/"
+    return [span for span in spans if worker_of(span.resource) is None or span.resource.startswith(own)]
 
 
 def _moved(spans: Iterable[WorkSpan], period: Interval) -> dict[str, int]:
@@ -168,7 +181,7 @@ def _moved(spans: Iterable[WorkSpan], period: Interval) -> dict[str, int]:
 
 
 def _stalls(spans: Sequence[WorkSpan], period: Interval, computing: list[Interval]) -> dict[Stall, float]:
-    """Returns the time without compute, by cause."""
+    """Returns the time without compute of one GPU worker, by cause. There must be no waits of others in `spans`."""
     by_kind: dict[SpanKind, list[WorkSpan]] = defaultdict(list)
     for span in spans:
         by_kind[span.kind].append(span)

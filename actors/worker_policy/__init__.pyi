@@ -15,6 +15,7 @@ from windlass.actors.worker_policy.param_turns import ParamActions as ParamActio
 from windlass.actors.worker_policy.param_turns import ParamRead as ParamRead
 from windlass.actors.worker_policy.param_turns import ParamTurns as ParamTurns
 from windlass.actors.worker_policy.ranks import ends_rank as ends_rank
+from windlass.actors.worker_policy.ranks import has_group as has_group
 from windlass.actors.worker_policy.ranks import num_ranks_in_round as num_ranks_in_round
 from windlass.actors.worker_policy.ranks import rank_of as rank_of
 from windlass.actors.worker_policy.ranks import round_of as round_of

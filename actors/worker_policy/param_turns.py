@@ -100,6 +100,11 @@ class ParamTurns:
         self._uses: dict[ParamUse, _Use] = {}  # in order of the first request; if all have come, of the last one
         self._unread: dict[ActorName, deque[_Use]] = {}  # what each has asked for; the first ones may have been read
 
+    @property
+    def num_free(self) -> int:
+        """The number of free slots."""
+        return len(self._free)
+
     def request(self, request: RequestParams) -> ParamActions:
         """Adds a GPU worker's request."""
         actions = ParamActions()

@@ -23,3 +23,8 @@ def num_ranks_in_round(round_index: int, num_groups: int, num_ranks: int) -> int
 def ends_rank(group: int, num_groups: int, num_ranks: int) -> bool:
     """Returns whether a group is the last one of its rank."""
     return group + num_ranks >= num_groups
+
+
+def has_group(rank: int, num_groups: int) -> bool:
+    """Returns whether a rank computes a group of each step. One that does not computes groups of evaluations only."""
+    return rank < num_groups

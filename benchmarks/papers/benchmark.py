@@ -5,6 +5,7 @@ Nothing is measured, so the page is the same on every machine. The full form wri
 
 from benchmarks.papers import largest_table as papers_largest
 from benchmarks.papers import memory_table as papers_memory
+from benchmarks.papers import several_gpus as papers_several
 from benchmarks.papers import stages_table as papers_stages
 from benchmarks.reporting.page import Page, write_page
 
@@ -29,12 +30,14 @@ def page(quick: bool) -> tuple[str, dict[str, float]]:
     papers_memory.add_growths(text)
     figures |= papers_largest.add_largest(text)
     papers_largest.add_resident(text)
+    if not quick:
+        figures |= papers_several.add_several_gpus(text)
     return text.text, figures
 
 
 def main() -> None:
     """Writes the page, and prints the figures as the last line."""
-    write_page("papers", __doc__, page, quick_help="without windlass's own profile")
+    write_page("papers", __doc__, page, quick_help="without windlass's own profile and plans")
 
 
 if __name__ == "__main__":

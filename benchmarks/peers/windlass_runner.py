@@ -131,7 +131,8 @@ def ordering_of(choices: Sequence[str]) -> Ordering:
 
 def throttle_of(choices: Sequence[str]) -> Throttle:
     """Returns the throttle of `NAME=VALUE` choices."""
-    return Throttle(**{name: float(value) for name, value in (choice.split("=", 1) for choice in choices)})
+    rates: dict[str, Any] = {name: float(value) for name, value in (choice.split("=", 1) for choice in choices)}
+    return Throttle(**rates)
 
 
 def run(workload: Workload, spec: JobSpec, home: Path, ssd_dirs: Sequence[Path], *, is_throttled: bool) -> None:

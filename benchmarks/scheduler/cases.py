@@ -3,7 +3,7 @@
 import math
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from benchmarks.peers.workload import MODEL_DIR, Workload
 from benchmarks.scheduler.throttle import BACKWARD_FLOP, FORWARD_FLOP, HEAD_FLOP, Throttle
 from windlass.actors.job import JOURNAL_FILE, JobSpec, SsdFacts, make_context, read_journal
 from windlass.actors.job.journal import METRICS
-from windlass.actors.messages import Phase
+from windlass.actors.messages import Message, Phase
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.scheduler import job_shape
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE
@@ -136,10 +136,10 @@ class Bench:
         self._free: list[dict[str, Any]] = []  # timelines of the reference's steps
         workload.write_here(folder)
 
-    def reference(self, compute_s: float) -> tuple[Reference, Result]:
-        """Trains without throttles. Returns the work of a step, and the measured result."""
+    def reference(self, compute_s: float, spec: JobSpec | None = None) -> tuple[Reference, Result]:
+        """Trains `spec`, or the plain job, without throttles. Returns the work of a step, and the measured result."""
         layout = self._partition().layout
-        metrics = self._train(self._spec(), Throttle())
+        metrics = self.train(spec or self.spec(), Throttle())
         self._free = [data["timeline"] for data in metrics]
         # Counted from the start of the job.
         moved = [data["ssd_bytes_read"] + data["ssd_bytes_written"] for data in metrics]
@@ -151,15 +151,18 @@ class Bench:
     def measure(self, case: Case, reference: Reference) -> Result:
         """Trains in one way. Steps that do not overlap are alike, so only one of them is timed."""
         throttle = reference.throttle(case.bottleneck)
-        return result_of(self._train(self._spec_of(case), throttle), throttle)
+        return result_of(self.train(self._spec_of(case), throttle), throttle)
 
     def simulate(self, case: Case, reference: Reference) -> float:
-        """Returns the mean simulated seconds of the timed steps.
+        """Returns the mean simulated seconds of the timed steps of a case."""
+        return self.predict(self._spec_of(case), reference, reference.throttle(case.bottleneck))
 
-        Resources without a throttle have the rates of the reference.
+    def predict(self, spec: JobSpec, reference: Reference, throttle: Throttle) -> float:
+        """Returns the mean simulated seconds of a job's timed steps.
+
+        Resources without a throttle have the rates of the reference. All GPU workers compute at the full rate.
         """
-        context = make_context(self._spec_of(case), reference.layout, "", _SSDS)
-        throttle = reference.throttle(case.bottleneck)
+        context = make_context(spec, reference.layout, "", _SSDS)
         ssd_rate = throttle.ssd_bytes_per_s or self._free_rate("ssd-0")
         update_s = statistics.fmean(timeline["busy_s"]["optimizer-0"] for timeline in self._free)
         rates = Rates(
@@ -172,8 +175,9 @@ class Bench:
         )
         assert throttle.compute_flop_per_s is not None
         flop = {Phase.FORWARD: FORWARD_FLOP, Phase.BACKWARD: BACKWARD_FLOP, Phase.HEAD: HEAD_FLOP}
+        num_tokens = reference.num_tokens * context.plan.group_size / spec.training.num_microbatches
         compute_s: dict[tuple[Phase, int], float] = {
-            (phase, block.index): flop[phase] * block.numel * reference.num_tokens / throttle.compute_flop_per_s
+            (phase, block.index): flop[phase] * block.numel * num_tokens / throttle.compute_flop_per_s
             for phase in flop
             for block in reference.layout.blocks
         }
@@ -186,13 +190,14 @@ class Bench:
         return float(moved / sum(timeline["busy_s"][resource] for timeline in self._free))
 
     def _spec_of(self, case: Case) -> JobSpec:
-        spec = self._spec()
+        spec = self.spec()
         ordering = Ordering(queues=case.queues, overlaps_steps=case.overlaps_steps)
         num_steps = spec.training.total_steps if case.overlaps_steps else self._workload.num_warmup_steps + 1
         spec = spec.with_training(clip_norm=1.0 if case.clips else None, total_steps=num_steps)
         return replace(spec, ordering=ordering)
 
-    def _spec(self) -> JobSpec:
+    def spec(self) -> JobSpec:
+        """Returns the job in the plain way: one micro-batch on one GPU worker."""
         spec = job_spec(self._workload, self._folder, self._folder / "job", [self._folder / "ssd"])
         # Do not compile a kernel for updates this small.
         spec = spec.with_training(kernel=Kernel.FUSED)
@@ -203,13 +208,15 @@ class Bench:
         model = build_meta_model(load_config(str(self._folder / MODEL_DIR)), Precision.BF16)
         return Partition(model, -(-chunk_numel // CHUNK_GRANULE) * CHUNK_GRANULE)
 
-    def _train(self, spec: JobSpec, throttle: Throttle) -> list[dict[str, Any]]:
-        """Trains a job and returns the metrics of its timed steps."""
+    def train(
+        self, spec: JobSpec, throttle: Throttle, on_message: Callable[[ActorName, Message], None] | None = None
+    ) -> list[dict[str, Any]]:
+        """Trains a job and returns the metrics of its timed steps. `on_message`: see `run_local`."""
         for name in (spec.job_dir, *spec.ssd_dirs):
             Path(name).mkdir(exist_ok=True)
         try:
             with throttle.holding_back():
-                outcome = run_local(spec, partition=self._partition(), ssds=_SSDS)
+                outcome = run_local(spec, partition=self._partition(), ssds=_SSDS, on_message=on_message)
             if outcome["status"] != "succeeded":
                 raise CaseFailedError(f"the job ended as {outcome['status']}: {outcome['error']}")
             records = read_journal(Path(spec.job_dir) / JOURNAL_FILE)

@@ -39,11 +39,13 @@ class Throttle:
 
     ssd_bytes_per_s: float | None = None  # of each SSD, read and written together
     optimizer_params_per_s: float | None = None  # of each optimizer
-    compute_flop_per_s: float | None = None  # of the GPU worker, as counted above
+    compute_flop_per_s: float | None = None  # of each GPU worker, as counted above
+    # Shares of this rate that the GPU workers have, in the order in which they start in one process. Others have all.
+    gpu_shares: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         for name, rate in asdict(self).items():
-            if rate is not None and rate <= 0:
+            if any(each is not None and each <= 0 for each in (rate if name == "gpu_shares" else (rate,))):
                 raise ValueError(f"{name} is {rate}; a rate is above 0")
 
     def write(self, job_dir: Path) -> None:
@@ -53,7 +55,8 @@ class Throttle:
     @classmethod
     def read(cls, job_dir: Path) -> "Throttle":
         """Reads the rates that were written for a job."""
-        return cls(**json.loads((job_dir / THROTTLE_FILE).read_text()))
+        rates = json.loads((job_dir / THROTTLE_FILE).read_text())
+        return cls(**{**rates, "gpu_shares": tuple(rates["gpu_shares"])})
 
     def slow_actor(self, name: str) -> None:
         """Throttles the actor of this name, which this process will create, permanently."""
@@ -90,7 +93,7 @@ class Throttle:
         if kind == "gpu" and self.compute_flop_per_s is not None:
             from windlass.actors.gpu_worker import worker as gpu_worker
 
-            runner = _slow_runner(self.compute_flop_per_s)
+            runner = _slow_runner(self.compute_flop_per_s, self.gpu_shares)
             log = _log_of(_OPERATIONS, lambda _: _passed.duration_s)
             return [(gpu_worker, "BlockRunner", runner), (gpu_worker, "SpanRecorder", log)]
         return []
@@ -230,14 +233,16 @@ def _slow_updater(rate_per_s: float) -> Any:
     return ThrottledUpdater
 
 
-def _slow_runner(rate_per_s: float) -> Any:
-    """Returns a replacement of `BlockRunner` that computes `rate_per_s` FLOP per second."""
+def _slow_runner(rate_per_s: float, shares: Sequence[float]) -> Any:
+    """Returns a replacement of `BlockRunner` that computes `rate_per_s` FLOP per second, or a share of them."""
     from windlass.engine.model import BlockRunner
+
+    shares_to_come = iter(shares)
 
     class ThrottledRunner(BlockRunner):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            self._gate = Gate(rate_per_s)
+            self._gate = Gate(rate_per_s * next(shares_to_come, 1.0))
             self._began_s = 0.0
 
         def install(self, *arguments: Any) -> None:

@@ -75,6 +75,7 @@ class Case:
     d2h_bytes: float = _FAST
     ssd_bytes: float | None = None  # of each SSD; None: not slowed down
     num_microbatches: int = 2
+    num_ranks: int = 1  # with more, only bytes can be compared: the slow machine has one link and one GPU
     is_tied: bool = False
     clip_norm: float | None = None
 
@@ -235,6 +236,7 @@ def _spec(case: Case, folder: Path) -> JobSpec:
         spec,
         placement=replace(case.placement, depths=QueueDepths(leaving_nbytes=_LEAVING_NBYTES)),
         kernel_dir=None,
+        num_ranks=case.num_ranks,
         compute_threads=1,
         optimizer_threads=1,
     )

@@ -120,13 +120,15 @@ class Pool:
 class Plan:
     """The arena of a job, its share of the SSDs, and the place of each block's states."""
 
-    params: Pool  # owned by the GPU worker: params in flight to the device; the last slots are those of cached params
-    grads: Pool  # owned by the GPU worker; an optimizer holds a gradient's slots until its update
+    # Owned by the actor that reads params, which is the only GPU worker or the param server: params in flight to the
+    # devices. The last slots are those of cached params.
+    params: Pool
+    grads: Pool  # owned by the GPU worker of the last group; an optimizer holds a gradient's slots until its update
     states: tuple[Pool, ...]  # one for each optimizer: a slot holds a chunk's states, and its gradient if any spill
     host_states: Pool  # a slot holds a chunk's states, for the chunks of `host_blocks` in order
-    transit: Pool  # owned by the GPU worker: a slot holds a chunk's states in flight between device and SSDs
-    # Sums that a group passes to the next one. If `passes_sums_at_once`, each GPU worker but the last one owns an equal
-    # part; else there is a slot for each use of a chunk.
+    transit: Pool  # owned by the only GPU worker: a slot holds a chunk's states in flight between device and SSDs
+    # Sums that a group passes to the next one. If `passes_sums_at_once`, the GPU worker of each group but the last owns
+    # an equal part; else there is a slot for each use of a chunk.
     partial_grads: Pool
     open_lanes: Pool  # as `partial_grads`, for sums of lanes in which a group ends
     num_cached_params: int  # the first chunks on the SSDs; each has its own slot of `params` between uses
@@ -458,7 +460,7 @@ def _lay_out(
         slot_nbytes=state_nbytes,
         num_slots=TRANSIT_DEPTH if placement.device_blocks else 0,
     )
-    # Each GPU worker computes a group at least.
+    # As many GPU workers as possible compute a group. The last ones may have none: 4 micro-batches make 2 groups for 3.
     largest_group = -(-lanes.num_microbatches // num_ranks)
     group_size = min(placement.group_size or largest_group, largest_group)
     num_groups = -(-lanes.num_microbatches // group_size)

@@ -20,6 +20,7 @@ from windlass.engine.model.partition import Partition as Partition
 from windlass.engine.model.partition import UnsupportedArchitectureError as UnsupportedArchitectureError
 from windlass.engine.model.partition import build_meta_model as build_meta_model
 from windlass.engine.model.partition import choose_chunk_numel as choose_chunk_numel
+from windlass.engine.model.partition import dropouts_of as dropouts_of
 from windlass.engine.model.partition import load_config as load_config
 from windlass.engine.model.partition import partition_folder as partition_folder
 from windlass.engine.model.streamed_params import PieceBuffers as PieceBuffers

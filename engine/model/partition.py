@@ -84,6 +84,17 @@ def build_meta_model(config: Any, precision: Precision) -> Any:
     return model
 
 
+def dropouts_of(model: nn.Module) -> list[str]:
+    """Returns the fields of a model's config that set dropout, and the names of its modules for dropout.
+
+    Dropout that a number in the code of a layer sets, without such a module, is not found. Fields that no layer uses
+    are.
+    """
+    config: dict[str, Any] = model.config.to_dict()  # type: ignore[union-attr, operator]
+    fields = [name for name, value in config.items() if "drop" in name and type(value) in (int, float) and value]
+    return fields + [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]
+
+
 def choose_chunk_numel(block_numels: list[int]) -> int:
     """Returns a chunk size that divides layers evenly, so that little of a slot or an extent is unused.
 

@@ -81,24 +81,37 @@ class Speeds:
         return self.ssd_write_bytes * self.num_ssds
 
 
-def speeds_of(hardware: "Hardware") -> Speeds:
-    """Returns the rates of a machine. If its SSDs have a combined limit, each one gets at most its share of it."""
+def speeds_of(hardware: "Hardware", num_ranks: int = 1) -> Speeds:
+    """Returns the rates of a machine for a job with `num_ranks` GPUs.
+
+    If the SSDs have a combined limit, each one gets at most its share of it. So does each GPU of the job that may be
+    behind the same PCIe uplink as others.
+    """
     ssds, flops = hardware.ssds, hardware.gpus.tflops * 1e12
     share = float("inf") if ssds.combined_gb_per_s is None else ssds.combined_gb_per_s / ssds.count
     is_cpu = hardware.gpus.count == 0
     memory = hardware.host.memory_gb_per_s * GB if is_cpu else flops * _MEMORY_BYTES_PER_FLOP
     slower = _CPU_CONTENTION_FACTOR if is_cpu else 1.0
+    link = slower * _num_sharing(hardware, num_ranks)
+    duplex = hardware.pcie.duplex_gb_per_s
     return Speeds(
         device_flops=flops,
         device_memory_bytes=memory,
         device_params=hardware.host.adam_params_per_s if is_cpu else memory / _UPDATE_NBYTES,
-        h2d_bytes=hardware.pcie.h2d_gb_per_s * GB / slower,
-        d2h_bytes=hardware.pcie.d2h_gb_per_s * GB / slower,
+        h2d_bytes=hardware.pcie.h2d_gb_per_s * GB / link,
+        d2h_bytes=hardware.pcie.d2h_gb_per_s * GB / link,
         ssd_read_bytes=min(ssds.read_gb_per_s, share) * GB,
         ssd_write_bytes=min(ssds.write_gb_per_s, share) * GB,
         num_ssds=ssds.count,
         ssd_cpu_s_per_byte=_SSD_SERVER_CPU_FACTOR * (ssds.cpu_s_per_gb or 0.0) / GB,
         optimizer_params=hardware.host.adam_params_per_s / slower,
-        duplex_bytes=math.inf if hardware.pcie.duplex_gb_per_s is None else hardware.pcie.duplex_gb_per_s * GB,
+        duplex_bytes=math.inf if duplex is None else duplex * GB / _num_sharing(hardware, num_ranks),
         shares_cores=is_cpu,
     )
+
+
+def _num_sharing(hardware: "Hardware", num_ranks: int) -> int:
+    """Returns the number of a job's GPUs that may be behind one PCIe uplink."""
+    if hardware.pcie.uplinks is None:
+        return 1
+    return max(1, min(num_ranks, -(-hardware.gpus.count // hardware.pcie.uplinks)))

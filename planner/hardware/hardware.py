@@ -49,12 +49,14 @@ class Host(Part):
 class Pcie(Part):
     """The link of one GPU, each direction while the other one is idle. On a CPU: a thread that copies.
 
-    `duplex_gb_per_s`: both directions at once, summed.
+    `duplex_gb_per_s`: both directions at once, summed. `uplinks`: the number of links to the host behind which all GPUs
+    are, in equal parts, each as fast as the link of one GPU; without it, each GPU has its own.
     """
 
     h2d_gb_per_s: Rate
     d2h_gb_per_s: Rate
     duplex_gb_per_s: Rate | None = None
+    uplinks: Count | None = None
 
 
 class Ssds(Part):
@@ -96,6 +98,7 @@ _USUAL = {
     "pcie.h2d_gb_per_s": (0.5, 1000),
     "pcie.d2h_gb_per_s": (0.5, 1000),
     "pcie.duplex_gb_per_s": (0.5, 2000),
+    "pcie.uplinks": (1, 16),
     "ssds.count": (1, 64),
     "ssds.read_gb_per_s": (0.05, 100),
     "ssds.write_gb_per_s": (0.05, 100),

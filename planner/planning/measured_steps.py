@@ -152,9 +152,10 @@ def _of_ssds(spans: Iterable[WorkSpan], read_to_write: float) -> dict[str, WorkD
 
 def _computing(spans: Sequence[WorkSpan]) -> list[tuple[WorkSpan, list[Interval]]]:
     """Returns the operations, each with the intervals in which it computed and did not wait for activations."""
-    waits = union((span.start_s, span.end_s) for span in spans if span.kind is SpanKind.WAIT_ACTIVATIONS)
+    first = [span for span in spans if span.resource == COMPUTE]  # of the first GPU worker
+    waits = union((span.start_s, span.end_s) for span in first if span.kind is SpanKind.WAIT_ACTIVATIONS)
     return [
         (span, subtract([(span.start_s, span.end_s)], clip(waits, span.start_s, span.end_s)))
-        for span in spans
-        if span.resource == COMPUTE and span.kind in _OPERATIONS
+        for span in first
+        if span.kind in _OPERATIONS
     ]

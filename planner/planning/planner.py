@@ -121,7 +121,7 @@ class PlanQuestion:
     @property
     def speeds(self) -> Speeds:
         """The machine's rates, with the correction by measured steps."""
-        return self.correction.of_speeds(speeds_of(self.hardware))
+        return self.correction.of_speeds(speeds_of(self.hardware, self.num_ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

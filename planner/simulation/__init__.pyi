@@ -1,6 +1,7 @@
 """Simulates a plan with the scheduler's real policy, on resources with given rates."""
 
 from windlass.planner.simulation.compared import simulate_policy as simulate_policy
+from windlass.planner.simulation.gpu import SimulatedGpu as SimulatedGpu
 from windlass.planner.simulation.machine import ACTIVATIONS as ACTIVATIONS
 from windlass.planner.simulation.machine import GRADIENTS as GRADIENTS
 from windlass.planner.simulation.machine import LEAVING as LEAVING

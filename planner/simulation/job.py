@@ -14,6 +14,8 @@ from windlass.actors.messages import (
     GradOffloaded,
     Message,
     ModelExported,
+    ParamChunk,
+    ParamUse,
     RestoreStates,
     SpanKind,
     StatesRestored,
@@ -23,10 +25,11 @@ from windlass.actors.messages import (
 )
 from windlass.actors.policy import Action, EndStep, Pipeline, SchedulerConfig, TrainerState
 from windlass.actors.timeline import NO_BLOCK, WHOLE_BLOCK, Level
+from windlass.planner.simulation.gpu import SimulatedGpu
 from windlass.planner.simulation.machine import SimulatedMachine
 from windlass.planner.simulation.resources import Rates, Stuck, TooLong, Work
 from windlass.planner.simulation.waiting import Process
-from windlass.planner.simulation.workers import Optimizer, Worker
+from windlass.planner.simulation.workers import Optimizer, ParamServer, Worker
 from windlass.storage.ids import ActorName, Step
 
 # Number of simulation events between two checks of the time limit.
@@ -48,7 +51,10 @@ class SimulatedJob:
             name: Optimizer(self._world, name, context.plan.states[index])
             for index, name in enumerate(shape.optimizers)
         }
-        self._worker = Worker(self._world)
+        params = ParamServer(self._world, self._tell_of_params)
+        self._workers = {
+            name: Worker(SimulatedGpu(self._world, rank), params.post) for rank, name in enumerate(shape.gpu_workers)
+        }
         self._issue(self._pipeline.start(0.0))
 
     def run(self, is_late: Callable[[], bool] = lambda: False) -> list[WorkSpan]:
@@ -112,7 +118,10 @@ class SimulatedJob:
             case UpdateStep() | GradOffloaded() if to in self._optimizers:
                 self._optimizers[to].take(message)
             case _:
-                self._worker.post(message)
+                self._workers[to].post(message)
+
+    def _tell_of_params(self, to: ActorName, use: ParamUse, chunks: Sequence[ParamChunk]) -> None:
+        self._workers[to].take_params(use, chunks)
 
     def _stuck(self) -> Stuck:
         pipeline = self._pipeline

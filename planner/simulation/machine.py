@@ -1,15 +1,16 @@
-"""The state that the actors of a simulated job share: its facts, its resources, and the channel to the scheduler."""
+"""The state that the actors of a simulated job share: its facts, its resources, and the channels between them.
 
-import functools
+The resources of one GPU are in `gpu.py`.
+"""
+
 from collections.abc import Callable
 
 from windlass.actors.job import CoreContext, grad_itemsize, piece_bounds, ssd_name
 from windlass.actors.messages import Event, Message, SpanKind
 from windlass.actors.policy import SchedulerConfig
-from windlass.actors.timeline import COMPUTE, FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK
+from windlass.actors.timeline import WHOLE_BLOCK
 from windlass.engine.memory_plan import MemoryTier, Pool
-from windlass.planner.simulation.cores import SharedCores
-from windlass.planner.simulation.resources import Log, Rates, Resource, Ssd, Work
+from windlass.planner.simulation.resources import Log, Rates, Ssd, Work
 from windlass.planner.simulation.waiting import Process, Signal, Slots
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey
 
@@ -60,15 +61,7 @@ class SimulatedMachine(Log):
         self.cached_params = frozenset(context.cached_params())
         cached_nbytes = plan.num_cached_params * plan.params.slot_nbytes
         self._keep(MemoryTier.HOST, PARAMS, cached_nbytes, cached_nbytes)
-        num_slots = plan.params.num_slots - plan.num_cached_params
-        self.param_slots = self.slots(MemoryTier.HOST, PARAMS, plan.params.slot_nbytes, num_slots)
         self.grad_slots = self.pool(GRADIENTS, plan.grads)
-        self.compute = Resource(self, COMPUTE)
-        spend = None
-        if rates.num_cores is None and rates.duplex_share < 1:
-            both_ways = SharedCores(self.env, 2 * rates.duplex_share)
-            spend = functools.partial(both_ways.work, num_threads=1)
-        self._links = {name: Resource(self, name, spend) for name in (TO_DEVICE, FROM_DEVICE)}
         ssd_cpu_s = 0.0 if rates.num_cores is None else rates.ssd_cpu_s_per_byte
         self._ssds = [Ssd(self, ssd_name(index), ssd_cpu_s) for index in range(len(context.ssds))]
         self._geometry = context.geometry(0) if context.ssds else None
@@ -81,14 +74,14 @@ class SimulatedMachine(Log):
         self._keep(MemoryTier.HOST, STATES, plan.host_states.nbytes, plan.host_states.nbytes)
         self._keep(MemoryTier.SSD, STATES, ssd_nbytes, ssd_nbytes // 2)
 
-    def slots(self, tier: MemoryTier, what: str, slot_nbytes: int, num_slots: int) -> Slots:
-        """Creates slots for one use of memory, and records how many bytes are taken."""
-        self.allocate(tier, what, num_slots * slot_nbytes)
-        return Slots(self.env, num_slots, lambda num_taken: self.level(tier, what, num_taken * slot_nbytes))
-
     def pool(self, what: str, pool: Pool) -> Slots:
-        """Creates slots of the arena; see `slots`."""
-        return self.slots(MemoryTier.HOST, what, pool.slot_nbytes, pool.num_slots)
+        """Creates slots of the arena, and records how many bytes are taken."""
+        self.allocate(MemoryTier.HOST, what, pool.nbytes)
+        return Slots(
+            self.env,
+            pool.num_slots,
+            lambda num_taken: self.level(MemoryTier.HOST, what, num_taken * pool.slot_nbytes),
+        )
 
     def chunk_numel(self, key: ChunkKey) -> int:
         """Returns the number of elements of a chunk."""
@@ -99,14 +92,6 @@ class SimulatedMachine(Log):
         """Records that a step's backward pass has ended."""
         self.step_ends_s.append(self.env.now)
         self.step_ended.notify()
-
-    def copy_in(self, nbytes: int, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK) -> Process:
-        """Copies from host memory to the device."""
-        return self._links[TO_DEVICE].work(nbytes / self.rates.h2d_bytes, kind, step, block, chunk, nbytes)
-
-    def copy_out(self, nbytes: int, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK) -> Process:
-        """Copies from the device to host memory."""
-        return self._links[FROM_DEVICE].work(nbytes / self.rates.d2h_bytes, kind, step, block, chunk, nbytes)
 
     def ssd_of(self, key: ChunkKey) -> int:
         """Returns the index of the SSD that stores a chunk's states."""

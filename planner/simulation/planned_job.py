@@ -171,15 +171,10 @@ def _with_fewer_slots(context: CoreContext, work: Work) -> CoreContext:
 
 
 def _spec_of(solution: Solution) -> JobCore:
-    """Returns the planned job, with few steps and without checkpoints.
-
-    Of several GPU workers, the first one is simulated, with the micro-batches that it computes.
-    """
-    costs, job = solution.costs, solution.costs.job
+    """Returns the planned job, with few steps and without checkpoints."""
+    job = solution.costs.job
     training = replace(
         job.training,
-        num_microbatches=costs.num_successive,
-        lanes=min(job.training.lanes, costs.num_successive),
         total_steps=_NUM_STEPS,
         update_order=job.update_order,
         clip_norm=None,  # no gradient has a norm; the update order includes the effect of clipping
@@ -188,6 +183,7 @@ def _spec_of(solution: Solution) -> JobCore:
     return JobCore(
         job=JobId("planned"),
         training=training,
+        num_ranks=job.num_ranks,
         num_cpu_optimizers=job.num_optimizers,
         host_memory_nbytes=solution.plan.arena_nbytes,
         deadline_s=1.0,

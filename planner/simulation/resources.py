@@ -31,7 +31,7 @@ class Rates:
     device_params: float  # updated on the device, for blocks resident there
     device_rounded_params: float = math.inf  # derived from their master on the device, for such blocks
     device_added_params: float = math.inf  # elements of a lane's gradient that are added to the total on the device
-    message_s: float = 0.0  # to or from the scheduler; messages between workers take no time
+    message_s: float = 0.0  # of a message between two actors; those about params take no time
     ssd_cpu_s_per_byte: float = 0.0  # time of shared cores for each byte moved
     commit_s: float = 0.0  # of one SSD, after all writes
     # The device queues an operation while it computes the previous one, as a GPU does and a CPU does not. Then the

@@ -175,9 +175,8 @@ class Kind:
 class StepCosts:
     """The costs of a job on a machine, for one group size.
 
-    Compute, params and swapped activations are those of the first GPU worker. Several compute at the same time, and
-    each has its own link. Sums that groups pass on are those of the busiest link. The params that a round of groups
-    needs are read from the SSDs once. All else is as with one.
+    Compute, and all that passes a link, are those of one GPU worker: several compute at the same time, and each has its
+    own link. The params that a round of groups needs are read from the SSDs once. All else is as with one GPU worker.
 
     `streams`: all layers are copied to the device in pieces. `spills`: kept gradients go to the SSDs; then no states
     are resident in memory. `overflows`: swapped activations may continue to the SSDs, so staging buffers exist.
@@ -214,22 +213,27 @@ class StepCosts:
         return self.job.num_ranks if self.speeds.shares_cores else 0
 
     @property
-    def most_partial_sums(self) -> float:
-        """The number of sums of each element that the busiest link copies in a direction: totals, and unfinished lanes.
+    def num_partial_sums(self) -> int:
+        """The number of sums of each element that one GPU worker passes on in a step: totals, and unfinished lanes."""
+        return -(-self._num_sums // self.job.num_ranks)
 
-        Each group but the last passes a total on, and successive groups are those of different GPU workers. Unfinished
-        lanes count as if they were passed on evenly.
+    @property
+    def num_sums_beside_gradient(self) -> int:
+        """The number of those sums that the GPU worker of the last group passes on. It copies the gradient out, too."""
+        return self._num_sums // self.job.num_ranks
+
+    @property
+    def _num_sums(self) -> int:
+        return self.num_groups - 1 + self.job.lanes.num_open_lanes(self.group_size)
+
+    @property
+    def lag(self) -> float:
+        """The time by which the last GPU worker's backward pass ends after that of the first, as a share of it.
+
+        Each begins one block after the one before, because it continues the gradient sum of the block.
         """
-        return -(-(self.num_groups - 1) // self.job.num_ranks) + self._open_lanes_of_rank
-
-    @property
-    def sums_beside_gradient(self) -> float:
-        """The number of those sums that are copied out by the GPU worker of the last group. It has the gradient too."""
-        return (self.num_groups - 1) // self.job.num_ranks + self._open_lanes_of_rank
-
-    @property
-    def _open_lanes_of_rank(self) -> float:
-        return self.job.lanes.num_open_lanes(self.group_size) / self.job.num_ranks
+        num_behind = min(self.job.num_ranks, self.num_groups) - 1
+        return num_behind / (self.num_rounds * max(1, len(self.job.model.layers)))
 
     @property
     def num_flats(self) -> int:
@@ -311,8 +315,8 @@ class StepCosts:
         is_tied = block in job.model.shared_blocks
         partial_itemsize = PARTIAL_GRAD_ITEMSIZE if is_tied else job.grad_itemsize
         sum_nbytes = numel * partial_itemsize
-        in_nbytes = self.most_partial_sums * sum_nbytes
-        out_nbytes = max(in_nbytes, self.sums_beside_gradient * sum_nbytes + grad_nbytes)
+        in_nbytes = self.num_partial_sums * sum_nbytes
+        out_nbytes = max(in_nbytes, self.num_sums_beside_gradient * sum_nbytes + grad_nbytes)
         seconds[Part.H2D_BACKWARD] += in_nbytes / speeds.h2d_bytes
         seconds[Part.D2H_BACKWARD] = out_nbytes / speeds.d2h_bytes
         seconds[Part.OPTIMIZER] = numel / speeds.optimizer_params
@@ -543,7 +547,7 @@ class StepCosts:
         head_s = self.num_successive * sum(self.compute_s(self.job.model.head))
         if self.num_grad_buffers == 1:  # the backward pass waits while a gradient is copied out
             alone = (Part.FORWARD, Part.BACKWARD, Part.D2H_BACKWARD)
-            yield Bound(weights=self._seconds(dict.fromkeys(alone, 1.0)))
+            yield self._bound(_once(*alone))
         for parts, constant_s in _bounding_parts(
             head_s,
             self._slots_of_updates(),
@@ -551,7 +555,13 @@ class StepCosts:
             ssd_cores=self._ssd_cores() if self.speeds.shares_cores else None,
             slowed_by_other_way=1 / self.speeds.duplex_share - 1,
         ):
-            yield Bound(weights=self._seconds(parts), constant_s=constant_s)
+            yield self._bound(parts, constant_s)
+
+    def _bound(self, parts: dict[Part, float], constant_s: float = 0.0) -> Bound:
+        """Returns a bound. The backward pass ends with that of the last GPU worker."""
+        if Part.BACKWARD in parts:
+            parts = {**parts, Part.BACKWARD: parts[Part.BACKWARD] * (1.0 + self.lag)}
+        return Bound(weights=self._seconds(parts), constant_s=constant_s)
 
     def _ssd_cores(self) -> float:
         """Returns the core time that the SSDs take while all of them are busy, as a share of that time."""

@@ -34,6 +34,7 @@ from windlass.service.installation.machine import Drive as Drive
 from windlass.service.installation.machine import Machine as Machine
 from windlass.service.installation.machine import find_gpus as find_gpus
 from windlass.service.installation.machine import inspect_machine as inspect_machine
+from windlass.service.installation.machine import models_of as models_of
 from windlass.service.installation.machine import mount_point as mount_point
 from windlass.service.installation.machine import num_cores as num_cores
 from windlass.service.installation.process_ids import ProcessId as ProcessId

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +93,11 @@ def find_gpus() -> tuple[Gpu, ...]:
         # The tool is installed but no driver answers, so the machine has no usable GPU.
         return ()
     return tuple(_parse_gpu(line) for line in result.stdout.splitlines() if line.strip())
+
+
+def models_of(gpus: Iterable[Gpu]) -> tuple[str, ...]:
+    """Returns the names of the GPUs' models, each once."""
+    return tuple(sorted({gpu.name for gpu in gpus}))
 
 
 def _parse_gpu(line: str) -> Gpu:

@@ -13,7 +13,7 @@ from windlass.engine.memory_plan import Placement
 from windlass.engine.training_config import Initialization, TrainingConfig, config_json
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning import JobPlan, PlanBounds, PlanRequest
-from windlass.service.installation import CORES_TO_DIVIDE, Settings, find_gpus, num_cores
+from windlass.service.installation import CORES_TO_DIVIDE, Settings, find_gpus, models_of, num_cores
 from windlass.service.preparation import (
     CHECK_MODEL,
     PLAN_JOB,
@@ -74,6 +74,7 @@ class MachineResources:
     num_cores: int
     num_gpus: int
     cpu_ranks: int = 1  # devices that the CPU counts as, if there are no GPUs
+    gpu_models: tuple[str, ...] = ()  # the names of the GPUs' models, each once; empty if unknown
 
     @property
     def num_devices(self) -> int:
@@ -83,10 +84,18 @@ class MachineResources:
     def why_too_many(self, gpus: int, *, cpu_ranks: int | None = None) -> str | None:
         """Returns why a job cannot have so many GPUs here, or None if it can.
 
+        Several GPUs of a job must be of one model, because kernels of different models may differ in the last bit.
+
         `cpu_ranks`: the setting; None: it is not about this machine. Ray may have been started with another value.
         """
         if gpus <= self.num_devices:
-            return None
+            if gpus == 1 or len(self.gpu_models) <= 1:
+                return None
+            return (
+                f"windlass.gpus is {gpus}, and the machine has GPUs of several models ({', '.join(self.gpu_models)}), "
+                "whose results may differ in the last bit: ask for 1, or let the service see only GPUs of one model "
+                "(CUDA_VISIBLE_DEVICES)"
+            )
         if self.num_gpus:
             return f"windlass.gpus is {gpus}, and the machine has {count_text(self.num_gpus, 'GPU')}"
         devices = count_text(self.cpu_ranks, "device")
@@ -121,7 +130,8 @@ class MachineResources:
     @classmethod
     def here(cls, settings: Settings) -> "MachineResources":
         """Returns the resources of this machine."""
-        return cls(num_cores=num_cores(), num_gpus=len(find_gpus()), cpu_ranks=settings.cpu_ranks)
+        gpus = find_gpus()
+        return cls(num_cores=num_cores(), num_gpus=len(gpus), cpu_ranks=settings.cpu_ranks, gpu_models=models_of(gpus))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

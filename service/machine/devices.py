@@ -1,4 +1,4 @@
-"""Checks that a job's GPUs exist, as early as the process that accepts the job can know it."""
+"""Checks a job's GPUs, as early as the process that accepts the job can know them."""
 
 from windlass.planner.hardware import Hardware
 from windlass.service.installation import Settings, num_cores
@@ -8,7 +8,7 @@ from windlass.service.validation import ApiError
 
 
 def check_gpus(settings: Settings, gpus: int, *, other: Hardware | None = None) -> None:
-    """Raises ApiError if the machine has fewer GPUs than a job asks for.
+    """Raises ApiError if the machine has fewer GPUs than a job asks for, or several and of different models.
 
     `other`: another machine than that of the jobs. Where only the dispatcher knows the machine, it refuses the job.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from windlass.service.installation import num_cores
+from windlass.service.installation import find_gpus, models_of, num_cores
 from windlass.service.jobs import MachineResources
 from windlass.service.machine.ray_cluster import DEVICE_RESOURCE, NAMESPACE, RayStartError
 
@@ -62,7 +62,13 @@ def _resources(node: dict[str, Any] | None, cpu_ranks: int | None) -> MachineRes
     cores = min(num_cores(), int(offered.get("CPU", 0)) or num_cores())
     num_devices = offered.get(DEVICE_RESOURCE, 0)
     cpu_ranks = cpu_ranks or max(1, int(num_devices))
-    resources = MachineResources(num_cores=cores, num_gpus=int(offered.get("GPU", 0)), cpu_ranks=cpu_ranks)
+    num_gpus = int(offered.get("GPU", 0))
+    resources = MachineResources(
+        num_cores=cores,
+        num_gpus=num_gpus,
+        cpu_ranks=cpu_ranks,
+        gpu_models=models_of(find_gpus()) if num_gpus > 1 else (),
+    )
     if num_devices != resources.num_devices:
         raise RayStartError(
             f"the Ray node of this machine offers {num_devices:g} of the resource {DEVICE_RESOURCE!r}, and has "

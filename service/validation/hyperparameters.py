@@ -172,7 +172,7 @@ class WindlassSettings(_Strict):
     final_model: Annotated[FinalModel, _WORD] = _DEFAULTS["final_model"]
     evaluate_every: int | None = Field(default=None, ge=1, le=_MAX_STEPS)  # steps; null: at each epoch's end
     initialization: Annotated[Initialization, _WORD] = _DEFAULTS["initialization"]
-    gpus: int = Field(default=1, ge=1, le=MAX_GPUS)  # GPU workers; results do not depend on their number
+    gpus: int = Field(default=1, ge=1, le=MAX_GPUS)  # `lanes` and `num_microbatches` follow from it unless set
     budgets: Budgets = Budgets()
     lora: None = None
 

@@ -1,4 +1,4 @@
-"""The simulated parts of a GPU worker and of an optimizer. Each uses slots and resources as the real one does."""
+"""The simulated actors of a job. Each uses slots and resources as the real one does."""
 
 from windlass.exports import lazy_exports
 

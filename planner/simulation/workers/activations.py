@@ -6,9 +6,8 @@ import simpy
 
 from windlass.actors.activations import Moment, SsdSwap
 from windlass.actors.messages import SpanKind
-from windlass.actors.timeline import COMPUTE, WHOLE_BLOCK
 from windlass.engine.memory_plan import MemoryTier
-from windlass.planner.simulation import ACTIVATIONS, LEAVING, Process, ProcessReturning, Queue, Signal, SimulatedMachine
+from windlass.planner.simulation import ACTIVATIONS, LEAVING, Process, ProcessReturning, Queue, Signal, SimulatedGpu
 from windlass.planner.simulation.workers.ssd_activations import SsdActivations
 
 _BACK = "activations back, or coming"
@@ -38,10 +37,10 @@ class Away:
 class Activations:
     """Swapped activations, in host memory first and then on the SSDs."""
 
-    def __init__(self, world: SimulatedMachine) -> None:
-        self.world = world
-        self._host = _HostActivations(world)
-        self._ssds = SsdActivations(world) if world.context.plan.num_ssd_activations else None
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self.gpu, self.world = gpu, gpu.world
+        self._host = _HostActivations(gpu)
+        self._ssds = SsdActivations(gpu) if gpu.world.context.plan.num_ssd_activations else None
         self._now = Moment()
 
     def begin(self, moment: Moment) -> None:
@@ -65,7 +64,7 @@ class Activations:
         if away.is_wanted:
             return
         away.is_wanted = True
-        self.world.level(MemoryTier.DEVICE, _BACK, away.nbytes)
+        self.gpu.level(_BACK, away.nbytes)
         if away.host is not None:
             self._host.prefetch(away.host)
         if away.ssd is not None and self._ssds is not None:
@@ -83,19 +82,20 @@ class Activations:
 
     def drop(self, away: Away) -> None:
         """Frees a tensor that was copied back and is no longer needed."""
-        self.world.level(MemoryTier.DEVICE, _BACK, -away.nbytes)
+        self.gpu.level(_BACK, -away.nbytes)
 
     def _note_wait(self, start_s: float) -> None:
         if start_s < self.world.env.now:
             step, _, block = self._now
-            self.world.note(COMPUTE, SpanKind.WAIT_ACTIVATIONS, step, block, WHOLE_BLOCK, start_s)
+            self.gpu.note(SpanKind.WAIT_ACTIVATIONS, step, block, start_s)
 
 
 class _HostActivations:
     """Swapped tensors in slots of host memory, with one stream for each direction."""
 
-    def __init__(self, world: SimulatedMachine) -> None:
-        self.world = world
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self.gpu, self.world = gpu, gpu.world
+        world = gpu.world
         self._slot_nbytes = world.context.plan.activations.slot_nbytes
         self._num_free = world.context.plan.num_host_activations
         self._num_returning = 0
@@ -123,7 +123,7 @@ class _HostActivations:
         self._num_free -= num_slots
         self._leaving_nbytes += nbytes
         self.world.level(MemoryTier.HOST, ACTIVATIONS, num_slots * self._slot_nbytes)
-        self.world.level(MemoryTier.DEVICE, LEAVING, nbytes)
+        self.gpu.level(LEAVING, nbytes)
         self._outward.put(swap)
         return swap
 
@@ -136,9 +136,9 @@ class _HostActivations:
         while True:
             swap = yield from self._outward.get()
             step, _, block = swap.left_in
-            yield from self.world.copy_out(swap.nbytes, SpanKind.COPY_ACTIVATIONS_OUT, step, block)
+            yield from self.gpu.copy_out(swap.nbytes, SpanKind.COPY_ACTIVATIONS_OUT, step, block)
             self._leaving_nbytes -= swap.nbytes
-            self.world.level(MemoryTier.DEVICE, LEAVING, -swap.nbytes)
+            self.gpu.level(LEAVING, -swap.nbytes)
             swap.left.succeed()
             self._changed.notify()
 
@@ -147,7 +147,7 @@ class _HostActivations:
             swap = yield from self._inward.get()
             yield swap.left
             step, _, block = swap.left_in
-            yield from self.world.copy_in(swap.nbytes, SpanKind.COPY_ACTIVATIONS_IN, step, block)
+            yield from self.gpu.copy_in(swap.nbytes, SpanKind.COPY_ACTIVATIONS_IN, step, block)
             self._num_free += swap.num_slots
             self.world.level(MemoryTier.HOST, ACTIVATIONS, -swap.num_slots * self._slot_nbytes)
             self._num_returning -= 1

@@ -4,10 +4,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from windlass.actors.messages import ComputeBlock, GradChunk, GradOffloaded, Phase, SpanKind
-from windlass.actors.worker_policy import GradSums, OffloadQueue, ReturningSums, SumSource, Use
+from windlass.actors.job import gpu_worker_name
+from windlass.actors.messages import (
+    ComputeBlock,
+    GradChunk,
+    GradOffloaded,
+    Phase,
+    SpanKind,
+    SumParts,
+    SumPassed,
+    SumTaken,
+)
+from windlass.actors.worker_policy import GradSums, OffloadQueue, ReturningSums, SumSource, Use, rank_of
 from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE, MemoryTier, grad_buffers, lane_buffers
-from windlass.planner.simulation import GRADIENTS, Process, Queue, Signal, SimulatedMachine, Slots
+from windlass.planner.simulation import GRADIENTS, Process, Queue, Signal, SimulatedGpu, Slots
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, Step
 
 _PARTIALS = "partial gradients"
@@ -24,9 +34,10 @@ class _Partial:
 class Grads:
     """The gradient buffers on the device, and the copies to and from host memory."""
 
-    def __init__(self, world: SimulatedMachine, report: Callable[[ComputeBlock], None]) -> None:
+    def __init__(self, gpu: SimulatedGpu, report: Callable[[ComputeBlock], None]) -> None:
         """`report` tells the scheduler of a gradient: the operation that completed it."""
-        self.world = world
+        self.gpu, self.world = gpu, gpu.world
+        world = gpu.world
         self._report = report
         self._offload_queue = OffloadQueue(world.shape.ordering, frozenset(world.context.plan.spilled_blocks))
         self._waiting: dict[tuple[Step, BlockIndex], ComputeBlock] = {}
@@ -53,11 +64,17 @@ class Grads:
             numel: numel * (PARTIAL_GRAD_ITEMSIZE if numel in wide else world.grad_itemsize) for numel in numbers
         }
         self._flats = {
-            numel: world.slots(MemoryTier.DEVICE, GRADIENTS, self._flat_nbytes[numel], n)
-            for numel, n in numbers.items()
+            numel: gpu.slots(GRADIENTS, self._flat_nbytes[numel], number) for numel, number in numbers.items()
         }
-        world.allocate(MemoryTier.HOST, _PARTIALS, plan.partial_grads.nbytes + plan.open_lanes.nbytes)
-        self._with_lane: set[Use] = set()  # sums that have the sum of a lane beside them
+        if gpu.rank == 0:  # for all ranks
+            world.allocate(MemoryTier.HOST, _PARTIALS, plan.partial_grads.nbytes + plan.open_lanes.nbytes)
+        self._with_lane: set[Use] = set()  # sums that have the sum of a lane beside them, on the device
+        self._left: dict[Use, SumPassed] = {}  # sums in host memory, for a group of this rank
+        # The slots of sums, and of unfinished lanes, that the next rank takes at once.
+        self._passing: tuple[Slots, Slots] | None = None
+        if plan.passes_sums_at_once and gpu.rank < plan.num_groups - 1:
+            sums, lanes = (Slots(env, pool.num_slots) for pool in world.context.passing_pools(gpu.rank))
+            self._passing = sums, lanes
         self._sums = GradSums(layout.shared, self._resident)
         self._returning = ReturningSums(self._resident)
         self._back: set[Use] = set()
@@ -69,6 +86,19 @@ class Grads:
         """Prefetches the partial sums that an earlier group left for an operation."""
         self._returning.expect(operation)
         self._changed.notify()
+
+    def take_sum(self, message: SumPassed) -> None:
+        """Takes note of a sum in host memory, which a group of this rank continues."""
+        use = (message.user, message.block)
+        self._left[use] = message
+        self._returning.left(use)
+        self._changed.notify()
+
+    def release_slots(self, message: SumTaken) -> None:
+        """Releases the slots of a sum that another rank has taken."""
+        assert self._passing is not None, "only sums that pass at once are taken by others"
+        for pool, slots in zip(self._passing, (message.slots, message.lane_slots), strict=True):
+            pool.give_back(len(slots))
 
     def take(self, operation: ComputeBlock) -> Process:
         """Acquires buffers for an operation's sums, with the partial sums of the previous group."""
@@ -154,7 +184,7 @@ class Grads:
     def _stays(self, block: BlockIndex, number: int) -> None:
         """Adds `number` sums of a block to the level of sums that never leave the device."""
         numel = self.world.context.layout.blocks[block].numel
-        self.world.level(MemoryTier.DEVICE, GRADIENTS, number * self._flat_nbytes[numel])
+        self.gpu.level(GRADIENTS, number * self._flat_nbytes[numel])
 
     def _leaves_partial(self, block: BlockIndex, number: int) -> None:
         """Adds `number` partial sums of a block to the level in host memory."""
@@ -176,7 +206,7 @@ class Grads:
             self._permits.give_back()
             for key in keys:
                 nbytes = world.grad_itemsize * world.chunk_numel(key)
-                yield from world.copy_out(nbytes, SpanKind.COPY_GRAD_OUT, request.step, key.block, key.chunk)
+                yield from self.gpu.copy_out(nbytes, SpanKind.COPY_GRAD_OUT, request.step, key.block, key.chunk)
             self._flat(request.block).give_back()
             if request.block in world.context.plan.spilled_blocks:
                 world.env.process(self._spill(request, keys))
@@ -216,30 +246,58 @@ class Grads:
         _, block = partial.use
         if self._sums.needs_permit(partial.use):
             self._permits.give_back()
-        num_flats = self._num_flats(partial.use)
+        num_flats, num_chunks = self._num_flats(partial.use), len(self.world.context.layout.chunk_keys(block))
+        if self._passing is not None:
+            for slots in self._passing[:num_flats]:
+                yield from slots.take(num_chunks)
         self._leaves_partial(block, num_flats)
         for key in num_flats * self.world.context.layout.chunk_keys(block):
             nbytes, step = self._partial_nbytes(key), partial.operation.step
-            yield from self.world.copy_out(nbytes, SpanKind.COPY_PARTIAL_OUT, step, key.block, key.chunk)
+            yield from self.gpu.copy_out(nbytes, SpanKind.COPY_PARTIAL_OUT, step, key.block, key.chunk)
         for _ in range(num_flats):
             self._flat(block).give_back()
-        self._returning.left(partial.use)
-        self._changed.notify()
+        self._with_lane.discard(partial.use)
+        self._pass_on(partial, has_lane=num_flats > 1)
+
+    def _pass_on(self, partial: _Partial, *, has_lane: bool) -> None:
+        """Tells the rank of the next group that a sum is in host memory."""
+        operation, (user, block) = partial.operation, partial.use
+        num_chunks = len(self.world.context.layout.chunk_keys(block))
+        parts = SumParts(dtype="", touched=(), slots=(Span(0, 0),) * num_chunks)  # simulated sums have no numbers
+        lane = parts if has_lane else None
+        message = SumPassed(job=operation.job, step=operation.step, user=user, block=block, total=parts, lane=lane)
+        following = rank_of(operation.group + 1, self.world.context.spec.num_ranks)
+        if following == self.gpu.rank:
+            self.take_sum(message)
+        else:
+            self.world.send(gpu_worker_name(following), message)
 
     def _bring_back(self) -> Process:
         while True:
             yield from self._changed.until(lambda: self._returning.is_due)
             operation, uses = self._returning.begin()
             for use in uses:
+                left = self._left.pop(use)
+                if left.lane is not None:
+                    self._with_lane.add(use)
                 num_flats = self._num_flats(use)
                 for _ in range(num_flats):
                     yield from self._flat(use[1]).take()
                     for key in self.world.context.layout.chunk_keys(use[1]):
                         nbytes, step = self._partial_nbytes(key), operation.step
-                        yield from self.world.copy_in(nbytes, SpanKind.COPY_PARTIAL_IN, step, key.block, key.chunk)
+                        yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARTIAL_IN, step, key.block, key.chunk)
                 self._leaves_partial(use[1], -num_flats)
+                self._tell_of_taken(operation, left)
             self._back.update(uses)
             self._changed.notify()
+
+    def _tell_of_taken(self, operation: ComputeBlock, left: SumPassed) -> None:
+        """Tells the rank of the group before that its slots are free, if sums pass at once."""
+        context = self.world.context
+        if context.plan.passes_sums_at_once:
+            lane_slots = () if left.lane is None else left.lane.slots
+            taken = SumTaken(job=left.job, step=left.step, slots=left.total.slots, lane_slots=lane_slots)
+            self.world.send(gpu_worker_name(rank_of(operation.group - 1, context.spec.num_ranks)), taken)
 
     def _num_flats(self, use: Use) -> int:
         """Returns the number of sums that a group leaves: the total, and an unfinished lane's."""

@@ -11,9 +11,8 @@ from operator import itemgetter
 
 from windlass.actors.activations import Moment
 from windlass.actors.messages import BlockComputed, ComputeBlock, Loss, ParamRequest, Phase, SpanKind
-from windlass.actors.timeline import COMPUTE, WHOLE_BLOCK
-from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, MemoryTier
-from windlass.planner.simulation import Process, Queue, SimulatedMachine
+from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations
+from windlass.planner.simulation import Process, Queue, SimulatedGpu
 from windlass.planner.simulation.workers.activations import Activations, Away
 from windlass.planner.simulation.workers.grads import Grads
 from windlass.planner.simulation.workers.params import Fetch, ParamFeed
@@ -31,22 +30,22 @@ class Operations:
 
     def __init__(
         self,
-        world: SimulatedMachine,
+        gpu: SimulatedGpu,
         feed: ParamFeed,
         grads: Grads,
         pieces: Pieces,
         computed: Callable[[BlockComputed], None],
     ) -> None:
         """`computed` is called with each finished operation."""
-        self.world = world
+        self.gpu, self.world = gpu, gpu.world
         self._computed = computed
         self._feed = feed
         self._grads = grads
         self._pieces = pieces
-        self._activations = Activations(world)
+        self._activations = Activations(gpu)
         self._away: dict[tuple[int, int], list[Away]] = {}  # by block and micro-batch
-        self._to_compute: Queue[ComputeBlock] = Queue(world.env)
-        world.env.process(self._run())
+        self._to_compute: Queue[ComputeBlock] = Queue(gpu.world.env)
+        gpu.world.env.process(self._run())
 
     def compute(self, operation: ComputeBlock) -> None:
         """Queues an operation."""
@@ -78,7 +77,7 @@ class Operations:
                 yield from self._grads.take(operation)
                 self._note(SpanKind.WAIT_GRAD_BUFFER, operation, operation.block, start_s)
             computing = self._compute(operation, fetches)
-            yield from world.compute.carry_out(computing, SpanKind(operation.phase), operation.step, operation.block)
+            yield from self.gpu.compute.carry_out(computing, SpanKind(operation.phase), operation.step, operation.block)
             self._note_end_of_step(operation)
             for fetch in fetches:
                 self._feed.release(fetch)
@@ -112,7 +111,7 @@ class Operations:
             self.world.end_step()
 
     def _note(self, kind: SpanKind, operation: ComputeBlock, block: int, start_s: float) -> None:
-        self.world.note(COMPUTE, kind, operation.step, block, WHOLE_BLOCK, start_s)
+        self.gpu.note(kind, operation.step, block, start_s)
 
     def _compute(self, operation: ComputeBlock, fetches: list[Fetch]) -> Process:
         world, block, request = self.world, operation.block, fetches[0].request
@@ -127,7 +126,7 @@ class Operations:
             self.begin_pieces(request)
         if operation.phase is Phase.HEAD:
             self._prefetch(block - 1, 0)
-        world.level(MemoryTier.DEVICE, _RUNNING, peak_nbytes)
+        self.gpu.level(_RUNNING, peak_nbytes)
         for microbatch in range(num_microbatches):
             if operation.phase is Phase.BACKWARD:
                 is_last = microbatch + 1 == num_microbatches
@@ -137,7 +136,7 @@ class Operations:
             yield from world.spend(num_added / world.rates.device_added_params)
         if _goes_backward(operation) and self._is_in_last_group(operation):
             yield from world.spend(world.work.norms_s.get(block, 0.0))
-        world.level(MemoryTier.DEVICE, _RUNNING, -peak_nbytes)
+        self.gpu.level(_RUNNING, -peak_nbytes)
         if is_streamed:
             self._pieces.end(operation)
 
@@ -157,9 +156,9 @@ class Operations:
         yield from self.world.spend(max(0.0, compute_s - passed_s))
         held_nbytes = self.world.work.held_nbytes.get(operation.block, 0)
         if operation.phase is Phase.FORWARD:
-            self.world.level(MemoryTier.DEVICE, _HELD, held_nbytes)
+            self.gpu.level(_HELD, held_nbytes)
         elif operation.phase is Phase.BACKWARD:
-            self.world.level(MemoryTier.DEVICE, _HELD, -held_nbytes)
+            self.gpu.level(_HELD, -held_nbytes)
             for tensor in back:
                 self._activations.drop(tensor)
 

@@ -1,13 +1,22 @@
 """Simulates the prefetch of params to the device, as the GPU worker's real `ParamFeed` does."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import simpy
 
-from windlass.actors.messages import ComputeBlock, ParamRequest, SpanKind
-from windlass.engine.memory_plan import Acquired, BlockBuffers, MemoryTier, param_buffers
-from windlass.planner.simulation import PARAMS, Process, ProcessReturning, Queue, Signal, SimulatedMachine
+from windlass.actors.messages import (
+    ComputeBlock,
+    ParamChunk,
+    ParamRequest,
+    ParamsCopied,
+    ParamUse,
+    RequestParams,
+    SpanKind,
+)
+from windlass.actors.ssd import ParamRequests
+from windlass.engine.memory_plan import Acquired, BlockBuffers, param_buffers
+from windlass.planner.simulation import PARAMS, Process, ProcessReturning, Queue, Signal, SimulatedGpu
 from windlass.storage.ids import BlockIndex, ChunkKey, Step
 
 # A block's params, by the step under which they are stored.
@@ -21,7 +30,7 @@ class _Load:
     request: ParamRequest  # the first one for these params
     arrived: simpy.Event
     num_missing: int
-    num_held: int = 0  # slots with chunks of a streamed block, held until it is computed
+    held: list[ChunkKey] = field(default_factory=list)  # chunks of a streamed block in slots until it is computed
 
 
 @dataclass(slots=True, eq=False)
@@ -38,12 +47,24 @@ class Fetch:
 class ParamFeed:
     """Copies chunks of params from their tier to a block's buffer."""
 
-    def __init__(self, world: SimulatedMachine, on_params_ready: Callable[[Fetch], None]) -> None:
-        """`on_params_ready` is called with each fetch when it is complete, in the order of the requests."""
-        self.world = world
+    def __init__(
+        self,
+        gpu: SimulatedGpu,
+        ask: Callable[[RequestParams | ParamsCopied], None],
+        on_params_ready: Callable[[Fetch], None],
+    ) -> None:
+        """`ask` sends a message to the param server.
+
+        `on_params_ready` is called with each fetch when it is complete, in the order of the requests.
+        """
+        self.gpu, self.world = gpu, gpu.world
+        world = gpu.world
+        self._ask = ask
+        self._messages = ParamRequests(world.context, gpu.rank)
         self._on_params_ready = on_params_ready
         env, context = world.env, world.context
         self._requests: Queue[ParamRequest] = Queue(env)
+        self._arriving: dict[ParamUse, tuple[int, _Load]] = {}  # the number of chunks to come, and for which load
         self._arrived: Queue[tuple[_Load, ChunkKey, bool]] = Queue(env)  # True: the chunk is in a slot
         self._filled: set[ChunkKey] = set()  # cached params that were read
         self._fetching: Queue[Fetch] = Queue(env)
@@ -58,7 +79,7 @@ class ParamFeed:
         )
         self._buffers: BlockBuffers[int, _Params] = BlockBuffers(numbers)
         self._released = Signal(env)
-        world.allocate(MemoryTier.DEVICE, PARAMS, sum(map(self._nbytes, range(len(self._buffers.sizes)))))
+        gpu.allocate(PARAMS, sum(map(self._nbytes, range(len(self._buffers.sizes)))))
         for loop in (self._run_requests, self._run_arrivals, self._tell):
             env.process(loop())
 
@@ -80,10 +101,20 @@ class ParamFeed:
         if fetch.buffer is not None:
             self._buffers.release(fetch.buffer)
             if not self._buffers.num_users(fetch.buffer):
-                self.world.level(MemoryTier.DEVICE, PARAMS, -self._nbytes(fetch.buffer))
+                self.gpu.level(PARAMS, -self._nbytes(fetch.buffer))
             self._released.notify()
-        if fetch.load is not None and fetch.load.num_held:
-            self.world.param_slots.give_back(fetch.load.num_held)
+        if fetch.load is not None and fetch.load.held:
+            self._ask(self._messages.copied(fetch.load.request, fetch.load.held))
+
+    def take(self, use: ParamUse, chunks: Sequence[ParamChunk]) -> None:
+        """Queues the copies of params that were read."""
+        num_left, load = self._arriving.pop(use)
+        if num_left := num_left - len(chunks):
+            self._arriving[use] = num_left, load
+        for chunk in chunks:
+            if not chunk.is_slot:
+                self._filled.add(chunk.key)
+            self._arrived.put((load, chunk.key, chunk.is_slot))
 
     def _first(self, block: BlockIndex) -> int:
         """Returns the first element with a buffer of its own. The elements before it are copied in pieces."""
@@ -100,8 +131,12 @@ class ParamFeed:
             self._fetches[(request.operation.op, request.block)] = fetch
             self._created.notify()
             self._fetching.put(fetch)
-            if (load := fetch.load) is not None and load.request is request:
-                yield from self._load(load)
+            if (load := fetch.load) is None:
+                continue
+            if load.request is request:
+                self._load(load)
+            elif self._messages.must_tell(request.block):
+                self._ask(self._messages.of_chunks(request, ()))
 
     def _fetch(self, request: ParamRequest) -> ProcessReturning[Fetch]:
         """Returns an operation's params in a buffer, and waits for a free one if no buffer has them."""
@@ -125,32 +160,19 @@ class ParamFeed:
         while (acquired := self._buffers.acquire(numel, contents)) is None:
             yield self._released.next
         if self._buffers.num_users(acquired.buffer) == 1:
-            self.world.level(MemoryTier.DEVICE, PARAMS, self._nbytes(acquired.buffer))
+            self.gpu.level(PARAMS, self._nbytes(acquired.buffer))
         return acquired
 
-    def _load(self, load: _Load) -> Process:
+    def _load(self, load: _Load) -> None:
         world, missing = self.world, []
         for key in world.context.layout.chunk_keys(load.request.block):
             if key in world.host_slots or key in self._filled:
                 self._arrived.put((load, key, False))
             else:
                 missing.append(key)
-        batch = world.context.plan.fetch_batch
-        for start in range(0, len(missing), batch):
-            some = missing[start : start + batch]
-            yield from world.param_slots.take(len(some))
-            for key in some:
-                world.env.process(self._read(load, key))
-
-    def _read(self, load: _Load, key: ChunkKey) -> Process:
-        world, step = self.world, load.request.step
-        is_cached = key in world.cached_params
-        nbytes = world.param_itemsize * world.chunk_numel(key)
-        yield from world.chunk_move(key, nbytes, SpanKind.READ_PARAMS, step, (step, 0))
-        if is_cached:
-            self._filled.add(key)
-            world.param_slots.give_back()
-        self._arrived.put((load, key, not is_cached))
+        if missing:
+            self._arriving[self._messages.use_of(load.request)] = len(missing), load
+            self._ask(self._messages.of_chunks(load.request, missing))
 
     def _run_arrivals(self) -> Process:
         world = self.world
@@ -159,11 +181,11 @@ class ParamFeed:
             start, stop = world.chunk_ranges[key]
             nbytes = world.param_itemsize * max(0, stop - max(start, self._first(key.block)))
             if nbytes:
-                yield from world.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, load.request.step, key.block, key.chunk)
+                yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, load.request.step, key.block, key.chunk)
             if is_slot and key.block in world.bounds:
-                load.num_held += 1
+                load.held.append(key)
             elif is_slot:
-                world.param_slots.give_back()
+                self._ask(self._messages.copied(load.request, (key,)))
             load.num_missing -= 1
             if not load.num_missing:
                 load.arrived.succeed()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import simpy
 
 from windlass.actors.messages import ComputeBlock, ParamRequest, SpanKind
-from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, MemoryTier, largest_piece
-from windlass.planner.simulation import Process, Queue, SimulatedMachine
+from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece
+from windlass.planner.simulation import Process, Queue, SimulatedGpu
 from windlass.storage.ids import BlockIndex
 
 _PIECES = "pieces of params"
@@ -43,8 +43,9 @@ class _Copy:
 class Pieces:
     """The buffers for pieces of all streamed layers."""
 
-    def __init__(self, world: SimulatedMachine) -> None:
-        self.world = world
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self.gpu, self.world = gpu, gpu.world
+        world = gpu.world
         self._to_copy: Queue[_Copy] = Queue(world.env)
         # The last use of each buffer's piece, the least recently used buffer first.
         self._last: list[_Use | None] = [None] * NUM_PIECE_BUFFERS
@@ -52,7 +53,7 @@ class Pieces:
         self._held: _Use | None = None
         if world.bounds:
             piece_nbytes = largest_piece(list(world.bounds.values())) * world.param_itemsize
-            world.allocate(MemoryTier.DEVICE, _PIECES, NUM_PIECE_BUFFERS * piece_nbytes)
+            gpu.allocate(_PIECES, NUM_PIECE_BUFFERS * piece_nbytes)
         world.env.process(self._run())
 
     def shares(self, block: BlockIndex) -> list[float]:
@@ -94,7 +95,7 @@ class Pieces:
     def _release_held(self) -> None:
         if self._held is not None:
             self._held.over.succeed()
-            self.world.level(MemoryTier.DEVICE, _PIECES, -self._held.nbytes)
+            self.gpu.level(_PIECES, -self._held.nbytes)
             self._held = None
 
     def _run(self) -> Process:
@@ -103,6 +104,6 @@ class Pieces:
             if copy.free is not None:
                 yield copy.free
             request = copy.request
-            self.world.level(MemoryTier.DEVICE, _PIECES, copy.nbytes)
-            yield from self.world.copy_in(copy.nbytes, SpanKind.COPY_PARAMS_IN, request.step, request.block)
+            self.gpu.level(_PIECES, copy.nbytes)
+            yield from self.gpu.copy_in(copy.nbytes, SpanKind.COPY_PARAMS_IN, request.step, request.block)
             copy.copied.succeed()

@@ -6,7 +6,7 @@ from windlass.actors.activations import At, BufferQueue, Moment, Part, ScratchSl
 from windlass.actors.job import aligned
 from windlass.actors.messages import SpanKind
 from windlass.engine.memory_plan import MemoryTier
-from windlass.planner.simulation import ACTIVATIONS, LEAVING, Process, ProcessReturning, Queue, Signal, SimulatedMachine
+from windlass.planner.simulation import ACTIVATIONS, LEAVING, Process, ProcessReturning, Queue, Signal, SimulatedGpu
 
 _STAGED = "activations to and from the SSDs"
 
@@ -14,8 +14,9 @@ _STAGED = "activations to and from the SSDs"
 class SsdActivations:
     """Tensors in the job's scratch space on the SSDs, in parts that take turns with the staging buffers."""
 
-    def __init__(self, world: SimulatedMachine) -> None:
-        self.world = world
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self.gpu, self.world = gpu, gpu.world
+        world = gpu.world
         context, plan, num_ssds = world.context, world.context.plan, len(world.context.ssds)
         self._slot_nbytes = plan.activations.slot_nbytes
         self._part_slots = slots_of_part(plan.num_staged_activations, num_ssds)
@@ -43,7 +44,7 @@ class SsdActivations:
         self._line_up(swap)
         self._leaving_nbytes += nbytes
         self._level_of_slots(swap.parts, 1)
-        self.world.level(MemoryTier.DEVICE, LEAVING, nbytes)
+        self.gpu.level(LEAVING, nbytes)
         self._hand_out_buffers()
         return swap
 
@@ -81,11 +82,11 @@ class SsdActivations:
             part = yield from self._to_copy_out.get()
             left_in = part.swap.left_in
             kind = SpanKind.COPY_ACTIVATIONS_OUT
-            yield from self.world.copy_out(part.nbytes, kind, left_in.step, left_in.block)
+            yield from self.gpu.copy_out(part.nbytes, kind, left_in.step, left_in.block)
             self._leaving_nbytes -= part.nbytes
             part.swap.num_on_device -= 1
             if not part.swap.num_on_device:  # the tensor is freed as a whole
-                self.world.level(MemoryTier.DEVICE, LEAVING, -part.swap.nbytes)
+                self.gpu.level(LEAVING, -part.swap.nbytes)
             self._changed.notify()
             self.world.env.process(self._write(part))
 
@@ -109,7 +110,7 @@ class SsdActivations:
             part = yield from self._to_copy_in.get()
             swap = part.swap
             kind = SpanKind.COPY_ACTIVATIONS_IN
-            yield from self.world.copy_in(part.nbytes, kind, swap.left_in.step, swap.left_in.block)
+            yield from self.gpu.copy_in(part.nbytes, kind, swap.left_in.step, swap.left_in.block)
             part.at = At.GONE
             self._slots.give_back(part.ssd, part.slots)
             self._level_of_slots([part], -1)

@@ -1,6 +1,6 @@
 """Simulates the GPU worker: params in, compute, gradients out, and states resident on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from windlass.actors.messages import (
     BlockComputed,
@@ -12,12 +12,18 @@ from windlass.actors.messages import (
     FlushBlock,
     GradOffloaded,
     Message,
+    ParamChunk,
+    ParamsCopied,
+    ParamUse,
+    RequestParams,
     SpanKind,
+    SumPassed,
+    SumTaken,
     UpdateBlock,
     UpdateStep,
 )
 from windlass.actors.worker_policy import ComputeReports, OperationWindow, UpdateActions, UpdateQueue
-from windlass.planner.simulation import Process, Queue, SimulatedMachine
+from windlass.planner.simulation import Process, Queue, SimulatedGpu
 from windlass.planner.simulation.workers.grads import Grads
 from windlass.planner.simulation.workers.operations import Operations
 from windlass.planner.simulation.workers.params import Fetch, ParamFeed
@@ -28,13 +34,15 @@ from windlass.storage.ids import ChunkKey
 class Worker:
     """The simulated counterpart of `GpuWorker`."""
 
-    def __init__(self, world: SimulatedMachine) -> None:
-        self.world = world
-        self._feed = ParamFeed(world, self._on_params_ready)
-        self._grads = Grads(world, self._report_grad)
-        self._operations = Operations(world, self._feed, self._grads, Pieces(world), self._report_computed)
+    def __init__(self, gpu: SimulatedGpu, ask_for_params: Callable[[RequestParams | ParamsCopied], None]) -> None:
+        """`ask_for_params` sends a message to the param server."""
+        self.gpu, self.world = gpu, gpu.world
+        world = gpu.world
+        self._feed = ParamFeed(gpu, ask_for_params, self._on_params_ready)
+        self._grads = Grads(gpu, self._report_grad)
+        self._operations = Operations(gpu, self._feed, self._grads, Pieces(gpu), self._report_computed)
         self._window = OperationWindow(world.shape.ordering)
-        self._reports = ComputeReports(world.shape.job, world.shape.gpu_workers[0])
+        self._reports = ComputeReports(world.shape.job, gpu.name)
         ordering, num_blocks = world.shape.ordering, len(world.shape.device_blocks)
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating_on_device, num_blocks)
         self._commands: Queue[UpdateBlock | FlushBlock] = Queue(world.env)
@@ -48,10 +56,18 @@ class Worker:
                 self._begin(self._window.grant(message.operations))
             case CommitReached():
                 self._grads.commit_reached(message.step)
+            case SumPassed():
+                self._grads.take_sum(message)
+            case SumTaken():
+                self._grads.release_slots(message)
             case UpdateStep():
                 self._carry_out(self._update_queue.add(message))
             case FlushBlock():
                 self._commands.put(message)
+
+    def take_params(self, use: ParamUse, chunks: Sequence[ParamChunk]) -> None:
+        """Takes note of params in host memory."""
+        self._feed.take(use, chunks)
 
     def _carry_out(self, actions: UpdateActions) -> None:
         for update in actions.begin:
@@ -83,13 +99,13 @@ class Worker:
 
     def _run_commands(self) -> Process:
         """Updates and flushes blocks whose states are resident on the device, one at a time, as `DeviceStates` does."""
-        world, name = self.world, self.world.shape.gpu_workers[0]
+        world, name = self.world, self.gpu.name
         while True:
             command = yield from self._commands.get()
             block = command.block
             if isinstance(command, UpdateBlock):
                 duration_s = world.context.layout.blocks[block].numel / world.rates.device_params
-                yield from world.compute.work(duration_s, SpanKind.UPDATE, command.step, block)
+                yield from self.gpu.compute.work(duration_s, SpanKind.UPDATE, command.step, block)
                 self._grads.updated(block)
                 world.send_to_scheduler(BlockUpdated(job=command.job, step=command.step, block=block, actor=name))
                 self._carry_out(self._update_queue.updated(command.step))
@@ -102,6 +118,6 @@ class Worker:
         world, step = self.world, command.step
         nbytes = world.state_itemsize * world.chunk_numel(key)
         yield from self._transit.take()
-        yield from world.copy_out(nbytes, SpanKind.COPY_STATES_OUT, step, key.block, key.chunk)
+        yield from self.gpu.copy_out(nbytes, SpanKind.COPY_STATES_OUT, step, key.block, key.chunk)
         yield from world.chunk_move(key, nbytes, SpanKind.WRITE_STATES, step, (step, key.block))
         self._transit.give_back()

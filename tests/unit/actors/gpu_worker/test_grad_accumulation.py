@@ -30,9 +30,13 @@ GPU = ActorName("gpu-0")
 class Bench:
     """The partial sums of a job with groups of one micro-batch."""
 
-    def __init__(self, *, deadline_s: float = 10.0, device_blocks: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, *, deadline_s: float = 10.0, device_blocks: tuple[int, ...] = (), num_ranks: int = 1, rank: int = 0
+    ) -> None:
         placement = Placement(group_size=1, device_blocks=device_blocks)
-        self.spec = make_spec(training={"num_microbatches": 3}, placement=placement, deadline_s=deadline_s)
+        self.spec = make_spec(
+            training={"num_microbatches": 3}, placement=placement, deadline_s=deadline_s, num_ranks=num_ranks
+        )
         shared = ((BlockIndex(0),), (BlockIndex(1),), (BlockIndex(2), BlockIndex(0)))
         self.layout = replace(make_layout(*NUMELS), shared=shared)
         context = make_context(self.spec, self.layout, "/arena")
@@ -44,7 +48,7 @@ class Bench:
         device = Device(torch.device("cpu"), poison_released=True, token=self.token)
         planned = {(numel, dtype): 3 for numel in NUMELS for dtype in (torch.float32, torch.bfloat16)}
         flats = DeviceBuffers(device, planned, name="gradients")
-        self.partials = PartialGrads(context, device, flats, TensorArena(memory), self.spans, self._send, rank=0)
+        self.partials = PartialGrads(context, device, flats, TensorArena(memory), self.spans, self._send, rank=rank)
         self.thread = threading.Thread(target=self.partials.run, daemon=True)
         self.thread.start()
 
@@ -167,8 +171,17 @@ def test_a_first_group_and_a_forward_pass_expect_nothing(bench: Bench) -> None:
 def test_a_sum_that_does_not_come_back_is_an_error(bench: Bench) -> None:
     bench.partials.expect(bench.operation(1, 2))
     message = "the gradient of block 1 in step 1, as group 1 of its micro-batches left it, to come back"
-    with pytest.raises(TimeoutError, match=f"waited 0.1 s for {message}"):
+    with pytest.raises(TimeoutError, match=f"waited 0.1 s for {message} to the device; the copies from and to host"):
         bench.take(1, 2)
+
+
+@pytest.mark.parametrize("bench", [{"deadline_s": 0.1, "num_ranks": 3, "rank": 1}], indirect=True)
+def test_error_names_the_gpu_worker_that_does_not_pass_a_sum_on_or_does_not_take_it(bench: Bench) -> None:
+    bench.partials.expect(bench.operation(1, 1))
+    with pytest.raises(TimeoutError, match="to come back to the device; gpu-0 has not left it, or the copies from"):
+        bench.take(1, 1)
+    with pytest.raises(TimeoutError, match=r"of pool slots of sums that gpu-2 has not taken: \d of \d are in use"):
+        list(map(bench.leave, (2, 1, 0), (1, 1, 1)))
 
 
 def test_stopping_ends_the_wait_for_a_sum(bench: Bench) -> None:

@@ -17,7 +17,15 @@ from tests.support.actors.worker_bench import STEP, Bench, of_bench, running
 from windlass.actors.gpu_worker import worker
 from windlass.actors.gpu_worker.worker import evaluation_groups
 from windlass.actors.job.context import GPU_WORKER, grad_precision
-from windlass.actors.messages import ActorFailed, BlockUpdated, ComputeProgressed, GradOffloaded, Phase, ReadChunks
+from windlass.actors.messages import (
+    ActorFailed,
+    BlockUpdated,
+    ComputeProgressed,
+    GradOffloaded,
+    Phase,
+    ReadChunks,
+    UserMessage,
+)
 from windlass.actors.worker_policy import worker_queues
 from windlass.engine.data.examples import NO_TARGET
 from windlass.engine.device.device import Device
@@ -227,6 +235,25 @@ def test_status_names_params_that_do_not_arrive_and_late_ssd_servers(tmp_path: P
     assert re.search(r"ssd-\d has not finished a read of block 0, chunk \d, step 0", text)
     bench.worker.stop()
     assert bench.ssds.of(ActorFailed) == []
+
+
+@pytest.mark.parametrize(("num_ranks", "expected"), [(1, "it took long"), (2, "GPU 0: it took long")])
+def test_message_to_the_user_names_the_gpu_if_there_are_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, expected: str
+) -> None:
+    monkeypatch.setattr(worker, "choose_kernels", lambda _, __, ___, announce: announce("it took long") or ())
+    bench = Bench(tmp_path, num_ranks=num_ranks)
+    bench.start()
+    bench.worker.stop()
+    assert [message.text for message in bench.ssds.of(UserMessage)] == [expected]
+
+
+def test_status_of_several_gpu_workers_points_to_the_actor_that_reads_their_params(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, num_ranks=2)
+    bench.start()
+    bench.grant(bench.operation(Phase.FORWARD, 0, op=1))
+    bench.ssds.await_status(r"chunks are missing; see the status of params-0, because other GPU workers may not")
+    bench.worker.stop()
 
 
 def test_status_names_params_that_were_not_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """All actors in one process, with several GPU workers: the same losses and params to the bit as with one."""
 
 import dataclasses
+import json
 import random
 import time
 from collections import Counter
@@ -19,7 +20,15 @@ from tests.unit.actors.parity.test_local_groups import PLACES, Run, grouped, tra
 from tests.unit.actors.parity.test_local_lanes import job
 from windlass.actors.job.context import gpu_worker_name
 from windlass.actors.job.spec import JobSpec
-from windlass.actors.messages import ComputeBlocks, Message, SpanKind, SpansReported, UpdateStep
+from windlass.actors.messages import (
+    ComputeBlocks,
+    MemoryKind,
+    MemoryReported,
+    Message,
+    SpanKind,
+    SpansReported,
+    UpdateStep,
+)
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.plan import Placement, PlanError
@@ -33,6 +42,15 @@ RANK_PLACES = {name: place for name, place in PLACES.items() if not place.device
 
 def ranked(spec: JobSpec, num_ranks: int, group_size: int | None = None) -> JobSpec:
     return dataclasses.replace(grouped(spec, group_size), num_ranks=num_ranks)
+
+
+def validate_with_training_data(dataset_dir: Path) -> None:
+    """Replaces the validation data by the training data, which has more examples."""
+    for kind in ("tokens", "targets", "offsets"):
+        (dataset_dir / f"validation.{kind}").write_bytes((dataset_dir / f"train.{kind}").read_bytes())
+    meta = json.loads((dataset_dir / "meta.json").read_text())
+    meta["splits"]["validation"] = meta["splits"]["train"]
+    (dataset_dir / "meta.json").write_text(json.dumps(meta))
 
 
 def run(root: Path, num_ranks: int, group_size: int | None = None, **changes: Any) -> Run:
@@ -212,6 +230,28 @@ def test_each_gpu_worker_tells_of_its_own_device(tmp_path: Path) -> None:
     train(spec, on_message=note)
     for name in map(gpu_worker_name, range(2)):
         assert {f"{name}/compute", f"{name}/h2d", f"{name}/d2h"} == told[name]
+
+
+def test_gpu_worker_that_only_evaluates_reports_its_memory_and_its_spans(tmp_path: Path) -> None:
+    """Four micro-batches make two groups for three GPU workers, and the validation data makes more."""
+    spec = job(tmp_path / "job", total_steps=3, evaluate_every=2)
+    validate_with_training_data(Path(spec.dataset_dir))
+    spec = dataclasses.replace(spec, num_ranks=3, num_validation_examples=18)
+    told: list[Message] = []
+
+    def note(to: ActorName, message: Message) -> None:
+        if isinstance(message, SpansReported | MemoryReported) and message.actor == gpu_worker_name(2):
+            told.append(message)
+
+    train(spec, on_message=note)
+    assert [message.step for message in told if isinstance(message, SpansReported)] == [2, 3]
+    assert MemoryKind.HOST in [message.kind for message in told if isinstance(message, MemoryReported)]
+
+
+def test_dropout_of_gpu_workers_that_share_a_random_generator_is_refused(tmp_path: Path) -> None:
+    told = r"2 GPU workers in one process on cpu share a random generator, .* dropout \(attention_dropout\)"
+    with pytest.raises(ValueError, match=told):
+        train(ranked(job(tmp_path / "job", dropout=0.1), 2))
 
 
 def test_more_gpu_workers_than_micro_batches_are_refused(tmp_path: Path) -> None:

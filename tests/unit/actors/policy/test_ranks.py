@@ -198,6 +198,32 @@ def test_stop_ends_after_the_step_that_any_rank_has_begun() -> None:
     assert world.committed == 2
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_stop_in_an_evaluation_lets_all_ranks_use_the_params_that_one_has_begun_to_use(num_ranks: int) -> None:
+    """They stay in their slots until every rank of the round has copied them."""
+    world = begun(
+        num_ranks=num_ranks,
+        num_groups=num_ranks,
+        num_evaluation_groups=2 * num_ranks,
+        evaluate_every=1,
+        total_steps=2,
+        chunks_per_block=(1,) * 14,
+    )
+    first = num_ranks * 27 + 1
+    # The first rank's first operations are reported, and so it is granted more than the others.
+    deliver_all_but(world, *(f"compute {op}" for op in range(first + 4, first + 28 * num_ranks)))
+    world.stop()
+    deliver_all_but(world)
+    world.check_end()
+    begun_uses: dict[str, set[tuple[int, int]]] = {actor: set() for actor in world.shape.gpu_workers}
+    for _, phase, block, group in world.computed:
+        if phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD):
+            begun_uses[world.worker_of(group)].add((group // num_ranks, block))
+    (uses, *others) = begun_uses.values()
+    assert 4 < len(uses) < 2 * 14
+    assert all(each == uses for each in others)
+
+
 def test_early_end_has_a_model_of_its_step_on_all_ranks() -> None:
     options: dict[str, Any] = {"num_evaluation_groups": 3, "evaluate_every": 1, "evaluation_decides": True}
     shape = make_shape(num_ranks=2, num_groups=3, total_steps=4, **options)

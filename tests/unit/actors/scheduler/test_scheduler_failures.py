@@ -199,12 +199,12 @@ def test_error_of_a_stalled_attempt_tells_what_the_threads_of_all_actors_do(
     late = [f"optimizer-{i} has been silent for 0.5 s; its oldest pending reply is {what}" for i in (0, 1)]
     assert re.sub(r"for 0\.[5-9] s; its", "for 0.5 s; its", error_text(outcome)) == "; ".join(
         (
+            "ssd-1 gives no answer, its process may hang",
             *late,
             "see its log, and the health of the device it uses",
             "gpu-0: a thread has waited 0.6 s for a slot",
             "optimizer-0: has no work: a message to it or its reply was lost",
             "optimizer-1: ssd-1 has not finished a read",
-            "ssd-1: no answer, its process may hang",
         )
     )
     asked = [to for to, message in stage.received if isinstance(message, DescribeStatus)]

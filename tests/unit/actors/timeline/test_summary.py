@@ -143,6 +143,47 @@ def test_stalls_have_causes_and_add_up(spans: list[WorkSpan], expected: dict[Sta
     assert sum(found["stall_s"].values()) + found["busy_s"][COMPUTE] == found["period_s"]
 
 
+class TestSeveralGpuWorkers:
+    """The first one computes from 6 to 16, and the second, which computes the last group, from 10 to 20."""
+
+    FIRST = (*operations(at=-4),)
+    SECOND = (*(each._replace(resource="gpu-1/compute") for each in operations()),)
+
+    def summary_of(self, spans: list[WorkSpan]) -> dict[str, Any]:
+        kept = make_timeline([*spans, *self.FIRST, *self.SECOND]).end_step(1)
+        assert kept is not None
+        return kept.summary
+
+    def test_each_has_its_own_busy_time(self) -> None:
+        waits = compute(SpanKind.WAIT_ACTIVATIONS, 10, 11, 1)
+        updating = span("optimizer-0", SpanKind.UPDATE, 0, 9)
+        found = self.summary_of([waits, updating])
+        assert found["busy_s"] == {COMPUTE: 9.0, "gpu-1/compute": 10.0, "optimizer-0": 9.0}
+        assert (found["busiest"], found["overlap_efficiency"]) == ("gpu-1/compute", 0.5)
+
+    def test_stalls_are_those_of_the_one_that_ends_the_period(self) -> None:
+        waits = [
+            compute(SpanKind.WAIT_PARAMS, 1, 6),
+            span("gpu-1/compute", SpanKind.WAIT_PARAMS, 1, 7),
+            span(TO_DEVICE, SpanKind.COPY_PARAMS_IN, 1, 4, nbytes=1),  # to the other one
+            span("gpu-1/h2d", SpanKind.COPY_PARAMS_IN, 4, 7, nbytes=1),
+            span("ssd-0", SpanKind.READ_PARAMS, 1, 3, nbytes=1),
+        ]
+        stalls = self.summary_of(waits)["stall_s"]
+        assert stalls == {"copy_params": 3.0, "read_params": 2.0, "params_queue": 1.0, "between": 4.0}
+        assert sum(stalls.values()) + 10.0 == 20.0
+
+    def test_bound_is_that_of_the_one_that_ends_the_period(self) -> None:
+        spans = [
+            *PARAMS,  # copied to the other one, 1 s after the SSD has read them in 2 s
+            span("gpu-1/h2d", SpanKind.COPY_PARAMS_IN, 4, 8, chunk=0, step=0, nbytes=1),
+            compute(SpanKind.WAIT_ACTIVATIONS, 12, 13),  # in the other one's operation
+            compute(SpanKind.WAIT_ACTIVATIONS, 16, 16.5),
+        ]
+        assert self.summary_of([])["dependency_bound_s"] == 10.0
+        assert self.summary_of(spans)["dependency_bound_s"] == 10.0 + 2.0 + 4.0
+
+
 def test_a_step_without_spans_has_no_timeline() -> None:
     timeline = make_timeline([])
     assert timeline.end_step(1) is None

@@ -129,8 +129,7 @@ class Box:
         self.streamed = {block for block in range(num_blocks) if choose.random() < 0.3}
         num_groups, num_evaluated = choose.randint(num_ranks, 2 * num_ranks + 1), choose.randint(0, num_ranks + 1)
         batch = choose.randint(1, 3)
-        largest = max(len(keys) for keys in self.chunks.values()) if self.streamed else 0
-        num_kept = max(batch, largest)
+        num_kept = max((batch, *(len(self.chunks[block]) for block in self.streamed)))
         self.num_slots = num_kept + choose.randint(0, 5)
         self.turns = ParamTurns(slots(self.num_slots), batch=batch, num_kept=num_kept)
         self.num_reads: dict[tuple[ParamUse, ChunkKey], int] = {}

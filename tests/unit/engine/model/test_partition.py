@@ -28,6 +28,7 @@ from windlass.engine.model.partition import (
     UnsupportedArchitectureError,
     build_meta_model,
     choose_chunk_numel,
+    dropouts_of,
     load_config,
     partition_folder,
     run_beside_cache,
@@ -220,6 +221,15 @@ def test_the_same_loop_without_an_oddity_is_taken() -> None:
     partition = partition_of(odd_config(odd_models.PlainModel))
     assert partition.num_blocks == NUM_LAYERS + 2
     assert partition.num_returned is None
+
+
+def test_dropout_is_found_in_the_config_and_in_modules() -> None:
+    model = build_meta_model(ARCHITECTURES["Qwen2"].config(tied=False, dropout=0.0), Precision.FP32)
+    assert dropouts_of(model) == []
+    model.config.attention_dropout = 0.1
+    model.model.layers[0].mlp.act_fn = torch.nn.Dropout(0.1)
+    model.model.layers[1].mlp.act_fn = torch.nn.Dropout(0.0)
+    assert dropouts_of(model) == ["attention_dropout", "model.layers.0.mlp.act_fn"]
 
 
 def test_a_failed_trace_leaves_the_model_whole() -> None:

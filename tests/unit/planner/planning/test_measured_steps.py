@@ -36,6 +36,7 @@ def test_operations_count_for_their_blocks_without_what_they_waited_for() -> Non
         computing(SpanKind.FORWARD, 0, 100, 101),
         computing(SpanKind.FORWARD, 1, 101, 103),
         span(SpanKind.WAIT_ACTIVATIONS, COMPUTE, 102, 102.5),
+        span(SpanKind.WAIT_ACTIVATIONS, "gpu-1/compute", 101, 101.25),  # another GPU worker
         computing(SpanKind.HEAD, 2, 103, 104),
         # The second group of micro-batches.
         computing(SpanKind.FORWARD, 1, 104, 106),

@@ -14,6 +14,7 @@ from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.plan import Plan
 from windlass.engine.optimizer.fused_adam import update_scratch_nbytes
 from windlass.engine.training_config.training_config import TrainingConfig
+from windlass.planner.cost.rates import speeds_of
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.yaml_files import load
@@ -437,6 +438,21 @@ def test_plan_says_which_gpus_wait_in_the_last_round(num_microbatches: int, expe
         assert [reason for reason in report.reasons if "rounds" in reason] == ([expected] if expected else [])
     else:
         assert "1 of 4 GPUs compute nothing: a step has only 3 groups of micro-batches" in report.reasons
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "uplinks", "num_sharing"), [(4, None, 1), (1, 1, 1), (2, 2, 2), (4, 2, 2), (4, 3, 2), (4, 4, 1)]
+)
+def test_gpus_behind_one_uplink_share_its_rate(num_ranks: int, uplinks: int | None, num_sharing: int) -> None:
+    """A job on two of four GPUs may have both of them behind the same of two uplinks."""
+    pcie = MACHINE.pcie.model_copy(update={"uplinks": uplinks, "duplex_gb_per_s": 1.5 * MACHINE.pcie.h2d_gb_per_s})
+    gpus = MACHINE.gpus.model_copy(update={"count": 4})
+    hardware = MACHINE.model_copy(update={"pcie": pcie, "gpus": gpus})
+    speeds = question(hardware, num_ranks=num_ranks, num_microbatches=4).speeds
+    assert speeds.h2d_bytes == pytest.approx(pcie.h2d_gb_per_s * 1e9 / num_sharing)
+    assert speeds.d2h_bytes == pytest.approx(pcie.d2h_gb_per_s * 1e9 / num_sharing)
+    alone = speeds_of(MACHINE.model_copy(update={"pcie": pcie}))
+    assert speeds.duplex_share == pytest.approx(alone.duplex_share)
 
 
 def test_what_would_fit_leaves_out_gpus_without_a_micro_batch() -> None:

@@ -1,5 +1,6 @@
 """A simulated job moves as many bytes as a real job, of each kind, for each block and step."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,24 @@ def test_simulated_jobs_move_the_same_bytes(folder: Path, name: str) -> None:
     kinds = {kind for kind, _, _ in found.real.nbytes}
     assert kinds >= _MOVES[name] | {SpanKind.COPY_PARAMS_IN, SpanKind.COPY_GRAD_OUT}
     assert {step for _, _, step in real} == set(range(2, NUM_STEPS))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        ("groups, the way out", 2),
+        pytest.param("groups, the way out", 4, marks=pytest.mark.long),
+        pytest.param("groups, the way in", 2, marks=pytest.mark.long),
+        pytest.param("in pieces", 2, marks=pytest.mark.long),
+    ],
+)
+def test_simulated_ranks_move_the_same_bytes(folder: Path, name: str, num_ranks: int) -> None:
+    case = CASES[name].hurried()
+    placement = replace(case.placement, group_size=1)
+    case = replace(case, placement=placement, num_ranks=num_ranks)
+    found = compare(case, folder, direct=has_direct_io(folder))
+    assert found.simulated.nbytes == found.real.nbytes
+    assert {SpanKind.COPY_PARAMS_IN, SpanKind.COPY_PARTIAL_IN} <= {kind for kind, _, _ in found.real.nbytes}
 
 
 def _without_races(nbytes: DecidedNbytes) -> DecidedNbytes:

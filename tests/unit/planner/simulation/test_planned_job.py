@@ -30,6 +30,7 @@ def planned(hardware: Hardware, **changes: object) -> tuple[Solution, ModelLayou
     ("hardware", "changes"),
     [
         (machine(), {"num_microbatches": 2}),
+        (machine(), {"num_microbatches": 6, "batch_size": 12, "num_ranks": 3}),
         (machine(gpus=4, host=4.2), {"batch_size": 32, "num_microbatches": 2}),  # swaps, to the SSDs too
         pytest.param(machine(gpus=2.2, host=4), {"batch_size": 4, "num_microbatches": 4}, marks=pytest.mark.long),
     ],
@@ -60,6 +61,15 @@ def test_levels_of_memory_are_within_the_plan(hardware: Hardware, changes: dict[
     for each in levels.values():
         most = max(nbytes for _, nbytes in each.points)
         assert 0 <= most <= (most if each.allocated_nbytes is None else each.allocated_nbytes)
+
+
+def test_all_gpus_of_a_plan_are_simulated() -> None:
+    config = config_of_shape(SHAPE.model_copy(update={"num_layers": 8}), num_tokens=512)
+    options = {"config": config, "batch_size": 24, "num_microbatches": 12}
+    slow = machine()
+    slow = slow.model_copy(update={"gpus": slow.gpus.model_copy(update={"tflops": slow.gpus.tflops / 20})})
+    one_s, three_s = (simulated_step_s(*planned(slow, num_ranks=num_ranks, **options)) for num_ranks in (1, 3))
+    assert one_s / 3 < three_s < one_s / 1.5
 
 
 @pytest.mark.long

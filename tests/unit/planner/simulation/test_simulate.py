@@ -207,9 +207,14 @@ def test_any_job_ends_and_keeps_the_order_of_things(data: st.DataObject) -> None
         commit_s=data.draw(SECONDS),
         launches_ahead=data.draw(st.booleans()),
     )
+    num_ranks = data.draw(st.integers(1, 4))
+    placement = data.draw(SPILLED if spills else PLACEMENTS)
+    if num_ranks > 1:  # then no states are resident on a device
+        placement = replace(placement, device_blocks=())
     steps = featured(
-        data.draw(SPILLED if spills else PLACEMENTS),
-        group_size=data.draw(st.integers(1, 4)),
+        placement,
+        num_ranks=num_ranks,
+        group_size=data.draw(st.integers(1, -(-4 // num_ranks))),
         swaps=data.draw(st.sampled_from(sorted(ROOM))),
         streams=data.draw(st.booleans()),
         clips=spills or data.draw(st.booleans()),

@@ -155,8 +155,31 @@ def test_sums_of_unfinished_lanes_are_shared_by_the_links() -> None:
         StepCosts(job=replace(job, num_ranks=num_ranks), speeds=make_speeds(), limits=PLENTY, group_size=1)
         for num_ranks in (1, 4)
     )
-    assert (alone.most_partial_sums, alone.sums_beside_gradient) == (7 + 3, 7 + 3)
-    assert (shared.most_partial_sums, shared.sums_beside_gradient) == (2 + 3 / 4, 1 + 3 / 4)
+    assert (alone.num_partial_sums, alone.num_sums_beside_gradient) == (7 + 3, 7 + 3)
+    assert (shared.num_partial_sums, shared.num_sums_beside_gradient) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "group_size", "num_ranks", "num_behind"),
+    [(8, 8, 1, 0), (8, 1, 1, 0), (8, 2, 4, 3), (8, 1, 4, 3), (3, 1, 4, 2), (4, 2, 3, 1)],
+)
+def test_a_rank_is_one_block_behind_the_one_before(
+    num_microbatches: int, group_size: int, num_ranks: int, num_behind: int
+) -> None:
+    job = replace(make_job(NUM_LAYERS, num_microbatches=num_microbatches), num_ranks=num_ranks)
+    costs = StepCosts(job=job, speeds=make_speeds(), limits=PLENTY, group_size=group_size)
+    # In blocks of a group, of which a rank computes all layers in each round.
+    assert costs.lag * NUM_LAYERS * costs.num_rounds == pytest.approx(num_behind)
+    with_backward = [bound.weights[Part.BACKWARD] for bound in costs._bounds() if bound.weights[Part.BACKWARD]]
+    assert with_backward
+    assert all(weight == pytest.approx(1 + costs.lag) for weight in with_backward)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_sums"), [(1, 7), (2, 4), (4, 2), (8, 1)])
+def test_each_rank_passes_on_its_own_sums(num_ranks: int, num_sums: int) -> None:
+    job = replace(make_job(NUM_LAYERS, num_microbatches=8), num_ranks=num_ranks)
+    costs = StepCosts(job=job, speeds=make_speeds(), limits=PLENTY, group_size=1)
+    assert costs.num_partial_sums == num_sums
 
 
 def test_no_states_rest_on_the_devices_of_several_ranks() -> None:

@@ -28,7 +28,8 @@ from windlass.service.installation.settings import Settings
 _BETWEEN_FIELDS = re.compile(
     r"differ from method\.supervised|^seed: it is|goes by the loss on a validation file|say \d|"
     r"not both|a batch has only|do not go with precision|state.*precision|every gradient must be known|"
-    r"there are none to keep|the model takes at most|first update|fp16|not measured|length is not known"
+    r"windlass.gpus is \d+, and the machine|there are none to keep|the model takes at most|first update|fp16|"
+    r"not measured|length is not known"
 )
 _NUM_CASES, _NUM_CASES_LONG = 60, 5000
 _SETTINGS = {

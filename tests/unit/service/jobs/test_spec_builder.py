@@ -374,6 +374,14 @@ def test_resources_say_why_a_job_cannot_have_so_many_gpus(
     assert resources.why_too_many(gpus, cpu_ranks=setting) == expected
 
 
+def test_gpus_of_different_models_compute_no_job_together() -> None:
+    alike = MachineResources(num_cores=4, num_gpus=3, gpu_models=("RTX 4090",))
+    mixed = MachineResources(num_cores=4, num_gpus=3, gpu_models=("RTX 3090", "RTX 4090"))
+    assert alike.why_too_many(3) is mixed.why_too_many(1) is None
+    assert "of several models (RTX 3090, RTX 4090)" in (mixed.why_too_many(2) or "")
+    assert mixed.why_too_many(4) == "windlass.gpus is 4, and the machine has 3 GPUs"
+
+
 def test_row_keeps_the_fields_that_the_api_shows(tmp_path: Path) -> None:
     resolved = resolve_job(job_of(windlass_settings()), RESULTS)
     names = "epochs batch_size num_microbatches lanes numerics sequence_length learning_rate warmup_steps schedule "

@@ -6,7 +6,9 @@ import pytest
 
 from windlass.planner.hardware.hardware import Hardware, example_machines, save_hardware
 from windlass.planner.hardware.yaml_files import load
+from windlass.service.installation.machine import Gpu
 from windlass.service.installation.settings import HARDWARE_FILE, Settings
+from windlass.service.jobs import spec_builder
 from windlass.service.jobs.spec_builder import MachineResources
 from windlass.service.machine.devices import check_gpus
 from windlass.service.validation.request_errors import ApiError
@@ -31,6 +33,16 @@ def test_gpus_are_those_of_this_machine_or_of_the_described_one(tmp_path: Path) 
     settings = Settings(home=tmp_path)
     assert [refused(settings, gpus) for gpus in (1, 2, 3)] == [False, False, True]
     assert [refused(settings, gpus, other=EIGHT_GPUS) for gpus in (8, 9)] == [False, True]
+
+
+def test_several_gpus_of_this_machine_must_be_of_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # of the fixture
+    found = [Gpu(name=name, memory_nbytes=1, driver_version="1") for name in ("RTX 4090", "RTX 3090", "RTX 4090")]
+    monkeypatch.setattr(spec_builder, "find_gpus", lambda: found)
+    settings = Settings(home=tmp_path)
+    assert [refused(settings, gpus) for gpus in (1, 2)] == [False, True]
+    del found[1]
+    assert not refused(settings, 2)
 
 
 def test_gpus_of_a_cluster_are_those_of_its_profile_and_without_one_the_dispatcher_checks(tmp_path: Path) -> None:

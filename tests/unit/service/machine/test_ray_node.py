@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import ray
 
+from windlass.service.installation.machine import Gpu
 from windlass.service.machine import ray_node
 from windlass.service.machine.ray_cluster import RayStartError
 from windlass.service.machine.ray_node import RayNode
@@ -50,6 +51,17 @@ def test_jobs_get_what_the_node_of_this_machine_offers(
     cluster.nodes[HERE] = Cluster.node(HERE, resources)
     resources = RayNode.join("head:6379").resources
     assert (resources.num_cores, resources.num_gpus) == (num_cores, num_gpus)
+
+
+@pytest.mark.parametrize(("models", "refused"), [("AA", False), ("BA", True)])
+def test_models_of_the_gpus_are_known(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, models: str, refused: bool
+) -> None:
+    gpus = [Gpu(name=name, memory_nbytes=1, driver_version="1") for name in models]
+    monkeypatch.setattr(ray_node, "find_gpus", lambda: gpus)
+    cluster.nodes[HERE] = Cluster.node(HERE, {"GPU": 2.0, "device": 2.0})
+    resources = RayNode.join("head:6379").resources
+    assert (resources.gpu_models, resources.why_too_many(2) is not None) == (tuple(sorted(set(models))), refused)
 
 
 @pytest.mark.parametrize("resources", [{"CPU": 3.0}, {"CPU": 3.0, "GPU": 2.0, "device": 1.0}])
