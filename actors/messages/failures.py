@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from windlass.actors.messages.base import Event, Message
+from windlass.actors.messages.params import ParamsArrived, ParamsCopied, RequestParams
 from windlass.actors.messages.ssd import ChunkIoDone, ReadChunks, WriteChunks
 from windlass.storage.ids import ActorName
 
@@ -74,4 +75,6 @@ def in_words(message: Message) -> str:
         block = message.items[0].key.block  # all chunks of a request belong to one block
     if isinstance(message, ChunkIoDone):
         block = message.key.block
+    if isinstance(message, RequestParams | ParamsArrived | ParamsCopied):
+        block = message.use.block
     return f"{words} of step {message.step}" + ("" if block is None else f", block {block}")

@@ -37,7 +37,7 @@ class ParamServer:
         io: SsdClient | None = None,
     ) -> None:
         """`send` sends messages to other actors and must not block. `io`: the client of the process, if it has one."""
-        self._name = name
+        self.name = name
         self._context = context
         self._send = send
         self._io = io or SsdClient(name, context, send)
@@ -59,10 +59,10 @@ class ParamServer:
                 self._io.take(message)
             case DescribeStatus():
                 text = "; ".join(filter(None, (self.describe(), self._io.describe_pending())))
-                described = StatusDescribed(job=message.job, step=Step(0), actor=self._name, text=text)
+                described = StatusDescribed(job=message.job, step=Step(0), actor=self.name, text=text)
                 self._send(SCHEDULER, described)
             case _:
-                raise ValueError(f"{self._name} has no handler for {type(message).__name__}")
+                raise ValueError(f"{self.name} has no handler for {type(message).__name__}")
 
     def describe(self) -> str:
         """Describes whom the oldest params in slots wait for; empty if no slot is in use."""

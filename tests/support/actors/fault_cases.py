@@ -13,7 +13,7 @@ import pytest
 from tests.support.actors.faults import FaultKind
 from tests.support.training import make_spec
 from windlass.actors.gpu_worker import worker as gpu_worker
-from windlass.actors.job.context import GPU_WORKER, SCHEDULER, optimizer_name, ssd_name
+from windlass.actors.job.context import GPU_WORKER, PARAM_SERVER, SCHEDULER, gpu_worker_name, optimizer_name, ssd_name
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import (
     ActivationIoDone,
@@ -43,14 +43,19 @@ from windlass.actors.messages import (
     ModelExported,
     ModelKernelsChosen,
     ModelLoaded,
+    ParamsArrived,
+    ParamsCopied,
     ReadActivations,
     ReadChunks,
+    RequestParams,
     RestoreStates,
     SkipStep,
     SpansReported,
     StatesRestored,
     StatusDescribed,
     StoreCommitted,
+    SumPassed,
+    SumTaken,
     UpdateBlock,
     UpdateStep,
     UserMessage,
@@ -78,18 +83,23 @@ MODES: dict[str, dict[str, Any]] = {
     "host": {"placement": Placement(host_blocks=_EVERY_BLOCK, commit_every=2)},
     "mixed": {"placement": Placement(host_blocks=(1,), device_blocks=(0, 3), commit_every=2)},
     "skipping": {"clip_norm": 0.5},
+    "ranks": {"num_ranks": 2, "num_microbatches": 2},
     "swapped": {
         "placement": Placement(
             activations=_SWAPPING, host_activation_nbytes=4 * _SLOT_NBYTES, ssd_activation_nbytes=128 * _SLOT_NBYTES
         )
     },
 }
-# modes in which an optimizer reads states from SSDs
+_RANKS = ("ranks",)  # modes with several GPU workers
+_ALONE = tuple(mode for mode in MODES if mode not in _RANKS)
+# modes in which the only GPU worker reads params from SSDs
 _FROM_SSDS = ("active", "kept", "spilled", "mixed", "skipping", "swapped")
+_WITH_PARAM_SLOTS = tuple(mode for mode in _FROM_SSDS if mode != "mixed")  # modes in which not all params stay
 _RESTING = ("host", "mixed")
 
 OPTIMIZER = optimizer_name(0)
 SSDS = (ssd_name(0), ssd_name(1))
+_SECOND = gpu_worker_name(1)  # goes on with the sums of the first one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +111,15 @@ class Row:
     modes: tuple[str, ...] = tuple(MODES)
     in_thread: bool = False  # a thread of the receiver handles it; otherwise it is handled on arrival
     thread: str = ""  # one of several threads of the receiver that handle it; the row is about faults in that thread
+    is_call: bool = False  # a call within the receiver's process, which can only break
     is_awaited: bool = True  # losing it is noticed; otherwise the receiver can proceed without it
+
+    def awaits(self, message: Message) -> bool:
+        """True if losing this one is noticed.
+
+        Without the word of a GPU worker that it needs no params, their slots only stay in use.
+        """
+        return self.is_awaited and not (isinstance(message, RequestParams) and not message.keys)
 
 
 ROWS = (
@@ -114,12 +132,26 @@ ROWS = (
     Row(message=ComputeBlock, to=(GPU_WORKER,), thread="ParamFeed._run_requests"),
     Row(message=ComputeBlock, to=(GPU_WORKER,), thread="GpuWorker._run_compute"),
     Row(message=ComputeBlock, to=(GPU_WORKER,), thread="GradOffload._run"),
+    Row(message=ComputeBlock, to=(_SECOND,), modes=_RANKS),
+    Row(message=ComputeBlock, to=(_SECOND,), modes=_RANKS, thread="ParamFeed._run_requests"),
+    Row(message=ComputeBlock, to=(_SECOND,), modes=_RANKS, thread="GpuWorker._run_compute"),
+    Row(message=ComputeBlock, to=(_SECOND,), modes=_RANKS, thread="PartialGrads.run"),
+    Row(message=RequestParams, to=(GPU_WORKER,), modes=_FROM_SSDS, is_call=True),
+    Row(message=RequestParams, to=(PARAM_SERVER,), modes=_RANKS),
+    Row(message=ParamsArrived, to=(GPU_WORKER,), modes=_FROM_SSDS, is_call=True),
+    Row(message=ParamsArrived, to=(GPU_WORKER, _SECOND), modes=_RANKS),
+    Row(message=ParamsCopied, to=(GPU_WORKER,), modes=_WITH_PARAM_SLOTS, is_call=True),
+    Row(message=ParamsCopied, to=(PARAM_SERVER,), modes=_RANKS, is_awaited=False),
+    Row(message=SumPassed, to=(_SECOND,), modes=_RANKS),
+    Row(message=SumTaken, to=(GPU_WORKER,), modes=_RANKS, is_awaited=False),
     Row(message=UpdateStep, to=(GPU_WORKER,), modes=("mixed",)),
     Row(message=FlushBlock, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
     Row(message=RestoreStates, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
     Row(message=ChunkIoDone, to=(GPU_WORKER,), modes=_FROM_SSDS),
+    Row(message=ChunkIoDone, to=(PARAM_SERVER,), modes=_RANKS),
     Row(message=ActivationIoDone, to=(GPU_WORKER,), modes=("swapped",)),
-    Row(message=GradSlotsReleased, to=(GPU_WORKER,), is_awaited=False),
+    Row(message=GradSlotsReleased, to=(GPU_WORKER,), modes=_ALONE, is_awaited=False),
+    Row(message=GradSlotsReleased, to=(_SECOND,), modes=_RANKS, is_awaited=False),
     Row(message=CommitReached, to=(GPU_WORKER,), modes=("spilled",)),
     Row(message=LoadModel, to=(OPTIMIZER,)),
     Row(message=GradOffloaded, to=(OPTIMIZER,)),
@@ -138,17 +170,17 @@ ROWS = (
     Row(message=StoreCommitted, to=(SCHEDULER,)),
     Row(message=ModelExported, to=(SCHEDULER,)),
     Row(message=KernelChosen, to=(SCHEDULER,), is_awaited=False),
+    Row(message=ModelKernelsChosen, to=(SCHEDULER,), modes=_RANKS, is_awaited=False),
     Row(message=LoadProgressed, to=(SCHEDULER,), is_awaited=False),
     Row(message=ExportProgressed, to=(SCHEDULER,), is_awaited=False),
     Row(message=SpansReported, to=(SCHEDULER,), is_awaited=False),
     Row(message=MemoryReported, to=(SCHEDULER,), is_awaited=False),
 )
-# Sent before training begins; the reports of a fault itself; base classes; carriers of messages that have cases; an
+# The reports of a fault itself; base classes; carriers of messages that have cases; an
 # optimizer's own task, which is not sent.
 WITHOUT_CASES = {
     Event,
     UserMessage,
-    ModelKernelsChosen,
     ActorFailed,
     DescribeStatus,
     StatusDescribed,
@@ -182,6 +214,8 @@ def kinds_of(row: Row) -> list[FaultKind]:
     """The faults that can happen at a message."""
     if row.to == (SCHEDULER,):  # in one process, nothing can see the scheduler itself die or hang
         return [FaultKind.LOST, FaultKind.LATE]
+    if row.is_call:
+        return [FaultKind.BREAKS]
     in_thread = {FaultKind.BREAKS_THREAD, FaultKind.HANGS_THREAD}
     if row.thread:
         return [kind for kind in FaultKind if kind in in_thread]

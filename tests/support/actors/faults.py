@@ -20,6 +20,7 @@ from windlass.actors.messages import ActorFailed, ComputeBlocks, ComputeProgress
 from windlass.actors.optimizer.worker import CpuOptimizer
 from windlass.actors.scheduler import scheduler
 from windlass.actors.scheduler.scheduler import Scheduler
+from windlass.actors.ssd.param_server import ParamServer
 from windlass.actors.ssd.server import SsdServer
 from windlass.storage import threads
 from windlass.storage.ids import ActorName
@@ -162,7 +163,7 @@ def double_between_actors(fault: Fault | None = None) -> Iterator[Double]:
     double = Double(fault)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "_TICK_S", 0.1)  # timeouts are short here, so they are checked more often
-        for actor in (GpuWorker, CpuOptimizer, SsdServer, Scheduler):
+        for actor in (GpuWorker, CpuOptimizer, SsdServer, ParamServer, Scheduler):
             patch.setattr(actor, "post", _between(double, actor.post))
         patch.setattr(threads.GuardedThread, "at", _noting(double))
         run = Scheduler.run

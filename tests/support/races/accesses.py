@@ -2,9 +2,9 @@
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import pytest
@@ -15,8 +15,9 @@ from tests.support.races.checker import RaceChecker
 from tests.support.races.clocks import Agent, Clock
 from tests.support.races.cuda import RecordedCuda
 from tests.support.races.operators import AccessMode, Memory, Range
-from windlass.actors.messages import GradOffloaded
+from windlass.actors.messages import GradOffloaded, ParamsCopied
 from windlass.actors.offload.param_prefetcher import ParamFeed as OffloadedParams
+from windlass.actors.worker_policy.param_turns import ParamActions, ParamTurns
 from windlass.actors.worker_policy.worker_queues import UpdateActions, UpdateQueue
 from windlass.engine.device import device as device_module
 from windlass.engine.device.device import Device
@@ -33,7 +34,7 @@ from windlass.storage.memory.arena import Arena, SlotPool
 
 def follow_accesses(checker: RaceChecker, cuda: RecordedCuda, patch: pytest.MonkeyPatch) -> Memory:
     """Lets all threads that start from now on tell the checker of their accesses."""
-    memory = Memory(checker, cuda.default.agent)
+    memory = Memory(checker, lambda device: cuda.default_of(device).agent)
     run = threading.Thread.run
 
     def run_noted(self: Any) -> None:
@@ -48,6 +49,7 @@ def follow_accesses(checker: RaceChecker, cuda: RecordedCuda, patch: pytest.Monk
     _follow_norms(memory, patch)
     _follow_arenas(memory, patch)
     _follow_slots(checker, patch)
+    _follow_param_turns(checker, patch)
     _follow_pools(checker, patch)
     _follow_update_queues(checker, patch)
     _follow_transfers(checker, memory, patch)
@@ -136,6 +138,45 @@ def _follow_slots(checker: RaceChecker, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(SlotPool, "_hand_out", hand_out_noted)
     patch.setattr(SlotPool, "release", release_noted)
+
+
+class _FreeSlots(list[Span]):
+    """The free slots of params. Each passes on what was known when it was released, and nothing of other slots."""
+
+    def __init__(self, checker: RaceChecker, slots: Iterable[Span]) -> None:
+        super().__init__(slots)
+        self.told: dict[Span, Clock] = {}  # of slots in use: what those knew who have copied from them
+        self._checker = checker
+        self._released: dict[Span, Clock | None] = {}
+
+    def append(self, slot: Span) -> None:
+        stop = slot.offset + slot.nbytes
+        self._released[slot] = self._checker.release_slot(slot.offset, stop, self.told.pop(slot, None))
+        super().append(slot)
+
+    def pop(self, index: SupportsIndex = -1) -> Span:
+        slot = super().pop(index)
+        self._checker.acquire_slot(slot.offset, slot.offset + slot.nbytes, self._released.pop(slot, None))
+        return slot
+
+
+def _follow_param_turns(checker: RaceChecker, patch: pytest.MonkeyPatch) -> None:
+    """Follows the slots of params. The last GPU worker that has copied from one releases it for all of them."""
+    make, copied = ParamTurns.__init__, ParamTurns.copied
+
+    def make_noted(turns: ParamTurns, slots: Sequence[Span], **options: Any) -> None:
+        make(turns, slots, **options)
+        turns._free = _FreeSlots(checker, turns._free)
+
+    def copied_noted(turns: ParamTurns, message: ParamsCopied) -> ParamActions:
+        assert isinstance(turns._free, _FreeSlots)
+        told, slots, clock = turns._free.told, turns._uses[message.use].slots, checker.snapshot()
+        for key in message.keys:
+            told.setdefault(slots[key], Clock()).join(clock)
+        return copied(turns, message)
+
+    patch.setattr(ParamTurns, "__init__", make_noted)
+    patch.setattr(ParamTurns, "copied", copied_noted)
 
 
 def _follow_pools(checker: RaceChecker, patch: pytest.MonkeyPatch) -> None:

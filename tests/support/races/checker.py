@@ -232,18 +232,24 @@ class RaceChecker:
             for cell in self.arena.cells(start, stop):
                 cell.released = None
 
-    def release_slot(self, start: int, stop: int) -> Clock | None:
-        """Notes that the calling thread releases a slot; returns its clock for the next owner."""
+    def release_slot(self, start: int, stop: int, told: Clock | None = None) -> Clock | None:
+        """Notes that the calling thread releases a slot; returns its clock for the next owner.
+
+        `told`: what others knew who have told that they do not use the slot any more.
+        """
         if self.arena is None:
             return None
         with self.lock:
             agent = self.host
+            clock = agent.hand_on()
+            if told is not None:
+                clock.join(told)
             access = Access.now(agent, "the release", place_of(sys._getframe(1), ("storage/memory/arena.py",))[0])
             for cell in self.arena.cells(start, stop):
                 for earlier in cell.accesses():
-                    self._compare(self.arena, start, stop, earlier, access, kind=Kind.EARLY_RELEASE)
+                    self._compare(self.arena, start, stop, earlier, access, kind=Kind.EARLY_RELEASE, clock=clock)
                 cell.write, cell.reads, cell.released = None, {}, access
-            return agent.hand_on()
+            return clock
 
     def host_waits(self, frame: FrameType | None, what: str) -> None:
         """Notes that the calling thread waits for the device."""
@@ -318,8 +324,10 @@ class RaceChecker:
         *,
         is_read: bool = False,
         kind: Kind = Kind.RACE,
+        clock: Clock | None = None,
     ) -> None:
-        clock = later.agent.clock
+        """Reports two accesses that are not ordered. `clock`: what is known at the later one; None: by its agent."""
+        clock = clock or later.agent.clock
         if earlier.is_before(clock):
             return
         if kind is Kind.RACE and is_read and earlier.agent.is_stream and not later.agent.is_stream:

@@ -52,6 +52,7 @@ class Agent:
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
+        self.default = self  # of a stream: the default stream of its device
         self.period = 1
         self.clock = Clock({number: 1}, {number: 1})
         self._ends: list[int] = []  # the periods that ended with an event, and the places of these events

@@ -26,8 +26,9 @@ from windlass.engine.device import device as device_module
 from windlass.engine.device.cuda_streams import CudaClock, CudaEvent, CudaStream, CudaStreams
 from windlass.engine.device.device import Device
 
-# The device of a run. Its number tells memory that is allocated for the device from other memory.
-DEVICE = torch.device("cpu", 0)
+# The devices of a run. Their numbers tell memory that is allocated for a device from other memory.
+DEVICES = (torch.device("cpu", 0), torch.device("cpu", 1))
+DEVICE = DEVICES[0]
 # Limit of the time for which a thread that waits for the device is late, in times of the quiet that it waits for.
 _MAX_LATE = 20
 
@@ -48,8 +49,8 @@ class RecordedCuda:
         self.queued_s = 0.0
         self.is_fast = False  # events are over when a thread asks
         self._current = threading.local()
+        self._defaults: dict[int, RecordedStream] = {}  # by device
         self._num_streams = 0
-        self.default = self.make_stream(name="compute")
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Lets devices from now on have these streams, and lets code run that only a GPU runs."""
@@ -57,8 +58,8 @@ class RecordedCuda:
             Stream=self.make_stream,
             Event=lambda **_: RecordedEvent(self),
             stream=self.stream,
-            default_stream=lambda device: self.default,
-            current_stream=lambda device: self.current,
+            default_stream=self.default_of,
+            current_stream=lambda device: self._stream or self.default_of(device),
             cudart=lambda: SimpleNamespace(
                 cudaHostRegister=lambda *_: CudaStatus(0),
                 cudaHostUnregister=self._unregister,
@@ -79,21 +80,29 @@ class RecordedCuda:
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self._record_stream(tensor, stream))
         self._follow_calls(patch)
 
-    @property
-    def current(self) -> "RecordedStream":
-        """The calling thread's current stream."""
-        stream: RecordedStream = getattr(self._current, "stream", self.default)
-        return stream
+    def default_of(self, device: torch.device) -> "RecordedStream":
+        """Returns the default stream of a device."""
+        with self.checker.lock:
+            if device.index not in self._defaults:
+                self._defaults[device.index] = RecordedStream(self, _name_on("compute", device))
+            return self._defaults[device.index]
 
-    def make_stream(self, device: torch.device | None = None, name: str | None = None) -> "RecordedStream":
+    def make_stream(self, device: torch.device) -> "RecordedStream":
         """Makes a stream."""
         self._num_streams += 1
-        return RecordedStream(self, name or f"stream {self._num_streams - 1}")
+        stream = RecordedStream(self, f"stream {self._num_streams}")
+        stream.agent.default = self.default_of(device).agent
+        return stream
+
+    @property
+    def _stream(self) -> "RecordedStream | None":
+        """The calling thread's current stream; None: the default one of any device."""
+        return getattr(self._current, "stream", None)
 
     @contextlib.contextmanager
     def stream(self, stream: "RecordedStream") -> Iterator[None]:
         """Makes a stream the current one; one thread at a time, because a GPU runs its work in order."""
-        before = self.current
+        before = self._stream
         with stream.turn, self.checker.acting_as(stream.agent):
             self._current.stream = stream
             self.queued_s = time.monotonic()
@@ -135,7 +144,7 @@ class RecordedCuda:
 
     def _name_streams(self, device: Device) -> None:
         for name in ("h2d", "d2h"):
-            getattr(device, name)._stream.agent.name = name
+            getattr(device, name)._stream.agent.name = _name_on(name, device.device)
 
     def _follow_calls(self, patch: pytest.MonkeyPatch) -> None:
         """Wraps what the product calls on streams, events and devices, so that a call at a site can be left out."""
@@ -234,6 +243,10 @@ class RecordedCuda:
                 arg = torch.empty(arg.shape, dtype=arg.dtype, device="meta")
             args.append(arg)
         return type(callback)(callback.func, *args, **callback.keywords)
+
+
+def _name_on(name: str, device: torch.device) -> str:
+    return name if device == DEVICE else f"{name} of device {device.index}"
 
 
 class RecordedStream:

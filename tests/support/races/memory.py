@@ -58,9 +58,9 @@ class Cell:
 class Region:
     """A storage or an arena: cells in the order of their bytes, without those that were never accessed."""
 
-    def __init__(self, name: str, *, on_device: bool = False, allocated_by: Agent | None = None) -> None:
+    def __init__(self, name: str, *, on_device: Agent | None = None, allocated_by: Agent | None = None) -> None:
         self.name = name
-        self.on_device = on_device
+        self.on_device = on_device  # the default stream of the device; None: host memory
         self.allocated_by = allocated_by  # the stream whose allocations may get the memory once it is freed
         self.hold_dropped: str | None = None  # the name of a hold that a test has left out
         self.let_go = Clock()  # of those that held the memory for their copies

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from tests.support.host_waits import host_wait_of
 from tests.support.races.checker import INNER, RaceChecker, place_of
 from tests.support.races.clocks import Agent
-from tests.support.races.cuda import DEVICE
+from tests.support.races.cuda import DEVICES
 from tests.support.races.memory import Region
 
 Range = tuple[Region, int, int]
@@ -28,9 +28,10 @@ _NO_ACCESS = frozenset(
 class Memory:
     """The regions of all storages and arenas, by address."""
 
-    def __init__(self, checker: RaceChecker, compute: Agent) -> None:
+    def __init__(self, checker: RaceChecker, default_of: Callable[[torch.device], Agent]) -> None:
+        """`default_of` returns the default stream of a device."""
+        self.default_of = default_of
         self._checker = checker
-        self._compute = compute
         # With a reference that tells when a storage is freed; None for arenas.
         self._regions: dict[int, tuple[Region, Any]] = {}
         self._arenas: dict[str, Region] = {}
@@ -47,8 +48,11 @@ class Memory:
         """Returns the region of an arena."""
         return self._arenas.get(name)
 
-    def region_of(self, tensor: torch.Tensor, *, on_device: bool = False) -> Region | None:
-        """Returns the region of a tensor's storage, a new one if it is not known; None if it has no memory."""
+    def region_of(self, tensor: torch.Tensor, *, on_device: Agent | None = None) -> Region | None:
+        """Returns the region of a tensor's storage, a new one if it is not known; None if it has no memory.
+
+        `on_device`: the default stream of the device, if it is not the one of the present stream's work.
+        """
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if not address:
@@ -58,14 +62,14 @@ class Memory:
             return known[0]
         self._num_storages += 1
         current = self._checker.current
-        allocated_by = current if current.is_stream else self._compute
-        on_device = on_device or current.is_stream
+        allocated_by = current if current.is_stream else on_device
+        on_device = current.default if current.is_stream else on_device
         place, _ = place_of(sys._getframe(1))
         kind = "device" if on_device else "host"
         region = Region(f"{kind} memory {self._num_storages} of {storage.nbytes()} bytes, allocated at {place}")
         checker = self._checker
         if on_device:
-            region.on_device, region.allocated_by = True, allocated_by
+            region.on_device, region.allocated_by = on_device, allocated_by
             checker.allocated(region, storage.nbytes(), place)
         freed = (lambda _: checker.freed(region)) if on_device else (lambda _: None)
         self._regions[address] = region, weakref.ref(storage, freed)
@@ -75,7 +79,7 @@ class Memory:
         """Returns the region that begins at an address."""
         return self._regions[address][0] if address in self._regions else None
 
-    def range_of(self, tensor: torch.Tensor, *, on_device: bool = False) -> Range | None:
+    def range_of(self, tensor: torch.Tensor, *, on_device: Agent | None = None) -> Range | None:
         """Returns the bytes of a tensor, from its first to its last element."""
         if tensor.numel() == 0 or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
             return None
@@ -93,9 +97,9 @@ class Memory:
     def agent_of(self, ranges: Sequence[Range]) -> Agent:
         """Returns the agent that accesses ranges now. Outside of a stream's work, kernels go to the default stream."""
         current = self._checker.current
-        if current.is_stream or not any(region.on_device for region, _, _ in ranges):
+        if current.is_stream:
             return current
-        return self._compute
+        return next((region.on_device for region, _, _ in ranges if region.on_device), current)
 
     def note(self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Notes the accesses of a piece of work."""
@@ -119,7 +123,7 @@ class AccessMode(TorchDispatchMode):
         if name == "aten._pin_memory":
             func, args, name = torch.ops.aten.clone.default, args[:1], "aten.clone"
             with self._checker.acting_as(self._checker.host):
-                return self._noted(func, name, args, {}, on_device=False)
+                return self._noted(func, name, args, {}, on_device=None)
         if name == "aten.is_pinned":
             return False
         if kwargs.get("pin_memory"):
@@ -128,9 +132,12 @@ class AccessMode(TorchDispatchMode):
             with self._checker.acting_as(self._checker.host):
                 self._memory.region_of(result)
             return result
-        return self._noted(func, name, args, kwargs, on_device=kwargs.get("device") == DEVICE)
+        device = kwargs.get("device")
+        return self._noted(
+            func, name, args, kwargs, on_device=self._memory.default_of(device) if device in DEVICES else None
+        )
 
-    def _noted(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], *, on_device: bool) -> Any:
+    def _noted(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], *, on_device: Agent | None) -> Any:
         result = func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -138,7 +145,8 @@ class AccessMode(TorchDispatchMode):
             return result
         memory = self._memory
         reads, writes, fresh = _roles(func, args, kwargs, outputs)
-        on_device = on_device or any(found[0].on_device for found in memory.ranges_of(tensors))
+        known = (region.on_device for region, _, _ in memory.ranges_of(tensors) if region.on_device)
+        on_device = on_device or next(known, None)
         made = [found for tensor in fresh if (found := memory.range_of(tensor, on_device=on_device)) is not None]
         if name in _NO_ACCESS:
             return result

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,9 +16,9 @@ from tests.support.actors.specs import make_layout, make_spec
 from tests.support.races.cuda import DEVICE
 from tests.support.races.run import Recording
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
-from windlass.actors.job import GPU_WORKER
+from windlass.actors.job import GPU_WORKER, index_of
 from windlass.actors.job.context import make_context
-from windlass.actors.messages import ComputeBlock, Phase, StoredParams
+from windlass.actors.messages import ComputeBlock, Message, Phase, StoredParams, SumPassed, SumTaken
 from windlass.actors.timeline.recorder import SpanRecorder
 from windlass.engine.activations.host_store import HostActivations
 from windlass.engine.device.buffer_pool import DeviceBuffers
@@ -28,11 +29,12 @@ from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.streamed_params import PieceBuffers, StreamedParams
 from windlass.storage.cancellation import CancelToken
-from windlass.storage.ids import BlockIndex, Step
+from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
 from windlass.storage.memory.arena import SlotPool
 
 _SLOT_NBYTES = 4096
 _DEADLINE_S = 20.0
+_SUM_NUMEL = 2000
 
 
 @contextlib.contextmanager
@@ -165,38 +167,78 @@ def run_pieces(directory: Path, recording: Recording) -> None:
         slots.drain()
 
 
-def run_partial_sums(directory: Path, recording: Recording) -> None:
-    """Moves a gradient's sum to host memory and back, into another buffer."""
-    numel = 2000
-    spec = make_spec(training={"num_microbatches": 2}, placement=Placement(group_size=1))
-    context = make_context(spec, make_layout(numel), "/arena")
+@dataclass(frozen=True, slots=True)
+class _Summing:
+    """A GPU worker's part that moves sums."""
+
+    device: Device
+    flats: DeviceBuffers
+    partials: PartialGrads
+
+
+@contextlib.contextmanager
+def _summing(recording: Recording, num_ranks: int) -> Iterator[tuple[JobId, list[_Summing]]]:
+    """Yields what moves sums in each GPU worker of a job. Its steps have two groups of micro-batches."""
+    spec = make_spec(training={"num_microbatches": 2}, placement=Placement(group_size=1), num_ranks=num_ranks)
+    context = make_context(spec, make_layout(_SUM_NUMEL), "/arena")
     memory = torch.zeros(context.plan.arena_nbytes, dtype=torch.uint8)
     recording.memory.add_arena(memory, "sums")
-    with _opened() as device:
-        flats = DeviceBuffers(device, {(numel, torch.float32): 2}, name="sums")
-        spans = SpanRecorder(GPU_WORKER, spec.job, lambda *_: None)
-        partials = PartialGrads(context, device, flats, TensorArena(memory), spans, lambda *_: None, rank=0)
-        thread = threading.Thread(target=partials.run, daemon=True)
-        thread.start()
-        block = BlockIndex(0)
+    ranks: list[_Summing] = []
+    threads: list[threading.Thread] = []
 
-        def operation(group: int) -> ComputeBlock:
-            params = (StoredParams(block, Step(0)),)
-            return ComputeBlock(
-                job=spec.job, step=Step(1), op=group, phase=Phase.BACKWARD, block=block, params=params, group=group,
-                loss_scale=1.0,
-            )  # fmt: skip
+    def send(to: ActorName, message: Message) -> None:
+        partials = ranks[index_of(to)].partials
+        if isinstance(message, SumPassed):
+            partials.take_sum(message)
+        elif isinstance(message, SumTaken):
+            partials.release_slots(message)
 
-        flat = flats.take(numel, torch.float32, device.compute)
-        device.compute.run(lambda: flat.fill_(1))
-        device.d2h.wait(device.compute.record())
-        partials.copy_out(operation(0), (block, block), GradBuffer(flat, ["weight"]))
-        flats.give(flat, device.d2h)
-        partials.expect(operation(1))
-        grad = partials.take(operation(1), (block, block))
-        device.compute.run(lambda: grad.flat.add_(1))
-        flats.give(grad.flat, device.compute)
-    thread.join(_DEADLINE_S)
+    with contextlib.ExitStack() as opened:
+        for rank in range(num_ranks):
+            device = opened.enter_context(_opened())
+            flats = DeviceBuffers(device, {(_SUM_NUMEL, torch.float32): 2}, name="sums")
+            spans = SpanRecorder(GPU_WORKER, spec.job, lambda *_: None)
+            partials = PartialGrads(context, device, flats, TensorArena(memory), spans, send, rank=rank)
+            ranks.append(_Summing(device, flats, partials))
+            threads.append(threading.Thread(target=partials.run, daemon=True))
+            threads[-1].start()
+        yield spec.job, ranks
+    for thread in threads:
+        thread.join(_DEADLINE_S)
+
+
+def _move_sum(job: JobId, step: Step, before: _Summing, after: _Summing) -> None:
+    """Moves a gradient's sum to host memory, and back for the group after it."""
+    block, numel = BlockIndex(0), _SUM_NUMEL
+
+    def operation(group: int) -> ComputeBlock:
+        params = (StoredParams(block, Step(step - 1)),)
+        return ComputeBlock(
+            job=job, step=step, op=group, phase=Phase.BACKWARD, block=block, params=params, group=group, loss_scale=1.0
+        )
+
+    flat = before.flats.take(numel, torch.float32, before.device.compute)
+    before.device.compute.run(lambda: flat.fill_(1))
+    before.device.d2h.wait(before.device.compute.record())
+    before.partials.copy_out(operation(0), (block, block), GradBuffer(flat, ["weight"]))
+    before.flats.give(flat, before.device.d2h)
+    after.partials.expect(operation(1))
+    grad = after.partials.take(operation(1), (block, block))
+    after.device.compute.run(lambda: grad.flat.add_(1))
+    after.flats.give(grad.flat, after.device.compute)
+
+
+def run_partial_sums(directory: Path, recording: Recording) -> None:
+    """Moves a gradient's sum to host memory and back, into another buffer."""
+    with _summing(recording, 1) as (job, (rank,)):
+        _move_sum(job, Step(1), rank, rank)
+
+
+def run_passed_sums(directory: Path, recording: Recording) -> None:
+    """Passes the sums of some steps to another GPU worker, which gives the slots back."""
+    with _summing(recording, 2) as (job, (first, second)):
+        for step in range(1, 5):
+            _move_sum(job, Step(step), first, second)
 
 
 def run_unpinning(directory: Path, recording: Recording) -> None:
@@ -219,5 +261,6 @@ PARTS: dict[str, Callable[[Path, Recording], None]] = {
     "buffers": run_buffers,
     "pieces": run_pieces,
     "partial sums": run_partial_sums,
+    "passed sums": run_passed_sums,
     "unpinning": run_unpinning,
 }

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.actors.offload_models import Gpt, gpt_loss, offloaded, seeded
 from tests.support.races.checker import Report
-from tests.support.races.cuda import DEVICE
+from tests.support.races.cuda import DEVICE, DEVICES
 from tests.support.races.parts import PARTS
 from tests.support.races.run import QUIET_S, Recording, recorded
 from tests.support.races.sites import Site
@@ -46,6 +46,14 @@ MODES: dict[str, dict[str, Any]] = {
     },
     "fp16": {"precision": Precision.FP16},
     "poisoned": {"precision": Precision.BF16, "poison_released": True},
+    "ranks": {"precision": Precision.BF16, "num_ranks": 2, "num_microbatches": 3},
+    "ranks in rounds": {
+        "clip_norm": 0.5,
+        "tied": True,
+        "num_ranks": 2,
+        "num_microbatches": 3,
+        "placement": Placement(group_size=1, streamed_blocks=(2, 3), num_cached_params=2),
+    },
 }
 OFFLOADED: dict[str, dict[str, Any]] = {
     "on SSDs": {},
@@ -67,7 +75,7 @@ def _train(directory: Path, *, num_steps: int, poison_released: bool = False, **
     return run_local(
         spec,
         partition=make_partition(spec),
-        device=str(DEVICE),
+        device=[str(device) for device in DEVICES[: spec.num_ranks]],
         direct=has_direct_io(directory / "job"),
         poison_released=poison_released,
     )

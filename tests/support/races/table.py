@@ -85,6 +85,7 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
     "actors/gpu_worker/grad_accumulation.py": {
         "PartialGrads.take: self._device.compute.wait": "part: partial sums",
         "PartialGrads.copy_out: self._device.d2h.then": "part: partial sums",
+        "PartialGrads._bring_back: self._device.h2d.then": "part: passed sums",
         "PartialGrads._copy: stream.record": "part: partial sums",
         "PartialGrads._copy: stream.record (2)": "part: partial sums",
         "PartialGrads._copy: stream.then": "part: partial sums",
