@@ -209,7 +209,8 @@ def _head_lines(found: Mapping[str, Any]) -> list[str]:
             continue
         peak = "" if run["peak_nbytes"] is None else f"{run['peak_nbytes'] / GIB:.2f}"
         times = spread(run["head_s"], scale=1e-3)
-        rows.append((_kernels(run["kernels"]), times, peak, f"{run['grad_difference']:.1e}"))
+        difference = "" if run["grad_difference"] is None else f"{run['grad_difference']:.1e}"
+        rows.append((_kernels(run["kernels"]), times, peak, difference))
     shape = f"{found['num_tokens']} tokens, vocabulary {found['vocab']}, hidden size {found['hidden']}, bf16"
     return ["", f"The head alone, {shape}:", "", *table(("kernels", "ms", "GiB", "gradient differs by"), rows)]
 

@@ -9,7 +9,7 @@ from benchmarks.reporting.page import Page
 from windlass.engine.model import BlockLayout, ModelLayout, ParamSlice
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import speeds_of
-from windlass.planner.planning.planner import limits_of
+from windlass.planner.planning.memory_limits import limits_of
 from windlass.planner.simulation import simulated_step_s
 from windlass.planner.solver import PlannedJob, Solution, solve_job
 from windlass.storage.ids import BlockIndex
@@ -53,7 +53,7 @@ def _solution(size: int, num_gpus: int, num_examples: int, examples: int) -> Sol
         total_steps=1,
     )
     job = PlannedJob(model=model, training=training, num_ranks=num_gpus, num_optimizers=_NUM_OPTIMIZERS)
-    return solve_job(job, speeds_of(server, num_gpus), limits_of(server))
+    return solve_job(job, speeds_of(server, num_gpus), limits_of(server, num_gpus))
 
 
 def simulated_step_s_of(step: PlannedStep) -> float:

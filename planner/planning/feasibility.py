@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from windlass.amounts import GIB
 from windlass.engine.memory_plan import DeviceNeed, MemoryTier, Placement, QueueDepths, reserved_nbytes
 from windlass.planner.planning.bisection import largest, smallest
-from windlass.planner.planning.report import DRIVER_NBYTES, PROCESSES_NBYTES
+from windlass.planner.planning.memory_limits import DRIVER_NBYTES, processes_nbytes
 from windlass.planner.solver import (
     DoesNotFitError,
     PlannedJob,
@@ -243,7 +243,7 @@ class _Memory:
     tier: MemoryTier
     budget: str | None  # field of `PlanQuestion`; None: this memory has no budget
     setting: str | None  # setting of that budget, in jobs and in the installation
-    others_nbytes: int  # bytes of this memory that are not available to the job
+    others_nbytes: Callable[[int], int]  # bytes of this memory that are not available to a job with so many GPUs
 
 
 _MEMORIES = (
@@ -254,7 +254,7 @@ _MEMORIES = (
         tier=MemoryTier.HOST,
         budget="host_memory_nbytes",
         setting="host_memory_gib",
-        others_nbytes=PROCESSES_NBYTES,
+        others_nbytes=processes_nbytes,
     ),
     _Memory(
         words="GPU memory",
@@ -263,7 +263,7 @@ _MEMORIES = (
         tier=MemoryTier.DEVICE,
         budget="device_memory_nbytes",
         setting="gpu_memory_gib",
-        others_nbytes=DRIVER_NBYTES,
+        others_nbytes=lambda num_ranks: DRIVER_NBYTES,
     ),
     _Memory(
         words="each SSD",
@@ -272,7 +272,7 @@ _MEMORIES = (
         tier=MemoryTier.SSD,
         budget=None,
         setting=None,
-        others_nbytes=0,
+        others_nbytes=lambda num_ranks: 0,
     ),
 )
 
@@ -295,12 +295,12 @@ def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) 
         # More of this memory does not help. Or the program lacks none, and only the device's memory is counted again.
         return None
     part = getattr(question.hardware, memory.part)
-    # A budget covers the job alone.
-    others_nbytes = 0 if is_budget else memory.others_nbytes
+    others_nbytes = memory.others_nbytes(question.num_ranks)
     num_parts = part.count if memory.tier is MemoryTier.SSD else 1
     has_reserve = memory.tier is MemoryTier.DEVICE and not is_cpu
     needed_nbytes = reserved_nbytes(math.ceil(min(least))) if has_reserve else min(least)
-    least_gib = (needed_nbytes + others_nbytes) / num_parts / GIB
+    # A budget covers the job alone.
+    least_gib = (needed_nbytes + (0 if is_budget else others_nbytes)) / num_parts / GIB
     # Machines have whole GiB; a budget may be any number of GiB.
     unit_gib = _BUDGET_UNIT_GIB if is_budget and least_gib < _SMALL_BUDGET_GIB else 1.0
     least_units = max(1, math.ceil(least_gib / unit_gib))
@@ -311,7 +311,7 @@ def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) 
         if is_budget:
             is_the_hosts = is_cpu and memory.tier is MemoryTier.DEVICE
             available = getattr(part, memory.key)
-            enough = available if is_the_hosts else max(available, gib + memory.others_nbytes / GIB)
+            enough = available if is_the_hosts else max(available, gib + others_nbytes / GIB)
             budgets[str(memory.budget)] = int(gib * GIB)
         changed = with_part(part, **{memory.key: enough})
         return replace(question, hardware=with_part(question.hardware, **{memory.part: changed}), **budgets)

@@ -10,6 +10,8 @@ from pydantic import PlainSerializer, TypeAdapter
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning.job_plan import ChangedInputs, JobPlan
+from windlass.planner.planning.memory_limits import budgets_of
+from windlass.planner.solver import Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,16 @@ class PlanRequest:
         """Returns the request as JSON values."""
         values: dict[str, Any] = _REQUEST.dump_python(self, mode="json")
         return values
+
+    @property
+    def budgets(self) -> Limits:
+        """The memory that the job may use: that of the machine, limited by the job's budgets."""
+        return budgets_of(
+            self.hardware,
+            num_ranks=self.num_ranks,
+            host_memory_nbytes=self.host_memory_nbytes,
+            device_memory_nbytes=self.device_memory_nbytes,
+        )
 
     def with_inputs(self, inputs: ChangedInputs) -> "PlanRequest":
         """Returns the request for a machine or budgets that have changed."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from windlass.amounts import GIB
 from windlass.engine.data import WIDTH_GRANULE
 from windlass.engine.lanes import rounded_to_lanes
 from windlass.engine.memory_estimate import DryRunResult, device_need
@@ -32,15 +31,9 @@ from windlass.planner.planning.feasibility import (
     with_enough_device_memory,
     with_part,
 )
+from windlass.planner.planning.memory_limits import budgets_of
 from windlass.planner.planning.rate_correction import Correction
-from windlass.planner.planning.report import (
-    DRIVER_NBYTES,
-    PROCESSES_NBYTES,
-    ExampleTokens,
-    PlanReport,
-    report_of,
-    with_limits,
-)
+from windlass.planner.planning.report import ExampleTokens, PlanReport, report_of, with_limits
 from windlass.planner.profiling import BlockTimes, MeasuredBlocks, Profiler, TimingCache, measure_blocks, with_times
 from windlass.planner.simulation import simulated_step_s
 from windlass.planner.solver import DoesNotFitError, Limits, PlannedJob, Solution, candidates, solve_job
@@ -107,11 +100,11 @@ class PlanQuestion:
     @property
     def budgets(self) -> Limits:
         """The memory that the job may use: that of the machine, limited by the job's budgets."""
-        limits = limits_of(self.hardware)
-        return replace(
-            limits,
-            host_nbytes=min(limits.host_nbytes, self.host_memory_nbytes or limits.host_nbytes),
-            device_nbytes=min(limits.device_nbytes, self.device_memory_nbytes or limits.device_nbytes),
+        return budgets_of(
+            self.hardware,
+            num_ranks=self.num_ranks,
+            host_memory_nbytes=self.host_memory_nbytes,
+            device_memory_nbytes=self.device_memory_nbytes,
         )
 
     @property
@@ -182,17 +175,6 @@ def _tokens_of(question: PlanQuestion) -> ExampleTokens:
         if lengths is None
         else lengths.cut(question.training.sequence_length).mean,
         of_data=lengths is not None,
-    )
-
-
-def limits_of(hardware: Hardware) -> Limits:
-    """Returns the memory of each tier that is left for a job beside its processes and the GPU's driver."""
-    is_cpu = hardware.gpus.count == 0
-    host = hardware.host.memory_gib * GIB - PROCESSES_NBYTES
-    return Limits(
-        device_nbytes=host if is_cpu else hardware.gpus.memory_gib * GIB - DRIVER_NBYTES,
-        host_nbytes=host,
-        ssd_nbytes=hardware.ssds.count * hardware.ssds.capacity_gib * GIB,
     )
 
 

@@ -8,15 +8,10 @@ from typing import Any, TypeVar
 from windlass.amounts import GB, GIB
 from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations, MemoryTier, Plan, reserved_nbytes
 from windlass.planner.cost import LayerProfile, ways_of_layer
+from windlass.planner.planning.memory_limits import DRIVER_NBYTES, processes_nbytes
 from windlass.planner.solver import Limits, PlannedJob, Solution
 
 _Any = TypeVar("_Any")
-
-# Host memory of a job's processes beside the arena: Ray, and actors that each import torch.
-PROCESSES_NBYTES = 3 * GIB // 2
-# GPU memory that torch's allocator cannot give out: the driver's, and what the card keeps of its nominal size. It
-# leaves 22.5 GiB of a 24 GB card.
-DRIVER_NBYTES = 3 * GIB // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +56,7 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
     device_nbytes = nbytes[MemoryTier.DEVICE]
     peaks = {
         MemoryTier.DEVICE: device_nbytes if is_cpu else reserved_nbytes(int(device_nbytes)) + DRIVER_NBYTES,
-        MemoryTier.HOST: nbytes[MemoryTier.HOST] + PROCESSES_NBYTES,
+        MemoryTier.HOST: nbytes[MemoryTier.HOST] + processes_nbytes(job.num_ranks),
         MemoryTier.SSD: nbytes[MemoryTier.SSD],
     }
     return PlanReport(
@@ -120,8 +115,9 @@ def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
             {"layers": layers, **activations_in_words(choice), **_sizes_mib(model_layer, choice)}
             for layers, (choice, model_layer) in _runs(list(zip(placement.activations, job.model.layers, strict=True)))
         ],
-        "activations_on_host_gib": placement.host_activation_nbytes / GIB,
-        "activations_on_ssd_gib": placement.ssd_activation_nbytes / GIB,
+        # Each GPU worker has slots of its own.
+        "activations_on_host_gib": plan.num_ranks * placement.host_activation_nbytes / GIB,
+        "activations_on_ssd_gib": plan.num_ranks * placement.ssd_activation_nbytes / GIB,
     }
 
 

@@ -215,8 +215,16 @@ class StepCosts:
     @property
     def num_partial_sums(self) -> int:
         """The number of sums of each element that one GPU worker passes on in a step: totals, and unfinished lanes."""
-        num_sums = self.num_groups - 1 + self.job.lanes.num_open_lanes(self.group_size)
-        return -(-num_sums // self.job.num_ranks)
+        return -(-self._num_sums // self.job.num_ranks)
+
+    @property
+    def num_sums_beside_gradient(self) -> int:
+        """The number of those sums that the GPU worker of the last group passes on. It copies the gradient out, too."""
+        return self._num_sums // self.job.num_ranks
+
+    @property
+    def _num_sums(self) -> int:
+        return self.num_groups - 1 + self.job.lanes.num_open_lanes(self.group_size)
 
     @property
     def lag(self) -> float:
@@ -306,9 +314,11 @@ class StepCosts:
         # Gradients of tied params are summed in fp32, whatever type they travel in.
         is_tied = block in job.model.shared_blocks
         partial_itemsize = PARTIAL_GRAD_ITEMSIZE if is_tied else job.grad_itemsize
-        partial_nbytes = self.num_partial_sums * numel * partial_itemsize
-        seconds[Part.H2D_BACKWARD] += partial_nbytes / speeds.h2d_bytes
-        seconds[Part.D2H_BACKWARD] = (grad_nbytes + partial_nbytes) / speeds.d2h_bytes
+        sum_nbytes = numel * partial_itemsize
+        in_nbytes = self.num_partial_sums * sum_nbytes
+        out_nbytes = max(in_nbytes, self.num_sums_beside_gradient * sum_nbytes + grad_nbytes)
+        seconds[Part.H2D_BACKWARD] += in_nbytes / speeds.h2d_bytes
+        seconds[Part.D2H_BACKWARD] = out_nbytes / speeds.d2h_bytes
         seconds[Part.OPTIMIZER] = numel / speeds.optimizer_params
         if tier is StateTier.SSD:
             reads_forward, reads_backward = self._fetches(block)

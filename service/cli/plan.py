@@ -91,6 +91,8 @@ def plan(
     """Tell whether a job fits a machine, how long a step takes, what bounds it, what to change. Exit code 2 if not."""
     settings = load_settings(home)
     machine = _hardware(settings, hardware)
+    if find is Goal.LARGEST_BATCH:  # the smallest batch that is searched has an example for each lane and GPU
+        batch_size = max(batch_size, lanes or 1, gpus)
     if num_microbatches is not None and num_microbatches > batch_size:
         raise CommandError(
             f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"

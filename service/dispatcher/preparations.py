@@ -68,8 +68,9 @@ class Preparations:
         self._num_side_by_side = max(1, resources.num_cores // 2)
         self._shares = OwnerShares()
         self._chosen: Collection[str] = ()  # the jobs whose preparations compute now
-        # Priorities of the jobs that are probably prepared in a moment, because their preparation is not a long one.
-        self.soon_ready: Collection[int] = ()
+        # For the jobs that are probably prepared in a moment, because their preparation is not a long one: the most
+        # devices that one needs, by priority.
+        self.soon_ready: Mapping[int, int] = {}
 
     @property
     def job_ids(self) -> Collection[str]:
@@ -97,11 +98,9 @@ class Preparations:
                 if preparation.measures:  # it has begun to measure just before it was halted
                     preparation.proceed()
         self._chosen = chosen
-        self.soon_ready = {
-            candidate.priority
-            for candidate in candidates
-            if candidate.job_id in chosen and candidate.uses_cores and candidate.computed_s < _LONG_S
-        }
+        soon = {each.job_id for each in candidates if each.uses_cores and each.computed_s < _LONG_S} & set(chosen)
+        # Sorted, so that of each priority the largest number is left.
+        self.soon_ready = dict(sorted((job.priority, _num_devices(job)) for job in jobs if job.id in soon))
 
     def advance(self, job: Job, jobs: Sequence[Job]) -> None:
         """Begins a job's preparation in its turn, checks its progress, and queues the job once it is prepared.
@@ -109,7 +108,8 @@ class Preparations:
         `jobs`: all jobs to be validated.
         """
         watch = self._watches[job.id].preparing
-        if (why := self._resources.why_too_many(gpus_of(job))) is not None:
+        why = self._resources.why_too_many(gpus_of(job), cpu_ranks=self._settings.cpu_ranks)
+        if why is not None:
             self._drop(job.id)
             with self._database.write() as session:
                 fail_job(session, job, "invalid_value", why, "windlass.gpus")
@@ -294,3 +294,10 @@ class Preparations:
 
 def _without_numbers(reason: str | None) -> str | None:
     return reason and _NUMBER_OR_JOB.sub("", reason)
+
+
+def _num_devices(job: Job) -> int:
+    try:
+        return gpus_of(job)
+    except (ValueError, TypeError, KeyError, AttributeError):  # reported by the job's own preparation
+        return 1

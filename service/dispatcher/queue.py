@@ -107,11 +107,11 @@ class JobQueue:
         """Returns whether no job runs on this machine."""
         return not self._present(())
 
-    def verdicts(self, leaving: Collection[str], soon_ready: Collection[int] = ()) -> Sequence[Verdict]:
+    def verdicts(self, leaving: Collection[str], soon_ready: Mapping[int, int]) -> Sequence[Verdict]:
         """Decides about each queued job that this dispatcher holds, in the order of the queue.
 
-        `leaving`: jobs with an ended attempt whose processes still live. `soon_ready`: priorities of the jobs that will
-        probably be queued in a moment.
+        `leaving`: jobs with an ended attempt whose processes still live. `soon_ready`: for the jobs that will probably
+        be queued in a moment, the most devices that one needs, by priority.
         """
         queued = self._queued()
         self.job_ids = {job.id for job in queued}
@@ -150,9 +150,8 @@ class JobQueue:
             else:
                 reason = "" if decision.begins else self._reason(job, decision, capacity, holders, num_before)
             is_ready = job.id not in (*leaving, *too_many) and pause_s is None and lacks[job.id] is None
-            num_taken = sum(gpus_of(each) for each in (*holders, job))
-            takes_last_device = is_ready and decision.begins and num_taken >= self._resources.num_devices
-            if self._yields_to_preparation(job, soon_ready if takes_last_device else ()):
+            begins = is_ready and decision.begins
+            if self._yields_to_preparation(job, self._lacking_devices(job, holders, soon_ready) if begins else ()):
                 decision, reason = replace(decision, begins=False), "a job of higher priority that is being prepared"
             if job.lease_holder == self._lease.holder:
                 verdicts.append(Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready))
@@ -300,10 +299,18 @@ class JobQueue:
             num_without_progress = job.attempt - last_attempt_with_progress(session, job.id)
         return num_without_progress == 0 or (num_without_progress <= _MAX_PREEMPTED_STARTS and is_starting(job))
 
-    def _yields_to_preparation(self, job: Job, soon_ready: Collection[int]) -> bool:
-        """Returns whether a job does not begin yet, because one of higher priority may need the room in a moment."""
+    def _lacking_devices(self, job: Job, holders: Sequence[Job], soon_ready: Mapping[int, int]) -> Collection[int]:
+        """Returns the priorities for which too few devices are left when a job begins beside the holders."""
+        num_left = self._resources.num_devices - sum(self._demand(each).num_devices for each in (*holders, job))
+        return [priority for priority, num_devices in soon_ready.items() if num_devices > num_left]
+
+    def _yields_to_preparation(self, job: Job, priorities: Collection[int]) -> bool:
+        """Returns whether a job does not begin yet, because one of higher priority may need the room in a moment.
+
+        `priorities`: those of the jobs that may need it.
+        """
         watch, now = self._watches[job.id].queued, self._clock()
-        if any(priority < job.priority for priority in soon_ready):
+        if any(priority < job.priority for priority in priorities):
             if watch.yields_since is None:
                 watch.yields_since = now
             return watch.yielded_s + now - watch.yields_since < _MAX_YIELD_S

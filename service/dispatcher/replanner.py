@@ -15,7 +15,7 @@ from windlass.actors.timeline import FOLDER
 from windlass.engine.memory_plan import reserved_nbytes
 from windlass.planner.planning import MIN_STEPS, ChangedInputs, JobPlan, PlanRequest, ReplanRequest
 from windlass.service.installation import Settings
-from windlass.service.jobs import job_dir, keep_plan, load_plan, load_plan_request, plan_bounds
+from windlass.service.jobs import gpus_of, job_dir, keep_plan, load_plan, load_plan_request, plan_bounds
 from windlass.service.machine import measured_hardware
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step, tell_warnings
 from windlass.service.preparation.sandbox import Start, start_limited
@@ -162,6 +162,8 @@ class MeasuredSteps:
         num_needed = _NUM_FIRST_STEPS + MIN_STEPS
         if job.plan_number or job.total_steps is None or not num_needed <= job.step < job.total_steps:
             return None
+        if gpus_of(job) > 1:  # the correction reads the spans of one GPU worker
+            return None
         with self.database.read() as session:
             events = EventRepository(session)
             # One more row, because a resumed attempt may report the last step again.
@@ -175,8 +177,6 @@ class MeasuredSteps:
             return None
         plan, request = load_plan(self.settings, job), load_plan_request(self.settings, job)
         if plan is None or plan.placement is None or request is None:
-            return None
-        if request.num_ranks > 1:  # the correction reads the spans of one GPU worker
             return None
         start_s = steps[0].created_at - _step_s(steps[0]) - began.created_at
         folder = job_dir(self.settings, job.id)
@@ -254,7 +254,7 @@ class ChangedMachine:
         elif request != before:
             why = "The settings' budgets have changed"
         elif plan.from_attempt != job.attempt + 1 and _lacks_reserve(plan, request):  # not renewed just now
-            why = "The plan leaves too little of the GPU's budget to PyTorch's allocator"
+            why = "The plan leaves too little of the GPU's memory to PyTorch's allocator"
         else:
             return None
         return Replan(
@@ -269,14 +269,15 @@ class ChangedMachine:
 
 
 def _lacks_reserve(plan: JobPlan, request: PlanRequest) -> bool:
-    """Checks whether a GPU's budget covers the plan's tensors, but not what PyTorch's allocator reserves beside them.
+    """Checks whether a GPU has room for the plan's tensors, but not for what PyTorch's allocator reserves beside them.
 
-    Such plans are those of older releases. The job's GPU worker would refuse to start.
+    The job's budget may leave less room. Such plans are those of older releases. The job's GPU worker would refuse to
+    start.
     """
-    planned_nbytes, limit_nbytes = plan.planned_device_nbytes, request.device_memory_nbytes
-    if not request.hardware.gpus.count or planned_nbytes is None or limit_nbytes is None:
+    planned_nbytes = plan.planned_device_nbytes
+    if not request.hardware.gpus.count or planned_nbytes is None:
         return False
-    return reserved_nbytes(planned_nbytes) > limit_nbytes
+    return reserved_nbytes(planned_nbytes) > request.budgets.device_nbytes
 
 
 def _renewed(answer: JobPlan, now: ChangedInputs, attempt: int, why: str) -> JobPlan:

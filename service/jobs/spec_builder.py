@@ -81,10 +81,12 @@ class MachineResources:
         """The devices that jobs compute on, each with one GPU worker: the GPUs, or the CPU."""
         return self.num_gpus or self.cpu_ranks
 
-    def why_too_many(self, gpus: int) -> str | None:
+    def why_too_many(self, gpus: int, *, cpu_ranks: int | None = None) -> str | None:
         """Returns why a job cannot have so many GPUs here, or None if it can.
 
         Several GPUs of a job must be of one model, because kernels of different models may differ in the last bit.
+
+        `cpu_ranks`: the setting; None: it is not about this machine. Ray may have been started with another value.
         """
         if gpus <= self.num_devices:
             if gpus == 1 or len(self.gpu_models) <= 1:
@@ -97,7 +99,13 @@ class MachineResources:
         if self.num_gpus:
             return f"windlass.gpus is {gpus}, and the machine has {count_text(self.num_gpus, 'GPU')}"
         devices = count_text(self.cpu_ranks, "device")
-        return f"windlass.gpus is {gpus}, and the machine has no GPU: its CPU counts as {devices} (setting cpu_ranks)"
+        if cpu_ranks not in (None, self.cpu_ranks):
+            return (
+                f"windlass.gpus is {gpus}, and Ray was started with {devices}, but cpu_ranks is {cpu_ranks} now; run "
+                "`windlass down` and `windlass up` once no job runs, and submit the job again"
+            )
+        setting = "" if cpu_ranks is None else " (setting cpu_ranks)"
+        return f"windlass.gpus is {gpus}, and the machine has no GPU: its CPU counts as {devices}{setting}"
 
     def threads(
         self, num_optimizers: int, compute: int | None = None, each: int | None = None, *, num_ranks: int = 1

@@ -15,7 +15,8 @@ def check_gpus(settings: Settings, gpus: int, *, other: Hardware | None = None) 
     if gpus == 1:
         return
     resources = _known_resources(settings) if other is None else _resources_of(other)
-    if resources is not None and (why := resources.why_too_many(gpus)) is not None:
+    cpu_ranks = settings.cpu_ranks if other is None else None
+    if resources is not None and (why := resources.why_too_many(gpus, cpu_ranks=cpu_ranks)) is not None:
         raise ApiError(why, param="windlass.gpus", code="invalid_value")
 
 

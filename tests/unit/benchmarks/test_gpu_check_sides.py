@@ -16,7 +16,7 @@ from benchmarks.gpu_check import head as gpu_head
 from benchmarks.gpu_check import link as gpu_link
 from benchmarks.gpu_check import parity as gpu_parity
 from benchmarks.gpu_check import peak as gpu_peak
-from benchmarks.gpu_check import prediction
+from benchmarks.gpu_check import prediction, report
 from benchmarks.gpu_check import speed as gpu_speed
 from benchmarks.gpu_check.case import ResultsFile, Setting, run_case
 from benchmarks.gpu_check.cases import LinkCase, ParityCase, SpeedCase, cases
@@ -170,6 +170,24 @@ def test_the_head_is_measured_with_each_of_its_kernels(
     assert "The head alone, 64 tokens, vocabulary 128, hidden size 64, bf16:" in text
     cells = r" +\| +\| RuntimeError: " if is_broken else r"\d"
     assert re.search(r"\| liger_cross_entropy, fp32_product +\| " + cells, text)
+
+
+def test_without_the_usual_head_no_gradient_is_compared(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeFp32Product().install(monkeypatch)
+    monkeypatch.setattr(gpu_head, "kernels_here", lambda *_: (ModelKernel.FP32_PRODUCT,))
+    gradient, fails = gpu_head._Head.gradient, iter([True, False])
+
+    def gradient_or_error(head: gpu_head._Head) -> torch.Tensor:
+        if next(fails):
+            raise RuntimeError("out of memory")
+        return gradient(head)
+
+    monkeypatch.setattr(gpu_head._Head, "gradient", gradient_or_error)
+    found = gpu_head.measure_head(setting)
+    usual, other = found["runs"]
+    assert "out of memory" in usual["reason"]
+    assert (other["reason"], other["grad_difference"], len(other["head_s"])) == ("", None, 3)
+    assert "fp32_product" in report._head_lines(found)[-1]
 
 
 def test_parity_has_a_budget_so_that_the_worker_limits_the_gpu(

@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
             "num_cpu_optimizers": 1,
             "compute_threads": 1,
             "optimizer_threads": 1,
+            "cpu_ranks": 2,
             "gpu_memory_gib": 20.5,
             "max_file_mib": 1048576,
             "keep_jobs_days": 90,
@@ -69,7 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # Set by other values of the chart, or useless there: `windlass up` measures, and TLS ends at an Ingress.
 SET_ELSEWHERE = {"home", "host", "host_names", "port", "database_url", "ray_address", "ssd_dirs", "host_memory_gib"}
-NOT_SET = {"models_dir", "measure", "tls_certificate", "tls_key", "cpu_ranks"}
+NOT_SET = {"models_dir", "measure", "tls_certificate", "tls_key"}
 
 Object = dict[str, Any]
 
@@ -265,13 +266,16 @@ def test_settings_of_threads_are_for_the_box_alone() -> None:
     assert [name for name in rendered.environment("api") if name.endswith(("THREADS", "OPTIMIZERS"))] == []
 
 
-@pytest.mark.parametrize("num_gpus", [0, 1, 4])
-def test_ray_offers_the_devices_of_the_box(num_gpus: int) -> None:
-    rendered = render({"box": {"gpus": num_gpus, "cpus": 24}})
+@pytest.mark.parametrize(
+    ("num_gpus", "settings", "num_devices"),
+    [(0, {}, 1), (1, {}, 1), (4, {}, 4), (0, {"cpu_ranks": 2}, 2), (4, {"cpu_ranks": 2}, 4)],
+)
+def test_ray_offers_the_devices_of_the_box(num_gpus: int, settings: Object, num_devices: int) -> None:
+    rendered = render({"box": {"gpus": num_gpus, "cpus": 24}, "settings": settings})
     options = rendered.box["rayStartParams"]
     # KubeRay puts it into a shell's command line.
     (resources,) = shlex.split(options["resources"])
-    assert json.loads(resources) == {"device": max(1, num_gpus)}
+    assert json.loads(resources) == {"device": num_devices}
     assert (options["num-gpus"], options["num-cpus"]) == (str(num_gpus), "24")
     limits = rendered.container("ray-worker")["resources"]["limits"]
     assert limits.get("nvidia.com/gpu", 0) == num_gpus

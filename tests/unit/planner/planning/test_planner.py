@@ -21,8 +21,9 @@ from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import feasibility
 from windlass.planner.planning import planner as planning
 from windlass.planner.planning.feasibility import fits, what_takes_memory, what_would_fit, with_part
-from windlass.planner.planning.planner import PlanQuestion, limits_of, planned_job
-from windlass.planner.planning.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
+from windlass.planner.planning.memory_limits import DRIVER_NBYTES, limits_of, processes_nbytes
+from windlass.planner.planning.planner import PlanQuestion, planned_job
+from windlass.planner.planning.report import PlanReport
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
 from windlass.planner.solver.placement_search import DoesNotFitError, candidates
 from windlass.planner.solver.step_cost import PlannedJob
@@ -366,11 +367,19 @@ def test_plan_names_changes_that_would_be_faster() -> None:
 
 def test_plan_leaves_memory_to_processes_and_drivers() -> None:
     limits = limits_of(MACHINE)
-    assert limits.host_nbytes == MACHINE.host.memory_gib * GIB - PROCESSES_NBYTES
+    assert limits.host_nbytes == MACHINE.host.memory_gib * GIB - processes_nbytes(1)
     assert limits.device_nbytes == MACHINE.gpus.memory_gib * GIB - DRIVER_NBYTES
     assert limits.ssd_nbytes == 12 * MACHINE.ssds.capacity_gib * GIB
     cpu = MACHINE.model_copy(update={"gpus": MACHINE.gpus.model_copy(update={"count": 0})})
     assert limits_of(cpu).device_nbytes == limits_of(cpu).host_nbytes
+
+
+def test_plan_leaves_host_memory_to_the_processes_of_each_gpu() -> None:
+    further_nbytes = processes_nbytes(2) - processes_nbytes(1)
+    assert further_nbytes > GIB / 4
+    alone, several = (question(num_ranks=num_ranks).limits for num_ranks in (1, 4))
+    assert alone.host_nbytes - several.host_nbytes == 3 * further_nbytes
+    assert alone.device_nbytes == several.device_nbytes
 
 
 def test_plan_leaves_a_gpus_memory_to_its_allocator() -> None:
@@ -407,6 +416,11 @@ def test_plan_of_several_gpus_names_them_and_computes_in_rounds() -> None:
     assert alone.choices is not None
     assert alone.busy_s is not None
     assert (report.choices["gpus"], alone.choices["gpus"]) == (4, 1)
+    for each, num_ranks in ((report, 4), (alone, 1)):
+        assert each.peak_gib is not None
+        assert each.engine_gib is not None
+        beside_gib = each.peak_gib["host"] - each.engine_gib["host"]
+        assert beside_gib == pytest.approx(processes_nbytes(num_ranks) / GIB)
     assert report.choices["states_on_gpu"] == 0
     assert report.choices["group_size"] <= 2
     assert report.busy_s["compute"] < 0.3 * alone.busy_s["compute"]

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.support.planner.profiles import make_job, make_speeds
-from windlass.planner.planning.report import report_of
+from windlass.amounts import GIB
+from windlass.planner.planning.report import choices_of, report_of
 from windlass.planner.solver.placement_search import solve_job
 from windlass.planner.solver.step_cost import Limits
 
@@ -33,3 +34,13 @@ def test_unequal_lanes_are_told_with_a_number_that_makes_them_equal(
     bound, *others = report_of(job, solution, is_cpu=False).reasons
     assert "bound by" in bound
     assert others == ([words] if sizes else [])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_swapped_activations_are_those_of_all_gpus(num_ranks: int) -> None:
+    job = replace(make_job(num_microbatches=4), num_ranks=num_ranks)
+    solution = solve_job(job, make_speeds(), Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12))
+    placement = replace(solution.placement, host_activation_nbytes=GIB, ssd_activation_nbytes=3 * GIB)
+    choices = choices_of(job, replace(solution, placement=placement))
+    assert choices["activations_on_host_gib"] == num_ranks
+    assert choices["activations_on_ssd_gib"] == 3 * num_ranks

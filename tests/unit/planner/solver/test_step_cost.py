@@ -130,6 +130,35 @@ def test_ranks_compute_groups_in_rounds(
     assert costs._fetches(middle) == (num_rounds, num_rounds)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_groups", [2, 3, 4, 5, 8, 9])
+def test_sums_are_those_of_the_busiest_link(num_groups: int, num_ranks: int) -> None:
+    job = replace(make_job(NUM_LAYERS, num_microbatches=num_groups), num_ranks=num_ranks)
+    costs = StepCosts(job=job, speeds=make_speeds(), limits=PLENTY, group_size=1)
+    copied_in, copied_out = Counter[int](), Counter[int]()  # sums and gradients, by GPU worker
+    for group in range(num_groups):
+        copied_in[group % num_ranks] += group > 0
+        copied_out[group % num_ranks] += 1  # that of the last group is the gradient
+    seconds = dict(zip(Part, costs._state_option(0, StateTier.SSD).seconds, strict=True))
+    nbytes = 4 * job.model.blocks[0].numel
+    params_s = costs._fetches(0)[1] * nbytes / 2 / costs.speeds.h2d_bytes
+    assert seconds[Part.H2D_BACKWARD] == pytest.approx(
+        params_s + max(copied_in.values()) * nbytes / costs.speeds.h2d_bytes
+    )
+    assert seconds[Part.D2H_BACKWARD] == pytest.approx(max(copied_out.values()) * nbytes / costs.speeds.d2h_bytes)
+
+
+def test_sums_of_unfinished_lanes_are_shared_by_the_links() -> None:
+    job = make_job(NUM_LAYERS, num_microbatches=8)
+    job = replace(job, training=replace(job.training, lanes=2))
+    alone, shared = (
+        StepCosts(job=replace(job, num_ranks=num_ranks), speeds=make_speeds(), limits=PLENTY, group_size=1)
+        for num_ranks in (1, 4)
+    )
+    assert (alone.num_partial_sums, alone.num_sums_beside_gradient) == (7 + 3, 7 + 3)
+    assert (shared.num_partial_sums, shared.num_sums_beside_gradient) == (3, 2)
+
+
 @pytest.mark.parametrize(
     ("num_microbatches", "group_size", "num_ranks", "num_behind"),
     [(8, 8, 1, 0), (8, 1, 1, 0), (8, 2, 4, 3), (8, 1, 4, 3), (3, 1, 4, 2), (4, 2, 3, 1)],

@@ -245,6 +245,16 @@ def test_plan_searches_for_extreme_numbers(shape: Path, home: Path) -> None:
     assert "billion parameters" in result.output.splitlines()[0]
 
 
+@pytest.mark.parametrize(("option", "number"), [("--lanes", 2), ("--gpus", 3)])
+def test_largest_batch_is_searched_from_any_batch(
+    shape: Path, home: Path, monkeypatch: pytest.MonkeyPatch, option: str, number: int
+) -> None:
+    monkeypatch.setattr(limits, "largest_fitting", lambda ask, profiles, *, most: 2)
+    search = ("--batch-size", "1", option, str(number), "--find", "largest-batch", "--json")
+    result = run("--model", str(shape), "--hardware", "a100-40g-server", "--seq-len", "64", *search)
+    assert json.loads(result.output)["number"] == 2 * number
+
+
 def test_largest_batch_with_lanes_has_a_micro_batch_in_each(
     shape: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

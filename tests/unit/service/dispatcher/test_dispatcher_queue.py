@@ -14,6 +14,7 @@ from windlass.service.dispatcher.capacity import MachineCapacity, SsdSpace
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
+from windlass.storage.sql.models import Job
 
 
 @pytest.fixture
@@ -181,21 +182,26 @@ def test_a_reason_of_which_only_the_numbers_change_is_no_new_event(two_gpus: Sta
     assert sum("of memory for its buffers" in message for message in two_gpus.messages(second)) == 1
 
 
-def test_unreadable_settings_affect_only_their_job(two_gpus: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    from windlass.service.dispatcher import queue as job_queue
-
-    broken = two_gpus.queue()
-    real = job_queue.plan_bounds
-
-    def bounds(settings: object, job: object) -> object:
-        if job.id == broken:  # type: ignore[attr-defined]
-            raise ValueError("gpus: 7")
-        return real(settings, job)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(job_queue, "plan_bounds", bounds)
+@pytest.mark.parametrize("windlass", [{"gpus": 0}, {"unknown": 1}, {"batch_size": "many"}])
+def test_unreadable_settings_affect_only_their_job(two_gpus: Stage, windlass: dict[str, object]) -> None:
+    broken = two_gpus.queue_only()
+    with two_gpus.database.write() as session:
+        row = session.get_one(Job, broken)
+        row.windlass = {**row.windlass, **windlass}
     sound = two_gpus.queue()
     two_gpus.tick()
     assert (sound, 1) in started(two_gpus)
+    assert two_gpus.status(broken) is JobStatus.FAILED
+
+
+def test_job_with_more_gpus_than_ray_was_started_with_is_told_so(tmp_path: Path, database: Database) -> None:
+    stage = Stage(tmp_path / "home", database, cpu_ranks=2)
+    job_id = stage.submit(gpus=2, num_microbatches=2)
+    stage.tick()
+    assert stage.status(job_id) is JobStatus.FAILED
+    error = stage.job(job_id).error
+    assert error is not None
+    assert "Ray was started with 1 device, but cpu_ranks is 2 now" in error["message"]
 
 
 # --- priorities ---------------------------------------------------------------------------------------------------
@@ -319,6 +325,24 @@ def test_a_job_lets_one_of_higher_priority_be_prepared_before_it_begins(stage: S
     stage.prepare_at_once(urgent, PREPARED)
     stage.tick(2)
     assert started(stage)[-1] == (urgent, 1)
+
+
+@pytest.mark.parametrize(("urgent_gpus", "windlass", "begins"), [(1, {}, True), (2, {}, False), (2, {"gpus": 0}, True)])
+def test_a_job_leaves_the_devices_to_one_that_is_being_prepared(
+    two_gpus: Stage, urgent_gpus: int, windlass: dict[str, object], begins: bool
+) -> None:
+    (two_gpus.settings.models_dir / "tiny").mkdir()
+    urgent = two_gpus.submit(gpus=urgent_gpus, num_microbatches=2)
+    with two_gpus.database.write() as session:
+        row = session.get_one(Job, urgent)
+        row.windlass = {**row.windlass, **windlass}
+    two_gpus.tick()
+    low = two_gpus.queue_only(priority=1)
+    two_gpus.tick()
+    assert started(two_gpus) == [(low, 1)] * begins
+    two_gpus.now += 30
+    two_gpus.tick(2)
+    assert started(two_gpus) == [(low, 1)]
 
 
 def test_a_job_lets_others_be_prepared_for_a_moment_only(stage: Stage) -> None:

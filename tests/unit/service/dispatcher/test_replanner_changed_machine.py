@@ -9,10 +9,11 @@ import pytest
 from tests.support.service.dispatcher_stage import PREPARED, Stage
 from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.amounts import GIB
-from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes
+from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes, reserved_nbytes
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.planning.job_plan import JobPlan
+from windlass.planner.planning.memory_limits import DRIVER_NBYTES
 from windlass.planner.planning.report import PlanReport
 from windlass.service.dispatcher import replanner
 from windlass.service.dispatcher.capacity import MachineCapacity
@@ -225,22 +226,25 @@ def test_a_job_that_is_resumed_with_another_budget_is_planned_anew(
     assert len(stage.planners) == 1
 
 
-def planned_on_a_gpu(stage: Stage, device_nbytes: int) -> tuple[str, dict[str, Any]]:
-    """Queues a job on a GPU that has a budget of 4 GiB. Returns it, and a new plan for it.
+def planned_on_a_gpu(
+    stage: Stage, device_nbytes: int, *, budget_gib: float | None = 4, gpu_gib: float = 8.0
+) -> tuple[str, dict[str, Any]]:
+    """Queues a job on a GPU, by default with a budget of 4 GiB. Returns it, and a new plan for it.
 
     `device_nbytes` are those of its plan and of the new one.
     """
-    hardware = machine(2.0)
-    hardware = hardware.model_copy(update={"gpus": hardware.gpus.model_copy(update={"count": 1})})
+    hardware, budgets = machine(2.0), {} if budget_gib is None else {"gpu_memory_gib": budget_gib}
+    gpus = hardware.gpus.model_copy(update={"count": 1, "memory_gib": gpu_gib})
+    hardware = hardware.model_copy(update={"gpus": gpus})
     engine_gib = {"gpu": device_nbytes / GIB, "host": 1.0, "ssd": 1.0}
     report = replace(REPORT, engine_gib=engine_gib)
     plans = [JobPlan(report=report, placement=each, arena_nbytes=1 << 20).to_json() for each in (OLD, NEW)]
-    job_id = stage.submit(budgets={"gpu_memory_gib": 4})
+    job_id = stage.submit(budgets=budgets)
     stage.tick()
     folder = job_dir(stage.settings, job_id) / "prepare"
     folder.mkdir(parents=True)
     (folder / "plan_job.json").write_text(json.dumps({"ok": True, **plans[0]}))
-    store_request(stage, job_id, hardware, WindlassSettings.model_validate({"budgets": {"gpu_memory_gib": 4}}))
+    store_request(stage, job_id, hardware, WindlassSettings.model_validate({"budgets": budgets}))
     stage.preparations[-1].ending = PREPARED
     stage.tick(2)
     return job_id, {"ok": True, **plans[1]}
@@ -257,8 +261,31 @@ def test_job_whose_plan_leaves_no_reserve_on_the_gpu_is_planned_anew_once(stage:
     stage.tick(2)
     assert len(stage.planners) == 1
     assert [spec.placement for spec in stage.runners.started] == [NEW]
-    why = "The plan leaves too little of the GPU's budget to PyTorch's allocator: the job goes on by a new plan"
+    why = "The plan leaves too little of the GPU's memory to PyTorch's allocator: the job goes on by a new plan"
     assert why in stage.messages(job_id)
+
+
+@pytest.mark.parametrize("budget_gib", [None, 100])
+def test_plan_without_a_reserve_is_made_anew_also_without_a_smaller_budget(
+    stage: Stage, measured: Measured, budget_gib: float | None
+) -> None:
+    """On a GPU of 80 GB the reserve is larger than what plans leave to the driver."""
+    measured.hardware = None
+    gpu_nbytes = int(79.1 * GIB)
+    planned_nbytes = gpu_nbytes - DRIVER_NBYTES
+    assert reserved_nbytes(planned_nbytes) > gpu_nbytes, "the GPU worker would refuse it"
+    _, another = planned_on_a_gpu(stage, planned_nbytes, budget_gib=budget_gib, gpu_gib=79.1)
+    assert stage.runners.started == []
+    stage.planners[0].answer = another
+    stage.tick(2)
+    assert [spec.placement for spec in stage.runners.started] == [NEW]
+
+
+def test_plan_that_leaves_the_reserve_on_the_whole_gpu_stays(stage: Stage, measured: Measured) -> None:
+    measured.hardware = None
+    planned_on_a_gpu(stage, allocatable_nbytes(80 * GIB - DRIVER_NBYTES), budget_gib=None, gpu_gib=80)
+    assert stage.planners == []
+    assert [spec.placement for spec in stage.runners.started] == [OLD]
 
 
 def test_job_whose_plan_leaves_the_reserve_on_the_gpu_runs_by_it(stage: Stage, measured: Measured) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from windlass.planner.planning.plan_request import PlanRequest
 from windlass.planner.planning.report import PlanReport
 from windlass.service.jobs.spec_builder import job_dir
 from windlass.service.preparation.pipeline import PreparationError
-from windlass.service.preparation.steps import QUESTION_FILE
+from windlass.service.validation.hyperparameters import WindlassSettings
+from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Job
+from windlass.storage.sql.repositories.events import EventRepository
 
 OLD, NEW = Placement(num_cached_params=1), Placement(host_blocks=(0, 2), num_cached_params=2)
 REPORT = PlanReport(feasible=True, reasons=(), step_s=10.0, busy_s={"compute": 1.0}, peak_gib={"gpu": 1.0})
@@ -34,14 +37,14 @@ BETTER: dict[str, Any] = {
 SAME: dict[str, Any] = {**PLANNED, "changes": False, "told": "Measured: the machine does what its profile says. [...]"}
 
 
-def planned_job(stage: Stage) -> tuple[str, Journal]:
+def planned_job(stage: Stage, **windlass: Any) -> tuple[str, Journal]:
     """A planned, running job of 40 steps."""
-    job_id = stage.submit(epochs=20)
+    job_id = stage.submit(epochs=20, **windlass)
     stage.tick()
     folder = job_dir(stage.settings, job_id) / "prepare"
     folder.mkdir(parents=True)
     (folder / "plan_job.json").write_text(json.dumps(PLANNED))
-    store_request(stage, job_id, machine(2.0))
+    store_request(stage, job_id, machine(2.0), WindlassSettings(**windlass))
     stage.preparations[-1].ending = PREPARED
     stage.tick(2)
     assert stage.status(job_id) is JobStatus.RUNNING
@@ -174,12 +177,24 @@ def test_a_job_without_a_plan_is_left_alone(stage: Stage) -> None:
     assert stage.status(job_id) is JobStatus.RUNNING
 
 
-def test_plan_for_several_gpus_is_not_corrected(stage: Stage) -> None:
-    job_id, journal = planned_job(stage)
-    path = job_dir(stage.settings, job_id) / "prepare" / QUESTION_FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_ranks": 2}))
+def test_plan_for_several_gpus_is_not_corrected_and_its_steps_are_not_read(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, reads = Stage(tmp_path / "home", database, num_gpus=3), list[str]()
+    first_metrics = EventRepository.first_metrics
+
+    def recorded(events: EventRepository, job_id: str, *args: Any, **options: Any) -> Any:
+        reads.append(job_id)
+        return first_metrics(events, job_id, *args, **options)
+
+    monkeypatch.setattr(EventRepository, "first_metrics", recorded)
+    _, journal = planned_job(stage, gpus=2, num_microbatches=2)
     train(stage, journal, 1, 2, 3, 4, 5)
-    assert stage.planners == []
+    assert (stage.planners, reads) == ([], [])
+    alone, journal = planned_job(stage)
+    train(stage, journal, 1, 2, 3, 4, 5)
+    assert len(stage.planners) == 1
+    assert set(reads) == {alone}
 
 
 def test_a_job_that_is_soon_over_is_left_alone(stage: Stage) -> None:

@@ -351,20 +351,27 @@ def test_resumed_job_with_another_number_of_gpus_keeps_its_training_config(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "cpu_ranks", "gpus", "expected"),
+    ("num_gpus", "cpu_ranks", "setting", "gpus", "expected"),
     [
-        (0, 1, 1, None),
-        (4, 1, 4, None),
-        (0, 3, 3, None),
-        (1, 1, 2, "windlass.gpus is 2, and the machine has 1 GPU"),
-        (4, 9, 5, "windlass.gpus is 5, and the machine has 4 GPUs"),
-        (0, 2, 4, "windlass.gpus is 4, and the machine has no GPU: its CPU counts as 2 devices (setting cpu_ranks)"),
+        (0, 1, 1, 1, None),
+        (4, 1, 1, 4, None),
+        (0, 3, 3, 3, None),
+        (1, 1, 1, 2, "windlass.gpus is 2, and the machine has 1 GPU"),
+        (4, 9, 9, 5, "windlass.gpus is 5, and the machine has 4 GPUs"),
+        (0, 2, 2, 4, "windlass.gpus is 4, and the machine has no GPU: its CPU counts as 2 devices (setting cpu_ranks)"),
+        (0, 1, None, 4, "windlass.gpus is 4, and the machine has no GPU: its CPU counts as 1 device"),
+        (
+            *(0, 1, 2, 2),
+            "windlass.gpus is 2, and Ray was started with 1 device, but cpu_ranks is 2 now; run `windlass down` and "
+            "`windlass up` once no job runs, and submit the job again",
+        ),
     ],
 )
 def test_resources_say_why_a_job_cannot_have_so_many_gpus(
-    num_gpus: int, cpu_ranks: int, gpus: int, expected: str | None
+    num_gpus: int, cpu_ranks: int, setting: int | None, gpus: int, expected: str | None
 ) -> None:
-    assert MachineResources(num_cores=4, num_gpus=num_gpus, cpu_ranks=cpu_ranks).why_too_many(gpus) == expected
+    resources = MachineResources(num_cores=4, num_gpus=num_gpus, cpu_ranks=cpu_ranks)
+    assert resources.why_too_many(gpus, cpu_ranks=setting) == expected
 
 
 def test_gpus_of_different_models_compute_no_job_together() -> None:

@@ -50,3 +50,10 @@ def test_gpus_of_a_cluster_are_those_of_its_profile_and_without_one_the_dispatch
     assert not refused(settings, 16)
     save_hardware(EIGHT_GPUS, tmp_path / HARDWARE_FILE, comment="measured")
     assert [refused(settings, gpus) for gpus in (8, 9)] == [False, True]
+
+
+def test_no_setting_is_blamed_for_another_machine(tmp_path: Path) -> None:
+    no_gpu = EIGHT_GPUS.model_copy(update={"gpus": EIGHT_GPUS.gpus.model_copy(update={"count": 0})})
+    with pytest.raises(ApiError) as refusal:
+        check_gpus(Settings(home=tmp_path, cpu_ranks=4), 2, other=no_gpu)
+    assert str(refusal.value).endswith("its CPU counts as 1 device")
