@@ -9,9 +9,8 @@ from benchmarks.reporting.page import Page
 from windlass.engine.model import BlockLayout, ModelLayout, ParamSlice
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import speeds_of
-from windlass.planner.planning.memory_limits import limits_of
 from windlass.planner.simulation import simulated_step_s
-from windlass.planner.solver import PlannedJob, Solution, solve_job
+from windlass.planner.solver import PlannedJob, Solution, limits_of, solve_job
 from windlass.storage.ids import BlockIndex
 
 _SIZES = (13, 70)  # billions of parameters: section V-G

@@ -10,8 +10,7 @@ from pydantic import PlainSerializer, TypeAdapter
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning.job_plan import ChangedInputs, JobPlan
-from windlass.planner.planning.memory_limits import budgets_of
-from windlass.planner.solver import Limits
+from windlass.planner.solver import Limits, budgets_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,12 +31,11 @@ from windlass.planner.planning.feasibility import (
     with_enough_device_memory,
     with_part,
 )
-from windlass.planner.planning.memory_limits import budgets_of
 from windlass.planner.planning.rate_correction import Correction
 from windlass.planner.planning.report import ExampleTokens, PlanReport, report_of, with_limits
 from windlass.planner.profiling import BlockTimes, MeasuredBlocks, Profiler, TimingCache, measure_blocks, with_times
 from windlass.planner.simulation import simulated_step_s
-from windlass.planner.solver import DoesNotFitError, Limits, PlannedJob, Solution, candidates, solve_job
+from windlass.planner.solver import DoesNotFitError, Limits, PlannedJob, Solution, budgets_of, candidates, solve_job
 
 # Minimum share by which a change must shorten a step to be worth mentioning.
 WORTH = 0.05

@@ -1,5 +1,9 @@
 """The integer programs that choose where states are resident and what is recomputed."""
 
+from windlass.planner.solver.memory_limits import DRIVER_NBYTES as DRIVER_NBYTES
+from windlass.planner.solver.memory_limits import budgets_of as budgets_of
+from windlass.planner.solver.memory_limits import limits_of as limits_of
+from windlass.planner.solver.memory_limits import processes_nbytes as processes_nbytes
 from windlass.planner.solver.placement_search import DoesNotFitError as DoesNotFitError
 from windlass.planner.solver.placement_search import Solution as Solution
 from windlass.planner.solver.placement_search import candidates as candidates

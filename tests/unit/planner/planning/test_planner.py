@@ -21,10 +21,10 @@ from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import feasibility
 from windlass.planner.planning import planner as planning
 from windlass.planner.planning.feasibility import fits, what_takes_memory, what_would_fit, with_part
-from windlass.planner.planning.memory_limits import DRIVER_NBYTES, limits_of, processes_nbytes
 from windlass.planner.planning.planner import PlanQuestion, planned_job
 from windlass.planner.planning.report import PlanReport
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
+from windlass.planner.solver.memory_limits import DRIVER_NBYTES, limits_of, processes_nbytes
 from windlass.planner.solver.placement_search import DoesNotFitError, candidates
 from windlass.planner.solver.step_cost import PlannedJob
 from windlass.storage.ids import Precision, StatePrecision

@@ -113,7 +113,7 @@ def test_pausing_and_resuming_say_what_becomes_of_the_job(
 ) -> None:
     answers = {"ftjob-1": "paused", "ftjob-2": "pausing"}
     monkeypatch.setattr(ServiceClient, "pause", lambda _client, job: {"status": answers[job]})
-    monkeypatch.setattr(ServiceClient, "resume", lambda _client, job: {"status": "queued"})
+    monkeypatch.setattr(ServiceClient, "resume", lambda _client, job, *, gpus: {"status": "queued"})
     pause("ftjob-1", home=tmp_path)
     pause("ftjob-2", home=tmp_path)
     resume("ftjob-1", home=tmp_path)

@@ -13,8 +13,8 @@ from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes, re
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.memory_limits import DRIVER_NBYTES
 from windlass.planner.planning.report import PlanReport
+from windlass.planner.solver.memory_limits import DRIVER_NBYTES
 from windlass.service.dispatcher import replanner
 from windlass.service.dispatcher.capacity import MachineCapacity
 from windlass.service.jobs.spec_builder import MachineResources, job_dir, plan_request, resolve_job
