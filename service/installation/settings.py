@@ -65,6 +65,11 @@ class Settings(BaseSettings):
     optimizer_threads: int | None = Field(default=None, ge=1)  # of each optimizer; None: by cores and GPUs
     # The devices that the CPU of a machine without GPUs counts as, to try out jobs on several.
     cpu_ranks: int = Field(default=1, ge=1, le=16)
+    # The address at which other boxes reach this one, which then is their head; None: no other box joins.
+    cluster_host: str | None = None
+    cluster_port: int = Field(default=8643, ge=1, le=65535)
+    # Minutes without an answer of the head after which a box ends its attempts, each at a commit.
+    box_lease_minutes: float = Field(default=10, gt=0, le=60 * 24 * 365)
     max_attempts: int = Field(default=5, ge=1)  # that are lost in a row, without a step of progress, before a job fails
     # Names, besides that of this machine alone, under which the service is reached; no port.
     host_names: Annotated[tuple[str, ...], NoDecode] = ()

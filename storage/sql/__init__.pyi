@@ -18,6 +18,8 @@ from windlass.storage.sql.job_status import check_transition as check_transition
 from windlass.storage.sql.models import ApiKey as ApiKey
 from windlass.storage.sql.models import AuditEvent as AuditEvent
 from windlass.storage.sql.models import Base as Base
+from windlass.storage.sql.models import Box as Box
+from windlass.storage.sql.models import BoxInstruction as BoxInstruction
 from windlass.storage.sql.models import Checkpoint as Checkpoint
 from windlass.storage.sql.models import DeletedJob as DeletedJob
 from windlass.storage.sql.models import Dispatcher as Dispatcher
@@ -25,6 +27,7 @@ from windlass.storage.sql.models import File as File
 from windlass.storage.sql.models import Job as Job
 from windlass.storage.sql.models import JobEvent as JobEvent
 from windlass.storage.sql.models import JobMetrics as JobMetrics
+from windlass.storage.sql.models import JoinCode as JoinCode
 from windlass.storage.sql.models import LoginSession as LoginSession
 from windlass.storage.sql.models import Removal as Removal
 from windlass.storage.sql.models import StoredThing as StoredThing

@@ -126,6 +126,8 @@ class Job(Base):
     # The last imported journal record.
     journal_attempt: Mapped[int] = mapped_column(default=0)
     journal_seq: Mapped[int] = mapped_column(BigInteger, default=0)
+    # The last imported event of the box that works on it, by that box's ordinals; 0: none, or it is worked on here.
+    box_cursor: Mapped[int] = mapped_column(BigInteger, default=0, server_default=text("0"))
 
     # --- the end
     error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # code, message, param
@@ -143,6 +145,54 @@ class Dispatcher(Base):
     machine: Mapped[str] = mapped_column(String(64))  # its machine and the machine's boot
     heartbeat: Mapped[int] = mapped_column(BigInteger)  # a counter that grows while it is alive
     expires_at: Mapped[float | None]  # by the database's clock; NULL on SQLite, which has no clock
+
+
+class Box(Base):
+    """A box that has joined this service: it works on jobs of this database with a home and a dispatcher of its own."""
+
+    __tablename__ = "boxes"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(64), unique=True)
+    node: Mapped[str] = mapped_column(String(64), unique=True)  # its home, as in `Job.node`
+    state: Mapped[str] = mapped_column(String(16))  # "ready", "draining", "removed"
+    certificate: Mapped[str] = mapped_column(String(64), unique=True)  # SHA-256 of its certificate, in hex
+    address: Mapped[str] = mapped_column(String(64))  # the address that it last called from
+    joined_at: Mapped[float]
+    seen_at: Mapped[float]  # when it last called
+    facts: Mapped[dict[str, Any]] = mapped_column(JSON)  # what it is made of; see service.fleet
+    capacity: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # what is free on it
+    # The last instruction that it has carried out.
+    instruction_done: Mapped[int] = mapped_column(BigInteger, default=0, server_default=text("0"))
+
+
+class JoinCode(Base):
+    """A code with which one box may join. Only its digest is stored."""
+
+    __tablename__ = "join_codes"
+
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)  # SHA-256 of the code's secret, in hex
+    created_at: Mapped[float]
+    expires_at: Mapped[float]
+    used_at: Mapped[float | None]
+    box_id: Mapped[str | None] = mapped_column(String(64))  # the box that joined with it
+
+
+class BoxInstruction(Base):
+    """An instruction for a box about a job, kept until the box has carried it out."""
+
+    __tablename__ = "box_instructions"
+    __table_args__ = (
+        Index("ix_box_instructions_box", "box_id", "ordinal"),
+        {"sqlite_autoincrement": True},  # an ordinal is never reused, because boxes remember the last one
+    )
+
+    ordinal: Mapped[int] = mapped_column(_Ordinal, primary_key=True, autoincrement=True)
+    box_id: Mapped[str] = mapped_column(ForeignKey("boxes.id", ondelete="CASCADE"))
+    job_id: Mapped[str] = mapped_column(String(64), index=True)
+    kind: Mapped[str] = mapped_column(String(16))  # "take", "cancel", "pause", "resume", "discard"
+    body: Mapped[dict[str, Any]] = mapped_column(JSON)
+    created_at: Mapped[float]
 
 
 class JobEvent(Base):

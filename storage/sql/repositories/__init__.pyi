@@ -8,6 +8,9 @@ from windlass.storage.sql.repositories.api_keys import needs_note as needs_note
 from windlass.storage.sql.repositories.audit import AuditRepository as AuditRepository
 from windlass.storage.sql.repositories.audit import AuditResult as AuditResult
 from windlass.storage.sql.repositories.audit import audit_id as audit_id
+from windlass.storage.sql.repositories.boxes import BoxRepository as BoxRepository
+from windlass.storage.sql.repositories.boxes import BoxState as BoxState
+from windlass.storage.sql.repositories.boxes import Instruction as Instruction
 from windlass.storage.sql.repositories.deletions import DeletionRepository as DeletionRepository
 from windlass.storage.sql.repositories.deletions import RemovalKind as RemovalKind
 from windlass.storage.sql.repositories.events import EventRepository as EventRepository

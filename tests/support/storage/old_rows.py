@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011", "0012")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011", "0012", "0013")
 
 DONE, RUNNING = "ftjob-0123456789abcdef01234567", "ftjob-fedcba987654321001234567"
 MODEL = "ft:tiny:mine:0123456789ab"
@@ -124,6 +124,16 @@ _TABLES: Mapping[str, Mapping[str, tuple[Mapping[str, Any], ...]]] = {
             {"kind": "model", "name": MODEL, "job_id": DONE, "owner": "ann", "node": "node-1", "nbytes": 2**40},
         ),
     },
+    "0013": {
+        "boxes": (
+            {"id": "box-1", "name": "attic", "node": "node-2", "state": "draining", "certificate": "d" * 64}
+            | {"address": "10.0.0.2", "joined_at": 150.0, "seen_at": 151.0, "facts": {}, "instruction_done": 6},
+        ),
+        "join_codes": ({"digest": "c" * 64, "created_at": 149.0, "expires_at": 4e9},),
+        "box_instructions": (
+            {"ordinal": 7, "box_id": "box-1", "job_id": RUNNING, "kind": "pause", "body": {}, "created_at": 152.0},
+        ),
+    },
 }
 _COLUMNS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "0002": {"jobs": {"plan_number": 3}},
@@ -137,6 +147,7 @@ _COLUMNS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "jobs": {"preparation": {"step": "plan_job", "elapsed_s": 2.5}, "launched_at": 111.0, "keeps_place": True},
         "api_keys": {"limits": {"max_running_jobs": 2}},
     },
+    "0013": {"jobs": {"box_cursor": 41}},
 }
 
 

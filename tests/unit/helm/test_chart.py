@@ -70,7 +70,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # Set by other values of the chart, or useless there: `windlass up` measures, and TLS ends at an Ingress.
 SET_ELSEWHERE = {"home", "host", "host_names", "port", "database_url", "ray_address", "ssd_dirs", "host_memory_gib"}
-NOT_SET = {"models_dir", "measure", "tls_certificate", "tls_key"}
+# In a cluster of Kubernetes, boxes are its nodes.
+NOT_SET = {"models_dir", "measure", "tls_certificate", "tls_key", "cluster_host", "cluster_port", "box_lease_minutes"}
 
 Object = dict[str, Any]
 

@@ -64,7 +64,7 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
         ("mfm = 1", "mfm = 1: there is no such setting; did you mean max_file_mib?"),
         (
             "nonsense = 1",
-            "nonsense = 1: there is no such setting; there are compute_threads, cpu_ranks, database_url, ",
+            "nonsense = 1: there is no such setting; there are box_lease_minutes, cluster_host, cluster_port, ",
         ),
         ('home = "/x"', "home = '/x': there is no such setting"),
         ('ssd_dirs = ["ssd"]', "ssd_dirs = ['ssd']: must be absolute paths, got 'ssd'"),

@@ -34,6 +34,7 @@ from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Base
 from windlass.storage.sql.repositories.api_keys import KeyRepository
 from windlass.storage.sql.repositories.audit import AuditRepository
+from windlass.storage.sql.repositories.boxes import BoxRepository
 from windlass.storage.sql.repositories.deletions import DeletionRepository
 from windlass.storage.sql.repositories.events import EventRepository
 from windlass.storage.sql.repositories.files import FileRepository
@@ -160,6 +161,10 @@ def read_all(database: Database, revision: str) -> None:
         assert [each.owner for each in deleted.jobs_to_remove("node-1")] == ["ann"] * (revision >= "0008")
         assert [each.name for each in deleted.to_remove("node-1")] == ["file-gone"] * (revision >= "0008")
         assert StoredRepository(session).nbytes_of("ann") == 2**40 * (revision >= "0012")
+        assert done.box_cursor == (41 if revision >= "0013" else 0)
+        boxes = BoxRepository(session)
+        assert [box.name for box in boxes.all()] == ["attic"] * (revision >= "0013")
+        assert [each.kind for each in boxes.instructions("box-1")] == ["pause"] * (revision >= "0013")
 
 
 def go_on(database: Database) -> None:

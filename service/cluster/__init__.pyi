@@ -1,0 +1,1 @@
+"""Boxes that work for one service: how they join, what they call, and the head's side of it."""

@@ -1,0 +1,1 @@
+"""The box's side: joining, the agent that calls the head, and the files that it fetches and sends."""

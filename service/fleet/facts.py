@@ -1,0 +1,64 @@
+"""What a box is made of."""
+
+import time
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from windlass.storage.sql import Box
+
+# The name of the head among its boxes.
+HEAD_NAME = "head"
+# Seconds without a call after which a box counts as away. It calls every second.
+AWAY_AFTER_S = 15.0
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")  # a newer box may say more
+
+
+class GpuFacts(_Facts):
+    """A GPU as the driver describes it."""
+
+    name: str
+    memory_nbytes: int
+
+
+class SsdFacts(_Facts):
+    """One of a box's SSD directories or block devices."""
+
+    path: str
+    total_nbytes: int
+    free_nbytes: int
+    written_nbytes: int | None = None  # by windlass, since the volume was made; None: not known
+    rated_nbytes: float | None = None  # what its maker says that it may take; None: not set
+
+
+class Finding(_Facts):
+    """Something that `windlass doctor` says about the box."""
+
+    text: str
+    is_problem: bool
+
+
+class BoxFacts(_Facts):
+    """What a box is made of. It is sent when the box joins, and again when something has changed."""
+
+    windlass: str  # the version
+    python: str
+    torch: str
+    ray: str
+    num_cores: int
+    num_gpus: int
+    cpu_ranks: int = 1
+    gpus: tuple[GpuFacts, ...] = ()
+    memory_nbytes: int
+    ssds: tuple[SsdFacts, ...] = ()
+    hardware: dict[str, Any] | None = None  # the measured profile; None: not measured yet
+    findings: tuple[Finding, ...] = ()
+    link_bytes_per_s: float | None = None  # measured between box and head; None: not measured yet
+
+
+def is_away(box: Box) -> bool:
+    """Returns whether a box has not called for too long."""
+    return time.time() - box.seen_at > AWAY_AFTER_S
