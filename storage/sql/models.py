@@ -160,7 +160,7 @@ class Box(Base):
     address: Mapped[str] = mapped_column(String(64))  # the address that it last called from
     joined_at: Mapped[float]
     seen_at: Mapped[float]  # when it last called
-    facts: Mapped[dict[str, Any]] = mapped_column(JSON)  # what it is made of; see service.fleet
+    facts: Mapped[dict[str, Any]] = mapped_column(JSON)  # what it is made of; see service.machine.fleet
     capacity: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # what is free on it
     # The last instruction that it has carried out.
     instruction_done: Mapped[int] = mapped_column(BigInteger, default=0, server_default=text("0"))

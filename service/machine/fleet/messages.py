@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from windlass.service.fleet.facts import BoxFacts
+from windlass.service.machine.fleet.facts import BoxFacts
 from windlass.storage.sql.repositories import BoxState, Instruction
 
 _MOST_ROWS = 1000  # of one job in one call
