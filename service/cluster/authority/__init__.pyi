@@ -1,1 +1,1 @@
-"""Who may call as a box: the certificate authority of a head, join codes, and certificates."""
+"""The right to call as a box: the certificate authority of a head, join codes, and certificates."""

@@ -1,4 +1,4 @@
-"""What a box and its head say to each other. Boxes call; the head answers."""
+"""Messages between a box and its head. Boxes call; the head answers."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ class SsdSpaceReport(_Message):
 
 
 class CapacityReport(_Message):
-    """What is free on a box, as `dispatcher.capacity.MachineCapacity`, and its devices."""
+    """The free space of a box, as `dispatcher.capacity.MachineCapacity`, and its devices."""
 
     num_devices: int
     host_nbytes: int | None = None
@@ -69,7 +69,7 @@ class CheckpointReport(_Message):
 
 
 class JobReport(_Message):
-    """What has become of a job since the last report."""
+    """The changes of a job since the last report."""
 
     id: str
     fields: dict[str, Any]  # columns of its row that the box decides about, in JSON

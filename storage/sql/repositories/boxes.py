@@ -13,7 +13,7 @@ from windlass.storage.sql import Box, BoxInstruction, JoinCode, NotFound
 
 
 class BoxState(StrEnum):
-    """What the service does with a box. Whether it is away follows from the time of its last call."""
+    """A state that the service keeps of a box. Whether it is away follows from the time of its last call."""
 
     READY = "ready"
     DRAINING = "draining"  # it gets no jobs, and its attempts end at a commit
@@ -21,7 +21,7 @@ class BoxState(StrEnum):
 
 
 class Instruction(StrEnum):
-    """What a box is told about a job."""
+    """Kinds of instructions about a job."""
 
     TAKE = "take"  # its rows and files are to be fetched, and it is to be worked on
     CANCEL = "cancel"
