@@ -1,7 +1,7 @@
 """The routes by which a box fetches the files of its jobs, and sends the results."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -14,19 +14,10 @@ from pydantic import BaseModel, ValidationError
 from windlass.service.cluster.head.caller import BoxDep
 from windlass.service.cluster.head.incoming import Incoming, check_result
 from windlass.service.cluster.head.manifest import Manifests
-from windlass.service.dispatcher import RESULT_FILENAME, RESULTS_PURPOSE
-from windlass.service.installation import Settings, node_of
-from windlass.service.machine.fleet import (
-    ContentFile,
-    ContentPending,
-    JobContent,
-    ResultFolder,
-    Where,
-    result_file_id,
-)
+from windlass.service.machine.fleet import ContentFile, ContentPending, JobContent, ResultFolder, Where
 from windlass.service.validation import ApiError
 from windlass.storage.sql import Box, Database, Job, NotFound
-from windlass.storage.sql.repositories import FileRepository, JobRepository, MirrorRepository
+from windlass.storage.sql.repositories import JobRepository, MirrorRepository
 
 OFFSET_HEADER = "Upload-Offset"
 _RANGE = re.compile(r"bytes=([0-9]+)-")
@@ -40,7 +31,7 @@ class Uploaded(BaseModel):
     is_complete: bool
 
 
-def content_router(database: Database, settings: Settings, manifests: Manifests, incoming: Incoming) -> APIRouter:
+def content_router(database: Database, manifests: Manifests, incoming: Incoming) -> APIRouter:
     """Makes the routes. Each serves only the jobs of the calling box."""
     router = APIRouter(prefix="/v1/node")
 
@@ -49,7 +40,7 @@ def content_router(database: Database, settings: Settings, manifests: Manifests,
         """Answers with a job's row and the files that it needs; with 202 while their digests are being computed."""
         with database.read() as session:
             job = own_job(JobRepository(session), box, job_id)
-            row = MirrorRepository(session).row_of(job_id)
+            row = MirrorRepository(session).row_of(job)
         files = manifests.of(job)
         if isinstance(files, ContentPending):
             return JSONResponse(files.model_dump(mode="json"), status_code=HTTPStatus.ACCEPTED)
@@ -59,9 +50,9 @@ def content_router(database: Database, settings: Settings, manifests: Manifests,
     def fetch_content(digest: str, box: BoxDep, range: Annotated[str | None, Header()] = None) -> Response:
         """Sends a file that one of the box's jobs needs, from an offset on."""
 
-        def jobs() -> list[Job]:
+        def jobs() -> Sequence[Job]:
             with database.read() as session:
-                return list(JobRepository(session).held_by([box.node]))
+                return MirrorRepository(session).jobs_of(box)
 
         if (path := manifests.find(jobs, digest)) is None:
             message = f"no job of box {box.name} needs a file with the SHA-256 {digest[:64]}, or it has changed"
@@ -104,9 +95,6 @@ def content_router(database: Database, settings: Settings, manifests: Manifests,
         with database.read() as session:
             job = own_job(JobRepository(session), box, job_id)
         incoming.place(job, folder)
-        if folder.where is Where.FILE:
-            for file in folder.files:
-                _add_result_file(database, settings, job, file.nbytes)
 
     return router
 
@@ -130,22 +118,6 @@ def _uploaded_file(path: str, where: Where, nbytes: int, sha256: str) -> Content
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"])
         raise ApiError(f"{param}: {first['msg']}", param=param, code="invalid_value") from None
-
-
-def _add_result_file(database: Database, settings: Settings, job: Job, nbytes: int) -> None:
-    with database.write() as session:
-        files = FileRepository(session)
-        try:
-            files.get(result_file_id(job.id))
-        except NotFound:
-            files.add(
-                file_id=result_file_id(job.id),
-                filename=RESULT_FILENAME,
-                purpose=RESULTS_PURPOSE,
-                nbytes=nbytes,
-                owner=job.owner,
-                node=node_of(settings.home),
-            )
 
 
 def _send_file(path: Path, range: str | None) -> Response:

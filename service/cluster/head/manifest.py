@@ -1,7 +1,7 @@
 """The files that a box needs to run a job, each with its digest."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,7 +97,7 @@ class Manifests:
             self._known[job.id] = {file.sha256: file for file in files_found}
         return files_found
 
-    def find(self, jobs: Callable[[], list[Job]], digest: str) -> Path | None:
+    def find(self, jobs: Callable[[], Sequence[Job]], digest: str) -> Path | None:
         """Returns the path of a file that one of these jobs needs, by its digest; None if there is none.
 
         None also if the file has changed since its digest was computed.
@@ -113,10 +113,10 @@ class Manifests:
                 return path
         return None
 
-    def forget_all_but(self, job_ids: "set[str]") -> None:
+    def forget_all_but(self, job_ids: Collection[str]) -> None:
         """Forgets the files of jobs that no box has any more."""
         with self._lock:
-            for job_id in self._known.keys() - job_ids:
+            for job_id in self._known.keys() - set(job_ids):
                 del self._known[job_id]
 
     def _unchanged(self, job: Job, file: ContentFile) -> Path | None:
