@@ -13,6 +13,7 @@ from windlass.storage.sql.repositories.boxes import BoxState as BoxState
 from windlass.storage.sql.repositories.boxes import Instruction as Instruction
 from windlass.storage.sql.repositories.deletions import DeletionRepository as DeletionRepository
 from windlass.storage.sql.repositories.deletions import RemovalKind as RemovalKind
+from windlass.storage.sql.repositories.deletions import RetentionRepository as RetentionRepository
 from windlass.storage.sql.repositories.events import EventRepository as EventRepository
 from windlass.storage.sql.repositories.files import FileRepository as FileRepository
 from windlass.storage.sql.repositories.files import new_file_id as new_file_id
@@ -29,7 +30,6 @@ from windlass.storage.sql.repositories.mirror import MirroredCheckpoint as Mirro
 from windlass.storage.sql.repositories.mirror import MirroredEvent as MirroredEvent
 from windlass.storage.sql.repositories.mirror import MirroredFile as MirroredFile
 from windlass.storage.sql.repositories.mirror import MirrorRepository as MirrorRepository
-from windlass.storage.sql.repositories.retention import RetentionRepository as RetentionRepository
 from windlass.storage.sql.repositories.stored import Stored as Stored
 from windlass.storage.sql.repositories.stored import StoredRepository as StoredRepository
 from windlass.storage.sql.repositories.webhooks import EVENT_TYPES as EVENT_TYPES

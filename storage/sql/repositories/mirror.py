@@ -1,4 +1,4 @@
-"""Jobs that another box works on. The head gives them away and keeps copies of their rows, renewed by the box's reports.
+"""Jobs that another box works on. The head gives them away and keeps copies of their rows, which reports renew.
 
 A job's row in the database of its box is the authority. The head's row is a copy, except for what users have requested
 and the box has not carried out yet. Every method may be repeated with the same arguments: a lost answer, a killed
