@@ -219,7 +219,10 @@ def _requeue_after_pause(settings: Settings, session: Session, job: Job) -> None
     else:
         plans = plans_of(settings, job)
         has_new_plan = bool(plans) and plans[-1].from_attempt == job.attempt + 1
-        why = "so that another goes on with the new plan" if has_new_plan else "and was resumed before: it goes on"
+        if (hold := read_hold(settings.home)) is not None:
+            why = f"because {hold}; the job goes on by itself afterwards"
+        else:
+            why = "so that another goes on with the new plan" if has_new_plan else "and was resumed before: it goes on"
         message = f"Attempt {job.attempt} ended after step {now.step}, {why}"
         _end_attempt(session, job, message, level="info", num_lost=0)
 

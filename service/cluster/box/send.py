@@ -26,6 +26,21 @@ _AGAIN = frozenset(("wrong_offset", "wrong_digest", "busy", "missing_content"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A folder below a job's folder. `is_whole`: the head removes the files that are not in it any more."""
+
+    name: str
+    pattern: str
+    is_whole: bool
+
+
+_PARTS = (
+    _Part(name="plans", pattern="plans/[0-9]*.json", is_whole=False),
+    _Part(name="timeline", pattern="timeline/step-*.json", is_whole=True),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sender:
     """Sends the results of this box's jobs."""
 
@@ -34,9 +49,13 @@ class Sender:
 
     # --- what has arrived ---------------------------------------------------------------------------------------------
 
-    def has_sent(self, job_id: str, name: str) -> bool:
-        """Returns whether a folder or file of a job has arrived at the head."""
-        return name in self._sent(job_id)
+    def has_sent(self, job_id: str, name: str, version: str = "") -> bool:
+        """Returns whether this version of a folder or file of a job has arrived at the head."""
+        return self._sent(job_id).get(name) == version
+
+    def has_sent_parts(self, job_id: str) -> bool:
+        """Returns whether the job's plans and timelines have arrived as they are now."""
+        return all(self._sent(job_id).get(part.name) == state for part, _, state in self._parts(job_id))
 
     def forget_sent(self, job_id: str, name: str) -> None:
         """Notes that the head does not have a folder or file any more, so that it is sent again."""
@@ -64,7 +83,13 @@ class Sender:
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def send_model(
-        self, job_id: str, name: str, *, cancel: CancelToken, on_begin: Callable[[Progress], None] = lambda _: None
+        self,
+        job_id: str,
+        name: str,
+        *,
+        version: str = "",
+        cancel: CancelToken,
+        on_begin: Callable[[Progress], None] = lambda _: None,
     ) -> None:
         """Sends the folder of a model or checkpoint. Raises as `_send`, and FileNotFoundError if there is none."""
         root = self.settings.fine_tuned_dir
@@ -72,7 +97,7 @@ class Sender:
             raise FileNotFoundError(f"there is no model in {root / name}")
         paths = sorted(path for path in (root / name).rglob("*") if path.is_file())
         self._send(job_id, Where.FINE_TUNED, name, paths, cancel, on_begin)
-        self._write(job_id, {**self._sent(job_id), name: ""})
+        self._write(job_id, {**self._sent(job_id), name: version})
 
     def send_file(self, job_id: str, file_id: str, *, cancel: CancelToken) -> None:
         """Sends a result file. Raises as `_send`."""
@@ -81,13 +106,18 @@ class Sender:
 
     def send_parts(self, job_id: str, *, cancel: CancelToken) -> None:
         """Sends the job's plans and its last timelines, as far as they have changed. Raises as `_send`."""
+        for part, paths, state in self._parts(job_id):
+            if self._sent(job_id).get(part.name) != state:
+                self._send(job_id, Where.JOB, part.name if part.is_whole else None, paths, cancel)
+                self._write(job_id, {**self._sent(job_id), part.name: state})
+
+    def _parts(self, job_id: str) -> Iterator[tuple["_Part", Sequence[Path], str]]:
+        """Yields the parts of a job's folder that the head shows, with their files and these files' state."""
         root = root_of(self.settings, job_id, Where.JOB)
-        for name, pattern, is_whole in (("plans", "plans/[0-9]*.json", False), ("timeline", "timeline/*.json", True)):
-            paths = [path for path in sorted(root.glob(pattern)) if path.is_file()]
-            state = _state_of(paths)
-            if paths and self._sent(job_id).get(name) != state:
-                self._send(job_id, Where.JOB, name if is_whole else None, paths, cancel)
-                self._write(job_id, {**self._sent(job_id), name: state})
+        for part in _PARTS:
+            paths = [path for path in sorted(root.glob(part.pattern)) if path.is_file()]
+            if paths:
+                yield part, paths, _state_of(paths)
 
     def _send(
         self,

@@ -1,7 +1,7 @@
 """The files that a box needs to run a job, each with its digest."""
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,11 +113,10 @@ class Manifests:
                 return path
         return None
 
-    def forget_all_but(self, job_ids: Collection[str]) -> None:
-        """Forgets the files of jobs that no box has any more."""
+    def forget(self, job_id: str) -> None:
+        """Forgets the files of a job that no box has any more."""
         with self._lock:
-            for job_id in self._known.keys() - set(job_ids):
-                del self._known[job_id]
+            self._known.pop(job_id, None)
 
     def _unchanged(self, job: Job, file: ContentFile) -> Path | None:
         path = place_of(self._settings, job.id, file)

@@ -78,6 +78,11 @@ class ResultFolder(_Message):
     files: tuple[ContentFile, ...] = Field(max_length=_MAX_FILES)
 
 
+def taken_dir(home: Path) -> Path:
+    """Returns the folder with the lists of files of the jobs that a box has taken. Only the home of a box has it."""
+    return home / "taken"
+
+
 def root_of(settings: Settings, job_id: str, where: Where) -> Path:
     """Returns the folder that paths of this kind are relative to."""
     roots = {
