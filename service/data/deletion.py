@@ -182,6 +182,11 @@ def remove_job_files(settings: Settings, job_id: str, *, attempt: int, model: st
     return True
 
 
+def remove_job_folder(settings: Settings, job_id: str) -> None:
+    """Removes the folder of a job that never began. Raises OSError."""
+    _remove_tree(job_dir(settings, job_id))
+
+
 def _checkpoints_beside(model: Path) -> list[Path]:
     """Lists the checkpoints of a model, also those whose removal has begun."""
     found = []

@@ -4,9 +4,8 @@ Nothing here is needed after a restart: what has arrived lies in the home.
 """
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,9 +41,14 @@ class _Transfer:
     """A transfer of one job's files."""
 
     cancel: CancelToken = field(default_factory=CancelToken)
-    text: str = ""  # how far it is, or why it does not go on
+    text: str = ""  # its state, or why it does not go on, while it has no progress
+    progress: Progress | None = None
     task: "Future[Any] | None" = None
     retry_at: float = 0.0  # by the monotonic clock
+
+    def show(self, progress: Progress) -> None:
+        """Shows the progress of a part."""
+        self.progress = progress
 
 
 class Takings:
@@ -80,7 +84,12 @@ class Takings:
 
     def texts(self) -> dict[str, str]:
         """Returns how far each job's files are copied, in words for users."""
-        return {job_id: transfer.text for job_id, transfer in self._transfers.items()}
+        return {job_id: self._text(transfer) for job_id, transfer in list(self._transfers.items())}
+
+    def _text(self, transfer: _Transfer) -> str:
+        if (progress := transfer.progress) is None:
+            return transfer.text
+        return f"{amount_text(progress)} copied to box {self._box_name()}, {rate_text(progress)}"
 
     def end(self, job_id: str) -> bool:
         """Ends the fetching of a job. Returns False if its thread has not ended yet."""
@@ -121,24 +130,14 @@ class Takings:
             transfer.cancel.check()
             time.sleep(_PENDING_S)
         write_atomically(self._path(job_id), content.model_dump_json())
-
-        def show(progress: Progress) -> None:
-            threading.Thread(target=self._show, args=(transfer, progress), name="progress", daemon=True).start()
-
-        self._blobs.fetch(
-            self._link,
-            job_id,
-            content.files,
-            cancel=transfer.cancel,
-            in_use=self._in_use(but=job_id),
-            on_begin=show,
-        )
+        in_use = self._in_use(but=job_id)
+        try:
+            self._blobs.fetch(
+                self._link, job_id, content.files, cancel=transfer.cancel, in_use=in_use, on_begin=transfer.show
+            )
+        finally:
+            transfer.progress = None
         return content.row
-
-    def _show(self, transfer: _Transfer, progress: Progress) -> None:
-        while transfer.task is not None and not transfer.task.done():
-            transfer.text = f"{amount_text(progress)} copied to box {self._box_name()}, {rate_text(progress)}"
-            time.sleep(_PENDING_S)
 
     def _in_use(self, *, but: str) -> set[str]:
         contents = (self._content(job_id) for job_id in self.taken() if job_id != but)
@@ -171,7 +170,7 @@ class Sendings:
         if transfer.task is not None:
             if not transfer.task.done():
                 return
-            task, transfer.task = transfer.task, None
+            task, transfer.task, transfer.progress, transfer.text = transfer.task, None, None, ""
             try:
                 task.result()
             except _EXPECTED as error:
@@ -198,7 +197,10 @@ class Sendings:
     def text(self, job_id: str) -> str:
         """Returns how far the results of a job are sent, in words for users."""
         transfer = self._transfers.get(job_id)
-        how_far = transfer.text if transfer is not None else ""
+        how_far = "" if transfer is None else transfer.text
+        if transfer is not None and (progress := transfer.progress) is not None:
+            percent = 100 * progress.done_nbytes // max(progress.total_nbytes, 1)
+            how_far = f"{percent} % of {progress.total_nbytes / GIB:.1f} GiB, {rate_text(progress)}"
         return f"its results are being copied from box {self._box_name()}" + (f": {how_far}" if how_far else "")
 
     def send_again(self, job_id: str, names: Collection[str]) -> None:
@@ -245,30 +247,21 @@ class Sendings:
         ]
 
     def _send(self, job: JobReport, transfer: _Transfer) -> None:
-        def show(progress: Progress) -> None:
-            threading.Thread(target=self._show, args=(transfer, progress), name="progress", daemon=True).start()
-
         for each in self._unsent_checkpoints(job):
             with suppress(FileNotFoundError):  # the job has removed it, or replaces it
                 self._sender.send_model(
-                    job.id, each.model, version=_version(each), cancel=transfer.cancel, on_begin=show
+                    job.id, each.model, version=_version(each), cancel=transfer.cancel, on_begin=transfer.show
                 )
         if _is_over(job):
             model = job.fields["fine_tuned_model"]
             if model is not None and not self._sender.has_sent(job.id, model):
-                self._sender.send_model(job.id, model, cancel=transfer.cancel, on_begin=show)
+                self._sender.send_model(job.id, model, cancel=transfer.cancel, on_begin=transfer.show)
             for file_id in job.fields["result_files"]:
                 if not self._sender.has_sent(job.id, file_id):
                     self._sender.send_file(job.id, file_id, cancel=transfer.cancel)
         with suppress(FileNotFoundError):  # an old timeline was removed; the next try sends what is there then
             self._sender.send_parts(job.id, cancel=transfer.cancel)
         self._parts_at[job.id] = time.monotonic() + _PARTS_INTERVAL_S
-
-    def _show(self, transfer: _Transfer, progress: Progress) -> None:
-        while transfer.task is not None and not transfer.task.done():
-            percent = 100 * progress.done_nbytes // max(progress.total_nbytes, 1)
-            transfer.text = f"{percent} % of {progress.total_nbytes / GIB:.1f} GiB, {rate_text(progress)}"
-            time.sleep(_PENDING_S)
 
 
 def amount_text(progress: Progress) -> str:
