@@ -47,6 +47,7 @@ class JobsOnBox(BaseModel):
     """Some of a box's jobs, in the order of the queue. `data`: at most 50 that the caller may see."""
 
     total: int
+    begun: int  # those with an attempt, so that they have states
     of_others: int  # those that the caller may not see
     data: list[JobOnBox]
 
@@ -55,7 +56,8 @@ class JobsOnBox(BaseModel):
         """Converts rows. `only_of`: the user whose jobs the caller may see; None: all."""
         seen = [job for job in jobs if only_of is None or job.owner == only_of]
         data = [JobOnBox.of(job) for job in seen[:_MAX_JOBS]]
-        return cls(total=len(jobs), of_others=len(jobs) - len(seen), data=data)
+        begun = sum(job.attempt > 0 for job in jobs)
+        return cls(total=len(jobs), begun=begun, of_others=len(jobs) - len(seen), data=data)
 
 
 class BoxJobs(BaseModel):
