@@ -63,16 +63,16 @@ def create_app(
         files.remove_partial_uploads(settings.files_dir)
         migrate(settings.database_url)
         database = Database(settings.database_url)
-        limits = RateLimits(settings.requests_per_minute)
+        limits, facts = RateLimits(settings.requests_per_minute), FactsHere(settings)
         app.state.context = Context(
             settings=settings,
             database=database,
             hub_files=hub_files,
             limits=limits,
             news=EventFeed(database),
-            facts=FactsHere(settings),
+            facts=facts,
         )
-        app.state.request_metrics.registry.register(JobCollector(database, settings))
+        app.state.request_metrics.registry.register(JobCollector(database, settings, facts))
         try:
             if not starts_without_keys:
                 require_auth_if_exposed(settings, database)

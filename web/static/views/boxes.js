@@ -193,7 +193,7 @@ function reasonOf(box) {
   }
   const draining = `Draining${since(box.state_since)}: it gets no jobs, and its attempts end at a commit.`;
   if (box.state !== "away") return box.is_draining ? draining : null;
-  return `Away${since(box.away_since)}: it does not call.${waits}${box.is_draining ? ` ${draining}` : ""}`;
+  return `Away${since(box.away_since)}: it does not call, and its figures are the last ones.${waits}${box.is_draining ? ` ${draining}` : ""}`;
 }
 
 /** The bars of a card: name, value from 0 to 1, or null if it is not known, what it says, and whether it warns. */
@@ -201,7 +201,7 @@ function barsOf({ devices, memory, ssds }) {
   const kind = devices.kind === "gpu" ? "GPUs" : "CPU devices";
   const used = memory.free_bytes === null ? null : Math.max(0, memory.total_bytes - memory.free_bytes);
   const bars = [
-    { name: kind, share: devices.total ? devices.used / devices.total : null, text: `${devices.used} of ${devices.total}` },
+    { name: kind, share: devices.total ? devices.used / devices.total : null, text: `${devices.used} of ${devices.total} used` },
     {
       name: "Memory",
       share: used === null || !memory.total_bytes ? null : used / memory.total_bytes,
@@ -226,15 +226,9 @@ function barsOf({ devices, memory, ssds }) {
   return bars;
 }
 
-function wearOf({ worn, written_bytes: written, rated_bytes: rated }) {
-  if (written === null) return `${format.bytes(rated)} rated`;
-  if (worn === null) return `${format.bytes(written)} written`;
-  return `${format.bytes(written)} written, ${percent(worn)} of the rating`;
-}
-
-function percent(share) {
-  const value = 100 * share;
-  return value > 0 && value < 1 ? "less than 1 %" : `${Math.round(value)} %`;
+function wearOf({ written_bytes: written, rated_bytes: rated }) {
+  if (written === null) return `rated for ${format.bytes(rated)}`;
+  return rated === null ? `${format.bytes(written)} written` : `${format.bytes(written)} of ${format.bytes(rated)} rated`;
 }
 
 function renderBars(list, bars) {
