@@ -22,3 +22,5 @@ from windlass.service.machine.fleet.messages import MetricsReport as MetricsRepo
 from windlass.service.machine.fleet.messages import SsdSpaceReport as SsdSpaceReport
 from windlass.service.machine.fleet.messages import SyncReply as SyncReply
 from windlass.service.machine.fleet.messages import SyncRequest as SyncRequest
+from windlass.service.machine.fleet.ssd_ledger import note_written as note_written
+from windlass.service.machine.fleet.ssd_ledger import written_by_ssd as written_by_ssd

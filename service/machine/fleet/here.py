@@ -15,6 +15,7 @@ from windlass.service.installation import Settings, find_gpus, num_cores
 from windlass.service.machine import measured_hardware
 from windlass.service.machine.fleet.facts import BoxFacts, Finding, GpuFacts, SsdFacts
 from windlass.service.machine.fleet.findings import findings_here
+from windlass.service.machine.fleet.ssd_ledger import written_by_ssd
 from windlass.storage.integrity import StoreError
 from windlass.storage.memory import directory_free_nbytes, directory_nbytes
 from windlass.storage.ssd import Volume, device_nbytes, has_volume, is_block_device
@@ -104,6 +105,7 @@ def _gpus_of(hardware: Hardware | None) -> tuple[GpuFacts, ...]:
 
 def _ssds(settings: Settings) -> tuple[tuple[SsdFacts, ...], Sequence[Finding]]:
     rated = settings.ssd_endurance_nbytes or (None,) * len(settings.ssd_dirs)
+    written = written_by_ssd(settings)
     ssds, troubles = [], []
     for path, rated_nbytes in zip(settings.ssd_dirs, rated, strict=True):
         total_nbytes = free_nbytes = 0
@@ -112,7 +114,13 @@ def _ssds(settings: Settings) -> tuple[tuple[SsdFacts, ...], Sequence[Finding]]:
         except (OSError, StoreError, ValueError) as error:
             troubles.append(Finding(text=f"SSD {path} cannot be read: {error}", is_problem=True))
         ssds.append(
-            SsdFacts(path=str(path), total_nbytes=total_nbytes, free_nbytes=free_nbytes, rated_nbytes=rated_nbytes)
+            SsdFacts(
+                path=str(path),
+                total_nbytes=total_nbytes,
+                free_nbytes=free_nbytes,
+                written_nbytes=written.get(str(path)),
+                rated_nbytes=rated_nbytes,
+            )
         )
     return tuple(ssds), troubles
 

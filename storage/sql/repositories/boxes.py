@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import CursorResult, delete, func, select, update
+from sqlalchemy import CursorResult, delete, func, or_, select, update
 from sqlalchemy.orm import Session, load_only
 
 from windlass.storage.sql import ACTIVE_STATUSES, Box, BoxInstruction, Job, JobStatus, JoinCode, NotFound
@@ -142,6 +142,16 @@ class BoxRepository:
         )
         query = select(Job).options(columns).where(Job.status.in_(ACTIVE_STATUSES))
         return self._session.scalars(query.order_by(Job.priority, Job.created_at, Job.id)).all()
+
+    def trained_at(self, node: str, *, ended_after_s: float) -> Sequence[tuple[str, float | None]]:
+        """Lists ids and ends of the jobs that this home trained: unfinished ones, and those that ended after a time.
+
+        Jobs that another box trained for this home are left out.
+        """
+        is_here = (or_(Job.node == node, Job.node.is_(None)), Job.attempt > 0, Job.box_cursor == 0)
+        is_new = or_(Job.status.in_(ACTIVE_STATUSES), Job.finished_at > ended_after_s)
+        rows = self._session.execute(select(Job.id, Job.finished_at).where(*is_here, is_new))
+        return [(row.id, row.finished_at) for row in rows]
 
     def remove(self, box_id: str, *, head: str) -> Box:
         """Removes a box, and takes its unfinished jobs from it. `head`: the home of the service.
