@@ -34,8 +34,8 @@ def facts_of_this_box(settings: Settings) -> BoxFacts:
 class FactsHere:
     """The facts of this box for a process that needs them often.
 
-    A thread lists the GPUs and looks for findings, so that `read` returns soon, with the last ones. GPUs are there from
-    the first time on, findings once the thread has them.
+    A thread lists the GPUs and looks for findings, so that `read` returns soon, with the last ones. The first call
+    waits a second for them.
     """
 
     def __init__(self, settings: Settings, *, look: Callable[[], Sequence[Finding]] = findings_here) -> None:
@@ -50,25 +50,24 @@ class FactsHere:
         """Returns the facts, with the space that is free now."""
         with self._lock:
             is_first, now_s = self._looked_at is None, time.monotonic()
+            thread = None
             if self._looked_at is None or now_s - self._looked_at > _LASTS_S:
                 self._looked_at = now_s
-                if is_first:
-                    self._gpus = _gpus_here()
                 thread = threading.Thread(target=self._look_again, name="findings", daemon=True)
                 thread.start()
-                waits_for = thread if is_first else None
-            else:
-                waits_for = None
-        if waits_for is not None:
-            waits_for.join(_FIRST_WAIT_S)
+        if is_first and thread is not None:
+            thread.join(_FIRST_WAIT_S)
         with self._lock:
             gpus, findings = self._gpus, self._findings
         return _facts(self._settings, gpus, findings)
 
     def _look_again(self) -> None:
-        gpus, findings = _gpus_here(), self._look()
+        gpus = _gpus_here()
         with self._lock:
-            self._gpus, self._findings = gpus, findings
+            self._gpus = gpus
+        findings = self._look()
+        with self._lock:
+            self._findings = findings
 
 
 def _gpus_here() -> tuple[GpuFacts, ...]:

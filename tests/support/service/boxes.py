@@ -36,7 +36,7 @@ def make_facts(*, num_gpus: int = 2, **more: Any) -> BoxFacts:
 
 
 def make_capacity(*, num_devices: int = 2, free_nbytes: int = 200 * GIB) -> CapacityReport:
-    """What is free on such a box."""
+    """The report of such a box on what is free."""
     ssds = tuple(SsdSpaceReport(disk=path, free_nbytes=nbytes) for path, nbytes in (("/mnt/a", TIB), ("/mnt/b", GIB)))
     return CapacityReport(num_devices=num_devices, room_nbytes=free_nbytes, ssds=ssds)
 

@@ -34,17 +34,17 @@ class BoxView:
 
     @property
     def is_removed(self) -> bool:
-        """Whether the box was removed."""
+        """True once the box was removed."""
         return self.row is not None and self.row.state == BoxState.REMOVED.value
 
     @property
     def is_draining(self) -> bool:
-        """Whether the box gets no jobs and ends its attempts."""
+        """True while the box gets no jobs and ends its attempts."""
         return self.row is not None and self.row.state == BoxState.DRAINING.value
 
     @property
     def is_away(self) -> bool:
-        """Whether the box has not called for too long."""
+        """True while the box has not called for too long."""
         return self.row is not None and is_away(self.row)
 
     @property
