@@ -60,7 +60,8 @@ class Housekeeping:
         self._wall_clock = wall_clock
         self._removal: Future[bool] | None = None
         self._measurement: Future[float] | None = None
-        self._check_at = self._delete_old_at = self._trust_clock_at = self._measure_at = self._note_at = clock()
+        self._check_at = self._delete_old_at = self._trust_clock_at = self._measure_at = clock()
+        self._note_at = self._check_at + _NOTE_INTERVAL_S
         self._offset_s = wall_clock() - self._check_at
 
     def tick(self, busy: Collection[str] = ()) -> None:

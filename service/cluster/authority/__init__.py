@@ -1,4 +1,4 @@
-"""Who may call as a box: the certificate authority of a head, join codes, and certificates."""
+"""The right to call as a box: the certificate authority of a head, join codes, and certificates."""
 
 from windlass.exports import lazy_exports
 

@@ -14,11 +14,7 @@ from windlass.service.machine.fleet.findings import findings_here as findings_he
 from windlass.service.machine.fleet.here import FactsHere as FactsHere
 from windlass.service.machine.fleet.here import facts_of_this_box as facts_of_this_box
 from windlass.service.machine.fleet.messages import CapacityReport as CapacityReport
-from windlass.service.machine.fleet.messages import CheckpointReport as CheckpointReport
-from windlass.service.machine.fleet.messages import EventReport as EventReport
 from windlass.service.machine.fleet.messages import InstructionMessage as InstructionMessage
-from windlass.service.machine.fleet.messages import JobReport as JobReport
-from windlass.service.machine.fleet.messages import MetricsReport as MetricsReport
 from windlass.service.machine.fleet.messages import SsdSpaceReport as SsdSpaceReport
 from windlass.service.machine.fleet.messages import SyncReply as SyncReply
 from windlass.service.machine.fleet.messages import SyncRequest as SyncRequest

@@ -1,4 +1,4 @@
-"""What a box is made of."""
+"""The parts of a box, as it describes them itself."""
 
 import time
 from typing import Any
@@ -42,7 +42,7 @@ class Finding(_Facts):
 
 
 class BoxFacts(_Facts):
-    """What a box is made of. It is sent when the box joins, and again when something has changed."""
+    """The parts of a box. They are sent when it joins, and again when something has changed."""
 
     windlass: str  # the version
     python: str

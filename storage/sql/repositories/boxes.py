@@ -15,7 +15,7 @@ from windlass.storage.sql.repositories.jobs import JobRepository
 
 
 class BoxState(StrEnum):
-    """What the service does with a box. Whether it is away follows from the time of its last call."""
+    """A state that the service keeps of a box. Whether it is away follows from the time of its last call."""
 
     READY = "ready"
     DRAINING = "draining"  # it gets no jobs, and its attempts end at a commit
@@ -23,13 +23,12 @@ class BoxState(StrEnum):
 
 
 class Instruction(StrEnum):
-    """What a box is told about a job."""
+    """Kinds of instructions about a job."""
 
     TAKE = "take"  # its rows and files are to be fetched, and it is to be worked on
     CANCEL = "cancel"
     PAUSE = "pause"
     RESUME = "resume"
-    DISCARD = "discard"  # everything of it is to be removed; the service has all that it needs
 
 
 class BoxRepository:
