@@ -141,7 +141,7 @@ def test_box_is_drained_resumed_and_removed_after_a_question(service: LiveServic
     dialog = page.get_by_role("dialog", name="Remove box attic?")
     expect(dialog.locator("#remove-points")).to_contain_text("1 job that has not begun goes back to the queue.")
     expect(dialog.locator("#remove-points")).to_contain_text("1 job that has begun waits until a person starts each")
-    expect(page.get_by_role("button", name="Keep it").last).to_be_focused()
+    expect(page.get_by_role("button", name="Keep the box")).to_be_focused()
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
     with service.database.read() as session:

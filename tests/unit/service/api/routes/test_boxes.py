@@ -214,6 +214,13 @@ def test_user_sees_boxes_and_counts_of_others_jobs(settings: Settings) -> None:
         assert world.ask("root", "GET", "/v1/boxes/cellar").json()["jobs"]["waiting"]["of_others"] == 0
 
 
+def test_page_offers_changes_of_boxes_to_admins_only(settings: Settings) -> None:
+    with keyed_world(settings) as world:
+        pages = {who: world.ask(who, "GET", "/").text for who in ("alice", "root")}
+    for mark in ("data-admin", 'id="join-open"'):
+        assert [mark in pages[who] for who in ("alice", "root")] == [False, True]
+
+
 def test_findings_are_looked_for_by_a_thread_and_not_again_soon(tmp_path: Path) -> None:
     looks = []
 
