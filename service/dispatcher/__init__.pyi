@@ -1,5 +1,6 @@
 """The dispatcher: the process that takes jobs from queued to done, with queue, launch, outcomes and leases."""
 
+from windlass.service.dispatcher.capacity import read_capacity as read_capacity
 from windlass.service.dispatcher.outcomes import cancel_job as cancel_job
 from windlass.service.dispatcher.outcomes import fail_job as fail_job
 from windlass.service.dispatcher.outcomes import handle_loss as handle_loss

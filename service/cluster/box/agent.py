@@ -7,6 +7,7 @@ the head tells. So it may be killed at any time, and an answer may be lost.
 import hashlib
 import json
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +15,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import httpx
+
 from windlass.service.cluster.box.head_link import HeadLink, LinkError, RemovedError
 from windlass.service.cluster.box.transfers import Sendings, Takings
 from windlass.service.data import deletion
+from windlass.service.dispatcher import read_capacity
 from windlass.service.installation import Settings, about, node_of
+from windlass.service.jobs import MachineResources
 from windlass.service.machine.fleet import (
     BoxFacts,
     CapacityReport,
+    FactsHere,
     InstructionMessage,
+    SsdSpaceReport,
     SyncReply,
     SyncRequest,
     model_name,
@@ -389,3 +396,42 @@ def _lasting(facts: BoxFacts) -> BoxFacts:
     """Returns the facts without what changes all the time."""
     ssds = tuple(ssd.model_copy(update={"free_nbytes": 0, "written_nbytes": None}) for ssd in facts.ssds)
     return facts.model_copy(update={"ssds": ssds})
+
+
+def functions_of(settings: Settings) -> BoxFunctions:
+    """Returns the looks at this box."""
+    facts, num_devices = FactsHere(settings), MachineResources.here(settings).num_devices
+
+    def capacity() -> CapacityReport:
+        free = read_capacity(settings)
+        ssds = [
+            SsdSpaceReport(disk=ssd.disk, free_nbytes=ssd.free_nbytes, rate=ssd.rate, held=dict(ssd.held))
+            for ssd in free.ssds
+        ]
+        return CapacityReport(
+            num_devices=num_devices,
+            host_nbytes=free.host_nbytes,
+            room_nbytes=free.room_nbytes,
+            buffers=dict(free.buffers),
+            ssds=tuple(ssds),
+        )
+
+    return BoxFunctions(facts=facts.read, capacity=capacity)
+
+
+def run_agent(settings: Settings, client: httpx.Client, name: str) -> None:
+    """Works for a head until SIGTERM, or until the head has removed this box.
+
+    `client`: calls the head with this box's certificate (`HeadLink`). `name`: the box's, as the head has it.
+    """
+    ending = threading.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda _signum, _frame: ending.set())
+    database = Database(settings.database_url)
+    try:
+        agent = Agent(database, settings, HeadLink(client), functions_of(settings), name=name)
+        run_until(ending, agent)
+    except RemovedError as error:
+        _LOG.warning("%s: this box begins no more attempts; `windlass node leave` ends its part", error)
+    finally:
+        database.close()

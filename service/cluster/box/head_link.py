@@ -70,9 +70,10 @@ class HeadLink:
 
     def content(self, digest: str, offset: int) -> Iterator[bytes]:
         """Yields a content from an offset on."""
-        with _errors(), self._client.stream(
-            "GET", f"{_PREFIX}/content/{digest}", headers={"Range": f"bytes={offset}-"}
-        ) as answer:
+        with (
+            _errors(),
+            self._client.stream("GET", f"{_PREFIX}/content/{digest}", headers={"Range": f"bytes={offset}-"}) as answer,
+        ):
             if answer.is_error:
                 answer.read()
             _check(answer)

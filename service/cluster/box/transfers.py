@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from windlass.amounts import GIB
 from windlass.service.cluster.box.fetch import Blobs, NoRoomHereError, Progress, WrongContentError
-from windlass.service.cluster.box.head_link import HeadLink, LinkError, RemovedError
+from windlass.service.cluster.box.head_link import HeadLink, LinkError
 from windlass.service.cluster.box.send import Sender
 from windlass.service.installation import Settings, about
 from windlass.service.machine.fleet import ContentPending, JobContent, taken_dir
