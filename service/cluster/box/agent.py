@@ -305,9 +305,6 @@ class Agent:
     def _try(self, each: InstructionMessage) -> bool:
         if each.kind is Instruction.TAKE:
             return self._take(each.job_id)
-        if each.kind is Instruction.DISCARD:
-            job = self._find(each.job_id)
-            return job is None or self._discard(each.job_id, job)
         with self._database.write() as session:
             refusal = MirrorRepository(session).carry_out(each.kind, each.job_id, each.body)
         if refusal is not None:

@@ -165,7 +165,10 @@ class Sendings:
         self._parts_at: dict[str, float] = {}
 
     def go_on(self, job: JobReport) -> None:
-        """Sends what is new of a job, in the background. `job`: a report of all that the box has. Raises RemovedError."""
+        """Sends what is new of a job, in the background. Raises RemovedError.
+
+        `job`: a report of all that the box has.
+        """
         transfer = self._transfers.setdefault(job.id, _Transfer())
         if transfer.task is not None:
             if not transfer.task.done():

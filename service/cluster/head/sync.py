@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,7 +101,7 @@ class _Syncing:
             )
         return reply, after
 
-    def _apply(self, session: Session, box: Box, report: JobReport, after: _After) -> Sequence[str]:
+    def _apply(self, session: Session, box: Box, report: JobReport, after: _After) -> tuple[str, ...]:
         """Writes a report. Returns the results that it names and that have not arrived; its fields then wait."""
         job, mirror = JobRepository(session).find(report.id), MirrorRepository(session)
         lacking: tuple[str, ...] = ()
