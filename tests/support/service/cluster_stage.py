@@ -1,6 +1,6 @@
-"""A head and a box in one process: two homes, two databases, the routes that boxes call, and an agent that a test ticks.
+"""A head and a box in one process, each with a home, a database, and a real dispatcher with stand-in runners.
 
-Both have a real dispatcher with stand-in runners.
+The box calls the head's routes over a local connection whenever the test ticks its agent.
 """
 
 import socket
@@ -144,5 +144,5 @@ class Cluster:
         raise AssertionError("it did not come to be so")
 
     def has(self, job_id: str) -> bool:
-        """Whether the box has the job in its database."""
+        """Returns whether the box has the job in its database."""
         return any(job.id == job_id for job in self.agent._held())
