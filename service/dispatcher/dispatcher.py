@@ -18,7 +18,6 @@ from windlass.actors.lifecycle import has_begun, last_sign_of_life
 from windlass.actors.scheduler import ROOM
 from windlass.planner.planning import JobPlan
 from windlass.service.data import jobs_with_states
-from windlass.service.dispatcher.capacity import MachineCapacity, read_capacity
 from windlass.service.dispatcher.housekeeping import Housekeeping
 from windlass.service.dispatcher.job_watch import AttemptPhase, AttemptWatch, JobWatch, JobWatches, StopKind
 from windlass.service.dispatcher.lease import Lease
@@ -31,6 +30,7 @@ from windlass.service.dispatcher.outcomes import (
     import_records,
     open_journal,
 )
+from windlass.service.dispatcher.placement import MachineCapacity, read_capacity
 from windlass.service.dispatcher.preparations import ROOM_AGAIN, Preparations
 from windlass.service.dispatcher.queue import JobQueue, Verdict, is_starting
 from windlass.service.dispatcher.replanner import (

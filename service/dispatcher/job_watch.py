@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from windlass.actors.job import JournalReader
-from windlass.service.dispatcher.capacity import Demand
+from windlass.service.dispatcher.placement import Demand
 from windlass.service.preparation import Preparation
 from windlass.storage.ids import Attempt
 

@@ -11,11 +11,23 @@ from pathlib import Path
 
 from windlass.amounts import GIB
 from windlass.service.auth import most_running_jobs
-from windlass.service.dispatcher.capacity import BUFFERS, DEVICES, HOST_MEMORY, Demand, MachineCapacity, demand_of
 from windlass.service.dispatcher.job_watch import JobWatches, QueueWatch, Retry
 from windlass.service.dispatcher.lease import Lease
 from windlass.service.dispatcher.outcomes import has_step, last_attempt_with_progress, name_for_owner_of
-from windlass.service.dispatcher.queue_policy import Decision, Holder, Queued, Turn, decide, in_turn
+from windlass.service.dispatcher.placement import (
+    BUFFERS,
+    DEVICES,
+    HOST_MEMORY,
+    Decision,
+    Demand,
+    Holder,
+    MachineCapacity,
+    Queued,
+    Turn,
+    decide,
+    demand_of,
+    in_turn,
+)
 from windlass.service.installation import Settings, about, needs_room
 from windlass.service.jobs import MachineResources, gpus_of, load_plan, plan_bounds
 from windlass.service.validation import count_text, told_jobs_beside
