@@ -8,6 +8,11 @@ from windlass.service.dispatcher.placement.capacity import MachineCapacity as Ma
 from windlass.service.dispatcher.placement.capacity import SsdSpace as SsdSpace
 from windlass.service.dispatcher.placement.capacity import demand_of as demand_of
 from windlass.service.dispatcher.placement.capacity import read_capacity as read_capacity
+from windlass.service.dispatcher.placement.fleet import Fleet as Fleet
+from windlass.service.dispatcher.placement.fleet import JoinedBox as JoinedBox
+from windlass.service.dispatcher.placement.fleet import kind_of as kind_of
+from windlass.service.dispatcher.placement.handing_over import hand_over as hand_over
+from windlass.service.dispatcher.placement.handing_over import take_back as take_back
 from windlass.service.dispatcher.placement.placement_policy import BoxState as BoxState
 from windlass.service.dispatcher.placement.placement_policy import Candidate as Candidate
 from windlass.service.dispatcher.placement.placement_policy import Option as Option

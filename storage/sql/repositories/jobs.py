@@ -183,6 +183,12 @@ class JobRepository:
             query = query.where(Job.lease_holder == lease_holder)
         return self._session.scalars(query).all()
 
+    def held_by(self, nodes: Collection[str]) -> Sequence[Job]:
+        """Lists the jobs of these homes that hold or will hold their resources: neither paused nor finished ones."""
+        holding = (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSING)
+        query = select(Job).where(Job.node.in_(nodes), Job.status.in_(holding))
+        return self._session.scalars(query.order_by(Job.priority, Job.created_at, Job.id)).all()
+
     def count_by_status(self) -> dict[JobStatus, int]:
         """Returns the number of jobs in each status. Statuses without jobs are left out."""
         query = select(Job.status, func.count().label("number")).group_by(Job.status)
@@ -353,6 +359,17 @@ class JobRepository:
         if job.waiting_reason is not None:
             self._update(job, ACTIVE_STATUSES, fence, {"waiting_reason": None})
             self._event(job, message, "info", {})
+
+    def hand_over(self, job_id: str, node: str, *, reason: str, message: str, seen: Job) -> None:
+        """Gives a queued job that never began to another home, with its first plan.
+
+        `reason`: why it does not run yet. Raises StatusConflict if it is not queued, or as in `transition`.
+        """
+        fence = _fence(seen)
+        job = self.get(job_id)
+        values = {"node": node, "lease_holder": None, "waiting_reason": reason, "plan_number": 0}
+        self._update(job, (JobStatus.QUEUED,), fence, values)
+        self._event(job, message, "info", {"waiting_reason": reason})
 
     def ask_to_yield(self, job_id: str, to: str, *, message: str, seen: Job) -> None:
         """Requests that a running job's attempt ends in favour of the job `to`.
