@@ -31,7 +31,14 @@ from windlass.service.jobs.spec_builder import (
     settings_of,
     training_config_of,
 )
-from windlass.service.preparation import KINDS_FOLDER, PLAN_JOB, PREPARE_DATA, QUESTION_FILE, Results
+from windlass.service.preparation import (
+    KINDS_FOLDER,
+    PLAN_JOB,
+    PREPARE_DATA,
+    QUESTION_FILE,
+    PreparationError,
+    Results,
+)
 from windlass.service.validation import WindlassSettings, model_dir
 from windlass.storage.files import sync_tree, write_durably
 from windlass.storage.sql import Job
@@ -144,16 +151,19 @@ def _request(
 def check_fits_a_box(job: Job, results: Results, names: Mapping[str, str], *, may_run_unplanned: bool) -> None:
     """Checks that a prepared job fits one of the boxes. Raises PreparationError with what the closest one lacks.
 
-    `names`: a box of each kind, by kind. `may_run_unplanned`: there is also a box for which nothing was planned.
+    `names`: a box of each planned kind, by kind. `may_run_unplanned`: there is also a box for which nothing was planned.
     """
-    answers = {HERE: results[PLAN_JOB]} if PLAN_JOB in results else {}
-    plans = {key: JobPlan.from_json(answer) for key, answer in {**answers, **answers_by_kind(results)}.items()}
+    answers = {**({HERE: results[PLAN_JOB]} if PLAN_JOB in results else {}), **answers_by_kind(results)}
+    plans = {key: JobPlan.from_json(answer) for key, answer in answers.items()}
     reports = {key: plan.report for key, plan in plans.items() if plan is not None}
-    if may_run_unplanned or len(reports) < len(plans) or any(report.feasible for report in reports.values()):
+    if may_run_unplanned or not answers or any(report.feasible for report in reports.values()):
         return
     if reports:
         closest = min(reports, key=lambda key: sum((reports[key].missing_bytes or {}).values()))
-        raise does_not_fit(job, reports[closest], closest=names.get(closest) if len(reports) > 1 or names else None)
+        raise does_not_fit(job, reports[closest], closest=names[closest])
+    key, answer = next(iter(answers.items()))
+    why = PlanNumbers.of(answer).why_not
+    raise PreparationError(f"{PLAN_JOB}_failed", f"no plan could be made for it, such as for box {names[key]}: {why}")
 
 
 def kind_dir(settings: Settings, job_id: str, key: str) -> Path:

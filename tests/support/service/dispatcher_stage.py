@@ -131,7 +131,7 @@ class StandInPlanner(Preparation):
 
     def __init__(self, work_dir: Path, request: PlanRequest) -> None:
         super().__init__([], work_dir=work_dir)
-        self.request = request
+        self.work_dir, self.request = work_dir, request
         self.answer: PreparationError | dict[str, Any] | None = None
         self.stopped = False
 
