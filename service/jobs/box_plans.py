@@ -151,7 +151,7 @@ def _request(
 def check_fits_a_box(job: Job, results: Results, names: Mapping[str, str], *, may_run_unplanned: bool) -> None:
     """Checks that a prepared job fits one of the boxes. Raises PreparationError with what the closest one lacks.
 
-    `names`: a box of each planned kind, by kind. `may_run_unplanned`: there is also a box for which nothing was planned.
+    `names`: a box of each planned kind, by kind. `may_run_unplanned`: there is also a box without a plan.
     """
     answers = {**({HERE: results[PLAN_JOB]} if PLAN_JOB in results else {}), **answers_by_kind(results)}
     plans = {key: JobPlan.from_json(answer) for key, answer in answers.items()}

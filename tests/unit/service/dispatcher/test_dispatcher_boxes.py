@@ -206,13 +206,26 @@ def test_plan_for_a_box_that_joins_later_is_made_while_the_job_waits(stage: Stag
     assert planner.request.hardware == MACHINE
     assert not planner.request.may_measure
     planner.work_dir.mkdir(parents=True)
-    (planner.work_dir / f"{PLAN_JOB}.json").write_text(json.dumps(answer(step_s=3.0)))
-    planner.answer = answer(step_s=3.0)
+    (planner.work_dir / f"{PLAN_JOB}.json").write_text(json.dumps(answer(step_s=1.5)))
+    planner.answer = answer(step_s=1.5)
     stage.tick(2)
     assert place_of(stage, second) == "attic"
     plan = load_plan(stage.settings, stage.job(second))
     assert plan is not None
-    assert plan.report.step_s == 3.0
+    assert plan.report.step_s == 1.5
+
+
+def test_job_waits_for_the_busy_box_on_which_it_ends_sooner(stage: Stage) -> None:
+    join(stage, "attic", is_measured=True)
+    first, second = (stage.queue_only(prepared=planned(1.0)) for _ in range(2))
+    for job_id in (first, second):
+        keep_answer(stage, job_id, facts(is_measured=True), answer(step_s=9.0))
+    stage.tick()
+    assert (stage.status(first), place_of(stage, second)) == (JobStatus.RUNNING, None)
+    assert stage.job(second).waiting_reason == (
+        "it would end on box head sooner than on box attic, though it has to wait there; "
+        f"every GPU of box head is in use by job {first}"
+    )
 
 
 def test_job_that_its_box_did_not_take_before_it_was_away_is_taken_back(stage: Stage) -> None:
