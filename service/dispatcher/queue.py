@@ -34,7 +34,7 @@ from windlass.service.dispatcher.placement import (
     place,
 )
 from windlass.service.installation import Settings, about, needs_room
-from windlass.service.jobs import MachineResources, gpus_of, load_plan, plan_bounds
+from windlass.service.jobs import MachineResources, gpus_of, load_plan, plan_bounds, plan_for_here
 from windlass.service.machine.fleet import HEAD_NAME
 from windlass.service.validation import count_text, told_jobs_beside
 from windlass.storage.ids import Attempt
@@ -300,6 +300,8 @@ class JobQueue:
 
     def _read_demand(self, job: Job) -> Demand:
         self._watches[job.id].here = None
+        if job.status is JobStatus.QUEUED and not job.attempt and self.boxes.is_used:
+            plan_for_here(self._settings, job)  # it may have been taken back from a box
         try:
             budget_nbytes = plan_bounds(self._settings, job).host_memory_nbytes
             plan, is_cpu = load_plan(self._settings, job), self._resources.num_gpus == 0

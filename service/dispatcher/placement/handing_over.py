@@ -7,7 +7,7 @@ from windlass.service.installation import Settings, about
 from windlass.service.jobs import plan_for_box, plan_for_here
 from windlass.service.machine.fleet import is_away
 from windlass.storage.sql import Database, Job, JobStatus, StatusConflict
-from windlass.storage.sql.repositories import BoxRepository, BoxState, Instruction, JobRepository
+from windlass.storage.sql.repositories import BoxRepository, BoxState, JobRepository, MirrorRepository
 
 _LOG = logging.getLogger(__name__)
 _TAKEN_BACK = "its turn again, because box {name}, to which it was given, is away and has not taken it"
@@ -26,9 +26,8 @@ def hand_over(database: Database, settings: Settings, job: Job, box: JoinedBox) 
             row = boxes.get(box.id)
             if row.state != BoxState.READY.value or is_away(row):
                 raise StatusConflict(job.id, f"given to box {box.name}", f"not: the box is {row.state} or away")
-            reason, message = f"is being copied to box {box.name}", f"Given to box {box.name}"
-            JobRepository(session).hand_over(job.id, box.node, reason=reason, message=message, seen=job)
-            boxes.instruct(box.id, job.id, Instruction.TAKE)
+            MirrorRepository(session).give_away(job, row, message=f"is being copied to box {box.name}")
+            JobRepository(session).set_fields(job.id, plan_number=0)
     except BaseException:
         plan_for_here(settings, job)
         raise
@@ -55,15 +54,10 @@ def take_back(database: Database, settings: Settings, node: str) -> None:
             continue
         name = nodes[job.node or ""].name
         with database.write() as session:
-            boxes_now = BoxRepository(session)
-            about_it = boxes_now.instructions_about(job.id)
-            takes = [each.ordinal for each in about_it if each.kind == Instruction.TAKE.value]
-            if not takes or not all(boxes_now.withdraw(ordinal) for ordinal in takes):
+            if not MirrorRepository(session).take_back(job.id, node):
                 continue  # the box has it
-            for other in about_it:  # what it should do with the job that it does not have
-                boxes_now.withdraw(other.ordinal)
-            reason = _TAKEN_BACK.format(name=name)
-            message = f"Taken back from box {name}, which is away and has not taken it"
-            JobRepository(session).hand_over(job.id, node, reason=reason, message=message, seen=job)
             plan_for_here(settings, job)  # in the transaction, because the job may begin here as soon as it ends
+            rows = JobRepository(session)
+            rows.set_fields(job.id, plan_number=0)
+            rows.set_waiting_reason(job.id, _TAKEN_BACK.format(name=name))
         _LOG.info("taken back from box %s", name, extra=about(job.id))

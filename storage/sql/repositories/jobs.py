@@ -362,17 +362,6 @@ class JobRepository:
             self._update(job, ACTIVE_STATUSES, fence, {"waiting_reason": None})
             self._event(job, message, "info", {})
 
-    def hand_over(self, job_id: str, node: str, *, reason: str, message: str, seen: Job) -> None:
-        """Gives a queued job that never began to another home, with its first plan.
-
-        `reason`: why it does not run yet. Raises StatusConflict if it is not queued, or as in `transition`.
-        """
-        fence = _fence(seen)
-        job = self.get(job_id)
-        values = {"node": node, "lease_holder": None, "waiting_reason": reason, "plan_number": 0}
-        self._update(job, (JobStatus.QUEUED,), fence, values)
-        self._event(job, message, "info", {"waiting_reason": reason})
-
     def ask_to_yield(self, job_id: str, to: str, *, message: str, seen: Job) -> None:
         """Requests that a running job's attempt ends in favour of the job `to`.
 
