@@ -45,10 +45,11 @@ from windlass.service.data import deletion
 from windlass.service.installation import check_is_here, is_local, node_of
 from windlass.service.jobs import has_plan, job_dir, why_it_waits_for_room
 from windlass.service.machine import check_gpus
+from windlass.service.machine.fleet import HEAD_NAME
 from windlass.service.preparation import check_model, fit_sequence_length
 from windlass.service.validation import ApiError, JobSettings, is_fine_tuned_id, model_dir
 from windlass.storage.sql import Job, NotFound
-from windlass.storage.sql.repositories import EventRepository, FileRepository, JobRepository, NewJob
+from windlass.storage.sql.repositories import BoxRepository, EventRepository, FileRepository, JobRepository, NewJob
 
 _METADATA_FILTER = re.compile(r"metadata\[(.{1,64})\]")
 _Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -68,11 +69,11 @@ def create_job(
     digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
     with context.database.read() as session:
         if (job := _made_before(session, caller, idempotency_key, digest)) is not None:
-            return JobObject.of(job)
+            return JobObject.of(job, box=_boxes(context, session).get(job.node))
     new = _new_job(context, caller, body, idempotency_key, digest)
     with context.database.write() as session:
         if (job := _made_before(session, caller, idempotency_key, digest)) is not None:
-            return JobObject.of(job)
+            return JobObject.of(job, box=_boxes(context, session).get(job.node))
         for param, file_id in (("training_file", new.training_file), ("validation_file", new.validation_file)):
             if file_id is not None:
                 _check_file(context, session, caller, param, file_id)
@@ -81,7 +82,7 @@ def create_job(
         check_room_to_store(session, context.settings, caller)
         job = JobRepository(session).create(new)
         audit(session, job.id)
-        return JobObject.of(job)
+        return JobObject.of(job, box=HEAD_NAME)
 
 
 @router.get("")
@@ -266,6 +267,7 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
     rows = list(jobs)
     last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
     rated_nbytes = context.settings.ssd_endurance_nbytes  # of the SSDs of this home
+    boxes = _boxes(context, session)
     return [
         JobObject.of(
             job,
@@ -273,9 +275,16 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
             rated_nbytes if rated_nbytes and is_local(context.settings, job) else (),
             has_plan=has_plan(context.settings, job),
             room_reason=why_it_waits_for_room(context.settings, job),
+            box=boxes.get(job.node),
         )
         for job in rows
     ]
+
+
+def _boxes(context: Context, session: Session) -> dict[str | None, str]:
+    """Returns the names of boxes by their homes. A job without a home will be this home's."""
+    here: dict[str | None, str] = dict.fromkeys((node_of(context.settings.home), None), HEAD_NAME)
+    return here | BoxRepository(session).names()
 
 
 def _made_before(session: Session, caller: Caller, key: str | None, digest: str) -> Job | None:
