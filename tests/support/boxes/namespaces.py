@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 import psutil
 
 _INIT = Path(__file__).with_name("box_init.py")
 _PROGRAMS = ("unshare", "nsenter", "setpriv", "ip", "tc")
+_TIE = ["setpriv", "--pdeathsig", "KILL"]
 _KINDS = ("--net", "--mount", "--uts", "--pid")
 _END_S = 20.0
 
@@ -71,30 +71,17 @@ class Namespaces:
 
         `pdeathsig`: the process ends with its starter; its own detached children do not.
         """
-        user = ["--user", "--preserve-credentials"] if self._is_rootless else []
-        enter = ["nsenter", f"--target={self.init.pid}", *user, *_KINDS, "--"]
-        tie = ["setpriv", "--pdeathsig", "KILL"] if pdeathsig else []
+        tie = _TIE if pdeathsig else []
         move = [] if folder is None else ["env", f"--chdir={folder}"]
-        return [*enter, *tie, *move, *map(str, command)]
+        return [*self._enter(*_KINDS), *tie, *move, *map(str, command)]
 
-    def popen(
-        self,
-        command: Sequence[str | Path],
-        log: IO[bytes],
-        *,
-        folder: Path,
-        environment: Mapping[str, str],
-        pass_fds: Sequence[int] = (),
-    ) -> "subprocess.Popen[bytes]":
-        """Starts a process whose output goes to `log`."""
-        return subprocess.Popen(
-            self.command(command, folder=folder),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=dict(environment),
-            pass_fds=pass_fds,
-        )
+    def network_command(self, command: Sequence[str | Path]) -> list[str]:
+        """The command line that runs `command` in the network namespace only. `processes` does not name the process."""
+        return [*self._enter("--net"), *_TIE, *map(str, command)]
+
+    def _enter(self, *kinds: str) -> list[str]:
+        user = ["--user", "--preserve-credentials"] if self._is_rootless else []
+        return ["nsenter", f"--target={self.init.pid}", *user, *kinds, "--"]
 
     def run(self, command: Sequence[str | Path], *, timeout_s: float = 20.0) -> str:
         """The output of a short command of the system that must succeed."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import Flag, auto
 from pathlib import Path
 
@@ -30,6 +31,27 @@ class Direction(Flag):
     BOTH = OUT | IN
 
 
+@dataclass
+class _Forward:
+    """A listener of the test process whose connections a process passes on to a port of a box."""
+
+    listener: socket.socket
+    host: str
+    port: int
+    _process: "subprocess.Popen[bytes] | None" = None
+
+    def start(self, inside: Namespaces) -> None:
+        fd = self.listener.fileno()
+        command: list[str | Path] = [sys.executable, "-I", "-S", _RELAY, str(fd), self.host, str(self.port)]
+        self._process = subprocess.Popen(inside.network_command(command), stdin=subprocess.DEVNULL, pass_fds=[fd])
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(20.0)
+            self._process = None
+
+
 class Box:
     """A box with its own address, host name, pids, /tmp and /dev/shm. Its folder is the same inside and outside."""
 
@@ -45,6 +67,7 @@ class Box:
         self._started: list[subprocess.Popen[bytes]] = []
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
         (folder / "tmp").chmod(0o1777)
+        self._forwards: list[_Forward] = []
         self._inside: Namespaces | None = None
         self.switch_on()
 
@@ -67,32 +90,42 @@ class Box:
         except BaseException:
             self.switch_off()
             raise
+        for forward in self._forwards:
+            forward.start(self._inside)
 
     def switch_off(self) -> None:
         """Ends the box as a power failure does: no process hears of it, and the others get no answer."""
+        for forward in self._forwards:
+            forward.stop()
         self.inside.close()
         self._inside = None
         for process in self._started:
             process.wait(20.0)
         self._started.clear()
 
+    def close(self) -> None:
+        """Ends the box and its forwarded ports."""
+        if self.is_on:
+            self.switch_off()
+        for forward in self._forwards:
+            forward.listener.close()
+
     # --- processes ---
 
     def start(
-        self,
-        *command: str | Path,
-        log: str = "",
-        environment: Mapping[str, str] | None = None,
-        pass_fds: tuple[int, ...] = (),
+        self, *command: str | Path, log: str = "", environment: Mapping[str, str] | None = None
     ) -> "subprocess.Popen[bytes]":
         """Starts a process in the box's folder. Its output goes to the file `log` there, or to a numbered one.
 
         The process ends if the handle is killed. Its detached children end with the box only.
         """
-        path = self.folder / (log or f"{next(self._numbers)}.log")
-        with path.open("ab") as file:
-            process = self.inside.popen(
-                command, file, folder=self.folder, environment=self._environment(environment), pass_fds=pass_fds
+        with (self.folder / (log or f"{next(self._numbers)}.log")).open("ab") as file:
+            process = subprocess.Popen(
+                self.inside.command(command, folder=self.folder),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=self._environment(environment),
             )
         self._started.append(process)
         return process
@@ -137,15 +170,15 @@ class Box:
         self.inside.kill_processes()
 
     def forward(self, port: int, *, host: str = "127.0.0.1") -> int:
-        """A port of the test process's 127.0.0.1 that leads to a port of the box, past all links, until it is off."""
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen(128)
-            fd = listener.fileno()
-            command: list[str | Path] = [sys.executable, "-I", "-S", _RELAY, str(fd), host, str(port)]
-            self.start(*command, log=f"forward-{port}.log", pass_fds=(fd,))
-            local: int = listener.getsockname()[1]
-            return local
+        """A port of the test process's 127.0.0.1 that leads to a port of the box, past all links.
+
+        It works again after `switch_off` and `switch_on`; in between, connections wait.
+        """
+        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self._forwards.append(_Forward(listener, host, port))
+        self._forwards[-1].start(self.inside)
+        local: int = listener.getsockname()[1]
+        return local
 
     # --- the link ---
 
@@ -231,8 +264,7 @@ class Network:
     def close(self) -> None:
         """Ends all boxes and the bridge."""
         for box in self.boxes.values():
-            if box.is_on:
-                box.switch_off()
+            box.close()
         self._bridge.close()
 
 
