@@ -110,6 +110,13 @@ class BoxService:
         for name in names:
             self.await_box(name, "ready")
 
+    def start_again(self, name: str) -> None:
+        """Starts the programs of a box that has joined, as its owner does after a power failure."""
+        if name == HEAD:
+            self.start_head()
+        else:
+            self[name].ok("up", "--detach")
+
     def boxes(self) -> dict[str, dict[str, Any]]:
         """The boxes that the head lists, by name."""
         with httpx.Client(base_url=self.head.url, trust_env=False, timeout=30.0) as client:
@@ -153,7 +160,7 @@ class BoxService:
     def losses(self, job_id: str) -> list[float]:
         """The training loss of every step of a job, from the head. A step that is missing or twice is an error."""
         with httpx.Client(base_url=self.head.url, trust_env=False, timeout=30.0) as client:
-            columns = client.get(f"/v1/fine_tuning/jobs/{job_id}/metrics").json()
+            columns = client.get(f"/v1/fine_tuning/jobs/{job_id}/metrics").json()["data"]
         assert columns["step"] == list(range(1, len(columns["step"]) + 1)), columns["step"]
         losses: list[float] = columns["train_loss"]
         return losses

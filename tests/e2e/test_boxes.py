@@ -10,10 +10,11 @@ import pytest
 from tests.e2e.box_service import CLUSTER_PORT, DEADLINE_S, HEAD, BoxService, box_service
 from tests.e2e.installation import write_examples
 
-_JOB = ("--batch-size", "1", "--sequence-length", "32", "--precision", "fp32", "--set", "seed=7")
-# Epochs of one step for each example: enough that a job trains through a cut, and a job that the test ends.
+_OPTIONS = ("--batch-size", "1", "--sequence-length", "32", "--precision", "fp32", "--set", "seed=7")
+# Steps of one example each: enough that a job still trains when the head has called its box away.
 _NUM_STEPS = 400
-_ENDLESS = ("--epochs", "1000", *_JOB)
+_JOB = ("--epochs", "1", *_OPTIONS)
+_ENDLESS = ("--epochs", "1000", *_OPTIONS)
 _CUT_S = 20.0  # longer than the head waits until it calls a box away
 
 
@@ -111,7 +112,7 @@ def test_whatever_dies_on_a_box_its_job_ends_with_the_same_losses(
     job_id = joined.submit(training_file, *_JOB, box="left")
     undisturbed = joined.submit(training_file, *_JOB, box="right")
     joined.await_step(job_id, 3)
-    left, box = joined["left"], joined.network["left"]
+    box = joined.network["left"]
     if killed == "everything":
         box.kill_all()
     elif killed == "power":
@@ -119,9 +120,9 @@ def test_whatever_dies_on_a_box_its_job_ends_with_the_same_losses(
         joined.await_box("left", "away")
         box.switch_on()
     else:
-        left.kill(killed)
+        joined["left"].kill(killed)
     if killed in ("everything", "power"):
-        left.ok("up", "--detach")
+        joined.start_again("left")
     joined.await_box("left", "ready")
     joined.await_success(job_id)
     joined.await_success(undisturbed)
@@ -137,7 +138,7 @@ def test_boxes_train_on_while_the_head_is_off(joined: BoxService, training_file:
     time.sleep(_CUT_S)
     assert joined["left"].role("raylet"), "Ray of the box ended with the head"
     joined.network[HEAD].switch_on()
-    joined.start_head()
+    joined.start_again(HEAD)
     for name in joined.others:
         joined.await_box(name, "ready")
     job = joined.await_success(job_id)
