@@ -53,6 +53,10 @@ class BoxFacts(_Facts):
     cpu_ranks: int = 1
     gpus: tuple[GpuFacts, ...] = ()
     memory_nbytes: int
+    # The settings of its home that plans follow from.
+    num_cpu_optimizers: int = 1
+    host_memory_gib: float | None = None
+    gpu_memory_gib: float | None = None
     ssds: tuple[SsdFacts, ...] = ()
     hardware: dict[str, Any] | None = None  # the measured profile; None: not measured yet
     findings: tuple[Finding, ...] = ()
