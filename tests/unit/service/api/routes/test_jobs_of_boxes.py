@@ -70,7 +70,7 @@ def lose(client: TestClient, box: Box, *, seconds: float = 3600.0) -> None:
 def test_a_request_shows_at_once_and_instructs_the_box(
     client: TestClient, box: Box, job_id: str, action: str, shown: str
 ) -> None:
-    assert client.post(f"{JOBS}/{job_id}/{action}").json()["windlass"]["status"] == shown
+    assert client.post(f"{JOBS}/{job_id}/{action}").json()["status"] == shown
     assert instructions(client, box) == [action]
 
 
