@@ -50,6 +50,15 @@ class BoxRepository:
         """Returns when the code expires that was added last. There is one."""
         return self._session.scalars(select(JoinCode.expires_at).order_by(JoinCode.created_at.desc()).limit(1)).one()
 
+    def why_code_is_invalid(self, digest: str) -> str | None:
+        """Returns what is wrong with a code, in words; None for a code that a box may join with."""
+        code = self._session.get(JoinCode, digest, populate_existing=True)
+        if code is None:
+            return "is wrong"
+        if code.used_at is not None:
+            return "was used already"
+        return "has expired" if code.expires_at <= time.time() else None
+
     def use_code(self, digest: str, box_id: str) -> bool:
         """Marks a code as used. Returns False if there is none that is unused and has not expired."""
         now = time.time()
