@@ -18,7 +18,7 @@ from windlass.actors.lifecycle import has_begun, last_sign_of_life
 from windlass.actors.scheduler import ROOM
 from windlass.planner.planning import JobPlan
 from windlass.service.data import jobs_with_states
-from windlass.service.dispatcher.capacity import MachineCapacity, read_capacity
+from windlass.service.dispatcher.box_planner import BoxPlanner
 from windlass.service.dispatcher.housekeeping import Housekeeping
 from windlass.service.dispatcher.job_watch import AttemptPhase, AttemptWatch, JobWatch, JobWatches, StopKind
 from windlass.service.dispatcher.lease import Lease
@@ -30,6 +30,14 @@ from windlass.service.dispatcher.outcomes import (
     has_step,
     import_records,
     open_journal,
+)
+from windlass.service.dispatcher.placement import (
+    JoinedBox,
+    MachineCapacity,
+    hand_over,
+    read_capacity,
+    take_back,
+    watch_absent_boxes,
 )
 from windlass.service.dispatcher.preparations import ROOM_AGAIN, Preparations
 from windlass.service.dispatcher.queue import JobQueue, Verdict, is_starting
@@ -138,11 +146,13 @@ class Dispatcher:
             clock=clock,
             jitter=jitter,
         )
+        self._box_planner = BoxPlanner(settings, ask=ask)
         self._preparations = Preparations(
             database,
             settings,
             resources,
             self._watches,
+            self._queue.boxes,
             prepare=prepare,
             is_box_free=self._queue.is_box_free,
             clock=clock,
@@ -168,6 +178,7 @@ class Dispatcher:
             self._adopt_all()
         for job in self._lease.claim():
             self._guarded(about(job.id, job.attempt), self._adopt, job)
+        self._queue.boxes.read()
         running = self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)
         for job in running:
             self._guarded(about(job.id, job.attempt), self._watch, job)
@@ -178,6 +189,9 @@ class Dispatcher:
         self._preparations.arrange(validating, starting=[job for job in running if is_starting(job)])
         for job in validating:
             self._guarded(about(job.id, job.attempt), self._preparations.advance, job, validating)
+        if self._queue.boxes.is_used:
+            take_back(self._database, self._settings, self._lease.node)
+            watch_absent_boxes(self._database)
         self._launch_next()
         busy = {*self._ended.attempts(), *self._preparations.job_ids}
         self._housekeeping.tick(busy=busy)
@@ -194,6 +208,7 @@ class Dispatcher:
         self._preparations.drop(keep=())
         self._corrections.drop(keep=())
         self._renewals.drop(keep=())
+        self._box_planner.close()
         self._housekeeping.close()
         self._lease.give_up()
 
@@ -386,6 +401,20 @@ class Dispatcher:
         self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
         for verdict in verdicts:
             self._guarded(about(verdict.job.id, verdict.job.attempt), self._execute, verdict)
+        self._plan_for_boxes(begun={verdict.job.id for verdict in verdicts if verdict.decision.begins})
+
+    def _plan_for_boxes(self, *, begun: Collection[str]) -> None:
+        """Goes on with plans for kinds of boxes that waiting jobs have no plan for yet."""
+        is_idle = self._corrections.job_id is None and self._renewals.job_id is None
+        waiting = [each for each in self._queue.boxes.wanted if each[0].id not in begun]
+        wanted = [each for each in waiting if each[0].lease_holder == self._lease.holder]
+        job_id = self._box_planner.poll(wanted, may_begin=is_idle)
+        if job_id is not None:
+            self._queue.boxes.forget(job_id)
+
+    def _hand_over(self, job: Job, box: JoinedBox) -> None:
+        self._watches[job.id].demand = None  # the numbers of another plan
+        hand_over(self._database, self._settings, job, box)
 
     def _execute(self, verdict: Verdict) -> None:
         job = verdict.job
@@ -394,6 +423,9 @@ class Dispatcher:
             return
         if verdict.is_ready and (reason := room_reason(self._settings.home)) is not None:
             self._queue.explain(job, reason)
+            return
+        if verdict.is_ready and verdict.box is not None:
+            self._hand_over(job, verdict.box)
             return
         try:
             plan = load_plan(self._settings, job) if verdict.may_move else None

@@ -15,9 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import httpx
-
-from windlass.service.cluster.box.head_link import HeadLink, LinkError, RemovedError
+from windlass.service.cluster.box.connection import (
+    BoxRemoved,
+    HeadConnection,
+    HeadRefused,
+    HeadUnreachable,
+    membership_of,
+)
+from windlass.service.cluster.box.head_link import HeadLink
 from windlass.service.cluster.box.transfers import Sendings, Takings
 from windlass.service.data import deletion
 from windlass.service.dispatcher import read_capacity
@@ -103,19 +108,19 @@ class Agent:
         """Calls the head once and does what it says. Returns whether there was news, so that the next call is soon.
 
         Raises:
-            LinkError: the head did not answer.
-            RemovedError: the head has removed this box. It holds from now on.
+            HeadUnreachable, HeadRefused: the head did not answer, or not as it should.
+            BoxRemoved: the head has removed this box. It holds from now on.
         """
         jobs = self._held()
         reports = self._reports(jobs)
         request = self._request(jobs, reports)
         try:
             reply = self._link.sync(request)
-        except LinkError:
-            self._on_silence()
-            raise
-        except RemovedError:
+        except BoxRemoved:
             write_hold(self._settings.home, f"box {self._name} was removed from its service")
+            raise
+        except (HeadUnreachable, HeadRefused):
+            self._on_silence()
             raise
         self._on_answer(request, reply, reports)
         num_done = len(self._done)
@@ -354,13 +359,15 @@ class _Memory:
 
 
 def run_until(ending: threading.Event, agent: Agent) -> None:
-    """Calls the head until `ending` is set. Raises RemovedError if the head has removed this box."""
+    """Calls the head until `ending` is set. Raises BoxRemoved if the head has removed this box."""
     pause_s, was_silent = _INTERVAL_S, False
     try:
         while not ending.is_set():
             try:
                 has_news = agent.tick()
-            except LinkError as error:
+            except BoxRemoved:
+                raise
+            except (HeadUnreachable, HeadRefused) as error:
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
                 if not was_silent:
                     _LOG.warning("%s; it is called again and again", error)
@@ -416,19 +423,22 @@ def functions_of(settings: Settings) -> BoxFunctions:
     return BoxFunctions(facts=facts.read, capacity=capacity)
 
 
-def run_agent(settings: Settings, client: httpx.Client, name: str) -> None:
-    """Works for a head until SIGTERM, or until the head has removed this box.
+def run_agent(settings: Settings) -> None:
+    """Works for the head that this home has joined, until SIGTERM, or until the head has removed this box.
 
-    `client`: calls the head with this box's certificate (`HeadLink`). `name`: the box's, as the head has it.
+    Raises ReportedError if the home has joined no head, or if its certificate cannot be used.
     """
     ending = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda _signum, _frame: ending.set())
-    database = Database(settings.database_url)
-    try:
-        agent = Agent(database, settings, HeadLink(client), functions_of(settings), name=name)
-        run_until(ending, agent)
-    except RemovedError as error:
-        _LOG.warning("%s: this box begins no more attempts; `windlass node leave` ends its part", error)
-    finally:
-        database.close()
+    with HeadConnection.of_box(settings.home) as connection:
+        membership = membership_of(settings.home)
+        assert membership is not None, "the connection was opened by it"
+        database = Database(settings.database_url)
+        try:
+            link = HeadLink(connection.client)
+            run_until(ending, Agent(database, settings, link, functions_of(settings), name=membership.name))
+        except BoxRemoved as error:
+            _LOG.warning("%s; this box begins no more attempts", error)
+        finally:
+            database.close()

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from windlass.engine.checkpoint import copy_file
-from windlass.service.cluster.box.head_link import HeadLink, LinkError
+from windlass.service.cluster.box.connection import HeadUnreachable
+from windlass.service.cluster.box.head_link import HeadLink
 from windlass.service.installation import LEAST_FREE_NBYTES, Settings, needs_room
 from windlass.service.machine.fleet import ContentFile, Where, place_of, root_of
 from windlass.storage.cancellation import CancelToken
@@ -98,7 +99,7 @@ class Blobs:
         Raises:
             NoRoomHereError: the home's disk is too small.
             WrongContentError: a file had a wrong digest each time.
-            LinkError: the head did not answer, or refused. What has arrived stays.
+            HeadUnreachable: the head did not answer, or refused. What has arrived stays.
             InterruptedError: `cancel` was set.
         """
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -192,7 +193,7 @@ class Blobs:
                     if here > file.nbytes:
                         return here
             if here < file.nbytes:
-                raise LinkError(f"the head ended {file.path} after {here} of {file.nbytes} bytes")
+                raise HeadUnreachable(f"the head ended {file.path} after {here} of {file.nbytes} bytes")
             if digest.hexdigest() != file.sha256:
                 return here
             os.fsync(out.fileno())

@@ -1,7 +1,6 @@
 """The box's calls of its head: HTTPS, answered or failed within a time."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -9,6 +8,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from windlass.service.cluster.box.connection import HeadUnreachable, raise_refusal, told_errors
 from windlass.service.machine.fleet import (
     ContentFile,
     ContentPending,
@@ -22,42 +22,22 @@ _Message = TypeVar("_Message", bound=BaseModel)
 
 _PREFIX = "/v1/node"
 _OFFSET_HEADER = "Upload-Offset"
-_REMOVED_CODE = "box_removed"
-# The head answers soon, or sends some bytes. Moving a model into place may take longer, because it is synced.
-TIMEOUT = httpx.Timeout(15.0, connect=5.0)
+# Moving a model into place may take long, because it is synced.
 _LONG = httpx.Timeout(600.0, connect=5.0)
 
 
-class LinkError(Exception):
-    """The head did not answer, or could not do it now. The same call may succeed later."""
-
-
-class RefusedError(LinkError):
-    """The head refused a call. `code`: that of its error."""
-
-    def __init__(self, message: str, code: str | None) -> None:
-        super().__init__(message, code)
-        self.message, self.code = message, code
-
-    def __str__(self) -> str:
-        return self.message
-
-
-class RemovedError(Exception):
-    """The head has removed this box."""
-
-
 class HeadLink:
-    """Calls one head. Several threads may use it.
+    """The calls about jobs. Several threads may use it.
 
-    `client`: its base URL is the head's, and it shows the box's certificate.
+    Each method raises HeadUnreachable, HeadRefused or BoxRemoved. `client`: that of a `HeadConnection`.
     """
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
+        self._url = str(client.base_url)
 
     def sync(self, request: SyncRequest) -> SyncReply:
-        """Tells the head the news, and returns its instructions. Raises LinkError and RemovedError."""
+        """Tells the head the news, and returns its instructions."""
         answer = self._call("POST", "/sync", content=request.model_dump_json(), headers=_JSON)
         return _read(SyncReply, answer)
 
@@ -71,12 +51,12 @@ class HeadLink:
     def content(self, digest: str, offset: int) -> Iterator[bytes]:
         """Yields a content from an offset on."""
         with (
-            _errors(),
+            told_errors(self._url),
             self._client.stream("GET", f"{_PREFIX}/content/{digest}", headers={"Range": f"bytes={offset}-"}) as answer,
         ):
             if answer.is_error:
                 answer.read()
-            _check(answer)
+            raise_refusal(answer)
             yield from answer.iter_raw(1024**2)
 
     def offset(self, job_id: str, file: ContentFile) -> int:
@@ -96,43 +76,20 @@ class HeadLink:
         self._call("POST", url, content=folder.model_dump_json(), headers=_JSON, timeout=_LONG)
 
     def _call(self, method: str, url: str, **arguments: Any) -> httpx.Response:
-        with _errors():
+        with told_errors(self._url):
             answer = self._client.request(method, f"{_PREFIX}{url}", **arguments)
-        _check(answer)
+        raise_refusal(answer)
         return answer
 
 
 _JSON = {"Content-Type": "application/json"}
 
 
-@contextmanager
-def _errors() -> Iterator[None]:
-    try:
-        yield
-    except httpx.HTTPError as error:
-        raise LinkError(f"the head does not answer: {str(error) or type(error).__name__}") from error
-
-
-def _check(answer: httpx.Response) -> None:
-    if not answer.is_error:
-        return
-    try:
-        error = answer.json()["error"]
-        message, code = str(error["message"]), error.get("code")
-    except (ValueError, LookupError, TypeError):
-        message, code = f"the head answered with status {answer.status_code}", None
-    if code == _REMOVED_CODE:
-        raise RemovedError(message)
-    if answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise LinkError(message)
-    raise RefusedError(message, code)
-
-
 def _read(kind: type[_Message], answer: httpx.Response) -> _Message:
     try:
         return kind.model_validate_json(answer.content)
     except ValidationError as error:
-        raise LinkError(f"the head answered in words that this version does not know: {error}") from None
+        raise HeadUnreachable(f"the head answered in words that this version does not know: {error}") from None
 
 
 def _result_url(job_id: str, file: ContentFile) -> str:

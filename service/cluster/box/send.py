@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from windlass.service.cluster.box.connection import HeadRefused, HeadUnreachable
 from windlass.service.cluster.box.fetch import Progress
-from windlass.service.cluster.box.head_link import HeadLink, LinkError, RefusedError
+from windlass.service.cluster.box.head_link import HeadLink
 from windlass.service.installation import Settings
 from windlass.service.machine.fleet import ContentFile, ResultFolder, Where, root_of
 from windlass.storage.cancellation import CancelToken
@@ -130,7 +131,7 @@ class Sender:
     ) -> None:
         """Sends files that belong together, and makes the head move them into place.
 
-        Raises OSError if one cannot be read or has changed, LinkError if the head does not answer or refuses, and
+        Raises OSError if one cannot be read or has changed, HeadUnreachable if the head does not answer or refuses, and
         InterruptedError if `cancel` was set. What has arrived stays.
         """
         root = root_of(self.settings, job_id, where)
@@ -149,13 +150,13 @@ class Sender:
                 self._upload(job_id, file, path, cancel, progress)
             try:
                 self.link.complete(job_id, ResultFolder(where=where, folder=folder, files=tuple(files)))
-            except RefusedError as refusal:
+            except HeadRefused as refusal:
                 if refusal.code not in _AGAIN:
                     raise
                 progress.done_nbytes = 0
             else:
                 return
-        raise LinkError(f"the head still lacks files of {folder or where.value} after {_MAX_TRIES} uploads")
+        raise HeadUnreachable(f"the head still lacks files of {folder or where.value} after {_MAX_TRIES} uploads")
 
     def _upload(self, job_id: str, file: ContentFile, path: Path, cancel: CancelToken, progress: Progress) -> None:
         here, counted, num_tries = self.link.offset(job_id, file), 0, 0
@@ -166,7 +167,7 @@ class Sender:
             try:
                 here = self.link.put(job_id, file, here, self._part(path, here, cancel))
                 num_tries = 1 if file.nbytes == 0 else 0
-            except RefusedError as refusal:
+            except HeadRefused as refusal:
                 num_tries += 1
                 if refusal.code not in _AGAIN or num_tries >= _MAX_TRIES:
                     raise

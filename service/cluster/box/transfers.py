@@ -15,8 +15,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from windlass.amounts import GIB
+from windlass.service.cluster.box.connection import HeadUnreachable
 from windlass.service.cluster.box.fetch import Blobs, NoRoomHereError, Progress, WrongContentError
-from windlass.service.cluster.box.head_link import HeadLink, LinkError
+from windlass.service.cluster.box.head_link import HeadLink
 from windlass.service.cluster.box.send import Sender
 from windlass.service.installation import Settings, about
 from windlass.service.machine.fleet import ContentPending, JobContent, taken_dir
@@ -33,7 +34,7 @@ _PENDING_S = 0.5
 _RETRY_S = 5.0
 # Seconds between uploads of a running job's plans and timelines.
 _PARTS_INTERVAL_S = 10.0
-_EXPECTED = (LinkError, NoRoomHereError, WrongContentError, OSError)
+_EXPECTED = (HeadUnreachable, HeadRefused, NoRoomHereError, WrongContentError, OSError)
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ class Takings:
         taken_dir(settings.home).mkdir(mode=0o700, exist_ok=True)
 
     def take(self, job_id: str) -> dict[str, Any] | None:
-        """Goes on with fetching a job's files. Returns its row once all are here. Raises RemovedError."""
+        """Goes on with fetching a job's files. Returns its row once all are here. Raises BoxRemoved."""
         transfer = self._transfers.setdefault(job_id, _Transfer(text="its files are to be copied"))
         if transfer.task is None:
             if time.monotonic() >= transfer.retry_at:
@@ -76,6 +77,8 @@ class Takings:
         transfer.retry_at = time.monotonic() + _RETRY_S
         try:
             row: dict[str, Any] = task.result()
+        except BoxRemoved:
+            raise
         except _EXPECTED as error:
             transfer.text = str(error) if isinstance(error, NoRoomHereError) else f"its files are copied again: {error}"
             _LOG.warning("its files could not be fetched: %s", error, extra=about(job_id))
@@ -165,7 +168,7 @@ class Sendings:
         self._parts_at: dict[str, float] = {}
 
     def go_on(self, job: JobReport) -> None:
-        """Sends what is new of a job, in the background. Raises RemovedError.
+        """Sends what is new of a job, in the background. Raises BoxRemoved.
 
         `job`: a report of all that the box has.
         """
@@ -176,6 +179,8 @@ class Sendings:
             task, transfer.task, transfer.progress, transfer.text = transfer.task, None, None, ""
             try:
                 task.result()
+            except BoxRemoved:
+                raise
             except _EXPECTED as error:
                 transfer.retry_at = time.monotonic() + _RETRY_S
                 transfer.text = f"{error}; it is tried again"

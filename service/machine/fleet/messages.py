@@ -15,7 +15,7 @@ class _Message(BaseModel):
 
 
 class SsdSpaceReport(_Message):
-    """The space on one of a box's SSDs, as `dispatcher.capacity.SsdSpace`."""
+    """The space on one of a box's SSDs, as `dispatcher.placement.capacity.SsdSpace`."""
 
     disk: str
     free_nbytes: int
@@ -24,7 +24,7 @@ class SsdSpaceReport(_Message):
 
 
 class CapacityReport(_Message):
-    """The free space of a box, as `dispatcher.capacity.MachineCapacity`, and its devices."""
+    """The free space of a box, as `dispatcher.placement.capacity.MachineCapacity`, and its devices."""
 
     num_devices: int
     host_nbytes: int | None = None

@@ -16,7 +16,6 @@ from fastapi import FastAPI, Request
 from tests.support.service.api_client import make_model
 from tests.support.service.boxes import make_capacity, make_facts
 from tests.support.service.dispatcher_stage import PREPARED, Stage
-from windlass.service.api.error_handlers import install_error_handlers
 from windlass.service.cluster.box.agent import Agent, BoxFunctions
 from windlass.service.cluster.box.head_link import HeadLink
 from windlass.service.cluster.head.caller import calling_box
@@ -24,6 +23,7 @@ from windlass.service.cluster.head.content import content_router
 from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.manifest import Manifests
 from windlass.service.cluster.head.sync import sync_router
+from windlass.service.http.error_handlers import install_error_handlers
 from windlass.service.validation.request_errors import ApiError
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.models import Box

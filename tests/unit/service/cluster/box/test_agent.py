@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.service.cluster_stage import NAME, Cluster
 from windlass.actors.scheduler.scheduler import PAUSED
-from windlass.service.cluster.box.head_link import LinkError, RemovedError
+from windlass.service.cluster.box.connection import BoxRemoved, HeadUnreachable
 from windlass.service.machine.fleet.content import result_file_id, taken_dir
 from windlass.service.machine.fleet.hold import read_hold
 from windlass.storage.sql.job_status import JobStatus
@@ -141,7 +141,7 @@ def test_agent_whose_answers_are_lost_reports_each_event_once(cluster: Cluster) 
         answer = sync(request)  # type: ignore[arg-type]
         num_calls += 1
         if num_calls % 2:
-            raise LinkError("the answer was lost")
+            raise HeadUnreachable("the answer was lost")
         return answer
 
     cluster.link.sync = lossy  # type: ignore[method-assign, assignment]
@@ -150,7 +150,7 @@ def test_agent_whose_answers_are_lost_reports_each_event_once(cluster: Cluster) 
     def patient() -> bool:
         try:
             return tick()
-        except LinkError:
+        except HeadUnreachable:
             return True
 
     cluster.agent.tick = patient  # type: ignore[method-assign]
@@ -189,7 +189,7 @@ def test_agent_begins_no_job_that_was_taken_back(cluster: Cluster) -> None:
 def test_agent_carries_out_requests_and_a_long_copy_delays_none(cluster: Cluster) -> None:
     job_id = run(cluster)
     waits = cluster.prepare()
-    cluster.link.job = lambda job: (_ for _ in ()).throw(LinkError("no answer"))  # type: ignore[method-assign]
+    cluster.link.job = lambda job: (_ for _ in ()).throw(HeadUnreachable("no answer"))  # type: ignore[method-assign]
     cluster.give(waits)
     with cluster.head.database.write() as session:
         MirrorRepository(session).request(Instruction.PAUSE, job_id, here=cluster.head.node)
@@ -250,12 +250,12 @@ def test_agent_holds_when_the_lease_is_over_and_goes_on_when_the_head_answers(cl
     sync = cluster.link.sync
 
     def silent(request: object) -> object:
-        raise LinkError("no answer")
+        raise HeadUnreachable("no answer")
 
     cluster.link.sync = silent  # type: ignore[method-assign, assignment]
     for passed_s, holds in ((300.0, False), (301.0, True)):
         cluster.now += passed_s
-        with pytest.raises(LinkError):
+        with pytest.raises(HeadUnreachable):
             cluster.agent.tick()
         assert (read_hold(cluster.box.settings.home) is not None) is holds
     cluster.box.tick()
@@ -287,7 +287,7 @@ def test_agent_holds_while_the_box_is_drained_and_stops_when_it_is_removed(clust
         assert read_hold(home) == reason
     with cluster.head.database.write() as session:
         BoxRepository(session).set(cluster.row.id, state=BoxState.REMOVED.value)
-    with pytest.raises(RemovedError):
+    with pytest.raises(BoxRemoved):
         cluster.agent.tick()
     assert read_hold(home) == f"box {NAME} was removed from its service"
 

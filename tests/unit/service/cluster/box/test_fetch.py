@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from windlass.service.cluster.box.connection import HeadUnreachable
 from windlass.service.cluster.box.fetch import Blobs, NoRoomHereError, Progress, WrongContentError
-from windlass.service.cluster.box.head_link import LinkError
 from windlass.service.installation.settings import Settings
 from windlass.service.machine.fleet.content import ContentFile, Where
 from windlass.storage.cancellation import CancelToken
@@ -36,7 +36,7 @@ class StandInLink:
             rest = rest[:-1] + b"?"
         for start in range(0, len(rest), 10):
             if self.cut_after is not None and start >= self.cut_after:
-                raise LinkError("cut")
+                raise HeadUnreachable("cut")
             yield rest[start : start + 10]
 
 
@@ -72,7 +72,7 @@ def test_fetch_goes_on_after_a_cut_where_it_ended(settings: Settings) -> None:
     link, blobs = StandInLink(), Blobs(settings)
     file = link.add(bytes(range(100)), "a/w")
     link.cut_after = 40
-    with pytest.raises(LinkError, match="cut"):
+    with pytest.raises(HeadUnreachable, match="cut"):
         fetch(blobs, link, file)
     link.cut_after = None
     progress = fetch(Blobs(settings), link, file)

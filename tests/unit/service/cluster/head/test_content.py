@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.support.service.cluster_stage import Cluster, add_box
-from windlass.service.cluster.box.head_link import LinkError, RefusedError
+from windlass.service.cluster.box.connection import HeadRefused, HeadUnreachable
 from windlass.service.cluster.box.send import Sender
 from windlass.service.machine.fleet.content import ContentFile, JobContent, Where, model_name
 from windlass.storage.cancellation import CancelToken
@@ -179,12 +179,12 @@ def test_sender_goes_on_after_a_cut_and_sends_shared_contents_once(cluster: Clus
         if not sent:
             sent.append("cut")
             put(job, file, offset, [next(iter(body))[:1]])
-            raise LinkError("cut")
+            raise HeadUnreachable("cut")
         sent.append(Path(file.path).name)
         return put(job, file, offset, body)
 
     cluster.link.put = cut  # type: ignore[method-assign]
-    with pytest.raises(LinkError):
+    with pytest.raises(HeadUnreachable):
         sender.send_model(job_id, f"{model}-step-2", cancel=CancelToken())
     sender.send_model(job_id, f"{model}-step-2", cancel=CancelToken())
     sender.send_model(job_id, model, cancel=CancelToken())
@@ -197,7 +197,7 @@ def test_sender_is_refused_for_a_job_that_is_not_the_boxs_any_more(cluster: Clus
     with cluster.head.database.write() as session:
         session.get_one(type(cluster.head.job(job_id)), job_id).node = cluster.head.node
     (cluster.box.settings.files_dir / "file-x").write_text("x")
-    with pytest.raises(RefusedError):
+    with pytest.raises(HeadRefused):
         Sender(settings=cluster.box.settings, link=cluster.link).send_file(job_id, "file-x", cancel=CancelToken())
 
 
