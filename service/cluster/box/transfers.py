@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from windlass.amounts import GIB
-from windlass.service.cluster.box.connection import HeadUnreachable
+from windlass.service.cluster.box.connection import BoxRemoved, HeadRefused, HeadUnreachable
 from windlass.service.cluster.box.fetch import Blobs, NoRoomHereError, Progress, WrongContentError
 from windlass.service.cluster.box.head_link import HeadLink
 from windlass.service.cluster.box.send import Sender

@@ -23,7 +23,7 @@ from windlass.service.cluster.head.content import content_router
 from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.manifest import Manifests
 from windlass.service.cluster.head.sync import sync_router
-from windlass.service.http.error_handlers import install_error_handlers
+from windlass.service.http.errors import install_error_handlers
 from windlass.service.validation.request_errors import ApiError
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.models import Box
