@@ -10,6 +10,7 @@ import anyio.to_thread
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from windlass.service.cluster.head.caller import BoxDep
 from windlass.service.cluster.head.incoming import Incoming, check_result
@@ -86,7 +87,10 @@ def content_router(database: Database, manifests: Manifests, incoming: Incoming)
                 check_result(own_job(JobRepository(session), box, job_id), where, path)
 
         await anyio.to_thread.run_sync(check)
-        here = await incoming.append(job_id, file, offset, request.stream())
+        try:
+            here = await incoming.append(job_id, file, offset, request.stream())
+        except ClientDisconnect:
+            raise ApiError("the upload was cut off; what has arrived stays", code="cut_off") from None
         return Uploaded(offset=here, is_complete=here == nbytes)
 
     @router.post("/jobs/{job_id}/results/complete", status_code=HTTPStatus.NO_CONTENT)

@@ -1,6 +1,8 @@
 """The routes for files: a box gets what its own jobs need, and sends their results in parts."""
 
 import hashlib
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,25 @@ def test_upload_comes_in_parts_and_tells_where_it_goes_on(cluster: Cluster, job_
     assert (answer.status_code, code(answer)) == (409, "wrong_offset")
     assert put(url, params=facts(content, offset=80), content=content[80:]).json()["is_complete"]
     assert put(url, params=facts(content, offset=0), content=content).json()["is_complete"]  # a lost answer
+
+
+def test_upload_that_is_cut_off_within_a_part_keeps_what_has_arrived(cluster: Cluster, job_id: str) -> None:
+    content, url = bytes(range(256)) * 8192, result_url(cluster, job_id)
+
+    def cut() -> Iterator[bytes]:
+        yield content[: 1024**2]
+        raise ConnectionError("the network was cut")
+
+    with pytest.raises(ConnectionError):
+        cluster.client.put(url, params=facts(content, offset=0), content=cut())
+    arrived, deadline_s = 0, time.monotonic() + 10
+    answer = None
+    while answer is None or answer.status_code == 409:  # the head has not noticed the cut yet
+        assert time.monotonic() < deadline_s
+        arrived = int(cluster.client.head(url, params=facts(content)).headers["Upload-Offset"])
+        answer = cluster.client.put(url, params=facts(content, offset=arrived), content=content[arrived:])
+    assert 0 < arrived <= 1024**2
+    assert answer.json()["is_complete"]
 
 
 def test_upload_of_a_wrong_content_is_refused_and_begins_anew(cluster: Cluster, job_id: str) -> None:
