@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from windlass.service.cluster.box.connection import (
     BoxRemoved,
     HeadConnection,
@@ -234,7 +236,7 @@ class Agent:
         for job_id in {*self._takings.taken(), *self._takings.job_ids()} - held - wanted:
             self._discard(job_id, None)  # taken back while it was fetched, or removed just now
         self._lost = {job_id: why for job_id, why in self._lost.items() if job_id in reply.cursors}
-        for job_id in reply.cursors.keys() - held - takes:
+        for job_id in reply.cursors.keys() - held - takes - self._lost.keys():
             self._take(job_id)  # this box's database was restored from an older backup, or lost
 
     def _take(self, job_id: str) -> bool:
@@ -358,19 +360,22 @@ class _Memory:
             write_atomically(self._done_path, json.dumps(sorted(done)))
 
 
-def run_until(ending: threading.Event, agent: Agent) -> None:
-    """Calls the head until `ending` is set. Raises BoxRemoved if the head has removed this box."""
-    pause_s, was_silent = _INTERVAL_S, False
+def run_until(ending: threading.Event, agent: Agent, *, pause_s: float = _INTERVAL_S) -> None:
+    """Calls the head until `ending` is set. Raises BoxRemoved if the head has removed this box.
+
+    `pause_s`: the first pause after a call that failed is twice as long.
+    """
+    was_silent = False
     try:
         while not ending.is_set():
             try:
                 has_news = agent.tick()
             except BoxRemoved:
                 raise
-            except (HeadUnreachable, HeadRefused) as error:
+            except (HeadUnreachable, HeadRefused, SQLAlchemyError, OSError) as error:  # or a full disk
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
                 if not was_silent:
-                    _LOG.warning("%s; it is called again and again", error)
+                    _LOG.warning("%s; the head is called again and again", error)
                 was_silent = True
             else:
                 if was_silent:

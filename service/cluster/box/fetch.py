@@ -132,6 +132,21 @@ class Blobs:
                 has_failed.set()
                 executor.shutdown(wait=False, cancel_futures=True)
                 raise
+        self._sync_folders(place_of(self._settings, job_id, file) for file in files)
+
+    def _sync_folders(self, places: Iterable[Path]) -> None:
+        """Syncs the folders above files, because new ones are durable once their own parents are synced."""
+        roots = {self._settings.home, self._settings.models_dir}
+        folders: set[Path] = set()
+        for place in places:
+            folder = place.parent
+            while folder not in folders and folder.is_dir():
+                folders.add(folder)
+                if folder in roots:
+                    break
+                folder = folder.parent
+        for folder in folders:
+            sync_path(folder)
 
     def _is_in_place(self, job_id: str, file: ContentFile) -> bool:
         root, place = root_of(self._settings, job_id, file.where), place_of(self._settings, job_id, file)

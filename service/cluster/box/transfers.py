@@ -132,6 +132,8 @@ class Takings:
             transfer.text = f"its files are being read on the head: {percent} %"
             transfer.cancel.check()
             time.sleep(_PENDING_S)
+        if content.row["attempt"] != 0:  # its states are elsewhere, or lost
+            return content.row
         write_atomically(self._path(job_id), content.model_dump_json())
         in_use = self._in_use(but=job_id)
         try:

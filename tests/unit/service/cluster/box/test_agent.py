@@ -1,12 +1,14 @@
 """The agent of a box: it takes, reports and discards jobs, whatever is lost or killed in between."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.support.service.cluster_stage import NAME, Cluster
 from windlass.actors.scheduler.scheduler import PAUSED
+from windlass.service.cluster.box.agent import run_until
 from windlass.service.cluster.box.connection import BoxRemoved, HeadUnreachable
 from windlass.service.machine.fleet.content import result_file_id, taken_dir
 from windlass.service.machine.fleet.hold import read_hold
@@ -319,3 +321,31 @@ def test_agent_cancels_and_discards_a_job_that_the_head_has_ended(cluster: Clust
     cluster.box.end_runner(job_id, 1)
     cluster.until(lambda: not cluster.has(job_id))
     assert not (cluster.box.settings.jobs_dir / job_id).exists()
+
+
+def test_agent_that_has_lost_a_job_takes_it_again_or_says_that_its_states_are_lost(cluster: Cluster) -> None:
+    lost = run(cluster)
+    cluster.box.end_runner(lost)
+    waits = cluster.prepare()
+    cluster.give(waits)
+    cluster.until(lambda: cluster.has(waits))
+    for job_id in (lost, waits):
+        with cluster.box.database.write() as session:
+            MirrorRepository(session).forget(job_id)
+    cluster.until(lambda: cluster.has(waits))
+    cluster.until(lambda: "has lost its states" in (cluster.head.job(lost).waiting_reason or ""))
+    assert not cluster.has(lost)
+
+
+def test_run_until_calls_again_after_any_trouble(cluster: Cluster) -> None:
+    ending, tick, troubles = threading.Event(), cluster.agent.tick, [HeadUnreachable("no answer"), OSError("disk full")]
+
+    def troubled() -> bool:
+        if troubles:
+            raise troubles.pop()
+        ending.set()
+        return tick()
+
+    cluster.agent.tick = troubled  # type: ignore[method-assign]
+    run_until(ending, cluster.agent, pause_s=0.01)
+    assert ending.is_set()
