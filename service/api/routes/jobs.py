@@ -44,11 +44,12 @@ from windlass.service.auth import Caller, check_one_more_job, check_priority, ch
 from windlass.service.data import deletion
 from windlass.service.installation import check_is_here, is_local, node_of
 from windlass.service.jobs import has_plan, job_dir, why_it_waits_for_room
-from windlass.service.machine import check_gpus
+from windlass.service.machine import check_box, check_gpus
+from windlass.service.machine.fleet import HEAD_NAME
 from windlass.service.preparation import check_model, fit_sequence_length
 from windlass.service.validation import ApiError, JobSettings, is_fine_tuned_id, model_dir
 from windlass.storage.sql import Job, NotFound
-from windlass.storage.sql.repositories import EventRepository, FileRepository, JobRepository, NewJob
+from windlass.storage.sql.repositories import BoxRepository, EventRepository, FileRepository, JobRepository, NewJob
 
 _METADATA_FILTER = re.compile(r"metadata\[(.{1,64})\]")
 _Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -135,7 +136,7 @@ def resume_job(
     """Queues a paused job again, with another number of GPUs if the body names one."""
     gpus = None if body is None else body.windlass.gpus
     if gpus is not None:
-        check_gpus(context.settings, gpus)
+        _check_gpus_there(context, caller, job_id, gpus)
     with context.database.write() as session:
         jobs = JobRepository(session, caller.only_of)
         if gpus is not None:
@@ -143,6 +144,17 @@ def resume_job(
         job = jobs.request_resume(job_id, gpus=gpus)
         audit(session, job_id)
         return _with_metrics(context, session, [job])[0]
+
+
+def _check_gpus_there(context: Context, caller: Caller, job_id: str, gpus: int) -> None:
+    """Raises ApiError if a job cannot have so many GPUs on its box, or on any box if it has not begun."""
+    with context.database.read() as session:
+        job, boxes = JobRepository(session, caller.only_of).get(job_id), BoxRepository(session).all()
+        there = BoxRepository(session).by_node(job.node)
+    box = job.windlass.get("box")
+    if there is not None or job.attempt:
+        box = HEAD_NAME if there is None else there.name
+    check_gpus(context.settings, gpus, boxes=boxes, box=box)
 
 
 def _check_microbatches(job: Job, gpus: int) -> None:
@@ -266,6 +278,8 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
     rows = list(jobs)
     last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
     rated_nbytes = context.settings.ssd_endurance_nbytes  # of the SSDs of this home
+    names = {box.node: box.name for box in BoxRepository(session).all(with_removed=True)}
+    names[node_of(context.settings.home)] = HEAD_NAME
     return [
         JobObject.of(
             job,
@@ -273,6 +287,7 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
             rated_nbytes if rated_nbytes and is_local(context.settings, job) else (),
             has_plan=has_plan(context.settings, job),
             room_reason=why_it_waits_for_room(context.settings, job),
+            box=None if job.node is None else names.get(job.node),
         )
         for job in rows
     ]
@@ -307,7 +322,9 @@ def _new_job(context: Context, caller: Caller, body: CreateJob, idempotency_key:
         visible = is_visible(session, caller, body.model)
         if visible:
             check_may_build_on(session, caller, body.model)
-    check_gpus(context.settings, settings.windlass.gpus)
+        boxes = BoxRepository(session).all()
+    check_box(settings.windlass.box, boxes)
+    check_gpus(context.settings, settings.windlass.gpus, boxes=boxes, box=settings.windlass.box)
     checked = check_model(
         context.settings,
         body.model,

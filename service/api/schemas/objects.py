@@ -232,6 +232,7 @@ class JobExtras(BaseModel):
 
     settings: dict[str, Any]  # as requested
     hyperparameters: dict[str, Any] | None  # as resolved
+    box: str | None  # the name of the box where it is, "head" for the service's own; null: not known here
     attempt: int
     priority: int
     step: int
@@ -280,6 +281,7 @@ class JobObject(BaseModel):
         *,
         has_plan: bool = False,
         room_reason: str | None = None,
+        box: str | None = None,
     ) -> "JobObject":
         """Converts a job's row, with the metrics of its last step and the SSD wear that they imply.
 
@@ -311,6 +313,7 @@ class JobObject(BaseModel):
             windlass=JobExtras(
                 settings=job.windlass,
                 hyperparameters=job.hyperparameters,
+                box=box,
                 attempt=job.attempt,
                 priority=job.priority,
                 step=job.step,

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from sqlalchemy import update
 
 from tests.support.service.api_client import context_of, make_model, serve, upload
 from windlass.service.api.routes import jobs as routes
@@ -13,6 +14,8 @@ from windlass.service.installation.settings import Settings
 from windlass.service.jobs.spec_builder import MachineResources
 from windlass.service.validation.hyperparameters import JobSettings, resolve
 from windlass.storage.sql.job_status import JobStatus
+from windlass.storage.sql.models import Job
+from windlass.storage.sql.repositories.boxes import BoxRepository
 from windlass.storage.sql.repositories.jobs import JobRepository
 
 JOBS = "/v1/fine_tuning/jobs"
@@ -409,7 +412,7 @@ def test_a_paused_job_is_resumed_with_another_number_of_gpus(
     client: TestClient, file_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[int] = []
-    monkeypatch.setattr(routes, "check_gpus", lambda _, gpus: checked.append(gpus))
+    monkeypatch.setattr(routes, "check_gpus", lambda _, gpus, **_more: checked.append(gpus))
     job_id = create(client, file_id).json()["id"]
     bring_to(client, job_id, JobStatus.QUEUED)
     assert act(client, job_id, "pause") == "paused"
@@ -532,3 +535,39 @@ def test_job_with_several_gpus_is_accepted_and_shows_them(
     monkeypatch.setattr(MachineResources, "here", lambda _: MachineResources(num_cores=4, num_gpus=4))
     job = create(client, file_id, windlass={"gpus": 4}).json()
     assert job["windlass"]["settings"]["gpus"] == 4
+
+
+def test_job_may_ask_for_a_box_that_has_joined(client: TestClient, file_id: str) -> None:
+    error = create(client, file_id, windlass={"box": "attic"}).json()["error"]
+    assert error["param"] == "windlass.box"
+    assert error["message"] == "windlass.box: there is no box 'attic'; no box has joined, so there is only 'head'"
+    with context_of(client).database.write() as session:
+        boxes = BoxRepository(session)
+        boxes.add(name="attic", node="node-attic", certificate="1", address="", facts=BOX_FACTS)
+        boxes.add(name="cellar", node="node-cellar", certificate="2", address="", facts=BOX_FACTS)
+    error = create(client, file_id, windlass={"box": "attik"}).json()["error"]
+    assert "there is no box 'attik'; the boxes are head, attic, cellar" in error["message"]
+    job = create(client, file_id, windlass={"box": "attic", "gpus": 4}).json()
+    assert (job["windlass"]["settings"]["box"], job["windlass"]["box"]) == ("attic", "head")
+    assert create(client, file_id, windlass={"gpus": 4}).status_code == 200
+    error = create(client, file_id, windlass={"box": "attic", "gpus": 8}).json()["error"]
+    assert (error["param"], error["message"]) == (
+        "windlass.gpus",
+        "on box attic: windlass.gpus is 8, and the machine has 4 GPUs",
+    )
+    assert "; no other box has them either" in create(client, file_id, windlass={"gpus": 8}).json()["error"]["message"]
+    with context_of(client).database.write() as session:
+        session.execute(update(Job).where(Job.id == job["id"]).values(node="node-attic"))
+    assert client.get(f"{JOBS}/{job['id']}").json()["windlass"]["box"] == "attic"
+
+
+BOX_FACTS: dict[str, Any] = {
+    "windlass": "1",
+    "python": "3",
+    "torch": "2",
+    "ray": "2",
+    "num_cores": 8,
+    "num_gpus": 4,
+    "memory_nbytes": 1 << 36,
+    "gpus": [{"name": "card", "memory_nbytes": 1 << 34}] * 4,
+}
