@@ -66,8 +66,6 @@ _AMOUNT = re.compile(r"[\d.]+ [KMGTP]?i?B")
 _JOBS = re.compile(
     r"jobs? ftjob-\w+(, ftjob-\w+)*|\d+ jobs? of others|\band\b|[\d.]+|\bqueued jobs? (is|are) before this one"
 )
-    r"jobs? ftjob-\w+(, ftjob-\w+)*|\d+ jobs? of others|\band\b|[\d.]+|\bfree beside\b|\bqueued.*before this one"
-)
 
 
 def is_starting(job: Job) -> bool:
