@@ -24,6 +24,7 @@ from windlass.service.api.routes import (
     RequestMetrics,
     RequestMetricsMiddleware,
     audit,
+    boxes,
     events,
     files,
     health,
@@ -38,6 +39,7 @@ from windlass.service.api.routes import (
 from windlass.service.api.routes import metrics as prometheus
 from windlass.service.auth import require_auth_if_exposed
 from windlass.service.installation import Settings
+from windlass.service.machine.fleet import FactsHere
 from windlass.service.preparation import HubFiles, list_hub_files
 from windlass.storage.sql import Database, migrate
 
@@ -61,15 +63,16 @@ def create_app(
         files.remove_partial_uploads(settings.files_dir)
         migrate(settings.database_url)
         database = Database(settings.database_url)
-        limits = RateLimits(settings.requests_per_minute)
+        limits, facts = RateLimits(settings.requests_per_minute), FactsHere(settings)
         app.state.context = Context(
             settings=settings,
             database=database,
             hub_files=hub_files,
             limits=limits,
             news=EventFeed(database),
+            facts=facts,
         )
-        app.state.request_metrics.registry.register(JobCollector(database, settings))
+        app.state.request_metrics.registry.register(JobCollector(database, settings, facts))
         try:
             if not starts_without_keys:
                 require_auth_if_exposed(settings, database)
@@ -90,6 +93,7 @@ def create_app(
         health.router,
         prometheus.router,
         storage.router,
+        boxes.router,
         webhooks.router,
         audit.router,
         login.router,

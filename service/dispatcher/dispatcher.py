@@ -31,7 +31,14 @@ from windlass.service.dispatcher.outcomes import (
     import_records,
     open_journal,
 )
-from windlass.service.dispatcher.placement import JoinedBox, MachineCapacity, hand_over, read_capacity, take_back
+from windlass.service.dispatcher.placement import (
+    JoinedBox,
+    MachineCapacity,
+    hand_over,
+    read_capacity,
+    take_back,
+    watch_absent_boxes,
+)
 from windlass.service.dispatcher.preparations import ROOM_AGAIN, Preparations
 from windlass.service.dispatcher.queue import JobQueue, Verdict, is_starting
 from windlass.service.dispatcher.replanner import (
@@ -178,6 +185,7 @@ class Dispatcher:
             self._guarded(about(job.id, job.attempt), self._preparations.advance, job, validating)
         if self._queue.boxes.is_used:
             take_back(self._database, self._settings, self._lease.node)
+            watch_absent_boxes(self._database, self._lease.node)
         self._launch_next()
         busy = {*self._ended.attempts(), *self._preparations.job_ids}
         self._housekeeping.tick(busy=busy)

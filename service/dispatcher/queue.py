@@ -485,7 +485,7 @@ class JobQueue:
 
 @dataclass(slots=True, kw_only=True)
 class _Placing:
-    """What a pass over the queue knows of the boxes and the jobs' options, for the reasons."""
+    """Knowledge of a pass over the queue: the boxes and the jobs' options, for the reasons."""
 
     capacity: MachineCapacity
     holders: dict[str, list[Job]]  # by box

@@ -22,6 +22,9 @@ from windlass.service.jobs.plan_files import plans_of as plans_of
 from windlass.service.jobs.plan_files import seconds_left as seconds_left
 from windlass.service.jobs.plan_view import in_words as in_words
 from windlass.service.jobs.plan_view import view_of as view_of
+from windlass.service.jobs.restart import end_for_restart as end_for_restart
+from windlass.service.jobs.restart import note_restart as note_restart
+from windlass.service.jobs.restart import plan_restart as plan_restart
 from windlass.service.jobs.spec_builder import ARENA_DIR as ARENA_DIR
 from windlass.service.jobs.spec_builder import MachineResources as MachineResources
 from windlass.service.jobs.spec_builder import build_job_spec as build_job_spec

@@ -52,7 +52,7 @@ HERE = "here"
 
 @dataclass(frozen=True, kw_only=True)
 class BoxKind:
-    """What a plan for a box depends on: its machine, and the settings of its home. Equal boxes share plans."""
+    """The inputs of a plan for a box: its machine, and the settings of its home. Equal boxes share plans."""
 
     resources: MachineResources
     hardware: Hardware | None  # None: it was not measured, so jobs run there without a plan

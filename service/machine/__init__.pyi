@@ -1,6 +1,5 @@
 """The machine and its Ray: `windlass doctor`, the cluster, the node."""
 
-from windlass.service.machine.devices import check_box as check_box
 from windlass.service.machine.devices import check_gpus as check_gpus
 from windlass.service.machine.doctor import DoctorError as DoctorError
 from windlass.service.machine.doctor import check_limits as check_limits

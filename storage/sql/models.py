@@ -156,6 +156,7 @@ class Box(Base):
     name: Mapped[str] = mapped_column(String(64), unique=True)
     node: Mapped[str] = mapped_column(String(64), unique=True)  # its home, as in `Job.node`
     state: Mapped[str] = mapped_column(String(16))  # "ready", "draining", "removed"
+    state_at: Mapped[float | None]  # when a person last changed its state; NULL: never
     certificate: Mapped[str] = mapped_column(String(64), unique=True)  # SHA-256 of its certificate, in hex
     address: Mapped[str] = mapped_column(String(64))  # the address that it last called from
     joined_at: Mapped[float]

@@ -96,6 +96,18 @@ class ResumeJob(_Request):
     windlass: ResumeSettings = ResumeSettings()
 
 
+class RestartSettings(_Request):
+    """The settings of a job that begins again. All others are those of the job before."""
+
+    box: str | None = Field(default=None, max_length=64)  # None: any
+
+
+class RestartJob(_Request):
+    """The body of `POST /v1/fine_tuning/jobs/{id}/restart`. It may be left out."""
+
+    windlass: RestartSettings = RestartSettings()
+
+
 class CreateJob(_Request):
     """The body of `POST /v1/fine_tuning/jobs`."""
 
@@ -232,7 +244,6 @@ class JobExtras(BaseModel):
 
     settings: dict[str, Any]  # as requested
     hyperparameters: dict[str, Any] | None  # as resolved
-    box: str | None  # the name of the box where it is, "head" for the service's own; null: not known here
     attempt: int
     priority: int
     step: int
@@ -245,6 +256,7 @@ class JobExtras(BaseModel):
     finish_is_estimate: bool | None  # about `estimated_finish`; null if that is null
     last_metrics: dict[str, Any] | None
     ssd_wear: dict[str, Any] | None
+    box: str | None  # the box that has its files and states; null: of another service with the same database
 
 
 class JobObject(BaseModel):
@@ -313,7 +325,6 @@ class JobObject(BaseModel):
             windlass=JobExtras(
                 settings=job.windlass,
                 hyperparameters=job.hyperparameters,
-                box=box,
                 attempt=job.attempt,
                 priority=job.priority,
                 step=job.step,
@@ -326,6 +337,7 @@ class JobObject(BaseModel):
                 finish_is_estimate=None if finish is None else not job.finish_is_measured,
                 last_metrics=last_metrics,
                 ssd_wear=None if last_metrics is None else _ssd_wear(job, last_metrics, ssd_endurance_nbytes),
+                box=box,
             ),
         )
 

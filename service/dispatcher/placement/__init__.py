@@ -1,4 +1,4 @@
-"""Which job begins where: the capacity of each box, the queue's policy, and the choice of a box."""
+"""The place where each job begins: the capacity of each box, the queue's policy, and the choice of a box."""
 
 from windlass.exports import lazy_exports
 

@@ -1,5 +1,6 @@
-"""Which job begins where: the capacity of each box, the queue's policy, and the choice of a box."""
+"""The place where each job begins: the capacity of each box, the queue's policy, and the choice of a box."""
 
+from windlass.service.dispatcher.placement.absent_boxes import watch_absent_boxes as watch_absent_boxes
 from windlass.service.dispatcher.placement.capacity import BUFFERS as BUFFERS
 from windlass.service.dispatcher.placement.capacity import DEVICES as DEVICES
 from windlass.service.dispatcher.placement.capacity import HOST_MEMORY as HOST_MEMORY

@@ -11,7 +11,7 @@ from windlass.amounts import GIB
 from windlass.planner.hardware import Hardware
 from windlass.service.dispatcher.placement.capacity import Demand, MachineCapacity, SsdSpace
 from windlass.service.jobs import BoxKind, MachineResources, PlanNumbers
-from windlass.service.machine.fleet import BoxFacts, CapacityReport, is_away
+from windlass.service.machine.fleet import BoxFacts, CapacityReport, is_away, resources_of_box
 from windlass.storage.sql import Box, Database, Job
 from windlass.storage.sql.repositories import BoxRepository, BoxState, JobRepository
 
@@ -87,12 +87,8 @@ class Fleet:
 
 def kind_of(facts: BoxFacts) -> BoxKind:
     """Returns the kind of a box. Raises ValueError if its profile cannot be read."""
-    models = tuple(dict.fromkeys(gpu.name for gpu in facts.gpus))
-    resources = MachineResources(
-        num_cores=facts.num_cores, num_gpus=facts.num_gpus, cpu_ranks=facts.cpu_ranks, gpu_models=models
-    )
     return BoxKind(
-        resources=resources,
+        resources=resources_of_box(facts),
         hardware=None if facts.hardware is None else Hardware.model_validate(facts.hardware),
         num_optimizers=facts.num_cpu_optimizers,
         host_memory_gib=facts.host_memory_gib,

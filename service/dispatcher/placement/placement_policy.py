@@ -11,11 +11,10 @@ The rule, job by job in the order of the queue:
    ends no later than if it had begun at once. Without a prediction, it does not wait.
 3. If it may begin nowhere, jobs of lower priority pause for it on the box where the fewest have to.
 4. Else it waits for the box on which it would end first. Only there do later jobs leave it its room. It stays with the
-   box for which it waited until it would end elsewhere in half the time, so that it cannot be passed over again and
-   again.
+   box for which it waited until it would end elsewhere in half the time. So it is not passed over again and again.
 
-So no open box is idle while a ready job waits that fits it, except if the job asked for another box, or would end
-sooner on another box for which it waits.
+So no open box is idle while a ready job waits that fits it, with two exceptions: a job that asked for another box, and
+a job that would end sooner on the box for which it waits.
 """
 
 import bisect

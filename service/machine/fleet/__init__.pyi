@@ -10,8 +10,14 @@ from windlass.service.machine.fleet.facts import Finding as Finding
 from windlass.service.machine.fleet.facts import GpuFacts as GpuFacts
 from windlass.service.machine.fleet.facts import SsdFacts as SsdFacts
 from windlass.service.machine.fleet.facts import is_away as is_away
+from windlass.service.machine.fleet.facts import resources_of_box as resources_of_box
+from windlass.service.machine.fleet.findings import findings_here as findings_here
+from windlass.service.machine.fleet.here import FactsHere as FactsHere
+from windlass.service.machine.fleet.here import facts_of_this_box as facts_of_this_box
 from windlass.service.machine.fleet.messages import CapacityReport as CapacityReport
 from windlass.service.machine.fleet.messages import InstructionMessage as InstructionMessage
 from windlass.service.machine.fleet.messages import SsdSpaceReport as SsdSpaceReport
 from windlass.service.machine.fleet.messages import SyncReply as SyncReply
 from windlass.service.machine.fleet.messages import SyncRequest as SyncRequest
+from windlass.service.machine.fleet.ssd_ledger import note_written as note_written
+from windlass.service.machine.fleet.ssd_ledger import written_by_ssd as written_by_ssd

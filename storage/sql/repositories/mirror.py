@@ -177,6 +177,11 @@ class MirrorRepository:
             self._boxes.instruct(box.id, job_id, kind, {} if gpus is None else {"gpus": gpus})
         return job
 
+    def end_here(self, job_id: str, here: str) -> None:
+        """Lets an ended job belong to the head, because its box was removed or is to discard it."""
+        ended = (Job.id == job_id, Job.status.in_(TERMINAL_STATUSES))
+        self._changes(update(Job).where(*ended).values(node=here, lease_holder=None))
+
     # --- the head's copies -------------------------------------------------------------------------------------------
 
     def cursors(self, box: Box, held: Collection[str]) -> dict[str, int]:

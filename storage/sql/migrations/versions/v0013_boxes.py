@@ -19,6 +19,7 @@ def upgrade() -> None:
         sa.Column("name", sa.String(64), nullable=False, unique=True),
         sa.Column("node", sa.String(64), nullable=False, unique=True),
         sa.Column("state", sa.String(16), nullable=False),
+        sa.Column("state_at", sa.Double, nullable=True),
         sa.Column("certificate", sa.String(64), nullable=False, unique=True),
         sa.Column("address", sa.String(64), nullable=False),
         sa.Column("joined_at", sa.Double, nullable=False),

@@ -412,7 +412,7 @@ def test_a_paused_job_is_resumed_with_another_number_of_gpus(
     client: TestClient, file_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[int] = []
-    monkeypatch.setattr(routes, "check_gpus", lambda _, gpus, **_more: checked.append(gpus))
+    monkeypatch.setattr(routes, "check_gpus", lambda _, gpus: checked.append(gpus))
     job_id = create(client, file_id).json()["id"]
     bring_to(client, job_id, JobStatus.QUEUED)
     assert act(client, job_id, "pause") == "paused"
@@ -537,28 +537,28 @@ def test_job_with_several_gpus_is_accepted_and_shows_them(
     assert job["windlass"]["settings"]["gpus"] == 4
 
 
-def test_job_may_ask_for_a_box_that_has_joined(client: TestClient, file_id: str) -> None:
-    error = create(client, file_id, windlass={"box": "attic"}).json()["error"]
-    assert error["param"] == "windlass.box"
-    assert error["message"] == "windlass.box: there is no box 'attic'; no box has joined, so there is only 'head'"
+def test_gpus_are_those_of_the_box_that_a_job_asks_for(client: TestClient, file_id: str) -> None:
     with context_of(client).database.write() as session:
-        boxes = BoxRepository(session)
-        boxes.add(name="attic", node="node-attic", certificate="1", address="", facts=BOX_FACTS)
-        boxes.add(name="cellar", node="node-cellar", certificate="2", address="", facts=BOX_FACTS)
+        for number, name in enumerate(("attic", "cellar")):
+            facts = {**BOX_FACTS, "num_gpus": 4 + number}
+            BoxRepository(session).add(name=name, node=f"node-{name}", certificate=name, address="", facts=facts)
     error = create(client, file_id, windlass={"box": "attik"}).json()["error"]
-    assert "there is no box 'attik'; the boxes are head, attic, cellar" in error["message"]
-    job = create(client, file_id, windlass={"box": "attic", "gpus": 4}).json()
-    assert (job["windlass"]["settings"]["box"], job["windlass"]["box"]) == ("attic", "head")
-    assert create(client, file_id, windlass={"gpus": 4}).status_code == 200
-    error = create(client, file_id, windlass={"box": "attic", "gpus": 8}).json()["error"]
+    assert (error["param"], error["message"]) == (
+        "windlass.box",
+        "windlass.box: there is no box 'attik'; there are head, attic, cellar",
+    )
+    assert create(client, file_id, windlass={"gpus": 5, "lanes": 1}).status_code == 200
+    error = create(client, file_id, windlass={"box": "attic", "gpus": 5, "lanes": 1}).json()["error"]
     assert (error["param"], error["message"]) == (
         "windlass.gpus",
-        "on box attic: windlass.gpus is 8, and the machine has 4 GPUs",
+        "box attic: windlass.gpus is 5, and the machine has 4 GPUs",
     )
-    assert "; no other box has them either" in create(client, file_id, windlass={"gpus": 8}).json()["error"]["message"]
+    assert create(client, file_id, windlass={"box": "head", "gpus": 5, "lanes": 1}).status_code == 400
+    job = create(client, file_id, windlass={"box": "cellar", "gpus": 5, "lanes": 1}).json()
+    assert job["windlass"]["settings"]["box"] == "cellar"
     with context_of(client).database.write() as session:
-        session.execute(update(Job).where(Job.id == job["id"]).values(node="node-attic"))
-    assert client.get(f"{JOBS}/{job['id']}").json()["windlass"]["box"] == "attic"
+        session.execute(update(Job).where(Job.id == job["id"]).values(node="node-cellar"))
+    assert client.get(f"{JOBS}/{job['id']}").json()["windlass"]["box"] == "cellar"
 
 
 BOX_FACTS: dict[str, Any] = {
@@ -567,7 +567,7 @@ BOX_FACTS: dict[str, Any] = {
     "torch": "2",
     "ray": "2",
     "num_cores": 8,
-    "num_gpus": 4,
+    "num_gpus": 5,
     "memory_nbytes": 1 << 36,
-    "gpus": [{"name": "card", "memory_nbytes": 1 << 34}] * 4,
+    "gpus": [{"name": "card", "memory_nbytes": 1 << 34}] * 5,
 }
