@@ -48,7 +48,7 @@ Policy = Callable[[World], Begins]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of all jobs."""
+    """The waits and ends of all jobs."""
 
     wait_s: Sequence[float]
     turnaround_s: Sequence[float]  # from arrival to end
