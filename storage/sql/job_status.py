@@ -28,7 +28,7 @@ TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
     # A job may end or be resumed before it pauses. If its runner is lost meanwhile, it is paused at its last commit.
     JobStatus.PAUSING: frozenset({JobStatus.PAUSED, JobStatus.RUNNING, *TERMINAL_STATUSES}),
     # A job that was paused before its preparation is prepared when it is resumed.
-    JobStatus.PAUSED: frozenset({JobStatus.VALIDATING_FILES, JobStatus.QUEUED, JobStatus.FAILED, JobStatus.CANCELLED}),
+    JobStatus.PAUSED: frozenset({JobStatus.VALIDATING_FILES, JobStatus.QUEUED, JobStatus.CANCELLED}),
     JobStatus.SUCCEEDED: frozenset(),
     JobStatus.FAILED: frozenset(),
     JobStatus.CANCELLED: frozenset(),
