@@ -77,7 +77,7 @@ def _serve_api(settings: Settings, listener_fd: int | None) -> None:
     import uvicorn
 
     from windlass.service.api import create_app
-    from windlass.service.api.middleware import ConnectionBounds, bounded_protocol
+    from windlass.service.http import ConnectionBounds, bounded_protocol
     from windlass.service.processes import listening
 
     config = uvicorn.Config(

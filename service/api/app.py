@@ -4,14 +4,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.types import Scope
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from windlass.service.api.authentication import AccessMiddleware
 from windlass.service.api.context import Context
-from windlass.service.api.error_handlers import install_error_handlers
 from windlass.service.api.event_feed import EventFeed
 from windlass.service.api.middleware import (
-    BodyLimitMiddleware,
     HiddenPathsMiddleware,
     NullCharacterMiddleware,
     RateLimits,
@@ -38,6 +37,7 @@ from windlass.service.api.routes import (
 )
 from windlass.service.api.routes import metrics as prometheus
 from windlass.service.auth import require_auth_if_exposed
+from windlass.service.http import BodyLimitMiddleware, install_error_handlers
 from windlass.service.installation import Settings
 from windlass.service.machine.fleet import FactsHere
 from windlass.service.preparation import HubFiles, list_hub_files
@@ -103,12 +103,7 @@ def create_app(
     install_openapi(app)
 
     # The middleware added last sees a request first.
-    app.add_middleware(
-        BodyLimitMiddleware,
-        limit_nbytes=settings.max_request_nbytes,
-        upload_path="/v1/files",
-        upload_limit_nbytes=settings.max_file_nbytes + _MULTIPART_OVERHEAD_NBYTES,
-    )
+    app.add_middleware(BodyLimitMiddleware, limit_of=lambda scope: _body_limit_nbytes(settings, scope))
     app.add_middleware(NullCharacterMiddleware)
     app.add_middleware(HiddenPathsMiddleware, settings=settings)
     app.add_middleware(AccessMiddleware, settings=settings)
@@ -118,3 +113,9 @@ def create_app(
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     app.add_middleware(RequestMetricsMiddleware, metrics=app.state.request_metrics)
     return app
+
+
+def _body_limit_nbytes(settings: Settings, scope: Scope) -> int:
+    if scope["path"] == "/v1/files":
+        return settings.max_file_nbytes + _MULTIPART_OVERHEAD_NBYTES
+    return settings.max_request_nbytes

@@ -1,4 +1,4 @@
-"""Bounds on the connections of the API's clients: how many there are, and how long one may keep the service waiting.
+"""Bounds on the connections of a server's clients: how many there are, and how long one may keep the service waiting.
 
 Without them a client that opens connections, and sends or reads nothing, holds them open for ever. Then the service
 can accept no other client. Where all places are taken, such connections make room, those of whoever has most first.
@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import get_remote_addr, is_ssl
 
 from windlass.amounts import bytes_text
-from windlass.service.api import error_response
+from windlass.service.http.errors import error_response
 from windlass.service.installation import Settings, address_of
 from windlass.service.validation import ApiError
 
@@ -153,17 +153,22 @@ class OpenConnections:
         return str(address)
 
 
-def bounded_protocol(bounds: ConnectionBounds, *, tls: ssl.SSLContext | None = None) -> type[HttpToolsProtocol]:
-    """The protocol class that uvicorn is to serve connections with.
+def bounded_protocol(
+    bounds: ConnectionBounds,
+    *,
+    tls: ssl.SSLContext | None = None,
+    base: "type[BoundedConnection] | None" = None,
+) -> type[HttpToolsProtocol]:
+    """The protocol class that uvicorn is to serve connections with. `base`: a subclass of `BoundedConnection`.
 
     With `tls` the protocol itself does the handshake. Left to uvicorn's sockets, a connection would be counted only
     after its handshake. uvicorn must be given no certificate then.
     """
     members = {"bounds": bounds, "counts": OpenConnections(bounds), "tls": tls}
-    return cast(type[HttpToolsProtocol], type("BoundedConnection", (_Connection,), members))
+    return cast(type[HttpToolsProtocol], type("BoundedProtocol", (base or BoundedConnection,), members))
 
 
-class _Connection(HttpToolsProtocol):
+class BoundedConnection(HttpToolsProtocol):
     """A connection that ends where its client keeps the service waiting."""
 
     bounds: ConnectionBounds
@@ -408,7 +413,7 @@ class _Connection(HttpToolsProtocol):
 class _Tls(SSLProtocol):
     """The TLS of a connection, between its socket and the protocol of HTTP."""
 
-    def __init__(self, connection: _Connection, context: ssl.SSLContext) -> None:
+    def __init__(self, connection: BoundedConnection, context: ssl.SSLContext) -> None:
         super().__init__(
             connection.loop,
             connection,
