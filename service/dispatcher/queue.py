@@ -226,7 +226,7 @@ class JobQueue:
         """Returns what makes a reason another one, with an event. The jobs on several boxes change too often for it."""
         if not self.boxes.by_name:
             return _AMOUNT.sub("", reason)
-        return sorted({_JOBS.sub("", part).strip() for part in reason.split("; ")})
+        return sorted({_JOBS.sub("", part).strip() for part in reason.split("; ")} - {""})
 
     def make_room(self, job: Job, victims: Collection[str]) -> None:
         """Requests jobs of lower priority to pause. They continue by themselves when there is room again."""
