@@ -26,6 +26,7 @@ _COMMANDS = (
     cli_jobs.logs,
     cli_jobs.pause,
     cli_jobs.resume,
+    cli_jobs.restart,
     cli_jobs.cancel,
     cli_jobs.files,
     cli_jobs.models,

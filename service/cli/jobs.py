@@ -209,6 +209,20 @@ def resume(
     print(f"job {job} is {found['status']}")
 
 
+def restart(
+    job: Annotated[str, typer.Argument(help="The job's id.")],
+    box: Annotated[str | None, typer.Option(help="The box that the new job is to run on; any without it.")] = None,
+    home: Home = None,
+) -> None:
+    """Begin a new job from the newest checkpoint of one that failed, or whose box is lost.
+
+    The optimizer's states and the position in the data are lost.
+    """
+    with client_for_job(home, job) as client:
+        found = client.restart(job, box=box)
+    print(f"job {found['id']} goes on for job {job}; it is {found['status']}")
+
+
 def files(home: Home = None) -> None:
     """List uploaded files and results, newest first."""
     with open_client(load_settings(home)) as client:

@@ -184,6 +184,10 @@ class ServiceClient:
         body = {} if gpus is None else {"json": {"windlass": {"gpus": gpus}}}
         return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/resume", **body)
 
+    def restart(self, job_id: str, *, box: str | None = None) -> dict[str, Any]:
+        """Begins a new job that goes on for one that failed or whose box is lost. Returns the new job."""
+        return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/restart", json={"windlass": {"box": box}})
+
     def events(self, job_id: str, *, after: str | None = None) -> list[dict[str, Any]]:
         """Lists a job's events, oldest first, or only those after the event `after`."""
         found: list[dict[str, Any]] = []

@@ -173,6 +173,8 @@ class WindlassSettings(_Strict):
     evaluate_every: int | None = Field(default=None, ge=1, le=_MAX_STEPS)  # steps; null: at each epoch's end
     initialization: Annotated[Initialization, _WORD] = _DEFAULTS["initialization"]
     gpus: int = Field(default=1, ge=1, le=MAX_GPUS)  # `lanes` and `num_microbatches` follow from it unless set
+    # The name of the box that the job asks for; null: any.
+    box: str | None = Field(default=None, min_length=1, max_length=64)
     budgets: Budgets = Budgets()
     lora: None = None
 

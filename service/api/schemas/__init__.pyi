@@ -23,6 +23,7 @@ from windlass.service.api.schemas.objects import JobList as JobList
 from windlass.service.api.schemas.objects import JobObject as JobObject
 from windlass.service.api.schemas.objects import MetricsObject as MetricsObject
 from windlass.service.api.schemas.objects import ModelObject as ModelObject
+from windlass.service.api.schemas.objects import RestartJob as RestartJob
 from windlass.service.api.schemas.objects import ResumeJob as ResumeJob
 from windlass.service.api.schemas.objects import StreamedEvent as StreamedEvent
 from windlass.service.api.schemas.objects import StreamStart as StreamStart

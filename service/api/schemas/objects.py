@@ -96,6 +96,18 @@ class ResumeJob(_Request):
     windlass: ResumeSettings = ResumeSettings()
 
 
+class RestartSettings(_Request):
+    """The settings of a job that begins again. All others are those of the job before."""
+
+    box: str | None = Field(default=None, max_length=64)  # None: any
+
+
+class RestartJob(_Request):
+    """The body of `POST /v1/fine_tuning/jobs/{id}/restart`. It may be left out."""
+
+    windlass: RestartSettings = RestartSettings()
+
+
 class CreateJob(_Request):
     """The body of `POST /v1/fine_tuning/jobs`."""
 

@@ -200,7 +200,13 @@ class BoxRepository:
 
     def instruct(self, box_id: str, job_id: str, kind: Instruction, body: dict[str, Any] | None = None) -> int:
         """Adds an instruction. Returns its ordinal."""
-        row = BoxInstruction(box_id=box_id, job_id=job_id, kind=kind.value, body=body or {}, created_at=time.time())
+        now = time.time()
+        # By the clock, because a database that was restored from a backup does not know the ordinals that were used
+        # after the backup, and the boxes do.
+        ordinal = max(self._last_ordinal() + 1, int(now * 1e6))
+        row = BoxInstruction(
+            ordinal=ordinal, box_id=box_id, job_id=job_id, kind=kind.value, body=body or {}, created_at=now
+        )
         self._session.add(row)
         self._session.flush()
         return row.ordinal
@@ -226,6 +232,11 @@ class BoxRepository:
     def withdraw(self, ordinal: int) -> bool:
         """Removes an instruction that the box has not carried out. Returns False if it is gone already."""
         return self._changes(delete(BoxInstruction).where(BoxInstruction.ordinal == ordinal)) == 1
+
+    def _last_ordinal(self) -> int:
+        waiting = self._session.scalar(select(func.max(BoxInstruction.ordinal)))
+        done = self._session.scalar(select(func.max(Box.instruction_done)))
+        return max(waiting or 0, done or 0)
 
     def _changes(self, statement: Any) -> int:
         result = self._session.execute(statement.execution_options(synchronize_session=False))

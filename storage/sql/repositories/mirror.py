@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import CursorResult, delete, exists, select, update
+from sqlalchemy import CursorResult, delete, exists, func, select, update
 from sqlalchemy.orm import Session
 
 from windlass.storage.sql import (
@@ -59,6 +59,8 @@ REPORTED_COLUMNS = (
     "fine_tuned_model",
     "result_files",
 )
+# Those of them that a report still renews if the head's row has ended first, because its owner has cancelled the job.
+_PROGRESS_COLUMNS = ("attempt", "started_at", "launched_at", "step", "total_steps", "trained_tokens")
 # The columns of a taken job that begin anew in the box's database.
 _OF_ONE_DATABASE = frozenset(("node", "lease_holder", "journal_attempt", "journal_seq", "box_cursor", "yields_to"))
 
@@ -107,7 +109,9 @@ class JobReport:
 
     id: str
     fields: dict[str, Any]  # `REPORTED_COLUMNS` in JSON; empty: as before
-    events: Sequence[MirroredEvent] = ()  # after the head's cursor, in order
+    events: Sequence[MirroredEvent] = ()  # in order, those that follow `after`
+    after: int = 0  # the cursor that the box knew; the head leaves a report out that begins after its own one
+    until: int | None = None  # the job's last event when `fields` were read; None: not known
     checkpoints: Sequence[MirroredCheckpoint] | None = None  # all that are there; None: as before
     files: Sequence[MirroredFile] = ()  # the result files that `fields` names
     row: dict[str, Any] | None = None  # the whole row in JSON, if the head has asked for it
@@ -177,6 +181,11 @@ class MirrorRepository:
             self._boxes.instruct(box.id, job_id, kind, {} if gpus is None else {"gpus": gpus})
         return job
 
+    def end_here(self, job_id: str, here: str) -> None:
+        """Lets an ended job belong to the head, because its box was removed or is to discard it."""
+        ended = (Job.id == job_id, Job.status.in_(TERMINAL_STATUSES))
+        self._changes(update(Job).where(*ended).values(node=here, lease_holder=None))
+
     # --- the head's copies -------------------------------------------------------------------------------------------
 
     def cursors(self, box: Box, held: Collection[str]) -> dict[str, int]:
@@ -209,15 +218,18 @@ class MirrorRepository:
             job = self._adopt(box, report.row)
         if job is None or job.node != box.node:
             return
+        if report.after > job.box_cursor:
+            return  # the head was restored from a backup; its answer makes the box report the events between again
+        is_late = report.until is not None and report.until < job.box_cursor
         for event in report.events:
             if event.ordinal > job.box_cursor:
                 self._add_event(job, event)
                 job.box_cursor = event.ordinal
         self._session.flush()
-        if report.checkpoints is not None:
+        if report.checkpoints is not None and not is_late:
             self._replace_checkpoints(job, report.checkpoints, path_of)
         is_behind = any(each.ordinal > instruction_done for each in self._boxes.instructions_about(job.id))
-        if report.fields and not is_behind:
+        if report.fields and not is_behind and not is_late:
             self._write_fields(job, report, here)
         self._session.flush()
 
@@ -254,8 +266,19 @@ class MirrorRepository:
         return claimed
 
     def _adopt(self, box: Box, row: Mapping[str, Any]) -> Job:
-        """Adds a job that the head does not know, because its database is older than the job."""
-        job = Job(**_values_of(row), node=box.node, lease_holder=None, box_cursor=0)
+        """Adds a job that the head does not know, because its database is older than the job.
+
+        A finished one is added as unfinished, so that its end is written as that of any other job.
+        """
+        values = _values_of(row)
+        if values["status"] in TERMINAL_STATUSES:
+            status = JobStatus.RUNNING if values["attempt"] else JobStatus.QUEUED
+            values |= {"status": status, "finished_at": None, "error": None}
+            values |= {"fine_tuned_model": None, "result_files": []}
+        key = values.get("idempotency_key")
+        if key is not None and JobRepository(self._session).by_idempotency_key(values.get("owner"), [key]) is not None:
+            values["idempotency_key"] = None  # its owner has sent the request again since
+        job = Job(**values, node=box.node, lease_holder=None, box_cursor=0)
         self._session.add(job)
         self._session.flush()
         return job
@@ -299,11 +322,10 @@ class MirrorRepository:
     def _write_fields(self, job: Job, report: JobReport, here: str) -> None:
         status = JobStatus(report.fields["status"])
         was_over = job.status in TERMINAL_STATUSES
-        if not was_over:
-            for name in REPORTED_COLUMNS:
-                if name in report.fields:
-                    value = report.fields[name]
-                    setattr(job, name, status if name == "status" else value)
+        for name in _PROGRESS_COLUMNS if was_over else REPORTED_COLUMNS:
+            if name in report.fields:
+                value = report.fields[name]
+                setattr(job, name, status if name == "status" else value)
         if status not in TERMINAL_STATUSES:
             return
         for file in () if was_over else report.files:
@@ -337,6 +359,15 @@ class MirrorRepository:
         self._session.flush()
         return True
 
+    def begin(self, job_id: str, node: str) -> None:
+        """Gives a taken job to the box's dispatcher, because the head has read that the box has it."""
+        self._changes(update(Job).where(Job.id == job_id, Job.lease_holder.is_(None)).values(node=node))
+
+    def held(self) -> Sequence[Job]:
+        """Lists all jobs of the box's database, finished ones too, in the order of their creation."""
+        query = select(Job).order_by(Job.created_at, Job.id).execution_options(populate_existing=True)
+        return self._session.scalars(query).all()
+
     def carry_out(self, kind: Instruction, job_id: str, body: Mapping[str, Any]) -> str | None:
         """Carries out a request of a user that the head has recorded. Returns why it cannot be, or None.
 
@@ -361,8 +392,11 @@ class MirrorRepository:
             select(Checkpoint).where(Checkpoint.job_id == job.id).order_by(Checkpoint.step_number)
         )
         files = self._session.scalars(select(File).where(File.id.in_(job.result_files)))
+        last = select(func.max(JobEvent.ordinal)).where(JobEvent.job_id == job.id)
         return JobReport(
             id=job.id,
+            after=after,
+            until=self._session.scalar(last) or 0,
             fields={name: _in_json(getattr(job, name)) for name in REPORTED_COLUMNS},
             events=[
                 MirroredEvent(

@@ -81,6 +81,7 @@ WHOSE = {
     ("POST", f"{JOB}/cancel"): Whose.NAMED,
     ("POST", f"{JOB}/pause"): Whose.NAMED,
     ("POST", f"{JOB}/resume"): Whose.NAMED,
+    ("POST", f"{JOB}/restart"): Whose.NAMED,
     ("GET", MODEL): Whose.NAMED,
     ("DELETE", MODEL): Whose.NAMED,
     ("GET", HOOK): Whose.NAMED,

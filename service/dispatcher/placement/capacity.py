@@ -9,7 +9,7 @@ from pathlib import Path
 from windlass.actors.job import disk_of
 from windlass.amounts import GIB
 from windlass.planner.planning import JobPlan
-from windlass.service.dispatcher.queue_policy import Amounts
+from windlass.service.dispatcher.placement.queue_policy import Amounts
 from windlass.service.installation import Settings
 from windlass.service.jobs import ARENA_DIR, MachineResources
 from windlass.service.machine import measured_hardware
