@@ -68,8 +68,8 @@ def remove(
         held = sum(jobs[kind]["total"] for kind in ("running", "waiting", "paused"))
         if held:
             print(
-                f"box {name} has {held} unfinished jobs. Those that have not begun go back to the queue. Those that have "
-                "begun stop, because their states are on it; `windlass restart` starts them elsewhere."
+                f"box {name} has {held} unfinished jobs. Those that have not begun go back to the queue. Those that "
+                "have begun stop, because their states are on it; `windlass restart` starts them elsewhere."
             )
         if not yes:
             typer.confirm(f"Remove box {name}?", abort=True)
@@ -88,7 +88,14 @@ def join(
     """Make this machine a box of a head: the head's jobs then run here, too."""
     from windlass.service.auth import migrate_database
     from windlass.service.cluster.authority import JoinCode
-    from windlass.service.cluster.box import ask_to_join, check_home, match_versions, meet_head, set_up_home, url_of_head
+    from windlass.service.cluster.box import (
+        ask_to_join,
+        check_home,
+        match_versions,
+        meet_head,
+        set_up_home,
+        url_of_head,
+    )
     from windlass.service.processes import ensure_measured, start_detached
 
     parsed, url, place = JoinCode.parse(code), url_of_head(head), place_of_home(home)
@@ -135,8 +142,8 @@ def leave(
     except HeadUnreachable as error:
         if not forget:
             raise CommandError(
-                f"{error}; try again later, or leave with --forget, and run `windlass node remove {membership.name}` on "
-                "the head"
+                f"{error}; try again later, or leave with --forget, and run "
+                f"`windlass node remove {membership.name}` on the head"
             ) from None
         print(f"! {error}; run `windlass node remove {membership.name}` on the head")
     shut_down(settings, force=True)
@@ -173,5 +180,3 @@ def _row(box: dict[str, Any]) -> tuple[str, ...]:
 
 def _tell(line: str) -> None:
     print(line, flush=True)
-
-

@@ -48,7 +48,8 @@ def up(
     ] = False,
     port: Annotated[int | None, typer.Option(help="The port of the API and the dashboard.")] = None,
     cluster_host: Annotated[
-        str | None, typer.Option(help="An IP address of this machine at which other boxes reach it, so that they may join.")
+        str | None,
+        typer.Option(help="An IP address of this machine at which other boxes reach it."),
     ] = None,
     cluster_port: Annotated[int | None, typer.Option(help="The port that boxes call.")] = None,
     print_unit: Annotated[
@@ -76,7 +77,9 @@ def up(
     settings = load_settings(home)
     membership = membership_of(settings.home)
     if membership is not None and settings.cluster_host is not None:
-        raise CommandError(f"{settings.home} is a box of {membership.head}; a box cannot be a head: leave cluster_host out")
+        raise CommandError(
+            f"{settings.home} is a box of {membership.head} and cannot be a head; leave cluster_host out"
+        )
     if settings.cluster_host is not None:
         from windlass.service.cluster.authority import check_cluster_host
 

@@ -36,9 +36,7 @@ def unit_of(home: Path, *, cluster_host: str | None, cluster_port: int | None, p
         "WINDLASS_CLUSTER_PORT": cluster_port,
     }
     environment = " ".join(_quoted(f"{name}={value}") for name, value in given.items() if value is not None)
-    return _UNIT.format(
-        home_text=str(home).replace("%", "%%"), environment=environment, python=_quoted(sys.executable)
-    )
+    return _UNIT.format(home_text=str(home).replace("%", "%%"), environment=environment, python=_quoted(sys.executable))
 
 
 def _quoted(text: str) -> str:

@@ -18,7 +18,10 @@ class StartError(ReportedError):
 
 
 def start_detached(settings: Settings) -> Serving:
-    """Starts a supervisor without a terminal. Returns once the API answers, or a box can run jobs. Raises StartError."""
+    """Starts a supervisor without a terminal. Returns once the API answers, or a box can run jobs.
+
+    Raises StartError.
+    """
     prepare_home(settings.home)
     log_path = settings.home / "logs" / "supervisor.log"
     with log_path.open("ab") as log:

@@ -1,4 +1,4 @@
-"""Who may call a head: real TLS on loopback."""
+"""Refusals and admissions of callers by a head: real TLS on loopback."""
 
 import ssl
 import time
