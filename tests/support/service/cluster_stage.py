@@ -76,17 +76,30 @@ class AppServer:
 
 
 class Cluster:
-    """A head with one box, which calls it over a local connection."""
+    """A head with one box, which calls it over a local connection.
 
-    def __init__(self, folder: Path, head_database: Database, box_database: Database) -> None:
+    `client`: of a box that has joined as `NAME`, for a head that is served already; None: the head is served here.
+    """
+
+    def __init__(
+        self, folder: Path, head_database: Database, box_database: Database, *, client: httpx.Client | None = None
+    ) -> None:
         self.head = Stage(folder / "head", head_database)
         self.box = Stage(folder / "box", box_database)
-        self.row = add_box(head_database, NAME, self.box.node)
-        make_model(self.head.settings.models_dir / "tiny")
+        if not (self.head.settings.models_dir / "tiny").exists():
+            make_model(self.head.settings.models_dir / "tiny")
         self.manifests = Manifests(self.head.settings)
         self.incoming = Incoming(self.head.settings)
-        self.server = AppServer(head_app(self.head, self.manifests, self.incoming))
-        self.client = httpx.Client(base_url=self.server.url, headers={"X-Box": NAME}, trust_env=False, timeout=20)
+        self.server: AppServer | None = None
+        if client is None:
+            add_box(head_database, NAME, self.box.node)
+            self.server = AppServer(head_app(self.head, self.manifests, self.incoming))
+            client = httpx.Client(base_url=self.server.url, headers={"X-Box": NAME}, trust_env=False, timeout=20)
+        with head_database.read() as session:
+            row = BoxRepository(session).by_node(self.box.node)
+        assert row is not None, "the box has joined"
+        self.row = row
+        self.client = client
         self.link = HeadLink(self.client)
         self.now = 1000.0
         self.agent = self.new_agent()
@@ -103,7 +116,8 @@ class Cluster:
         self.agent.close()
         self.manifests.close()
         self.client.close()
-        self.server.close()
+        if self.server is not None:
+            self.server.close()
 
     def prepare(self, **windlass: Any) -> str:
         """A job in the head's queue that never began."""
