@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from windlass.service.dispatcher.placement import BoxState, Demand, Fleet, Holder, JoinedBox, Option
 from windlass.service.installation import Settings
 from windlass.service.jobs import BoxKind, PlanNumbers, plan_numbers, settings_of
 from windlass.service.machine.fleet import HEAD_NAME
+from windlass.service.validation import WindlassSettings
 from windlass.storage.sql import Database, Job, JobStatus
 
 # Boxes that a reason for waiting names; the others are counted.
@@ -20,6 +22,7 @@ class Boxes:
         self._settings = settings
         self._fleet = Fleet(database)
         self._numbers: dict[str, Mapping[str, PlanNumbers]] = {}
+        self._asked: dict[str, tuple[Mapping[str, Any], WindlassSettings]] = {}  # with the column of the row
         self.by_name: Mapping[str, JoinedBox] = {}
         # Plans that are still to be made, in the order of the queue.
         self.wanted: list[tuple[Job, BoxKind]] = []
@@ -36,11 +39,11 @@ class Boxes:
 
     def may_run_here(self, job: Job) -> bool:
         """Returns whether a job may run on this home's own box. On a joined box itself, each of its jobs may."""
-        return bool(job.attempt) or not self._fleet.is_used or settings_of(job).windlass.box in (None, HEAD_NAME)
+        return bool(job.attempt) or not self._fleet.is_used or self._settings_of(job).box in (None, HEAD_NAME)
 
     def kinds_for(self, job: Job) -> Mapping[str, BoxKind]:
         """Returns the kinds of the open boxes that a job may run on, each with the name of one of its boxes."""
-        asked = settings_of(job).windlass
+        asked = self._settings_of(job)
         return {
             name: box.kind
             for name, box in self.by_name.items()
@@ -52,6 +55,8 @@ class Boxes:
         held = {job.id for job in self.holders}
         for job_id in self._numbers.keys() - held - set(job_ids):
             del self._numbers[job_id]
+        for job_id in self._asked.keys() - held - set(job_ids):
+            del self._asked[job_id]
 
     def forget(self, job_id: str) -> None:
         """Forgets a job's plans, because it has another one."""
@@ -86,7 +91,7 @@ class Boxes:
         options, why_not = list[Option](), dict[str, str]()
         if job.attempt or not self.by_name:
             return options, why_not
-        asked = settings_of(job).windlass
+        asked = self._settings_of(job)
         for name, box in self.by_name.items():
             if asked.box not in (None, name):
                 continue
@@ -110,8 +115,15 @@ class Boxes:
             self._numbers[job.id] = plan_numbers(self._settings, job.id)
         return self._numbers[job.id]
 
+    def _settings_of(self, job: Job) -> WindlassSettings:
+        """Returns the settings of a job's request. They are checked once, because that takes long for a long queue."""
+        known = self._asked.get(job.id)
+        if known is None or known[0] != job.windlass:
+            known = self._asked[job.id] = (job.windlass, settings_of(job).windlass)
+        return known[1]
+
     def _demand(self, job: Job, box: JoinedBox) -> Demand:
-        asked = settings_of(job).windlass
+        asked = self._settings_of(job)
         budget_nbytes = box.kind.bounds(asked).host_memory_nbytes
         return box.demand(self.numbers(job).get(box.kind.key), num_devices=asked.gpus, budget_nbytes=budget_nbytes)
 
