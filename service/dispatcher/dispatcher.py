@@ -61,6 +61,7 @@ from windlass.service.jobs import (
     seconds_left,
     why_it_waits_for_room,
 )
+from windlass.service.machine.fleet import read_hold
 from windlass.service.preparation import Preparation, PreparationMemory, PreparationOrder, preparation_of
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.memory import may_find_room_later
@@ -118,13 +119,17 @@ class Dispatcher:
         jitter: Callable[[], float] = random.random,
         housekeeping: Housekeeping | None = None,
         preparation_memory: PreparationMemory | None = None,
+        hold: Callable[[], str | None] | None = None,
     ) -> None:
+        """Uses `hold` to learn why no attempt may run now; None: attempts may run."""
         self._database = database
         self._settings = settings
         self._runners = runners
         self._resources = resources
         self._lease = lease
         self._clock = clock
+        self._read_hold = hold or functools.partial(read_hold, settings.home)
+        self._hold: str | None = None  # as this pass read it
         self._housekeeping = housekeeping or Housekeeping(database, settings, node=lease.node, clock=clock)
         by_steps = MeasuredSteps(database=database, settings=settings)
         self._corrections = Replanner(database, settings, by_steps, ask=ask)
@@ -165,6 +170,7 @@ class Dispatcher:
             since = self._full[0] if self._was_full_lately else self._clock()
             self._full = (since, self._clock())
         must_adopt, self._last_pass_failed = self._last_pass_failed, True
+        self._hold = self._read_hold()
         if self._lease.renew():
             self._forget()
             must_adopt = True
@@ -357,10 +363,14 @@ class Dispatcher:
             self._request_stop(job, attempt, StopKind.CANCEL, self._runners.cancel)
         elif job.status is JobStatus.RUNNING and self._yields_at_once(job):
             self._request_stop(job, attempt, StopKind.PREEMPT, self._runners.kill)
-        elif job.status is JobStatus.PAUSING or job.yields_to is not None or must_end_for_plan(self._settings, job):
+        elif job.status is JobStatus.PAUSING or job.yields_to is not None or self._must_end(job):
             self._request_stop(job, attempt, StopKind.PAUSE, self._runners.pause)
         elif self._corrections.job_id in (None, job.id):  # the planner is not correcting another job's plan
             self._corrections.poll(job)
+
+    def _must_end(self, job: Job) -> bool:
+        """Returns whether a running attempt must end at its next commit, and the job goes on by itself afterwards."""
+        return self._hold is not None or must_end_for_plan(self._settings, job)
 
     def _yields_at_once(self, job: Job) -> bool:
         """Returns whether the attempt ends for another job and has no step yet, so that it need not end by itself."""
@@ -408,6 +418,9 @@ class Dispatcher:
 
     def _execute(self, verdict: Verdict) -> None:
         job = verdict.job
+        if self._hold is not None:
+            self._queue.explain(job, self._hold)
+            return
         if verdict.is_ready and (reason := room_reason(self._settings.home)) is not None:
             self._queue.explain(job, reason)
             return

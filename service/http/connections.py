@@ -29,6 +29,7 @@ _RETRY_AFTER_S = 5
 _LOG_INTERVAL_S = 60.0  # between two lines on connections that are refused or cut
 # Refused connections whose TLS handshake is in progress. Without one the client cannot be told why it is refused.
 _MOST_REFUSED_HANDSHAKES = 50
+_ALERT_S = 0.05  # for the alert of a failed handshake to leave
 # An address of IPv6 is a network of those that one client may choose from.
 _IPV6_PREFIX = 64
 
@@ -423,6 +424,20 @@ class _Tls(SSLProtocol):
             ssl_handshake_timeout=connection.bounds.head_s,  # type: ignore[arg-type]  # any number of seconds
         )
         self._connection = connection
+        self._has_failed = False
+
+    def _on_handshake_complete(self, handshake_exc: Exception | None) -> None:
+        """Called by `SSLProtocol`. The client of a failed handshake is told why, by an alert, before the socket closes.
+
+        `SSLProtocol` alone would close it with the alert unsent.
+        """
+        if handshake_exc is None:
+            super()._on_handshake_complete(None)  # type: ignore[misc]
+        elif not self._has_failed:
+            self._has_failed = True
+            self._process_outgoing()  # type: ignore[attr-defined]
+            end = super()._on_handshake_complete  # type: ignore[misc]
+            self._connection.loop.call_later(_ALERT_S, end, handshake_exc)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)

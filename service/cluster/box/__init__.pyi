@@ -1,5 +1,6 @@
 """The box's side: joining, the agent that calls the head, and the files that it fetches and sends."""
 
+from windlass.service.cluster.box.agent import run_agent as run_agent
 from windlass.service.cluster.box.connection import BoxRemoved as BoxRemoved
 from windlass.service.cluster.box.connection import HeadConnection as HeadConnection
 from windlass.service.cluster.box.connection import HeadRefused as HeadRefused

@@ -4,7 +4,11 @@ from fastapi import FastAPI
 from starlette.types import Scope
 
 from windlass.service.cluster.head.caller import CERTIFICATE_KEY, OPEN_PATHS, AdmissionMiddleware
+from windlass.service.cluster.head.content import content_router
+from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.join import join_router
+from windlass.service.cluster.head.manifest import Manifests
+from windlass.service.cluster.head.sync import sync_router
 from windlass.service.http import BodyLimitMiddleware, install_error_handlers
 from windlass.service.installation import Settings
 from windlass.storage.sql import Database
@@ -22,6 +26,9 @@ def create_cluster_app(settings: Settings, database: Database) -> FastAPI:
     app.state.database = database
     install_error_handlers(app)
     app.include_router(join_router(settings, database))
+    manifests, incoming = Manifests(settings), Incoming(settings)
+    app.include_router(content_router(database, manifests, incoming))
+    app.include_router(sync_router(database, settings, manifests, incoming))
     # The middleware added last sees a request first.
     app.add_middleware(AdmissionMiddleware, database=database)
     app.add_middleware(BodyLimitMiddleware, limit_of=_body_limit_nbytes)

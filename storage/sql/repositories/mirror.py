@@ -359,6 +359,15 @@ class MirrorRepository:
         self._session.flush()
         return True
 
+    def begin(self, job_id: str, node: str) -> None:
+        """Gives a taken job to the box's dispatcher, because the head has read that the box has it."""
+        self._changes(update(Job).where(Job.id == job_id, Job.lease_holder.is_(None)).values(node=node))
+
+    def held(self) -> Sequence[Job]:
+        """Lists all jobs of the box's database, finished ones too, in the order of their creation."""
+        query = select(Job).order_by(Job.created_at, Job.id).execution_options(populate_existing=True)
+        return self._session.scalars(query).all()
+
     def carry_out(self, kind: Instruction, job_id: str, body: Mapping[str, Any]) -> str | None:
         """Carries out a request of a user that the head has recorded. Returns why it cannot be, or None.
 
