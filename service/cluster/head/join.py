@@ -136,7 +136,9 @@ def _add_box(session: Session, settings: Settings, body: JoinRequest, *, certifi
     facts = body.facts.model_dump(mode="json")
     if known is None:
         here = node_of(settings.home)
-        return boxes.add(name=body.name, node=body.node, head=here, certificate=certificate, address=address, facts=facts)
+        return boxes.add(
+            name=body.name, node=body.node, head=here, certificate=certificate, address=address, facts=facts
+        )
     # The box stays draining if it was: joining again renews its certificate only.
     state = known.state if is_joined else BoxState.READY.value
     now_s = time.time()
