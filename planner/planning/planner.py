@@ -58,6 +58,7 @@ class PlanQuestion:
     lengths: ExampleLengths | None = None  # of the job's data; None: every example is as long as `sequence_length`
     num_validation_examples: int = 0  # an evaluation computes as many micro-batches at once as a step
     num_ranks: int = 1  # GPU workers, each with a GPU of its own
+    chooses_ranks: bool = False  # `choose_gpus` searches the fastest number up to `num_ranks`
     num_optimizers: int = 1
     num_layers: int | None = None  # pretend this number of layers, all like the first; None: those of the config
     host_memory_nbytes: int | None = None  # budget of the arena; None: all of the machine's

@@ -14,6 +14,7 @@ from windlass.engine.data import DatasetError, example_lengths
 from windlass.engine.device import retain_freed_memory
 from windlass.engine.memory_plan import ExampleLengths
 from windlass.engine.model import UnsupportedArchitectureError, load_config
+from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus
 from windlass.planner.planning.job_plan import JobPlan, SimulatedStep
 from windlass.planner.planning.measured_steps import MIN_STEPS, load_measured
 from windlass.planner.planning.plan_request import PlanRequest, ReplanRequest
@@ -37,8 +38,10 @@ def plan_job(request: PlanRequest, folder: Path, marker: Path | None = None) -> 
     if request.running is not None:
         return _plan_again(question, request.running)
     measure_as_worker(request)
-    planned = answer(question)
-    plan = _job_plan(planned)
+    chosen = choose_gpus(question) if request.chooses_ranks else ChosenGpus(planned=answer(question))
+    planned, plan = chosen.planned, _job_plan(chosen.planned)
+    if chosen.others:
+        plan = plan.model_copy(update={"others": tuple(_job_plan(other) for other in chosen.others)})
     if planned.solution is not None and request.simulation_s:
         return _with_simulation(plan, request, planned, folder)
     return plan
@@ -65,6 +68,7 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         lengths=_lengths_of(request),
         num_validation_examples=request.num_validation_examples,
         num_ranks=request.num_ranks,
+        chooses_ranks=request.chooses_ranks,
         num_optimizers=request.num_optimizers,
         host_memory_nbytes=request.host_memory_nbytes,
         device_memory_nbytes=request.device_memory_nbytes,

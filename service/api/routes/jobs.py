@@ -132,13 +132,13 @@ def pause_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: s
 def resume_job(
     context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str, body: ResumeJob | None = None
 ) -> JobObject:
-    """Queues a paused job again, with another number of GPUs if the body names one."""
+    """Queues a paused job again, with another number of GPUs if the body names one, or "auto"."""
     gpus = None if body is None else body.windlass.gpus
-    if gpus is not None:
+    if isinstance(gpus, int):
         check_gpus(context.settings, gpus)
     with context.database.write() as session:
         jobs = JobRepository(session, caller.only_of)
-        if gpus is not None:
+        if isinstance(gpus, int):
             _check_microbatches(jobs.get(job_id), gpus)
         job = jobs.request_resume(job_id, gpus=gpus)
         audit(session, job_id)
@@ -307,7 +307,7 @@ def _new_job(context: Context, caller: Caller, body: CreateJob, idempotency_key:
         visible = is_visible(session, caller, body.model)
         if visible:
             check_may_build_on(session, caller, body.model)
-    check_gpus(context.settings, settings.windlass.gpus)
+    check_gpus(context.settings, settings.windlass.least_gpus)
     checked = check_model(
         context.settings,
         body.model,
