@@ -190,7 +190,7 @@ class BoxInstruction(Base):
     ordinal: Mapped[int] = mapped_column(_Ordinal, primary_key=True, autoincrement=True)
     box_id: Mapped[str] = mapped_column(ForeignKey("boxes.id", ondelete="CASCADE"))
     job_id: Mapped[str] = mapped_column(String(64), index=True)
-    kind: Mapped[str] = mapped_column(String(16))  # "take", "cancel", "pause", "resume", "discard"
+    kind: Mapped[str] = mapped_column(String(16))  # "take", "cancel", "pause", "resume"
     body: Mapped[dict[str, Any]] = mapped_column(JSON)
     created_at: Mapped[float]
 

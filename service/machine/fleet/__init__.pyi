@@ -11,11 +11,7 @@ from windlass.service.machine.fleet.facts import GpuFacts as GpuFacts
 from windlass.service.machine.fleet.facts import SsdFacts as SsdFacts
 from windlass.service.machine.fleet.facts import is_away as is_away
 from windlass.service.machine.fleet.messages import CapacityReport as CapacityReport
-from windlass.service.machine.fleet.messages import CheckpointReport as CheckpointReport
-from windlass.service.machine.fleet.messages import EventReport as EventReport
 from windlass.service.machine.fleet.messages import InstructionMessage as InstructionMessage
-from windlass.service.machine.fleet.messages import JobReport as JobReport
-from windlass.service.machine.fleet.messages import MetricsReport as MetricsReport
 from windlass.service.machine.fleet.messages import SsdSpaceReport as SsdSpaceReport
 from windlass.service.machine.fleet.messages import SyncReply as SyncReply
 from windlass.service.machine.fleet.messages import SyncRequest as SyncRequest

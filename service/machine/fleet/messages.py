@@ -5,9 +5,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from windlass.service.machine.fleet.facts import BoxFacts
-from windlass.storage.sql.repositories import BoxState, Instruction
+from windlass.storage.sql.repositories import BoxState, Instruction, JobReport
 
-_MOST_ROWS = 1000  # of one job in one call
+_MOST_JOBS = 1000  # in one call
 
 
 class _Message(BaseModel):
@@ -33,59 +33,15 @@ class CapacityReport(_Message):
     ssds: tuple[SsdSpaceReport, ...] = ()
 
 
-class EventReport(_Message):
-    """A job's event, with the box's own ordinal."""
-
-    ordinal: int
-    attempt: int
-    seq: int | None
-    created_at: float
-    level: str
-    message: str
-    type: str
-    data: dict[str, Any]
-
-
-class MetricsReport(_Message):
-    """A step's metrics."""
-
-    step: int
-    attempt: int
-    created_at: float
-    data: dict[str, Any]
-
-
-class CheckpointReport(_Message):
-    """A checkpoint whose files the head has. Its path is the head's matter."""
-
-    id: str
-    attempt: int
-    step_number: int
-    created_at: float
-    model: str
-    metrics: dict[str, Any]
-    reasons: list[str]
-    nbytes: int | None
-
-
-class JobReport(_Message):
-    """The changes of a job since the last report."""
-
-    id: str
-    fields: dict[str, Any]  # columns of its row that the box decides about, in JSON
-    events: tuple[EventReport, ...] = Field(default=(), max_length=_MOST_ROWS)
-    metrics: tuple[MetricsReport, ...] = Field(default=(), max_length=_MOST_ROWS)
-    # All checkpoints that are there; None: as before.
-    checkpoints: tuple[CheckpointReport, ...] | None = None
-
-
 class SyncRequest(_Message):
     """A box's call, every second."""
 
     instruction_done: int  # the ordinal of the last instruction that was carried out
     capacity: CapacityReport | None = None
     facts: BoxFacts | None = None  # None: as before
-    jobs: tuple[JobReport, ...] = ()
+    held: tuple[str, ...] = ()  # all jobs that its database has
+    jobs: tuple[JobReport, ...] = Field(default=(), max_length=_MOST_JOBS)
+    copying: dict[str, str] = {}  # by job: how far its files, or its model, are copied
     hold: str | None = None  # why it begins no attempts now
 
 
@@ -104,6 +60,7 @@ class SyncReply(_Message):
     state: BoxState
     lease_s: float  # without another answer within this time, the box ends its attempts
     instructions: tuple[InstructionMessage, ...] = ()
-    # By job: the ordinal of the last of the box's events that the head has.
+    # The jobs that the box works on, each with the last of its events that the head has. A job that the box holds and
+    # that is not among them is to be discarded. -1: the head asks for the job's whole row.
     cursors: dict[str, int] = {}
     windlass: str  # the head's version

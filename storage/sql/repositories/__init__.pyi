@@ -13,6 +13,7 @@ from windlass.storage.sql.repositories.boxes import BoxState as BoxState
 from windlass.storage.sql.repositories.boxes import Instruction as Instruction
 from windlass.storage.sql.repositories.deletions import DeletionRepository as DeletionRepository
 from windlass.storage.sql.repositories.deletions import RemovalKind as RemovalKind
+from windlass.storage.sql.repositories.deletions import RetentionRepository as RetentionRepository
 from windlass.storage.sql.repositories.events import EventRepository as EventRepository
 from windlass.storage.sql.repositories.files import FileRepository as FileRepository
 from windlass.storage.sql.repositories.files import new_file_id as new_file_id
@@ -23,7 +24,12 @@ from windlass.storage.sql.repositories.journal_import import Outcome as Outcome
 from windlass.storage.sql.repositories.journal_import import import_journal as import_journal
 from windlass.storage.sql.repositories.leases import Holder as Holder
 from windlass.storage.sql.repositories.leases import LeaseRepository as LeaseRepository
-from windlass.storage.sql.repositories.retention import RetentionRepository as RetentionRepository
+from windlass.storage.sql.repositories.mirror import REPORTED_COLUMNS as REPORTED_COLUMNS
+from windlass.storage.sql.repositories.mirror import JobReport as JobReport
+from windlass.storage.sql.repositories.mirror import MirroredCheckpoint as MirroredCheckpoint
+from windlass.storage.sql.repositories.mirror import MirroredEvent as MirroredEvent
+from windlass.storage.sql.repositories.mirror import MirroredFile as MirroredFile
+from windlass.storage.sql.repositories.mirror import MirrorRepository as MirrorRepository
 from windlass.storage.sql.repositories.stored import Stored as Stored
 from windlass.storage.sql.repositories.stored import StoredRepository as StoredRepository
 from windlass.storage.sql.repositories.webhooks import EVENT_TYPES as EVENT_TYPES

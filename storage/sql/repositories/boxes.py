@@ -27,7 +27,6 @@ class Instruction(StrEnum):
     CANCEL = "cancel"
     PAUSE = "pause"
     RESUME = "resume"
-    DISCARD = "discard"  # everything of it is to be removed; the service has all that it needs
 
 
 class BoxRepository:

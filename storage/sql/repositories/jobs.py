@@ -90,12 +90,14 @@ def _fence(seen: Job | None) -> _Fence | None:
 class JobRepository:
     """Jobs, within the caller's transaction.
 
-    With `only_of`, the methods that look up a job by `get`, and `page`, see only that user's jobs.
+    With `only_of`, the methods that look up a job by `get`, and `page`, see only that user's jobs. Without
+    `writes_events`, changes leave no events: they repeat what another box's database has recorded.
     """
 
-    def __init__(self, session: Session, only_of: str | None = None) -> None:
+    def __init__(self, session: Session, only_of: str | None = None, *, writes_events: bool = True) -> None:
         self._session = session
         self._only_of = only_of
+        self._writes_events = writes_events
 
     def create(self, new: NewJob) -> Job:
         """Adds a job, which will be validated first, and its first event."""
@@ -382,4 +384,5 @@ class JobRepository:
             raise StatusConflict(job.id, expected, f"{actual.status} in {_fence(actual)}")
 
     def _event(self, job: Job, message: str, level: str, data: dict[str, Any]) -> None:
-        EventRepository(self._session).add(job.id, attempt=job.attempt, message=message, level=level, data=data)
+        if self._writes_events:
+            EventRepository(self._session).add(job.id, attempt=job.attempt, message=message, level=level, data=data)

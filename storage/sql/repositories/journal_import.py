@@ -74,7 +74,7 @@ def import_journal(session: Session, job_id: str, attempt: int, records: Iterabl
             continue
         _add_event(session, job_id, record)
         if record.kind == _METRICS:
-            _put_metrics(session, job, record)
+            put_metrics(session, job, record)
         elif record.kind == _CHECKPOINT:
             _put_checkpoint(session, job_id, record)
     if fresh:
@@ -118,7 +118,8 @@ def _add_event(session: Session, job_id: str, record: Record) -> None:
     )
 
 
-def _put_metrics(session: Session, job: Job, record: Record) -> None:
+def put_metrics(session: Session, job: Job, record: Record) -> None:
+    """Writes a step's metrics, and the progress that the job's row shows."""
     step = record.data["step"]
     # An earlier attempt may have trained beyond its last commit; this attempt's metrics replace those. A record with
     # only an evaluation belongs to a step that an earlier attempt trained, so that step's metrics stay.

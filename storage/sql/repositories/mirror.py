@@ -1,0 +1,455 @@
+"""Jobs that another box works on. The head gives them away and keeps copies of their rows, which reports renew.
+
+A job's row in the database of its box is the authority. The head's row is a copy, except for what users have requested
+and the box has not carried out yet. Every method may be repeated with the same arguments: a lost answer, a killed
+process and a database restored from an older backup need no special case.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import CursorResult, delete, exists, select, update
+from sqlalchemy.orm import Session
+
+from windlass.storage.sql import (
+    ACTIVE_STATUSES,
+    TERMINAL_STATUSES,
+    Box,
+    BoxInstruction,
+    Checkpoint,
+    File,
+    IllegalTransition,
+    Job,
+    JobEvent,
+    JobStatus,
+    NotFound,
+    StatusConflict,
+)
+from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState, Instruction
+from windlass.storage.sql.repositories.deletions import DeletionRepository
+from windlass.storage.sql.repositories.events import EventRepository
+from windlass.storage.sql.repositories.files import FileRepository
+from windlass.storage.sql.repositories.jobs import JobRepository
+from windlass.storage.sql.repositories.journal_import import put_metrics
+from windlass.storage.sql.repositories.webhooks import WebhookRepository
+
+# The columns that the box decides about.
+REPORTED_COLUMNS = (
+    "status",
+    "attempt",
+    "started_at",
+    "launched_at",
+    "finished_at",
+    "estimated_finish",
+    "finish_is_measured",
+    "hyperparameters",
+    "cancel_requested",
+    "waiting_reason",
+    "preparation",
+    "step",
+    "total_steps",
+    "trained_tokens",
+    "plan_number",
+    "num_lost",
+    "yields_to",
+    "keeps_place",
+    "windlass",
+    "error",
+    "fine_tuned_model",
+    "result_files",
+)
+# The columns of a taken job that begin anew in the box's database.
+_OF_ONE_DATABASE = frozenset(("node", "lease_holder", "journal_attempt", "journal_seq", "box_cursor", "yields_to"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirroredEvent:
+    """An event of a job, with the ordinal that it has in the box's database."""
+
+    ordinal: int
+    attempt: int
+    seq: int | None
+    created_at: float
+    level: str
+    message: str
+    type: str  # "message", "metrics"
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirroredCheckpoint:
+    """A checkpoint whose files the head has. Its path is the head's own."""
+
+    id: str
+    attempt: int
+    step_number: int
+    created_at: float
+    model: str
+    metrics: dict[str, Any]
+    reasons: list[str]
+    nbytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirroredFile:
+    """A result file whose bytes the head has."""
+
+    id: str
+    filename: str
+    purpose: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReport:
+    """The changes of a job since the last report."""
+
+    id: str
+    fields: dict[str, Any]  # `REPORTED_COLUMNS` in JSON; empty: as before
+    events: Sequence[MirroredEvent] = ()  # after the head's cursor, in order
+    checkpoints: Sequence[MirroredCheckpoint] | None = None  # all that are there; None: as before
+    files: Sequence[MirroredFile] = ()  # the result files that `fields` names
+    row: dict[str, Any] | None = None  # the whole row in JSON, if the head has asked for it
+
+
+class MirrorRepository:
+    """Jobs of other boxes, within the caller's transaction."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._boxes = BoxRepository(session)
+
+    # --- the head gives jobs away ------------------------------------------------------------------------------------
+
+    def give_away(self, seen: Job, box: Box, *, message: str) -> Job:
+        """Gives a queued job that never began to a box, which is to take it. Returns the job's new row.
+
+        `seen`: the job as the caller has read it. Raises StatusConflict if it has changed since.
+        """
+        fence = (seen.attempt, seen.lease_holder)
+        statement = (
+            update(Job)
+            .where(Job.id == seen.id, Job.status == JobStatus.QUEUED, Job.attempt == 0)
+            .where(Job.attempt == fence[0], Job.lease_holder.is_not_distinct_from(fence[1]))
+            .values(node=box.node, lease_holder=None, waiting_reason=message, box_cursor=0)
+        )
+        if self._changes(statement) != 1:
+            raise StatusConflict(seen.id, "queued, and not begun", "something else")
+        self._boxes.instruct(box.id, seen.id, Instruction.TAKE)
+        EventRepository(self._session).add(
+            seen.id, attempt=0, message=f"Given to box {box.name}", data={"box": box.name}
+        )
+        return JobRepository(self._session).get(seen.id)
+
+    def take_back(self, job_id: str, here: str) -> bool:
+        """Takes a job back whose box has not confirmed that it has it. Returns False if the box has it.
+
+        `here`: the head's own home, to which the job then belongs again.
+        """
+        takes = [each for each in self._boxes.instructions_about(job_id) if each.kind == Instruction.TAKE]
+        if not takes:
+            return False
+        for each in takes:
+            self._boxes.withdraw(each.ordinal)
+        values = {"node": here, "lease_holder": None, "waiting_reason": None}
+        return self._changes(update(Job).where(Job.id == job_id, Job.attempt == 0).values(values)) == 1
+
+    def request(
+        self, kind: Instruction, job_id: str, *, here: str, only_of: str | None = None, gpus: int | None = None
+    ) -> Job:
+        """Cancels, pauses or resumes a job, wherever it is worked on. Returns its row.
+
+        The row changes at once. A box that works on the job is instructed. `here`: the head's own home. Raises as the
+        methods of JobRepository do.
+        """
+        jobs = JobRepository(self._session, only_of)
+        box = self._boxes.by_node(jobs.get(job_id).node)
+        is_elsewhere = box is not None and box.state != BoxState.REMOVED and not self.take_back(job_id, here)
+        if kind is Instruction.CANCEL:
+            job = jobs.request_cancel(job_id)
+        elif kind is Instruction.PAUSE:
+            job = jobs.request_pause(job_id)
+        else:
+            job = jobs.request_resume(job_id, gpus=gpus)
+        if is_elsewhere:
+            assert box is not None
+            self._boxes.instruct(box.id, job_id, kind, {} if gpus is None else {"gpus": gpus})
+        return job
+
+    # --- the head's copies -------------------------------------------------------------------------------------------
+
+    def cursors(self, box: Box, held: Collection[str]) -> dict[str, int]:
+        """Returns the jobs that the box works on, each with the last of its events that the head has.
+
+        `held`: the jobs that the box has. A job that is among them and not in the answer is to be discarded there. -1:
+        the head does not know the job, and asks for its whole row.
+        """
+        taken = ~exists().where(BoxInstruction.job_id == Job.id, BoxInstruction.kind == Instruction.TAKE.value)
+        query = select(Job.id, Job.box_cursor).where(Job.node == box.node, taken)
+        found = {row.id: row.box_cursor for row in self._session.execute(query)}
+        for job_id in set(held) - found.keys():
+            job = self._session.get(Job, job_id, populate_existing=True)
+            if job is None and not self._is_deleted(job_id):
+                found[job_id] = -1
+            elif job is not None and self._claim(box, job):
+                found[job_id] = job.box_cursor
+        return found
+
+    def apply(
+        self, box: Box, report: JobReport, *, instruction_done: int, here: str, path_of: Callable[[str], str]
+    ) -> None:
+        """Writes a report of the box that works on a job. Reports about other jobs are left out.
+
+        `instruction_done`: the last instruction that the box had carried out. `path_of`: returns the folder of a model
+        on the head. `here`: the head's own home, to which a finished job belongs again.
+        """
+        job = self._locked(report.id)
+        if job is None and report.row is not None and not self._is_deleted(report.id):
+            job = self._adopt(box, report.row)
+        if job is None or job.node != box.node:
+            return
+        for event in report.events:
+            if event.ordinal > job.box_cursor:
+                self._add_event(job, event)
+                job.box_cursor = event.ordinal
+        self._session.flush()
+        if report.checkpoints is not None:
+            self._replace_checkpoints(job, report.checkpoints, path_of)
+        is_behind = any(each.ordinal > instruction_done for each in self._boxes.instructions_about(job.id))
+        if report.fields and not is_behind:
+            self._write_fields(job, report, here)
+        self._session.flush()
+
+    def tell(self, box: Box, reasons: Mapping[str, str]) -> None:
+        """Shows why jobs of a box wait, without events: how far their files are copied."""
+        for job_id, reason in reasons.items():
+            mine = (Job.id == job_id, Job.node == box.node, Job.status.in_(ACTIVE_STATUSES))
+            self._changes(update(Job).where(*mine).values(waiting_reason=reason))
+
+    def jobs_of(self, box: Box) -> Sequence[Job]:
+        """Lists the unfinished jobs that belong to a box, in the order of the queue."""
+        query = select(Job).where(Job.node == box.node, Job.status.in_(ACTIVE_STATUSES))
+        return self._session.scalars(query.order_by(Job.priority, Job.created_at, Job.id)).all()
+
+    def _locked(self, job_id: str) -> Job | None:
+        query = select(Job).where(Job.id == job_id).with_for_update().execution_options(populate_existing=True)
+        return self._session.scalar(query)
+
+    def _is_deleted(self, job_id: str) -> bool:
+        return DeletionRepository(self._session).deleted_job(job_id) is not None
+
+    def _claim(self, box: Box, job: Job) -> bool:
+        """Gives a job back to the box that has it, after the head's database was restored from an older backup.
+
+        Returns False if it has begun elsewhere, has ended, or is being given to a box.
+        """
+        if job.status not in (JobStatus.VALIDATING_FILES, JobStatus.QUEUED) or job.attempt != 0:
+            return False
+        if self._boxes.by_node(job.node) is not None:
+            return False
+        statement = update(Job).where(Job.id == job.id, Job.attempt == 0, Job.status == job.status)
+        claimed = self._changes(statement.values(node=box.node, lease_holder=None, box_cursor=0)) == 1
+        self._session.refresh(job)
+        return claimed
+
+    def _adopt(self, box: Box, row: Mapping[str, Any]) -> Job:
+        """Adds a job that the head does not know, because its database is older than the job."""
+        job = Job(**_values_of(row), node=box.node, lease_holder=None, box_cursor=0)
+        self._session.add(job)
+        self._session.flush()
+        return job
+
+    def _add_event(self, job: Job, event: MirroredEvent) -> None:
+        known = select(JobEvent.ordinal).where(
+            JobEvent.job_id == job.id, JobEvent.attempt == event.attempt, JobEvent.seq == event.seq
+        )
+        if event.seq is not None and self._session.scalar(known.limit(1)) is not None:
+            return
+        row = JobEvent(
+            job_id=job.id,
+            attempt=event.attempt,
+            seq=event.seq,
+            created_at=event.created_at,
+            level=event.level,
+            message=event.message,
+            type=event.type,
+            data=event.data,
+        )
+        self._session.add(row)
+        if event.type == "metrics":
+            put_metrics(self._session, job, _Record(event))
+
+    def _replace_checkpoints(
+        self, job: Job, checkpoints: Iterable[MirroredCheckpoint], path_of: Callable[[str], str]
+    ) -> None:
+        kept = {each.id: each for each in checkpoints}
+        for row in self._session.scalars(select(Checkpoint).where(Checkpoint.job_id == job.id)).all():
+            if row.id not in kept:
+                self._session.delete(row)
+        self._session.flush()
+        for each in kept.values():
+            row = self._session.get(Checkpoint, each.id) or Checkpoint(id=each.id, job_id=job.id)
+            row.attempt, row.step_number, row.created_at = each.attempt, each.step_number, each.created_at
+            row.model, row.path, row.metrics = each.model, path_of(each.model), each.metrics
+            row.reasons, row.nbytes = each.reasons, each.nbytes
+            self._session.add(row)
+        self._session.flush()
+
+    def _write_fields(self, job: Job, report: JobReport, here: str) -> None:
+        status = JobStatus(report.fields["status"])
+        was_over = job.status in TERMINAL_STATUSES
+        if not was_over:
+            for name in REPORTED_COLUMNS:
+                if name in report.fields:
+                    value = report.fields[name]
+                    setattr(job, name, status if name == "status" else value)
+        if status not in TERMINAL_STATUSES:
+            return
+        for file in () if was_over else report.files:
+            if self._session.get(File, file.id) is None:
+                FileRepository(self._session).add(
+                    file_id=file.id,
+                    filename=file.filename,
+                    purpose=file.purpose,
+                    nbytes=file.nbytes,
+                    owner=job.owner,
+                    node=here,
+                )
+        job.node, job.lease_holder = here, None
+        self._session.flush()
+        if not was_over:
+            WebhookRepository(self._session).enqueue_deliveries(job, status)
+
+    # --- the box's own rows ------------------------------------------------------------------------------------------
+
+    def row_of(self, job: Job) -> dict[str, Any]:
+        """Returns a job's whole row in JSON, without what counts in one database only."""
+        return {key: _in_json(getattr(job, key)) for key in _columns() if key not in _OF_ONE_DATABASE}
+
+    def insert(self, row: Mapping[str, Any], node: str) -> bool:
+        """Adds a taken job to the box's database. Returns False if it is there already, or has begun elsewhere."""
+        values = _values_of(row)
+        if self._session.get(Job, values["id"]) is not None or values["attempt"] != 0:
+            return False
+        values |= {"status": JobStatus.QUEUED, "waiting_reason": None, "preparation": None}
+        self._session.add(Job(**values, node=node, lease_holder=None))
+        self._session.flush()
+        return True
+
+    def carry_out(self, kind: Instruction, job_id: str, body: Mapping[str, Any]) -> str | None:
+        """Carries out a request of a user that the head has recorded. Returns why it cannot be, or None.
+
+        Then the job has gone on meanwhile, and the next report tells the head.
+        """
+        jobs = JobRepository(self._session, writes_events=False)
+        try:
+            if kind is Instruction.CANCEL:
+                jobs.request_cancel(job_id)
+            elif kind is Instruction.PAUSE:
+                jobs.request_pause(job_id)
+            elif kind is Instruction.RESUME:
+                jobs.request_resume(job_id, gpus=body.get("gpus"))
+        except (IllegalTransition, StatusConflict, NotFound) as error:
+            return str(error)
+        return None
+
+    def report(self, job: Job, *, after: int, limit: int = 500) -> JobReport:
+        """Collects what the head is to know of a job: its columns, and its events after an ordinal."""
+        rows = EventRepository(self._session).since(after, limit=limit, job_id=job.id)
+        checkpoints = self._session.scalars(
+            select(Checkpoint).where(Checkpoint.job_id == job.id).order_by(Checkpoint.step_number)
+        )
+        files = self._session.scalars(select(File).where(File.id.in_(job.result_files)))
+        return JobReport(
+            id=job.id,
+            fields={name: _in_json(getattr(job, name)) for name in REPORTED_COLUMNS},
+            events=[
+                MirroredEvent(
+                    ordinal=row.ordinal,
+                    attempt=row.attempt,
+                    seq=row.seq,
+                    created_at=row.created_at,
+                    level=row.level,
+                    message=row.message,
+                    type=row.type,
+                    data=row.data,
+                )
+                for row in rows
+            ],
+            checkpoints=[
+                MirroredCheckpoint(
+                    id=row.id,
+                    attempt=row.attempt,
+                    step_number=row.step_number,
+                    created_at=row.created_at,
+                    model=row.model,
+                    metrics=row.metrics,
+                    reasons=row.reasons,
+                    nbytes=row.nbytes,
+                )
+                for row in checkpoints
+            ],
+            files=[
+                MirroredFile(id=row.id, filename=row.filename, purpose=row.purpose, nbytes=row.nbytes) for row in files
+            ],
+        )
+
+    def forget(self, job_id: str) -> None:
+        """Deletes the rows of a job that the box no longer has. Its files and states are removed before."""
+        self._changes(delete(Job).where(Job.id == job_id))
+
+    def _changes(self, statement: Any) -> int:
+        result = self._session.execute(statement.execution_options(synchronize_session=False))
+        assert isinstance(result, CursorResult)
+        return result.rowcount
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A reported event as a record of a journal."""
+
+    event: MirroredEvent
+
+    @property
+    def attempt(self) -> int:
+        return self.event.attempt
+
+    @property
+    def seq(self) -> int:
+        return self.event.seq or 0
+
+    @property
+    def created_at(self) -> float:
+        return self.event.created_at
+
+    @property
+    def kind(self) -> str:
+        return self.event.type
+
+    @property
+    def level(self) -> str:
+        return self.event.level
+
+    @property
+    def message(self) -> str:
+        return self.event.message
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return self.event.data
+
+
+def _columns() -> Sequence[str]:
+    return [column.key for column in Job.__mapper__.column_attrs]
+
+
+def _in_json(value: Any) -> Any:
+    return value.value if isinstance(value, JobStatus) else value
+
+
+def _values_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the columns of a row in JSON. Columns that this version does not have are left out."""
+    known = set(_columns()) - _OF_ONE_DATABASE
+    values = {key: value for key, value in row.items() if key in known}
+    return values | {"status": JobStatus(values["status"])}
