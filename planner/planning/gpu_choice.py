@@ -36,10 +36,15 @@ def numbers_of_gpus(most: int, num_microbatches: int | None) -> Iterator[int]:
     With a known number of micro-batches, a number is left out if each of its GPUs computes as many as with fewer GPUs.
     """
     for number in range(1, most + 1):
-        if number == 1 or num_microbatches is None:
+        if num_microbatches is None or _largest_share(num_microbatches, number) < _largest_share(
+            num_microbatches, number - 1
+        ):
             yield number
-        elif math.ceil(num_microbatches / number) < math.ceil(num_microbatches / (number - 1)):
-            yield number
+
+
+def _largest_share(num_microbatches: int, number: int) -> float:
+    """Returns the most micro-batches that one of so many GPUs computes."""
+    return math.ceil(num_microbatches / number) if number else math.inf
 
 
 def choose_gpus(question: PlanQuestion) -> ChosenGpus:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from windlass.actors.job import JournalReader
-from windlass.service.dispatcher.capacity import Demand
+from windlass.service.dispatcher.capacity import PlannedDemands
 from windlass.service.preparation import Preparation
 from windlass.storage.ids import Attempt
 
@@ -105,7 +105,7 @@ class JobWatch:
     preparing: PreparationWatch = field(default_factory=PreparationWatch)
     queued: QueueWatch = field(default_factory=QueueWatch)
     attempt: AttemptWatch | None = None  # the last attempt, if it has begun; None: there is none, or its space is freed
-    demand: tuple[int, Demand] | None = None  # with the number of its plan
+    demands: tuple[int, PlannedDemands] | None = None  # with the number of its plan
 
 
 JobWatches = defaultdict[str, JobWatch]  # by the job's id

@@ -265,7 +265,7 @@ class Preparations:
             rows.set_fields(job.id, seen=job, waiting_reason=reason, preparation=progress)
 
     def _enqueue(self, job: Job, results: Mapping[str, dict[str, Any]]) -> None:
-        resolved = resolve_job(job, dict(results))
+        resolved = resolve_job(job, dict(results), num_devices=self._resources.most_gpus)
         num_params, total_steps = results[CHECK_MODEL]["num_params"], resolved.total_steps
         room = check_model_room(self._settings, job, num_params=num_params, total_steps=total_steps)
         # Durable before the row says so, because a queued job is not prepared again after a power loss.

@@ -11,13 +11,22 @@ from pathlib import Path
 
 from windlass.amounts import GIB
 from windlass.service.auth import most_running_jobs
-from windlass.service.dispatcher.capacity import BUFFERS, DEVICES, HOST_MEMORY, Demand, MachineCapacity, demand_of
+from windlass.service.dispatcher.capacity import (
+    BUFFERS,
+    DEVICES,
+    HOST_MEMORY,
+    Demand,
+    MachineCapacity,
+    PlannedDemands,
+    demands_of,
+)
+from windlass.service.dispatcher.gpu_numbers import FlexibleJob, GpuOption, decide_with_gpus
 from windlass.service.dispatcher.job_watch import JobWatches, QueueWatch, Retry
 from windlass.service.dispatcher.lease import Lease
 from windlass.service.dispatcher.outcomes import has_step, last_attempt_with_progress, name_for_owner_of
-from windlass.service.dispatcher.queue_policy import Decision, Holder, Queued, Turn, decide, in_turn
+from windlass.service.dispatcher.queue_policy import Decision, Holder, Queued, Turn, in_turn
 from windlass.service.installation import Settings, about, needs_room
-from windlass.service.jobs import MachineResources, gpus_of, load_plan, plan_bounds
+from windlass.service.jobs import MachineResources, chooses_gpus, gpus_of, load_plan, plan_bounds
 from windlass.service.validation import count_text, told_jobs_beside
 from windlass.storage.ids import Attempt
 from windlass.storage.memory import directory_free_nbytes, directory_nbytes
@@ -51,6 +60,12 @@ def is_starting(job: Job) -> bool:
     return job.launched_at is not None and 0 <= time.time() - job.launched_at < _STARTING_S
 
 
+def _ends_in_s(jobs: Sequence[Job]) -> Mapping[str, float]:
+    """Returns the seconds until running jobs will have ended, of those for which it is predicted."""
+    now = time.time()
+    return {job.id: job.estimated_finish - now for job in jobs if job.estimated_finish is not None}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """The decision about a queued job in this pass. `reason`: why it does not begin."""
@@ -59,6 +74,7 @@ class Verdict:
     decision: Decision
     reason: str = ""
     is_ready: bool = True  # else it only gets the reason
+    gpus: int | None = None  # that it begins with; None: those that it has
 
     @property
     def may_move(self) -> bool:
@@ -95,6 +111,8 @@ class JobQueue:
         # The queued jobs of this home in the last pass, under any dispatcher.
         self.job_ids: Collection[str] = ()
         self._seen: tuple[float, Collection[str], MachineCapacity] | None = None
+        # The GPUs of the jobs that begin in this pass with another number than their plan prefers.
+        self._begin_with: Mapping[str, int] = {}
 
     def wait_for_room(self, job_id: str, path: Path, nbytes: int) -> None:
         """Makes a job wait until a disk has `nbytes` free, because its attempt was lost with less.
@@ -123,10 +141,11 @@ class JobQueue:
         too_many = self._over_owner_limit(queued, present)
         capacity = self._capacity({job.id for job in present})
         for job_id in self._watches.keys() - {job.id for job in (*present, *queued)}:
-            self._watches[job_id].demand = None
+            self._watches[job_id].demands = None
+        self._begin_with = {}
         pauses = {job.id: self._pause_before_retry(job) for job in queued}
         lacks = {job.id: self._lacks_room(job.id) for job in queued}
-        decisions = decide(
+        decisions, self._begin_with = decide_with_gpus(
             capacity.has(self._resources, [job.id for job in present]),
             [self._holder(job, capacity, job.id in leaving, highest=queued[0].priority) for job in present],
             [
@@ -134,6 +153,8 @@ class JobQueue:
                 for job in queued
                 if job.id not in leaving and job.id not in too_many
             ],
+            flexible={job.id: choices for job in queued if (choices := self._flexible(job, capacity)) is not None},
+            ends_in_s=_ends_in_s(present),
         )
         by_job = {decision.job_id: decision for decision in decisions}
         verdicts, holders, num_before = list[Verdict](), list(present), 0
@@ -154,7 +175,8 @@ class JobQueue:
             if self._yields_to_preparation(job, self._lacking_devices(job, holders, soon_ready) if begins else ()):
                 decision, reason = replace(decision, begins=False), "a job of higher priority that is being prepared"
             if job.lease_holder == self._lease.holder:
-                verdicts.append(Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready))
+                gpus = self._num_gpus(job)
+                verdicts.append(Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready, gpus=gpus))
             if decision.begins:
                 holders.append(job)
             if not (is_ready and (decision.begins or decision.never)):
@@ -255,20 +277,52 @@ class JobQueue:
         return self._seen[2]
 
     def _demand(self, job: Job) -> Demand:
-        watch = self._watches[job.id]
-        if watch.demand is None or watch.demand[0] != job.plan_number:
-            watch.demand = (job.plan_number, self._read_demand(job))
-        return watch.demand[1]
+        """Returns the demand of a job with its GPUs, or with those that a waiting one prefers or begins with."""
+        demands = self._demands(job)
+        return demands.of(self._num_gpus(job) or demands.preferred)
 
-    def _read_demand(self, job: Job) -> Demand:
+    def _demands(self, job: Job) -> PlannedDemands:
+        watch = self._watches[job.id]
+        if watch.demands is None or watch.demands[0] != job.plan_number:
+            watch.demands = (job.plan_number, self._read_demands(job))
+        return watch.demands[1]
+
+    def _num_gpus(self, job: Job) -> int | None:
+        """Returns the number of GPUs of a job whose plan chooses it, or None for any other job."""
+        demands = self._demands(job)
+        if not demands.step_s:
+            return None
+        if job.status is not JobStatus.QUEUED:
+            return gpus_of(job)
+        return self._begin_with.get(job.id, demands.preferred)
+
+    def _flexible(self, job: Job, capacity: MachineCapacity) -> FlexibleJob | None:
+        """Returns a waiting job's plans, or None if it has a fixed number of GPUs."""
+        demands, num_steps = self._demands(job), (job.total_steps or 0) - (job.step or 0)
+        if not demands.step_s:
+            return None
+        options = {
+            gpus: GpuOption(
+                gpus=gpus,
+                needs=capacity.needs(job.id, demands.of(gpus)),
+                lasts_s=num_steps * step_s,
+            )
+            for gpus, step_s in demands.step_s.items()
+        }
+        preferred = options.pop(demands.preferred)
+        fewer = [option for option in options.values() if option.gpus < preferred.gpus]
+        return FlexibleJob(preferred=preferred, others=fewer)
+
+    def _read_demands(self, job: Job) -> PlannedDemands:
         try:
             budget_nbytes = plan_bounds(self._settings, job).host_memory_nbytes
             plan, is_cpu = load_plan(self._settings, job), self._resources.num_gpus == 0
-            return demand_of(plan, num_devices=gpus_of(job), budget_nbytes=budget_nbytes, is_cpu=is_cpu)
+            gpus, chooses = gpus_of(job), chooses_gpus(job)
+            return demands_of(plan, num_devices=gpus, chooses=chooses, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
         # the job's own launch will fail, and other jobs are not affected
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             _LOG.warning("its demand cannot be read from the plan: %s", error, extra=about(job.id, job.attempt))
-            return Demand()
+            return PlannedDemands(demands={1: Demand()})
 
     def _in_queue(self, job: Job, capacity: MachineCapacity, *, is_ready: bool) -> Queued:
         needs = capacity.needs(job.id, self._demand(job))

@@ -6,6 +6,7 @@ from windlass.service.jobs.plan_files import has_plan as has_plan
 from windlass.service.jobs.plan_files import keep_plan as keep_plan
 from windlass.service.jobs.plan_files import load_plan as load_plan
 from windlass.service.jobs.plan_files import load_plan_request as load_plan_request
+from windlass.service.jobs.plan_files import plan_for_gpus as plan_for_gpus
 from windlass.service.jobs.plan_files import plans_of as plans_of
 from windlass.service.jobs.plan_files import seconds_left as seconds_left
 from windlass.service.jobs.plan_view import in_words as in_words
