@@ -75,15 +75,15 @@ def test_the_choice_is_told_with_what_other_numbers_would_give(
 
 
 def test_chosen_gpus_have_the_fastest_plan_and_the_others_are_kept() -> None:
-    found = choose_gpus(question(num_ranks=4, tflops=0.5))
+    found = choose_gpus(question(num_ranks=2, tflops=0.5))
     plans = {plan.report.choices["gpus"]: plan.report for plan in (found.planned, *found.others) if plan.report.choices}
-    assert set(plans) == {1, 2, 4}
     step_s = {number: report.step_s for number, report in plans.items() if report.step_s is not None}
-    assert found.planned.report is plans[4]
-    assert step_s[4] < step_s[2] < step_s[1]
-    assert found.planned.report.reasons[1].startswith("4 GPUs: ")
+    assert found.planned.report is plans[2]
+    assert step_s[2] < 0.6 * step_s[1]
+    assert found.planned.report.reasons[1] == "2 GPUs: 2x of one"
 
 
+@pytest.mark.long
 def test_job_that_fits_with_no_number_is_reported_for_one() -> None:
     found = choose_gpus(question(num_ranks=2, memory_gib=0.61))
     assert not found.planned.report.feasible
