@@ -468,6 +468,7 @@ def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution)
         "twice as many SSDs": {"ssds": with_part(ssds, count=2 * ssds.count, combined_gb_per_s=combined)},
         "twice the host memory": {"host": with_part(host, memory_gib=2 * host.memory_gib)},
         "twice the GPU memory": {"gpus": with_part(gpus, memory_gib=2 * gpus.memory_gib)},
+        "host memory that is twice as fast": {"host": with_part(host, memory_gb_per_s=2 * host.memory_gb_per_s)},
         "a CPU that updates twice as fast": {"host": with_part(host, adam_params_per_s=2 * host.adam_params_per_s)},
         "a link twice as fast": {
             "pcie": with_part(

@@ -174,8 +174,6 @@ class MeasuredSteps:
         num_needed = _NUM_FIRST_STEPS + MIN_STEPS
         if job.plan_number or job.total_steps is None or not num_needed <= job.step < job.total_steps:
             return None
-        if gpus_of(job) > 1:  # the correction reads the spans of one GPU worker
-            return None
         with self.database.read() as session:
             events = EventRepository(session)
             # One more row, because a resumed attempt may report the last step again.
@@ -189,6 +187,9 @@ class MeasuredSteps:
             return None
         plan, request = load_plan(self.settings, job), load_plan_request(self.settings, job)
         if plan is None or plan.placement is None or request is None:
+            return None
+        # GPU workers that compute on the CPU share its cores, so their spans do not tell how fast each one is.
+        if gpus_of(job) > 1 and not request.hardware.gpus.count:
             return None
         start_s = steps[0].created_at - _step_s(steps[0]) - began.created_at
         folder = job_dir(self.settings, job.id)
