@@ -119,7 +119,7 @@ class Dispatcher:
         self._lease = lease
         self._clock = clock
         self._housekeeping = housekeeping or Housekeeping(database, settings, node=lease.node, clock=clock)
-        by_steps = MeasuredSteps(database=database, settings=settings)
+        by_steps = MeasuredSteps(database=database, settings=settings, has_gpus=resources.num_gpus > 0)
         self._corrections = Replanner(database, settings, by_steps, ask=ask)
         changed = ChangedMachine(settings=settings, num_devices=resources.most_gpus)
         self._renewals = Replanner(database, settings, changed, ask=ask)

@@ -168,11 +168,15 @@ class MeasuredSteps:
 
     database: Database
     settings: Settings
+    has_gpus: bool = True  # else jobs compute on the CPU
 
     def __call__(self, job: Job) -> Replan | None:
         """Returns the correction of a job's plan, or None while there is nothing to correct."""
         num_needed = _NUM_FIRST_STEPS + MIN_STEPS
         if job.plan_number or job.total_steps is None or not num_needed <= job.step < job.total_steps:
+            return None
+        # GPU workers that compute on the CPU share its cores, so their spans do not tell how fast each one is.
+        if gpus_of(job) > 1 and not self.has_gpus:
             return None
         with self.database.read() as session:
             events = EventRepository(session)
@@ -187,9 +191,6 @@ class MeasuredSteps:
             return None
         plan, request = load_plan(self.settings, job), load_plan_request(self.settings, job)
         if plan is None or plan.placement is None or request is None:
-            return None
-        # GPU workers that compute on the CPU share its cores, so their spans do not tell how fast each one is.
-        if gpus_of(job) > 1 and not request.hardware.gpus.count:
             return None
         start_s = steps[0].created_at - _step_s(steps[0]) - began.created_at
         folder = job_dir(self.settings, job.id)

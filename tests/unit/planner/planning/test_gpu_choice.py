@@ -80,7 +80,7 @@ def test_chosen_gpus_have_the_fastest_plan_and_the_others_are_kept() -> None:
     step_s = {number: report.step_s for number, report in plans.items() if report.step_s is not None}
     assert found.planned.report is plans[2]
     assert step_s[2] < 0.6 * step_s[1]
-    assert found.planned.report.reasons[1] == "2 GPUs: 2x of one"
+    assert found.planned.report.reasons[1] == "2 GPUs: 1.8x of one"
 
 
 @pytest.mark.long
