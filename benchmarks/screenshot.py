@@ -19,9 +19,17 @@ _ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
-# Selects elements that appear when the page is complete: a job with its curve or a note, or help to start the first
-# job.
-_SETTLED = "#chart:visible .main-svg, #chart-note:visible:not(:text('Reading')), #detail-none:visible, #empty:visible"
+# Selects elements that appear when the page is complete: a job with its curve or a note, help to start the first job,
+# or boxes.
+_SETTLED = ", ".join(
+    (
+        "#chart:visible .main-svg",
+        "#chart-note:visible:not(:text('Reading'))",
+        "#detail-none:visible",
+        "#empty:visible",
+        ".box:visible",
+    )
+)
 _SETTLE_MS = 800
 
 
@@ -59,7 +67,10 @@ def take_screenshot(page: Page, path: Path) -> None:
 def main() -> None:
     """Takes a screenshot with the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.screenshot", description=__doc__)
-    parser.add_argument("url", help="the dashboard; with #/jobs/ID a certain job, else one that trains or the newest")
+    parser.add_argument(
+        "url",
+        help="the dashboard; with #/jobs/ID a certain job, with #/boxes the boxes, else one that trains or the newest",
+    )
     parser.add_argument("path", type=Path, help="the PNG to write")
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--height", type=int, default=860)

@@ -1,4 +1,4 @@
-"""Entry point of the service's processes: `python -m windlass.service supervisor|api|dispatcher`.
+"""Entry point of the service's processes: `python -m windlass.service supervisor|api|dispatcher|cluster|agent`.
 
 `windlass up` starts them. Without a supervisor, as in containers, the API opens its port itself. The container runtime
 then restarts the processes.
@@ -30,9 +30,9 @@ _OTHER_FILES = 200  # files that the API keeps open besides connections
 def main(arguments: list[str]) -> int:
     """Runs one of the service's processes until it is told to end. Returns its exit code."""
     parser = argparse.ArgumentParser(prog="windlass.service")
-    parser.add_argument("role", choices=("supervisor", "api", "dispatcher"))
+    parser.add_argument("role", choices=("supervisor", "api", "dispatcher", "cluster", "agent"))
     parser.add_argument("--parent-pid", type=int)
-    parser.add_argument("--listener", type=int, help="file descriptor of the API's socket; else it opens one")
+    parser.add_argument("--listener", type=int, help="file descriptor of the server's socket; else it opens one")
     options = parser.parse_args(arguments)
     if options.parent_pid is not None:
         die_with_parent(options.parent_pid)
@@ -47,6 +47,12 @@ def main(arguments: list[str]) -> int:
             if options.listener is None:  # else the supervisor has already opened it
                 _open_database(settings)
             _serve_api(settings, options.listener)
+        elif options.role == "cluster":
+            if options.listener is None:
+                _open_database(settings)
+            _serve_boxes(settings, options.listener)
+        elif options.role == "agent":
+            _call_head(settings)
         else:
             if options.parent_pid is None:  # else the supervisor has already opened it
                 _open_database(settings)
@@ -77,7 +83,7 @@ def _serve_api(settings: Settings, listener_fd: int | None) -> None:
     import uvicorn
 
     from windlass.service.api import create_app
-    from windlass.service.api.middleware import ConnectionBounds, bounded_protocol
+    from windlass.service.http import ConnectionBounds, bounded_protocol
     from windlass.service.processes import listening
 
     config = uvicorn.Config(
@@ -102,6 +108,27 @@ def _serve_api(settings: Settings, listener_fd: int | None) -> None:
     gc.freeze()
     with opened as listener:
         uvicorn.Server(config).run(sockets=[listener])
+
+
+def _serve_boxes(settings: Settings, listener_fd: int | None) -> None:
+    from windlass.service.cluster.authority import check_cluster_host
+    from windlass.service.cluster.head import run_cluster_server
+    from windlass.service.processes import listening
+
+    if settings.cluster_host is None:
+        raise SettingsError("cluster_host is not set: no box could reach this one; give an address of this machine")
+    check_cluster_host(settings.cluster_host)
+    _allow_files(_OTHER_FILES + 1000)
+    is_own = listener_fd is None
+    host, port = settings.cluster_host, settings.cluster_port
+    with listening(host, port, setting="cluster_port") if is_own else socket.socket(fileno=listener_fd) as listener:
+        run_cluster_server(settings, listener)
+
+
+def _call_head(settings: Settings) -> None:
+    from windlass.service.cluster.box.agent import run_agent
+
+    run_agent(settings)
 
 
 def _tls_context(settings: Settings) -> ssl.SSLContext | None:

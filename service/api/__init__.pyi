@@ -15,7 +15,6 @@ from windlass.service.api.authentication import record as record
 from windlass.service.api.authentication import too_many as too_many
 from windlass.service.api.context import Context as Context
 from windlass.service.api.context import ContextDep as ContextDep
-from windlass.service.api.error_handlers import error_response as error_response
 from windlass.service.api.event_feed import MAX_STREAMS_PER_USER as MAX_STREAMS_PER_USER
 from windlass.service.api.event_feed import News as News
 from windlass.service.api.event_feed import Told as Told
@@ -28,3 +27,4 @@ from windlass.service.api.pagination import ListOf as ListOf
 from windlass.service.api.pagination import PageOf as PageOf
 from windlass.service.api.uploads import check_content as check_content
 from windlass.service.api.uploads import check_name as check_name
+from windlass.service.http.errors import error_response as error_response

@@ -4,14 +4,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.types import Scope
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from windlass.service.api.authentication import AccessMiddleware
 from windlass.service.api.context import Context
-from windlass.service.api.error_handlers import install_error_handlers
 from windlass.service.api.event_feed import EventFeed
 from windlass.service.api.middleware import (
-    BodyLimitMiddleware,
     HiddenPathsMiddleware,
     NullCharacterMiddleware,
     RateLimits,
@@ -24,6 +23,7 @@ from windlass.service.api.routes import (
     RequestMetrics,
     RequestMetricsMiddleware,
     audit,
+    boxes,
     events,
     files,
     health,
@@ -37,7 +37,9 @@ from windlass.service.api.routes import (
 )
 from windlass.service.api.routes import metrics as prometheus
 from windlass.service.auth import require_auth_if_exposed
+from windlass.service.http import BodyLimitMiddleware, install_error_handlers
 from windlass.service.installation import Settings
+from windlass.service.machine.fleet import FactsHere
 from windlass.service.preparation import HubFiles, list_hub_files
 from windlass.storage.sql import Database, migrate
 
@@ -61,15 +63,16 @@ def create_app(
         files.remove_partial_uploads(settings.files_dir)
         migrate(settings.database_url)
         database = Database(settings.database_url)
-        limits = RateLimits(settings.requests_per_minute)
+        limits, facts = RateLimits(settings.requests_per_minute), FactsHere(settings)
         app.state.context = Context(
             settings=settings,
             database=database,
             hub_files=hub_files,
             limits=limits,
             news=EventFeed(database),
+            facts=facts,
         )
-        app.state.request_metrics.registry.register(JobCollector(database, settings))
+        app.state.request_metrics.registry.register(JobCollector(database, settings, facts))
         try:
             if not starts_without_keys:
                 require_auth_if_exposed(settings, database)
@@ -90,6 +93,7 @@ def create_app(
         health.router,
         prometheus.router,
         storage.router,
+        boxes.router,
         webhooks.router,
         audit.router,
         login.router,
@@ -99,12 +103,7 @@ def create_app(
     install_openapi(app)
 
     # The middleware added last sees a request first.
-    app.add_middleware(
-        BodyLimitMiddleware,
-        limit_nbytes=settings.max_request_nbytes,
-        upload_path="/v1/files",
-        upload_limit_nbytes=settings.max_file_nbytes + _MULTIPART_OVERHEAD_NBYTES,
-    )
+    app.add_middleware(BodyLimitMiddleware, limit_of=lambda scope: _body_limit_nbytes(settings, scope))
     app.add_middleware(NullCharacterMiddleware)
     app.add_middleware(HiddenPathsMiddleware, settings=settings)
     app.add_middleware(AccessMiddleware, settings=settings)
@@ -114,3 +113,9 @@ def create_app(
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     app.add_middleware(RequestMetricsMiddleware, metrics=app.state.request_metrics)
     return app
+
+
+def _body_limit_nbytes(settings: Settings, scope: Scope) -> int:
+    if scope["path"] == "/v1/files":
+        return settings.max_file_nbytes + _MULTIPART_OVERHEAD_NBYTES
+    return settings.max_request_nbytes

@@ -13,9 +13,9 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from windlass.service.api.context import Context
-from windlass.service.api.error_handlers import answer_to_trouble, error_response
-from windlass.service.api.middleware import RequestTurns, drain
+from windlass.service.api.middleware import RequestTurns
 from windlass.service.auth import Caller
+from windlass.service.http import answer_to_trouble, drain, error_response
 from windlass.service.installation import Settings, is_loopback
 from windlass.service.validation import ApiError
 from windlass.storage.sql import ApiKey

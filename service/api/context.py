@@ -8,6 +8,7 @@ from fastapi import Depends, Request
 from windlass.service.api.event_feed import EventFeed
 from windlass.service.api.middleware import RateLimits
 from windlass.service.installation import Settings
+from windlass.service.machine.fleet import FactsHere
 from windlass.service.preparation import HubFiles
 from windlass.storage.sql import Database
 
@@ -21,6 +22,7 @@ class Context:
     hub_files: HubFiles
     limits: RateLimits
     news: EventFeed
+    facts: FactsHere
 
 
 async def _context_of(request: Request) -> Context:

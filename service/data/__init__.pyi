@@ -10,7 +10,6 @@ from windlass.service.data.disk_usage import measure_stored as measure_stored
 from windlass.service.data.disk_usage import parts_of_job as parts_of_job
 from windlass.service.data.job_remains import free_space as free_space
 from windlass.service.data.job_remains import free_states as free_states
-from windlass.service.data.job_remains import has_volume as has_volume
 from windlass.service.data.job_remains import jobs_with_states as jobs_with_states
 from windlass.service.data.job_remains import output_dir as output_dir
 from windlass.service.data.job_remains import remove_arenas as remove_arenas

@@ -19,6 +19,7 @@ from windlass.service.validation import ApiError, job_id_prefix, told_jobs
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql import ACTIVE_STATUSES, Database, DeletedJob, Job, NotFound, Removal
 from windlass.storage.sql.repositories import (
+    BoxRepository,
     DeletionRepository,
     EventRepository,
     FileRepository,
@@ -83,6 +84,8 @@ def delete_model(session: Session, settings: Settings, model: str, *, only_of: s
     EventRepository(session).remove_checkpoint(model)
     job = _job_of(session, model)
     node = (job and job.node) or node_of(settings.home)
+    if BoxRepository(session).by_node(node) is not None:
+        node = node_of(settings.home)  # a box's checkpoints are here, too
     return DeletionRepository(session).doom(RemovalKind.MODEL, model, node)
 
 
@@ -158,18 +161,33 @@ def remove_deleted_job(database: Database, settings: Settings, job: DeletedJob) 
 
     Raises OSError if some data cannot be removed. A later call removes the rest.
     """
-    folder, model = job_dir(settings, job.id), settings.fine_tuned_dir / job.model
-    if not close_attempt(folder, Attempt(job.attempt)):
+    if not remove_job_files(settings, job.id, attempt=job.attempt, model=job.model, keeps_model=job.keeps_model):
         return False
-    free_space(settings, JobId(job.id), model)
-    for checkpoint in _checkpoints_beside(model):
-        _remove_folder(checkpoint)
-    if not job.keeps_model:
-        _remove_folder(model)
-    _remove_tree(folder)
     with database.write() as session:
         DeletionRepository(session).job_removed(job.id)
     return True
+
+
+def remove_job_files(settings: Settings, job_id: str, *, attempt: int, model: str, keeps_model: bool = False) -> bool:
+    """Removes a finished job's folder, states, checkpoints and model. Returns False if one of its processes lives.
+
+    Raises OSError if some data cannot be removed. A later call removes the rest.
+    """
+    folder, model_folder = job_dir(settings, job_id), settings.fine_tuned_dir / model
+    if not close_attempt(folder, Attempt(attempt)):
+        return False
+    free_space(settings, JobId(job_id), model_folder)
+    for checkpoint in _checkpoints_beside(model_folder):
+        _remove_folder(checkpoint)
+    if not keeps_model:
+        _remove_folder(model_folder)
+    _remove_tree(folder)
+    return True
+
+
+def remove_job_folder(settings: Settings, job_id: str) -> None:
+    """Removes the folder of a job that never began. Raises OSError."""
+    _remove_tree(job_dir(settings, job_id))
 
 
 def _checkpoints_beside(model: Path) -> list[Path]:

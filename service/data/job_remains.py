@@ -1,7 +1,6 @@
 """A job's data on this machine besides its rows: model states on SSDs, an arena, incomplete exports."""
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +15,7 @@ from windlass.storage.ids import JobId
 from windlass.storage.integrity import StoreError, StoreMissing
 from windlass.storage.memory import remove_leftovers
 from windlass.storage.sql import Job
-from windlass.storage.ssd import SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, VOLUME_FILE, Volume, is_block_device
+from windlass.storage.ssd import Volume, has_volume
 from windlass.storage.store import TensorStore, last_attempt
 
 _LOG = logging.getLogger(__name__)
@@ -110,17 +109,3 @@ def _held_nbytes(volume: Volume) -> dict[str, int]:
         with suppress(StoreMissing):  # freed meanwhile
             held[job] = volume.held_nbytes(job)
     return held
-
-
-def has_volume(path: Path) -> bool:
-    """Returns whether an SSD holds a volume. Opening a volume would create one in an empty directory or device."""
-    try:
-        fd = os.open(path if is_block_device(path) else path / VOLUME_FILE, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        if path.is_dir():
-            return False
-        raise
-    try:
-        return any(os.pread(fd, len(SUPERBLOCK_MAGIC), offset) == SUPERBLOCK_MAGIC for offset in SUPERBLOCK_OFFSETS)
-    finally:
-        os.close(fd)

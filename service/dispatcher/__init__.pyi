@@ -5,5 +5,6 @@ from windlass.service.dispatcher.outcomes import fail_job as fail_job
 from windlass.service.dispatcher.outcomes import handle_loss as handle_loss
 from windlass.service.dispatcher.outcomes import import_records as import_records
 from windlass.service.dispatcher.outcomes import open_journal as open_journal
+from windlass.service.dispatcher.placement import read_capacity as read_capacity
 from windlass.service.dispatcher.process import RayLostError as RayLostError
 from windlass.service.dispatcher.process import run_dispatcher as run_dispatcher

@@ -18,7 +18,7 @@ from windlass.actors.lifecycle import has_begun, last_sign_of_life
 from windlass.actors.scheduler import ROOM
 from windlass.planner.planning import JobPlan
 from windlass.service.data import jobs_with_states
-from windlass.service.dispatcher.capacity import MachineCapacity, read_capacity
+from windlass.service.dispatcher.box_planner import BoxPlanner
 from windlass.service.dispatcher.housekeeping import Housekeeping
 from windlass.service.dispatcher.job_watch import AttemptPhase, AttemptWatch, JobWatch, JobWatches, StopKind
 from windlass.service.dispatcher.lease import Lease
@@ -30,6 +30,14 @@ from windlass.service.dispatcher.outcomes import (
     has_step,
     import_records,
     open_journal,
+)
+from windlass.service.dispatcher.placement import (
+    JoinedBox,
+    MachineCapacity,
+    hand_over,
+    read_capacity,
+    take_back,
+    watch_absent_boxes,
 )
 from windlass.service.dispatcher.preparations import ROOM_AGAIN, Preparations
 from windlass.service.dispatcher.queue import JobQueue, Verdict, is_starting
@@ -54,6 +62,7 @@ from windlass.service.jobs import (
     seconds_left,
     why_it_waits_for_room,
 )
+from windlass.service.machine.fleet import read_hold
 from windlass.service.preparation import Preparation, PreparationMemory, PreparationOrder, preparation_of
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.memory import may_find_room_later
@@ -111,13 +120,17 @@ class Dispatcher:
         jitter: Callable[[], float] = random.random,
         housekeeping: Housekeeping | None = None,
         preparation_memory: PreparationMemory | None = None,
+        hold: Callable[[], str | None] | None = None,
     ) -> None:
+        """Uses `hold` to learn why no attempt may run now; None: attempts may run."""
         self._database = database
         self._settings = settings
         self._runners = runners
         self._resources = resources
         self._lease = lease
         self._clock = clock
+        self._read_hold = hold or functools.partial(read_hold, settings.home)
+        self._hold: str | None = None  # as this pass read it
         self._housekeeping = housekeeping or Housekeeping(database, settings, node=lease.node, clock=clock)
         by_steps = MeasuredSteps(database=database, settings=settings, has_gpus=resources.num_gpus > 0)
         self._corrections = Replanner(database, settings, by_steps, ask=ask)
@@ -135,11 +148,13 @@ class Dispatcher:
             clock=clock,
             jitter=jitter,
         )
+        self._box_planner = BoxPlanner(settings, ask=ask)
         self._preparations = Preparations(
             database,
             settings,
             resources,
             self._watches,
+            self._queue.boxes,
             prepare=prepare,
             is_box_free=self._queue.is_box_free,
             clock=clock,
@@ -157,6 +172,7 @@ class Dispatcher:
             since = self._full[0] if self._was_full_lately else self._clock()
             self._full = (since, self._clock())
         must_adopt, self._last_pass_failed = self._last_pass_failed, True
+        self._hold = self._read_hold()
         if self._lease.renew():
             self._forget()
             must_adopt = True
@@ -164,6 +180,7 @@ class Dispatcher:
             self._adopt_all()
         for job in self._lease.claim():
             self._guarded(about(job.id, job.attempt), self._adopt, job)
+        self._queue.boxes.read()
         running = self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)
         for job in running:
             self._guarded(about(job.id, job.attempt), self._watch, job)
@@ -174,6 +191,9 @@ class Dispatcher:
         self._preparations.arrange(validating, starting=[job for job in running if is_starting(job)])
         for job in validating:
             self._guarded(about(job.id, job.attempt), self._preparations.advance, job, validating)
+        if self._queue.boxes.is_used:
+            take_back(self._database, self._settings, self._lease.node)
+            watch_absent_boxes(self._database, self._lease.node)
         self._launch_next()
         busy = {*self._ended.attempts(), *self._preparations.job_ids}
         self._housekeeping.tick(busy=busy)
@@ -190,6 +210,7 @@ class Dispatcher:
         self._preparations.drop(keep=())
         self._corrections.drop(keep=())
         self._renewals.drop(keep=())
+        self._box_planner.close()
         self._housekeeping.close()
         self._lease.give_up()
 
@@ -344,10 +365,14 @@ class Dispatcher:
             self._request_stop(job, attempt, StopKind.CANCEL, self._runners.cancel)
         elif job.status is JobStatus.RUNNING and self._yields_at_once(job):
             self._request_stop(job, attempt, StopKind.PREEMPT, self._runners.kill)
-        elif job.status is JobStatus.PAUSING or job.yields_to is not None or must_end_for_plan(self._settings, job):
+        elif job.status is JobStatus.PAUSING or job.yields_to is not None or self._must_end(job):
             self._request_stop(job, attempt, StopKind.PAUSE, self._runners.pause)
         elif self._corrections.job_id in (None, job.id):  # the planner is not correcting another job's plan
             self._corrections.poll(job)
+
+    def _must_end(self, job: Job) -> bool:
+        """Returns whether a running attempt must end at its next commit, and the job goes on by itself afterwards."""
+        return self._hold is not None or must_end_for_plan(self._settings, job)
 
     def _yields_at_once(self, job: Job) -> bool:
         """Returns whether the attempt ends for another job and has no step yet, so that it need not end by itself."""
@@ -378,11 +403,31 @@ class Dispatcher:
         self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
         for verdict in verdicts:
             self._guarded(about(verdict.job.id, verdict.job.attempt), self._execute, verdict)
+        self._plan_for_boxes(begun={verdict.job.id for verdict in verdicts if verdict.decision.begins})
+
+    def _plan_for_boxes(self, *, begun: Collection[str]) -> None:
+        """Goes on with plans for kinds of boxes that waiting jobs have no plan for yet."""
+        is_idle = self._corrections.job_id is None and self._renewals.job_id is None
+        waiting = [each for each in self._queue.boxes.wanted if each[0].id not in begun]
+        wanted = [each for each in waiting if each[0].lease_holder == self._lease.holder]
+        job_id = self._box_planner.poll(wanted, may_begin=is_idle)
+        if job_id is not None:
+            self._queue.boxes.forget(job_id)
+
+    def _hand_over(self, job: Job, box: JoinedBox) -> None:
+        self._watches[job.id].demands = None  # the numbers of another plan
+        hand_over(self._database, self._settings, job, box)
 
     def _execute(self, verdict: Verdict) -> None:
         job = verdict.job
+        if self._hold is not None:
+            self._queue.explain(job, self._hold)
+            return
         if verdict.is_ready and (reason := room_reason(self._settings.home)) is not None:
             self._queue.explain(job, reason)
+            return
+        if verdict.is_ready and verdict.box is not None:
+            self._hand_over(job, verdict.box)
             return
         try:
             plan = load_plan(self._settings, job) if verdict.may_move else None

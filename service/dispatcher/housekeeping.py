@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 from windlass.service.auth import are_stored_bytes_limited
 from windlass.service.data import deletion, measure_stored
 from windlass.service.installation import Settings, about
+from windlass.service.machine.fleet import note_written, taken_dir
 from windlass.service.validation import ApiError
 from windlass.storage.sql import Database, DeletedJob, NotFound, Removal, StatusConflict
 from windlass.storage.sql.repositories import AuditRepository, DeletionRepository, JobRepository, RetentionRepository
@@ -25,6 +26,8 @@ _MAX_DELETED_AT_ONCE = 20
 # Interval between measurements of what users' jobs leave, and the largest share of time that they may take.
 _MEASURE_INTERVAL_S = 60.0
 _MEASURE_SHARE = 0.02
+# Interval between notes of what jobs have written to SSDs.
+_NOTE_INTERVAL_S = 60.0
 # A clock set ahead by more than this makes everything look old. Nothing old is then deleted for a day, so that the
 # administrator can notice.
 _JUMP_S = 3600.0
@@ -58,6 +61,7 @@ class Housekeeping:
         self._removal: Future[bool] | None = None
         self._measurement: Future[float] | None = None
         self._check_at = self._delete_old_at = self._trust_clock_at = self._measure_at = clock()
+        self._note_at = self._check_at + _NOTE_INTERVAL_S
         self._offset_s = wall_clock() - self._check_at
 
     def tick(self, busy: Collection[str] = ()) -> None:
@@ -76,6 +80,9 @@ class Housekeeping:
             if jobs or removals:
                 self._removal = self._executor.submit(self._remove, jobs, removals)
         self._measure_sometimes(now)
+        if now >= self._note_at:
+            self._note_at = now + _NOTE_INTERVAL_S
+            self._executor.submit(self._note_written)
 
     def close(self) -> None:
         """Finishes the current removal and leaves the rest to the next dispatcher."""
@@ -126,6 +133,12 @@ class Housekeeping:
             _LOG.exception("what jobs have left on disks could not be measured; it will be tried again")
         return self._clock() - began_s
 
+    def _note_written(self) -> None:
+        try:
+            note_written(self._database, self._settings, self._node, clock=self._wall_clock)
+        except Exception:  # noqa: BLE001  # the database or the disk may be unavailable for a while
+            _LOG.exception("what jobs have written to SSDs could not be noted; it will be tried again")
+
     # --- deletion of old data -----------------------------------------------------------------------------------------
 
     def _trusts_clock(self, now: float) -> bool:
@@ -140,8 +153,13 @@ class Housekeeping:
         return now >= self._trust_clock_at
 
     def _delete_old(self) -> bool:
-        """Deletes old jobs, checkpoints and files. Returns False if there may be more."""
+        """Deletes old jobs, checkpoints and files. Returns False if there may be more.
+
+        On a box that works for a head, nothing is old: the head says what is to be removed, once it has it.
+        """
         settings = self._settings
+        if taken_dir(settings.home).is_dir():
+            return True
         kinds: tuple[tuple[str, float | None, Callable[..., Sequence[str]], Callable[..., Removal | None]], ...] = (
             ("job", settings.keep_jobs_days, self._old_jobs, self._delete_job),
             ("checkpoint", settings.keep_checkpoints_days, self._old_checkpoints, deletion.delete_model),

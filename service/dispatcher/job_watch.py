@@ -8,7 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from windlass.actors.job import JournalReader
-from windlass.service.dispatcher.capacity import PlannedDemands
+from windlass.service.dispatcher.placement import PlannedDemands
+from windlass.service.jobs import BoxKind
 from windlass.service.preparation import Preparation
 from windlass.storage.ids import Attempt
 
@@ -73,6 +74,7 @@ class PreparationWatch:
     preparation: Preparation | None = None  # None: it has not begun
     computed_s: float = 0.0  # its computing time at the last check
     began_at: float = 0.0
+    kinds: Mapping[str, BoxKind] = field(default_factory=dict)  # that it is planned for, each with a box's name
     files_nbytes: int | None = None  # None: not measured yet
     reported_at: float | None = None  # when its progress or its reason for waiting was last written
 
@@ -96,6 +98,8 @@ class QueueWatch:
     # Seconds that it waited while jobs of higher priority were prepared, and since when it does so now.
     yielded_s: float = 0.0
     yields_since: float | None = None
+    waits_for: str | None = None  # the box for which it waits
+    passed_since: float | None = None  # when it might have begun, but waited for a box on which it ends sooner
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,6 +110,8 @@ class JobWatch:
     queued: QueueWatch = field(default_factory=QueueWatch)
     attempt: AttemptWatch | None = None  # the last attempt, if it has begun; None: there is none, or its space is freed
     demands: tuple[int, PlannedDemands] | None = None  # with the number of its plan
+    # Of the plan with this number: the seconds of a step here, if known, and whether it fits this box.
+    here: tuple[int, float | None, bool] | None = None
 
 
 JobWatches = defaultdict[str, JobWatch]  # by the job's id

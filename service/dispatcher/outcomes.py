@@ -1,7 +1,6 @@
 """Import of a runner's records into the job's row, and the job's end: status, error or model, and result file."""
 
 import csv
-import hashlib
 import io
 import logging
 import os
@@ -16,6 +15,7 @@ from windlass.actors.scheduler import INTERRUPTED, PAUSED
 from windlass.service.data import output_dir
 from windlass.service.installation import Settings, about, node_of
 from windlass.service.jobs import journal_path, keep_plan, plans_of
+from windlass.service.machine.fleet import read_hold, result_file_id
 from windlass.storage.files import sync_path
 from windlass.storage.sql import Database, Job, JobStatus
 from windlass.storage.sql.repositories import (
@@ -34,7 +34,6 @@ RESULTS_PURPOSE = "fine-tune-results"
 # Consecutive attempts by a corrected plan without a newly committed step, after which the previous plan is used again.
 _MAX_ATTEMPTS_WITHOUT_PROGRESS = 2
 _NUM_METRICS_TO_SEARCH = 100
-_ID_CHARS = 24
 # The columns of the result file, with their names in the metrics.
 _COLUMNS = {
     "step": "step",
@@ -220,7 +219,10 @@ def _requeue_after_pause(settings: Settings, session: Session, job: Job) -> None
     else:
         plans = plans_of(settings, job)
         has_new_plan = bool(plans) and plans[-1].from_attempt == job.attempt + 1
-        why = "so that another goes on with the new plan" if has_new_plan else "and was resumed before: it goes on"
+        if (hold := read_hold(settings.home)) is not None:
+            why = f"because {hold}; the job goes on by itself afterwards"
+        else:
+            why = "so that another goes on with the new plan" if has_new_plan else "and was resumed before: it goes on"
         message = f"Attempt {job.attempt} ended after step {now.step}, {why}"
         _end_attempt(session, job, message, level="info", num_lost=0)
 
@@ -272,7 +274,7 @@ def _write_result_file(session: Session, settings: Settings, job: Job) -> str:
         table.writerow(["" if value is None else value for value in values])
     content = text.getvalue().encode()
     # The same id for every try: if this transaction is undone, the next try overwrites the file.
-    file_id = f"file-{hashlib.sha256(job.id.encode()).hexdigest()[:_ID_CHARS]}"
+    file_id = result_file_id(job.id)
     fd = os.open(settings.files_dir / file_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(content)

@@ -7,13 +7,28 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from windlass.service.dispatcher.boxes import Boxes
 from windlass.service.dispatcher.job_watch import JobWatches, PreparationWatch
 from windlass.service.dispatcher.outcomes import fail_job
 from windlass.service.installation import CORES_TO_DIVIDE, Settings, about, is_about_room, room_reason
-from windlass.service.jobs import MachineResources, gpus_of, job_dir, preparation_order, resolve_job
+from windlass.service.jobs import (
+    HERE,
+    MachineResources,
+    answers_by_kind,
+    check_fits_a_box,
+    gpus_of,
+    job_dir,
+    keep_numbers,
+    preparation_order,
+    requests_for_kinds,
+    resolve_job,
+    resolve_settings,
+)
 from windlass.service.machine import measured_hardware
+from windlass.service.machine.fleet import HEAD_NAME
 from windlass.service.preparation import (
     CHECK_MODEL,
+    PLAN_JOB,
     Candidate,
     OwnerShares,
     Preparation,
@@ -50,6 +65,7 @@ class Preparations:
         settings: Settings,
         resources: MachineResources,
         watches: JobWatches,
+        boxes: Boxes,
         *,
         prepare: Callable[[PreparationOrder], Preparation],
         is_box_free: Callable[[], bool],
@@ -60,6 +76,7 @@ class Preparations:
         self._settings = settings
         self._resources = resources
         self._watches = watches
+        self._boxes = boxes
         self._prepare = prepare
         self._is_box_free = is_box_free
         self._clock = clock
@@ -109,7 +126,7 @@ class Preparations:
         """
         watch = self._watches[job.id].preparing
         why = self._resources.why_too_many(gpus_of(job), cpu_ranks=self._settings.cpu_ranks)
-        if why is not None:
+        if why is not None and not self._boxes.kinds_for(job):
             self._drop(job.id)
             with self._database.write() as session:
                 fail_job(session, job, "invalid_value", why, "windlass.gpus")
@@ -212,6 +229,7 @@ class Preparations:
 
     def _begin(self, job: Job, watch: PreparationWatch) -> None:
         hardware = measured_hardware(self._settings)
+        watch.kinds = self._boxes.kinds_for(job)
         with self._database.read() as session:
             filenames = FileRepository(session).filenames([job.training_file, job.validation_file])
         order = preparation_order(
@@ -221,10 +239,15 @@ class Preparations:
             hardware,
             filenames=filenames,
             is_alone=lambda: self._is_box_free() and len(self._running()) == 1,
+            may_run_here=self._may_run_here(job),
+            other_plans=requests_for_kinds(self._settings, job, watch.kinds.values()),
         )
         preparation = self._prepare(order)
         preparation.admit = functools.partial(self._admit, job.id, job.owner)
         watch.preparation, watch.began_at = preparation, self._clock()
+
+    def _may_run_here(self, job: Job) -> bool:
+        return self._boxes.may_run_here(job) and self._resources.why_too_many(gpus_of(job)) is None
 
     def _admit(self, job_id: str, owner: str | None, step: PreparationStep) -> int | None:
         return self._memory.grant(
@@ -265,7 +288,16 @@ class Preparations:
             rows.set_fields(job.id, seen=job, waiting_reason=reason, preparation=progress)
 
     def _enqueue(self, job: Job, results: Mapping[str, dict[str, Any]]) -> None:
-        resolved = resolve_job(job, dict(results), num_devices=self._resources.most_gpus)
+        kinds, num_devices = self._watches[job.id].preparing.kinds, self._resources.most_gpus
+        if kinds:
+            names = {HERE: HEAD_NAME} | {kind.key: name for name, kind in kinds.items()}
+            unplanned = any(kind.hardware is None for kind in kinds.values())
+            unplanned = unplanned or (self._may_run_here(job) and PLAN_JOB not in results)
+            check_fits_a_box(job, dict(results), names, may_run_unplanned=unplanned)
+            keep_numbers(self._settings, job.id, answers_by_kind(dict(results)))
+            resolved = resolve_settings(job, dict(results), num_devices=num_devices)
+        else:
+            resolved = resolve_job(job, dict(results), num_devices=num_devices)
         num_params, total_steps = results[CHECK_MODEL]["num_params"], resolved.total_steps
         room = check_model_room(self._settings, job, num_params=num_params, total_steps=total_steps)
         # Durable before the row says so, because a queued job is not prepared again after a power loss.

@@ -6,27 +6,38 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from windlass.amounts import GIB
 from windlass.service.auth import most_running_jobs
-from windlass.service.dispatcher.capacity import (
-    BUFFERS,
-    DEVICES,
-    HOST_MEMORY,
-    Demand,
-    MachineCapacity,
-    PlannedDemands,
-    demands_of,
-)
-from windlass.service.dispatcher.gpu_numbers import FlexibleJob, GpuOption, decide_with_gpus
+from windlass.service.dispatcher.boxes import Boxes, in_short, seconds_to_go, told_boxes
 from windlass.service.dispatcher.job_watch import JobWatches, QueueWatch, Retry
 from windlass.service.dispatcher.lease import Lease
 from windlass.service.dispatcher.outcomes import has_step, last_attempt_with_progress, name_for_owner_of
-from windlass.service.dispatcher.queue_policy import Decision, Holder, Queued, Turn, in_turn
+from windlass.service.dispatcher.placement import (
+    BUFFERS,
+    DEVICES,
+    HOST_MEMORY,
+    BoxState,
+    Candidate,
+    Decision,
+    Demand,
+    GpuOption,
+    Holder,
+    JoinedBox,
+    MachineCapacity,
+    Option,
+    Placement,
+    PlannedDemands,
+    Turn,
+    demands_of,
+    in_turn,
+    place_with_gpus,
+)
 from windlass.service.installation import Settings, about, needs_room
-from windlass.service.jobs import MachineResources, chooses_gpus, gpus_of, load_plan, plan_bounds
+from windlass.service.jobs import MachineResources, chooses_gpus, gpus_of, load_plan, plan_bounds, plan_for_here
+from windlass.service.machine.fleet import HEAD_NAME
 from windlass.service.validation import count_text, told_jobs_beside
 from windlass.storage.ids import Attempt
 from windlass.storage.memory import directory_free_nbytes, directory_nbytes
@@ -53,17 +64,15 @@ _MAX_PREEMPTED_STARTS = 3
 # attempt would be ended while it starts.
 _MAX_YIELD_S = 20.0
 _AMOUNT = re.compile(r"[\d.]+ [KMGTP]?i?B")
+# Parts of a reason that change whenever a job on any box begins or ends.
+_JOBS = re.compile(
+    r"jobs? ftjob-\w+(, ftjob-\w+)*|\d+ jobs? of others|\band\b|[\d.]+|\bqueued jobs? (is|are) before this one"
+)
 
 
 def is_starting(job: Job) -> bool:
     """Returns whether an attempt of a running job has just begun."""
     return job.launched_at is not None and 0 <= time.time() - job.launched_at < _STARTING_S
-
-
-def _ends_in_s(jobs: Sequence[Job]) -> Mapping[str, float]:
-    """Returns the seconds until running jobs will have ended, of those for which it is predicted."""
-    now = time.time()
-    return {job.id: job.estimated_finish - now for job in jobs if job.estimated_finish is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +83,8 @@ class Verdict:
     decision: Decision
     reason: str = ""
     is_ready: bool = True  # else it only gets the reason
-    gpus: int | None = None  # that it begins with; None: those that it has
+    box: JoinedBox | None = None  # that gets the job; None: it begins or waits here
+    gpus: int | None = None  # that it begins with here; None: those that it has
 
     @property
     def may_move(self) -> bool:
@@ -82,6 +92,8 @@ class Verdict:
 
         The job is about to begin, or pauses others, or can never begin by this plan.
         """
+        if self.box is not None:
+            return False
         return self.is_ready and (self.decision.begins or bool(self.decision.pauses) or self.decision.never)
 
 
@@ -108,6 +120,7 @@ class JobQueue:
         self._look = look
         self._clock = clock
         self._jitter = jitter
+        self.boxes = Boxes(database, settings)
         # The queued jobs of this home in the last pass, under any dispatcher.
         self.job_ids: Collection[str] = ()
         self._seen: tuple[float, Collection[str], MachineCapacity] | None = None
@@ -134,32 +147,45 @@ class JobQueue:
         queued = self._queued()
         self.job_ids = {job.id for job in queued}
         self._forget_all_but(self.job_ids)
+        self.boxes.forget_all_but(self.job_ids)
         if not queued:
             return []
         present = self._present(leaving)
-        queued = self._in_turn(queued, present)
-        too_many = self._over_owner_limit(queued, present)
+        everywhere = [*present, *self.boxes.holders]
+        queued = self._in_turn(queued, everywhere)
+        too_many = self._over_owner_limit(queued, everywhere)
         capacity = self._capacity({job.id for job in present})
         for job_id in self._watches.keys() - {job.id for job in (*present, *queued)}:
             self._watches[job_id].demands = None
         self._begin_with = {}
         pauses = {job.id: self._pause_before_retry(job) for job in queued}
         lacks = {job.id: self._lacks_room(job.id) for job in queued}
-        decisions, self._begin_with = decide_with_gpus(
-            capacity.has(self._resources, [job.id for job in present]),
-            [self._holder(job, capacity, job.id in leaving, highest=queued[0].priority) for job in present],
-            [
-                self._in_queue(job, capacity, is_ready=pauses[job.id] is None and lacks[job.id] is None)
-                for job in queued
-                if job.id not in leaving and job.id not in too_many
-            ],
-            flexible={job.id: choices for job in queued if (choices := self._flexible(job, capacity)) is not None},
-            ends_in_s=_ends_in_s(present),
+        placing = _Placing(capacity=capacity, holders={HEAD_NAME: list(present)})
+        placing.holders |= {name: list(box.holders) for name, box in self.boxes.by_name.items()}
+        candidates = [
+            self._candidate(job, placing, is_ready=pauses[job.id] is None and lacks[job.id] is None)
+            for job in queued
+            if job.id not in leaving and job.id not in too_many
+        ]
+        highest = queued[0].priority
+        here = BoxState(
+            name=HEAD_NAME,
+            has=capacity.has(self._resources, [job.id for job in present]),
+            holders=[self._holder(job, capacity, job.id in leaving, highest=highest) for job in present],
+            left_s={job.id: left_s for job in present if (left_s := seconds_to_go(job)) is not None},
         )
-        by_job = {decision.job_id: decision for decision in decisions}
-        verdicts, holders, num_before = list[Verdict](), list(present), 0
+        placements, self._begin_with = place_with_gpus(
+            [here, *self.boxes.states(highest=highest)],
+            candidates,
+            box=HEAD_NAME,
+            fewer={job.id: self._fewer_gpus(job, capacity) for job in queued},
+        )
+        placed = {each.job_id: each for each in placements}
+        verdicts, num_before = list[Verdict](), 0
         for job in queued:
-            decision, pause_s = by_job.get(job.id, Decision(job_id=job.id)), pauses[job.id]
+            placement, pause_s = placed.get(job.id), pauses[job.id]
+            decision = Decision(job_id=job.id) if placement is None else placement.decision
+            name = HEAD_NAME if placement is None or placement.box is None else placement.box
             if job.id in leaving:
                 reason = f"the processes of attempt {job.attempt} have not ended yet"
             elif (lack := lacks[job.id]) is not None:
@@ -168,17 +194,29 @@ class JobQueue:
                 reason = f"one of your running jobs must end first (your limit: {most})"
             elif pause_s is not None:
                 reason = f"attempt {job.attempt} was lost; the next one begins about {pause_s:.0f} s later"
+            elif decision.begins or placement is None:
+                reason = ""
             else:
-                reason = "" if decision.begins else self._reason(job, decision, capacity, holders, num_before)
+                reason = self._reason(job, placement, placing, num_before)
             is_ready = job.id not in (*leaving, *too_many) and pause_s is None and lacks[job.id] is None
-            begins = is_ready and decision.begins
-            if self._yields_to_preparation(job, self._lacking_devices(job, holders, soon_ready) if begins else ()):
+            begins = is_ready and decision.begins and name == HEAD_NAME
+            lacking = self._lacking_devices(job, placing.holders[HEAD_NAME], soon_ready) if begins else ()
+            if self._yields_to_preparation(job, lacking):
                 decision, reason = replace(decision, begins=False), "a job of higher priority that is being prepared"
             if job.lease_holder == self._lease.holder:
+                # A box makes room by itself for a job that it was given.
+                is_given = name != HEAD_NAME and (decision.begins or bool(decision.pauses) or decision.will_pause)
+                box = self.boxes.by_name[name] if is_given else None
                 gpus = self._num_gpus(job)
-                verdicts.append(Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready, gpus=gpus))
+                verdicts.append(
+                    Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready, box=box, gpus=gpus)
+                )
             if decision.begins:
-                holders.append(job)
+                placing.holders[name].append(job)
+            watch = self._watches[job.id].queued
+            watch.waits_for = None if decision.begins or placement is None else placement.box
+            if placement is not None and placement.passes and watch.passed_since is None:
+                watch.passed_since = self._clock()
             if not (is_ready and (decision.begins or decision.never)):
                 num_before += 1
         return verdicts
@@ -189,7 +227,7 @@ class JobQueue:
         if reason == before:
             return
         watch, now = self._watches[job.id].queued, self._clock()
-        if _AMOUNT.sub("", reason) != _AMOUNT.sub("", before):
+        if self._sentence(reason) != self._sentence(before):
             with self._database.write() as session:
                 JobRepository(session).set_waiting_reason(job.id, reason, seen=job)
         elif watch.reason_written_at is None or now - watch.reason_written_at >= _REWRITE_INTERVAL_S:
@@ -198,6 +236,12 @@ class JobQueue:
         else:
             return
         watch.reason_written_at = now
+
+    def _sentence(self, reason: str) -> Collection[str]:
+        """Returns what makes a reason another one, with an event. The jobs on several boxes change too often for it."""
+        if not self.boxes.by_name:
+            return _AMOUNT.sub("", reason)
+        return sorted({_JOBS.sub("", part).strip() for part in reason.split("; ")} - {""})
 
     def make_room(self, job: Job, victims: Collection[str]) -> None:
         """Requests jobs of lower priority to pause. They continue by themselves when there is room again."""
@@ -296,37 +340,57 @@ class JobQueue:
             return gpus_of(job)
         return self._begin_with.get(job.id, demands.preferred)
 
-    def _flexible(self, job: Job, capacity: MachineCapacity) -> FlexibleJob | None:
-        """Returns a waiting job's plans, or None if it has a fixed number of GPUs."""
+    def _fewer_gpus(self, job: Job, capacity: MachineCapacity) -> Sequence[GpuOption]:
+        """Returns the smaller numbers of GPUs that a waiting job may begin with."""
         demands, num_steps = self._demands(job), (job.total_steps or 0) - (job.step or 0)
-        if not demands.step_s:
-            return None
-        options = {
-            gpus: GpuOption(
-                gpus=gpus,
-                needs=capacity.needs(job.id, demands.of(gpus)),
-                lasts_s=num_steps * step_s,
-            )
+        return [
+            GpuOption(gpus=gpus, needs=capacity.needs(job.id, demands.of(gpus)), run_s=num_steps * step_s)
             for gpus, step_s in demands.step_s.items()
-        }
-        preferred = options.pop(demands.preferred)
-        fewer = [option for option in options.values() if option.gpus < preferred.gpus]
-        return FlexibleJob(preferred=preferred, others=fewer)
+            if gpus < demands.preferred
+        ]
 
     def _read_demands(self, job: Job) -> PlannedDemands:
+        self._watches[job.id].here = None
+        if job.status is JobStatus.QUEUED and not job.attempt and self.boxes.is_used:
+            plan_for_here(self._settings, job)  # it may have been taken back from a box
         try:
             budget_nbytes = plan_bounds(self._settings, job).host_memory_nbytes
             plan, is_cpu = load_plan(self._settings, job), self._resources.num_gpus == 0
             gpus, chooses = gpus_of(job), chooses_gpus(job)
-            return demands_of(plan, num_devices=gpus, chooses=chooses, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
+            demands = demands_of(plan, num_devices=gpus, chooses=chooses, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
+            if plan is not None:
+                step_s = demands.step_s.get(demands.preferred, plan.report.step_s)
+                self._watches[job.id].here = (job.plan_number, step_s, plan.report.feasible)
+            return demands
         # the job's own launch will fail, and other jobs are not affected
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             _LOG.warning("its demand cannot be read from the plan: %s", error, extra=about(job.id, job.attempt))
             return PlannedDemands(demands={1: Demand()})
 
-    def _in_queue(self, job: Job, capacity: MachineCapacity, *, is_ready: bool) -> Queued:
-        needs = capacity.needs(job.id, self._demand(job))
-        return Queued(job_id=job.id, needs=needs, priority=job.priority, is_ready=is_ready)
+    def _candidate(self, job: Job, placing: "_Placing", *, is_ready: bool) -> Candidate:
+        options, why_not = self.boxes.options(job)
+        run_s, fits = self._here(job)
+        if self.boxes.may_run_here(job) and (fits or not self.boxes.by_name):
+            needs = placing.capacity.needs(job.id, self._demand(job))
+            options = [Option(box=HEAD_NAME, needs=needs, run_s=run_s), *options]
+        watch = self._watches[job.id].queued
+        placing.options[job.id] = {option.box: option for option in options}
+        placing.why_not[job.id] = why_not
+        return Candidate(
+            job_id=job.id,
+            options=options,
+            priority=job.priority,
+            is_ready=is_ready,
+            waits_for=watch.waits_for,
+            passed_s=0.0 if watch.passed_since is None else self._clock() - watch.passed_since,
+        )
+
+    def _here(self, job: Job) -> tuple[float | None, bool]:
+        """Returns the seconds that the rest of a job takes here, if known, and whether its plan fits this box."""
+        self._demand(job)  # reads the plan
+        _, step_s, fits = self._watches[job.id].here or (0, None, True)
+        run_s = None if step_s is None or job.total_steps is None else step_s * (job.total_steps - job.step)
+        return run_s, fits
 
     def _holder(self, job: Job, capacity: MachineCapacity, is_leaving: bool, *, highest: int) -> Holder:
         demand = self._demand(job)
@@ -407,39 +471,75 @@ class JobQueue:
 
     # --- reasons for waiting -----------------------------------------------------------------------------------------
 
-    def _reason(
-        self, job: Job, decision: Decision, capacity: MachineCapacity, holders: Sequence[Job], num_before: int
-    ) -> str:
+    def _reason(self, job: Job, placement: Placement, placing: "_Placing", num_before: int) -> str:
         """Explains to its owner why a job waits. Other users' jobs are counted, not named."""
-        needs = capacity.needs(job.id, self._demand(job))
-        if decision.never:
-            lacks = [self._short_of(name, needs[name], lack) for name, lack in decision.missing.items()]
-            return f"{'; '.join(lacks)}, also with no other job here"
+        decisions = dict(placement.elsewhere)
+        if placement.box is not None:
+            decisions = {placement.box: placement.decision, **decisions}
         parts = []
-        beside = told_jobs_beside([other.id for other in holders if other.owner == job.owner], len(holders))
-        for name, lack in decision.missing.items():
-            if name == DEVICES and needs[name] == 1:
-                parts.append(f"{self._devices} in use by {beside}")
-            else:
-                parts.append(f"{self._short_of(name, needs[name], lack)} beside {beside}")
-        if decision.waits_behind is not None:
-            parts.append("there is room for it, but a job before it would have to wait longer")
+        begins_at = [name for name, decision in decisions.items() if decision.begins]
+        if begins_at and placement.box is not None:
+            free = told_boxes(begins_at)
+            parts.append(f"it would end on box {placement.box} sooner than on {free}, though it has to wait there")
+        boxes = [
+            self._why_not_on(job, name, decision, placing)
+            for name, decision in decisions.items()
+            if not decision.begins
+        ]
+        parts += in_short([*boxes, *placing.why_not[job.id].values()])
+        decision = placement.decision
+        if decision.never and len(decisions) == 1:
+            return "; ".join(parts)
+        holders = placing.holders[placement.box or HEAD_NAME]
         if decision.pauses or decision.will_pause or any(other.yields_to == job.id for other in holders):
             parts.append("jobs of lower priority are paused for it after their step")
+        if not parts:
+            parts.append("no box that it may run on has joined")
         if num_before:
             parts.append(f"{num_before} queued job{'s are' if num_before > 1 else ' is'} before this one")
         return "; ".join(parts)
 
-    @property
-    def _devices(self) -> str:
-        return "the CPU is" if self._resources.num_gpus == 0 else "every GPU is"
+    def _why_not_on(self, job: Job, name: str, decision: Decision, placing: "_Placing") -> str:
+        """Explains why a job does not begin on a box. Without other boxes, this one is not named."""
+        needs, holders = placing.options[job.id][name].needs, placing.holders[name]
+        is_alone = not self.boxes.by_name
+        num_gpus = (self._resources if name == HEAD_NAME else self.boxes.by_name[name].resources).num_gpus
+        if decision.never:
+            lacks = "; ".join(
+                _short_of(each, needs[each], lack, num_gpus=num_gpus) for each, lack in decision.missing.items()
+            )
+            return f"{lacks}, also with no other job here" if is_alone else f"box {name} is too small for it: {lacks}"
+        beside = told_jobs_beside([other.id for other in holders if other.owner == job.owner], len(holders))
+        parts = []
+        for each, lack in decision.missing.items():
+            if each == DEVICES and needs[each] == 1:
+                devices = "the CPU" if num_gpus == 0 else "every GPU"
+                parts.append(f"{devices} {'' if is_alone else f'of box {name} '}is in use by {beside}")
+            else:
+                where = "" if is_alone else f"on box {name} it "
+                parts.append(f"{where}{_short_of(each, needs[each], lack, num_gpus=num_gpus)} beside {beside}")
+        if decision.waits_behind is not None:
+            where = "there is room for it" if is_alone else f"box {name} has room for it"
+            parts.append(f"{where}, but a job before it would have to wait longer")
+        return "; ".join(parts)
 
-    def _short_of(self, resource: str, needed: int, lack: int) -> str:
-        """Says how much of a resource a job needs, and how much of it is free."""
-        free = max(0, needed - lack)
-        if resource == DEVICES:
-            devices = count_text(needed, "GPU" if self._resources.num_gpus else "device")
-            return f"needs {devices}; {free} {'is' if free == 1 else 'are'} free"
-        where = {HOST_MEMORY: "host memory", BUFFERS: "memory for its buffers"}
-        what = where.get(resource, f"space on the SSD {resource}")
-        return f"needs {needed / GIB:.1f} GiB of {what}; {free / GIB:.1f} GiB are free"
+
+@dataclass(slots=True, kw_only=True)
+class _Placing:
+    """Knowledge of a pass over the queue: the boxes and the jobs' options, for the reasons."""
+
+    capacity: MachineCapacity
+    holders: dict[str, list[Job]]  # by box
+    options: dict[str, Mapping[str, Option]] = field(default_factory=dict)  # by job and box
+    why_not: dict[str, Mapping[str, str]] = field(default_factory=dict)  # by job: why other boxes are no options
+
+
+def _short_of(resource: str, needed: int, lack: int, *, num_gpus: int) -> str:
+    """Says how much of a resource a job needs, and how much of it is free."""
+    free = max(0, needed - lack)
+    if resource == DEVICES:
+        devices = count_text(needed, "GPU" if num_gpus else "device")
+        return f"needs {devices}; {free} {'is' if free == 1 else 'are'} free"
+    where = {HOST_MEMORY: "host memory", BUFFERS: "memory for its buffers"}
+    what = where.get(resource, f"space on the SSD {resource}")
+    return f"needs {needed / GIB:.1f} GiB of {what}; {free / GIB:.1f} GiB are free"

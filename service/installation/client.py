@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -105,6 +106,22 @@ class ServiceClient:
         """Lists a job's checkpoints, latest first."""
         return self._list(f"/v1/fine_tuning/jobs/{job_id}/checkpoints")
 
+    def boxes(self) -> list[dict[str, Any]]:
+        """Lists the boxes, the head first."""
+        return list(self._call("GET", "/v1/boxes")["data"])
+
+    def box(self, name: str) -> dict[str, Any]:
+        """Returns a box."""
+        return self._call("GET", f"/v1/boxes/{quote(name, safe='')}")
+
+    def change_box(self, name: str, change: str) -> dict[str, Any]:
+        """Drains, resumes or removes a box."""
+        return self._call("POST", f"/v1/boxes/{quote(name, safe='')}/{change}")
+
+    def new_join_code(self) -> dict[str, Any]:
+        """Makes a code with which one box may join. The answer has the commands to type there."""
+        return self._call("POST", "/v1/join_codes")
+
     def storage(self) -> dict[str, Any]:
         """Returns the disk usage of all items, with totals."""
         return self._call("GET", "/v1/storage")
@@ -166,6 +183,10 @@ class ServiceClient:
         """Queues a paused job again. `gpus`: its number of GPUs from now on, or "auto"; None: as before."""
         body = {} if gpus is None else {"json": {"windlass": {"gpus": gpus}}}
         return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/resume", **body)
+
+    def restart(self, job_id: str, *, box: str | None = None) -> dict[str, Any]:
+        """Begins a new job that goes on for one that failed or whose box is lost. Returns the new job."""
+        return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/restart", json={"windlass": {"box": box}})
 
     def events(self, job_id: str, *, after: str | None = None) -> list[dict[str, Any]]:
         """Lists a job's events, oldest first, or only those after the event `after`."""

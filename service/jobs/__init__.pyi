@@ -1,5 +1,17 @@
 """Facts that the service derives from a job's row: its specification, its plan, its files."""
 
+from windlass.service.jobs.box_plans import HERE as HERE
+from windlass.service.jobs.box_plans import BoxKind as BoxKind
+from windlass.service.jobs.box_plans import PlanNumbers as PlanNumbers
+from windlass.service.jobs.box_plans import answers_by_kind as answers_by_kind
+from windlass.service.jobs.box_plans import check_fits_a_box as check_fits_a_box
+from windlass.service.jobs.box_plans import keep_numbers as keep_numbers
+from windlass.service.jobs.box_plans import kind_dir as kind_dir
+from windlass.service.jobs.box_plans import later_request as later_request
+from windlass.service.jobs.box_plans import plan_for_box as plan_for_box
+from windlass.service.jobs.box_plans import plan_for_here as plan_for_here
+from windlass.service.jobs.box_plans import plan_numbers as plan_numbers
+from windlass.service.jobs.box_plans import requests_for_kinds as requests_for_kinds
 from windlass.service.jobs.full_disk import why_it_waits_for_room as why_it_waits_for_room
 from windlass.service.jobs.plan_files import expected_pace as expected_pace
 from windlass.service.jobs.plan_files import has_plan as has_plan
@@ -11,6 +23,9 @@ from windlass.service.jobs.plan_files import plans_of as plans_of
 from windlass.service.jobs.plan_files import seconds_left as seconds_left
 from windlass.service.jobs.plan_view import in_words as in_words
 from windlass.service.jobs.plan_view import view_of as view_of
+from windlass.service.jobs.restart import end_for_restart as end_for_restart
+from windlass.service.jobs.restart import note_restart as note_restart
+from windlass.service.jobs.restart import plan_restart as plan_restart
 from windlass.service.jobs.spec_builder import ARENA_DIR as ARENA_DIR
 from windlass.service.jobs.spec_builder import MachineResources as MachineResources
 from windlass.service.jobs.spec_builder import build_job_spec as build_job_spec
@@ -23,6 +38,8 @@ from windlass.service.jobs.spec_builder import plan_bounds as plan_bounds
 from windlass.service.jobs.spec_builder import plan_request as plan_request
 from windlass.service.jobs.spec_builder import preparation_order as preparation_order
 from windlass.service.jobs.spec_builder import resolve_job as resolve_job
+from windlass.service.jobs.spec_builder import resolve_settings as resolve_settings
+from windlass.service.jobs.spec_builder import settings_of as settings_of
 from windlass.service.jobs.spec_builder import threads_of as threads_of
 from windlass.service.jobs.spec_builder import with_gpus as with_gpus
 from windlass.service.jobs.ssd_endurance import ssd_wear as ssd_wear

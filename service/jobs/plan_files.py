@@ -14,7 +14,7 @@ from windlass.actors.job import Pace, pace_of_metrics
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.planning import JobPlan, PlanRequest, fewest_of_fastest
 from windlass.service.installation import Settings
-from windlass.service.jobs.spec_builder import dataset_dir, job_dir, training_config_of, with_gpus
+from windlass.service.jobs.spec_builder import dataset_dir, job_dir, kept_times_dir, training_config_of, with_gpus
 from windlass.service.preparation import PLAN_JOB, QUESTION_FILE
 from windlass.service.validation import count_text, model_dir
 from windlass.storage.files import sync_path, write_durably
@@ -119,7 +119,7 @@ def load_plan_request(settings: Settings, job: Job) -> PlanRequest | None:
         return None
     # The home may have been moved since, and other jobs may run now.
     folder = model_dir(job.model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-    request = replace(request, model_dir=folder, is_alone=False)
+    request = replace(request, model_dir=folder, kept_times_dir=kept_times_dir(settings), is_alone=False)
     return request if plan is None else request.with_inputs(plan.changed_inputs)
 
 

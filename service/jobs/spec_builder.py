@@ -12,7 +12,7 @@ from windlass.actors.lifecycle import cores_of, numa_nodes
 from windlass.engine.memory_plan import Placement
 from windlass.engine.training_config import Initialization, TrainingConfig, config_json
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning import JobPlan, PlanBounds, PlanRequest
+from windlass.planner.planning import JobPlan, PlanBounds, PlanReport, PlanRequest
 from windlass.service.installation import CORES_TO_DIVIDE, Settings, find_gpus, models_of, num_cores
 from windlass.service.preparation import (
     CHECK_MODEL,
@@ -176,6 +176,11 @@ def dataset_dir(folder: Path) -> Path:
     return folder / "dataset"
 
 
+def kept_times_dir(settings: Settings) -> Path:
+    """Returns the folder of the times of models' blocks that were measured on this machine."""
+    return settings.home / _KEPT_TIMES
+
+
 def journal_path(settings: Settings, job_id: str) -> Path:
     """Returns the path of the journal of a job's runners."""
     return job_dir(settings, job_id) / JOURNAL_FILE
@@ -189,13 +194,16 @@ def preparation_order(
     *,
     filenames: Mapping[str, str],
     is_alone: Callable[[], bool] = lambda: False,
+    may_run_here: bool = True,
+    other_plans: Mapping[str, Callable[[Results], PlanRequest]] | None = None,
 ) -> PreparationOrder:
     """Makes the order for a job's preparation: checks, data, and a plan if the machine's profile is known.
 
     `filenames`: the users' names of the job's files, by id. `is_alone`: returns whether no job trains here. It is
-    called when the planner starts, and if true, the planner's measurements are cached.
+    called when the planner starts, and if true, the planner's measurements are cached. `may_run_here`: else no plan is
+    made for this machine. `other_plans`: make the requests for other kinds of boxes, by kind.
     """
-    folder, asked = job_dir(settings, job.id), _settings_of(job)
+    folder, asked = job_dir(settings, job.id), settings_of(job)
 
     def request(results: Results) -> PlanRequest:
         assert hardware is not None, "nothing is requested without it"
@@ -237,8 +245,9 @@ def preparation_order(
         dataset_dir=dataset_dir(folder),
         work_dir=folder / "prepare",
         day=datetime.fromtimestamp(job.created_at, UTC).date(),
-        plan_request=None if hardware is None else request,
-        unplanned_spec=unplanned_spec if _has_budget(_bounds(settings, asked.windlass)) else None,
+        plan_request=None if hardware is None or not may_run_here else request,
+        other_plans=other_plans or {},
+        unplanned_spec=unplanned_spec if may_run_here and _has_budget(_bounds(settings, asked.windlass)) else None,
     )
 
 
@@ -277,7 +286,7 @@ def plan_request(
         device_memory_nbytes=bounds.device_memory_nbytes,
         compute_threads=None if resources is None else threads_of(settings, resources, num_ranks=bounds.num_ranks)[0],
         may_measure=has_gpus or hardware.gpus.count == 0,
-        kept_times_dir=settings.home / _KEPT_TIMES,
+        kept_times_dir=kept_times_dir(settings),
     )
 
 
@@ -286,7 +295,7 @@ def plan_bounds(settings: Settings, job: Job, *, num_devices: int = 1) -> PlanBo
 
     `num_devices`: the most that a job with `gpus: auto` may get.
     """
-    asked = _settings_of(job).windlass
+    asked = settings_of(job).windlass
     most_microbatches = (job.hyperparameters or {}).get("num_microbatches", num_devices)
     bounds = _bounds(settings, asked.with_most_gpus(num_devices, most_microbatches))
     return replace(bounds, chooses_ranks=asked.gpus == "auto")
@@ -302,15 +311,31 @@ def resolve_job(job: Job, results: Results, *, num_devices: int = 1) -> Resolved
     """
     plan = JobPlan.from_json(results.get(PLAN_JOB, {}))
     if plan is not None and not plan.report.feasible:
-        param = _budget_that_lacks(_settings_of(job).windlass, plan.report.missing_bytes or {})
-        raise PreparationError("does_not_fit", "; ".join(plan.report.reasons), param)
+        raise does_not_fit(job, plan.report)
+    return resolve_settings(job, results, num_devices=num_devices)
+
+
+def does_not_fit(job: Job, report: PlanReport, *, closest: str | None = None) -> PreparationError:
+    """Makes the error of a job that fits no box. `closest`: the box of the report; None: there is only one."""
+    param = _budget_that_lacks(settings_of(job).windlass, report.missing_bytes or {})
+    reasons = "; ".join(report.reasons)
+    message = reasons if closest is None else f"it fits no box; the closest one is {closest}: {reasons}"
+    return PreparationError("does_not_fit", message, param)
+
+
+def resolve_settings(job: Job, results: Results, *, num_devices: int = 1) -> ResolvedJob:
+    """Computes the settings as `resolve_job`, whatever the plans say.
+
+    Raises PreparationError if the batch is too small for the GPUs or the lanes.
+    """
     data, model = results[PREPARE_DATA], results[CHECK_MODEL]
     num_examples: int = data["num_examples"]
     try:
-        training = resolve(_settings_of(job), num_examples, num_devices=num_devices)
+        training = resolve(settings_of(job), num_examples, num_devices=num_devices)
     except TooFewMicrobatchesError as error:
         raise PreparationError("invalid_value", str(error), error.param) from None
-    chosen = None if _settings_of(job).windlass.gpus != "auto" else 1 if plan is None else plan.num_gpus
+    plan = JobPlan.from_json(results.get(PLAN_JOB, {}))
+    chosen = None if not chooses_gpus(job) else 1 if plan is None else plan.num_gpus
     return ResolvedJob(
         training=training,
         gpus=chosen,
@@ -331,7 +356,7 @@ def training_config_of(job: Job) -> TrainingConfig:
     """
     assert job.hyperparameters is not None, f"job {job.id} is {job.status} without hyperparameters"
     assert job.total_steps is not None, f"job {job.id} is {job.status} without a number of steps"
-    values = known_before_data(_settings_of(job)) | {"head_slices": HeadSlices.SMALL, "numerics": 1}
+    values = known_before_data(settings_of(job)) | {"head_slices": HeadSlices.SMALL, "numerics": 1}
     values |= {name: value for name, value in job.hyperparameters.items() if name != _GPUS}
     values["total_steps"] = job.total_steps
     return with_derived(config_json.from_json(values))
@@ -359,7 +384,7 @@ def _job_spec(
     num_validation_examples: int,
     plan: JobPlan | None,
 ) -> JobSpec:
-    asked = _settings_of(job)
+    asked = settings_of(job)
     folder = job_dir(settings, job.id)
     bounds, num_ranks = _bounds(settings, asked.windlass), gpus_of(job)
     compute_threads, optimizer_threads = threads_of(settings, resources, num_ranks=num_ranks)
@@ -402,7 +427,8 @@ def _budget_that_lacks(asked: WindlassSettings, missing_nbytes: Mapping[str, int
     return next((f"windlass.budgets.{name}" for name in lacking if getattr(asked.budgets, name) is not None), None)
 
 
-def _settings_of(job: Job) -> JobSettings:
+def settings_of(job: Job) -> JobSettings:
+    """Returns the settings of a job's request."""
     return JobSettings.from_row(job.method, job.windlass, job.seed)
 
 
@@ -416,7 +442,7 @@ def _model_dir(settings: Settings, model: str) -> Path:
 
 def gpus_of(job: Job) -> int:
     """Returns the number of GPUs of a job: as asked for, or of its current attempt or plan if the plan chooses."""
-    asked = _settings_of(job).windlass.gpus
+    asked = settings_of(job).windlass.gpus
     return (job.hyperparameters or {}).get(_GPUS, 1) if asked == "auto" else asked
 
 
@@ -427,7 +453,7 @@ def most_gpus_of(hardware: Hardware, resources: MachineResources | None) -> int:
 
 def chooses_gpus(job: Job) -> bool:
     """Returns whether a job's plan chooses its number of GPUs."""
-    return _settings_of(job).windlass.gpus == "auto"
+    return settings_of(job).windlass.gpus == "auto"
 
 
 def with_gpus(job: Job, gpus: int) -> dict[str, Any]:

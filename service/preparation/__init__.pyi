@@ -12,6 +12,7 @@ from windlass.service.preparation.pipeline import PreparationError as Preparatio
 from windlass.service.preparation.pipeline import StepFailedError as StepFailedError
 from windlass.service.preparation.pipeline import preparation_of as preparation_of
 from windlass.service.preparation.steps import CHECK_MODEL as CHECK_MODEL
+from windlass.service.preparation.steps import KINDS_FOLDER as KINDS_FOLDER
 from windlass.service.preparation.steps import PLAN_JOB as PLAN_JOB
 from windlass.service.preparation.steps import PREPARE_DATA as PREPARE_DATA
 from windlass.service.preparation.steps import QUESTION_FILE as QUESTION_FILE

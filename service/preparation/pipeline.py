@@ -150,7 +150,7 @@ class Preparation:
         told: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             told = json.loads(self._step.progress_path.read_text())
-        return {"step": self._step.name, **{name: told.get(name) for name in ("percent", "line", "file")}}
+        return {"step": self._step.kind_of_work, **{name: told.get(name) for name in ("percent", "line", "file")}}
 
     def halt(self) -> None:
         """Halts the preparation until `proceed`: no step begins, and the running process is stopped."""
@@ -192,8 +192,13 @@ class Preparation:
                 return None
             self._forget_process()
             self._results[step.name] = self._result(step, code)
-        except StepFailedError as error:
-            if step.instead is None:
+        except PreparationError as error:
+            if step.is_optional:
+                self._forget_process()
+                _LOG.warning("%s for another kind of box failed: %s", step.title, error)
+                self._results[step.name] = {"ok": False, "error": {"code": error.code, "message": error.message}}
+                return self._go_on()
+            if not isinstance(error, StepFailedError) or step.instead is None:
                 raise
             goes_on = step.instead_in_words or "It is done in another way"
             self._warn(f"{error.cause}. {goes_on}")

@@ -3,10 +3,11 @@
 Each step is a command for a process of its own, with the file of its result.
 """
 
+import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ PREPARE_DATA = "prepare_data"
 PLAN_JOB = "plan_job"
 CHECK_BUDGETS = "check_budgets"
 QUESTION_FILE = "question.json"  # the request to the planner
+KINDS_FOLDER = "kinds"  # plans for other kinds of boxes, each in a folder named by the kind
 
 # Names of the steps in messages.
 _TITLES = {
@@ -70,6 +72,8 @@ class PreparationOrder:
     kept_checks_dir: Path | None = None  # of models that were checked before; None: each is checked anew
     # Makes the request to the planner from the results of the earlier steps; None: no plan is made.
     plan_request: Callable[[Results], PlanRequest] | None = None
+    # Make the requests for other kinds of boxes, by kind. The results are named "plan_job@KIND".
+    other_plans: Mapping[str, Callable[[Results], PlanRequest]] = field(default_factory=dict)
     # Makes the job's spec, to check its budgets if no plan was made; None: it has no budgets.
     unplanned_spec: Callable[[Results], JobSpec] | None = None
 
@@ -90,11 +94,17 @@ class PreparationStep:
     # The step to run if this one fails, as a step that measures may; None: the preparation fails.
     instead: "PreparationStep | None" = None
     instead_in_words: str = ""  # how `instead` differs
+    is_optional: bool = False  # if it fails, its result is the error, and the preparation goes on
 
     @property
     def title(self) -> str:
         """The name of the step in messages."""
-        return _TITLES.get(self.name, self.name)
+        return _TITLES.get(self.kind_of_work, self.kind_of_work)
+
+    @property
+    def kind_of_work(self) -> str:
+        """Its name without the kind of box that it is for."""
+        return self.name.partition("@")[0]
 
     @property
     def progress_path(self) -> Path:
@@ -132,6 +142,8 @@ def steps_of(order: PreparationOrder) -> list[PreparationStep | LaterStep]:
         steps.insert(0, _download_step(order))
     if (request := order.plan_request) is not None:
         steps.append(lambda results: plan_step(order.work_dir, request(results)))
+    for kind, other_request in order.other_plans.items():
+        steps.append(functools.partial(_other_plan_step, order, kind, other_request))
     if (spec := order.unplanned_spec) is not None:
         steps.append(
             lambda results: (
@@ -161,6 +173,14 @@ def plan_step(work_dir: Path, request: PlanRequest) -> PreparationStep:
     return replace(
         step, command=command, sees_gpus=on_gpu, num_threads=threads, instead=instead, instead_in_words=words
     )
+
+
+def _other_plan_step(
+    order: PreparationOrder, kind: str, request: Callable[[Results], PlanRequest], results: Results
+) -> PreparationStep:
+    folder = order.work_dir / KINDS_FOLDER / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    return replace(plan_step(folder, request(results)), name=f"{PLAN_JOB}@{kind}", is_optional=True)
 
 
 def _download_step(order: PreparationOrder) -> PreparationStep:

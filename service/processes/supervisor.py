@@ -1,4 +1,7 @@
-"""The supervisor: it keeps a home's API and dispatcher running as its child processes.
+"""The supervisor: it keeps a home's processes running as its children.
+
+They are the API and the dispatcher. A head also has the server that boxes call. A box that has joined a head has its
+agent instead of an API.
 
 The Ray daemon and the jobs are not its children, so jobs continue when the service ends.
 """
@@ -12,11 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from windlass.service.auth import prepare_database
+from windlass.service.auth import migrate_database, prepare_database
+from windlass.service.cluster.authority import Authority, check_cluster_host
+from windlass.service.cluster.box import membership_of
 from windlass.service.installation import (
     HomeLock,
     Settings,
@@ -130,7 +135,13 @@ class Supervisor:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._membership = membership_of(settings.home)
         self._ending = False
+
+    @property
+    def _address(self) -> str:
+        """The address that serves users: the API's, or that of the head."""
+        return self._settings.base_url if self._membership is None else self._membership.head
 
     def run(self) -> None:
         """Starts all processes, keeps them running, and returns after SIGTERM, SIGINT or SIGHUP.
@@ -142,28 +153,49 @@ class Supervisor:
         with telling_of_disk(settings.home):
             prepare_home(settings.home)
             lock = HomeLock(settings.home)
-            lock.acquire(settings.base_url)
+            lock.acquire(self._address)
         try:
-            with (
-                telling_of_disk(settings.home),
-                listening(settings.host, settings.port) as listener,
-                self._ended_by_signals(),
-            ):
+            with telling_of_disk(settings.home), ExitStack() as stack:
+                listeners = self._open_listeners(stack)
+                stack.enter_context(self._ended_by_signals())
                 settings.make_dirs()
-                prepare_database(settings)
-                _warn_of_clear_text(settings)
+                if self._membership is None:
+                    prepare_database(settings)
+                    _warn_of_clear_text(settings)
+                else:
+                    migrate_database(settings)  # it serves nobody, so it needs no key
                 if settings.ray_address is None:
                     start_ray(settings)
-                self._serve(listener)
+                self._serve(listeners)
         finally:
             lock.release()
 
-    def _serve(self, listener: socket.socket) -> None:
+    def _open_listeners(self, stack: ExitStack) -> dict[str, socket.socket]:
+        """Opens the sockets of this home's servers, by role. A box of another head has none."""
+        settings = self._settings
+        if self._membership is not None:
+            return {}
+        listeners = {"api": stack.enter_context(listening(settings.host, settings.port))}
+        if settings.cluster_host is not None:
+            check_cluster_host(settings.cluster_host)
+            Authority.of(settings.home)  # made now, so that what is wrong with it is told at once
+            opened = listening(settings.cluster_host, settings.cluster_port, setting="cluster_port")
+            listeners["cluster"] = stack.enter_context(opened)
+        return listeners
+
+    def _serve(self, listeners: Mapping[str, socket.socket]) -> None:
         children = [
-            self._child("api", f"--listener={listener.fileno()}", fds=(listener.fileno(),)),
-            self._child("dispatcher"),
+            self._child(role, f"--listener={listener.fileno()}", fds=(listener.fileno(),))
+            for role, listener in listeners.items()
         ]
-        _LOG.info("serving %s at %s", self._settings.home, self._settings.base_url)
+        children.append(self._child("dispatcher"))
+        if self._membership is None:
+            _LOG.info("serving %s at %s", self._settings.home, self._address)
+        else:
+            children.append(self._child("agent"))
+            _LOG.info("working as box %s for the head at %s", self._membership.name, self._address)
+        if "cluster" in listeners:
+            _LOG.info("boxes reach this head at %s port %d", self._settings.cluster_host, self._settings.cluster_port)
         rotate_at = 0.0
         try:
             while not self._ending:
@@ -220,8 +252,8 @@ def start_ray(settings: Settings) -> None:
 
 
 @contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Opens the API's socket.
+def listening(host: str, port: int, *, setting: str = "port") -> Iterator[socket.socket]:
+    """Opens the socket of the API, or of another server, whose setting is named then.
 
     The supervisor holds it, so that no other program can take the port while the API restarts.
 
@@ -235,10 +267,15 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
             listener.bind((host, port))
             listener.listen(128)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise PortInUseError(
+                    f"{host} is no address of this machine; set {setting.removesuffix('port')}host to one that it has"
+                ) from error
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             why = "is used by another program" if error.errno == errno.EADDRINUSE else "may not be used by you"
+            option = f"--{setting.replace('_', '-')}"
             raise PortInUseError(
-                f"port {port} of {host} {why}; choose another with `windlass up --port` or WINDLASS_PORT"
+                f"port {port} of {host} {why}; choose another with `windlass up {option}` or WINDLASS_{setting.upper()}"
             ) from error
         yield listener

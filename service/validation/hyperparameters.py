@@ -178,6 +178,8 @@ class WindlassSettings(_Strict):
         PlainValidator(_auto_or_int(1, MAX_GPUS)),
         _described_as({"type": "integer", "minimum": 1, "maximum": MAX_GPUS}),
     ] = 1
+    # The name of the box that the job asks for; null: any.
+    box: str | None = Field(default=None, min_length=1, max_length=64)
     budgets: Budgets = Budgets()
     lora: None = None
 

@@ -33,6 +33,21 @@ from windlass.storage.ssd.volume_format import UNIT_NBYTES, Allocation, Allocati
 VOLUME_FILE = "windlass.volume"
 
 
+def has_volume(path: Path) -> bool:
+    """Returns whether an SSD holds a volume. Opening a volume would create one in an empty directory or device."""
+    try:
+        fd = os.open(path if is_block_device(path) else path / VOLUME_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if path.is_dir():
+            return False
+        raise
+    try:
+        magic = layout.SUPERBLOCK_MAGIC
+        return any(os.pread(fd, len(magic), offset) == magic for offset in layout.SUPERBLOCK_OFFSETS)
+    finally:
+        os.close(fd)
+
+
 class Volume:
     """The space of one SSD and the jobs that use it. Safe for concurrent threads and processes."""
 

@@ -1,6 +1,7 @@
 // The dashboard: reads the jobs once, then follows one stream of events for as long as the page is open.
 
 import * as api from "./support/api.js";
+import { Boxes } from "./views/boxes.js";
 import { Detail, timesOf } from "./views/detail.js";
 import { byId, installCopyButtons, setBadge, setOptional, setText } from "./support/dom.js";
 import * as format from "./support/format.js";
@@ -11,10 +12,13 @@ const RETRY_MS = 1000;
 const RENDER_DELAY_MS = 80;
 const AWAY_AFTER_MS = 2500;
 const LOOK_MS = 5000; // for changes without an event: deleted jobs, and jobs that wait for space on a full disk
+const BOXES_MS = 2000; // between readings of the boxes while their page is shown
 const ROUTE = /^#\/jobs\/([^/]+)$/;
+const BOXES_ROUTE = "#/boxes";
 
 const jobs = new Jobs();
-const detail = new Detail(jobs);
+const boxes = new Boxes();
+const detail = new Detail(jobs, () => boxes.areSeveral);
 const wide = matchMedia("(min-width: 900px)");
 const items = new Map(); // job id: its element in the list
 const reading = new Set(); // jobs being read again
@@ -47,6 +51,7 @@ async function start() {
     }
   }
   hasStarted = true;
+  boxes.read().then(renderSoon);
   detail.show(null); // its data may be of another database
   selectSomething();
   detail.show(selectedId());
@@ -56,6 +61,7 @@ async function start() {
 function onEvent(event, ordinal) {
   if (jobs.apply(event)) readAgain(event.job_id);
   if (event.job_id === detail.id) detail.apply(event, ordinal);
+  if (isBoxesPage() && event.type !== "metrics") boxes.read();
   renderSoon();
 }
 
@@ -95,7 +101,7 @@ async function lookForChangesWithoutEvents() {
   // A job on a full disk waits without an event, because no event can be stored. Progress of a preparation is no event.
   for (const job of page?.data ?? []) {
     const shown = jobs.get(job.id)?.job.windlass;
-    if (shown && ["waiting_reason", "preparation"].some((name) => hasChanged(shown[name], job.windlass[name])))
+    if (shown && ["waiting_reason", "preparation", "box"].some((name) => hasChanged(shown[name], job.windlass[name])))
       readAgain(job.id);
   }
 }
@@ -112,7 +118,9 @@ function setConnection(state) {
   else awayTimer = setTimeout(() => (byId("away").hidden = false), AWAY_AFTER_MS);
 }
 
-// --- the selected job ---
+// --- the selected job, or the boxes ---
+
+const isBoxesPage = () => location.hash === BOXES_ROUTE;
 
 function selectedId() {
   const match = ROUTE.exec(location.hash);
@@ -121,7 +129,7 @@ function selectedId() {
 
 /** On a wide screen without a selection, selects a running job, else the newest. Returns whether it selected one. */
 function selectSomething() {
-  if (!wide.matches || selectedId() !== null) return false;
+  if (!wide.matches || selectedId() !== null || isBoxesPage()) return false;
   const entries = jobs.list();
   const entry = entries.find(({ job }) => job.status === "running") ?? entries[0];
   if (entry) history.replaceState(null, "", `#/jobs/${encodeURIComponent(entry.job.id)}`);
@@ -147,14 +155,23 @@ function render() {
   renderTimer = null;
   if (!hasStarted) return;
   const entries = jobs.list();
+  const showsBoxes = isBoxesPage();
   const isEmpty = entries.length === 0 && selectedId() === null;
-  byId("empty").hidden = !isEmpty;
-  byId("board").hidden = isEmpty;
+  byId("empty").hidden = !isEmpty || showsBoxes;
+  byId("board").hidden = isEmpty || showsBoxes;
+  boxes.show(showsBoxes);
+  setCurrent(byId("to-jobs"), !showsBoxes);
+  setCurrent(byId("to-boxes"), showsBoxes);
   byId("older").hidden = !jobs.hasOlder;
   document.body.dataset.view = selectedId() === null ? "list" : "detail";
   renderList(entries);
   detail.render();
-  document.title = titleOf(jobs.get(selectedId()));
+  document.title = showsBoxes ? "Boxes · windlass" : titleOf(jobs.get(selectedId()));
+}
+
+function setCurrent(link, isCurrent) {
+  if (isCurrent) link.setAttribute("aria-current", "page");
+  else link.removeAttribute("aria-current");
 }
 
 function renderList(entries) {
@@ -185,7 +202,8 @@ function renderItem(item, entry) {
   else link.removeAttribute("aria-current");
   setText(part(".job-name"), nameOf(job));
   setBadge(part(".badge"), job.status);
-  setText(part(".job-model"), nameOf(job) === job.model ? shortId(job.id) : `${job.model} · ${shortId(job.id)}`);
+  const about = [nameOf(job) !== job.model && job.model, shortId(job.id), boxes.areSeveral && job.windlass.box];
+  setText(part(".job-model"), about.filter(Boolean).join(" · "));
   const bar = part("progress");
   bar.hidden = !total || job.status === "succeeded" || (step === 0 && job.status !== "running");
   bar.max = total ?? 1;
@@ -275,7 +293,7 @@ async function pauseOrResume() {
 
 function skipToDetail(event) {
   event.preventDefault(); // the address must keep naming the selected job
-  byId("detail").focus();
+  byId(isBoxesPage() ? "boxes" : "detail").focus();
 }
 
 const keyHeader = "needsKey" in document.body.dataset ? [`  -H "Authorization: Bearer $WINDLASS_API_KEY" \\`] : [];
@@ -298,5 +316,6 @@ addEventListener("hashchange", onRoute);
 // The remaining time decreases between steps.
 setInterval(() => jobs.list().some(({ job }) => !TERMINAL.has(job.status)) && renderSoon(), 1000);
 setInterval(lookForChangesWithoutEvents, LOOK_MS);
+setInterval(() => hasStarted && !document.hidden && isBoxesPage() && boxes.read(), BOXES_MS);
 setConnection("connecting");
 start();

@@ -8,8 +8,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from windlass.service.api import error_response
-from windlass.service.api.middleware.security import drain
+from windlass.service.http import drain, error_response
 from windlass.service.validation import ApiError, count_text
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]

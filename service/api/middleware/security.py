@@ -1,4 +1,4 @@
-"""Checks of a request's origin and length, and security headers for browsers.
+"""Checks of a request's origin, and security headers for browsers.
 
 A foreign web page can make a browser send requests to this service from inside its network. Such requests name a
 foreign Host (a rebound DNS name) or a foreign Origin, and are refused.
@@ -7,13 +7,10 @@ foreign Host (a rebound DNS name) or a foreign Origin, and are refused.
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-import anyio
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from windlass.amounts import bytes_text
-from windlass.service.api import error_response
+from windlass.service.http import drain, error_response
 from windlass.service.installation import address_of, is_loopback, is_unspecified, same_address
 from windlass.service.validation import ApiError
 
@@ -28,7 +25,6 @@ _SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 _STAY_SECURE = "max-age=31536000"
-_DRAIN_TIMEOUT_S = 60.0
 
 
 class SecurityHeadersMiddleware:
@@ -115,46 +111,3 @@ class NullCharacterMiddleware:
             await error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-
-class BodyLimitMiddleware:
-    """Refuses a request whose body exceeds its path's limit, with 413, before any of the excess is stored.
-
-    It reads and discards the excess, because a client cut off while it sends would not see the answer.
-    """
-
-    def __init__(self, app: ASGIApp, limit_nbytes: int, upload_path: str, upload_limit_nbytes: int) -> None:
-        self._app = app
-        self._limit_nbytes = limit_nbytes
-        self._upload_path = upload_path
-        self._upload_limit_nbytes = upload_limit_nbytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        limit = self._upload_limit_nbytes if scope["path"] == self._upload_path else self._limit_nbytes
-        declared = Headers(scope=scope).get("content-length", "")
-        too_long = declared.isdigit() and int(declared) > limit
-        num_received = 0
-
-        async def receive_limited() -> Message:
-            nonlocal num_received
-            message = await receive()
-            num_received += len(message.get("body", b""))
-            if too_long or num_received > limit:
-                if message["type"] == "http.request" and message.get("more_body", False):
-                    await drain(receive)
-                raise HTTPException(
-                    413, f"the request is longer than the {bytes_text(limit)} that {scope['path']} takes"
-                )
-            return message
-
-        await self._app(scope, receive_limited, send)
-
-
-async def drain(receive: Receive) -> None:
-    """Reads and discards the rest of a request, for at most `_DRAIN_TIMEOUT_S`."""
-    with anyio.move_on_after(_DRAIN_TIMEOUT_S):
-        while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
-            pass

@@ -1,6 +1,7 @@
 """The calls of the API, one module for each kind of object."""
 
 from windlass.service.api.routes import audit as audit
+from windlass.service.api.routes import boxes as boxes
 from windlass.service.api.routes import events as events
 from windlass.service.api.routes import files as files
 from windlass.service.api.routes import health as health

@@ -11,6 +11,7 @@ from fastapi.templating import Jinja2Templates
 
 import windlass
 from windlass.service.api import CallerDep
+from windlass.storage.sql.repositories import Role
 
 _WEB_DIR = Path(windlass.__file__).parent / "web"
 
@@ -21,7 +22,8 @@ _templates = Jinja2Templates(directory=_WEB_DIR / "templates")
 @router.get("/", include_in_schema=False)
 def show_dashboard(request: Request, caller: CallerDep) -> Response:
     """Shows the dashboard. Answers 404 in an installation without one."""
-    return render(request, "index.html", user=caller.user, has_login=caller.login is not None)
+    is_admin = caller.role is Role.ADMIN
+    return render(request, "index.html", user=caller.user, has_login=caller.login is not None, is_admin=is_admin)
 
 
 @router.get("/docs", include_in_schema=False)

@@ -35,6 +35,7 @@ from windlass.service.api.schemas import (
     JobList,
     JobObject,
     MetricsObject,
+    RestartJob,
     ResumeJob,
     StreamStart,
     TraceObject,
@@ -43,12 +44,28 @@ from windlass.service.api.schemas import (
 from windlass.service.auth import Caller, check_one_more_job, check_priority, check_room_to_store
 from windlass.service.data import deletion
 from windlass.service.installation import check_is_here, is_local, node_of
-from windlass.service.jobs import has_plan, job_dir, why_it_waits_for_room
+from windlass.service.jobs import (
+    end_for_restart,
+    has_plan,
+    job_dir,
+    note_restart,
+    plan_restart,
+    why_it_waits_for_room,
+)
 from windlass.service.machine import check_gpus
+from windlass.service.machine.fleet import HEAD_NAME, BoxFacts, resources_of_box
 from windlass.service.preparation import check_model, fit_sequence_length
 from windlass.service.validation import ApiError, JobSettings, is_fine_tuned_id, model_dir
 from windlass.storage.sql import Job, NotFound
-from windlass.storage.sql.repositories import EventRepository, FileRepository, JobRepository, NewJob
+from windlass.storage.sql.repositories import (
+    BoxRepository,
+    EventRepository,
+    FileRepository,
+    Instruction,
+    JobRepository,
+    MirrorRepository,
+    NewJob,
+)
 
 _METADATA_FILTER = re.compile(r"metadata\[(.{1,64})\]")
 _Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -68,11 +85,11 @@ def create_job(
     digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
     with context.database.read() as session:
         if (job := _made_before(session, caller, idempotency_key, digest)) is not None:
-            return JobObject.of(job)
+            return JobObject.of(job, box=_boxes(context, session).get(job.node))
     new = _new_job(context, caller, body, idempotency_key, digest)
     with context.database.write() as session:
         if (job := _made_before(session, caller, idempotency_key, digest)) is not None:
-            return JobObject.of(job)
+            return JobObject.of(job, box=_boxes(context, session).get(job.node))
         for param, file_id in (("training_file", new.training_file), ("validation_file", new.validation_file)):
             if file_id is not None:
                 _check_file(context, session, caller, param, file_id)
@@ -81,7 +98,7 @@ def create_job(
         check_room_to_store(session, context.settings, caller)
         job = JobRepository(session).create(new)
         audit(session, job.id)
-        return JobObject.of(job)
+        return JobObject.of(job, box=HEAD_NAME)
 
 
 @router.get("")
@@ -114,7 +131,7 @@ def retrieve_job(context: ContextDep, caller: CallerDep, job_id: str) -> JobObje
 def cancel_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str) -> JobObject:
     """Cancels a job: at once, or, if it is training, as soon as its runner has stopped."""
     with context.database.write() as session:
-        job = JobRepository(session, caller.only_of).request_cancel(job_id)
+        job = _request(context, session, caller, Instruction.CANCEL, job_id)
         audit(session, job_id)
         return _with_metrics(context, session, [job])[0]
 
@@ -123,7 +140,7 @@ def cancel_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: 
 def pause_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str) -> JobObject:
     """Pauses a job: at once, or, if it is training, as soon as its runner has committed its step and stopped."""
     with context.database.write() as session:
-        job = JobRepository(session, caller.only_of).request_pause(job_id)
+        job = _request(context, session, caller, Instruction.PAUSE, job_id)
         audit(session, job_id)
         return _with_metrics(context, session, [job])[0]
 
@@ -134,15 +151,72 @@ def resume_job(
 ) -> JobObject:
     """Queues a paused job again, with another number of GPUs if the body names one, or "auto"."""
     gpus = None if body is None else body.windlass.gpus
-    if isinstance(gpus, int):
-        check_gpus(context.settings, gpus)
     with context.database.write() as session:
-        jobs = JobRepository(session, caller.only_of)
         if isinstance(gpus, int):
-            _check_microbatches(jobs.get(job_id), gpus)
-        job = jobs.request_resume(job_id, gpus=gpus)
+            job = JobRepository(session, caller.only_of).get(job_id)
+            _check_gpus(context, session, gpus, node=job.node)
+            _check_microbatches(job, gpus)
+        job = _request(context, session, caller, Instruction.RESUME, job_id, gpus=gpus)
         audit(session, job_id)
         return _with_metrics(context, session, [job])[0]
+
+
+@router.post("/{job_id}/restart")
+def restart_job(
+    context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str, body: RestartJob | None = None
+) -> JobObject:
+    """Begins a new job from the newest checkpoint of one that failed, was cancelled, or whose box is away.
+
+    The optimizer's states and the position in the data are lost. Returns the new job.
+    """
+    with context.database.write() as session:
+        old = JobRepository(session, caller.only_of).get(job_id)
+        _check_box(context, session, None if body is None else body.windlass.box)
+        end_for_restart(session, context.settings, old)
+        check_one_more_job(session, context.settings, caller)
+        check_room_to_store(session, context.settings, caller)
+        restart = plan_restart(session, context.settings, old, box=None if body is None else body.windlass.box)
+        for param, file_id in (("training_file", old.training_file), ("validation_file", old.validation_file)):
+            if file_id is not None:
+                _check_file(context, session, caller, param, file_id)
+        _check_model_stays(context, session, caller, restart.new.model)
+        job = JobRepository(session).create(restart.new)
+        note_restart(session, job.id, restart)
+        audit(session, job.id)
+        return JobObject.of(job, box=HEAD_NAME)
+
+
+def _request(
+    context: Context, session: Session, caller: Caller, kind: Instruction, job_id: str, *, gpus: int | str | None = None
+) -> Job:
+    """Requests something of a job, also if another box works on it."""
+    here = node_of(context.settings.home)
+    return MirrorRepository(session).request(kind, job_id, here=here, only_of=caller.only_of, gpus=gpus)
+
+
+def _check_gpus(context: Context, session: Session, gpus: int, *, node: str | None = None) -> None:
+    """Raises ApiError if no machine has so many GPUs for a job. `node`: only the machine with this home counts."""
+    for box in BoxRepository(session).all(node_of(context.settings.home)):
+        if node in (None, box.node):
+            why = resources_of_box(BoxFacts.model_validate(box.facts)).why_too_many(gpus)
+            if why is None:
+                return
+            if node is not None:
+                raise ApiError(f"box {box.name}: {why}", param="windlass.gpus", code="invalid_value")
+    check_gpus(context.settings, gpus)
+
+
+def _check_box(context: Context, session: Session, name: str | None) -> str | None:
+    """Returns the home of the box that a job asks for, None for any. Raises ApiError if it has not joined."""
+    here = node_of(context.settings.home)
+    nodes = {HEAD_NAME: here} | {box.name: box.node for box in BoxRepository(session).all(here)}
+    if name is not None and name not in nodes:
+        raise ApiError(
+            f"windlass.box: there is no box {name!r}; there are {', '.join(nodes)}",
+            param="windlass.box",
+            code="invalid_value",
+        )
+    return None if name is None else nodes[name]
 
 
 def _check_microbatches(job: Job, gpus: int) -> None:
@@ -266,6 +340,7 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
     rows = list(jobs)
     last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
     rated_nbytes = context.settings.ssd_endurance_nbytes  # of the SSDs of this home
+    boxes = _boxes(context, session)
     return [
         JobObject.of(
             job,
@@ -273,9 +348,16 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
             rated_nbytes if rated_nbytes and is_local(context.settings, job) else (),
             has_plan=has_plan(context.settings, job),
             room_reason=why_it_waits_for_room(context.settings, job),
+            box=boxes.get(job.node),
         )
         for job in rows
     ]
+
+
+def _boxes(context: Context, session: Session) -> dict[str | None, str]:
+    """Returns the names of boxes by their homes. A job without a home will be this home's."""
+    here: dict[str | None, str] = dict.fromkeys((node_of(context.settings.home), None), HEAD_NAME)
+    return here | BoxRepository(session).names()
 
 
 def _made_before(session: Session, caller: Caller, key: str | None, digest: str) -> Job | None:
@@ -304,10 +386,11 @@ def _new_job(context: Context, caller: Caller, body: CreateJob, idempotency_key:
     settings = body.job_settings()
     with context.database.read() as session:
         check_priority(session, context.settings, caller, settings.windlass.priority)
+        node = _check_box(context, session, settings.windlass.box)
+        _check_gpus(context, session, settings.windlass.least_gpus, node=node)
         visible = is_visible(session, caller, body.model)
         if visible:
             check_may_build_on(session, caller, body.model)
-    check_gpus(context.settings, settings.windlass.least_gpus)
     checked = check_model(
         context.settings,
         body.model,

@@ -1,4 +1,4 @@
-"""`/metrics` for Prometheus: jobs, the queue, running jobs and requests. Jobs are read at each scrape.
+"""`/metrics` for Prometheus: jobs, the queue, running jobs, boxes and requests. Rows are read at each scrape.
 
 If several homes share a database, each home reports the jobs that run in it, so that none is reported twice. Every home
 reports the same counts by status and the same queue, because these are of the whole database.
@@ -17,7 +17,9 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from windlass.service.api import CallerDep
+from windlass.service.api.routes.boxes import metrics_of_boxes, view_boxes
 from windlass.service.installation import Settings, node_of
+from windlass.service.machine.fleet import FactsHere
 from windlass.service.validation import ApiError
 from windlass.storage.sql import Database, Job, JobStatus
 from windlass.storage.sql.repositories import EventRepository, JobRepository, Role
@@ -84,19 +86,23 @@ class RequestMetricsMiddleware:
 
 
 class JobCollector(Collector):
-    """Reads the metrics of jobs from the database."""
+    """Reads the metrics of jobs and boxes from the database."""
 
-    def __init__(self, database: Database, settings: Settings) -> None:
+    def __init__(self, database: Database, settings: Settings, facts: FactsHere) -> None:
+        """Takes the `facts` of this box, the head of the others."""
         self._database = database
         self._settings = settings
+        self._facts = facts
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics, read in one transaction."""
+        here = self._facts.read()
         with self._database.read() as session:
             jobs, events = JobRepository(session), EventRepository(session)
             counts, oldest_s = jobs.count_by_status(), jobs.oldest_queued_at()
             running = jobs.with_status(JobStatus.RUNNING, JobStatus.PAUSING, node=node_of(self._settings.home))
             last = events.last_metrics([job.id for job in running])
+            boxes = view_boxes(session, self._settings, here)
         by_status = GaugeMetricFamily("windlass_jobs", "Jobs in the database, by status", labels=["status"])
         for status in JobStatus:
             by_status.add_metric([status.value], counts.get(status, 0))
@@ -107,6 +113,7 @@ class JobCollector(Collector):
         )
         yield from _of_running(running, last)
         yield from self._of_disks()
+        yield from metrics_of_boxes(boxes)
 
     def _of_disks(self) -> Iterator[Metric]:
         free = GaugeMetricFamily("windlass_disk_free_bytes", "Free on a file system", labels=["path"])

@@ -1,5 +1,19 @@
 """The objects that the API takes and returns."""
 
+from windlass.service.api.schemas.boxes import BoxDevices as BoxDevices
+from windlass.service.api.schemas.boxes import BoxFactsObject as BoxFactsObject
+from windlass.service.api.schemas.boxes import BoxFinding as BoxFinding
+from windlass.service.api.schemas.boxes import BoxGpu as BoxGpu
+from windlass.service.api.schemas.boxes import BoxJobs as BoxJobs
+from windlass.service.api.schemas.boxes import BoxList as BoxList
+from windlass.service.api.schemas.boxes import BoxMemory as BoxMemory
+from windlass.service.api.schemas.boxes import BoxObject as BoxObject
+from windlass.service.api.schemas.boxes import BoxSsd as BoxSsd
+from windlass.service.api.schemas.boxes import BoxVersions as BoxVersions
+from windlass.service.api.schemas.boxes import ClusterAddress as ClusterAddress
+from windlass.service.api.schemas.boxes import JobOnBox as JobOnBox
+from windlass.service.api.schemas.boxes import JobsOnBox as JobsOnBox
+from windlass.service.api.schemas.boxes import JoinCodeObject as JoinCodeObject
 from windlass.service.api.schemas.objects import CheckpointObject as CheckpointObject
 from windlass.service.api.schemas.objects import CreateJob as CreateJob
 from windlass.service.api.schemas.objects import CurveColumns as CurveColumns
@@ -9,6 +23,7 @@ from windlass.service.api.schemas.objects import JobList as JobList
 from windlass.service.api.schemas.objects import JobObject as JobObject
 from windlass.service.api.schemas.objects import MetricsObject as MetricsObject
 from windlass.service.api.schemas.objects import ModelObject as ModelObject
+from windlass.service.api.schemas.objects import RestartJob as RestartJob
 from windlass.service.api.schemas.objects import ResumeJob as ResumeJob
 from windlass.service.api.schemas.objects import StreamedEvent as StreamedEvent
 from windlass.service.api.schemas.objects import StreamStart as StreamStart

@@ -96,6 +96,18 @@ class ResumeJob(_Request):
     windlass: ResumeSettings = ResumeSettings()
 
 
+class RestartSettings(_Request):
+    """The settings of a job that begins again. All others are those of the job before."""
+
+    box: str | None = Field(default=None, max_length=64)  # None: any
+
+
+class RestartJob(_Request):
+    """The body of `POST /v1/fine_tuning/jobs/{id}/restart`. It may be left out."""
+
+    windlass: RestartSettings = RestartSettings()
+
+
 class CreateJob(_Request):
     """The body of `POST /v1/fine_tuning/jobs`."""
 
@@ -244,6 +256,7 @@ class JobExtras(BaseModel):
     finish_is_estimate: bool | None  # about `estimated_finish`; null if that is null
     last_metrics: dict[str, Any] | None
     ssd_wear: dict[str, Any] | None
+    box: str | None  # the box that has its files and states; null: of another service with the same database
 
 
 class JobObject(BaseModel):
@@ -280,6 +293,7 @@ class JobObject(BaseModel):
         *,
         has_plan: bool = False,
         room_reason: str | None = None,
+        box: str | None = None,
     ) -> "JobObject":
         """Converts a job's row, with the metrics of its last step and the SSD wear that they imply.
 
@@ -323,6 +337,7 @@ class JobObject(BaseModel):
                 finish_is_estimate=None if finish is None else not job.finish_is_measured,
                 last_metrics=last_metrics,
                 ssd_wear=None if last_metrics is None else _ssd_wear(job, last_metrics, ssd_endurance_nbytes),
+                box=box,
             ),
         )
 

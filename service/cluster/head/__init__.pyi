@@ -1,1 +1,7 @@
 """The head's side: the server that boxes call, the reports that it stores, and the files that it sends."""
+
+from windlass.service.cluster.head.caller import CERTIFICATE_KEY as CERTIFICATE_KEY
+from windlass.service.cluster.head.caller import BoxDep as BoxDep
+from windlass.service.cluster.head.caller import calling_box as calling_box
+from windlass.service.cluster.head.process import run_cluster_server as run_cluster_server
+from windlass.service.cluster.head.server import create_cluster_app as create_cluster_app

@@ -4,14 +4,34 @@ A *box* is a machine with a home, a dispatcher, a database and a Ray of its own.
 the queue. A box works on the jobs that the head gives it, and reports what becomes of them.
 """
 
+from windlass.service.machine.fleet.content import ContentFile as ContentFile
+from windlass.service.machine.fleet.content import ContentPending as ContentPending
+from windlass.service.machine.fleet.content import JobContent as JobContent
+from windlass.service.machine.fleet.content import ResultFolder as ResultFolder
+from windlass.service.machine.fleet.content import Where as Where
+from windlass.service.machine.fleet.content import is_model_of as is_model_of
+from windlass.service.machine.fleet.content import is_result_of as is_result_of
+from windlass.service.machine.fleet.content import model_name as model_name
+from windlass.service.machine.fleet.content import place_of as place_of
+from windlass.service.machine.fleet.content import result_file_id as result_file_id
+from windlass.service.machine.fleet.content import root_of as root_of
+from windlass.service.machine.fleet.content import taken_dir as taken_dir
 from windlass.service.machine.fleet.facts import HEAD_NAME as HEAD_NAME
 from windlass.service.machine.fleet.facts import BoxFacts as BoxFacts
 from windlass.service.machine.fleet.facts import Finding as Finding
 from windlass.service.machine.fleet.facts import GpuFacts as GpuFacts
 from windlass.service.machine.fleet.facts import SsdFacts as SsdFacts
 from windlass.service.machine.fleet.facts import is_away as is_away
+from windlass.service.machine.fleet.facts import resources_of_box as resources_of_box
+from windlass.service.machine.fleet.findings import findings_here as findings_here
+from windlass.service.machine.fleet.here import FactsHere as FactsHere
+from windlass.service.machine.fleet.here import facts_of_this_box as facts_of_this_box
+from windlass.service.machine.fleet.hold import read_hold as read_hold
+from windlass.service.machine.fleet.hold import write_hold as write_hold
 from windlass.service.machine.fleet.messages import CapacityReport as CapacityReport
 from windlass.service.machine.fleet.messages import InstructionMessage as InstructionMessage
 from windlass.service.machine.fleet.messages import SsdSpaceReport as SsdSpaceReport
 from windlass.service.machine.fleet.messages import SyncReply as SyncReply
 from windlass.service.machine.fleet.messages import SyncRequest as SyncRequest
+from windlass.service.machine.fleet.ssd_ledger import note_written as note_written
+from windlass.service.machine.fleet.ssd_ledger import written_by_ssd as written_by_ssd

@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from windlass.service.jobs import MachineResources
 from windlass.storage.sql import Box
 
 # The name of the head among its boxes.
@@ -53,6 +54,10 @@ class BoxFacts(_Facts):
     cpu_ranks: int = 1
     gpus: tuple[GpuFacts, ...] = ()
     memory_nbytes: int
+    # The settings of its home that plans follow from.
+    num_cpu_optimizers: int = 1
+    host_memory_gib: float | None = None
+    gpu_memory_gib: float | None = None
     ssds: tuple[SsdFacts, ...] = ()
     hardware: dict[str, Any] | None = None  # the measured profile; None: not measured yet
     findings: tuple[Finding, ...] = ()
@@ -62,3 +67,13 @@ class BoxFacts(_Facts):
 def is_away(box: Box) -> bool:
     """Returns whether a box has not called for too long."""
     return time.time() - box.seen_at > AWAY_AFTER_S
+
+
+def resources_of_box(facts: BoxFacts) -> MachineResources:
+    """Returns the cores and GPUs of a box."""
+    return MachineResources(
+        num_cores=facts.num_cores,
+        num_gpus=facts.num_gpus,
+        cpu_ranks=facts.cpu_ranks,
+        gpu_models=tuple(dict.fromkeys(gpu.name for gpu in facts.gpus)),
+    )

@@ -15,7 +15,7 @@ class _Message(BaseModel):
 
 
 class SsdSpaceReport(_Message):
-    """The space on one of a box's SSDs, as `dispatcher.capacity.SsdSpace`."""
+    """The space on one of a box's SSDs, as `dispatcher.placement.capacity.SsdSpace`."""
 
     disk: str
     free_nbytes: int
@@ -24,7 +24,7 @@ class SsdSpaceReport(_Message):
 
 
 class CapacityReport(_Message):
-    """The free space of a box, as `dispatcher.capacity.MachineCapacity`, and its devices."""
+    """The free space of a box, as `dispatcher.placement.capacity.MachineCapacity`, and its devices."""
 
     num_devices: int
     host_nbytes: int | None = None
@@ -36,7 +36,8 @@ class CapacityReport(_Message):
 class SyncRequest(_Message):
     """A box's call, every second."""
 
-    instruction_done: int  # the ordinal of the last instruction that was carried out
+    # The ordinals of instructions that were carried out, and that the head has listed since.
+    done: tuple[int, ...] = Field(default=(), max_length=_MOST_JOBS)
     capacity: CapacityReport | None = None
     facts: BoxFacts | None = None  # None: as before
     held: tuple[str, ...] = ()  # all jobs that its database has
@@ -63,4 +64,6 @@ class SyncReply(_Message):
     # The jobs that the box works on, each with the last of its events that the head has. A job that the box holds and
     # that is not among them is to be discarded. -1: the head asks for the job's whole row.
     cursors: dict[str, int] = {}
+    # By job: the results that a report names and the head does not have.
+    missing: dict[str, tuple[str, ...]] = {}
     windlass: str  # the head's version

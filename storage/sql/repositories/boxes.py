@@ -6,10 +6,22 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import CursorResult, delete, func, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import CursorResult, delete, func, or_, select, update
+from sqlalchemy.orm import Session, load_only
 
-from windlass.storage.sql import Box, BoxInstruction, JoinCode, NotFound
+from windlass.storage.sql import (
+    ACTIVE_STATUSES,
+    TERMINAL_STATUSES,
+    Box,
+    BoxInstruction,
+    Dispatcher,
+    Job,
+    JobStatus,
+    JoinCode,
+    NotFound,
+)
+from windlass.storage.sql.repositories.events import EventRepository
+from windlass.storage.sql.repositories.jobs import JobRepository
 
 
 class BoxState(StrEnum):
@@ -44,6 +56,19 @@ class BoxRepository:
         self._session.add(JoinCode(digest=digest, created_at=now, expires_at=now + lasts_s))
         self._session.flush()
 
+    def last_code_expires_at(self) -> float:
+        """Returns when the code expires that was added last. There is one."""
+        return self._session.scalars(select(JoinCode.expires_at).order_by(JoinCode.created_at.desc()).limit(1)).one()
+
+    def why_code_is_invalid(self, digest: str) -> str | None:
+        """Returns what is wrong with a code, in words; None for a code that a box may join with."""
+        code = self._session.get(JoinCode, digest, populate_existing=True)
+        if code is None:
+            return "is wrong"
+        if code.used_at is not None:
+            return "was used already"
+        return "has expired" if code.expires_at <= time.time() else None
+
     def use_code(self, digest: str, box_id: str) -> bool:
         """Marks a code as used. Returns False if there is none that is unused and has not expired."""
         now = time.time()
@@ -53,13 +78,14 @@ class BoxRepository:
 
     # --- boxes
 
-    def add(self, *, name: str, node: str, certificate: str, address: str, facts: dict[str, Any]) -> Box:
-        """Adds a box. The caller has checked that no other box has the name or the home."""
+    def add(self, *, name: str, node: str, head: str, certificate: str, address: str, facts: dict[str, Any]) -> Box:
+        """Adds a box of a head. The caller has checked that no other box has the name or the home."""
         now = time.time()
         box = Box(
             id=f"box-{secrets.token_hex(12)}",
             name=name,
             node=node,
+            head=head,
             state=BoxState.READY.value,
             certificate=certificate,
             address=address,
@@ -72,9 +98,9 @@ class BoxRepository:
         self._session.flush()
         return box
 
-    def all(self, *, with_removed: bool = False) -> Sequence[Box]:
-        """Lists the boxes by name."""
-        query = select(Box).order_by(Box.name)
+    def all(self, head: str, *, with_removed: bool = False) -> Sequence[Box]:
+        """Lists the boxes of a head by name. `head`: its home."""
+        query = select(Box).where(Box.head == head).order_by(Box.name)
         return self._session.scalars(query if with_removed else query.where(Box.state != BoxState.REMOVED.value)).all()
 
     def get(self, box_id: str) -> Box:
@@ -92,6 +118,12 @@ class BoxRepository:
         """Returns the box whose home this is, removed ones too; None if it is no box's, so that it is this home's."""
         return None if node is None else self._session.scalar(select(Box).where(Box.node == node))
 
+    def is_home(self, node: str) -> bool:
+        """Returns whether a home has a dispatcher or jobs in this database, as a service has."""
+        dispatches = select(Dispatcher.id).where(Dispatcher.node == node).limit(1)
+        works = select(Job.id).where(Job.node == node).limit(1)
+        return self._session.scalar(dispatches) is not None or self._session.scalar(works) is not None
+
     def by_certificate(self, certificate: str) -> Box | None:
         """Returns the box that has this certificate, removed ones too, or None."""
         return self._session.scalar(select(Box).where(Box.certificate == certificate))
@@ -102,11 +134,98 @@ class BoxRepository:
         if self._changes(statement) != 1:
             raise NotFound("box", box_id)
 
+    def names(self) -> dict[str, str]:
+        """Returns the names of all boxes, removed ones too, by their homes."""
+        return {row.node: row.name for row in self._session.execute(select(Box.node, Box.name))}
+
+    def set_state(self, box_id: str, state: BoxState) -> Box:
+        """Changes a box's state, and notes when. A box that is in that state already keeps the time."""
+        box = self.get(box_id)
+        if box.state != state.value:
+            self.set(box_id, state=state.value, state_at=time.time())
+        return self.get(box_id)
+
+    # --- jobs
+
+    def unfinished_jobs(self) -> Sequence[Job]:
+        """Lists all unfinished jobs in the order of the queue, with the columns that tell where each is and why."""
+        columns = load_only(
+            Job.owner,
+            Job.node,
+            Job.status,
+            Job.attempt,
+            Job.model,
+            Job.suffix,
+            Job.windlass,
+            Job.priority,
+            Job.step,
+            Job.total_steps,
+            Job.estimated_finish,
+            Job.waiting_reason,
+            Job.created_at,
+            raiseload=True,
+        )
+        query = select(Job).options(columns).where(Job.status.in_(ACTIVE_STATUSES))
+        return self._session.scalars(query.order_by(Job.priority, Job.created_at, Job.id)).all()
+
+    def trained_at(self, node: str, *, ended_after_s: float) -> Sequence[tuple[str, float | None]]:
+        """Lists ids and ends of the jobs that this home trained: unfinished ones, and those that ended after a time.
+
+        Jobs that another box trained for this home are left out.
+        """
+        is_here = (or_(Job.node == node, Job.node.is_(None)), Job.attempt > 0, Job.box_cursor == 0)
+        is_new = or_(Job.status.in_(ACTIVE_STATUSES), Job.finished_at > ended_after_s)
+        rows = self._session.execute(select(Job.id, Job.finished_at).where(*is_here, is_new))
+        return [(row.id, row.finished_at) for row in rows]
+
+    def remove(self, box_id: str, *, head: str) -> Box:
+        """Removes a box, and takes its unfinished jobs from it. `head`: the home of the service.
+
+        A job that has not begun goes back to the queue. One that has begun waits for a person: its states are on the
+        box. What the box reports of either does not count any more, because its certificate does not.
+        """
+        box = self.set_state(box_id, BoxState.REMOVED)
+        self._session.execute(delete(BoxInstruction).where(BoxInstruction.box_id == box_id))
+        jobs = JobRepository(self._session)
+        query = select(Job.id).where(Job.node == box.node, Job.status.in_(ACTIVE_STATUSES))
+        for job_id in self._session.scalars(query).all():
+            job = jobs.get(job_id)
+            if job.attempt == 0:
+                job.node, job.lease_holder, job.waiting_reason, job.box_cursor = head, None, None, 0
+                self._tell(job, f"Back in the queue: box {box.name} was removed before the job began there")
+            else:
+                self._strand(jobs, job, box)
+        self._session.flush()
+        ended = (Job.node == box.node, Job.status.in_(TERMINAL_STATUSES))
+        self._changes(update(Job).where(*ended).values(node=head, lease_holder=None))
+        return box
+
+    def _strand(self, jobs: JobRepository, job: Job, box: Box) -> None:
+        reason = f"box {box.name}, which holds its states, was removed; `windlass restart` starts it elsewhere"
+        if job.status in (JobStatus.RUNNING, JobStatus.PAUSING):
+            if job.cancel_requested:
+                jobs.transition(job.id, job.status, JobStatus.CANCELLED, message="Fine-tuning job cancelled")
+                return
+            target = JobStatus.QUEUED if job.status is JobStatus.RUNNING else JobStatus.PAUSED
+            jobs.transition(job.id, job.status, target, message=f"Its attempt is over: box {box.name} was removed")
+        else:
+            self._tell(job, f"Box {box.name}, which holds the job's states, was removed")
+        jobs.set_fields(job.id, waiting_reason=reason)
+
+    def _tell(self, job: Job, message: str) -> None:
+        EventRepository(self._session).add(job.id, attempt=job.attempt, message=message)
+
     # --- instructions
 
     def instruct(self, box_id: str, job_id: str, kind: Instruction, body: dict[str, Any] | None = None) -> int:
         """Adds an instruction. Returns its ordinal."""
-        row = BoxInstruction(box_id=box_id, job_id=job_id, kind=kind.value, body=body or {}, created_at=time.time())
+        now = time.time()
+        # By the clock, because a database that was restored from a backup does not know the ordinals that were used
+        # after the backup, and the boxes do.
+        ordinal = max(self._last_ordinal() + 1, int(now * 1e6))
+        row = BoxInstruction(
+            ordinal=ordinal, box_id=box_id, job_id=job_id, kind=kind.value, body=body or {}, created_at=now
+        )
         self._session.add(row)
         self._session.flush()
         return row.ordinal
@@ -132,6 +251,11 @@ class BoxRepository:
     def withdraw(self, ordinal: int) -> bool:
         """Removes an instruction that the box has not carried out. Returns False if it is gone already."""
         return self._changes(delete(BoxInstruction).where(BoxInstruction.ordinal == ordinal)) == 1
+
+    def _last_ordinal(self) -> int:
+        waiting = self._session.scalar(select(func.max(BoxInstruction.ordinal)))
+        done = self._session.scalar(select(func.max(Box.instruction_done)))
+        return max(waiting or 0, done or 0)
 
     def _changes(self, statement: Any) -> int:
         result = self._session.execute(statement.execution_options(synchronize_session=False))

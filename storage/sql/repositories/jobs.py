@@ -185,6 +185,12 @@ class JobRepository:
             query = query.where(Job.lease_holder == lease_holder)
         return self._session.scalars(query).all()
 
+    def held_by(self, nodes: Collection[str]) -> Sequence[Job]:
+        """Lists the jobs of these homes that hold or will hold their resources: neither paused nor finished ones."""
+        holding = (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSING)
+        query = select(Job).where(Job.node.in_(nodes), Job.status.in_(holding))
+        return self._session.scalars(query.order_by(Job.priority, Job.created_at, Job.id)).all()
+
     def count_by_status(self) -> dict[JobStatus, int]:
         """Returns the number of jobs in each status. Statuses without jobs are left out."""
         query = select(Job.status, func.count().label("number")).group_by(Job.status)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import CursorResult, delete, exists, select, update
+from sqlalchemy import CursorResult, delete, exists, func, select, update
 from sqlalchemy.orm import Session
 
 from windlass.storage.sql import (
@@ -59,6 +59,11 @@ REPORTED_COLUMNS = (
     "fine_tuned_model",
     "result_files",
 )
+# Those of them that a report still renews if the head's row has ended first, because its owner has cancelled the job.
+_PROGRESS_COLUMNS = ("attempt", "started_at", "launched_at", "step", "total_steps", "trained_tokens")
+# The columns in JSON of which a box decides the number of GPUs only.
+_WITH_GPUS = frozenset(("hyperparameters", "windlass"))
+_MOST_GPUS = 16
 # The columns of a taken job that begin anew in the box's database.
 _OF_ONE_DATABASE = frozenset(("node", "lease_holder", "journal_attempt", "journal_seq", "box_cursor", "yields_to"))
 
@@ -107,7 +112,9 @@ class JobReport:
 
     id: str
     fields: dict[str, Any]  # `REPORTED_COLUMNS` in JSON; empty: as before
-    events: Sequence[MirroredEvent] = ()  # after the head's cursor, in order
+    events: Sequence[MirroredEvent] = ()  # in order, those that follow `after`
+    after: int = 0  # the cursor that the box knew; the head leaves a report out that begins after its own one
+    until: int | None = None  # the job's last event when `fields` were read; None: not known
     checkpoints: Sequence[MirroredCheckpoint] | None = None  # all that are there; None: as before
     files: Sequence[MirroredFile] = ()  # the result files that `fields` names
     row: dict[str, Any] | None = None  # the whole row in JSON, if the head has asked for it
@@ -156,7 +163,7 @@ class MirrorRepository:
         return self._changes(update(Job).where(Job.id == job_id, Job.attempt == 0).values(values)) == 1
 
     def request(
-        self, kind: Instruction, job_id: str, *, here: str, only_of: str | None = None, gpus: int | None = None
+        self, kind: Instruction, job_id: str, *, here: str, only_of: str | None = None, gpus: int | str | None = None
     ) -> Job:
         """Cancels, pauses or resumes a job, wherever it is worked on. Returns its row.
 
@@ -165,7 +172,13 @@ class MirrorRepository:
         """
         jobs = JobRepository(self._session, only_of)
         box = self._boxes.by_node(jobs.get(job_id).node)
-        is_elsewhere = box is not None and box.state != BoxState.REMOVED and not self.take_back(job_id, here)
+        if box is not None and box.head != here:
+            box = None  # of another service with the same database
+        is_removed = box is not None and box.state == BoxState.REMOVED.value
+        if is_removed and kind is Instruction.RESUME:
+            assert box is not None
+            raise StatusConflict(job_id, "on a box of this service", f"on {box.name}, which was removed")
+        is_elsewhere = box is not None and not is_removed and not self.take_back(job_id, here)
         if kind is Instruction.CANCEL:
             job = jobs.request_cancel(job_id)
         elif kind is Instruction.PAUSE:
@@ -175,7 +188,20 @@ class MirrorRepository:
         if is_elsewhere:
             assert box is not None
             self._boxes.instruct(box.id, job_id, kind, {} if gpus is None else {"gpus": gpus})
+        elif is_removed:
+            self.end_here(job_id, here)
+            job = jobs.get(job_id)
         return job
+
+    def was_given(self, job_id: str, box: Box) -> bool:
+        """Returns whether the head has given a job to a box, which may then read the job's files."""
+        events = select(JobEvent).where(JobEvent.job_id == job_id, JobEvent.attempt == 0, JobEvent.seq.is_(None))
+        return any(event.data.get("box") == box.name for event in self._session.scalars(events))
+
+    def end_here(self, job_id: str, here: str) -> None:
+        """Lets an ended job belong to the head, because its box was removed or is to discard it."""
+        ended = (Job.id == job_id, Job.status.in_(TERMINAL_STATUSES))
+        self._changes(update(Job).where(*ended).values(node=here, lease_holder=None))
 
     # --- the head's copies -------------------------------------------------------------------------------------------
 
@@ -198,8 +224,10 @@ class MirrorRepository:
 
     def apply(
         self, box: Box, report: JobReport, *, instruction_done: int, here: str, path_of: Callable[[str], str]
-    ) -> None:
+    ) -> Sequence[str]:
         """Writes a report of the box that works on a job. Reports about other jobs are left out.
+
+        Returns the models of the checkpoints that the job no longer has.
 
         `instruction_done`: the last instruction that the box had carried out. `path_of`: returns the folder of a model
         on the head. `here`: the head's own home, to which a finished job belongs again.
@@ -208,18 +236,28 @@ class MirrorRepository:
         if job is None and report.row is not None and not self._is_deleted(report.id):
             job = self._adopt(box, report.row)
         if job is None or job.node != box.node:
-            return
+            return ()
+        if report.until is not None and report.after > report.until:
+            job.box_cursor = report.until  # the box was restored from a backup, and goes on from there
+        elif report.after > job.box_cursor:
+            return ()  # the head was restored from a backup; its answer makes the box report the events between again
+        is_late = report.until is not None and report.until < job.box_cursor
         for event in report.events:
             if event.ordinal > job.box_cursor:
                 self._add_event(job, event)
                 job.box_cursor = event.ordinal
         self._session.flush()
-        if report.checkpoints is not None:
-            self._replace_checkpoints(job, report.checkpoints, path_of)
+        gone: Sequence[str] = ()
+        if report.checkpoints is not None and not is_late:
+            gone = self._replace_checkpoints(job, report.checkpoints, path_of)
         is_behind = any(each.ordinal > instruction_done for each in self._boxes.instructions_about(job.id))
-        if report.fields and not is_behind:
+        is_over = report.fields.get("status") in TERMINAL_STATUSES
+        # The end comes last: after it, the box is told to discard the job.
+        is_whole = report.until is None or job.box_cursor >= report.until
+        if report.fields and not is_behind and not is_late and (is_whole or not is_over):
             self._write_fields(job, report, here)
         self._session.flush()
+        return gone
 
     def tell(self, box: Box, reasons: Mapping[str, str]) -> None:
         """Shows why jobs of a box wait, without events: how far their files are copied."""
@@ -246,7 +284,7 @@ class MirrorRepository:
         """
         if job.status not in (JobStatus.VALIDATING_FILES, JobStatus.QUEUED) or job.attempt != 0:
             return False
-        if self._boxes.by_node(job.node) is not None:
+        if self._boxes.by_node(job.node) is not None or job.windlass.get("box") not in (None, box.name):
             return False
         statement = update(Job).where(Job.id == job.id, Job.attempt == 0, Job.status == job.status)
         claimed = self._changes(statement.values(node=box.node, lease_holder=None, box_cursor=0)) == 1
@@ -254,8 +292,20 @@ class MirrorRepository:
         return claimed
 
     def _adopt(self, box: Box, row: Mapping[str, Any]) -> Job:
-        """Adds a job that the head does not know, because its database is older than the job."""
-        job = Job(**_values_of(row), node=box.node, lease_holder=None, box_cursor=0)
+        """Adds a job that the head does not know, because its database is older than the job.
+
+        A finished one is added as unfinished, so that its end is written as that of any other job. The caller has
+        checked the row, because a box may send any.
+        """
+        values = _values_of(row)
+        if values["status"] in TERMINAL_STATUSES:
+            status = JobStatus.RUNNING if values["attempt"] else JobStatus.QUEUED
+            values |= {"status": status, "finished_at": None, "error": None}
+            values |= {"fine_tuned_model": None, "result_files": []}
+        key = values.get("idempotency_key")
+        if key is not None and JobRepository(self._session).by_idempotency_key(values.get("owner"), [key]) is not None:
+            values["idempotency_key"] = None  # its owner has sent the request again since
+        job = Job(**values, node=box.node, lease_holder=None, box_cursor=0)
         self._session.add(job)
         self._session.flush()
         return job
@@ -282,10 +332,11 @@ class MirrorRepository:
 
     def _replace_checkpoints(
         self, job: Job, checkpoints: Iterable[MirroredCheckpoint], path_of: Callable[[str], str]
-    ) -> None:
-        kept = {each.id: each for each in checkpoints}
+    ) -> Sequence[str]:
+        kept, gone = {each.id: each for each in checkpoints}, []
         for row in self._session.scalars(select(Checkpoint).where(Checkpoint.job_id == job.id)).all():
             if row.id not in kept:
+                gone.append(row.model)
                 self._session.delete(row)
         self._session.flush()
         for each in kept.values():
@@ -295,15 +346,17 @@ class MirrorRepository:
             row.reasons, row.nbytes = each.reasons, each.nbytes
             self._session.add(row)
         self._session.flush()
+        return [model for model in gone if model not in {each.model for each in kept.values()}]
 
     def _write_fields(self, job: Job, report: JobReport, here: str) -> None:
         status = JobStatus(report.fields["status"])
         was_over = job.status in TERMINAL_STATUSES
-        if not was_over:
-            for name in REPORTED_COLUMNS:
-                if name in report.fields:
-                    value = report.fields[name]
-                    setattr(job, name, status if name == "status" else value)
+        for name in _PROGRESS_COLUMNS if was_over else REPORTED_COLUMNS:
+            if name in _WITH_GPUS:
+                self._write_gpus(job, name, report.fields.get(name))
+            elif name in report.fields:
+                value = report.fields[name]
+                setattr(job, name, status if name == "status" else value)
         if status not in TERMINAL_STATUSES:
             return
         for file in () if was_over else report.files:
@@ -321,6 +374,13 @@ class MirrorRepository:
         if not was_over:
             WebhookRepository(self._session).enqueue_deliveries(job, status)
 
+    def _write_gpus(self, job: Job, column: str, reported: Any) -> None:
+        """Takes over the number of GPUs. All else in these columns is the head's."""
+        gpus = reported.get("gpus") if isinstance(reported, dict) else None
+        before = getattr(job, column)
+        if before is not None and (gpus == "auto" or (type(gpus) is int and 1 <= gpus <= _MOST_GPUS)):
+            setattr(job, column, {**before, "gpus": gpus})
+
     # --- the box's own rows ------------------------------------------------------------------------------------------
 
     def row_of(self, job: Job) -> dict[str, Any]:
@@ -336,6 +396,15 @@ class MirrorRepository:
         self._session.add(Job(**values, node=node, lease_holder=None))
         self._session.flush()
         return True
+
+    def begin(self, job_id: str, node: str) -> None:
+        """Gives a taken job to the box's dispatcher, because the head has read that the box has it."""
+        self._changes(update(Job).where(Job.id == job_id, Job.lease_holder.is_(None)).values(node=node))
+
+    def held(self) -> Sequence[Job]:
+        """Lists all jobs of the box's database, finished ones too, in the order of their creation."""
+        query = select(Job).order_by(Job.created_at, Job.id).execution_options(populate_existing=True)
+        return self._session.scalars(query).all()
 
     def carry_out(self, kind: Instruction, job_id: str, body: Mapping[str, Any]) -> str | None:
         """Carries out a request of a user that the head has recorded. Returns why it cannot be, or None.
@@ -361,8 +430,11 @@ class MirrorRepository:
             select(Checkpoint).where(Checkpoint.job_id == job.id).order_by(Checkpoint.step_number)
         )
         files = self._session.scalars(select(File).where(File.id.in_(job.result_files)))
+        last = select(func.max(JobEvent.ordinal)).where(JobEvent.job_id == job.id)
         return JobReport(
             id=job.id,
+            after=after,
+            until=self._session.scalar(last) or 0,
             fields={name: _in_json(getattr(job, name)) for name in REPORTED_COLUMNS},
             events=[
                 MirroredEvent(

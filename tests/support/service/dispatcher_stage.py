@@ -21,10 +21,10 @@ from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.planning.job_plan import JobPlan
 from windlass.planner.planning.plan_request import PlanRequest
 from windlass.planner.planning.report import PlanReport
-from windlass.service.dispatcher.capacity import MachineCapacity
 from windlass.service.dispatcher.dispatcher import Dispatcher
 from windlass.service.dispatcher.housekeeping import Housekeeping
 from windlass.service.dispatcher.lease import BEAT_S, LEASE_S, Lease
+from windlass.service.dispatcher.placement.capacity import MachineCapacity
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.spec_builder import MachineResources, resolve_job
@@ -131,7 +131,7 @@ class StandInPlanner(Preparation):
 
     def __init__(self, work_dir: Path, request: PlanRequest) -> None:
         super().__init__([], work_dir=work_dir)
-        self.request = request
+        self.work_dir, self.request = work_dir, request
         self.answer: PreparationError | dict[str, Any] | None = None
         self.stopped = False
 

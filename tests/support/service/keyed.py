@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 from starlette.routing import BaseRoute, Mount, Route
 
 from tests.support.service.api_client import context_of, make_model, serve
+from tests.support.service.boxes import add_box
 from windlass.actors.job.journal import METRICS, JournalRecord
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.timeline.span_files import FOLDER, SIMULATED_FOLDER, StepSpans, keep_step
@@ -31,6 +32,7 @@ from windlass.storage.sql.repositories.webhooks import WebhookRepository
 
 USERS = ("alice", "bob")
 ADMIN = "root"
+BOX = "attic"  # the name of a box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,7 @@ def keyed_world(settings: Settings) -> Iterator[World]:
         things: dict[str | None, Things] = {
             user: make_things(context_of(client).database, settings, user) for user in (None, *USERS, ADMIN)
         }
+        add_box(context_of(client).database, BOX)
         secrets, key_ids = make_keys(context_of(client).database)
         yield World(client=client, secrets=secrets, key_ids=key_ids, things=things)
 
@@ -113,7 +116,7 @@ def routes_in(app: Any) -> list[tuple[str, str]]:
 def _turn(route: tuple[str, str]) -> tuple[object, ...]:
     """The sort key of a route: deletions come last, and among them parts before the whole."""
     method, path = route
-    takes = method == "DELETE" or path.endswith("/cancel")
+    takes = method == "DELETE" or path.endswith(("/cancel", "/remove"))
     return takes, method == "DELETE", path == "/logout", -path.count("/") if takes else 0, route
 
 

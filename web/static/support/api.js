@@ -29,6 +29,13 @@ export const getJob = (id) => request(job(id));
 export const cancelJob = (id) => request(`${job(id)}/cancel`, { method: "POST" });
 export const pauseJob = (id) => request(`${job(id)}/pause`, { method: "POST" });
 export const resumeJob = (id) => request(`${job(id)}/resume`, { method: "POST" });
+const box = (name) => `/v1/boxes/${encodeURIComponent(name)}`;
+
+export const listBoxes = () => request("/v1/boxes");
+export const drainBox = (name) => request(`${box(name)}/drain`, { method: "POST" });
+export const resumeBox = (name) => request(`${box(name)}/resume`, { method: "POST" });
+export const removeBox = (name) => request(`${box(name)}/remove`, { method: "POST" });
+export const makeJoinCode = () => request("/v1/join_codes", { method: "POST" });
 export const getMetrics = (id) => request(`${job(id)}/metrics`);
 export const listMessages = (id, limit) => request(`${job(id)}/events?type=message&limit=${limit}`);
 export const listCheckpoints = (id) => request(`${job(id)}/checkpoints?limit=100`);

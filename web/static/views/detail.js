@@ -16,6 +16,7 @@ const LEVELS = { warn: "warning", error: "error" };
 export class Detail {
   id = null;
   #jobs;
+  #areSeveralBoxes;
   #chart = new Chart(byId("chart"));
   #pending = []; // [event, ordinal] pairs received while the rest was being read
   #curve = null; // null: not read yet
@@ -30,8 +31,10 @@ export class Detail {
   #planOf = null; // the job's state for which the plan was read
   #problem = null;
 
-  constructor(jobs) {
+  /** `areSeveralBoxes`: returns whether the service has other boxes than its head. */
+  constructor(jobs, areSeveralBoxes) {
     this.#jobs = jobs;
+    this.#areSeveralBoxes = areSeveralBoxes;
     byId("lanes").addEventListener("toggle", () => byId("lanes").open && this.#drawLanes());
     byId("lanes-again").addEventListener("click", () => this.#drawLanes());
   }
@@ -278,6 +281,7 @@ export class Detail {
       ["training file", file(job.training_file)],
       ["validation file", job.validation_file && file(job.validation_file)],
       ["GPUs", job.windlass.settings.gpus > 1 ? String(job.windlass.settings.gpus) : null],
+      ["box", this.#areSeveralBoxes() ? job.windlass.box : null],
       ["created", time(job.created_at)],
       ["started", time(job.windlass.started_at)],
       ["finished", time(job.finished_at)],

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.service.api_client import context_of
-from tests.support.service.keyed import NOTHING, World, end_streams, keyed_world, leave_traces, routes_of
-from tests.unit.service.api.test_authentication import HOOKS, JOBS, arguments_of
+from tests.support.service.keyed import BOX, NOTHING, World, end_streams, keyed_world, leave_traces, routes_of
+from tests.unit.service.api.test_authentication import BOXES, HOOKS, JOBS, arguments_of
 from windlass.service.installation.settings import Settings
 from windlass.storage.sql.models import AuditEvent, Checkpoint
 from windlass.storage.sql.repositories.events import EventRepository
@@ -52,6 +52,12 @@ WHOSE = {
     ("GET", "/v1/webhook_event_types"): Whose.NOBODYS,
     ("GET", "/metrics"): Whose.ADMINS,
     ("GET", "/v1/audit"): Whose.ADMINS,
+    ("POST", f"{BOXES}/{{name}}/drain"): Whose.ADMINS,
+    ("POST", f"{BOXES}/{{name}}/resume"): Whose.ADMINS,
+    ("POST", f"{BOXES}/{{name}}/remove"): Whose.ADMINS,
+    ("POST", "/v1/join_codes"): Whose.ADMINS,
+    ("GET", f"{BOXES}/{{name}}"): Whose.NOBODYS,
+    ("GET", BOXES): Whose.LISTED,
     ("GET", "/v1/events/stream"): Whose.LISTED,
     ("GET", "/v1/files"): Whose.LISTED,
     ("GET", JOBS): Whose.LISTED,
@@ -75,6 +81,7 @@ WHOSE = {
     ("POST", f"{JOB}/cancel"): Whose.NAMED,
     ("POST", f"{JOB}/pause"): Whose.NAMED,
     ("POST", f"{JOB}/resume"): Whose.NAMED,
+    ("POST", f"{JOB}/restart"): Whose.NAMED,
     ("GET", MODEL): Whose.NAMED,
     ("DELETE", MODEL): Whose.NAMED,
     ("GET", HOOK): Whose.NAMED,
@@ -102,7 +109,7 @@ def mark_of(who: str | None) -> str:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A service that no test of this file changes."""
-    settings = Settings(home=tmp_path_factory.mktemp("home"), port=8642, max_file_mib=1)
+    settings = Settings(home=tmp_path_factory.mktemp("home"), port=8642, max_file_mib=1, cluster_host="10.77.0.1")
     with pytest.MonkeyPatch.context() as patch, keyed_world(settings) as world:
         end_streams(patch)
         for who, things in world.things.items():
@@ -131,7 +138,7 @@ def _mark(world: World, settings: Settings, who: str | None) -> None:
 def ask(world: World, who: str, method: str, path: str, **more: Any) -> Any:
     """Makes a valid request of user `who` for objects of alice."""
     things = world.things[THEIRS]
-    filled = path.replace("{model:path}", "{model}").format(**things.ids, path="style.css")
+    filled = path.replace("{model:path}", "{model}").format(**things.ids, name=BOX, path="style.css")
     return world.ask(who, method, filled, **(arguments_of(method, path, world.things[who]) | more))
 
 

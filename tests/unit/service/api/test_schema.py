@@ -34,8 +34,10 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.support.service.api_client import make_model, no_hub
+from tests.support.service.boxes import add_box
 from tests.support.service.keyed import (
     ADMIN,
+    BOX,
     USERS,
     Things,
     end_streams,
@@ -167,12 +169,20 @@ def services(
         end_streams(patch)
         for is_keyed, url in enumerate(urls):
             home = tmp_path_factory.mktemp("home")
-            settings = Settings(home=home, port=8642, max_file_mib=1, database_url=url, requests_per_minute=10**9)
+            settings = Settings(
+                home=home,
+                port=8642,
+                max_file_mib=1,
+                database_url=url,
+                requests_per_minute=10**9,
+                cluster_host="10.77.0.1",
+            )
             settings.make_dirs()
             make_model(settings.models_dir / "tiny")
             migrate(url)
             database = Database(url)
             secrets = make_keys(database)[0] if is_keyed else {}
+            add_box(database, BOX)
             app = create_app(settings, hub_files=no_hub)
             found.append(Service(app=app, settings=settings, database=database, secrets=secrets))
         yield found
@@ -208,6 +218,7 @@ def name_what_is_there(service: Service, case: Case, who: str | None, luck: int)
     ids = dict(things.ids)
     if luck & 2 and "checkpoint_id" not in case.path_parameters:
         ids["job_id"] = things.done_id
+    ids["name"] = BOX
     case.path_parameters = {name: ids.get(name, value) for name, value in case.path_parameters.items()}
     if isinstance(case.body, dict):
         case.body = {**case.body, **_right(case, things, with_options=bool(luck & 4))}

@@ -10,7 +10,7 @@ from tests.support.service.dispatcher_stage import PREPARED, Stage, planned
 from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED
 from windlass.amounts import GIB
 from windlass.service.dispatcher import queue as job_queue
-from windlass.service.dispatcher.capacity import MachineCapacity, SsdSpace
+from windlass.service.dispatcher.placement.capacity import MachineCapacity, SsdSpace
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus

@@ -33,9 +33,9 @@ from windlass.actors.job.spec import JobSpec
 from windlass.actors.lifecycle.attempt_lock import tell_alive
 from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED
 from windlass.amounts import GIB
-from windlass.service.dispatcher.capacity import MachineCapacity
 from windlass.service.dispatcher.dispatcher import Dispatcher
 from windlass.service.dispatcher.lease import BEAT_S, LEASE_S
+from windlass.service.dispatcher.placement.capacity import MachineCapacity
 from windlass.service.installation.settings import Settings
 from windlass.service.preparation.pipeline import PreparationError
 from windlass.storage.ids import Attempt

@@ -95,6 +95,7 @@ NOT_PLANNED: dict[str, tuple[Any, str]] = {
     "beta2": (0.5, _A_NUMBER),
     "epsilon": (1e-6, _A_NUMBER),
     "max_bad_steps": (3, "it only says when the job ends"),
+    "box": ("attic", "the plan for each box is made for the machine of that box"),
     "model_kernels": (
         "torch",
         "the planner counts torch's own kernels with any value; the other packages' save less for the backward pass, "

@@ -12,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.service.api_client import context_of, upload
-from tests.support.service.keyed import NOTHING, World, keyed_world, routes_of
+from tests.support.service.keyed import BOX, NOTHING, World, keyed_world, routes_of
 from tests.unit.service.api.hostile.asking import (
     HOOKS,
     JOBS,
@@ -271,7 +271,7 @@ def test_no_other_site_reaches_anything(world: World, headers: dict[str, str], l
         world.client.post("/login", data={"key": world.secrets["alice"]}, headers=own, follow_redirects=False)
     before = state_of(world)
     for method, path in routes_of(world.client):
-        filled = path.replace("{model:path}", "{model}").format(**things.ids, path="style.css")
+        filled = path.replace("{model:path}", "{model}").format(**things.ids, name=BOX, path="style.css")
         forms: list[dict[str, Any]] = [{}]
         if method == "POST":
             forms += [

@@ -10,10 +10,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from tests.support.service.api_client import context_of, make_model, serve, upload
+from tests.support.service.boxes import GIB, TIB, add_box
 from tests.unit.service.api.routes.test_job_metrics import BYTES, make_job, tell
 from windlass.service.api.routes import health
 from windlass.service.installation.settings import Settings
 from windlass.storage.sql.job_status import JobStatus
+from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState
 from windlass.storage.sql.repositories.jobs import JobRepository
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -83,6 +85,36 @@ def test_each_home_tells_of_the_jobs_that_run_in_it(tmp_path: Path, database_url
             assert {dict(labels)["job"] for _, labels in found if "job" in dict(labels)} == {job_id}
             assert found["windlass_job_ssd_written_bytes_total", (("job", job_id), ("ssd", "0"))] == 8e9
             assert found["windlass_jobs", (("status", "running"),)] == 2
+
+
+def test_boxes_are_told_with_what_is_free_and_what_runs(client: TestClient, file_id: str) -> None:
+    database = context_of(client).database
+    box = add_box(database, "attic")
+    add_box(database, "cellar", seen_s_ago=60)
+    with database.write() as session:
+        boxes = BoxRepository(session)
+        boxes.set_state(box.id, BoxState.DRAINING)
+    running, waiting = make_job(client, file_id), make_job(client, file_id)
+    run(client, running)
+    with database.write() as session:
+        for job_id in (running, waiting):
+            JobRepository(session).get(job_id).node = box.node
+    found = scrape(client)
+
+    def value(name: str, box: str, **labels: str) -> float:
+        return found[f"windlass_box_{name}", tuple(sorted({"box": box, **labels}.items()))]
+
+    assert [value("up", name) for name in ("head", "attic", "cellar")] == [1, 1, 0]
+    assert [value("draining", name) for name in ("head", "attic", "cellar")] == [0, 1, 0]
+    assert value("seen_seconds", "head") == 0
+    assert 58 <= value("seen_seconds", "cellar") < 90
+    assert (value("devices", "attic"), value("devices_used", "attic")) == (2, 1)
+    assert (value("memory_bytes", "attic"), value("memory_free_bytes", "attic")) == (256 * GIB, 200 * GIB)
+    assert [value("jobs", "attic", state=state) for state in ("running", "waiting", "paused")] == [1, 1, 0]
+    assert [value("ssd_free_bytes", "attic", ssd=ssd) for ssd in "01"] == [TIB, GIB]
+    assert value("ssd_written_bytes_total", "attic", ssd="1") == 540e12
+    assert value("ssd_rated_bytes", "attic", ssd="1") == 6e14
+    assert ("windlass_box_ssd_written_bytes_total", (("box", "head"), ("ssd", "0"))) not in found, "not known"
 
 
 def test_the_queue_is_as_old_as_its_oldest_job(client: TestClient, file_id: str) -> None:

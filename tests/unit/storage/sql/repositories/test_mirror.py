@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ class Pair:
                 job = jobs.get(job_id)
                 report = mirror.report(job, after=max(0, cursors[job_id]), limit=limit)
                 if cursors[job_id] < 0:
-                    report = JobReport(id=report.id, fields=report.fields, events=report.events, row=mirror.row_of(job))
+                    report = replace(report, row=mirror.row_of(job))
                 found.append(report)
         return found
 

@@ -9,8 +9,8 @@ import pytest
 from windlass.amounts import GIB
 from windlass.planner.planning.job_plan import JobPlan
 from windlass.planner.planning.report import PlanReport
-from windlass.service.dispatcher import capacity as box
-from windlass.service.dispatcher.capacity import (
+from windlass.service.dispatcher.placement import capacity as box
+from windlass.service.dispatcher.placement.capacity import (
     BUFFERS,
     DEVICES,
     HOST_MEMORY,

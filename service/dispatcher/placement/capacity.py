@@ -9,14 +9,21 @@ from pathlib import Path
 from windlass.actors.job import disk_of
 from windlass.amounts import GIB
 from windlass.planner.planning import JobPlan, fewest_of_fastest
-from windlass.service.data import has_volume
-from windlass.service.dispatcher.queue_policy import Amounts
+from windlass.service.dispatcher.placement.queue_policy import Amounts
 from windlass.service.installation import Settings
 from windlass.service.jobs import ARENA_DIR, MachineResources
 from windlass.service.machine import measured_hardware
 from windlass.storage.integrity import StoreError
 from windlass.storage.memory import arena_room_nbytes, arenas_in, directory_free_nbytes
-from windlass.storage.ssd import UNIT_NBYTES, Calibration, Volume, device_nbytes, is_block_device, stripe_weights
+from windlass.storage.ssd import (
+    UNIT_NBYTES,
+    Calibration,
+    Volume,
+    device_nbytes,
+    has_volume,
+    is_block_device,
+    stripe_weights,
+)
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.service.dispatcher.queue_policy import (
+from windlass.service.dispatcher.placement.queue_policy import (
     Amounts,
     Decision,
     Holder,

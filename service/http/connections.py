@@ -1,4 +1,4 @@
-"""Bounds on the connections of the API's clients: how many there are, and how long one may keep the service waiting.
+"""Bounds on the connections of a server's clients: how many there are, and how long one may keep the service waiting.
 
 Without them a client that opens connections, and sends or reads nothing, holds them open for ever. Then the service
 can accept no other client. Where all places are taken, such connections make room, those of whoever has most first.
@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import get_remote_addr, is_ssl
 
 from windlass.amounts import bytes_text
-from windlass.service.api import error_response
+from windlass.service.http.errors import error_response
 from windlass.service.installation import Settings, address_of
 from windlass.service.validation import ApiError
 
@@ -29,6 +29,7 @@ _RETRY_AFTER_S = 5
 _LOG_INTERVAL_S = 60.0  # between two lines on connections that are refused or cut
 # Refused connections whose TLS handshake is in progress. Without one the client cannot be told why it is refused.
 _MOST_REFUSED_HANDSHAKES = 50
+_ALERT_S = 0.05  # for the alert of a failed handshake to leave
 # An address of IPv6 is a network of those that one client may choose from.
 _IPV6_PREFIX = 64
 
@@ -153,17 +154,22 @@ class OpenConnections:
         return str(address)
 
 
-def bounded_protocol(bounds: ConnectionBounds, *, tls: ssl.SSLContext | None = None) -> type[HttpToolsProtocol]:
-    """The protocol class that uvicorn is to serve connections with.
+def bounded_protocol(
+    bounds: ConnectionBounds,
+    *,
+    tls: ssl.SSLContext | None = None,
+    base: "type[BoundedConnection] | None" = None,
+) -> type[HttpToolsProtocol]:
+    """The protocol class that uvicorn is to serve connections with. `base`: a subclass of `BoundedConnection`.
 
     With `tls` the protocol itself does the handshake. Left to uvicorn's sockets, a connection would be counted only
     after its handshake. uvicorn must be given no certificate then.
     """
     members = {"bounds": bounds, "counts": OpenConnections(bounds), "tls": tls}
-    return cast(type[HttpToolsProtocol], type("BoundedConnection", (_Connection,), members))
+    return cast(type[HttpToolsProtocol], type("BoundedProtocol", (base or BoundedConnection,), members))
 
 
-class _Connection(HttpToolsProtocol):
+class BoundedConnection(HttpToolsProtocol):
     """A connection that ends where its client keeps the service waiting."""
 
     bounds: ConnectionBounds
@@ -408,7 +414,7 @@ class _Connection(HttpToolsProtocol):
 class _Tls(SSLProtocol):
     """The TLS of a connection, between its socket and the protocol of HTTP."""
 
-    def __init__(self, connection: _Connection, context: ssl.SSLContext) -> None:
+    def __init__(self, connection: BoundedConnection, context: ssl.SSLContext) -> None:
         super().__init__(
             connection.loop,
             connection,
@@ -418,6 +424,20 @@ class _Tls(SSLProtocol):
             ssl_handshake_timeout=connection.bounds.head_s,  # type: ignore[arg-type]  # any number of seconds
         )
         self._connection = connection
+        self._has_failed = False
+
+    def _on_handshake_complete(self, handshake_exc: BaseException | None) -> None:
+        """Called by `SSLProtocol`. The client of a failed handshake is told why, by an alert, before the socket closes.
+
+        `SSLProtocol` alone would close it with the alert unsent.
+        """
+        if handshake_exc is None:
+            super()._on_handshake_complete(None)
+        elif not self._has_failed:
+            self._has_failed = True
+            self._process_outgoing()  # type: ignore[attr-defined]
+            end = super()._on_handshake_complete
+            self._connection.loop.call_later(_ALERT_S, end, handshake_exc)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)

@@ -90,18 +90,40 @@ def in_turn(
 
 def decide(has: Amounts, holders: Sequence[Holder], queued: Sequence[Queued]) -> Sequence[Decision]:
     """Decides about each queued job, in the order of the queue. `has`: the machine's total resources."""
-    present, waiting, decisions = list(holders), list[Queued](), list[Decision]()
+    box, decisions = BoxQueue(has, holders), list[Decision]()
     for candidate in queued:
-        decision = _decide(has, present, waiting, candidate)
-        decisions.append(decision)
-        if decision.begins:
-            present.append(Holder(job_id=candidate.job_id, takes=candidate.needs, priority=candidate.priority))
-        else:
-            waiting.append(candidate)
-        present = [
-            replace(holder, is_leaving=True) if holder.job_id in decision.pauses else holder for holder in present
-        ]
+        decisions.append(decision := box.decide(candidate))
+        box.enter(candidate, decision)
     return decisions
+
+
+class BoxQueue:
+    """The jobs that hold a box's resources, and those that wait for it, while its queue is decided job by job.
+
+    `has`: the box's total resources.
+    """
+
+    def __init__(self, has: Amounts, holders: Sequence[Holder]) -> None:
+        self.has = has
+        self.present = list(holders)
+        self.waiting: list[Queued] = []
+
+    def decide(self, candidate: Queued) -> Decision:
+        """Decides about the next job of the queue. It changes nothing."""
+        return _decide(self.has, self.present, self.waiting, candidate)
+
+    def enter(self, candidate: Queued, decision: Decision) -> None:
+        """Adds a job to those that hold resources, or to those that wait, as was decided."""
+        if decision.begins:
+            holder = Holder(job_id=candidate.job_id, takes=candidate.needs, priority=candidate.priority)
+            self.present.append(holder)
+        else:
+            self.waiting.append(candidate)
+        if decision.pauses:
+            pauses = decision.pauses
+            self.present = [
+                replace(holder, is_leaving=True) if holder.job_id in pauses else holder for holder in self.present
+            ]
 
 
 def total(several: Iterable[Amounts]) -> Amounts:

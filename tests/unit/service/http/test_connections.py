@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-from windlass.service.api.middleware.connections import ConnectionBounds, OpenConnections, bounded_protocol
+from windlass.service.http.connections import ConnectionBounds, OpenConnections, bounded_protocol
 from windlass.service.installation.settings import Settings
 
 _HEAD = b"GET /quick HTTP/1.1\r\nHost: x\r\n"

@@ -1,0 +1,100 @@
+"""The box's calls of its head: HTTPS, answered or failed within a time."""
+
+from collections.abc import Iterable, Iterator
+from http import HTTPStatus
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from windlass.service.cluster.box.connection import HeadUnreachable, raise_refusal, told_errors
+from windlass.service.machine.fleet import (
+    ContentFile,
+    ContentPending,
+    JobContent,
+    ResultFolder,
+    SyncReply,
+    SyncRequest,
+)
+
+_Message = TypeVar("_Message", bound=BaseModel)
+
+_PREFIX = "/v1/node"
+_OFFSET_HEADER = "Upload-Offset"
+# Moving a model into place may take long, because it is synced.
+_LONG = httpx.Timeout(600.0, connect=5.0)
+
+
+class HeadLink:
+    """The calls about jobs. Several threads may use it.
+
+    Each method raises HeadUnreachable, HeadRefused or BoxRemoved. `client`: that of a `HeadConnection`.
+    """
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
+        self._url = str(client.base_url)
+
+    def sync(self, request: SyncRequest) -> SyncReply:
+        """Tells the head the news, and returns its instructions."""
+        answer = self._call("POST", "/sync", content=request.model_dump_json(), headers=_JSON)
+        return _read(SyncReply, answer)
+
+    def job(self, job_id: str) -> JobContent | ContentPending:
+        """Returns a job's row and the list of its files, or tells that the head is still reading them."""
+        answer = self._call("GET", f"/jobs/{job_id}")
+        if answer.status_code == HTTPStatus.ACCEPTED:
+            return _read(ContentPending, answer)
+        return _read(JobContent, answer)
+
+    def content(self, digest: str, offset: int) -> Iterator[bytes]:
+        """Yields a content from an offset on."""
+        with (
+            told_errors(self._url),
+            self._client.stream("GET", f"{_PREFIX}/content/{digest}", headers={"Range": f"bytes={offset}-"}) as answer,
+        ):
+            if answer.is_error:
+                answer.read()
+            raise_refusal(answer)
+            yield from answer.iter_raw(1024**2)
+
+    def offset(self, job_id: str, file: ContentFile) -> int:
+        """Returns the bytes of an upload that the head has."""
+        answer = self._call("HEAD", _result_url(job_id, file), params=_facts(file))
+        return int(answer.headers[_OFFSET_HEADER])
+
+    def put(self, job_id: str, file: ContentFile, offset: int, body: Iterable[bytes]) -> int:
+        """Sends a part of a file, and returns the bytes that the head then has."""
+        params = {**_facts(file), "offset": str(offset)}
+        answer = self._call("PUT", _result_url(job_id, file), params=params, content=body, timeout=_LONG)
+        return int(answer.json()["offset"])
+
+    def complete(self, job_id: str, folder: ResultFolder) -> None:
+        """Makes the head move files into place that it has."""
+        url = f"/jobs/{job_id}/results/complete"
+        self._call("POST", url, content=folder.model_dump_json(), headers=_JSON, timeout=_LONG)
+
+    def _call(self, method: str, url: str, **arguments: Any) -> httpx.Response:
+        with told_errors(self._url):
+            answer = self._client.request(method, f"{_PREFIX}{url}", **arguments)
+        raise_refusal(answer)
+        return answer
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+def _read(kind: type[_Message], answer: httpx.Response) -> _Message:
+    try:
+        return kind.model_validate_json(answer.content)
+    except ValidationError as error:
+        raise HeadUnreachable(f"the head answered in words that this version does not know: {error}") from None
+
+
+def _result_url(job_id: str, file: ContentFile) -> str:
+    return f"/jobs/{job_id}/results/{file.where.value}/{quote(file.path)}"
+
+
+def _facts(file: ContentFile) -> dict[str, str]:
+    return {"sha256": file.sha256, "nbytes": str(file.nbytes)}

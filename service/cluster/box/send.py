@@ -1,0 +1,195 @@
+"""Sends results of jobs to the head: models, checkpoints, plans, timelines and result files.
+
+An upload goes on where an earlier one ended. The head moves files into place when all of a folder have arrived. A file
+in the home records what has arrived, so that it is sent once.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.service.cluster.box.connection import HeadRefused, HeadUnreachable
+from windlass.service.cluster.box.fetch import Progress
+from windlass.service.cluster.box.head_link import HeadLink
+from windlass.service.installation import Settings
+from windlass.service.machine.fleet import ContentFile, ResultFolder, Where, root_of
+from windlass.storage.cancellation import CancelToken
+from windlass.storage.files import FileHashes, write_durably
+
+# Bytes of one request. A cut costs at most what is on the way.
+_PART_NBYTES = 64 * 1024**2
+_BLOCK_NBYTES = 1024**2
+# Tries of a part before the upload is given up for now.
+_MAX_TRIES = 5
+_AGAIN = frozenset(("wrong_offset", "wrong_digest", "busy", "missing_content"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A folder below a job's folder. `is_whole`: the head removes the files that are not in it any more."""
+
+    name: str
+    pattern: str
+    is_whole: bool
+
+
+_PARTS = (
+    _Part(name="plans", pattern="plans/[0-9]*.json", is_whole=False),
+    _Part(name="timeline", pattern="timeline/step-*.json", is_whole=True),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sender:
+    """Sends the results of this box's jobs."""
+
+    settings: Settings
+    link: HeadLink
+
+    # --- what has arrived ---------------------------------------------------------------------------------------------
+
+    def has_sent(self, job_id: str, name: str, version: str = "") -> bool:
+        """Returns whether this version of a folder or file of a job has arrived at the head."""
+        return self._sent(job_id).get(name) == version
+
+    def has_sent_parts(self, job_id: str) -> bool:
+        """Returns whether the job's plans and timelines have arrived as they are now."""
+        return all(self._sent(job_id).get(part.name) == state for part, _, state in self._parts(job_id))
+
+    def forget_sent(self, job_id: str, name: str) -> None:
+        """Notes that the head does not have a folder or file any more, so that it is sent again."""
+        self._write(job_id, {key: value for key, value in self._sent(job_id).items() if key != name})
+
+    def forget_job(self, job_id: str) -> None:
+        """Forgets what was sent of a job that was discarded."""
+        self._record(job_id).unlink(missing_ok=True)
+
+    def _sent(self, job_id: str) -> dict[str, str]:
+        try:
+            found = json.loads(self._record(job_id).read_text())
+        except (OSError, ValueError):
+            return {}  # it is sent again, which costs a look
+        return found if isinstance(found, dict) else {}
+
+    def _write(self, job_id: str, sent: dict[str, str]) -> None:
+        path = self._record(job_id)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        write_durably(path, json.dumps(sent))
+
+    def _record(self, job_id: str) -> Path:
+        return self.settings.home / "sent" / f"{job_id}.json"
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def send_model(
+        self,
+        job_id: str,
+        name: str,
+        *,
+        version: str = "",
+        cancel: CancelToken,
+        on_begin: Callable[[Progress], None] = lambda _: None,
+    ) -> None:
+        """Sends the folder of a model or checkpoint. Raises as `_send`, and FileNotFoundError if there is none."""
+        root = self.settings.fine_tuned_dir
+        if not (root / name).is_dir():
+            raise FileNotFoundError(f"there is no model in {root / name}")
+        paths = sorted(path for path in (root / name).rglob("*") if path.is_file())
+        self._send(job_id, Where.FINE_TUNED, name, paths, cancel, on_begin)
+        self._write(job_id, {**self._sent(job_id), name: version})
+
+    def send_file(self, job_id: str, file_id: str, *, cancel: CancelToken) -> None:
+        """Sends a result file. Raises as `_send`."""
+        self._send(job_id, Where.FILE, None, [self.settings.files_dir / file_id], cancel)
+        self._write(job_id, {**self._sent(job_id), file_id: ""})
+
+    def send_parts(self, job_id: str, *, cancel: CancelToken) -> None:
+        """Sends the job's plans and its last timelines, as far as they have changed. Raises as `_send`."""
+        for part, paths, state in self._parts(job_id):
+            if self._sent(job_id).get(part.name) != state:
+                self._send(job_id, Where.JOB, part.name if part.is_whole else None, paths, cancel)
+                self._write(job_id, {**self._sent(job_id), part.name: state})
+
+    def _parts(self, job_id: str) -> Iterator[tuple["_Part", Sequence[Path], str]]:
+        """Yields the parts of a job's folder that the head shows, with their files and these files' state."""
+        root = root_of(self.settings, job_id, Where.JOB)
+        for part in _PARTS:
+            paths = [path for path in sorted(root.glob(part.pattern)) if path.is_file()]
+            if paths:
+                yield part, paths, _state_of(paths)
+
+    def _send(
+        self,
+        job_id: str,
+        where: Where,
+        folder: str | None,
+        paths: Sequence[Path],
+        cancel: CancelToken,
+        on_begin: Callable[[Progress], None] = lambda _: None,
+    ) -> None:
+        """Sends files that belong together, and makes the head move them into place.
+
+        Raises OSError if one cannot be read or has changed, HeadUnreachable if the head does not answer or refuses, and
+        InterruptedError if `cancel` was set. What has arrived stays.
+        """
+        root = root_of(self.settings, job_id, where)
+        progress = Progress(total_nbytes=sum(path.stat().st_size for path in paths))
+        on_begin(progress)
+        hashes = FileHashes(self.settings.home / "digests")
+        files = []
+        for path in paths:
+            cancel.check()
+            relative = path.relative_to(root)
+            cached_under = root / relative.parts[0] if len(relative.parts) > 1 else root
+            digest = hashes.of(cached_under, path)
+            files.append(ContentFile(path=str(relative), where=where, nbytes=path.stat().st_size, sha256=digest))
+        for _ in range(_MAX_TRIES):
+            for file, path in zip(files, paths, strict=True):
+                self._upload(job_id, file, path, cancel, progress)
+            try:
+                self.link.complete(job_id, ResultFolder(where=where, folder=folder, files=tuple(files)))
+            except HeadRefused as refusal:
+                if refusal.code not in _AGAIN:
+                    raise
+                progress.done_nbytes = 0
+            else:
+                return
+        raise HeadUnreachable(f"the head still lacks files of {folder or where.value} after {_MAX_TRIES} uploads")
+
+    def _upload(self, job_id: str, file: ContentFile, path: Path, cancel: CancelToken, progress: Progress) -> None:
+        here, counted, num_tries = self.link.offset(job_id, file), 0, 0
+        progress.add(here, moved=False)
+        counted = here
+        while here < file.nbytes or (file.nbytes == 0 and num_tries == 0):
+            cancel.check()
+            try:
+                here = self.link.put(job_id, file, here, self._part(path, here, cancel))
+                num_tries = 1 if file.nbytes == 0 else 0
+            except HeadRefused as refusal:
+                num_tries += 1
+                if refusal.code not in _AGAIN or num_tries >= _MAX_TRIES:
+                    raise
+                here = self.link.offset(job_id, file)
+            progress.add(here - counted)
+            counted = here
+
+    def _part(self, path: Path, offset: int, cancel: CancelToken) -> Iterator[bytes]:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            left = _PART_NBYTES
+            while left > 0 and (block := file.read(min(_BLOCK_NBYTES, left))):
+                cancel.check()
+                left -= len(block)
+                yield block
+
+
+def _state_of(paths: Sequence[Path]) -> str:
+    """Returns text that changes with the files' names, sizes and times."""
+    facts = []
+    for path in paths:
+        with suppress(OSError):
+            stat = path.stat()
+            facts.append((path.name, stat.st_size, stat.st_mtime_ns))
+    return json.dumps(facts)

@@ -1,0 +1,195 @@
+"""The route that boxes call every second: they tell what is new, and get their instructions."""
+
+import logging
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from sqlalchemy.orm import Session
+
+import windlass
+from windlass.engine.checkpoint import remove_model_folder
+from windlass.service.cluster.head.caller import BoxDep
+from windlass.service.cluster.head.incoming import Incoming
+from windlass.service.cluster.head.manifest import Manifests
+from windlass.service.installation import Settings, about, node_of
+from windlass.service.machine.fleet import (
+    InstructionMessage,
+    SyncReply,
+    SyncRequest,
+    is_model_of,
+    model_name,
+    result_file_id,
+)
+from windlass.service.validation import ApiError, JobSettings
+from windlass.storage.sql import TERMINAL_STATUSES, Box, Database, Job, JobStatus
+from windlass.storage.sql.repositories import (
+    BoxRepository,
+    BoxState,
+    DeletionRepository,
+    Instruction,
+    JobReport,
+    JobRepository,
+    MirrorRepository,
+)
+
+_LOG = logging.getLogger(__name__)
+_JOB_ID = re.compile(r"ftjob-[0-9a-f]{24}")
+_PREFIX_CHARS = len("ftjob-") + 12
+
+
+@dataclass(slots=True)
+class _After:
+    """The work that follows the commit of a call."""
+
+    unused_models: list[str] = field(default_factory=list)  # folders of checkpoints that their jobs have removed
+    ended_jobs: list[str] = field(default_factory=list)
+
+
+def sync_router(database: Database, settings: Settings, manifests: Manifests, incoming: Incoming) -> APIRouter:
+    """Makes the route."""
+    router = APIRouter(prefix="/v1/node")
+    syncing = _Syncing(database, settings)
+
+    @router.post("/sync")
+    def sync(news: SyncRequest, box: BoxDep, request: Request) -> SyncReply:
+        """Stores what a box tells, and answers with its instructions."""
+        reply, after = syncing.handle(box.id, news, address=request.client.host if request.client else "")
+        for job_id in after.ended_jobs:
+            incoming.forget(job_id)
+            manifests.forget(job_id)
+        for model in after.unused_models:
+            with suppress(OSError):
+                remove_model_folder(settings.fine_tuned_dir / model)
+        return reply
+
+    return router
+
+
+@dataclass(frozen=True, slots=True)
+class _Syncing:
+    database: Database
+    settings: Settings
+
+    def handle(self, box_id: str, news: SyncRequest, *, address: str) -> tuple[SyncReply, _After]:
+        """Stores a call in one transaction, so that a cut leaves either all of it or nothing."""
+        after, missing = _After(), dict[str, tuple[str, ...]]()
+        with self.database.write() as session:
+            boxes, mirror = BoxRepository(session), MirrorRepository(session)
+            boxes.set(box_id, seen_at=time.time(), address=address, **_told(news))
+            box = boxes.get(box_id)
+            if box.state == BoxState.REMOVED.value:  # since the caller was admitted
+                raise ApiError(f"box {box.name} was removed from this service", status=403, code="box_removed")
+            done = set(news.done)
+            for each in boxes.instructions(box.id, limit=len(done) + 1000) if done else ():
+                if each.ordinal in done:
+                    boxes.withdraw(each.ordinal)
+            for report in news.jobs:
+                if lacking := self._apply(session, box, report, after):
+                    missing[report.id] = lacking
+            mirror.tell(box, news.copying)
+            reply = SyncReply(
+                state=BoxState(box.state),
+                lease_s=60 * self.settings.box_lease_minutes,
+                instructions=tuple(
+                    InstructionMessage(
+                        ordinal=each.ordinal, job_id=each.job_id, kind=Instruction(each.kind), body=each.body
+                    )
+                    for each in boxes.instructions(box.id)
+                ),
+                cursors=mirror.cursors(box, news.held),
+                missing=missing,
+                windlass=windlass.__version__,
+            )
+        return reply, after
+
+    def _apply(self, session: Session, box: Box, report: JobReport, after: _After) -> tuple[str, ...]:
+        """Writes a report. Returns the results that it names and that have not arrived; its fields then wait."""
+        job, mirror = JobRepository(session).find(report.id), MirrorRepository(session)
+        lacking: tuple[str, ...] = ()
+        if job is None:
+            report = replace(report, fields={}, checkpoints=None)  # its row comes first
+            if report.row is not None and (why := _why_not_adopted(session, report)) is not None:
+                _LOG.warning("box %s has a job that is unknown here, and is not taken over: %s", box.name, why)
+                report = replace(report, row=None)
+        elif report.fields:
+            lacking = self._missing_results(job, report)
+            if lacking or not _is_its_own(job, report):
+                report = replace(report, fields={})
+        if job is not None and report.checkpoints is not None:
+            # A user may have deleted one here, and a box may name models of this job only.
+            deletions, prefix = DeletionRepository(session), job.id
+            kept = [
+                each
+                for each in report.checkpoints
+                if is_model_of(job, each.model)
+                and self._has_model(each.model)
+                and not deletions.is_doomed(each.model, prefix)
+            ]
+            report = replace(report, checkpoints=kept)
+        was_its = job is not None and job.node == box.node
+        after.unused_models += mirror.apply(
+            box,
+            report,
+            instruction_done=0,  # all that were carried out are withdrawn
+            here=node_of(self.settings.home),
+            path_of=lambda model: str(self.settings.fine_tuned_dir / model),
+        )
+        now = JobRepository(session).find(report.id)
+        if was_its and now is not None and now.node != box.node:
+            after.ended_jobs.append(now.id)
+            _LOG.info("ended on box %s: %s", box.name, now.status, extra=about(now.id, now.attempt))
+        return lacking
+
+    def _missing_results(self, job: Job, report: JobReport) -> tuple[str, ...]:
+        fields = report.fields
+        if JobStatus(fields["status"]) not in TERMINAL_STATUSES:
+            return ()
+        model, files = fields.get("fine_tuned_model"), fields.get("result_files") or ()
+        lacking = [name for name in (model,) if name is not None and not self._has_model(model_name(job))]
+        lacking += [file_id for file_id in files if not (self.settings.files_dir / result_file_id(job.id)).is_file()]
+        return tuple(lacking)
+
+    def _has_model(self, name: str) -> bool:
+        return (self.settings.fine_tuned_dir / name / "config.json").is_file()
+
+
+def _why_not_adopted(session: Session, report: JobReport) -> str | None:
+    """Returns why a job that only its box knows is not taken over, or None.
+
+    A database that was restored from a backup lacks newer jobs. But a box may send any row.
+    """
+    row = report.row or {}
+    job_id = str(row.get("id"))
+    if job_id != report.id or _JOB_ID.fullmatch(job_id) is None:
+        return f"{job_id!r} is no id of a job"
+    prefix = job_id[:_PREFIX_CHARS]  # names of models have this part of it
+    if JobRepository(session).owners_by_prefix(prefix):
+        return f"another job's id begins with {prefix}"
+    try:
+        JobSettings.from_row(row["method"], row["windlass"], row["seed"])
+    except (KeyError, TypeError, ValueError, ApiError) as error:
+        return f"its settings cannot be read ({error})"
+    return None
+
+
+def _is_its_own(job: Job, report: JobReport) -> bool:
+    """Returns whether a report names no model and no file of another job."""
+    named = {*(report.fields.get("result_files") or ()), *(file.id for file in report.files)}
+    is_own = named <= {result_file_id(job.id)} and report.fields.get("fine_tuned_model") in (None, model_name(job))
+    if not is_own:
+        _LOG.warning("a box reported results of another job; its report is left out", extra=about(job.id, job.attempt))
+    return is_own
+
+
+def _told(news: SyncRequest) -> dict[str, Any]:
+    """Returns the columns of a box's row that a call renews."""
+    told: dict[str, Any] = {}
+    if news.capacity is not None:
+        told["capacity"] = news.capacity.model_dump(mode="json")
+    if news.facts is not None:
+        told["facts"] = news.facts.model_dump(mode="json")
+    return told

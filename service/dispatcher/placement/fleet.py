@@ -1,0 +1,133 @@
+"""The boxes that have joined, as the queue sees them: their resources, and the jobs that were given to them."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from windlass.amounts import GIB
+from windlass.planner.hardware import Hardware
+from windlass.service.dispatcher.placement.capacity import Demand, MachineCapacity, SsdSpace
+from windlass.service.jobs import BoxKind, MachineResources, PlanNumbers
+from windlass.service.machine.fleet import BoxFacts, CapacityReport, is_away, resources_of_box
+from windlass.storage.sql import Box, Database, Job
+from windlass.storage.sql.repositories import BoxRepository, BoxState, JobRepository
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedBox:
+    """A box at one moment."""
+
+    id: str
+    name: str
+    node: str
+    kind: BoxKind
+    capacity: MachineCapacity
+    why_closed: str | None = None  # why it gets no jobs; None: it is open
+    holders: Sequence[Job] = ()  # jobs that were given to it, and are neither paused nor finished
+
+    @property
+    def resources(self) -> MachineResources:
+        """Its cores and GPUs."""
+        return self.kind.resources
+
+    def demand(self, numbers: PlanNumbers | None, *, num_devices: int, budget_nbytes: int | None) -> Demand:
+        """Returns the demand of a job on this box. Without a plan, it is the job's budget of buffers, if it has one."""
+        if numbers is None:
+            return Demand(num_devices=num_devices, buffers_nbytes=budget_nbytes or 0)
+        peaks = {name: int(gib * GIB) for name, gib in numbers.peak_gib.items()}
+        on_cpu = num_devices * peaks.get("gpu", 0) if self.resources.num_gpus == 0 else 0
+        return Demand(
+            num_devices=num_devices,
+            host_nbytes=peaks.get("host", 0) + on_cpu,
+            buffers_nbytes=numbers.arena_nbytes or 0,
+            ssd_nbytes=peaks.get("ssd", 0),
+        )
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Reads the boxes. It remembers what the facts of each box mean, because these seldom change."""
+
+    database: Database
+    head: str  # this home
+    is_used: bool = False  # a box has joined once, so that requests may name boxes
+    _kinds: dict[str, tuple[Mapping[str, Any], BoxKind]] = field(default_factory=dict)
+
+    def read(self) -> Sequence[JoinedBox]:
+        """Returns the boxes that have joined and were not removed, by name."""
+        with self.database.read() as session:
+            known = BoxRepository(session).all(self.head, with_removed=True)
+            self.is_used = bool(known)
+            rows = [row for row in known if row.state != BoxState.REMOVED.value]
+            if not rows:
+                return []
+            holders = JobRepository(session).held_by([row.node for row in rows])
+        boxes = []
+        for row in rows:
+            if (kind := self._kind(row)) is not None:
+                boxes.append(_box(row, kind, [job for job in holders if job.node == row.node]))
+        return boxes
+
+    def _kind(self, row: Box) -> BoxKind | None:
+        known = self._kinds.get(row.id)
+        if known is not None and known[0] == row.facts:
+            return known[1]
+        try:
+            kind = kind_of(BoxFacts.model_validate(row.facts))
+        except (ValidationError, ValueError) as error:
+            _LOG.warning("box %s gets no jobs, because its facts cannot be read: %s", row.name, error)
+            return None
+        self._kinds[row.id] = (row.facts, kind)
+        return kind
+
+
+def kind_of(facts: BoxFacts) -> BoxKind:
+    """Returns the kind of a box. Raises ValueError if its profile cannot be read."""
+    return BoxKind(
+        resources=resources_of_box(facts),
+        hardware=None if facts.hardware is None else Hardware.model_validate(facts.hardware),
+        num_optimizers=facts.num_cpu_optimizers,
+        host_memory_gib=facts.host_memory_gib,
+        gpu_memory_gib=facts.gpu_memory_gib,
+    )
+
+
+def _box(row: Box, kind: BoxKind, holders: Sequence[Job]) -> JoinedBox:
+    capacity, why_closed = MachineCapacity(room_nbytes=0), None
+    if row.state != BoxState.READY.value:
+        why_closed = f"is {row.state}"
+    elif is_away(row):
+        why_closed = "is away"
+    elif row.capacity is None:
+        why_closed = "has not yet said what is free on it"
+    if row.capacity is not None:
+        try:
+            capacity = _capacity(CapacityReport.model_validate(row.capacity))
+        except ValidationError as error:
+            _LOG.warning("what is free on box %s cannot be read: %s", row.name, error)
+            why_closed = "said what is free on it in words that this release does not know"
+    return JoinedBox(
+        id=row.id,
+        name=row.name,
+        node=row.node,
+        kind=kind,
+        capacity=capacity,
+        why_closed=why_closed,
+        holders=holders,
+    )
+
+
+def _capacity(report: CapacityReport) -> MachineCapacity:
+    return MachineCapacity(
+        host_nbytes=report.host_nbytes,
+        room_nbytes=report.room_nbytes,
+        buffers=report.buffers,
+        ssds=[
+            SsdSpace(disk=ssd.disk, free_nbytes=ssd.free_nbytes, rate=ssd.rate, held=ssd.held) for ssd in report.ssds
+        ],
+    )

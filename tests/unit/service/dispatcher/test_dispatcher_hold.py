@@ -1,0 +1,82 @@
+"""A dispatcher that holds: it begins no attempts, and running ones end at a commit and go on when the hold is over."""
+
+import pytest
+
+from tests.support.service.dispatcher_stage import Stage
+from windlass.actors.scheduler.scheduler import PAUSED
+from windlass.service.machine.fleet.content import taken_dir
+from windlass.service.machine.fleet.hold import read_hold, write_hold
+from windlass.storage.sql.job_status import JobStatus
+
+REASON = "box attic is being drained"
+
+
+@pytest.fixture
+def held(stage: Stage) -> Stage:
+    write_hold(stage.settings.home, REASON)
+    return stage
+
+
+def test_dispatcher_that_holds_begins_no_attempt_and_says_why(held: Stage) -> None:
+    job_id = held.queue_only()
+    held.tick(3)
+    assert (held.status(job_id), held.job(job_id).waiting_reason) == (JobStatus.QUEUED, REASON)
+    assert held.messages(job_id).count(f"Waiting: {REASON}") == 1
+    write_hold(held.settings.home, None)
+    held.tick()
+    assert held.status(job_id) is JobStatus.RUNNING
+
+
+def test_dispatcher_that_holds_ends_a_running_attempt_and_goes_on_afterwards(stage: Stage) -> None:
+    job_id, journal = stage.run()
+    stage.put_states(job_id)
+    write_hold(stage.settings.home, REASON)
+    stage.tick(2)
+    assert stage.runners.paused == [(job_id, 1)]
+    assert stage.status(job_id) is JobStatus.RUNNING  # its user has asked for nothing
+    journal.append("metrics", "Step 1", step=1, total_steps=4, train_loss=1.0)
+    journal.append_outcome(PAUSED, "The attempt ended after a commit")
+    journal.close()
+    stage.tick()
+    stage.end_runner(job_id, 1)
+    stage.tick(2)
+    job = stage.job(job_id)
+    assert (job.status, job.num_lost, job.keeps_place) == (JobStatus.QUEUED, 0, True)
+    ended = f"Attempt 1 ended after step 1, because {REASON}; the job goes on by itself afterwards"
+    assert stage.messages(job_id)[-2:] == [ended, f"Waiting: {REASON}"]
+    assert stage.jobs_on_ssds() == [{job_id}, {job_id}]
+    write_hold(stage.settings.home, None)
+    stage.tick()
+    assert (stage.status(job_id), stage.job(job_id).attempt) == (JobStatus.RUNNING, 2)
+
+
+def test_dispatcher_that_holds_still_cancels(stage: Stage) -> None:
+    job_id, journal = stage.run()
+    journal.close()
+    write_hold(stage.settings.home, REASON)
+    stage.request_cancel(job_id)
+    stage.tick()
+    assert stage.runners.cancelled == [(job_id, 1)]
+
+
+def test_hold_that_cannot_be_read_counts_as_a_hold(stage: Stage) -> None:
+    home = stage.settings.home
+    assert read_hold(home) is None
+    (home / "hold.json").write_text("{")
+    assert read_hold(home) is not None
+    write_hold(home, REASON)
+    assert read_hold(home) == REASON
+
+
+def test_housekeeping_of_a_box_deletes_nothing_because_it_is_old(stage: Stage) -> None:
+    job_id, journal = stage.run()
+    journal.append_outcome("cancelled", "ended")
+    journal.close()
+    stage.tick()
+    stage.end_runner(job_id, 1)
+    stage.tick(2)
+    taken_dir(stage.settings.home).mkdir()
+    stage.settings = stage.settings.model_copy(update={"keep_jobs_days": 1e-9})
+    stage.new_dispatcher()
+    stage.tick(3)
+    assert stage.status(job_id) is JobStatus.CANCELLED
