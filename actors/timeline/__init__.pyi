@@ -17,6 +17,7 @@ from windlass.actors.timeline.recorder import WHOLE_BLOCK as WHOLE_BLOCK
 from windlass.actors.timeline.recorder import SpanRecorder as SpanRecorder
 from windlass.actors.timeline.recorder import own_resource as own_resource
 from windlass.actors.timeline.recorder import transfer_kind as transfer_kind
+from windlass.actors.timeline.recorder import worker_of as worker_of
 from windlass.actors.timeline.resource_usage import Measured as Measured
 from windlass.actors.timeline.span_files import FOLDER as FOLDER
 from windlass.actors.timeline.span_files import KEPT_STEPS as KEPT_STEPS

@@ -42,6 +42,9 @@ class Speeds:
     ssd_write_bytes: float
     num_ssds: int
     optimizer_params: float  # of all CPU optimizers together
+    # Read and written in the host's memory by all GPUs' copies, SSD transfers and updates. On a CPU, where computations
+    # use the same memory, `shares_cores` includes it.
+    host_memory_bytes: float = math.inf
     duplex_bytes: float = math.inf  # of the link, both directions at once
     ssd_cpu_s_per_byte: float = 0.0  # core-seconds per byte moved to or from an SSD
     # The device is the CPU: compute, the optimizer and copies share its cores, and its memory is the host's.
@@ -105,6 +108,7 @@ def speeds_of(hardware: "Hardware", num_ranks: int = 1) -> Speeds:
         num_ssds=ssds.count,
         ssd_cpu_s_per_byte=_SSD_SERVER_CPU_FACTOR * (ssds.cpu_s_per_gb or 0.0) / GB,
         optimizer_params=hardware.host.adam_params_per_s / slower,
+        host_memory_bytes=math.inf if is_cpu else hardware.host.memory_gb_per_s * GB,
         duplex_bytes=math.inf if duplex is None else duplex * GB / _num_sharing(hardware, num_ranks),
         shares_cores=is_cpu,
     )

@@ -4,6 +4,8 @@ from windlass.planner.planning.bisection import DEFAULT_SLACK as DEFAULT_SLACK
 from windlass.planner.planning.bisection import Goal as Goal
 from windlass.planner.planning.compare import Comparison as Comparison
 from windlass.planner.planning.compare import comparison as comparison
+from windlass.planner.planning.gpu_choice import choose_gpus as choose_gpus
+from windlass.planner.planning.gpu_choice import fewest_of_fastest as fewest_of_fastest
 from windlass.planner.planning.job_plan import ChangedInputs as ChangedInputs
 from windlass.planner.planning.job_plan import JobPlan as JobPlan
 from windlass.planner.planning.job_plan import PlanBounds as PlanBounds

@@ -17,6 +17,7 @@ class PlanBounds:
     """The parts of a planner's request that follow from the installation's settings and the job's budgets."""
 
     num_ranks: int = 1  # GPUs of the job
+    chooses_ranks: bool = False  # the planner chooses how many, and `num_ranks` is the maximum
     num_optimizers: int
     host_memory_nbytes: int | None  # budget of the arena; None: all of the machine's
     device_memory_nbytes: int | None  # budget; None: all of the device's
@@ -53,6 +54,8 @@ class JobPlan(BaseModel):
     arena_nbytes: int | None = None  # exact size of the arena; with less, the job's runner refuses the placement
     simulated: SimulatedStep | None = None
     warnings: tuple[str, ...] = ()
+    # If the planner chose the number of GPUs: the plans for the others with which the job fits. They hold no others.
+    others: "tuple[JobPlan, ...]" = ()
     # A replan adds:
     changes: bool = False  # the plan differs from the one that the job runs with
     message: str | None = Field(default=None, validation_alias="told", serialization_alias="told")  # for the user
@@ -61,6 +64,7 @@ class JobPlan(BaseModel):
     from_attempt: int | None = None  # the first attempt that runs with this plan, if it differs from the previous one
     hardware: Hardware | None = None
     num_ranks: int = 1  # read with `num_optimizers`; 1 in plans of older releases
+    chooses_ranks: bool = False
     num_optimizers: int | None = None
     host_memory_nbytes: int | None = None
     device_memory_nbytes: int | None = None
@@ -98,11 +102,34 @@ class JobPlan(BaseModel):
         if self.num_optimizers is not None:
             bounds = PlanBounds(
                 num_ranks=self.num_ranks,
+                chooses_ranks=self.chooses_ranks,
                 num_optimizers=self.num_optimizers,
                 host_memory_nbytes=self.host_memory_nbytes,
                 device_memory_nbytes=self.device_memory_nbytes,
             )
         return ChangedInputs(hardware=self.hardware, bounds=bounds)
+
+    @property
+    def num_gpus(self) -> int:
+        """The number of GPUs that the job has by this plan. It is 1 for a plan of an older release."""
+        return int((self.report.choices or {}).get("gpus", 1))
+
+    @property
+    def step_s_by_gpus(self) -> dict[int, float]:
+        """The predicted step time for each number of GPUs that there is a plan for."""
+        plans = (self, *self.others)
+        return {plan.num_gpus: plan.report.step_s for plan in plans if plan.report.step_s is not None}
+
+    def for_gpus(self, number: int) -> "JobPlan":
+        """Returns the plan for another number of GPUs, made for the same facts. This plan is then among its others.
+
+        Raises KeyError if there is no plan for this number.
+        """
+        if number == self.num_gpus:
+            return self
+        plans = {plan.num_gpus: plan for plan in (self.model_copy(update={"others": ()}), *self.others)}
+        chosen = plans.pop(number)
+        return chosen.model_copy(update={"others": tuple(plans.values())}).made_for(self.changed_inputs)
 
     def made_for(self, inputs: ChangedInputs) -> "JobPlan":
         """Returns the plan as one that was made for these facts."""

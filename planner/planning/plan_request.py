@@ -41,6 +41,7 @@ class PlanRequest:
     dataset_dir: Path | None = None
     num_validation_examples: int = 0
     num_ranks: int = 1  # GPU workers, each with a GPU of its own
+    chooses_ranks: bool = False  # search the fastest number of GPU workers, of which `num_ranks` is the maximum
     num_optimizers: int
     host_memory_nbytes: int | None  # budget of the arena
     device_memory_nbytes: int | None
@@ -79,6 +80,7 @@ class PlanRequest:
         return replace(
             changed,
             num_ranks=bounds.num_ranks,
+            chooses_ranks=bounds.chooses_ranks,
             num_optimizers=bounds.num_optimizers,
             host_memory_nbytes=bounds.host_memory_nbytes,
             device_memory_nbytes=bounds.device_memory_nbytes,

@@ -58,6 +58,7 @@ class PlanQuestion:
     lengths: ExampleLengths | None = None  # of the job's data; None: every example is as long as `sequence_length`
     num_validation_examples: int = 0  # an evaluation computes as many micro-batches at once as a step
     num_ranks: int = 1  # GPU workers, each with a GPU of its own
+    chooses_ranks: bool = False  # `choose_gpus` searches the fastest number up to `num_ranks`
     num_optimizers: int = 1
     num_layers: int | None = None  # pretend this number of layers, all like the first; None: those of the config
     host_memory_nbytes: int | None = None  # budget of the arena; None: all of the machine's
@@ -467,6 +468,7 @@ def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution)
         "twice as many SSDs": {"ssds": with_part(ssds, count=2 * ssds.count, combined_gb_per_s=combined)},
         "twice the host memory": {"host": with_part(host, memory_gib=2 * host.memory_gib)},
         "twice the GPU memory": {"gpus": with_part(gpus, memory_gib=2 * gpus.memory_gib)},
+        "host memory that is twice as fast": {"host": with_part(host, memory_gb_per_s=2 * host.memory_gb_per_s)},
         "a CPU that updates twice as fast": {"host": with_part(host, adam_params_per_s=2 * host.adam_params_per_s)},
         "a link twice as fast": {
             "pcie": with_part(

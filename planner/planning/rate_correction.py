@@ -198,7 +198,7 @@ def _clamped(factor: float) -> float:
 
 def _block_s(steps: Sequence[MeasuredStep], costs: StepCosts, placement: Placement) -> dict[int, tuple[float, float]]:
     """Returns the times of each measured block. Blocks of equal shape get their mean, so that they stay equal."""
-    model, num = costs.job.model, costs.job.num_microbatches
+    model, num = costs.job.model, costs.num_successive
     forward_s, backward_s = (
         {block: median(times[block] for times in taken) / num for block in _in_all(taken)}
         for taken in ([step.forward_s for step in steps], [step.backward_s for step in steps])

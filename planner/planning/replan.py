@@ -4,7 +4,8 @@ Both plans are evaluated with the same corrected rates. The old plan's measured 
 predicted time. A measurement includes queueing and waiting, and a prediction does not.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -43,27 +44,38 @@ class CorrectedPlan:
     planned: Planned
     changes: bool
     in_words: str
+    others: tuple[Planned, ...] = ()  # for other numbers of GPUs with which the job fits
 
 
 def correct(
-    question: PlanQuestion, profiles: Profiles, running: RunningJob, steps: Sequence[MeasuredStep]
+    question: PlanQuestion,
+    profiles: Profiles,
+    running: RunningJob,
+    steps: Sequence[MeasuredStep],
+    *,
+    other_numbers: Iterable[int] = (),
 ) -> CorrectedPlan:
-    """Corrects a running job's plan. `question` is that of the original plan, with its number of micro-batches."""
+    """Corrects a running job's plan. `question` is that of the original plan, with its number of micro-batches.
+
+    `other_numbers`: of GPUs. They are planned again with the same corrected rates.
+    """
     correction = correction_of(
-        steps, _costs(question, profiles, running), running.placement, planned_compute_s=running.compute_s
+        steps, costs_of(question, profiles, running), running.placement, planned_compute_s=running.compute_s
     )
     question = replace(question, correction=correction)
     profiles = profiles.corrected(question)
-    costs = _costs(question, profiles, running)
+    costs = costs_of(question, profiles, running)
     old = solution_of(costs, running.placement, running.arena_nbytes)
     measured = "; ".join(correction.in_words) or "the machine does what its profile says"
     message = f"Measured: {measured}. So a step takes {old.step_s:.3g} s; the plan said {running.step_s:.3g} s"
     job, new = _best(question, profiles, costs.job, old)
+    others = tuple(_of_other_numbers(question, profiles, other_numbers))
     share = 1 - new.step_s / old.step_s
     saved_s = share * median(step.period_s for step in steps) * running.num_steps_left
     if share >= WORTH and saved_s > running.restart_s:
         message += f"; the job continues with another plan, with which a step takes {new.step_s:.3g} s"
-        return CorrectedPlan(planned=_planned(question, job, new, profiles), changes=True, in_words=message)
+        better = _planned(question, job, new, profiles)
+        return CorrectedPlan(planned=better, changes=True, in_words=message, others=others)
     if share >= WORTH:
         message += (
             f"; another plan would take {new.step_s:.3g} s, but in the remaining steps it would save {saved_s:.0f} s, "
@@ -73,7 +85,16 @@ def correct(
         message += "; no other plan is worth a change"
     same = _planned(question, costs.job, old, profiles)
     same = replace(same, report=replace(same.report, peak_gib=dict(running.peak_gib)))
-    return CorrectedPlan(planned=same, changes=False, in_words=message)
+    return CorrectedPlan(planned=same, changes=False, in_words=message, others=others)
+
+
+def _of_other_numbers(question: PlanQuestion, profiles: Profiles, numbers: Iterable[int]) -> Iterator[Planned]:
+    for number in numbers:
+        other = replace(question, num_ranks=number)
+        with contextlib.suppress(DoesNotFitError):
+            job, solution = best_plan(other, profiles)
+            step_s = promised_step_s(other, profiles, solution)
+            yield planned(other, job, solution, profiles, step_s=step_s, advises=False)
 
 
 def _planned(question: PlanQuestion, job: PlannedJob, solution: Solution, profiles: Profiles) -> Planned:
@@ -88,7 +109,7 @@ def _best(question: PlanQuestion, profiles: Profiles, job: PlannedJob, old: Solu
         return job, old
 
 
-def _costs(question: PlanQuestion, profiles: Profiles, running: RunningJob) -> StepCosts:
+def costs_of(question: PlanQuestion, profiles: Profiles, running: RunningJob) -> StepCosts:
     """Returns the cost model with the options that the placement was found with."""
     assert not question.chooses_microbatches, "a job that runs has a number of them"
     job, placement = profiles.job(question, question.training.num_microbatches), running.placement

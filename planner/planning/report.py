@@ -171,6 +171,7 @@ _IN_WORDS = {
     "d2h": "what is copied from the device",
     "ssd": "what the SSDs read and write",
     "optimizer": "the update of the parameters on the CPU",
+    "host_memory": "what is read and written in host memory",
 }
 
 

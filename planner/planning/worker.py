@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from windlass.engine.data import DatasetError, example_lengths
 from windlass.engine.device import retain_freed_memory
 from windlass.engine.memory_plan import ExampleLengths
 from windlass.engine.model import UnsupportedArchitectureError, load_config
+from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus
 from windlass.planner.planning.job_plan import JobPlan, SimulatedStep
 from windlass.planner.planning.measured_steps import MIN_STEPS, load_measured
 from windlass.planner.planning.plan_request import PlanRequest, ReplanRequest
 from windlass.planner.planning.planner import Planned, PlanQuestion, Profiles, answer
-from windlass.planner.planning.replan import RunningJob, correct
+from windlass.planner.planning.replan import RunningJob, correct, costs_of
 from windlass.planner.profiling import TimingCache
 from windlass.planner.simulation import Stuck, TooLong, simulate_planned
 
@@ -37,8 +39,10 @@ def plan_job(request: PlanRequest, folder: Path, marker: Path | None = None) -> 
     if request.running is not None:
         return _plan_again(question, request.running)
     measure_as_worker(request)
-    planned = answer(question)
-    plan = _job_plan(planned)
+    chosen = choose_gpus(question) if request.chooses_ranks else ChosenGpus(planned=answer(question))
+    planned, plan = chosen.planned, _job_plan(chosen.planned)
+    if chosen.others:
+        plan = plan.model_copy(update={"others": tuple(_job_plan(other) for other in chosen.others)})
     if planned.solution is not None and request.simulation_s:
         return _with_simulation(plan, request, planned, folder)
     return plan
@@ -65,6 +69,7 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         lengths=_lengths_of(request),
         num_validation_examples=request.num_validation_examples,
         num_ranks=request.num_ranks,
+        chooses_ranks=request.chooses_ranks,
         num_optimizers=request.num_optimizers,
         host_memory_nbytes=request.host_memory_nbytes,
         device_memory_nbytes=request.device_memory_nbytes,
@@ -97,7 +102,9 @@ def measure_as_worker(request: PlanRequest) -> None:
 
 
 def _plan_again(question: PlanQuestion, request: ReplanRequest) -> JobPlan:
-    profiles = Profiles(question)
+    number = request.plan.num_gpus if question.chooses_ranks else question.num_ranks
+    question = replace(question, num_ranks=number, chooses_ranks=False)
+    profiles, running = Profiles(question), _running_job(request)
     is_cpu = question.hardware.gpus.count == 0
     steps = load_measured(
         request.timeline_dir,
@@ -105,14 +112,18 @@ def _plan_again(question: PlanQuestion, request: ReplanRequest) -> JobPlan:
         first_step=request.first_step,
         shares_cores=is_cpu,
         read_to_write=question.speeds.ssd_read_bytes / question.speeds.ssd_write_bytes,
+        microbatches=costs_of(question, profiles, running).microbatches_of_ranks,
     )
     if len(steps) < MIN_STEPS:
         raise RuntimeError(
             f"spans of {len(steps)} steps from step {request.first_step} on are stored; {MIN_STEPS} are needed"
         )
-    corrected = correct(question, profiles, _running_job(request), steps)
+    others = [other.num_gpus for other in request.plan.others]
+    corrected = correct(question, profiles, running, steps, other_numbers=others)
     plan = _job_plan(corrected.planned)
     changes: dict[str, Any] = {"changes": corrected.changes, "message": corrected.in_words}
+    if corrected.others:
+        changes["others"] = tuple(_job_plan(other) for other in corrected.others)
     if not corrected.changes:
         changes |= {"placement": request.plan.placement, "arena_nbytes": request.plan.arena_nbytes}
     return plan.model_copy(update=changes)

@@ -31,8 +31,8 @@ class SimulatedGpu:
             both_ways = SharedCores(world.env, 2 * rates.duplex_share)
             spend = functools.partial(both_ways.work, num_threads=1)
         self.compute = Resource(world, self._compute)
-        self._to_device = Resource(world, to_device, spend)
-        self._from_device = Resource(world, from_device, spend)
+        self._to_device = Resource(world, to_device, world.through_memory(rates.h2d_bytes, spend))
+        self._from_device = Resource(world, from_device, world.through_memory(rates.d2h_bytes, spend))
 
     def copy_in(self, nbytes: int, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK) -> Process:
         """Copies from host memory to the device."""

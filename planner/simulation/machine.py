@@ -10,6 +10,7 @@ from windlass.actors.messages import Event, Message, SpanKind
 from windlass.actors.policy import SchedulerConfig
 from windlass.actors.timeline import WHOLE_BLOCK
 from windlass.engine.memory_plan import MemoryTier, Pool
+from windlass.planner.simulation.cores import SharedCores
 from windlass.planner.simulation.resources import Log, Rates, Ssd, Work
 from windlass.planner.simulation.waiting import Process, Signal, Slots
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey
@@ -63,7 +64,9 @@ class SimulatedMachine(Log):
         self._keep(MemoryTier.HOST, PARAMS, cached_nbytes, cached_nbytes)
         self.grad_slots = self.pool(GRADIENTS, plan.grads)
         ssd_cpu_s = 0.0 if rates.num_cores is None else rates.ssd_cpu_s_per_byte
-        self._ssds = [Ssd(self, ssd_name(index), ssd_cpu_s) for index in range(len(context.ssds))]
+        self._memory = SharedCores(self.env, 1.0) if self._memory_may_be_short(context) else None
+        in_memory = None if self._memory is None else self._in_memory
+        self._ssds = [Ssd(self, ssd_name(index), ssd_cpu_s, in_memory) for index in range(len(context.ssds))]
         self._geometry = context.geometry(0) if context.ssds else None
         # Chunks with uncommitted data on an SSD. It takes space of its own until the commit.
         self._uncommitted: dict[ActorName, set[ChunkKey]] = {ssd_name(i): set() for i in range(len(context.ssds))}
@@ -73,6 +76,40 @@ class SimulatedMachine(Log):
         self._keep(MemoryTier.DEVICE, STATES, device_nbytes, device_nbytes)
         self._keep(MemoryTier.HOST, STATES, plan.host_states.nbytes, plan.host_states.nbytes)
         self._keep(MemoryTier.SSD, STATES, ssd_nbytes, ssd_nbytes // 2)
+
+    @property
+    def update_nbytes(self) -> int:
+        """The bytes that an update of one parameter reads and writes in the host's memory."""
+        return self.context.formats.update_itemsize + self.grad_itemsize + self.state_itemsize
+
+    def through_memory(
+        self, bytes_per_s: float, spend: Callable[[float], Process] | None = None
+    ) -> Callable[[float], Process] | None:
+        """Returns a way to spend the time of work that moves so many bytes a second through the host's memory.
+
+        `spend`: spends it if the memory is fast enough for all; None: the log does.
+        """
+        if self._memory is None:
+            return spend
+        if spend is None:
+            return lambda duration_s: self._in_memory(duration_s, bytes_per_s)
+        return lambda duration_s: self._both(spend(duration_s), self._in_memory(duration_s, bytes_per_s))
+
+    def _in_memory(self, duration_s: float, bytes_per_s: float) -> Process:
+        """Waits for `duration_s`, and longer while more bytes pass the memory than it can read and write."""
+        assert self._memory is not None, "it may be short"
+        yield from self._memory.work(duration_s, bytes_per_s / self.rates.host_memory_bytes)
+
+    def _both(self, one: Process, other: Process) -> Process:
+        yield self.env.all_of([self.env.process(one), self.env.process(other)])
+
+    def _memory_may_be_short(self, context: CoreContext) -> bool:
+        """Returns whether all that uses the host's memory at once may take more than it has."""
+        rates, num_ranks = self.rates, context.spec.num_ranks
+        nbytes = num_ranks * (rates.h2d_bytes + rates.d2h_bytes)
+        nbytes += sum(map(max, rates.ssd_read_bytes, rates.ssd_write_bytes))
+        nbytes += context.spec.num_cpu_optimizers * rates.optimizer_params * self.update_nbytes
+        return rates.num_cores is None and nbytes > rates.host_memory_bytes
 
     def pool(self, what: str, pool: Pool) -> Slots:
         """Creates slots of the arena, and records how many bytes are taken."""

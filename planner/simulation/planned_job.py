@@ -91,6 +91,7 @@ def rates_of(speeds: Speeds, num_optimizers: int, *, num_cores: int) -> Rates:
         h2d_bytes=speeds.h2d_bytes,
         d2h_bytes=speeds.d2h_bytes,
         duplex_share=speeds.duplex_share,
+        host_memory_bytes=speeds.host_memory_bytes,
         ssd_read_bytes=(speeds.ssd_read_bytes,) * speeds.num_ssds,
         ssd_write_bytes=(speeds.ssd_write_bytes,) * speeds.num_ssds,
         optimizer_params=speeds.optimizer_params / (1 if speeds.shares_cores else num_optimizers),

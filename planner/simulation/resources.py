@@ -32,6 +32,7 @@ class Rates:
     device_rounded_params: float = math.inf  # derived from their master on the device, for such blocks
     device_added_params: float = math.inf  # elements of a lane's gradient that are added to the total on the device
     message_s: float = 0.0  # of a message between two actors; those about params take no time
+    host_memory_bytes: float = math.inf  # read and written in the host's memory by copies, SSD transfers and updates
     ssd_cpu_s_per_byte: float = 0.0  # time of shared cores for each byte moved
     commit_s: float = 0.0  # of one SSD, after all writes
     # The device queues an operation while it computes the previous one, as a GPU does and a CPU does not. Then the
@@ -176,14 +177,27 @@ class _Transfer:
     piece_s: float
     cpu_s: float
     over: simpy.Event
+    nbytes: int
+    in_memory: simpy.Process | None = None  # the same transfer, at the host's memory
     start_s: float | None = None
 
 
 class Ssd:
     """An SSD that does one transfer after the other. A more urgent one interrupts at the end of a piece."""
 
-    def __init__(self, log: Log, name: str, cpu_s_per_byte: float = 0.0) -> None:
-        """`cpu_s_per_byte`: time of shared cores for each byte moved."""
+    def __init__(
+        self,
+        log: Log,
+        name: str,
+        cpu_s_per_byte: float = 0.0,
+        in_memory: Callable[[float, float], Process] | None = None,
+    ) -> None:
+        """`cpu_s_per_byte`: time of shared cores for each byte moved.
+
+        `in_memory(duration_s, bytes_per_s)`: lets the time pass that a transfer takes in the host's memory; None: the
+        memory is fast enough for all.
+        """
+        self._in_memory = in_memory
         self._log = log
         self._name = name
         self._cpu_s_per_byte = cpu_s_per_byte
@@ -209,13 +223,15 @@ class Ssd:
         self._num_arrived += 1
         over = self._log.env.event()
         cpu_s = nbytes * self._cpu_s_per_byte
-        transfer = _Transfer((*priority, self._num_arrived), duration_s, duration_s / num_pieces, cpu_s, over)
+        transfer = _Transfer((*priority, self._num_arrived), duration_s, duration_s / num_pieces, cpu_s, over, nbytes)
         self._waiting.push(transfer.rank, transfer)
         if self._moving is None:
             self._begin()
         elif transfer.rank < self._moving.rank:
             self._cut_short(self._moving)
         yield over
+        if transfer.in_memory is not None:  # the next transfer begins, but this one's bytes are not all there yet
+            yield transfer.in_memory
         assert transfer.start_s is not None, "it is over"
         self._log.note(self._name, kind, step, block, chunk, transfer.start_s, nbytes)
 
@@ -226,6 +242,9 @@ class Ssd:
             moving.start_s = self._since_s
             if moving.cpu_s:
                 self._log.env.process(self._log.spend(moving.cpu_s))
+            if self._in_memory is not None and moving.left_s:
+                in_memory = self._in_memory(moving.left_s, moving.nbytes / moving.left_s)
+                moving.in_memory = self._log.env.process(in_memory)
         self._end_after(moving.left_s, is_whole=True)
 
     def _cut_short(self, moving: _Transfer) -> None:

@@ -13,7 +13,7 @@ states. Here the caller defines the options. The solver is HiGHS, from SciPy.
 import functools
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import scipy  # loads its submodules on first use, because most processes that import this module solve nothing
@@ -55,6 +55,9 @@ class Bound:
 
     weights: tuple[float, ...]
     constant_s: float = 0.0
+    # It rarely binds. The program is solved without it first, so that programs in which it does not bind keep their
+    # solution among equal ones.
+    is_rare: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,8 @@ class Program:
     bounds: tuple[Bound, ...]
     overflow: Overflow | None = None
     buffers: tuple[Buffer, ...] = ()
+    # The parts whose seconds count only in bounds. They are the same work as other parts, on another resource.
+    uncounted_parts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +107,7 @@ class Outcome:
     step_s: float
     seconds: tuple[float, ...]
     nbytes: tuple[float, ...]
-
-    @property
-    def cost(self) -> float:
-        """The value that the program minimizes."""
-        return self.step_s + SPARE_WEIGHT * sum(self.seconds)
+    cost: float  # the value that the program minimizes
 
 
 def outcome_of(program: Program, assignment: Assignment) -> Outcome:
@@ -131,12 +132,17 @@ def outcome_of(program: Program, assignment: Assignment) -> Outcome:
         bound.constant_s + math.fsum(weight * each for weight, each in zip(bound.weights, seconds, strict=True))
         for bound in program.bounds
     )
-    return Outcome(step_s=step_s, seconds=tuple(seconds), nbytes=tuple(nbytes))
+    counted_s = sum(each for part, each in enumerate(seconds) if part not in program.uncounted_parts)
+    cost = step_s + SPARE_WEIGHT * counted_s
+    return Outcome(step_s=step_s, seconds=tuple(seconds), nbytes=tuple(nbytes), cost=cost)
 
 
 def solve(program: Program) -> Assignment | None:
     """Returns the best assignment that fits, or None."""
-    result = _Variables(program).minimize()
+    usual = replace(program, bounds=tuple(bound for bound in program.bounds if not bound.is_rare))
+    result = _Variables(usual).minimize()
+    if result is not None and outcome_of(program, result[0]).step_s > outcome_of(usual, result[0]).step_s:
+        result = _Variables(program).minimize()
     return None if result is None else result[0]
 
 
@@ -212,7 +218,8 @@ class _Variables:
         movable[0, :num_options], movable[0, num_options] = -self._movable, 1.0
         constraints.append(scipy.optimize.LinearConstraint(movable, ub=[0.0]))
         costs = np.zeros(width)
-        costs[: num_options + 1] = SPARE_WEIGHT * self._seconds.sum(axis=0)
+        counted = np.delete(self._seconds, program.uncounted_parts, axis=0)
+        costs[: num_options + 1] = SPARE_WEIGHT * counted.sum(axis=0)
         costs[step] = 1.0
         if elastic:
             costs[:] = 0.0

@@ -97,7 +97,10 @@ class Solution:
     @property
     def busy_s(self) -> dict[str, float]:
         """The busy time of each resource in a step."""
-        return {name: sum(self.seconds[part] for part in parts) for name, parts in _RESOURCES.items()}
+        busy_s = {name: sum(self.seconds[part] for part in parts) for name, parts in _RESOURCES.items()}
+        if self.costs.speeds.shares_cores:  # the cores' time includes that of their memory
+            del busy_s["host_memory"]
+        return busy_s
 
     @property
     def bottleneck(self) -> str:
@@ -112,6 +115,7 @@ _RESOURCES = {
     "d2h": (Part.D2H_FORWARD, Part.D2H_BACKWARD),
     "ssd": (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE, Part.SSD_FLUSH),
     "optimizer": (Part.OPTIMIZER,),
+    "host_memory": (Part.HOST_MEMORY,),
 }
 
 

@@ -9,7 +9,7 @@ Sources: Ratel, equations 1 to 8 (a stage takes as long as its slowest resource)
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from windlass.engine.lanes import LaneDivision
@@ -59,6 +59,7 @@ class Part(IntEnum):
     OPTIMIZER = 9
     FIRST_UPDATE = 10  # from the last gradient to the first block's new params; nothing computes meanwhile
     SSD_FLUSH = 11  # writes of states resident in memory, for a commit
+    HOST_MEMORY = 12  # all that the other parts read and write in the host's memory, of all GPU workers
 
 
 # Numbers of the tiers in the program.
@@ -208,6 +209,14 @@ class StepCosts:
         return min(self.job.num_microbatches, self.num_rounds * self.group_size)
 
     @property
+    def microbatches_of_ranks(self) -> tuple[int, ...]:
+        """The number of micro-batches of a step that each GPU worker computes."""
+        num_microbatches, num_ranks = self.job.num_microbatches, self.job.num_ranks
+        starts = range(0, num_microbatches, self.group_size)
+        sizes = [min(self.group_size, num_microbatches - start) for start in starts]
+        return tuple(sum(sizes[rank::num_ranks]) for rank in range(num_ranks))
+
+    @property
     def num_devices_in_host(self) -> int:
         """The number of devices whose memory is the host's."""
         return self.job.num_ranks if self.speeds.shares_cores else 0
@@ -260,6 +269,7 @@ class StepCosts:
             nbytes=self._always_nbytes(),
             limits=tuple(self.limits.by_tier.values()),
             bounds=tuple(self._bounds()),
+            uncounted_parts=(Part.HOST_MEMORY,),
             overflow=Overflow(
                 source=TIER_INDEX[MemoryTier.HOST], target=TIER_INDEX[MemoryTier.SSD], seconds=self._overflow_seconds()
             )
@@ -306,6 +316,7 @@ class StepCosts:
             seconds[Part.BACKWARD] = numel / speeds.device_params + uses_backward * round_s + lanes_s
             # All states: params that are not resident there are rounded on the device, and copied too.
             seconds[Part.D2H_BACKWARD] = numel * job.state_itemsize / COMMIT_EVERY / speeds.d2h_bytes
+            seconds[Part.HOST_MEMORY] = 2 * numel * job.state_itemsize / COMMIT_EVERY / speeds.host_memory_bytes
             device = numel * (job.read_itemsize + self.num_flats * job.grad_itemsize)
             return self._way(seconds, device=device, in_transit=self._transit_nbytes)
         uses_forward, uses_backward = self._uses(block)
@@ -330,6 +341,8 @@ class StepCosts:
         if self.spills:
             seconds[Part.SSD_BACKWARD] = seconds.get(Part.SSD_BACKWARD, 0.0) + grad_nbytes / speeds.write_bytes
             seconds[Part.SSD_UPDATE] += grad_nbytes / speeds.read_bytes
+        moved_nbytes = self._in_host_memory(block, tier, 2 * self._num_sums * sum_nbytes + grad_nbytes)
+        seconds[Part.HOST_MEMORY] = moved_nbytes / speeds.host_memory_bytes
         if block == 0:
             read_s = seconds.get(Part.SSD_UPDATE, 0.0) / 2
             seconds[Part.FIRST_UPDATE] = max(
@@ -345,6 +358,29 @@ class StepCosts:
         if self.num_groups > job.num_ranks:
             host += self.num_flats * num_uses * chunks * chunk_numel * PARTIAL_GRAD_ITEMSIZE
         return self._way(seconds, device=device, host=host)
+
+    def _in_host_memory(self, block: int, tier: StateTier, grads_nbytes: float) -> float:
+        """Returns the bytes that a step reads and writes in host memory for a block whose states are not on a device.
+
+        `grads_nbytes`: of its gradient and of unfinished sums, in and out, of all GPU workers.
+        """
+        job, numel = self.job, self.job.model.blocks[block].numel
+        param_nbytes = numel * job.param_itemsize
+        # The copies of all GPU workers. The last round may be without some of them.
+        workers = (
+            job.num_microbatches / self.num_successive
+            if block in self.streamed_blocks
+            else self.num_groups / self.num_rounds
+        )
+        nbytes = workers * sum(self._uses(block)) * param_nbytes + grads_nbytes
+        nbytes += numel * (job.read_itemsize + job.grad_itemsize + job.state_itemsize)  # the update
+        if tier is StateTier.HOST:
+            return nbytes + numel * job.state_itemsize / COMMIT_EVERY
+        if tier is StateTier.SSD:
+            nbytes += sum(self._fetches(block)) * param_nbytes
+        if self.spills:
+            nbytes += 2 * numel * job.grad_itemsize
+        return nbytes + numel * (job.read_itemsize - self._read_from_memory(tier) + job.state_itemsize)
 
     def _read_from_memory(self, tier: StateTier) -> int:
         """Returns the bytes of a param that an update finds in host memory: cached params that are part of the master.
@@ -384,6 +420,8 @@ class StepCosts:
             Part.BACKWARD: num * self.backward_s(layer, way),
             Part.D2H_FORWARD: swapped_nbytes / speeds.d2h_bytes,
             Part.H2D_BACKWARD: swapped_nbytes / speeds.h2d_bytes,
+            # Of all GPU workers, out and in.
+            Part.HOST_MEMORY: 2 * job.num_microbatches / num * swapped_nbytes / speeds.host_memory_bytes,
         }
         host = job.num_ranks * self.group_size * way.num_slots * ACTIVATION_SLOT_NBYTES
         # The CPU finishes its copies before it computes the next layer.
@@ -534,7 +572,11 @@ class StepCosts:
         # The program moves the activations of all GPU workers, which are those of a round.
         share = self.num_groups / self.job.num_ranks * self.job.model.size_share
         return self._seconds(
-            {Part.SSD_FORWARD: share / self.speeds.write_bytes, Part.SSD_BACKWARD: share / self.speeds.read_bytes}
+            {
+                Part.SSD_FORWARD: share / self.speeds.write_bytes,
+                Part.SSD_BACKWARD: share / self.speeds.read_bytes,
+                Part.HOST_MEMORY: 2 * share / self.speeds.host_memory_bytes,
+            }
         )
 
     @staticmethod
@@ -556,6 +598,7 @@ class StepCosts:
             slowed_by_other_way=1 / self.speeds.duplex_share - 1,
         ):
             yield self._bound(parts, constant_s)
+        yield replace(self._bound(_once(Part.HOST_MEMORY)), is_rare=True)
 
     def _bound(self, parts: dict[Part, float], constant_s: float = 0.0) -> Bound:
         """Returns a bound. The backward pass ends with that of the last GPU worker."""

@@ -19,6 +19,7 @@ from windlass.engine.memory_plan import UpdateOrder
 from windlass.engine.training_config import Optimizer
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.follow import await_checks, follow_job, format_event
+from windlass.service.cli.gpu_numbers import gpus_in_words, gpus_option
 from windlass.service.cli.ids import FILE, JOB, MODEL, client_for_job
 from windlass.service.cli.service import Home
 from windlass.service.cli.table import print_columns
@@ -50,7 +51,7 @@ def submit(
     max_bad_steps: Annotated[
         int | None, typer.Option(help="Consecutive steps with a NaN or an infinite value that may be skipped.")
     ] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs of the job.")] = None,
+    gpus: Annotated[Any, gpus_option("GPUs of the job, or auto: as many as its plan says are fastest.")] = None,
     box: Annotated[str | None, typer.Option(help="The box to run on; else the one where the job ends first.")] = None,
     suffix: Annotated[str | None, typer.Option(help="A part of the new model's name.")] = None,
     seed: Annotated[int | None, typer.Option(help="For the order of examples and for dropout.")] = None,
@@ -127,7 +128,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "error": found["error"] and found["error"]["message"],
         "model": found["model"],
         "box": extra["box"],
-        "GPUs": gpus if (gpus := extra["settings"].get("gpus", 1)) > 1 else None,
+        "GPUs": gpus_in_words(extra),
         "fine-tuned model": found["fine_tuned_model"],
         "step": f"{extra['step']} of {extra['total_steps']}" if extra["total_steps"] else None,
         "last metrics": metrics[-1]["message"] if metrics else None,
@@ -205,7 +206,7 @@ def pause(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home 
 
 def resume(
     job: Annotated[str, typer.Argument(help="The job's id.")],
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the job from now on; as before without it.")] = None,
+    gpus: Annotated[Any, gpus_option("GPUs of the job from now on, or auto; as before without it.")] = None,
     home: Home = None,
 ) -> None:
     """Queue a paused job again; --gpus gives it another number of GPUs, with the same results."""

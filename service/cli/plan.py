@@ -17,6 +17,7 @@ from windlass.engine.training_config import Optimizer
 from windlass.planner.hardware import Hardware, ModelShape, example_machines, load, unusual
 from windlass.planner.planning import DEFAULT_SLACK, Goal
 from windlass.service.cli.errors import CommandError
+from windlass.service.cli.gpu_numbers import gpus_option
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import HARDWARE_FILE, Settings, load_settings, num_cores
 from windlass.service.validation import (
@@ -71,7 +72,7 @@ def plan(
             min=1, help="Sums of micro-batches that are made separately and then added (default: one for each GPU)."
         ),
     ] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the job.")] = 1,
+    gpus: Annotated[Any, gpus_option("GPUs of the job, or auto: as many as are fastest.")] = 1,
     num_validation_examples: Annotated[
         int, typer.Option(min=0, help="Examples of a validation file: evaluations take device memory, too.")
     ] = 0,
@@ -92,7 +93,7 @@ def plan(
     settings = load_settings(home)
     machine = _hardware(settings, hardware)
     if find is Goal.LARGEST_BATCH:  # the smallest batch that is searched has an example for each lane and GPU
-        batch_size = max(batch_size, lanes or 1, gpus)
+        batch_size = max(batch_size, lanes or 1, 1 if gpus == "auto" else gpus)
     if num_microbatches is not None and num_microbatches > batch_size:
         raise CommandError(
             f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"
@@ -100,9 +101,12 @@ def plan(
     most = num_microbatches or batch_size
     if lanes is not None and lanes > most:
         raise CommandError(f"--lanes: {lanes} lanes of at most {most} micro-batches; each has at least one")
-    if gpus > most:
-        raise CommandError(f"--gpus: {gpus} GPUs for at most {most} micro-batches; each computes at least one")
-    _check_gpus(settings, gpus, other=None if hardware == _MEASURED else machine)
+    if gpus != "auto":
+        if gpus > most:
+            raise CommandError(f"--gpus: {gpus} GPUs for at most {most} micro-batches; each computes at least one")
+        _check_gpus(settings, gpus, other=None if hardware == _MEASURED else machine)
+    elif find is not None:
+        raise CommandError("--gpus: a search (--find) is for a number of GPUs; name one")
     _check_order_of_updates(gradient_updates, clip=clip)
     asked = _settings(
         precision=precision,
@@ -150,7 +154,9 @@ def plan(
         if job_settings is not None:
             print()
             submitted = model if _is_id(settings, model) else "MODEL"
-            _print_job_settings(submitted, job_settings, is_default=num_microbatches is None)
+            _print_job_settings(
+                submitted, job_settings, most_gpus=question.num_ranks, is_default=num_microbatches is None
+            )
         if compared is not None:
             print()
             _print_comparison(found, compared)
@@ -222,20 +228,22 @@ def _question(
     """Makes the question that a job's preparation would send to the planner. The answer then holds for such a job."""
     os.environ.update(WAIT_POLICY)  # before torch is imported
     from windlass.planner.planning import measure_as_worker, question_of
-    from windlass.service.jobs import MachineResources, plan_request
+    from windlass.service.jobs import MachineResources, most_gpus_of, plan_request
     from windlass.service.processes import is_box_free
 
     config = _config(settings, model, sequence_length)
+    resources = MachineResources.here(settings) if is_local else None
+    most = asked.with_most_gpus(most_gpus_of(machine, resources), num_microbatches or batch_size)
     training = hypothetical_config(
-        asked,
+        most,
         batch_size=batch_size,
-        num_microbatches=num_microbatches or max(asked.num_lanes, asked.gpus),
+        num_microbatches=num_microbatches or max(most.num_lanes, most.least_gpus),
         sequence_length=sequence_length,
     )
     request = plan_request(
         settings,
         machine,
-        MachineResources.here(settings) if is_local else None,
+        resources,
         model_dir=Path(model),
         asked=asked,
         training=training,
@@ -282,9 +290,11 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
     """
     from windlass.engine.memory_estimate import DeviceNeedUnknownError
     from windlass.engine.model import UnsupportedArchitectureError
-    from windlass.planner.planning import answer, find
+    from windlass.planner.planning import answer, choose_gpus, find
 
     try:
+        if question.chooses_ranks:
+            return 0, 0, question, choose_gpus(question).planned
         if goal is not None and (found := find(question, goal, slack=slack)).planned is not None:
             return found.number, found.num_params, found.question, found.planned
         return 0, 0, question, answer(question)
@@ -310,7 +320,7 @@ def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "Pla
         "accumulation_precision": question.training.accumulation_precision,
         "gradient_updates": asked.gradient_updates,
         "lanes": question.training.lanes,
-        "gpus": question.num_ranks,
+        "gpus": asked.gpus,
     }
 
 
@@ -323,15 +333,19 @@ def _is_id(settings: Settings, model: str) -> bool:
     return (folder / "config.json").exists()
 
 
-def _print_job_settings(model: str, job_settings: dict[str, Any], *, is_default: bool) -> None:
-    """Prints the command for the planned job. `is_default`: the user did not choose the number of micro-batches."""
+def _print_job_settings(model: str, job_settings: dict[str, Any], *, most_gpus: int, is_default: bool) -> None:
+    """Prints the command for the planned job.
+
+    `most_gpus`: that the job may get. `is_default`: the user did not choose the number of micro-batches.
+    """
     defaults = WindlassSettings()
     given = {name: value for name, value in job_settings.items() if value != getattr(defaults, name)}
-    if job_settings["lanes"] == defaults.model_copy(update=given | {"lanes": "auto"}).num_lanes:
+    lanes_follow = {"lanes": "auto", "gpus": most_gpus}
+    if job_settings["lanes"] == defaults.model_copy(update=given | lanes_follow).num_lanes:
         given.pop("lanes", None)
     options = " ".join(f"--set {name}={'null' if value is None else value}" for name, value in given.items())
     print(f"a job as planned: windlass submit {model} FILE {options}")
-    by_itself = default_microbatches(job_settings["batch_size"], job_settings["lanes"], job_settings["gpus"])
+    by_itself = default_microbatches(job_settings["batch_size"], job_settings["lanes"], most_gpus)
     if is_default and by_itself != job_settings["num_microbatches"]:
         print(f"(the fastest number of micro-batches that was found; a job that names none has {by_itself})")
 

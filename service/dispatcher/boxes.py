@@ -50,7 +50,7 @@ class Boxes:
         return {
             name: box.kind
             for name, box in self.by_name.items()
-            if asked.box in (None, name) and box.resources.why_too_many(asked.gpus) is None
+            if asked.box in (None, name) and box.resources.why_too_many(asked.least_gpus) is None
         }
 
     def forget_all_but(self, job_ids: Collection[str]) -> None:
@@ -100,7 +100,7 @@ class Boxes:
                 continue
             if box.why_closed is not None:
                 why_not[name] = f"box {name} {box.why_closed}"
-            elif (why := box.resources.why_too_many(asked.gpus)) is not None:
+            elif (why := box.resources.why_too_many(asked.least_gpus)) is not None:
                 why_not[name] = f"on box {name}: {why}"
             elif box.kind.hardware is not None and (numbers := self.numbers(job).get(box.kind.key)) is None:
                 self.wanted.append((job, box.kind))
@@ -128,7 +128,9 @@ class Boxes:
     def _demand(self, job: Job, box: JoinedBox) -> Demand:
         asked = self._settings_of(job)
         budget_nbytes = box.kind.bounds(asked).host_memory_nbytes
-        return box.demand(self.numbers(job).get(box.kind.key), num_devices=asked.gpus, budget_nbytes=budget_nbytes)
+        return box.demand(
+            self.numbers(job).get(box.kind.key), num_devices=asked.least_gpus, budget_nbytes=budget_nbytes
+        )
 
     def _run_s(self, job: Job, kind: BoxKind) -> float | None:
         numbers = self.numbers(job).get(kind.key)

@@ -58,6 +58,7 @@ from windlass.service.jobs import (
     gpus_of,
     job_dir,
     load_plan,
+    plan_for_gpus,
     seconds_left,
     why_it_waits_for_room,
 )
@@ -75,7 +76,7 @@ from windlass.storage.sql import (
     StatusConflict,
     why_unavailable,
 )
-from windlass.storage.sql.repositories import DeletionRepository, EventRepository, JobRepository
+from windlass.storage.sql.repositories import DeletionRepository, EventRepository, JobFields, JobRepository
 
 _LOG = logging.getLogger(__name__)
 
@@ -131,9 +132,10 @@ class Dispatcher:
         self._read_hold = hold or functools.partial(read_hold, settings.home)
         self._hold: str | None = None  # as this pass read it
         self._housekeeping = housekeeping or Housekeeping(database, settings, node=lease.node, clock=clock)
-        by_steps = MeasuredSteps(database=database, settings=settings)
+        by_steps = MeasuredSteps(database=database, settings=settings, has_gpus=resources.num_gpus > 0)
         self._corrections = Replanner(database, settings, by_steps, ask=ask)
-        self._renewals = Replanner(database, settings, ChangedMachine(settings=settings), ask=ask)
+        changed = ChangedMachine(settings=settings, num_devices=resources.most_gpus)
+        self._renewals = Replanner(database, settings, changed, ask=ask)
         self._watches: JobWatches = JobWatches(JobWatch)
         self._ended = EndedAttempts(database, settings, runners, self._watches, clock=clock)
         self._queue = JobQueue(
@@ -413,7 +415,7 @@ class Dispatcher:
             self._queue.boxes.forget(job_id)
 
     def _hand_over(self, job: Job, box: JoinedBox) -> None:
-        self._watches[job.id].demand = None  # the numbers of another plan
+        self._watches[job.id].demands = None  # the numbers of another plan
         hand_over(self._database, self._settings, job, box)
 
     def _execute(self, verdict: Verdict) -> None:
@@ -439,26 +441,34 @@ class Dispatcher:
                 job, "its plan is made again, as the machine, the settings or the planner have changed since"
             )
         elif verdict.is_ready and verdict.decision.begins:
-            self._launch(job, plan)
+            self._launch(job, plan, gpus=verdict.gpus)
         else:
             self._queue.make_room(job, verdict.decision.pauses)
             self._queue.explain(job, verdict.reason)
 
-    def _launch(self, job: Job, plan: JobPlan | None) -> None:
-        attempt = Attempt(job.attempt + 1)
+    def _launch(self, job: Job, plan: JobPlan | None, *, gpus: int | None) -> None:
+        """Launches an attempt. `gpus`: their number, if the job's plan chooses it."""
+        attempt, fields, message = Attempt(job.attempt + 1), JobFields(), ""
+        if plan is not None and gpus is not None:
+            plan, fields, message = plan_for_gpus(self._settings, job, plan, gpus)
         with self._database.write() as session:
             pace = expected_pace(plan, EventRepository(session).last_paced_step(job.id))
             left_s = seconds_left(pace, job)
+            fields |= {
+                "attempt": attempt,
+                "estimated_finish": None if left_s is None else time.time() + left_s,
+                "finish_is_measured": pace is not None and pace.is_measured,
+            }
             claimed = JobRepository(session).transition(
                 job.id,
                 JobStatus.QUEUED,
                 JobStatus.RUNNING,
                 message="Fine-tuning job started" if attempt == 1 else f"Attempt {attempt} started",
                 seen=job,
-                attempt=attempt,
-                estimated_finish=None if left_s is None else time.time() + left_s,
-                finish_is_measured=pace is not None and pace.is_measured,
+                **fields,
             )
+            if message:
+                EventRepository(session).add(job.id, attempt=attempt, message=message)
         self._watches[job.id].attempt = AttemptWatch(attempt=attempt)
         try:
             self._runners.start(build_job_spec(self._settings, self._resources, claimed, plan, pace))
@@ -475,8 +485,8 @@ class Dispatcher:
                     param = getattr(error, "param", None)
                     fail_attempt(self._settings, session, claimed, code, message, param)
         else:
-            gpus, num_gpus = gpus_of(job), self._resources.num_gpus
-            devices = f"{'one' if gpus == 1 else gpus} of {num_gpus} GPUs" if num_gpus else "the CPU"
+            has, num_gpus = gpus_of(claimed), self._resources.num_gpus
+            devices = f"{'one' if has == 1 else has} of {num_gpus} GPUs" if num_gpus else "the CPU"
             _LOG.info("launched on %s", devices, extra=about(job.id, attempt))
 
     # --- helpers ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from windlass.actors.job import JournalReader
-from windlass.service.dispatcher.placement import Demand
+from windlass.service.dispatcher.placement import PlannedDemands
 from windlass.service.jobs import BoxKind
 from windlass.service.preparation import Preparation
 from windlass.storage.ids import Attempt
@@ -109,7 +109,7 @@ class JobWatch:
     preparing: PreparationWatch = field(default_factory=PreparationWatch)
     queued: QueueWatch = field(default_factory=QueueWatch)
     attempt: AttemptWatch | None = None  # the last attempt, if it has begun; None: there is none, or its space is freed
-    demand: tuple[int, Demand] | None = None  # with the number of its plan
+    demands: tuple[int, PlannedDemands] | None = None  # with the number of its plan
     # Of the plan with this number: the seconds of a step here, if known, and whether it fits this box.
     here: tuple[int, float | None, bool] | None = None
 

@@ -288,16 +288,16 @@ class Preparations:
             rows.set_fields(job.id, seen=job, waiting_reason=reason, preparation=progress)
 
     def _enqueue(self, job: Job, results: Mapping[str, dict[str, Any]]) -> None:
-        kinds = self._watches[job.id].preparing.kinds
+        kinds, num_devices = self._watches[job.id].preparing.kinds, self._resources.most_gpus
         if kinds:
             names = {HERE: HEAD_NAME} | {kind.key: name for name, kind in kinds.items()}
             unplanned = any(kind.hardware is None for kind in kinds.values())
             unplanned = unplanned or (self._may_run_here(job) and PLAN_JOB not in results)
             check_fits_a_box(job, dict(results), names, may_run_unplanned=unplanned)
             keep_numbers(self._settings, job.id, answers_by_kind(dict(results)))
-            resolved = resolve_settings(job, dict(results))
+            resolved = resolve_settings(job, dict(results), num_devices=num_devices)
         else:
-            resolved = resolve_job(job, dict(results))
+            resolved = resolve_job(job, dict(results), num_devices=num_devices)
         num_params, total_steps = results[CHECK_MODEL]["num_params"], resolved.total_steps
         room = check_model_room(self._settings, job, num_params=num_params, total_steps=total_steps)
         # Durable before the row says so, because a queued job is not prepared again after a power loss.

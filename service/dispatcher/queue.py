@@ -23,18 +23,20 @@ from windlass.service.dispatcher.placement import (
     Candidate,
     Decision,
     Demand,
+    GpuOption,
     Holder,
     JoinedBox,
     MachineCapacity,
     Option,
     Placement,
+    PlannedDemands,
     Turn,
-    demand_of,
+    demands_of,
     in_turn,
-    place,
+    place_with_gpus,
 )
 from windlass.service.installation import Settings, about, needs_room
-from windlass.service.jobs import MachineResources, gpus_of, load_plan, plan_bounds, plan_for_here
+from windlass.service.jobs import MachineResources, chooses_gpus, gpus_of, load_plan, plan_bounds, plan_for_here
 from windlass.service.machine.fleet import HEAD_NAME
 from windlass.service.validation import count_text, told_jobs_beside
 from windlass.storage.ids import Attempt
@@ -82,6 +84,7 @@ class Verdict:
     reason: str = ""
     is_ready: bool = True  # else it only gets the reason
     box: JoinedBox | None = None  # that gets the job; None: it begins or waits here
+    gpus: int | None = None  # that it begins with here; None: those that it has
 
     @property
     def may_move(self) -> bool:
@@ -121,6 +124,8 @@ class JobQueue:
         # The queued jobs of this home in the last pass, under any dispatcher.
         self.job_ids: Collection[str] = ()
         self._seen: tuple[float, Collection[str], MachineCapacity] | None = None
+        # The GPUs of the jobs that begin in this pass with another number than their plan prefers.
+        self._begin_with: Mapping[str, int] = {}
 
     def wait_for_room(self, job_id: str, path: Path, nbytes: int) -> None:
         """Makes a job wait until a disk has `nbytes` free, because its attempt was lost with less.
@@ -151,7 +156,8 @@ class JobQueue:
         too_many = self._over_owner_limit(queued, everywhere)
         capacity = self._capacity({job.id for job in present})
         for job_id in self._watches.keys() - {job.id for job in (*present, *queued)}:
-            self._watches[job_id].demand = None
+            self._watches[job_id].demands = None
+        self._begin_with = {}
         pauses = {job.id: self._pause_before_retry(job) for job in queued}
         lacks = {job.id: self._lacks_room(job.id) for job in queued}
         placing = _Placing(capacity=capacity, holders={HEAD_NAME: list(present)})
@@ -168,7 +174,13 @@ class JobQueue:
             holders=[self._holder(job, capacity, job.id in leaving, highest=highest) for job in present],
             left_s={job.id: left_s for job in present if (left_s := seconds_to_go(job)) is not None},
         )
-        placed = {each.job_id: each for each in place([here, *self.boxes.states(highest=highest)], candidates)}
+        placements, self._begin_with = place_with_gpus(
+            [here, *self.boxes.states(highest=highest)],
+            candidates,
+            box=HEAD_NAME,
+            fewer={job.id: self._fewer_gpus(job, capacity) for job in queued},
+        )
+        placed = {each.job_id: each for each in placements}
         verdicts, num_before = list[Verdict](), 0
         for job in queued:
             placement, pause_s = placed.get(job.id), pauses[job.id]
@@ -195,7 +207,10 @@ class JobQueue:
                 # A box makes room by itself for a job that it was given.
                 is_given = name != HEAD_NAME and (decision.begins or bool(decision.pauses) or decision.will_pause)
                 box = self.boxes.by_name[name] if is_given else None
-                verdicts.append(Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready, box=box))
+                gpus = self._num_gpus(job)
+                verdicts.append(
+                    Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready, box=box, gpus=gpus)
+                )
             if decision.begins:
                 placing.holders[name].append(job)
             watch = self._watches[job.id].queued
@@ -306,25 +321,51 @@ class JobQueue:
         return self._seen[2]
 
     def _demand(self, job: Job) -> Demand:
-        watch = self._watches[job.id]
-        if watch.demand is None or watch.demand[0] != job.plan_number:
-            watch.demand = (job.plan_number, self._read_demand(job))
-        return watch.demand[1]
+        """Returns the demand of a job with its GPUs, or with those that a waiting one prefers or begins with."""
+        demands = self._demands(job)
+        return demands.of(self._num_gpus(job) or demands.preferred)
 
-    def _read_demand(self, job: Job) -> Demand:
+    def _demands(self, job: Job) -> PlannedDemands:
+        watch = self._watches[job.id]
+        if watch.demands is None or watch.demands[0] != job.plan_number:
+            watch.demands = (job.plan_number, self._read_demands(job))
+        return watch.demands[1]
+
+    def _num_gpus(self, job: Job) -> int | None:
+        """Returns the number of GPUs of a job whose plan chooses it, or None for any other job."""
+        demands = self._demands(job)
+        if not demands.step_s:
+            return None
+        if job.status is not JobStatus.QUEUED:
+            return gpus_of(job)
+        return self._begin_with.get(job.id, demands.preferred)
+
+    def _fewer_gpus(self, job: Job, capacity: MachineCapacity) -> Sequence[GpuOption]:
+        """Returns the smaller numbers of GPUs that a waiting job may begin with."""
+        demands, num_steps = self._demands(job), (job.total_steps or 0) - (job.step or 0)
+        return [
+            GpuOption(gpus=gpus, needs=capacity.needs(job.id, demands.of(gpus)), run_s=num_steps * step_s)
+            for gpus, step_s in demands.step_s.items()
+            if gpus < demands.preferred
+        ]
+
+    def _read_demands(self, job: Job) -> PlannedDemands:
         self._watches[job.id].here = None
         if job.status is JobStatus.QUEUED and not job.attempt and self.boxes.is_used:
             plan_for_here(self._settings, job)  # it may have been taken back from a box
         try:
             budget_nbytes = plan_bounds(self._settings, job).host_memory_nbytes
             plan, is_cpu = load_plan(self._settings, job), self._resources.num_gpus == 0
+            gpus, chooses = gpus_of(job), chooses_gpus(job)
+            demands = demands_of(plan, num_devices=gpus, chooses=chooses, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
             if plan is not None:
-                self._watches[job.id].here = (job.plan_number, plan.report.step_s, plan.report.feasible)
-            return demand_of(plan, num_devices=gpus_of(job), budget_nbytes=budget_nbytes, is_cpu=is_cpu)
+                step_s = demands.step_s.get(demands.preferred, plan.report.step_s)
+                self._watches[job.id].here = (job.plan_number, step_s, plan.report.feasible)
+            return demands
         # the job's own launch will fail, and other jobs are not affected
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             _LOG.warning("its demand cannot be read from the plan: %s", error, extra=about(job.id, job.attempt))
-            return Demand()
+            return PlannedDemands(demands={1: Demand()})
 
     def _candidate(self, job: Job, placing: "_Placing", *, is_ready: bool) -> Candidate:
         options, why_not = self.boxes.options(job)

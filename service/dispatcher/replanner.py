@@ -15,14 +15,23 @@ from windlass.actors.timeline import FOLDER
 from windlass.engine.memory_plan import reserved_nbytes
 from windlass.planner.planning import MIN_STEPS, ChangedInputs, JobPlan, PlanRequest, ReplanRequest
 from windlass.service.installation import Settings
-from windlass.service.jobs import gpus_of, job_dir, keep_plan, load_plan, load_plan_request, plan_bounds
+from windlass.service.jobs import (
+    chooses_gpus,
+    gpus_of,
+    job_dir,
+    keep_plan,
+    load_plan,
+    load_plan_request,
+    plan_bounds,
+    with_gpus,
+)
 from windlass.service.machine import measured_hardware
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step, tell_warnings
 from windlass.service.preparation.sandbox import Start, start_limited
 from windlass.service.validation import count_text
 from windlass.storage.ids import Attempt
 from windlass.storage.sql import Database, Job, JobMetrics
-from windlass.storage.sql.repositories import EventRepository, JobRepository
+from windlass.storage.sql.repositories import EventRepository, JobFields, JobRepository
 
 # First steps of an attempt that are not measured, because kernels are compiled and no transfers are in flight yet.
 _NUM_FIRST_STEPS = 2
@@ -126,10 +135,13 @@ class Replanner:
         self.drop(keep=())
         number = keep_plan(self._settings, job, plan)
         data: dict[str, Any] = {"plan_number": number}
+        fields: JobFields = {"plan_number": number}
+        if chooses_gpus(job):
+            fields["hyperparameters"] = with_gpus(job, plan.num_gpus)
         if replan.reports_step_time:
             data["step_s"] = plan.report.step_s
         with self._database.write() as session:
-            JobRepository(session).set_fields(job.id, seen=job, plan_number=number)
+            JobRepository(session).set_fields(job.id, seen=job, **fields)
             EventRepository(session).add(
                 job.id, attempt=job.attempt, message=plan.message or "", level=level, data=data
             )
@@ -156,13 +168,15 @@ class MeasuredSteps:
 
     database: Database
     settings: Settings
+    has_gpus: bool = True  # else jobs compute on the CPU
 
     def __call__(self, job: Job) -> Replan | None:
         """Returns the correction of a job's plan, or None while there is nothing to correct."""
         num_needed = _NUM_FIRST_STEPS + MIN_STEPS
         if job.plan_number or job.total_steps is None or not num_needed <= job.step < job.total_steps:
             return None
-        if gpus_of(job) > 1:  # the correction reads the spans of one GPU worker
+        # GPU workers that compute on the CPU share its cores, so their spans do not tell how fast each one is.
+        if gpus_of(job) > 1 and not self.has_gpus:
             return None
         with self.database.read() as session:
             events = EventRepository(session)
@@ -210,6 +224,7 @@ def _corrected(before: JobPlan, answer: JobPlan, attempt: int) -> JobPlan:
         arena_nbytes=answer.arena_nbytes,
         message=answer.message,
         corrected=True,
+        others=answer.others or before.others,
         from_attempt=attempt + 1 if answer.changes else None,
     )
     return plan.made_for(before.changed_inputs)
@@ -239,15 +254,21 @@ class ChangedMachine:
     """
 
     settings: Settings
+    num_devices: int = 1  # the most that a job may get whose plan chooses the number of GPUs
 
     def __call__(self, job: Job) -> Replan | None:
         """Returns the renewal of a job's plan, or None if nothing has changed or the job has no plan."""
         plan, before = load_plan(self.settings, job), load_plan_request(self.settings, job)
         if plan is None or before is None:
             return None
-        now = ChangedInputs(hardware=measured_hardware(self.settings), bounds=plan_bounds(self.settings, job))
+        bounds = plan_bounds(self.settings, job, num_devices=self.num_devices)
+        now = ChangedInputs(hardware=measured_hardware(self.settings), bounds=bounds)
         request = before.with_inputs(now)
-        if request.num_ranks != before.num_ranks:
+        if request.chooses_ranks and (request.num_ranks, True) != (before.num_ranks, before.chooses_ranks):
+            why = f"The plan may choose up to {count_text(request.num_ranks, 'GPU')} now"
+        elif request.chooses_ranks != before.chooses_ranks:
+            why = f"The job has {count_text(request.num_ranks, 'GPU')} now, and its plan does not choose them"
+        elif request.num_ranks != before.num_ranks:
             why = f"The job has {count_text(request.num_ranks, 'GPU')} now, not {before.num_ranks}"
         elif request.hardware != before.hardware:
             why = "The machine was measured again"
@@ -285,6 +306,7 @@ def _renewed(answer: JobPlan, now: ChangedInputs, attempt: int, why: str) -> Job
         report=answer.report,
         placement=answer.placement,
         arena_nbytes=answer.arena_nbytes,
+        others=answer.others,
         message=f"{why}: the job goes on by a new plan",
         corrected=False,
         from_attempt=attempt + 1,

@@ -179,8 +179,8 @@ class ServiceClient:
         """Pauses a job, or requests its runner to pause."""
         return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/pause")
 
-    def resume(self, job_id: str, *, gpus: int | None = None) -> dict[str, Any]:
-        """Queues a paused job again. `gpus`: its number of GPUs from now on; None: as before."""
+    def resume(self, job_id: str, *, gpus: int | str | None = None) -> dict[str, Any]:
+        """Queues a paused job again. `gpus`: its number of GPUs from now on, or "auto"; None: as before."""
         body = {} if gpus is None else {"json": {"windlass": {"gpus": gpus}}}
         return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/resume", **body)
 

@@ -71,7 +71,7 @@ class BoxKind:
     def bounds(self, asked: WindlassSettings) -> PlanBounds:
         """Returns the bounds of a job's plan for a box of this kind."""
         return PlanBounds(
-            num_ranks=asked.gpus,
+            num_ranks=asked.least_gpus,
             num_optimizers=self.num_optimizers,
             host_memory_nbytes=_least_nbytes(self.host_memory_gib, asked.budgets.host_memory_gib),
             device_memory_nbytes=_least_nbytes(self.gpu_memory_gib, asked.budgets.gpu_memory_gib),

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from windlass.actors.job import Pace, pace_of_metrics
 from windlass.engine.training_config import TrainingConfig
-from windlass.planner.planning import JobPlan, PlanRequest
+from windlass.planner.planning import JobPlan, PlanRequest, fewest_of_fastest
 from windlass.service.installation import Settings
-from windlass.service.jobs.spec_builder import dataset_dir, job_dir, kept_times_dir, training_config_of
+from windlass.service.jobs.spec_builder import dataset_dir, job_dir, kept_times_dir, training_config_of, with_gpus
 from windlass.service.preparation import PLAN_JOB, QUESTION_FILE
-from windlass.service.validation import model_dir
+from windlass.service.validation import count_text, model_dir
 from windlass.storage.files import sync_path, write_durably
 from windlass.storage.sql import Job, JobMetrics
+from windlass.storage.sql.repositories import JobFields
 
 _LOG = logging.getLogger(__name__)
 
@@ -81,6 +82,25 @@ def keep_plan(settings: Settings, job: Job, plan: JobPlan) -> int:
     write_durably(path, json.dumps(plan.to_json()))
     sync_path(path.parent.parent)
     return number
+
+
+def plan_for_gpus(settings: Settings, job: Job, plan: JobPlan, gpus: int) -> tuple[JobPlan, JobFields, str]:
+    """Makes the plan for a number of GPUs the one of the next attempt, for a job whose plans choose the number.
+
+    Returns the plan, the fields of the row that must be written with the attempt, and a text for the user. Another plan
+    than the current one is stored first; a crash before the row names it only makes it once more.
+    """
+    preferred, before = fewest_of_fastest(plan.step_s_by_gpus), plan.num_gpus
+    message = ""
+    if gpus != preferred:
+        message = f"Begins with {gpus} of {preferred} GPUs: it ends sooner so than if it waited for {preferred}"
+    elif gpus != before:
+        message = f"Goes on with {count_text(gpus, 'GPU')}"
+    if gpus == before:
+        return plan, {"hyperparameters": with_gpus(job, gpus)}, message
+    chosen = plan.for_gpus(gpus).model_copy(update={"message": message, "from_attempt": job.attempt + 1})
+    number = keep_plan(settings, job, chosen)
+    return chosen, {"plan_number": number, "hyperparameters": with_gpus(job, gpus)}, message
 
 
 def load_plan_request(settings: Settings, job: Job) -> PlanRequest | None:

@@ -67,6 +67,11 @@ _IN_OTHER_COLUMNS = frozenset(
 )
 
 
+# The number of GPUs in a row's `hyperparameters`, if the request says "auto". It is that of the current attempt, or of
+# the job's plan before the first one.
+_GPUS = "gpus"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineResources:
     """The cores and GPUs on which jobs run."""
@@ -80,6 +85,11 @@ class MachineResources:
     def num_devices(self) -> int:
         """The devices that jobs compute on, each with one GPU worker: the GPUs, or the CPU."""
         return self.num_gpus or self.cpu_ranks
+
+    @property
+    def most_gpus(self) -> int:
+        """The most devices that one job may have, because several GPUs of a job must be of one model."""
+        return 1 if len(self.gpu_models) > 1 else self.num_devices
 
     def why_too_many(self, gpus: int, *, cpu_ranks: int | None = None) -> str | None:
         """Returns why a job cannot have so many GPUs here, or None if it can.
@@ -141,12 +151,14 @@ class ResolvedJob:
     training: TrainingConfig
     summary: str
     warnings: tuple[str, ...]
+    gpus: int | None = None  # that the plan chose; None: the request has a number
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """The JSON object that the job's row stores; see `training_config_of`."""
+        """The JSON object that the job's row stores; see `training_config_of` and `gpus_of`."""
         values = config_json.to_json(self.training)
-        return {name: value for name, value in values.items() if name not in _IN_OTHER_COLUMNS}
+        chosen = {} if self.gpus is None else {_GPUS: self.gpus}
+        return {name: value for name, value in values.items() if name not in _IN_OTHER_COLUMNS} | chosen
 
     @property
     def total_steps(self) -> int:
@@ -202,7 +214,7 @@ def preparation_order(
             resources,
             model_dir=_model_dir(settings, job.model),
             asked=asked.windlass,
-            training=resolve_job(job, results).training,
+            training=resolve_job(job, results, num_devices=resources.most_gpus).training,
             num_validation_examples=results[PREPARE_DATA]["num_validation_examples"],
             has_gpus=alone,
         )
@@ -210,7 +222,7 @@ def preparation_order(
 
     def unplanned_spec(results: Results) -> JobSpec:
         num_validation_examples = results[PREPARE_DATA]["num_validation_examples"]
-        training = resolve_job(job, results).training
+        training = resolve_job(job, results, num_devices=resources.most_gpus).training
         return _job_spec(settings, resources, job, training, num_validation_examples, None)
 
     validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
@@ -258,7 +270,9 @@ def plan_request(
     budgets. `chooses_microbatches`: the planner chooses the fastest number of micro-batches. `has_gpus`: the planner
     has this machine's GPUs, if any, for itself.
     """
-    bounds = _bounds_elsewhere(asked) if resources is None else _bounds(settings, asked)
+    most_microbatches = training.batch_size if chooses_microbatches else training.num_microbatches
+    gpus = asked.with_most_gpus(most_gpus_of(hardware, resources), most_microbatches)
+    bounds = _bounds_elsewhere(gpus) if resources is None else _bounds(settings, gpus)
     return PlanRequest(
         model_dir=model_dir,
         hardware=hardware,
@@ -266,6 +280,7 @@ def plan_request(
         chooses_microbatches=chooses_microbatches,
         num_validation_examples=num_validation_examples,
         num_ranks=bounds.num_ranks,
+        chooses_ranks=asked.gpus == "auto",
         num_optimizers=bounds.num_optimizers,
         host_memory_nbytes=bounds.host_memory_nbytes,
         device_memory_nbytes=bounds.device_memory_nbytes,
@@ -275,13 +290,21 @@ def plan_request(
     )
 
 
-def plan_bounds(settings: Settings, job: Job) -> PlanBounds:
-    """Returns the parts of the planner's request that follow from the installation's settings and the job's."""
-    return _bounds(settings, settings_of(job).windlass)
+def plan_bounds(settings: Settings, job: Job, *, num_devices: int = 1) -> PlanBounds:
+    """Returns the parts of the planner's request that follow from the installation's settings and the job's.
+
+    `num_devices`: the most that a job with `gpus: auto` may get.
+    """
+    asked = settings_of(job).windlass
+    most_microbatches = (job.hyperparameters or {}).get("num_microbatches", num_devices)
+    bounds = _bounds(settings, asked.with_most_gpus(num_devices, most_microbatches))
+    return replace(bounds, chooses_ranks=asked.gpus == "auto")
 
 
-def resolve_job(job: Job, results: Results) -> ResolvedJob:
+def resolve_job(job: Job, results: Results, *, num_devices: int = 1) -> ResolvedJob:
     """Computes the settings that the request left open, from the results of the preparation.
+
+    `num_devices`: the most GPUs that a job with `gpus: auto` may get. Without a plan it gets one.
 
     Raises:
         PreparationError: no plan fits the machine, or the batch is too small for the GPUs or the lanes.
@@ -289,7 +312,7 @@ def resolve_job(job: Job, results: Results) -> ResolvedJob:
     plan = JobPlan.from_json(results.get(PLAN_JOB, {}))
     if plan is not None and not plan.report.feasible:
         raise does_not_fit(job, plan.report)
-    return resolve_settings(job, results)
+    return resolve_settings(job, results, num_devices=num_devices)
 
 
 def does_not_fit(job: Job, report: PlanReport, *, closest: str | None = None) -> PreparationError:
@@ -300,7 +323,7 @@ def does_not_fit(job: Job, report: PlanReport, *, closest: str | None = None) ->
     return PreparationError("does_not_fit", message, param)
 
 
-def resolve_settings(job: Job, results: Results) -> ResolvedJob:
+def resolve_settings(job: Job, results: Results, *, num_devices: int = 1) -> ResolvedJob:
     """Computes the settings as `resolve_job`, whatever the plans say.
 
     Raises PreparationError if the batch is too small for the GPUs or the lanes.
@@ -308,11 +331,14 @@ def resolve_settings(job: Job, results: Results) -> ResolvedJob:
     data, model = results[PREPARE_DATA], results[CHECK_MODEL]
     num_examples: int = data["num_examples"]
     try:
-        training = resolve(settings_of(job), num_examples)
+        training = resolve(settings_of(job), num_examples, num_devices=num_devices)
     except TooFewMicrobatchesError as error:
         raise PreparationError("invalid_value", str(error), error.param) from None
+    plan = JobPlan.from_json(results.get(PLAN_JOB, {}))
+    chosen = None if not chooses_gpus(job) else 1 if plan is None else plan.num_gpus
     return ResolvedJob(
         training=training,
+        gpus=chosen,
         summary=(
             f"{count_text(num_examples, 'training example')} with {count_text(data['num_targets'], 'token')} to learn, "
             f"{count_text(data['num_validation_examples'], 'validation example')}, "
@@ -331,7 +357,8 @@ def training_config_of(job: Job) -> TrainingConfig:
     assert job.hyperparameters is not None, f"job {job.id} is {job.status} without hyperparameters"
     assert job.total_steps is not None, f"job {job.id} is {job.status} without a number of steps"
     values = known_before_data(settings_of(job)) | {"head_slices": HeadSlices.SMALL, "numerics": 1}
-    values |= job.hyperparameters | {"total_steps": job.total_steps}
+    values |= {name: value for name, value in job.hyperparameters.items() if name != _GPUS}
+    values["total_steps"] = job.total_steps
     return with_derived(config_json.from_json(values))
 
 
@@ -359,8 +386,8 @@ def _job_spec(
 ) -> JobSpec:
     asked = settings_of(job)
     folder = job_dir(settings, job.id)
-    bounds = _bounds(settings, asked.windlass)
-    compute_threads, optimizer_threads = threads_of(settings, resources, num_ranks=bounds.num_ranks)
+    bounds, num_ranks = _bounds(settings, asked.windlass), gpus_of(job)
+    compute_threads, optimizer_threads = threads_of(settings, resources, num_ranks=num_ranks)
     if plan is not None and plan.placement is None:
         raise ValueError("the job's plan has no placement")
     return JobSpec(
@@ -375,7 +402,7 @@ def _job_spec(
         ssd_dirs=tuple(str(path) for path in settings.ssd_dirs),
         arena_dir=str(ARENA_DIR),
         training=training,
-        num_ranks=bounds.num_ranks,
+        num_ranks=num_ranks,
         num_cpu_optimizers=settings.num_cpu_optimizers,
         compute_threads=compute_threads,
         optimizer_threads=optimizer_threads,
@@ -414,8 +441,24 @@ def _model_dir(settings: Settings, model: str) -> Path:
 
 
 def gpus_of(job: Job) -> int:
-    """Returns the number of GPUs of a job."""
-    return settings_of(job).windlass.gpus
+    """Returns the number of GPUs of a job: as asked for, or of its current attempt or plan if the plan chooses."""
+    asked = settings_of(job).windlass.gpus
+    return (job.hyperparameters or {}).get(_GPUS, 1) if asked == "auto" else asked
+
+
+def most_gpus_of(hardware: Hardware, resources: MachineResources | None) -> int:
+    """Returns the most GPUs that a job may get on a machine. `resources`: None if it is another one than this."""
+    return max(1, hardware.gpus.count) if resources is None else resources.most_gpus
+
+
+def chooses_gpus(job: Job) -> bool:
+    """Returns whether a job's plan chooses its number of GPUs."""
+    return settings_of(job).windlass.gpus == "auto"
+
+
+def with_gpus(job: Job, gpus: int) -> dict[str, Any]:
+    """Returns the `hyperparameters` of the job's row with another number of GPUs, which its plan chose."""
+    return {**(job.hyperparameters or {}), _GPUS: gpus}
 
 
 def threads_of(settings: Settings, resources: MachineResources, *, num_ranks: int = 1) -> tuple[int, int]:
@@ -434,7 +477,7 @@ def threads_of(settings: Settings, resources: MachineResources, *, num_ranks: in
 
 def _bounds(settings: Settings, asked: WindlassSettings) -> PlanBounds:
     return PlanBounds(
-        num_ranks=asked.gpus,
+        num_ranks=asked.least_gpus,
         num_optimizers=settings.num_cpu_optimizers,
         host_memory_nbytes=_budget_nbytes(settings.host_memory_gib, asked.budgets.host_memory_gib),
         device_memory_nbytes=_budget_nbytes(settings.gpu_memory_gib, asked.budgets.gpu_memory_gib),
@@ -444,7 +487,7 @@ def _bounds(settings: Settings, asked: WindlassSettings) -> PlanBounds:
 def _bounds_elsewhere(asked: WindlassSettings) -> PlanBounds:
     """Returns the bounds of a job on another machine, of which only the profile is known."""
     return PlanBounds(
-        num_ranks=asked.gpus,
+        num_ranks=asked.least_gpus,
         num_optimizers=1,
         host_memory_nbytes=_budget_nbytes(asked.budgets.host_memory_gib),
         device_memory_nbytes=_budget_nbytes(asked.budgets.gpu_memory_gib),

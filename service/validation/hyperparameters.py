@@ -172,7 +172,12 @@ class WindlassSettings(_Strict):
     final_model: Annotated[FinalModel, _WORD] = _DEFAULTS["final_model"]
     evaluate_every: int | None = Field(default=None, ge=1, le=_MAX_STEPS)  # steps; null: at each epoch's end
     initialization: Annotated[Initialization, _WORD] = _DEFAULTS["initialization"]
-    gpus: int = Field(default=1, ge=1, le=MAX_GPUS)  # `lanes` and `num_microbatches` follow from it unless set
+    # `lanes` and `num_microbatches` follow from it unless set; "auto": from the most that the job may get.
+    gpus: Annotated[
+        int | Literal["auto"],
+        PlainValidator(_auto_or_int(1, MAX_GPUS)),
+        _described_as({"type": "integer", "minimum": 1, "maximum": MAX_GPUS}),
+    ] = 1
     # The name of the box that the job asks for; null: any.
     box: str | None = Field(default=None, min_length=1, max_length=64)
     budgets: Budgets = Budgets()
@@ -241,10 +246,27 @@ class WindlassSettings(_Strict):
 
     @property
     def num_lanes(self) -> int:
-        """The lanes that micro-batches are dealt to: as asked for, or one for each GPU if sums are in fp32."""
+        """The lanes that micro-batches are dealt to: as asked for, or one for each GPU if sums are in fp32.
+
+        With `gpus: auto` it is known once `with_most_gpus` has set the most that the job may get.
+        """
         if self.lanes != "auto":
             return self.lanes
-        return self.gpus if self.accumulation_precision is Precision.FP32 else 1
+        return self.least_gpus if self.accumulation_precision is Precision.FP32 else 1
+
+    @property
+    def least_gpus(self) -> int:
+        """The number of GPUs that the job needs: as asked for, or one if the plan chooses."""
+        return 1 if self.gpus == "auto" else self.gpus
+
+    def with_most_gpus(self, num_devices: int, most_microbatches: int) -> "WindlassSettings":
+        """Returns the settings with the most GPUs that the job may get in place of "auto".
+
+        `num_devices`: of the machine. `most_microbatches`: the micro-batches of a step, or the most that it may have.
+        """
+        if self.gpus != "auto":
+            return self
+        return self.model_copy(update={"gpus": max(1, min(num_devices, most_microbatches, MAX_GPUS))})
 
     @property
     def needs_validation(self) -> str | None:
@@ -274,7 +296,7 @@ class TooFewMicrobatchesError(ValueError):
 def _check_microbatches(windlass: WindlassSettings, num_microbatches: int, given: str) -> None:
     """Raises TooFewMicrobatchesError if a GPU or a lane would have none. `given`: the number's origin in words."""
     # If lanes follow from GPUs, the error is about the GPUs.
-    for name, number, each in (("gpus", windlass.gpus, "GPU"), ("lanes", windlass.num_lanes, "lane")):
+    for name, number, each in (("gpus", windlass.least_gpus, "GPU"), ("lanes", windlass.num_lanes, "lane")):
         if number > num_microbatches:
             param = f"windlass.{name}"
             raise TooFewMicrobatchesError(f"{param} is {number}, {given}: each {each} needs a micro-batch", param)
@@ -332,16 +354,20 @@ class JobSettings:
         return self.windlass.sequence_length or DEFAULT_SEQUENCE_LENGTH
 
 
-def resolve(settings: JobSettings, num_examples: int) -> TrainingConfig:
+def resolve(settings: JobSettings, num_examples: int, *, num_devices: int = 1) -> TrainingConfig:
     """Turns a request's settings into a training config, once the training data has been counted.
+
+    `num_devices`: the most GPUs that a job with `gpus: auto` may get. Its results depend on this number, and not on the
+    GPUs that it gets.
 
     Raises:
         TooFewMicrobatchesError: the batch is too small for the GPUs or the lanes.
     """
     epochs, batch_size = _epochs(settings), _batch_size(settings, num_examples)
-    windlass = settings.windlass
+    asked = settings.windlass
+    windlass = asked.with_most_gpus(num_devices, min(asked.num_microbatches or batch_size, batch_size))
     lanes = windlass.num_lanes
-    num_microbatches = windlass.num_microbatches or default_microbatches(batch_size, lanes, windlass.gpus)
+    num_microbatches = windlass.num_microbatches or default_microbatches(batch_size, lanes, windlass.least_gpus)
     num_microbatches = min(num_microbatches, batch_size)
     _check_microbatches(
         windlass,

@@ -32,7 +32,7 @@ class Optimizer:
     def __init__(self, world: SimulatedMachine, name: ActorName, states: Pool) -> None:
         self.world = world
         self.name = name
-        self._resource = Resource(world, name)
+        self._resource = Resource(world, name, world.through_memory(world.rates.optimizer_params * world.update_nbytes))
         self._slots = world.pool(f"states at {name}", states)
         self._queue: ChunkQueue[_Chunk] = ChunkQueue(
             world.shape.ordering.queues, lambda chunk: chunk.grad.key in world.host_slots

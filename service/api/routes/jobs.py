@@ -149,10 +149,10 @@ def pause_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: s
 def resume_job(
     context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str, body: ResumeJob | None = None
 ) -> JobObject:
-    """Queues a paused job again, with another number of GPUs if the body names one."""
+    """Queues a paused job again, with another number of GPUs if the body names one, or "auto"."""
     gpus = None if body is None else body.windlass.gpus
     with context.database.write() as session:
-        if gpus is not None:
+        if isinstance(gpus, int):
             job = JobRepository(session, caller.only_of).get(job_id)
             _check_gpus(context, session, gpus, node=job.node)
             _check_microbatches(job, gpus)
@@ -187,7 +187,7 @@ def restart_job(
 
 
 def _request(
-    context: Context, session: Session, caller: Caller, kind: Instruction, job_id: str, *, gpus: int | None = None
+    context: Context, session: Session, caller: Caller, kind: Instruction, job_id: str, *, gpus: int | str | None = None
 ) -> Job:
     """Requests something of a job, also if another box works on it."""
     here = node_of(context.settings.home)
@@ -387,7 +387,7 @@ def _new_job(context: Context, caller: Caller, body: CreateJob, idempotency_key:
     with context.database.read() as session:
         check_priority(session, context.settings, caller, settings.windlass.priority)
         node = _check_box(context, session, settings.windlass.box)
-        _check_gpus(context, session, settings.windlass.gpus, node=node)
+        _check_gpus(context, session, settings.windlass.least_gpus, node=node)
         visible = is_visible(session, caller, body.model)
         if visible:
             check_may_build_on(session, caller, body.model)

@@ -20,7 +20,7 @@ from windlass.service.api import CallerDep, ContextDep, is_visible, model_hint
 from windlass.service.api.middleware import BusyError
 from windlass.service.api.schemas import JobPlanObject, PlanObject, TraceObject
 from windlass.service.installation import Settings, check_is_here
-from windlass.service.jobs import MachineResources, job_dir, plan_request, plans_of, view_of
+from windlass.service.jobs import MachineResources, job_dir, most_gpus_of, plan_request, plans_of, view_of
 from windlass.service.machine import check_gpus, measured_hardware
 from windlass.service.preparation import (
     PLAN_JOB,
@@ -86,7 +86,7 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
             param="windlass.sequence_length",
             code="invalid_value",
         )
-    check_gpus(settings, asked.gpus, other=body.hardware)
+    check_gpus(settings, asked.least_gpus, other=body.hardware)
     hardware = body.hardware or measured_hardware(settings)
     if hardware is None:
         raise ApiError(
@@ -94,13 +94,14 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
             param="hardware",
             code="not_measured",
         )
+    resources = MachineResources.here(settings) if body.hardware is None else None
     request = plan_request(
         settings,
         hardware,
-        MachineResources.here(settings) if body.hardware is None else None,
+        resources,
         model_dir=_folder(settings, body.model),
         asked=asked,
-        training=_training(body, sequence_length),
+        training=_training(body, sequence_length, most_gpus_of(hardware, resources)),
         num_validation_examples=body.num_validation_examples,
     )
     try:
@@ -165,14 +166,19 @@ def _correction_of(plan: JobPlan | None) -> dict[str, Any]:
     return {"corrected": plan.corrected, "told": plan.message, "from_attempt": plan.from_attempt}
 
 
-def _training(body: CreatePlan, sequence_length: int) -> TrainingConfig:
-    """Returns the training config of the planned job. Raises the ApiError that a request for the job would get."""
+def _training(body: CreatePlan, sequence_length: int, num_devices: int) -> TrainingConfig:
+    """Returns the training config of the planned job. Raises the ApiError that a request for the job would get.
+
+    `num_devices`: the most GPUs that the job may get.
+    """
+    asked = body.windlass
+    asked = asked.with_most_gpus(num_devices, min(asked.num_microbatches or body.batch_size, body.batch_size))
     try:
         return hypothetical_config(
-            body.windlass,
+            asked,
             batch_size=body.batch_size,
-            num_microbatches=body.windlass.num_microbatches
-            or default_microbatches(body.batch_size, body.windlass.num_lanes, body.windlass.gpus),
+            num_microbatches=asked.num_microbatches
+            or default_microbatches(body.batch_size, asked.num_lanes, asked.least_gpus),
             sequence_length=sequence_length,
         )
     except TooFewMicrobatchesError as error:

@@ -87,7 +87,7 @@ class Method(_Request):
 class ResumeSettings(_Request):
     """The settings of a paused job that its resumption may change. The results do not depend on them."""
 
-    gpus: int | None = Field(default=None, ge=1, le=MAX_GPUS)  # None: as before
+    gpus: Annotated[int, Field(ge=1, le=MAX_GPUS)] | Literal["auto"] | None = None  # None: as before
 
 
 class ResumeJob(_Request):

@@ -6,12 +6,16 @@ from windlass.service.dispatcher.placement.capacity import DEVICES as DEVICES
 from windlass.service.dispatcher.placement.capacity import HOST_MEMORY as HOST_MEMORY
 from windlass.service.dispatcher.placement.capacity import Demand as Demand
 from windlass.service.dispatcher.placement.capacity import MachineCapacity as MachineCapacity
+from windlass.service.dispatcher.placement.capacity import PlannedDemands as PlannedDemands
 from windlass.service.dispatcher.placement.capacity import SsdSpace as SsdSpace
 from windlass.service.dispatcher.placement.capacity import demand_of as demand_of
+from windlass.service.dispatcher.placement.capacity import demands_of as demands_of
 from windlass.service.dispatcher.placement.capacity import read_capacity as read_capacity
 from windlass.service.dispatcher.placement.fleet import Fleet as Fleet
 from windlass.service.dispatcher.placement.fleet import JoinedBox as JoinedBox
 from windlass.service.dispatcher.placement.fleet import kind_of as kind_of
+from windlass.service.dispatcher.placement.gpu_numbers import GpuOption as GpuOption
+from windlass.service.dispatcher.placement.gpu_numbers import place_with_gpus as place_with_gpus
 from windlass.service.dispatcher.placement.handing_over import hand_over as hand_over
 from windlass.service.dispatcher.placement.handing_over import take_back as take_back
 from windlass.service.dispatcher.placement.placement_policy import BoxState as BoxState

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from windlass.actors.job import disk_of
 from windlass.amounts import GIB
-from windlass.planner.planning import JobPlan
+from windlass.planner.planning import JobPlan, fewest_of_fastest
 from windlass.service.dispatcher.placement.queue_policy import Amounts
 from windlass.service.installation import Settings
 from windlass.service.jobs import ARENA_DIR, MachineResources
@@ -114,6 +114,33 @@ def demand_of(plan: JobPlan | None, *, num_devices: int = 1, budget_nbytes: int 
         buffers_nbytes=plan.arena_nbytes or 0,
         ssd_nbytes=peaks.get("ssd", 0),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedDemands:
+    """The demands of a job by its plan: one, or one for each number of GPUs if the plan chose the number."""
+
+    demands: Mapping[int, Demand]  # by number of GPUs
+    step_s: Mapping[int, float] = field(default_factory=dict)  # predicted, by number; empty if the number is fixed
+    preferred: int = 1
+
+    def of(self, gpus: int) -> Demand:
+        """Returns the demand with this number of GPUs, or with the preferred one if there is no plan for it."""
+        return self.demands.get(gpus, self.demands[self.preferred])
+
+
+def demands_of(
+    plan: JobPlan | None, *, num_devices: int, chooses: bool, budget_nbytes: int | None, is_cpu: bool
+) -> PlannedDemands:
+    """Returns the demands of a job. `chooses`: its plan chooses the number of GPUs; else it has `num_devices`."""
+    if plan is None or not chooses or not (step_s := plan.step_s_by_gpus):
+        demand = demand_of(plan, num_devices=num_devices, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
+        return PlannedDemands(demands={num_devices: demand}, preferred=num_devices)
+    demands = {
+        number: demand_of(plan.for_gpus(number), num_devices=number, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
+        for number in step_s
+    }
+    return PlannedDemands(demands=demands, step_s=step_s, preferred=fewest_of_fastest(step_s))
 
 
 def read_capacity(settings: Settings) -> MachineCapacity:

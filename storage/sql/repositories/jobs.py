@@ -257,10 +257,10 @@ class JobRepository:
         message = "Pausing: the runner ends its attempt after its step"
         return self.transition(job_id, job.status, JobStatus.PAUSING, message=message)
 
-    def request_resume(self, job_id: str, *, gpus: int | None = None) -> Job:
+    def request_resume(self, job_id: str, *, gpus: int | str | None = None) -> Job:
         """Resumes a paused job, which is prepared first if it was not. For a pausing job, withdraws the pause.
 
-        `gpus`: the job's number of GPUs from now on; None: as before.
+        `gpus`: the job's number of GPUs from now on; "auto": its plan chooses; None: as before.
 
         Raises IllegalTransition if the job is finished. Raises StatusConflict if it is neither paused nor pausing, or
         its cancellation was requested. A job that is still pausing cannot change its GPUs.
@@ -279,7 +279,8 @@ class JobRepository:
         if not changes:
             return self.transition(job_id, job.status, target, message="Resumed", num_lost=0)
         windlass = {**job.windlass, "gpus": gpus}
-        message = f"Resumed with {gpus} GPUs" if gpus != 1 else "Resumed with one GPU"
+        words = {1: "one GPU", "auto": "the number of GPUs that its plan chooses"}
+        message = f"Resumed with {words.get(gpus, f'{gpus} GPUs')}"
         return self.transition(job_id, job.status, target, message=message, num_lost=0, windlass=windlass)
 
     def transition(

@@ -163,7 +163,7 @@ class MirrorRepository:
         return self._changes(update(Job).where(Job.id == job_id, Job.attempt == 0).values(values)) == 1
 
     def request(
-        self, kind: Instruction, job_id: str, *, here: str, only_of: str | None = None, gpus: int | None = None
+        self, kind: Instruction, job_id: str, *, here: str, only_of: str | None = None, gpus: int | str | None = None
     ) -> Job:
         """Cancels, pauses or resumes a job, wherever it is worked on. Returns its row.
 

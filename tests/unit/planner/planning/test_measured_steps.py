@@ -26,9 +26,13 @@ def computing(kind: SpanKind, block: int, start_s: float, end_s: float) -> WorkS
     return span(kind, COMPUTE, start_s, end_s, block=block, chunk=WHOLE_BLOCK)
 
 
-def measured(*spans: WorkSpan, shares_cores: bool = False, read_to_write: float = 1.0) -> MeasuredStep:
+def measured(
+    *spans: WorkSpan, shares_cores: bool = False, read_to_write: float = 1.0, microbatches: tuple[int, ...] = (1,)
+) -> MeasuredStep:
     told = StepSpans(step=STEP, start_s=100.0, end_s=110.0, summary={}, spans=spans)
-    return measured_step(told, LAYOUT, shares_cores=shares_cores, read_to_write=read_to_write)
+    return measured_step(
+        told, LAYOUT, shares_cores=shares_cores, read_to_write=read_to_write, microbatches=microbatches
+    )
 
 
 def test_operations_count_for_their_blocks_without_what_they_waited_for() -> None:
@@ -47,6 +51,35 @@ def test_operations_count_for_their_blocks_without_what_they_waited_for() -> Non
     assert found.period_s == 10.0
     assert found.forward_s == {0: 1.0, 1: 3.5, 2: 1.0}
     assert found.backward_s == {1: 3.0, 0: 1.0}
+
+
+def test_the_slowest_of_several_gpus_gives_the_times_of_blocks() -> None:
+    def of_second(kind: SpanKind, start_s: float, end_s: float) -> WorkSpan:
+        return span(kind, "gpu-1/compute", start_s, end_s, chunk=WHOLE_BLOCK)
+
+    spans = (
+        computing(SpanKind.FORWARD, 1, 100, 102),
+        computing(SpanKind.BACKWARD, 1, 103, 106),
+        of_second(SpanKind.FORWARD, 100, 101.5),
+        span(SpanKind.WAIT_GRAD_BUFFER, "gpu-1/compute", 101.5, 106),  # for the first one's sum
+        of_second(SpanKind.BACKWARD, 106, 108.5),
+    )
+    # The second computes one micro-batch in 4 s, and the first one two in 5 s.
+    found = measured(*spans, microbatches=(2, 1))
+    assert (found.forward_s, found.backward_s) == ({1: 3.0}, {1: 5.0})
+    assert measured(*spans, microbatches=(1, 1)).forward_s == {1: 2.0}
+    # A third GPU has no group of micro-batches.
+    assert measured(*spans, microbatches=(1, 1, 0)).forward_s == {1: 2.0}
+
+
+def test_the_slowest_of_several_links_gives_the_rate() -> None:
+    found = measured(
+        span(SpanKind.COPY_PARAMS_IN, TO_DEVICE, 100, 101, nbytes=50),
+        span(SpanKind.COPY_PARAMS_IN, "gpu-1/h2d", 100, 102, nbytes=50),
+        span(SpanKind.COPY_PARTIAL_OUT, FROM_DEVICE, 103, 104, nbytes=40),
+        span(SpanKind.COPY_GRAD_OUT, "gpu-1/d2h", 103, 103.5, nbytes=40),
+    )
+    assert found.done == {"h2d_bytes": WorkDone(amount=50, busy_s=2.0), "d2h_bytes": WorkDone(amount=40, busy_s=1.0)}
 
 
 def test_a_link_that_waits_is_not_a_slow_one() -> None:

@@ -27,17 +27,25 @@ def machine(*, ssd_gb_per_s: float = 8.0, tflops: float = 20.0, host_gib: float 
     )
 
 
-def question(hardware: Hardware, *, host_mib: float) -> PlanQuestion:
+def question(hardware: Hardware, *, host_mib: float, num_ranks: int = 1) -> PlanQuestion:
     return PlanQuestion(
         config=config_of_shape(SHAPE, num_tokens=NUM_TOKENS),
         hardware=hardware,
-        training=TrainingConfig(batch_size=8, sequence_length=NUM_TOKENS, clip_norm=None, total_steps=1),
+        training=TrainingConfig(
+            batch_size=8, num_microbatches=num_ranks, sequence_length=NUM_TOKENS, clip_norm=None, total_steps=1
+        ),
+        num_ranks=num_ranks,
         host_memory_nbytes=int(host_mib * 2**20),
     )
 
 
 def run(
-    asked: PlanQuestion, real: Hardware, *, num_steps_left: int = 1000, restart_s: float = 10.0
+    asked: PlanQuestion,
+    real: Hardware,
+    *,
+    num_steps_left: int = 1000,
+    restart_s: float = 10.0,
+    other_numbers: tuple[int, ...] = (),
 ) -> tuple[Planned, CorrectedPlan]:
     """Plans for one machine, and replans from the simulated steps of another."""
     planned = answer(asked)
@@ -62,8 +70,12 @@ def run(
         restart_s=restart_s,
     )
     profiles = Profiles(asked)
-    steps = [measured_step(each, profiles.layout, shares_cores=is_cpu, read_to_write=1.0) for each in simulated.steps]
-    return planned, correct(asked, profiles, running, steps)
+    microbatches = solution.costs.microbatches_of_ranks
+    steps = [
+        measured_step(each, profiles.layout, shares_cores=is_cpu, read_to_write=1.0, microbatches=microbatches)
+        for each in simulated.steps
+    ]
+    return planned, correct(asked, profiles, running, steps, other_numbers=other_numbers)
 
 
 @pytest.mark.long
@@ -133,3 +145,22 @@ def test_a_device_that_computes_slower_than_said_is_given_less_to_compute_again(
     assert report.busy_s is not None
     assert planned.report.busy_s is not None
     assert report.busy_s["compute"] > 4 * planned.report.busy_s["compute"]
+
+
+@pytest.mark.long
+def test_plan_of_several_gpus_is_corrected_with_those_for_other_numbers() -> None:
+    real = machine(gpus=2, ssd_gb_per_s=0.4)
+    asked = question(machine(gpus=2), host_mib=1600, num_ranks=2)
+    planned, corrected = run(asked, real, other_numbers=(1,))
+    assert "each SSD reads" in corrected.in_words
+    assert planned.report.step_s is not None
+    assert corrected.planned.report.step_s is not None
+    assert corrected.planned.report.choices is not None
+    assert corrected.planned.report.choices["gpus"] == 2
+    as_real = question(real, host_mib=1600, num_ranks=2)
+    assert corrected.planned.report.bound_s == pytest.approx(best_plan(as_real, Profiles(as_real))[1].step_s, rel=0.15)
+    (alone,) = corrected.others
+    assert alone.report.choices is not None
+    assert alone.report.choices["gpus"] == 1
+    as_real = question(real, host_mib=1600).changed(num_microbatches=2)
+    assert alone.report.bound_s == pytest.approx(best_plan(as_real, Profiles(as_real))[1].step_s, rel=0.15)

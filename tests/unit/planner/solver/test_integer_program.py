@@ -1,7 +1,6 @@
 """The integer program, compared with an exhaustive search."""
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 
 from tests.support.examples import examples
 from windlass.planner.solver.integer_program import (
+    SPARE_WEIGHT,
     Assignment,
     BlockGroup,
     Bound,
@@ -191,8 +191,37 @@ def test_the_step_is_the_largest_bound() -> None:
     )
     found = solve(program)
     assert found == Assignment(counts=((1, 1),), moved_nbytes=0.0)
-    assert outcome_of(program, found) == Outcome(step_s=4.5, seconds=(4.5, 2.0), nbytes=(5.0,))
-    assert math.isclose(outcome_of(program, found).cost, 4.5 + 1e-4 * 6.5)
+    outcome = outcome_of(program, found)
+    assert outcome == Outcome(step_s=4.5, seconds=(4.5, 2.0), nbytes=(5.0,), cost=4.5 + 6.5 * SPARE_WEIGHT)
+
+
+def test_rare_bound_limits_the_step_and_its_part_counts_nowhere_else() -> None:
+    """The second option moves more through a resource that no other bound counts."""
+
+    def program(rate: float) -> Program:
+        return Program(
+            blocks=(
+                BlockGroup(
+                    count=1,
+                    options=(
+                        Option(seconds=(2.0, 1.0 / rate), nbytes=(0.0,)),
+                        Option(seconds=(1.0, 3.0 / rate), nbytes=(0.0,)),
+                    ),
+                ),
+            ),
+            seconds=(0.0, 0.0),
+            nbytes=(0.0,),
+            limits=(1.0,),
+            bounds=(Bound(weights=(1.0, 0.0)), Bound(weights=(0.0, 1.0), is_rare=True)),
+            uncounted_parts=(1,),
+        )
+
+    for rate, expected, step_s, counted_s in ((10.0, (0, 1), 1.0, 1.0), (1.0, (1, 0), 2.0, 2.0)):
+        found = solve(program(rate))
+        assert found is not None
+        assert found.counts == (expected,)
+        outcome = outcome_of(program(rate), found)
+        assert (outcome.step_s, outcome.cost) == (step_s, step_s + SPARE_WEIGHT * counted_s)
 
 
 def test_a_buffer_takes_what_goes_there_until_it_is_full() -> None:

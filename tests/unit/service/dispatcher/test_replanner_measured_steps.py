@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +178,20 @@ def test_a_job_without_a_plan_is_left_alone(stage: Stage) -> None:
     assert stage.status(job_id) is JobStatus.RUNNING
 
 
-def test_plan_for_several_gpus_is_not_corrected_and_its_steps_are_not_read(
+def test_plan_for_several_gpus_is_corrected(tmp_path: Path, database: Database) -> None:
+    stage = Stage(tmp_path / "home", database, num_gpus=3)
+    _, journal = planned_job(stage, gpus=2, num_microbatches=2)
+    train(stage, journal, 1, 2, 3, 4, 5)
+    (planner,) = stage.planners
+    assert planner.request.running is not None
+
+
+def test_plan_for_several_devices_of_a_cpu_is_not_corrected_and_its_steps_are_not_read(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage, reads = Stage(tmp_path / "home", database, num_gpus=3), list[str]()
+    stage, reads = Stage(tmp_path / "home", database), list[str]()
+    stage._resources = replace(stage._resources, cpu_ranks=3)
+    stage.new_dispatcher()
     first_metrics = EventRepository.first_metrics
 
     def recorded(events: EventRepository, job_id: str, *args: Any, **options: Any) -> Any:

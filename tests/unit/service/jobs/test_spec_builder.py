@@ -412,7 +412,7 @@ def test_plan_question_has_the_request_s_values(tmp_path: Path) -> None:
     request = replace(without_data(request_of(tmp_path, windlass_settings())), chooses_microbatches=True, **numbers)
     question = question_of(request, CONFIG)
     shared = {field.name for field in fields(PlanQuestion)} & REQUEST_FIELDS
-    assert shared == {*numbers, "hardware", "training", "chooses_microbatches"}
+    assert shared == {*numbers, "hardware", "training", "chooses_microbatches", "chooses_ranks"}
     assert all(getattr(question, name) == getattr(request, name) for name in shared)
 
 

@@ -1,0 +1,117 @@
+"""Chooses the number of GPUs of a job that leaves it open: plans each number, and compares the predicted steps."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from windlass.planner.planning.planner import Planned, PlanQuestion, Profiles, answer, fastest_plan, planned
+from windlass.planner.planning.report import PlanReport
+from windlass.planner.solver import DoesNotFitError, PlannedJob, Solution
+
+# Step times that differ by at most this share count as equal.
+EQUAL_SHARE = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenGpus:
+    """The plan for the chosen number of GPUs, and those for the other numbers with which the job fits."""
+
+    planned: Planned
+    others: tuple[Planned, ...] = ()
+
+
+def fewest_of_fastest(step_s: Mapping[int, float]) -> int:
+    """Returns the fastest number of GPUs; of numbers that are equal within `EQUAL_SHARE`, the fewest.
+
+    `step_s`: predicted step time by number, of one number at least.
+    """
+    least_s = min(step_s.values())
+    return min(number for number, seconds in step_s.items() if seconds <= (1 + EQUAL_SHARE) * least_s)
+
+
+def numbers_of_gpus(most: int, num_microbatches: int | None) -> Iterator[int]:
+    """Yields the numbers up to `most` that are worth a plan.
+
+    With a known number of micro-batches, a number is left out if each of its GPUs computes as many as with fewer GPUs.
+    """
+    for number in range(1, most + 1):
+        if num_microbatches is None or _largest_share(num_microbatches, number) < _largest_share(
+            num_microbatches, number - 1
+        ):
+            yield number
+
+
+def _largest_share(num_microbatches: int, number: int) -> float:
+    """Returns the most micro-batches that one of so many GPUs computes."""
+    return math.ceil(num_microbatches / number) if number else math.inf
+
+
+def choose_gpus(question: PlanQuestion) -> ChosenGpus:
+    """Plans a job for 1 to `question.num_ranks` GPUs, and chooses the number of `fewest_of_fastest`.
+
+    If the job fits with none, the report is that for one GPU.
+    """
+    profiles, training = Profiles(question), question.training
+    num_microbatches = None if question.chooses_microbatches else training.num_microbatches
+    found = dict[int, _Found]()
+    for number in numbers_of_gpus(question.num_ranks, num_microbatches):
+        with contextlib.suppress(DoesNotFitError):
+            found[number] = _find(replace(question, num_ranks=number, chooses_ranks=False), profiles)
+    if not found:
+        return ChosenGpus(planned=answer(replace(question, num_ranks=1, chooses_ranks=False)))
+    plans = {number: each.planned(profiles, advises=False) for number, each in found.items()}
+    step_s = {number: plan.report.step_s or math.inf for number, plan in plans.items()}
+    rates = {number: plan.report.tokens_per_s or 0.0 for number, plan in plans.items()}
+    chosen = fewest_of_fastest(step_s)
+    best = found[chosen].planned(profiles, advises=True)
+    told = in_words(chosen, rates, most=question.num_ranks)
+    best = replace(best, report=_with_reason(best.report, told))
+    return ChosenGpus(planned=best, others=tuple(plan for number, plan in plans.items() if number != chosen))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """The fastest plan for a number of GPUs."""
+
+    question: PlanQuestion  # with that number
+    job: PlannedJob
+    solution: Solution
+    step_s: float | None
+
+    def planned(self, profiles: Profiles, *, advises: bool) -> Planned:
+        return planned(self.question, self.job, self.solution, profiles, step_s=self.step_s, advises=advises)
+
+
+def _find(question: PlanQuestion, profiles: Profiles) -> _Found:
+    job, solution, step_s = fastest_plan(question, profiles)
+    return _Found(question=question, job=job, solution=solution, step_s=step_s)
+
+
+def in_words(chosen: int, rates: Mapping[int, float], *, most: int) -> str:
+    """Tells why a number was chosen: "4 GPUs: 1.9x of one; with 2 it would be 1.6x".
+
+    `rates`: tokens per second by number, of those with which the job fits.
+    """
+    if most == 1:
+        return "one GPU, because the job can have no more here"
+    first = min(rates)
+    others = [
+        f"with {number} it would be {_times(rates, number, first)}" for number in rates if number not in (first, chosen)
+    ]
+    if chosen != first:
+        fits = [] if first == 1 else [f"the job does not fit with fewer than {first}"]
+        told = f"{chosen} GPUs: {_times(rates, chosen, first)} of {'one' if first == 1 else first}"
+        return "; ".join((told, *others, *fits))
+    if chosen == 1:
+        return "; ".join(("one GPU, because more would not be faster", *others))
+    return "; ".join((f"{chosen} GPUs: the job does not fit with fewer, and more would not be faster", *others))
+
+
+def _times(rates: Mapping[int, float], number: int, first: int) -> str:
+    return f"{rates[number] / rates[first]:.2g}x"
+
+
+def _with_reason(report: PlanReport, told: str) -> PlanReport:
+    bound, *others = report.reasons
+    return replace(report, reasons=(bound, told, *others))

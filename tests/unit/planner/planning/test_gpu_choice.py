@@ -1,0 +1,113 @@
+"""The choice of a number of GPUs by the plans for each."""
+
+import json
+from typing import Any
+
+import pytest
+
+from windlass.amounts import GIB
+from windlass.engine.training_config.training_config import TrainingConfig
+from windlass.planner.hardware.hardware import Hardware, example_machines
+from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.hardware.yaml_files import load
+from windlass.planner.planning.feasibility import with_part
+from windlass.planner.planning.gpu_choice import choose_gpus, fewest_of_fastest, in_words, numbers_of_gpus
+from windlass.planner.planning.job_plan import ChangedInputs, JobPlan, PlanBounds
+from windlass.planner.planning.planner import PlanQuestion
+from windlass.planner.planning.report import PlanReport
+from windlass.planner.profiling.model_profiler import config_of_shape
+
+MACHINE = load(Hardware, example_machines()["rtx4090-server"])
+SHAPE = ModelShape(num_layers=4, hidden_size=512, num_heads=4, vocab_size=1000)
+
+
+def question(*, num_ranks: int, **gpus: Any) -> PlanQuestion:
+    training = TrainingConfig(batch_size=8, num_microbatches=4, sequence_length=256, total_steps=1)
+    hardware = with_part(MACHINE, gpus=with_part(MACHINE.gpus, count=4, **gpus))
+    config = config_of_shape(SHAPE, num_tokens=256)
+    return PlanQuestion(config=config, hardware=hardware, training=training, num_ranks=num_ranks, chooses_ranks=True)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "expected"),
+    [
+        ({1: 10.0}, 1),
+        ({1: 10.0, 2: 6.0, 4: 4.0}, 4),
+        ({1: 10.0, 2: 6.0, 4: 5.9}, 2),  # equal within 2 %
+        ({1: 10.0, 2: 9.99}, 1),
+        ({2: 6.0, 3: 7.0}, 2),
+    ],
+)
+def test_fewest_of_the_fastest_numbers_is_chosen(step_s: dict[int, float], expected: int) -> None:
+    assert fewest_of_fastest(step_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("most", "num_microbatches", "expected"),
+    [
+        (4, None, [1, 2, 3, 4]),
+        (4, 4, [1, 2, 4]),  # three GPUs are as fast as two: one of them computes two micro-batches
+        (8, 8, [1, 2, 3, 4, 8]),
+        (3, 3, [1, 2, 3]),
+        (1, 8, [1]),
+    ],
+)
+def test_numbers_with_less_work_for_each_gpu_are_planned(
+    most: int, num_microbatches: int | None, expected: list[int]
+) -> None:
+    assert list(numbers_of_gpus(most, num_microbatches)) == expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rates", "most", "expected"),
+    [
+        (4, {1: 10.0, 2: 16.0, 4: 19.0}, 4, "4 GPUs: 1.9x of one; with 2 it would be 1.6x"),
+        (1, {1: 10.0, 2: 10.1}, 2, "one GPU, because more would not be faster; with 2 it would be 1x"),
+        (1, {1: 10.0}, 1, "one GPU, because the job can have no more here"),
+        (4, {2: 16.0, 4: 24.0}, 4, "4 GPUs: 1.5x of 2; the job does not fit with fewer than 2"),
+        (2, {2: 16.0}, 4, "2 GPUs: the job does not fit with fewer, and more would not be faster"),
+    ],
+)
+def test_the_choice_is_told_with_what_other_numbers_would_give(
+    chosen: int, rates: dict[int, float], most: int, expected: str
+) -> None:
+    assert in_words(chosen, rates, most=most) == expected
+
+
+def test_chosen_gpus_have_the_fastest_plan_and_the_others_are_kept() -> None:
+    found = choose_gpus(question(num_ranks=2, tflops=0.5))
+    plans = {plan.report.choices["gpus"]: plan.report for plan in (found.planned, *found.others) if plan.report.choices}
+    step_s = {number: report.step_s for number, report in plans.items() if report.step_s is not None}
+    assert found.planned.report is plans[2]
+    assert step_s[2] < 0.6 * step_s[1]
+    assert found.planned.report.reasons[1] == "2 GPUs: 1.8x of one"
+
+
+@pytest.mark.long
+def test_job_that_fits_with_no_number_is_reported_for_one() -> None:
+    found = choose_gpus(question(num_ranks=2, memory_gib=0.61))
+    assert not found.planned.report.feasible
+    assert found.others == ()
+
+
+def plan_for(gpus: int, step_s: float) -> JobPlan:
+    report = PlanReport(feasible=True, reasons=(), step_s=step_s, choices={"gpus": gpus})
+    return JobPlan(report=report, arena_nbytes=gpus * GIB)
+
+
+def test_a_plan_for_another_number_is_among_the_others_until_it_is_taken() -> None:
+    bounds = PlanBounds(
+        num_ranks=4, chooses_ranks=True, num_optimizers=1, host_memory_nbytes=None, device_memory_nbytes=None
+    )
+    plan = plan_for(4, 1.0).model_copy(update={"others": (plan_for(1, 3.0), plan_for(2, 1.8))})
+    plan = plan.made_for(ChangedInputs(hardware=MACHINE, bounds=bounds))
+    two = plan.for_gpus(2)
+    assert (two.num_gpus, two.arena_nbytes, two.changed_inputs) == (2, 2 * GIB, plan.changed_inputs)
+    assert two.step_s_by_gpus == plan.step_s_by_gpus == {4: 1.0, 1: 3.0, 2: 1.8}
+    stored = JobPlan.from_json(json.loads(json.dumps(two.to_json())))
+    assert stored is not None
+    assert stored.for_gpus(4).arena_nbytes == 4 * GIB
+    assert stored.for_gpus(2) == stored
+    assert all(other.others == () for other in stored.for_gpus(4).others)
+    with pytest.raises(KeyError):
+        plan.for_gpus(3)

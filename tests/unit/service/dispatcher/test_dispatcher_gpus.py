@@ -1,0 +1,245 @@
+"""Jobs whose plans choose the number of GPUs, from their preparation to their attempts."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.service.dispatcher_stage import PREPARED, Stage
+from windlass.actors.scheduler.scheduler import PAUSED
+from windlass.amounts import GIB
+from windlass.engine.memory_plan.plan import Placement
+from windlass.planner.hardware.hardware import Hardware
+from windlass.planner.planning.job_plan import JobPlan
+from windlass.planner.planning.report import PlanReport
+from windlass.service.dispatcher import replanner
+from windlass.service.jobs.plan_files import load_plan
+from windlass.service.jobs.spec_builder import MachineResources, job_dir, plan_request, resolve_job
+from windlass.service.preparation.steps import PLAN_JOB, QUESTION_FILE
+from windlass.service.validation.hyperparameters import WindlassSettings
+from windlass.storage.sql.database import Database
+from windlass.storage.sql.job_status import JobStatus
+from windlass.storage.sql.repositories.jobs import JobRepository
+
+STEP_S = {1: 70.0, 2: 40.0, 4: 20.0}  # of the plans, by number of GPUs
+
+
+@pytest.fixture
+def four_gpus(tmp_path: Path, database: Database) -> Stage:
+    return Stage(tmp_path / "home", database, num_gpus=4)
+
+
+def plan_for(gpus: int, step_s: float) -> JobPlan:
+    report = PlanReport(feasible=True, reasons=(), step_s=step_s, choices={"gpus": gpus}, peak_gib={"host": gpus})
+    return JobPlan(report=report, placement=Placement(num_cached_params=gpus), arena_nbytes=gpus * GIB)
+
+
+def planned(step_s: Mapping[int, float] = STEP_S) -> Mapping[str, dict[str, Any]]:
+    """The results of a preparation with plans for these numbers; the last one is chosen."""
+    *others, chosen = (plan_for(gpus, seconds) for gpus, seconds in step_s.items())
+    plan = chosen.model_copy(update={"others": tuple(others)})
+    return {**PREPARED, PLAN_JOB: {"ok": True, **plan.to_json()}}
+
+
+def started(stage: Stage) -> list[tuple[str, int]]:
+    """The jobs of all attempts and their GPUs. Each attempt's placement is that of the plan for its number."""
+    for spec in stage.runners.started:
+        assert spec.placement.num_cached_params in (spec.num_ranks, None)
+    return [(spec.job, spec.num_ranks) for spec in stage.runners.started]
+
+
+def gpus(stage: Stage, job_id: str) -> int | None:
+    return (stage.job(job_id).hyperparameters or {}).get("gpus")
+
+
+def running_on(stage: Stage, num_gpus: int, ends_in_s: float | None) -> str:
+    job_id = stage.queue(gpus=num_gpus)
+    stage.tick()
+    finish = None if ends_in_s is None else time.time() + ends_in_s
+    with stage.database.write() as session:
+        JobRepository(session).set_fields(job_id, seen=stage.job(job_id), estimated_finish=finish)
+    return job_id
+
+
+def pause(stage: Stage, job_id: str) -> None:
+    attempt = stage.job(job_id).attempt
+    stage.request_pause(job_id)
+    journal = stage.journal(job_id, attempt)
+    journal.append_outcome(PAUSED, "The attempt ended after a commit")
+    journal.close()
+    stage.tick()
+    stage.end_runner(job_id, attempt)
+    stage.tick()
+    assert stage.status(job_id) is JobStatus.PAUSED
+
+
+def test_job_gets_the_gpus_that_its_plan_chose_and_defaults_of_the_whole_box(four_gpus: Stage) -> None:
+    job_id = four_gpus.queue(gpus="auto", prepared=planned({1: 70.0, 4: 35.0, 2: 35.0}))
+    assert started(four_gpus) == [(job_id, 2)]
+    assert gpus(four_gpus, job_id) == 2
+    assert four_gpus.job(job_id).windlass["gpus"] == "auto"
+    (spec,) = four_gpus.runners.started
+    assert (spec.training.lanes, spec.training.num_microbatches) == (4, 4)
+
+
+def test_job_without_a_plan_gets_one_gpu(four_gpus: Stage) -> None:
+    job_id = four_gpus.queue(gpus="auto")
+    assert started(four_gpus) == [(job_id, 1)]
+    assert four_gpus.runners.started[0].training.lanes == 4
+
+
+@pytest.mark.parametrize(("ends_in_s", "expected"), [(10.0, None), (10_000.0, 2), (None, 2)])
+def test_job_begins_with_fewer_gpus_if_it_ends_sooner_so(
+    four_gpus: Stage, ends_in_s: float | None, expected: int | None
+) -> None:
+    other = running_on(four_gpus, 2, ends_in_s)
+    job_id = four_gpus.queue(gpus="auto", prepared=planned())
+    four_gpus.tick()
+    if expected is None:
+        assert four_gpus.job(job_id).waiting_reason == f"needs 4 GPUs; 2 are free beside job {other}"
+        assert gpus(four_gpus, job_id) == 4
+        return
+    assert started(four_gpus) == [(other, 2), (job_id, 2)]
+    assert gpus(four_gpus, job_id) == 2
+    plan = load_plan(four_gpus.settings, four_gpus.job(job_id))
+    assert plan is not None
+    assert (plan.num_gpus, plan.from_attempt, plan.step_s_by_gpus) == (2, 1, STEP_S)
+    told = "Begins with 2 of 4 GPUs: it ends sooner so than if it waited for 4"
+    assert plan.message == told
+    assert told in four_gpus.messages(job_id)
+    finish = four_gpus.job(job_id).estimated_finish
+    assert finish is not None
+    assert finish - time.time() == pytest.approx(4 * STEP_S[2], abs=5)
+
+
+def test_job_with_a_fixed_number_waits_though_fewer_are_free(four_gpus: Stage) -> None:
+    running_on(four_gpus, 2, None)
+    job_id = four_gpus.queue(gpus=4, prepared=planned())
+    four_gpus.tick()
+    assert four_gpus.status(job_id) is JobStatus.QUEUED
+
+
+def test_healthy_attempt_keeps_its_gpus_and_the_next_one_gets_more(four_gpus: Stage) -> None:
+    other = running_on(four_gpus, 2, None)
+    job_id = four_gpus.queue(gpus="auto", prepared=planned())
+    four_gpus.tick()
+    four_gpus.request_cancel(other)
+    four_gpus.lose(other)
+    four_gpus.tick(3)
+    assert four_gpus.runners.paused == []
+    assert started(four_gpus) == [(other, 2), (job_id, 2)]
+    pause(four_gpus, job_id)
+    four_gpus.request_resume(job_id)
+    four_gpus.tick(2)
+    assert started(four_gpus)[2:] == [(job_id, 4)]
+    assert gpus(four_gpus, job_id) == 4
+    assert "Goes on with 4 GPUs" in four_gpus.messages(job_id)
+    first, second = (spec.training for spec in four_gpus.runners.started[1:])
+    assert first == second
+
+
+def test_running_job_holds_the_gpus_that_it_began_with(four_gpus: Stage) -> None:
+    running_on(four_gpus, 2, None)
+    job_id = four_gpus.queue(gpus="auto", prepared=planned({1: 70.0, 4: 20.0}))
+    third = four_gpus.queue()
+    four_gpus.tick()
+    assert started(four_gpus)[1:] == [(job_id, 1), (third, 1)]
+
+
+def test_dispatcher_that_lost_its_memory_knows_the_gpus_of_an_attempt(four_gpus: Stage) -> None:
+    other = running_on(four_gpus, 2, None)
+    job_id = four_gpus.queue(gpus="auto", prepared=planned())
+    four_gpus.tick()
+    four_gpus.new_dispatcher().tick()
+    assert started(four_gpus) == [(other, 2), (job_id, 2)]
+    waiting = four_gpus.queue()
+    four_gpus.tick()
+    assert four_gpus.status(waiting) is JobStatus.QUEUED
+
+
+def test_memory_that_lacks_for_all_gpus_lets_a_job_begin_with_fewer(four_gpus: Stage) -> None:
+    four_gpus.box = replace(four_gpus.box, host_nbytes=3 * GIB)
+    job_id = four_gpus.queue(gpus="auto", prepared=planned())
+    four_gpus.tick()
+    assert started(four_gpus) == [(job_id, 2)]
+
+
+# --- plans made again ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    hardware = Hardware.model_validate(
+        {
+            "gpus": {"count": 4, "memory_gib": 8.0, "tflops": 0.1},
+            "host": {"memory_gib": 16.0, "memory_gb_per_s": 10.0, "adam_params_per_s": 1e8},
+            "pcie": {"h2d_gb_per_s": 10.0, "d2h_gb_per_s": 10.0},
+            "ssds": {"count": 2, "read_gb_per_s": 2.0, "write_gb_per_s": 1.0, "capacity_gib": 100.0},
+        }
+    )
+    monkeypatch.setattr(replanner, "measured_hardware", lambda _settings: hardware)
+    return hardware
+
+
+def planned_job(stage: Stage, hardware: Hardware, asked: int | str) -> str:
+    """A paused job whose stored request is that of its preparation."""
+    job_id = stage.queue(gpus=asked, prepared=planned())
+    job, resources = stage.job(job_id), MachineResources(num_cores=4, num_gpus=4)
+    training = resolve_job(job, dict(planned()), num_devices=4).training
+    settings = WindlassSettings(gpus=asked)
+    folder = stage.settings.models_dir / job.model
+    request = plan_request(stage.settings, hardware, resources, model_dir=folder, asked=settings, training=training)
+    (job_dir(stage.settings, job_id) / "prepare" / QUESTION_FILE).write_text(json.dumps(request.to_json()))
+    pause(stage, job_id)
+    return job_id
+
+
+def resume(stage: Stage, job_id: str, number: int | str | None) -> None:
+    with stage.database.write() as session:
+        JobRepository(session).request_resume(job_id, gpus=number)
+    stage.tick()
+
+
+def test_job_goes_on_by_its_plans_while_nothing_has_changed(four_gpus: Stage, measured: Hardware) -> None:
+    job_id = planned_job(four_gpus, measured, "auto")
+    resume(four_gpus, job_id, None)
+    assert four_gpus.planners == []
+    assert started(four_gpus) == [(job_id, 4), (job_id, 4)]
+
+
+@pytest.mark.parametrize(
+    ("before", "number", "chooses", "told"),
+    [
+        ("auto", 2, False, "The job has 2 GPUs now, and its plan does not choose them"),
+        (4, "auto", True, "The plan may choose up to 4 GPUs now"),
+    ],
+)
+def test_job_resumed_with_a_chosen_or_a_fixed_number_is_planned_anew(
+    four_gpus: Stage, measured: Hardware, before: int | str, number: int | str, chooses: bool, told: str
+) -> None:
+    job_id = planned_job(four_gpus, measured, before)
+    resume(four_gpus, job_id, number)
+    (planner,) = four_gpus.planners
+    assert planner.request.chooses_ranks is chooses
+    planner.answer = planned({1: 70.0, 2: 40.0})[PLAN_JOB]
+    four_gpus.tick(2)
+    assert started(four_gpus)[1:] == [(job_id, 2)]
+    assert f"{told}: the job goes on by a new plan" in four_gpus.messages(job_id)
+    assert len(four_gpus.planners) == 1
+
+
+def test_plans_made_again_may_choose_another_number(four_gpus: Stage, measured: Hardware) -> None:
+    job_id = planned_job(four_gpus, measured, "auto")
+    replanner.measured_hardware = lambda _settings: measured.model_copy(  # type: ignore[assignment]
+        update={"host": measured.host.model_copy(update={"memory_gib": 8.0})}
+    )
+    resume(four_gpus, job_id, None)
+    four_gpus.planners[0].answer = planned({1: 70.0, 4: 69.9, 2: 60.0})[PLAN_JOB]
+    four_gpus.tick(2)
+    assert gpus(four_gpus, job_id) == 2
+    assert started(four_gpus)[1:] == [(job_id, 2)]
+    assert len(four_gpus.planners) == 1
