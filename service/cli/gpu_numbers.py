@@ -19,6 +19,20 @@ def gpus_in_words(job_extra: dict[str, Any]) -> str | None:
     return "auto: the plan chooses" if chosen is None else f"{chosen} (auto)"
 
 
+def busy_gpus_in_words(metrics: dict[str, Any] | None) -> str | None:
+    """Describes the share of the last step in which each of several GPUs computed; None for one GPU."""
+    timeline = (metrics or {}).get("timeline") or {}
+    computing = {
+        resource.removesuffix("/compute"): seconds
+        for resource, seconds in timeline.get("busy_s", {}).items()
+        if resource.endswith("/compute")
+    }
+    if len(computing) < 2 or not timeline.get("period_s"):
+        return None
+    shares = (f"{worker} {seconds / timeline['period_s']:.0%}" for worker, seconds in sorted(computing.items()))
+    return ", ".join(shares)
+
+
 def _auto_or_number(value: str | int) -> int | str:
     if value == "auto":
         return value

@@ -19,7 +19,7 @@ from windlass.engine.memory_plan import UpdateOrder
 from windlass.engine.training_config import Optimizer
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.follow import await_checks, follow_job, format_event
-from windlass.service.cli.gpu_numbers import gpus_in_words, gpus_option
+from windlass.service.cli.gpu_numbers import busy_gpus_in_words, gpus_in_words, gpus_option
 from windlass.service.cli.ids import FILE, JOB, MODEL, client_for_job
 from windlass.service.cli.service import Home
 from windlass.service.cli.table import print_columns
@@ -129,6 +129,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "model": found["model"],
         "box": extra["box"],
         "GPUs": gpus_in_words(extra),
+        "GPUs busy": busy_gpus_in_words(extra["last_metrics"]),
         "fine-tuned model": found["fine_tuned_model"],
         "step": f"{extra['step']} of {extra['total_steps']}" if extra["total_steps"] else None,
         "last metrics": metrics[-1]["message"] if metrics else None,

@@ -40,6 +40,7 @@ from windlass.service.jobs.spec_builder import preparation_order as preparation_
 from windlass.service.jobs.spec_builder import resolve_job as resolve_job
 from windlass.service.jobs.spec_builder import resolve_settings as resolve_settings
 from windlass.service.jobs.spec_builder import settings_of as settings_of
+from windlass.service.jobs.spec_builder import shown_gpus_of as shown_gpus_of
 from windlass.service.jobs.spec_builder import threads_of as threads_of
 from windlass.service.jobs.spec_builder import with_gpus as with_gpus
 from windlass.service.jobs.ssd_endurance import ssd_wear as ssd_wear

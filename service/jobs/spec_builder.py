@@ -446,6 +446,13 @@ def gpus_of(job: Job) -> int:
     return (job.hyperparameters or {}).get(_GPUS, 1) if asked == "auto" else asked
 
 
+def shown_gpus_of(job: Job) -> int:
+    """Returns the same as `gpus_of` for a list of jobs, without a check of the row's other settings."""
+    asked = job.windlass.get("gpus", 1)
+    number: int = (job.hyperparameters or {}).get(_GPUS, 1) if asked == "auto" else asked
+    return number
+
+
 def most_gpus_of(hardware: Hardware, resources: MachineResources | None) -> int:
     """Returns the most GPUs that a job may get on a machine. `resources`: None if it is another one than this."""
     return max(1, hardware.gpus.count) if resources is None else resources.most_gpus

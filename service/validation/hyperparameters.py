@@ -85,6 +85,12 @@ def _auto_or_order(value: Any) -> Any:
     raise ValueError(f"must be one of {', '.join(('auto', *UpdateOrder))}")
 
 
+GpuNumber = Annotated[
+    int | Literal["auto"],
+    PlainValidator(_auto_or_int(1, MAX_GPUS)),
+    _described_as({"type": "integer", "minimum": 1, "maximum": MAX_GPUS}),
+]
+
 # In JSON a word is a string, which is no member of an enum to strict validation.
 _WORD = Field(strict=False)
 
@@ -173,11 +179,7 @@ class WindlassSettings(_Strict):
     evaluate_every: int | None = Field(default=None, ge=1, le=_MAX_STEPS)  # steps; null: at each epoch's end
     initialization: Annotated[Initialization, _WORD] = _DEFAULTS["initialization"]
     # `lanes` and `num_microbatches` follow from it unless set; "auto": from the most that the job may get.
-    gpus: Annotated[
-        int | Literal["auto"],
-        PlainValidator(_auto_or_int(1, MAX_GPUS)),
-        _described_as({"type": "integer", "minimum": 1, "maximum": MAX_GPUS}),
-    ] = 1
+    gpus: GpuNumber = 1
     # The name of the box that the job asks for; null: any.
     box: str | None = Field(default=None, min_length=1, max_length=64)
     budgets: Budgets = Budgets()

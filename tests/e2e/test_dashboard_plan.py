@@ -185,3 +185,29 @@ def test_a_job_without_a_plan_shows_what_it_takes(service: LiveService, open_pag
     expect(page.locator("#plan-numbers tr").first).to_have_text("A step–6.6 s")
     expect(page.locator("#plan-details")).to_be_hidden()
     assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
+
+
+def test_gpus_of_a_job_are_shown_each_and_how_many_its_plan_chose(service: LiveService, open_page: OpenPage) -> None:
+    settings = {"epochs": 3, "precision": "bf16", "learning_rate": None}
+    job_id = service.submit(windlass={**settings, "gpus": "auto"})
+    page = open_page(f"#/jobs/{job_id}")
+    expect(page.locator("#about")).to_contain_text("GPUsauto")
+    told = "2 GPUs: 1.9x of one; with 4 it would be 1.9x"
+    plan = {**PLAN, "reasons": [*PLAN["reasons"], told], "choices": {**PLAN["choices"], "gpus": 2}}
+    keep_plan(service, job_id, plan)
+    resolved = {"hyperparameters": {**HYPERPARAMETERS, "gpus": 2}, "total_steps": 10}
+    service.move(job_id, JobStatus.VALIDATING_FILES, JobStatus.QUEUED, "Files validated", **resolved)
+    expect(page.locator("#about")).to_contain_text("GPUs2 (auto)")
+    expect(page.locator("#plan-reasons li").last).to_have_text(told)
+    expect(page.locator("#plan-summary")).to_contain_text("2 GPUs.")
+    service.move(job_id, JobStatus.QUEUED, JobStatus.RUNNING, "Fine-tuning job started", attempt=1)
+    busy_s = {"gpu-0/compute": 5.0, "gpu-0/h2d": 1.0, "gpu-1/compute": 4.0, "gpu-1/h2d": 1.0}
+    service.train(
+        job_id, 2, 1.9, measured=MEASURED, timeline={**TIMELINE, "busy_s": busy_s, "busiest": "gpu-0/compute"}
+    )
+    bars = page.locator("#timeline-bars li")
+    expect(bars).to_have_count(4)
+    expect(bars.nth(2)).to_contain_text("gpu-1 computes")
+    fixed = service.submit(windlass={**settings, "gpus": 2})
+    page = open_page(f"#/jobs/{fixed}")
+    expect(page.locator("#about")).to_contain_text("GPUs2")

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from windlass.service.api import Identified, ListOf
+from windlass.service.jobs import shown_gpus_of
 from windlass.service.machine.fleet import BoxFacts, SsdFacts
 from windlass.storage.sql import Job
 
@@ -34,7 +35,7 @@ class JobOnBox(BaseModel):
             model=job.model,
             suffix=job.suffix,
             status=job.status.value,
-            gpus=job.windlass.get("gpus", 1),
+            gpus=shown_gpus_of(job),
             priority=job.priority,
             step=job.step,
             total_steps=job.total_steps,

@@ -12,9 +12,9 @@ from windlass.service.api import Identified, ListOf
 from windlass.service.jobs import ssd_wear
 from windlass.service.validation import (
     DEFAULT_LEARNING_RATE,
-    MAX_GPUS,
     SUFFIX,
     ApiError,
+    GpuNumber,
     JobSettings,
     JsonNumbers,
     SupervisedHyperparameters,
@@ -87,7 +87,7 @@ class Method(_Request):
 class ResumeSettings(_Request):
     """The settings of a paused job that its resumption may change. The results do not depend on them."""
 
-    gpus: Annotated[int, Field(ge=1, le=MAX_GPUS)] | Literal["auto"] | None = None  # None: as before
+    gpus: GpuNumber | None = None  # None: as before
 
 
 class ResumeJob(_Request):

@@ -280,7 +280,7 @@ export class Detail {
       ["model", job.model],
       ["training file", file(job.training_file)],
       ["validation file", job.validation_file && file(job.validation_file)],
-      ["GPUs", job.windlass.settings.gpus > 1 ? String(job.windlass.settings.gpus) : null],
+      ["GPUs", gpusOf(job.windlass)],
       ["box", this.#areSeveralBoxes() ? job.windlass.box : null],
       ["created", time(job.created_at)],
       ["started", time(job.windlass.started_at)],
@@ -373,4 +373,10 @@ function logLine(event) {
 function describe(name, { x, y }) {
   if (x.length === 0) return "";
   return `${name} from ${format.loss(y[0])} at step ${x[0]} to ${format.loss(y.at(-1))} at step ${x.at(-1)}.`;
+}
+
+/** The number of GPUs of a job, or null if it is one, as asked for. With "auto" its plan chooses it. */
+function gpusOf({ settings: { gpus }, hyperparameters }) {
+  if (gpus !== "auto") return gpus > 1 ? String(gpus) : null;
+  return hyperparameters ? `${hyperparameters.gpus} (auto)` : "auto";
 }

@@ -12,6 +12,7 @@ const RESOURCES = {
   d2h: "copies from the device",
   ssd: "SSDs",
   optimizer: "the CPU updates",
+  host_memory: "host memory",
 };
 const FATES = { kept: "kept on the device", swapped: "swapped", recomputed: "computed again" };
 

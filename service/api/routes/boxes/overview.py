@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
 from windlass.service.installation import Settings, node_of
-from windlass.service.jobs import ARENA_DIR
+from windlass.service.jobs import ARENA_DIR, shown_gpus_of
 from windlass.service.machine.fleet import HEAD_NAME, BoxFacts, CapacityReport, SsdFacts, is_away
 from windlass.storage.memory import arena_room_nbytes
 from windlass.storage.sql import Box, Job, JobStatus
@@ -57,7 +57,7 @@ class BoxView:
     @property
     def num_used_devices(self) -> int:
         """The devices of the jobs that run."""
-        return sum(job.windlass.get("gpus", 1) for job in self.running)
+        return sum(shown_gpus_of(job) for job in self.running)
 
     @property
     def free_memory_nbytes(self) -> int | None:
