@@ -39,6 +39,8 @@ _DATABASE = "windlass.db"
 # Entries of the home that a backup omits. They are rebuilt, or belong to running processes, or are copied in another
 # way.
 _LEFT_OUT = (_DATABASE, f"{_DATABASE}-wal", f"{_DATABASE}-shm", "logs", "kernels", "ray.json", TOKEN_FILE)
+# Those that boxes and their heads fetch, compute or write again.
+_LEFT_OUT_OF_BOXES = ("blobs", "incoming", "digests", "hold.json", "answered.json", "instructions.json")
 # Suffixes omitted in any folder: locks, and files that are partly written or partly removed.
 _LEFT_OUT_SUFFIXES = (".lock", ".part", ".partial", ".deleted")
 _FIRST = "jobs"  # copied first, because journals name models that must be copied after them
@@ -168,7 +170,7 @@ def _copy_sqlite(source: Path, target: Path) -> None:
 
 def _copy_home(home: Path, target: Path, left_out: set[Path]) -> int:
     def is_left_out(path: Path) -> bool:
-        if path.parent == home and path.name in _LEFT_OUT:
+        if path.parent == home and path.name in (*_LEFT_OUT, *_LEFT_OUT_OF_BOXES):
             return True
         return path.suffix in _LEFT_OUT_SUFFIXES or path.resolve() in left_out
 

@@ -24,6 +24,7 @@ _PARTS = {"dataset": "dataset", JOURNAL_FILE: "journal", TIMELINE_FOLDER: "timel
 _OTHER = "other"
 # Of the home.
 _OF_THE_HOME = {"database": "windlass.db*", "logs": "logs", "kernels": "kernels"}
+_OF_BOXES = {"contents from the head": "blobs", "uploads of boxes": "incoming"}
 
 
 class Kind(StrEnum):
@@ -114,6 +115,9 @@ def all_that_occupies(
         for name, pattern in _OF_THE_HOME.items():
             nbytes = sum(tally.nbytes(path) for path in settings.home.glob(pattern))
             found.append(DiskUsage(kind=Kind.SERVICE, id=name, nbytes=nbytes))
+        for name, folder in _OF_BOXES.items():  # after the models, whose files are hard links of these
+            if nbytes := tally.nbytes(settings.home / folder):
+                found.append(DiskUsage(kind=Kind.SERVICE, id=name, nbytes=nbytes))
     return sorted(found, key=lambda each: (-each.nbytes, each.kind, each.id))
 
 

@@ -122,8 +122,8 @@ def _check_versions(facts: BoxFacts) -> None:
 def _add_box(session: Session, settings: Settings, body: JoinRequest, *, certificate: str, address: str) -> Box:
     """Adds the box, or gives a known home its new certificate. Raises ApiError."""
     boxes = BoxRepository(session)
-    if body.node == node_of(settings.home):
-        raise ApiError("this home is the head's own; choose another home for a box", status=409, code="box_is_head")
+    if body.node == node_of(settings.home) or (boxes.by_node(body.node) is None and boxes.is_home(body.node)):
+        raise ApiError("this home is a service's own; choose another home for a box", status=409, code="box_is_head")
     known = boxes.by_node(body.node)
     is_joined = known is not None and known.state != BoxState.REMOVED.value
     if known is not None and is_joined and not is_away(known):
@@ -135,7 +135,10 @@ def _add_box(session: Session, settings: Settings, body: JoinRequest, *, certifi
         raise ApiError(message, status=409, code="name_taken")
     facts = body.facts.model_dump(mode="json")
     if known is None:
-        return boxes.add(name=body.name, node=body.node, certificate=certificate, address=address, facts=facts)
+        here = node_of(settings.home)
+        return boxes.add(
+            name=body.name, node=body.node, head=here, certificate=certificate, address=address, facts=facts
+        )
     # A box that was not removed stays draining if it was: joining again renews its certificate only.
     now_s = time.time()
     given = {"name": body.name, "certificate": certificate, "address": address, "facts": facts}

@@ -135,7 +135,7 @@ def _named(boxes: BoxRepository, name: str) -> Box:
             code="box_is_head",
         )
     box = boxes.by_name(name)
-    if box is None:
+    if box is None or box.head != head:
         raise NotFound("box", name)
     return box
 

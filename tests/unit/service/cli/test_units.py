@@ -1,5 +1,6 @@
 """Units for systemd."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ def test_unit_passes_systemds_own_check(tmp_path: Path) -> None:
         pytest.skip("this machine has no systemd-analyze")
     path = tmp_path / "windlass.service"
     path.write_text(unit_of(tmp_path / "a home", cluster_host="10.0.0.1", cluster_port=None, port=8642))
-    result = subprocess.run(
-        ["systemd-analyze", "--user", "verify", "--man=no", path], capture_output=True, text=True, check=False
-    )
+    command = ["systemd-analyze", "--user", "verify", "--man=no", path]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (result.returncode, result.stderr, result.stdout) == (0, "", "")

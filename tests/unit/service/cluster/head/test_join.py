@@ -20,6 +20,7 @@ from windlass.service.cluster.box.connection import (
     HeadUnreachable,
     context_for,
 )
+from windlass.service.installation.home import node_of
 from windlass.storage.sql.models import JoinCode as CodeRow
 from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState
 
@@ -35,7 +36,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 @pytest.fixture(autouse=True)
 def _without_boxes(head: Head) -> None:
     with head.database.write() as session:
-        for box in BoxRepository(session).all(with_removed=True):
+        for box in BoxRepository(session).all(node_of(head.settings.home), with_removed=True):
             session.delete(box)
 
 
@@ -110,7 +111,9 @@ def test_join_of_a_box_that_is_here_is_refused_and_of_one_that_was_removed_is_no
         with pytest.raises(BoxRemoved):  # the old certificate
             connection.get(_NO_ROUTE)
     with head.database.read() as session:
-        assert [each.name for each in BoxRepository(session).all(with_removed=True)] == ["again"]
+        assert [each.name for each in BoxRepository(session).all(node_of(head.settings.home), with_removed=True)] == [
+            "again"
+        ]
 
 
 def test_call_without_a_certificate_is_refused(head: Head) -> None:
