@@ -123,7 +123,7 @@ class _Fleet:
         with self.database.write() as session:
             boxes = BoxRepository(session)
             facts = self.facts[name].model_dump(mode="json")
-            box = boxes.add(name=name, node=f"node-{name}", certificate=name, address="", facts=facts)
+            box = boxes.add(name=name, node=f"node-{name}", head=self.node, certificate=name, address="", facts=facts)
             boxes.set(box.id, capacity=capacity.model_dump(mode="json"), seen_at=time.time() + _FAR_S)
             self.nodes[box.node] = name
 
@@ -174,7 +174,7 @@ class _Fleet:
         taken = []
         with self.database.write() as session:
             boxes = BoxRepository(session)
-            for box in boxes.all():
+            for box in boxes.all(self.node):
                 for instruction in boxes.instructions(box.id, limit=1000):
                     boxes.confirm(box.id, instruction.ordinal)
                     taken.append((instruction.job_id, self.ids[instruction.job_id], box.name))

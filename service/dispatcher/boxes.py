@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from windlass.service.dispatcher.placement import BoxState, Demand, Fleet, Holder, JoinedBox, Option
 from windlass.service.installation import Settings, node_of
 from windlass.service.jobs import BoxKind, PlanNumbers, plan_numbers, settings_of
 from windlass.service.machine.fleet import HEAD_NAME
+from windlass.service.validation import WindlassSettings
 from windlass.storage.sql import Database, Job, JobStatus
 
 # Boxes that a reason for waiting names; the others are counted.
@@ -20,6 +22,7 @@ class Boxes:
         self._settings = settings
         self._fleet = Fleet(database, node_of(settings.home))
         self._numbers: dict[str, Mapping[str, PlanNumbers]] = {}
+        self._asked: dict[str, tuple[Mapping[str, Any], WindlassSettings]] = {}  # with the column of the row
         self.by_name: Mapping[str, JoinedBox] = {}
         # Plans that are still to be made, in the order of the queue.
         self.wanted: list[tuple[Job, BoxKind]] = []
@@ -36,14 +39,14 @@ class Boxes:
 
     def may_run_here(self, job: Job) -> bool:
         """Returns whether a job may run on this home's own box. On a joined box itself, each of its jobs may."""
-        return bool(job.attempt) or not self._fleet.is_used or settings_of(job).windlass.box in (None, HEAD_NAME)
+        return bool(job.attempt) or not self._fleet.is_used or self._settings_of(job).box in (None, HEAD_NAME)
 
     def kinds_for(self, job: Job) -> Mapping[str, BoxKind]:
         """Returns the kinds of the boxes that a job may run on, each with the name of one of its boxes.
 
         Those that are away or draining count, because they may be back when the job's turn comes.
         """
-        asked = settings_of(job).windlass
+        asked = self._settings_of(job)
         return {
             name: box.kind
             for name, box in self.by_name.items()
@@ -55,6 +58,8 @@ class Boxes:
         held = {job.id for job in self.holders}
         for job_id in self._numbers.keys() - held - set(job_ids):
             del self._numbers[job_id]
+        for job_id in self._asked.keys() - held - set(job_ids):
+            del self._asked[job_id]
 
     def forget(self, job_id: str) -> None:
         """Forgets a job's plans, because it has another one."""
@@ -89,7 +94,7 @@ class Boxes:
         options, why_not = list[Option](), dict[str, str]()
         if job.attempt or not self.by_name:
             return options, why_not
-        asked = settings_of(job).windlass
+        asked = self._settings_of(job)
         for name, box in self.by_name.items():
             if asked.box not in (None, name):
                 continue
@@ -113,8 +118,15 @@ class Boxes:
             self._numbers[job.id] = plan_numbers(self._settings, job.id)
         return self._numbers[job.id]
 
+    def _settings_of(self, job: Job) -> WindlassSettings:
+        """Returns the settings of a job's request. They are checked once, because that takes long for a long queue."""
+        known = self._asked.get(job.id)
+        if known is None or known[0] != job.windlass:
+            known = self._asked[job.id] = (job.windlass, settings_of(job).windlass)
+        return known[1]
+
     def _demand(self, job: Job, box: JoinedBox) -> Demand:
-        asked = settings_of(job).windlass
+        asked = self._settings_of(job)
         budget_nbytes = box.kind.bounds(asked).host_memory_nbytes
         return box.demand(self.numbers(job).get(box.kind.key), num_devices=asked.gpus, budget_nbytes=budget_nbytes)
 
@@ -135,7 +147,11 @@ class Boxes:
 
 def seconds_to_go(job: Job) -> float | None:
     """Returns the predicted seconds until a job ends that has begun, or None if unknown."""
-    return None if job.estimated_finish is None else max(0.0, job.estimated_finish - time.time())
+    # A job that runs longer than predicted, or whose attempt has ended, has no prediction. Else jobs would wait for it.
+    if job.status is not JobStatus.RUNNING or job.estimated_finish is None:
+        return None
+    left_s = job.estimated_finish - time.time()
+    return left_s if left_s > 0 else None
 
 
 def told_boxes(names: Sequence[str]) -> str:

@@ -92,7 +92,7 @@ def test_box_shows_what_it_has_free_and_what_it_works_on_and_follows(service: Li
     expect(page.locator("#box-list .box")).to_have_count(1)
     page.evaluate("window.wasNeverReloaded = true")
     facts = make_facts(torch="2.0.0", findings=(Finding(text="huge pages: <b>none</b>", is_problem=True),))
-    box = add_box(service.database, "attic", seen_s_ago=-600, facts=facts)
+    box = add_box(service, "attic", seen_s_ago=-600, facts=facts)
     card = page.locator(ATTIC)
     expect(card).to_be_visible()
     expect(page.locator("#boxes-alone")).to_be_hidden()
@@ -126,7 +126,7 @@ def test_box_shows_what_it_has_free_and_what_it_works_on_and_follows(service: Li
 
 
 def test_box_is_drained_resumed_and_removed_after_a_question(service: LiveService, open_page: OpenPage) -> None:
-    box = add_box(service.database, "attic", seen_s_ago=-600)
+    box = add_box(service, "attic", seen_s_ago=-600)
     running, fresh = service.run(suffix="runs"), service.queue(suffix="fresh")
     for job_id in (running, fresh):
         give(service, job_id, box)
@@ -158,7 +158,7 @@ def test_box_is_drained_resumed_and_removed_after_a_question(service: LiveServic
 
 @pytest.mark.long
 def test_phone_shows_boxes_without_scrolling_sideways(service: LiveService, open_page: OpenPage) -> None:
-    add_box(service.database, "a-box-whose-name-has-no-place-to-break-and-is-long", seen_s_ago=60)
+    add_box(service, "a-box-whose-name-has-no-place-to-break-and-is-long", seen_s_ago=60)
     page = open_page("#/boxes", width=390, height=844)
     expect(page.locator("#box-list .box")).to_have_count(2)
     assert fits(page, 390)

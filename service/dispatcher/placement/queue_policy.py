@@ -107,16 +107,18 @@ class BoxQueue:
         self.has = has
         self.present = list(holders)
         self.waiting: list[Queued] = []
+        self._taken = Counter(total(holder.takes for holder in holders))
 
     def decide(self, candidate: Queued) -> Decision:
         """Decides about the next job of the queue. It changes nothing."""
-        return _decide(self.has, self.present, self.waiting, candidate)
+        return _decide(self.has, self.present, self._taken, self.waiting, candidate)
 
     def enter(self, candidate: Queued, decision: Decision) -> None:
         """Adds a job to those that hold resources, or to those that wait, as was decided."""
         if decision.begins:
             holder = Holder(job_id=candidate.job_id, takes=candidate.needs, priority=candidate.priority)
             self.present.append(holder)
+            self._taken.update(candidate.needs)
         else:
             self.waiting.append(candidate)
         if decision.pauses:
@@ -140,8 +142,10 @@ def missing(has: Amounts, taken: Amounts, needs: Amounts) -> Amounts:
     return {name: amount for name, amount in lacks.items() if amount > 0}
 
 
-def _decide(has: Amounts, present: Sequence[Holder], waiting: Sequence[Queued], candidate: Queued) -> Decision:
-    lacks = missing(has, total(holder.takes for holder in present), candidate.needs)
+def _decide(
+    has: Amounts, present: Sequence[Holder], taken: Amounts, waiting: Sequence[Queued], candidate: Queued
+) -> Decision:
+    lacks = missing(has, taken, candidate.needs)
     if not lacks:
         behind = _first_delayed(has, waiting, candidate, present)
         if behind is None:
@@ -171,6 +175,8 @@ def _jobs_to_pause(
     leaving = [holder for holder in present if holder.is_leaving]
     staying = [holder for holder in present if not holder.is_leaving]
     weaker = [holder for holder in staying if holder.may_be_paused and holder.priority > candidate.priority]
+    if not leaving and not weaker:
+        return None
     weaker.sort(key=lambda holder: (-holder.priority, -holder.created_at, holder.job_id))
     for chosen in _sets_of(weaker):
         kept = [holder.keeps for holder in (*leaving, *chosen)]

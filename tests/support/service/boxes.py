@@ -2,8 +2,9 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
 from windlass.service.machine.fleet.facts import BoxFacts, Finding, GpuFacts, SsdFacts
 from windlass.service.machine.fleet.here import facts_of_this_box
@@ -41,11 +42,27 @@ def make_capacity(*, num_devices: int = 2, free_nbytes: int = 200 * GIB) -> Capa
     return CapacityReport(num_devices=num_devices, room_nbytes=free_nbytes, ssds=ssds)
 
 
-def add_box(database: Database, name: str, *, seen_s_ago: float = 0.0, facts: BoxFacts | None = None) -> Box:
+class Head(Protocol):
+    """A service that boxes join."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def database(self) -> Database: ...
+
+
+def add_box(head: Head, name: str, *, seen_s_ago: float = 0.0, facts: BoxFacts | None = None) -> Box:
     """Adds a box that called so many seconds ago."""
-    with database.write() as session:
+    with head.database.write() as session:
         boxes = BoxRepository(session)
         told = (facts or make_facts()).model_dump(mode="json")
-        box = boxes.add(name=name, node=f"node-{name}", certificate=f"cert-{name}", address="10.77.0.2", facts=told)
+        box = boxes.add(
+            name=name,
+            node=f"node-{name}",
+            head=node_of(head.settings.home),
+            certificate=f"cert-{name}",
+            address="10.77.0.2",
+            facts=told,
+        )
         boxes.set(box.id, capacity=make_capacity().model_dump(mode="json"), seen_at=time.time() - seen_s_ago)
         return boxes.get(box.id)

@@ -91,7 +91,7 @@ def keyed_world(settings: Settings) -> Iterator[World]:
         things: dict[str | None, Things] = {
             user: make_things(context_of(client).database, settings, user) for user in (None, *USERS, ADMIN)
         }
-        add_box(context_of(client).database, BOX)
+        add_box(context_of(client), BOX)
         secrets, key_ids = make_keys(context_of(client).database)
         yield World(client=client, secrets=secrets, key_ids=key_ids, things=things)
 

@@ -57,7 +57,7 @@ def drain_box(context: ContextDep, caller: CallerDep, audit: AuditDep, name: str
     _check_admin(caller)
     with context.database.write() as session:
         boxes = BoxRepository(session)
-        boxes.set_state(_present(boxes, name).id, BoxState.DRAINING)
+        boxes.set_state(_present(boxes, name, head=node_of(context.settings.home)).id, BoxState.DRAINING)
         audit(session, name)
     return _retrieve(context, caller, name)
 
@@ -68,7 +68,7 @@ def resume_box(context: ContextDep, caller: CallerDep, audit: AuditDep, name: st
     _check_admin(caller)
     with context.database.write() as session:
         boxes = BoxRepository(session)
-        boxes.set_state(_present(boxes, name).id, BoxState.READY)
+        boxes.set_state(_present(boxes, name, head=node_of(context.settings.home)).id, BoxState.READY)
         audit(session, name)
     return _retrieve(context, caller, name)
 
@@ -82,7 +82,7 @@ def remove_box(context: ContextDep, caller: CallerDep, audit: AuditDep, name: st
     _check_admin(caller)
     with context.database.write() as session:
         boxes = BoxRepository(session)
-        box = _named(boxes, name)
+        box = _named(boxes, name, head=node_of(context.settings.home))
         if box.state != BoxState.REMOVED.value:
             boxes.remove(box.id, head=node_of(context.settings.home))
         audit(session, name)
@@ -127,7 +127,7 @@ def _check_admin(caller: Caller) -> None:
         raise ApiError("changing boxes is for admins", status=403, code="permission_denied")
 
 
-def _named(boxes: BoxRepository, name: str) -> Box:
+def _named(boxes: BoxRepository, name: str, *, head: str) -> Box:
     if name == HEAD_NAME:
         raise ApiError(
             "the head is the service itself, so it is neither drained nor removed; pause its jobs, or end the service "
@@ -140,9 +140,9 @@ def _named(boxes: BoxRepository, name: str) -> Box:
     return box
 
 
-def _present(boxes: BoxRepository, name: str) -> Box:
+def _present(boxes: BoxRepository, name: str, *, head: str) -> Box:
     """Returns a box that was not removed. Raises ApiError or NotFound."""
-    box = _named(boxes, name)
+    box = _named(boxes, name, head=head)
     if box.state == BoxState.REMOVED.value:
         raise ApiError(f"box {name} was removed; it can join again with a new code", code="box_removed")
     return box

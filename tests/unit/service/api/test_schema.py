@@ -182,9 +182,9 @@ def services(
             migrate(url)
             database = Database(url)
             secrets = make_keys(database)[0] if is_keyed else {}
-            add_box(database, BOX)
             app = create_app(settings, hub_files=no_hub)
             found.append(Service(app=app, settings=settings, database=database, secrets=secrets))
+            add_box(found[-1], BOX)
         yield found
         shutdown_lifespans()
         for service in found:

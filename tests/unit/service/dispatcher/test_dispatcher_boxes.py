@@ -65,7 +65,12 @@ def join(stage: Stage, name: str, *, memory_gib: int = 10, **more: Any) -> Box:
     with stage.database.write() as session:
         boxes = BoxRepository(session)
         box = boxes.add(
-            name=name, node=f"node-{name}", certificate=name, address="", facts=told.model_dump(mode="json")
+            name=name,
+            node=f"node-{name}",
+            head=stage.node,
+            certificate=name,
+            address="",
+            facts=told.model_dump(mode="json"),
         )
         boxes.set(box.id, capacity=capacity.model_dump(mode="json"))
         return boxes.get(box.id)

@@ -84,7 +84,7 @@ def test_service_alone_shows_the_head(client: TestClient) -> None:
 def test_box_is_shown_with_what_is_free_and_what_runs_and_waits(open_client: TestClient) -> None:
     client = open_client
     facts = make_facts(torch="2.0.0", findings=(Finding(text="shared memory: 1 GiB; too small", is_problem=True),))
-    box = add_box(context_of(client).database, "attic", facts=facts)
+    box = add_box(context_of(client), "attic", facts=facts)
     running = make_job(client, node=box.node, status=JobStatus.RUNNING)
     waiting = make_job(client, node=box.node, waiting_reason="its model is being copied to box attic")
     here = make_job(client)
@@ -110,7 +110,7 @@ def test_box_is_shown_with_what_is_free_and_what_runs_and_waits(open_client: Tes
 
 
 def test_box_that_does_not_call_is_away_since_its_last_call(open_client: TestClient) -> None:
-    add_box(context_of(open_client).database, "attic", seen_s_ago=60)
+    add_box(context_of(open_client), "attic", seen_s_ago=60)
     assert change(open_client, "attic", "drain").status_code == 200
     attic = boxes_of(open_client)["attic"]
     assert (attic["state"], attic["is_draining"]) == ("away", True)
@@ -120,7 +120,7 @@ def test_box_that_does_not_call_is_away_since_its_last_call(open_client: TestCli
 
 def test_box_without_readable_facts_is_shown(open_client: TestClient) -> None:
     database = context_of(open_client).database
-    box = add_box(database, "attic")
+    box = add_box(context_of(open_client), "attic")
     with database.write() as session:
         BoxRepository(session).set(box.id, facts={}, capacity={"of": "another version"})
     attic = boxes_of(open_client)["attic"]
@@ -128,7 +128,7 @@ def test_box_without_readable_facts_is_shown(open_client: TestClient) -> None:
 
 
 def test_drained_box_is_resumed(open_client: TestClient) -> None:
-    add_box(context_of(open_client).database, "attic")
+    add_box(context_of(open_client), "attic")
     assert boxes_of(open_client)["attic"]["state_since"] is None
     drained = change(open_client, "attic", "drain").json()
     assert drained["state"] == "draining"
@@ -152,7 +152,7 @@ def test_head_and_unknown_boxes_are_refused(open_client: TestClient, what: str) 
 
 def test_removed_box_gives_back_what_has_not_begun_and_strands_the_rest(open_client: TestClient) -> None:
     client, database = open_client, context_of(open_client).database
-    box = add_box(database, "attic")
+    box = add_box(context_of(open_client), "attic")
     fresh = make_job(client, node=box.node, waiting_reason="is being copied to box attic")
     running = make_job(client, node=box.node, status=JobStatus.RUNNING)
     pausing = make_job(client, node=box.node, status=JobStatus.PAUSING)
@@ -201,7 +201,7 @@ def test_join_code_is_told_once_with_the_commands_and_its_end(open_client: TestC
 
 def test_user_sees_boxes_and_counts_of_others_jobs(settings: Settings) -> None:
     with keyed_world(settings) as world:
-        box = add_box(context_of(world.client).database, "cellar")
+        box = add_box(context_of(world.client), "cellar")
         with context_of(world.client).database.write() as session:
             for who in ("alice", "bob"):
                 JobRepository(session).get(world.things[who].job_id).node = box.node

@@ -541,7 +541,10 @@ def test_gpus_are_those_of_the_box_that_a_job_asks_for(client: TestClient, file_
     with context_of(client).database.write() as session:
         for number, name in enumerate(("attic", "cellar")):
             facts = {**BOX_FACTS, "num_gpus": 4 + number}
-            BoxRepository(session).add(name=name, node=f"node-{name}", certificate=name, address="", facts=facts)
+            here = node_of(context_of(client).settings.home)
+            BoxRepository(session).add(
+                name=name, node=f"node-{name}", head=here, certificate=name, address="", facts=facts
+            )
     error = create(client, file_id, windlass={"box": "attik"}).json()["error"]
     assert (error["param"], error["message"]) == (
         "windlass.box",

@@ -33,7 +33,7 @@ def submit(client: TestClient, **windlass: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def box(client: TestClient) -> Box:
-    return add_box(context_of(client).database, "attic")
+    return add_box(context_of(client), "attic")
 
 
 @pytest.fixture

@@ -89,8 +89,8 @@ def test_each_home_tells_of_the_jobs_that_run_in_it(tmp_path: Path, database_url
 
 def test_boxes_are_told_with_what_is_free_and_what_runs(client: TestClient, file_id: str) -> None:
     database = context_of(client).database
-    box = add_box(database, "attic")
-    add_box(database, "cellar", seen_s_ago=60)
+    box = add_box(context_of(client), "attic")
+    add_box(context_of(client), "cellar", seen_s_ago=60)
     with database.write() as session:
         boxes = BoxRepository(session)
         boxes.set_state(box.id, BoxState.DRAINING)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.storage.sql.repositories.test_mirror import Pair, add_job, messages
+from tests.unit.storage.sql.repositories.test_mirror import HEAD, Pair, add_job, messages
 from windlass.service.dispatcher.placement.absent_boxes import watch_absent_boxes
 from windlass.storage.sql.repositories import BoxRepository
 
@@ -28,7 +28,7 @@ def test_a_job_of_a_box_that_is_away_waits_until_it_is_back(pair: Pair) -> None:
     with pair.head.write() as session:
         BoxRepository(session).set(pair.box_id, seen_at=time.time() - 100)
     for _ in range(2):
-        watch_absent_boxes(pair.head)
+        watch_absent_boxes(pair.head, HEAD)
     row = pair.row(job_id)
     assert row is not None
     assert row.waiting_reason is not None
@@ -38,7 +38,7 @@ def test_a_job_of_a_box_that_is_away_waits_until_it_is_back(pair: Pair) -> None:
     with pair.head.write() as session:
         BoxRepository(session).set(pair.box_id, seen_at=time.time())
     pair.call()
-    watch_absent_boxes(pair.head)
+    watch_absent_boxes(pair.head, HEAD)
     row = pair.row(job_id)
     assert row is not None
     assert row.waiting_reason is None

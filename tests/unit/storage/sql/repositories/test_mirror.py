@@ -61,7 +61,7 @@ def add_job(session: Session, **values: Any) -> Job:
 
 
 def add_box(session: Session, name: str = "attic", node: str = ATTIC) -> Box:
-    return BoxRepository(session).add(name=name, node=node, certificate=name, address="10.0.0.2", facts={})
+    return BoxRepository(session).add(name=name, node=node, head=HEAD, certificate=name, address="10.0.0.2", facts={})
 
 
 class Pair:
