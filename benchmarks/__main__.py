@@ -11,6 +11,7 @@ NAMES = (
     "active_gradient",
     "api",
     "chaos",
+    "cluster",
     "device_memory",
     "dispatch",
     "fairness",

@@ -119,11 +119,9 @@ def _serve_boxes(settings: Settings, listener_fd: int | None) -> None:
         raise SettingsError("cluster_host is not set: no box could reach this one; give an address of this machine")
     check_cluster_host(settings.cluster_host)
     _allow_files(_OTHER_FILES + 1000)
-    if listener_fd is None:
-        opened = listening(settings.cluster_host, settings.cluster_port)
-    else:
-        opened = socket.socket(fileno=listener_fd)
-    with opened as listener:
+    is_own = listener_fd is None
+    host, port = settings.cluster_host, settings.cluster_port
+    with listening(host, port, setting="cluster_port") if is_own else socket.socket(fileno=listener_fd) as listener:
         run_cluster_server(settings, listener)
 
 

@@ -8,6 +8,7 @@ import typer
 
 from windlass.service.cli import data as cli_data
 from windlass.service.cli import jobs as cli_jobs
+from windlass.service.cli import nodes as cli_nodes
 from windlass.service.cli import plan as cli_plan
 from windlass.service.cli import service as cli_service
 from windlass.service.cli import webhooks as cli_webhooks
@@ -54,6 +55,7 @@ def main() -> None:
     for command in _COMMANDS:
         app.command()(reported(command))
     app.add_typer(_webhook_commands(), name="webhooks")
+    app.add_typer(_node_commands(), name="node")
     app.add_typer(_key_commands(), name=_KEYS)
     app()
 
@@ -68,6 +70,21 @@ def _webhook_commands() -> typer.Typer:
         delete=cli_webhooks.delete,
     )
     return webhooks
+
+
+def _node_commands() -> typer.Typer:
+    nodes = typer.Typer(help="Several boxes, one service: join, list, drain, remove.", no_args_is_help=True)
+    _add(
+        nodes,
+        code=cli_nodes.code,
+        join=cli_nodes.join,
+        list=cli_nodes.list_,
+        drain=cli_nodes.drain,
+        resume=cli_nodes.resume,
+        remove=cli_nodes.remove,
+        leave=cli_nodes.leave,
+    )
+    return nodes
 
 
 def _key_commands() -> typer.Typer:

@@ -51,6 +51,7 @@ def submit(
         int | None, typer.Option(help="Consecutive steps with a NaN or an infinite value that may be skipped.")
     ] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs of the job.")] = None,
+    box: Annotated[str | None, typer.Option(help="The box to run on; else the one where the job ends first.")] = None,
     suffix: Annotated[str | None, typer.Option(help="A part of the new model's name.")] = None,
     seed: Annotated[int | None, typer.Option(help="For the order of examples and for dropout.")] = None,
     settings_: Annotated[
@@ -75,6 +76,7 @@ def submit(
         "gradient_updates": gradient_updates,
         "max_bad_steps": max_bad_steps,
         "gpus": gpus,
+        "box": box,
     }
     request: dict[str, Any] = {"model": model, "windlass": _given(extras) | _parse_settings(settings_ or [])}
     request |= _given({"suffix": suffix, "seed": seed})
@@ -92,13 +94,15 @@ def jobs(home: Home = None) -> None:
         rows = client.jobs()
     waits = any(job["windlass"]["waiting_reason"] for job in rows)
     named = any(job["suffix"] for job in rows)  # a job's suffix appears nowhere else until the job has ended
-    header = ("job", *(("suffix",) if named else ()), "status", "model", "step", "created", "fine-tuned model")
+    placed = len({job["windlass"].get("box") for job in rows}) > 1
+    names = ("job", *(("suffix",) if named else ()), *(("box",) if placed else ()))
+    header = (*names, "status", "model", "step", "created", "fine-tuned model")
     table: list[tuple[object, ...]] = [(*header, *(("waiting for",) if waits else ()))]
     for job in rows:
         extra = job["windlass"]
         step = f"{extra['step']}/{extra['total_steps']}" if extra["total_steps"] else ""
         created = _time(job["created_at"])
-        name = (job["id"], *((job["suffix"] or "",) if named else ()))
+        name = (job["id"], *((job["suffix"] or "",) if named else ()), *((extra["box"] or "",) if placed else ()))
         cells = (job["status"], job["model"], step, created, job["fine_tuned_model"] or "")
         table.append((*name, *cells, *((extra["waiting_reason"] or "",) if waits else ())))
     _print(table, empty="no jobs yet; start one with `windlass submit`")
@@ -122,6 +126,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "preparation": extra["preparation"] and extra["preparation"]["summary"],
         "error": found["error"] and found["error"]["message"],
         "model": found["model"],
+        "box": extra["box"],
         "GPUs": gpus if (gpus := extra["settings"].get("gpus", 1)) > 1 else None,
         "fine-tuned model": found["fine_tuned_model"],
         "step": f"{extra['step']} of {extra['total_steps']}" if extra["total_steps"] else None,

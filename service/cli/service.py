@@ -14,10 +14,13 @@ import typer
 
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.table import print_columns
+from windlass.service.cli.units import unit_of
+from windlass.service.cluster.box import Membership, membership_of
 from windlass.service.installation import (
     HARDWARE_FILE,
     KEY_VARIABLE,
     Drive,
+    Serving,
     Settings,
     find_killed,
     find_serving,
@@ -28,8 +31,8 @@ from windlass.service.installation import (
     told_killed,
 )
 from windlass.service.machine import RayCluster
-from windlass.service.processes import start_detached
-from windlass.service.validation import told_jobs
+from windlass.service.processes import running_jobs, start_detached
+from windlass.service.validation import ReportedError, told_jobs
 from windlass.storage.ids import Precision
 from windlass.storage.ssd import is_device_path
 
@@ -44,6 +47,14 @@ def up(
         bool, typer.Option("--detach", help="Run in the background, and return once it answers.")
     ] = False,
     port: Annotated[int | None, typer.Option(help="The port of the API and the dashboard.")] = None,
+    cluster_host: Annotated[
+        str | None,
+        typer.Option(help="An IP address of this machine at which other boxes reach it."),
+    ] = None,
+    cluster_port: Annotated[int | None, typer.Option(help="The port that boxes call.")] = None,
+    print_unit: Annotated[
+        bool, typer.Option("--print-unit", help="Print a systemd user unit for this home, and start nothing.")
+    ] = False,
     measure: Annotated[
         bool | None,
         typer.Option(
@@ -53,26 +64,45 @@ def up(
     home: Home = None,
 ) -> None:
     """Start the service. It continues the jobs of a service that was killed."""
-    if port is not None:
-        if not 1 <= port <= _MAX_PORT:  # else the error would name the variable
-            raise CommandError(f"--port: must be from 1 to {_MAX_PORT}, got {port}")
-        # An environment variable overrides the settings file, and the started processes inherit it.
-        os.environ["WINDLASS_PORT"] = str(port)
+    # An environment variable overrides the settings file, and the started processes inherit it.
+    for option, number in (("port", port), ("cluster_port", cluster_port)):
+        if number is not None:
+            if not 1 <= number <= _MAX_PORT:  # else the error would name the variable
+                raise CommandError(f"--{option.replace('_', '-')}: must be from 1 to {_MAX_PORT}, got {number}")
+            os.environ[f"WINDLASS_{option.upper()}"] = str(number)
+    if cluster_host is not None:
+        os.environ["WINDLASS_CLUSTER_HOST"] = cluster_host
     # only for requests of the command line; the service's processes and jobs must not see it
     os.environ.pop(KEY_VARIABLE, None)
     settings = load_settings(home)
+    membership = membership_of(settings.home)
+    if membership is not None and settings.cluster_host is not None:
+        raise CommandError(
+            f"{settings.home} is a box of {membership.head} and cannot be a head; leave cluster_host out"
+        )
+    if settings.cluster_host is not None:
+        from windlass.service.cluster.authority import check_cluster_host
+
+        check_cluster_host(settings.cluster_host)
+    if print_unit:
+        print(unit_of(settings.home, cluster_host=cluster_host, cluster_port=cluster_port, port=port), end="")
+        return
     _tell_new_ssd_dirs(settings)
     measures = (settings.measure if measure is None else measure) and find_serving(settings.home) is None
     if measures or settings.is_for_others:  # checks for a key before the measurement, which takes minutes
-        from windlass.service.auth import prepare_database
+        from windlass.service.auth import migrate_database, prepare_database
 
-        prepare_database(settings)
+        prepare_database(settings) if membership is None else migrate_database(settings)
     if measures:
         from windlass.service.processes import ensure_measured
 
         ensure_measured(settings, lambda line: print(line, flush=True))
     if detach:
         serving = start_detached(settings)
+        if membership is not None:
+            told = f"works as box {membership.name} for {membership.head}"
+            print(f"windlass {told} (process {serving.process.pid}); end it with `windlass down`")
+            return
         print(f"windlass is up at {serving.url} (process {serving.process.pid}); end it with `windlass down`")
         return
     from windlass.service.processes import Supervisor
@@ -127,6 +157,9 @@ def status(home: Home = None) -> None:
         if cluster.is_running:
             print(f"Ray is {ray}: jobs go on, and `windlass up` takes them up again")
         raise typer.Exit(1)
+    if (membership := membership_of(settings.home)) is not None:
+        _print_box_status(settings, membership, serving, ray)
+        return
     with open_client(settings) as client:
         healthy = client.is_healthy()
         found = client.jobs() if healthy else []
@@ -138,6 +171,22 @@ def status(home: Home = None) -> None:
         if reason := job["windlass"]["waiting_reason"]:
             name = f"{job['suffix']}, " if job["suffix"] else ""
             print(f"! {job['id']} ({name}{job['status']}): {reason}")
+
+
+def _print_box_status(settings: Settings, membership: Membership, serving: Serving, ray: str) -> None:
+    """Shows the state of a box that has joined a head. Its jobs are shown by the head."""
+    from windlass.service.cluster.box import HeadConnection
+
+    try:
+        with HeadConnection.of_box(settings.home) as connection:
+            known = connection.get("/v1/node/self").json()
+        head = f"answers; this box is {known['state']} there"
+    except ReportedError as error:
+        head = f"! {error}"
+    print(f"windlass works as box {membership.name} for {membership.head}")
+    print(f"head  {head}\nhome  {settings.home}\npid   {serving.process.pid}\nRay   {ray}")
+    running = running_jobs(settings)
+    print(f"jobs  {f'{len(running)} running: {told_jobs(running)}' if running else 'none running'}")
 
 
 def doctor(
@@ -206,8 +255,6 @@ def _of(free_nbytes: int, total_nbytes: int) -> str:
 
 def _leave_ray_to_jobs(settings: Settings) -> None:
     """Ends a service in the foreground. Ray keeps running if jobs train on it."""
-    from windlass.service.processes import running_jobs
-
     if jobs := running_jobs(settings):
         print(
             f"training continues without the service: {told_jobs(jobs)}; `windlass up` attaches to it again, "

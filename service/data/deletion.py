@@ -19,6 +19,7 @@ from windlass.service.validation import ApiError, job_id_prefix, told_jobs
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql import ACTIVE_STATUSES, Database, DeletedJob, Job, NotFound, Removal
 from windlass.storage.sql.repositories import (
+    BoxRepository,
     DeletionRepository,
     EventRepository,
     FileRepository,
@@ -83,6 +84,8 @@ def delete_model(session: Session, settings: Settings, model: str, *, only_of: s
     EventRepository(session).remove_checkpoint(model)
     job = _job_of(session, model)
     node = (job and job.node) or node_of(settings.home)
+    if BoxRepository(session).by_node(node) is not None:
+        node = node_of(settings.home)  # a box's checkpoints are here, too
     return DeletionRepository(session).doom(RemovalKind.MODEL, model, node)
 
 

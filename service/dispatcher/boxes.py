@@ -4,7 +4,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 from windlass.service.dispatcher.placement import BoxState, Demand, Fleet, Holder, JoinedBox, Option
-from windlass.service.installation import Settings
+from windlass.service.installation import Settings, node_of
 from windlass.service.jobs import BoxKind, PlanNumbers, plan_numbers, settings_of
 from windlass.service.machine.fleet import HEAD_NAME
 from windlass.storage.sql import Database, Job, JobStatus
@@ -18,7 +18,7 @@ class Boxes:
 
     def __init__(self, database: Database, settings: Settings) -> None:
         self._settings = settings
-        self._fleet = Fleet(database)
+        self._fleet = Fleet(database, node_of(settings.home))
         self._numbers: dict[str, Mapping[str, PlanNumbers]] = {}
         self.by_name: Mapping[str, JoinedBox] = {}
         # Plans that are still to be made, in the order of the queue.
@@ -39,12 +39,15 @@ class Boxes:
         return bool(job.attempt) or not self._fleet.is_used or settings_of(job).windlass.box in (None, HEAD_NAME)
 
     def kinds_for(self, job: Job) -> Mapping[str, BoxKind]:
-        """Returns the kinds of the open boxes that a job may run on, each with the name of one of its boxes."""
+        """Returns the kinds of the boxes that a job may run on, each with the name of one of its boxes.
+
+        Those that are away or draining count, because they may be back when the job's turn comes.
+        """
         asked = settings_of(job).windlass
         return {
             name: box.kind
             for name, box in self.by_name.items()
-            if box.why_closed is None and asked.box in (None, name) and box.resources.why_too_many(asked.gpus) is None
+            if asked.box in (None, name) and box.resources.why_too_many(asked.gpus) is None
         }
 
     def forget_all_but(self, job_ids: Collection[str]) -> None:

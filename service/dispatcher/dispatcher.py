@@ -191,7 +191,7 @@ class Dispatcher:
             self._guarded(about(job.id, job.attempt), self._preparations.advance, job, validating)
         if self._queue.boxes.is_used:
             take_back(self._database, self._settings, self._lease.node)
-            watch_absent_boxes(self._database)
+            watch_absent_boxes(self._database, self._lease.node)
         self._launch_next()
         busy = {*self._ended.attempts(), *self._preparations.job_ids}
         self._housekeeping.tick(busy=busy)

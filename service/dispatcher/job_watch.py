@@ -99,6 +99,7 @@ class QueueWatch:
     yielded_s: float = 0.0
     yields_since: float | None = None
     waits_for: str | None = None  # the box for which it waits
+    passed_since: float | None = None  # when it might have begun, but waited for a box on which it ends sooner
 
 
 @dataclass(slots=True, kw_only=True)

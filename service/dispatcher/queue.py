@@ -62,6 +62,10 @@ _MAX_PREEMPTED_STARTS = 3
 # attempt would be ended while it starts.
 _MAX_YIELD_S = 20.0
 _AMOUNT = re.compile(r"[\d.]+ [KMGTP]?i?B")
+# Parts of a reason that change whenever a job on any box begins or ends.
+_JOBS = re.compile(
+    r"jobs? ftjob-\w+(, ftjob-\w+)*|\d+ jobs? of others|\band\b|[\d.]+|\bqueued jobs? (is|are) before this one"
+)
 
 
 def is_starting(job: Job) -> bool:
@@ -194,7 +198,10 @@ class JobQueue:
                 verdicts.append(Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready, box=box))
             if decision.begins:
                 placing.holders[name].append(job)
-            self._watches[job.id].queued.waits_for = None if decision.begins or placement is None else placement.box
+            watch = self._watches[job.id].queued
+            watch.waits_for = None if decision.begins or placement is None else placement.box
+            if placement is not None and placement.passes and watch.passed_since is None:
+                watch.passed_since = self._clock()
             if not (is_ready and (decision.begins or decision.never)):
                 num_before += 1
         return verdicts
@@ -205,7 +212,7 @@ class JobQueue:
         if reason == before:
             return
         watch, now = self._watches[job.id].queued, self._clock()
-        if _AMOUNT.sub("", reason) != _AMOUNT.sub("", before):
+        if self._sentence(reason) != self._sentence(before):
             with self._database.write() as session:
                 JobRepository(session).set_waiting_reason(job.id, reason, seen=job)
         elif watch.reason_written_at is None or now - watch.reason_written_at >= _REWRITE_INTERVAL_S:
@@ -214,6 +221,12 @@ class JobQueue:
         else:
             return
         watch.reason_written_at = now
+
+    def _sentence(self, reason: str) -> Collection[str]:
+        """Returns what makes a reason another one, with an event. The jobs on several boxes change too often for it."""
+        if not self.boxes.by_name:
+            return _AMOUNT.sub("", reason)
+        return sorted({_JOBS.sub("", part).strip() for part in reason.split("; ")} - {""})
 
     def make_room(self, job: Job, victims: Collection[str]) -> None:
         """Requests jobs of lower priority to pause. They continue by themselves when there is room again."""
@@ -319,6 +332,7 @@ class JobQueue:
         if self.boxes.may_run_here(job) and (fits or not self.boxes.by_name):
             needs = placing.capacity.needs(job.id, self._demand(job))
             options = [Option(box=HEAD_NAME, needs=needs, run_s=run_s), *options]
+        watch = self._watches[job.id].queued
         placing.options[job.id] = {option.box: option for option in options}
         placing.why_not[job.id] = why_not
         return Candidate(
@@ -326,7 +340,8 @@ class JobQueue:
             options=options,
             priority=job.priority,
             is_ready=is_ready,
-            waits_for=self._watches[job.id].queued.waits_for,
+            waits_for=watch.waits_for,
+            passed_s=0.0 if watch.passed_since is None else self._clock() - watch.passed_since,
         )
 
     def _here(self, job: Job) -> tuple[float | None, bool]:

@@ -426,17 +426,17 @@ class _Tls(SSLProtocol):
         self._connection = connection
         self._has_failed = False
 
-    def _on_handshake_complete(self, handshake_exc: Exception | None) -> None:
+    def _on_handshake_complete(self, handshake_exc: BaseException | None) -> None:
         """Called by `SSLProtocol`. The client of a failed handshake is told why, by an alert, before the socket closes.
 
         `SSLProtocol` alone would close it with the alert unsent.
         """
         if handshake_exc is None:
-            super()._on_handshake_complete(None)  # type: ignore[misc]
+            super()._on_handshake_complete(None)
         elif not self._has_failed:
             self._has_failed = True
             self._process_outgoing()  # type: ignore[attr-defined]
-            end = super()._on_handshake_complete  # type: ignore[misc]
+            end = super()._on_handshake_complete
             self._connection.loop.call_later(_ALERT_S, end, handshake_exc)
 
     def connection_lost(self, exc: BaseException | None) -> None:

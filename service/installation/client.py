@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -104,6 +105,22 @@ class ServiceClient:
     def checkpoints(self, job_id: str) -> list[dict[str, Any]]:
         """Lists a job's checkpoints, latest first."""
         return self._list(f"/v1/fine_tuning/jobs/{job_id}/checkpoints")
+
+    def boxes(self) -> list[dict[str, Any]]:
+        """Lists the boxes, the head first."""
+        return list(self._call("GET", "/v1/boxes")["data"])
+
+    def box(self, name: str) -> dict[str, Any]:
+        """Returns a box."""
+        return self._call("GET", f"/v1/boxes/{quote(name, safe='')}")
+
+    def change_box(self, name: str, change: str) -> dict[str, Any]:
+        """Drains, resumes or removes a box."""
+        return self._call("POST", f"/v1/boxes/{quote(name, safe='')}/{change}")
+
+    def new_join_code(self) -> dict[str, Any]:
+        """Makes a code with which one box may join. The answer has the commands to type there."""
+        return self._call("POST", "/v1/join_codes")
 
     def storage(self) -> dict[str, Any]:
         """Returns the disk usage of all items, with totals."""

@@ -99,7 +99,7 @@ class PlanNumbers(BaseModel):
             return cls(feasible=False, why_not=why_not or "no plan could be made for it")
         return cls(
             feasible=plan.report.feasible and plan.placement is not None,
-            why_not="; ".join(plan.report.reasons),
+            why_not="" if plan.report.feasible else "; ".join(plan.report.reasons),
             missing_nbytes=int(sum((plan.report.missing_bytes or {}).values())),
             peak_gib=dict(plan.report.peak_gib or {}),
             arena_nbytes=plan.arena_nbytes,

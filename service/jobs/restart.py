@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
+from windlass.engine.training_config import Initialization
 from windlass.service.installation import Settings, node_of
 from windlass.service.validation import ApiError, model_dir
 from windlass.storage.sql import TERMINAL_STATUSES, Box, Checkpoint, Job, JobStatus
@@ -43,6 +44,8 @@ def plan_restart(session: Session, settings: Settings, job: Job, *, box: str | N
         left = 1 - checkpoint.step_number / job.total_steps
         windlass["epochs"] = max(1, math.ceil(resolved["epochs"] * left))
         method = _without_epochs(method)
+    if checkpoint is not None:
+        windlass["initialization"] = Initialization.WEIGHTS.value
     origin = "its base model" if checkpoint is None else f"its checkpoint {checkpoint.model}"
     new = NewJob(
         model=job.model if checkpoint is None else checkpoint.model,

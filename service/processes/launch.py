@@ -6,7 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from windlass.service.installation import Serving, Settings, find_serving, open_client, prepare_home
+from windlass.service.cluster.box import membership_of
+from windlass.service.installation import DispatcherLock, Serving, Settings, find_serving, open_client, prepare_home
 from windlass.service.validation import ERROR_PREFIX, ReportedError
 
 _UP_TIMEOUT_S = 240.0
@@ -17,7 +18,10 @@ class StartError(ReportedError):
 
 
 def start_detached(settings: Settings) -> Serving:
-    """Starts a supervisor without a terminal. Returns once the API answers. Raises StartError."""
+    """Starts a supervisor without a terminal. Returns once the API answers, or a box can run jobs.
+
+    Raises StartError.
+    """
     prepare_home(settings.home)
     log_path = settings.home / "logs" / "supervisor.log"
     with log_path.open("ab") as log:
@@ -41,12 +45,23 @@ def start_detached(settings: Settings) -> Serving:
         time.sleep(0.1)
     process.terminate()
     process.wait()
-    raise StartError(f"the API did not answer within {_UP_TIMEOUT_S:g} s; see {log_path.parent}")
+    raise StartError(f"the service was not ready within {_UP_TIMEOUT_S:g} s; see {log_path.parent}")
 
 
 def _is_healthy(settings: Settings) -> bool:
+    if membership_of(settings.home) is not None:  # a box has no API
+        return _is_dispatching(settings)
     with open_client(settings) as client:
         return client.is_healthy()
+
+
+def _is_dispatching(settings: Settings) -> bool:
+    """Returns whether the home's dispatcher holds its lock, which it takes once it is connected to Ray."""
+    lock = DispatcherLock(settings.home)
+    try:
+        return not lock.try_acquire()
+    finally:
+        lock.release()
 
 
 def _last_error(log_path: Path, offset: int) -> str:

@@ -65,6 +65,7 @@ class Job(Base):
     __table_args__ = (
         Index("ix_jobs_status_order", "status", "priority", "created_at"),
         Index("ix_jobs_owner", "owner", "created_at"),
+        Index("ix_jobs_node", "node", "status"),
         Index("uq_jobs_idempotency_key", "owner", "idempotency_key", unique=True),
         # A second index for jobs without an owner, because NULLs count as different in a unique index.
         Index(
@@ -155,6 +156,7 @@ class Box(Base):
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     name: Mapped[str] = mapped_column(String(64), unique=True)
     node: Mapped[str] = mapped_column(String(64), unique=True)  # its home, as in `Job.node`
+    head: Mapped[str] = mapped_column(String(64))  # the home of its head: several services may share a database
     state: Mapped[str] = mapped_column(String(16))  # "ready", "draining", "removed"
     state_at: Mapped[float | None]  # when a person last changed its state; NULL: never
     certificate: Mapped[str] = mapped_column(String(64), unique=True)  # SHA-256 of its certificate, in hex

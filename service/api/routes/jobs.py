@@ -171,10 +171,10 @@ def restart_job(
     """
     with context.database.write() as session:
         old = JobRepository(session, caller.only_of).get(job_id)
-        _check_box(session, None if body is None else body.windlass.box)
+        _check_box(context, session, None if body is None else body.windlass.box)
+        end_for_restart(session, context.settings, old)
         check_one_more_job(session, context.settings, caller)
         check_room_to_store(session, context.settings, caller)
-        end_for_restart(session, context.settings, old)
         restart = plan_restart(session, context.settings, old, box=None if body is None else body.windlass.box)
         for param, file_id in (("training_file", old.training_file), ("validation_file", old.validation_file)):
             if file_id is not None:
@@ -196,7 +196,7 @@ def _request(
 
 def _check_gpus(context: Context, session: Session, gpus: int, *, node: str | None = None) -> None:
     """Raises ApiError if no machine has so many GPUs for a job. `node`: only the machine with this home counts."""
-    for box in BoxRepository(session).all():
+    for box in BoxRepository(session).all(node_of(context.settings.home)):
         if node in (None, box.node):
             why = resources_of_box(BoxFacts.model_validate(box.facts)).why_too_many(gpus)
             if why is None:
@@ -206,15 +206,17 @@ def _check_gpus(context: Context, session: Session, gpus: int, *, node: str | No
     check_gpus(context.settings, gpus)
 
 
-def _check_box(session: Session, name: str | None) -> None:
-    """Raises ApiError if a job asks for a box that has not joined."""
-    known = [HEAD_NAME, *(box.name for box in BoxRepository(session).all())]
-    if name is not None and name not in known:
+def _check_box(context: Context, session: Session, name: str | None) -> str | None:
+    """Returns the home of the box that a job asks for, None for any. Raises ApiError if it has not joined."""
+    here = node_of(context.settings.home)
+    nodes = {HEAD_NAME: here} | {box.name: box.node for box in BoxRepository(session).all(here)}
+    if name is not None and name not in nodes:
         raise ApiError(
-            f"windlass.box: there is no box {name!r}; there are {', '.join(known)}",
+            f"windlass.box: there is no box {name!r}; there are {', '.join(nodes)}",
             param="windlass.box",
             code="invalid_value",
         )
+    return None if name is None else nodes[name]
 
 
 def _check_microbatches(job: Job, gpus: int) -> None:
@@ -384,8 +386,8 @@ def _new_job(context: Context, caller: Caller, body: CreateJob, idempotency_key:
     settings = body.job_settings()
     with context.database.read() as session:
         check_priority(session, context.settings, caller, settings.windlass.priority)
-        _check_gpus(context, session, settings.windlass.gpus)
-        _check_box(session, settings.windlass.box)
+        node = _check_box(context, session, settings.windlass.box)
+        _check_gpus(context, session, settings.windlass.gpus, node=node)
         visible = is_visible(session, caller, body.model)
         if visible:
             check_may_build_on(session, caller, body.model)

@@ -8,6 +8,7 @@ from windlass.service.cluster.authority.authority import digest_of_certificate a
 from windlass.service.cluster.authority.authority import fingerprint_of as fingerprint_of
 from windlass.service.cluster.authority.authority import make_box_request as make_box_request
 from windlass.service.cluster.authority.codes import JoinCode as JoinCode
+from windlass.service.cluster.authority.codes import join_commands as join_commands
 from windlass.service.cluster.authority.codes import new_join_code as new_join_code
 from windlass.service.cluster.authority.wheel import digest_of_wheel as digest_of_wheel
 from windlass.service.cluster.authority.wheel import ensure_wheel as ensure_wheel

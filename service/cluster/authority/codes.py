@@ -4,11 +4,13 @@ import base64
 import hashlib
 import secrets
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Self
 
 from sqlalchemy.orm import Session
 
 from windlass.service.cluster.authority.authority import Authority
+from windlass.service.cluster.authority.wheel import digest_of_wheel, ensure_wheel
 from windlass.service.installation import Settings
 from windlass.service.validation import ReportedError
 from windlass.storage.sql.repositories import BoxRepository
@@ -51,6 +53,25 @@ class JoinCode:
     def digest(self) -> str:
         """The SHA-256 of the secret in hex, which the head stores."""
         return hashlib.sha256(self.secret).hexdigest()
+
+
+def join_commands(settings: Settings, code: str) -> list[str]:
+    """Returns the commands to type on a machine without windlass. The wheel is the head's, and is checked by its hash.
+
+    On a machine that has windlass, the last one is enough.
+    """
+    host = settings.cluster_host or ""
+    head = f"[{host}]:{settings.cluster_port}" if ":" in host else f"{host}:{settings.cluster_port}"
+    wheel = ensure_wheel(settings.home)
+    torch = ".".join(version("torch").partition("+")[0].split(".")[:2])
+    packages = f"./{wheel.name} 'torch=={torch}.*' ray=={version('ray')}"
+    return [
+        # TLS is not checked here, because this machine does not know the head yet: the hash is.
+        f"curl --insecure --silent --show-error --output {wheel.name} https://{head}/v1/node/wheel",
+        f"echo '{digest_of_wheel(wheel)}  {wheel.name}' | sha256sum --check",
+        f"python3 -m venv ~/windlass-venv && ~/windlass-venv/bin/pip install {packages}",
+        f"~/windlass-venv/bin/windlass node join --head {head} --code {code} --ssd /path/on/an/ssd",
+    ]
 
 
 def new_join_code(settings: Settings, session: Session) -> str:

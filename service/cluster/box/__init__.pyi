@@ -8,3 +8,12 @@ from windlass.service.cluster.box.connection import HeadUnreachable as HeadUnrea
 from windlass.service.cluster.box.connection import Membership as Membership
 from windlass.service.cluster.box.connection import VersionDiffers as VersionDiffers
 from windlass.service.cluster.box.connection import membership_of as membership_of
+from windlass.service.cluster.box.join import ask_to_join as ask_to_join
+from windlass.service.cluster.box.join import check_home as check_home
+from windlass.service.cluster.box.join import forget_head as forget_head
+from windlass.service.cluster.box.join import has_been_heard as has_been_heard
+from windlass.service.cluster.box.join import leave_head as leave_head
+from windlass.service.cluster.box.join import match_versions as match_versions
+from windlass.service.cluster.box.join import meet_head as meet_head
+from windlass.service.cluster.box.join import set_up_home as set_up_home
+from windlass.service.cluster.box.join import url_of_head as url_of_head

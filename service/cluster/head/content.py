@@ -41,6 +41,8 @@ def content_router(database: Database, manifests: Manifests, incoming: Incoming)
         """Answers with a job's row and the files that it needs; with 202 while their digests are being computed."""
         with database.read() as session:
             job = own_job(JobRepository(session), box, job_id)
+            if not MirrorRepository(session).was_given(job_id, box):  # else the box has all its files
+                raise ApiError(f"job {job_id} came from box {box.name}", status=404, code="job_elsewhere")
             row = MirrorRepository(session).row_of(job)
         files = manifests.of(job)
         if isinstance(files, ContentPending):
@@ -53,7 +55,8 @@ def content_router(database: Database, manifests: Manifests, incoming: Incoming)
 
         def jobs() -> Sequence[Job]:
             with database.read() as session:
-                return MirrorRepository(session).jobs_of(box)
+                mirror = MirrorRepository(session)
+                return [job for job in mirror.jobs_of(box) if mirror.was_given(job.id, box)]
 
         if (path := manifests.find(jobs, digest)) is None:
             message = f"no job of box {box.name} needs a file with the SHA-256 {digest[:64]}, or it has changed"

@@ -1,7 +1,6 @@
 """The routes by which a box joins. They need no certificate, because the box has none yet."""
 
-import re
-from importlib.metadata import version
+import time
 from typing import Annotated
 
 from fastapi import APIRouter, Request
@@ -10,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
 from windlass.service.cluster.authority import Authority, JoinCode, digest_of_wheel, ensure_wheel
+from windlass.service.cluster.head.caller import BoxDep
+from windlass.service.cluster.versions import Versions
 from windlass.service.installation import Settings, node_of
 from windlass.service.machine.fleet import HEAD_NAME, BoxFacts, is_away
 from windlass.service.validation import ApiError
@@ -19,27 +20,6 @@ from windlass.storage.sql.repositories import BoxRepository, BoxState
 DIGEST_HEADER = "X-Content-SHA256"
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62})"
 _NODE = r"node-[0-9a-f]{24}"
-
-
-class Versions(BaseModel):
-    """The versions that must be equal on all boxes of a service, because results depend on them."""
-
-    model_config = ConfigDict(frozen=True)
-
-    windlass: str
-    torch: str
-    ray: str
-
-    @classmethod
-    def here(cls) -> "Versions":
-        """Returns the installed versions."""
-        return cls(windlass=version("windlass"), torch=version("torch"), ray=version("ray"))
-
-    def differences(self, head: "Versions") -> list[str]:
-        """Describes each version that is not the head's. Of torch, the minor version counts."""
-        mine, heads = self.model_dump(), head.model_dump()
-        mine["torch"], heads["torch"] = _minor(self.torch), _minor(head.torch)
-        return [f"{name} {mine[name]}, and the head has {heads[name]}" for name in mine if mine[name] != heads[name]]
 
 
 class JoinRequest(BaseModel):
@@ -61,6 +41,14 @@ class JoinReply(BaseModel):
     name: str
     certificate: str
     authority: str
+
+
+class BoxSelf(BaseModel):
+    """The head's view of the calling box."""
+
+    name: str
+    state: str
+    has_reported: bool  # since it joined
 
 
 class HeadInfo(BaseModel):
@@ -110,6 +98,17 @@ def join_router(settings: Settings, database: Database) -> APIRouter:
                 raise ApiError("the code was used meanwhile", status=403, code="code")
             return JoinReply(box_id=box.id, name=box.name, certificate=certificate, authority=authority.pem)
 
+    @router.get("/self")
+    def read_self(box: BoxDep) -> BoxSelf:
+        """Tells a box what the head knows of it."""
+        return BoxSelf(name=box.name, state=box.state, has_reported=box.seen_at > box.joined_at)
+
+    @router.post("/leave", status_code=204)
+    def leave(box: BoxDep) -> None:
+        """Removes the calling box, as `windlass node remove` does."""
+        with database.write() as session:
+            BoxRepository(session).remove(box.id, head=node_of(settings.home))
+
     return router
 
 
@@ -123,8 +122,8 @@ def _check_versions(facts: BoxFacts) -> None:
 def _add_box(session: Session, settings: Settings, body: JoinRequest, *, certificate: str, address: str) -> Box:
     """Adds the box, or gives a known home its new certificate. Raises ApiError."""
     boxes = BoxRepository(session)
-    if body.node == node_of(settings.home):
-        raise ApiError("this home is the head's own; choose another home for a box", status=409, code="box_is_head")
+    if body.node == node_of(settings.home) or (boxes.by_node(body.node) is None and boxes.is_home(body.node)):
+        raise ApiError("this home is a service's own; choose another home for a box", status=409, code="box_is_head")
     known = boxes.by_node(body.node)
     is_joined = known is not None and known.state != BoxState.REMOVED.value
     if known is not None and is_joined and not is_away(known):
@@ -136,13 +135,11 @@ def _add_box(session: Session, settings: Settings, body: JoinRequest, *, certifi
         raise ApiError(message, status=409, code="name_taken")
     facts = body.facts.model_dump(mode="json")
     if known is None:
-        return boxes.add(name=body.name, node=body.node, certificate=certificate, address=address, facts=facts)
+        here = node_of(settings.home)
+        return boxes.add(name=body.name, node=body.node, head=here, certificate=certificate, address=address, facts=facts)
     # The box stays draining if it was: joining again renews its certificate only.
     state = known.state if is_joined else BoxState.READY.value
-    boxes.set(known.id, name=body.name, certificate=certificate, address=address, facts=facts, state=state)
+    now_s = time.time()
+    given = {"name": body.name, "certificate": certificate, "address": address, "facts": facts, "state": state}
+    boxes.set(known.id, **given, joined_at=now_s, seen_at=now_s)
     return boxes.get(known.id)
-
-
-def _minor(torch_version: str) -> str:
-    found = re.match(r"[0-9]+\.[0-9]+", torch_version)
-    return found[0] if found else torch_version

@@ -1,6 +1,7 @@
 """The route that boxes call every second: they tell what is new, and get their instructions."""
 
 import logging
+import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,11 +24,12 @@ from windlass.service.machine.fleet import (
     model_name,
     result_file_id,
 )
+from windlass.service.validation import ApiError, JobSettings
 from windlass.storage.sql import TERMINAL_STATUSES, Box, Database, Job, JobStatus
 from windlass.storage.sql.repositories import (
     BoxRepository,
     BoxState,
-    EventRepository,
+    DeletionRepository,
     Instruction,
     JobReport,
     JobRepository,
@@ -35,7 +37,8 @@ from windlass.storage.sql.repositories import (
 )
 
 _LOG = logging.getLogger(__name__)
-_MOST_CHECKPOINTS = 10_000  # of one job
+_JOB_ID = re.compile(r"ftjob-[0-9a-f]{24}")
+_PREFIX_CHARS = len("ftjob-") + 12
 
 
 @dataclass(slots=True)
@@ -78,6 +81,8 @@ class _Syncing:
             boxes, mirror = BoxRepository(session), MirrorRepository(session)
             boxes.set(box_id, seen_at=time.time(), address=address, **_told(news))
             box = boxes.get(box_id)
+            if box.state == BoxState.REMOVED.value:  # since the caller was admitted
+                raise ApiError(f"box {box.name} was removed from this service", status=403, code="box_removed")
             done = set(news.done)
             for each in boxes.instructions(box.id, limit=len(done) + 1000) if done else ():
                 if each.ordinal in done:
@@ -107,20 +112,26 @@ class _Syncing:
         lacking: tuple[str, ...] = ()
         if job is None:
             report = replace(report, fields={}, checkpoints=None)  # its row comes first
+            if report.row is not None and (why := _why_not_adopted(session, report)) is not None:
+                _LOG.warning("box %s has a job that is unknown here, and is not taken over: %s", box.name, why)
+                report = replace(report, row=None)
         elif report.fields:
             lacking = self._missing_results(job, report)
             if lacking or not _is_its_own(job, report):
                 report = replace(report, fields={})
         if job is not None and report.checkpoints is not None:
             # A user may have deleted one here, and a box may name models of this job only.
-            kept = [each for each in report.checkpoints if is_model_of(job, each.model) and self._has_model(each.model)]
-            rows = EventRepository(session).checkpoints(report.id, limit=_MOST_CHECKPOINTS, after=None).rows
-            before = {each.model for each in rows}
+            deletions, prefix = DeletionRepository(session), job.id
+            kept = [
+                each
+                for each in report.checkpoints
+                if is_model_of(job, each.model)
+                and self._has_model(each.model)
+                and not deletions.is_doomed(each.model, prefix)
+            ]
             report = replace(report, checkpoints=kept)
-            if job.node == box.node:
-                after.unused_models += before - {each.model for each in kept}
         was_its = job is not None and job.node == box.node
-        mirror.apply(
+        after.unused_models += mirror.apply(
             box,
             report,
             instruction_done=0,  # all that were carried out are withdrawn
@@ -144,6 +155,25 @@ class _Syncing:
 
     def _has_model(self, name: str) -> bool:
         return (self.settings.fine_tuned_dir / name / "config.json").is_file()
+
+
+def _why_not_adopted(session: Session, report: JobReport) -> str | None:
+    """Returns why a job that only its box knows is not taken over, or None.
+
+    A database that was restored from a backup lacks newer jobs. But a box may send any row.
+    """
+    row = report.row or {}
+    job_id = str(row.get("id"))
+    if job_id != report.id or _JOB_ID.fullmatch(job_id) is None:
+        return f"{job_id!r} is no id of a job"
+    prefix = job_id[:_PREFIX_CHARS]  # names of models have this part of it
+    if JobRepository(session).owners_by_prefix(prefix):
+        return f"another job's id begins with {prefix}"
+    try:
+        JobSettings.from_row(row["method"], row["windlass"], row["seed"])
+    except (KeyError, TypeError, ValueError, ApiError) as error:
+        return f"its settings cannot be read ({error})"
+    return None
 
 
 def _is_its_own(job: Job, report: JobReport) -> bool:

@@ -1,27 +1,36 @@
 """Tells the owners of jobs on other boxes that a box is away."""
 
 import time
+from contextlib import suppress
 
 from windlass.service.machine.fleet import is_away
-from windlass.storage.sql import Box, Database
+from windlass.storage.sql import Box, Database, Job, NotFound, StatusConflict
 from windlass.storage.sql.repositories import BoxRepository, JobRepository, MirrorRepository
 
 
-def absence_reason(box: Box) -> str:
+def absence_reason(box: Box, job: Job) -> str:
     """Returns the reason why a job of a box that is away waits."""
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(box.seen_at))
-    return f"box {box.name}, which holds its states, is away since {since}; the job goes on there when it is back"
+    if job.attempt:
+        return f"box {box.name}, which holds its states, is away since {since}; the job goes on there when it is back"
+    return (
+        f"box {box.name}, which has taken it, is away since {since}; it begins there when the box is back, or "
+        "elsewhere after `windlass restart`"
+    )
 
 
-def watch_absent_boxes(database: Database) -> None:
+def watch_absent_boxes(database: Database, here: str) -> None:
     """Writes why jobs of boxes wait that are away. The first report of a box that is back clears it.
 
-    Jobs of removed boxes have got their reason with the removal.
+    Jobs of removed boxes have got their reason with the removal. `here`: the head's own home.
     """
     with database.read() as session:
-        absent = [box for box in BoxRepository(session).all() if is_away(box)]
+        absent = [box for box in BoxRepository(session).all(here) if is_away(box)]
         jobs = [(box, job) for box in absent for job in MirrorRepository(session).jobs_of(box)]
     for box, job in jobs:
-        if job.waiting_reason != (reason := absence_reason(box)):
-            with database.write() as session:
-                JobRepository(session).set_waiting_reason(job.id, reason, seen=job)
+        if job.waiting_reason == absence_reason(box, job):
+            continue
+        with suppress(StatusConflict, NotFound), database.write() as session:
+            now = BoxRepository(session).get(box.id)
+            if is_away(now):  # it may have called meanwhile
+                JobRepository(session).set_waiting_reason(job.id, absence_reason(now, job), seen=job)

@@ -54,13 +54,14 @@ class Fleet:
     """Reads the boxes. It remembers what the facts of each box mean, because these seldom change."""
 
     database: Database
+    head: str  # this home
     is_used: bool = False  # a box has joined once, so that requests may name boxes
     _kinds: dict[str, tuple[Mapping[str, Any], BoxKind]] = field(default_factory=dict)
 
     def read(self) -> Sequence[JoinedBox]:
         """Returns the boxes that have joined and were not removed, by name."""
         with self.database.read() as session:
-            known = BoxRepository(session).all(with_removed=True)
+            known = BoxRepository(session).all(self.head, with_removed=True)
             self.is_used = bool(known)
             rows = [row for row in known if row.state != BoxState.REMOVED.value]
             if not rows:

@@ -44,7 +44,7 @@ def take_back(database: Database, settings: Settings, node: str) -> None:
     with database.read() as session:
         boxes = [
             box
-            for box in BoxRepository(session).all(with_removed=True)
+            for box in BoxRepository(session).all(node, with_removed=True)
             if box.state == BoxState.REMOVED.value or is_away(box)
         ]
         nodes = {box.node: box for box in boxes}

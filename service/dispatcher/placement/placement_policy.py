@@ -7,7 +7,8 @@ The rule, job by job in the order of the queue:
 
 1. Of the boxes on which the job may begin now, it begins on the one where its plan ends first.
 2. It waits for another box instead if it would end there sooner by prediction: after the jobs that hold that box's
-   resources, and after the earlier jobs that wait for it. Without a prediction, it does not wait.
+   resources, and after the earlier jobs that wait for it. The time that it has waited in this way counts, so that it
+   ends no later than if it had begun at once. Without a prediction, it does not wait.
 3. If it may begin nowhere, jobs of lower priority pause for it on the box where the fewest have to.
 4. Else it waits for the box on which it would end first. Only there do later jobs leave it its room. It stays with the
    box for which it waited until it would end elsewhere in half the time. So it is not passed over again and again.
@@ -66,6 +67,7 @@ class Candidate:
     priority: int = 0
     is_ready: bool = True  # else it keeps its place until it is ready
     waits_for: str | None = None  # the box for which it waited when the queue was decided last
+    passed_s: float = 0.0  # seconds since it first might have begun, but waited for a box on which it ends sooner
 
     def at(self, option: Option) -> Queued:
         """Returns the job as one box's queue sees it."""
@@ -80,6 +82,7 @@ class Placement:
     box: str | None
     decision: Decision  # on that box
     end_s: float | None = None  # predicted seconds until it ends there
+    passes: bool = False  # it might begin on another box, but waits for this one
     elsewhere: Mapping[str, Decision] = field(default_factory=dict)  # on the other open boxes of its options
 
 
@@ -114,10 +117,12 @@ def _place(rows: Mapping[str, "_Row"], candidate: Candidate) -> Placement:
             if not (decision.begins or decision.never) and _known(options[name].run_s) < begin_s[soonest]
         }
         best = min(later_s, key=lambda name: later_s[name], default=soonest)
-        if best == soonest or math.isinf(begin_s[soonest]) or later_s[best] >= begin_s[soonest]:
+        waits_s = candidate.passed_s + later_s.get(best, math.inf)
+        if best == soonest or math.isinf(begin_s[soonest]) or waits_s >= begin_s[soonest]:
             return placed(soonest, decisions[soonest], begin_s[soonest])
         # No job is paused for one that may begin elsewhere.
-        return placed(best, replace(decisions[best], pauses=(), will_pause=False), later_s[best])
+        decision = replace(decisions[best], pauses=(), will_pause=False)
+        return replace(placed(best, decision, later_s[best]), passes=True)
 
     pausing = [name for name, decision in decisions.items() if decision.pauses]
     pausing = pausing or [name for name, decision in decisions.items() if decision.will_pause]

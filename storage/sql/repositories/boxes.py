@@ -9,7 +9,17 @@ from typing import Any
 from sqlalchemy import CursorResult, delete, func, or_, select, update
 from sqlalchemy.orm import Session, load_only
 
-from windlass.storage.sql import ACTIVE_STATUSES, Box, BoxInstruction, Job, JobStatus, JoinCode, NotFound
+from windlass.storage.sql import (
+    ACTIVE_STATUSES,
+    TERMINAL_STATUSES,
+    Box,
+    BoxInstruction,
+    Dispatcher,
+    Job,
+    JobStatus,
+    JoinCode,
+    NotFound,
+)
 from windlass.storage.sql.repositories.events import EventRepository
 from windlass.storage.sql.repositories.jobs import JobRepository
 
@@ -68,13 +78,14 @@ class BoxRepository:
 
     # --- boxes
 
-    def add(self, *, name: str, node: str, certificate: str, address: str, facts: dict[str, Any]) -> Box:
-        """Adds a box. The caller has checked that no other box has the name or the home."""
+    def add(self, *, name: str, node: str, head: str, certificate: str, address: str, facts: dict[str, Any]) -> Box:
+        """Adds a box of a head. The caller has checked that no other box has the name or the home."""
         now = time.time()
         box = Box(
             id=f"box-{secrets.token_hex(12)}",
             name=name,
             node=node,
+            head=head,
             state=BoxState.READY.value,
             certificate=certificate,
             address=address,
@@ -87,9 +98,9 @@ class BoxRepository:
         self._session.flush()
         return box
 
-    def all(self, *, with_removed: bool = False) -> Sequence[Box]:
-        """Lists the boxes by name."""
-        query = select(Box).order_by(Box.name)
+    def all(self, head: str, *, with_removed: bool = False) -> Sequence[Box]:
+        """Lists the boxes of a head by name. `head`: its home."""
+        query = select(Box).where(Box.head == head).order_by(Box.name)
         return self._session.scalars(query if with_removed else query.where(Box.state != BoxState.REMOVED.value)).all()
 
     def get(self, box_id: str) -> Box:
@@ -106,6 +117,12 @@ class BoxRepository:
     def by_node(self, node: str | None) -> Box | None:
         """Returns the box whose home this is, removed ones too; None if it is no box's, so that it is this home's."""
         return None if node is None else self._session.scalar(select(Box).where(Box.node == node))
+
+    def is_home(self, node: str) -> bool:
+        """Returns whether a home has a dispatcher or jobs in this database, as a service has."""
+        dispatches = select(Dispatcher.id).where(Dispatcher.node == node).limit(1)
+        works = select(Job.id).where(Job.node == node).limit(1)
+        return self._session.scalar(dispatches) is not None or self._session.scalar(works) is not None
 
     def by_certificate(self, certificate: str) -> Box | None:
         """Returns the box that has this certificate, removed ones too, or None."""
@@ -179,6 +196,8 @@ class BoxRepository:
             else:
                 self._strand(jobs, job, box)
         self._session.flush()
+        ended = (Job.node == box.node, Job.status.in_(TERMINAL_STATUSES))
+        self._changes(update(Job).where(*ended).values(node=head, lease_holder=None))
         return box
 
     def _strand(self, jobs: JobRepository, job: Job, box: Box) -> None:

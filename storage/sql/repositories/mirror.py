@@ -61,6 +61,9 @@ REPORTED_COLUMNS = (
 )
 # Those of them that a report still renews if the head's row has ended first, because its owner has cancelled the job.
 _PROGRESS_COLUMNS = ("attempt", "started_at", "launched_at", "step", "total_steps", "trained_tokens")
+# The columns in JSON of which a box decides the number of GPUs only.
+_WITH_GPUS = frozenset(("hyperparameters", "windlass"))
+_MOST_GPUS = 16
 # The columns of a taken job that begin anew in the box's database.
 _OF_ONE_DATABASE = frozenset(("node", "lease_holder", "journal_attempt", "journal_seq", "box_cursor", "yields_to"))
 
@@ -169,7 +172,13 @@ class MirrorRepository:
         """
         jobs = JobRepository(self._session, only_of)
         box = self._boxes.by_node(jobs.get(job_id).node)
-        is_elsewhere = box is not None and box.state != BoxState.REMOVED and not self.take_back(job_id, here)
+        if box is not None and box.head != here:
+            box = None  # of another service with the same database
+        is_removed = box is not None and box.state == BoxState.REMOVED.value
+        if is_removed and kind is Instruction.RESUME:
+            assert box is not None
+            raise StatusConflict(job_id, "on a box of this service", f"on {box.name}, which was removed")
+        is_elsewhere = box is not None and not is_removed and not self.take_back(job_id, here)
         if kind is Instruction.CANCEL:
             job = jobs.request_cancel(job_id)
         elif kind is Instruction.PAUSE:
@@ -179,7 +188,15 @@ class MirrorRepository:
         if is_elsewhere:
             assert box is not None
             self._boxes.instruct(box.id, job_id, kind, {} if gpus is None else {"gpus": gpus})
+        elif is_removed:
+            self.end_here(job_id, here)
+            job = jobs.get(job_id)
         return job
+
+    def was_given(self, job_id: str, box: Box) -> bool:
+        """Returns whether the head has given a job to a box, which may then read the job's files."""
+        events = select(JobEvent).where(JobEvent.job_id == job_id, JobEvent.attempt == 0, JobEvent.seq.is_(None))
+        return any(event.data.get("box") == box.name for event in self._session.scalars(events))
 
     def end_here(self, job_id: str, here: str) -> None:
         """Lets an ended job belong to the head, because its box was removed or is to discard it."""
@@ -207,8 +224,10 @@ class MirrorRepository:
 
     def apply(
         self, box: Box, report: JobReport, *, instruction_done: int, here: str, path_of: Callable[[str], str]
-    ) -> None:
+    ) -> Sequence[str]:
         """Writes a report of the box that works on a job. Reports about other jobs are left out.
+
+        Returns the models of the checkpoints that the job no longer has.
 
         `instruction_done`: the last instruction that the box had carried out. `path_of`: returns the folder of a model
         on the head. `here`: the head's own home, to which a finished job belongs again.
@@ -217,21 +236,28 @@ class MirrorRepository:
         if job is None and report.row is not None and not self._is_deleted(report.id):
             job = self._adopt(box, report.row)
         if job is None or job.node != box.node:
-            return
-        if report.after > job.box_cursor:
-            return  # the head was restored from a backup; its answer makes the box report the events between again
+            return ()
+        if report.until is not None and report.after > report.until:
+            job.box_cursor = report.until  # the box was restored from a backup, and goes on from there
+        elif report.after > job.box_cursor:
+            return ()  # the head was restored from a backup; its answer makes the box report the events between again
         is_late = report.until is not None and report.until < job.box_cursor
         for event in report.events:
             if event.ordinal > job.box_cursor:
                 self._add_event(job, event)
                 job.box_cursor = event.ordinal
         self._session.flush()
+        gone: Sequence[str] = ()
         if report.checkpoints is not None and not is_late:
-            self._replace_checkpoints(job, report.checkpoints, path_of)
+            gone = self._replace_checkpoints(job, report.checkpoints, path_of)
         is_behind = any(each.ordinal > instruction_done for each in self._boxes.instructions_about(job.id))
-        if report.fields and not is_behind and not is_late:
+        is_over = report.fields.get("status") in TERMINAL_STATUSES
+        # The end comes last: after it, the box is told to discard the job.
+        is_whole = report.until is None or job.box_cursor >= report.until
+        if report.fields and not is_behind and not is_late and (is_whole or not is_over):
             self._write_fields(job, report, here)
         self._session.flush()
+        return gone
 
     def tell(self, box: Box, reasons: Mapping[str, str]) -> None:
         """Shows why jobs of a box wait, without events: how far their files are copied."""
@@ -258,7 +284,7 @@ class MirrorRepository:
         """
         if job.status not in (JobStatus.VALIDATING_FILES, JobStatus.QUEUED) or job.attempt != 0:
             return False
-        if self._boxes.by_node(job.node) is not None:
+        if self._boxes.by_node(job.node) is not None or job.windlass.get("box") not in (None, box.name):
             return False
         statement = update(Job).where(Job.id == job.id, Job.attempt == 0, Job.status == job.status)
         claimed = self._changes(statement.values(node=box.node, lease_holder=None, box_cursor=0)) == 1
@@ -268,7 +294,8 @@ class MirrorRepository:
     def _adopt(self, box: Box, row: Mapping[str, Any]) -> Job:
         """Adds a job that the head does not know, because its database is older than the job.
 
-        A finished one is added as unfinished, so that its end is written as that of any other job.
+        A finished one is added as unfinished, so that its end is written as that of any other job. The caller has
+        checked the row, because a box may send any.
         """
         values = _values_of(row)
         if values["status"] in TERMINAL_STATUSES:
@@ -305,10 +332,11 @@ class MirrorRepository:
 
     def _replace_checkpoints(
         self, job: Job, checkpoints: Iterable[MirroredCheckpoint], path_of: Callable[[str], str]
-    ) -> None:
-        kept = {each.id: each for each in checkpoints}
+    ) -> Sequence[str]:
+        kept, gone = {each.id: each for each in checkpoints}, []
         for row in self._session.scalars(select(Checkpoint).where(Checkpoint.job_id == job.id)).all():
             if row.id not in kept:
+                gone.append(row.model)
                 self._session.delete(row)
         self._session.flush()
         for each in kept.values():
@@ -318,12 +346,15 @@ class MirrorRepository:
             row.reasons, row.nbytes = each.reasons, each.nbytes
             self._session.add(row)
         self._session.flush()
+        return [model for model in gone if model not in {each.model for each in kept.values()}]
 
     def _write_fields(self, job: Job, report: JobReport, here: str) -> None:
         status = JobStatus(report.fields["status"])
         was_over = job.status in TERMINAL_STATUSES
         for name in _PROGRESS_COLUMNS if was_over else REPORTED_COLUMNS:
-            if name in report.fields:
+            if name in _WITH_GPUS:
+                self._write_gpus(job, name, report.fields.get(name))
+            elif name in report.fields:
                 value = report.fields[name]
                 setattr(job, name, status if name == "status" else value)
         if status not in TERMINAL_STATUSES:
@@ -342,6 +373,13 @@ class MirrorRepository:
         self._session.flush()
         if not was_over:
             WebhookRepository(self._session).enqueue_deliveries(job, status)
+
+    def _write_gpus(self, job: Job, column: str, reported: Any) -> None:
+        """Takes over the number of GPUs. All else in these columns is the head's."""
+        gpus = reported.get("gpus") if isinstance(reported, dict) else None
+        before = getattr(job, column)
+        if before is not None and (gpus == "auto" or (type(gpus) is int and 1 <= gpus <= _MOST_GPUS)):
+            setattr(job, column, {**before, "gpus": gpus})
 
     # --- the box's own rows ------------------------------------------------------------------------------------------
 

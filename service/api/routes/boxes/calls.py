@@ -22,7 +22,7 @@ from windlass.service.api.schemas import (
     JoinCodeObject,
 )
 from windlass.service.auth import Caller
-from windlass.service.cluster.authority import new_join_code
+from windlass.service.cluster.authority import join_commands, new_join_code
 from windlass.service.installation import Settings, node_of
 from windlass.service.machine.fleet import HEAD_NAME, BoxFacts
 from windlass.service.validation import ApiError
@@ -109,7 +109,7 @@ def create_join_code(context: ContextDep, caller: CallerDep, audit: AuditDep) ->
         created_at=int(time.time()),
         expires_at=int(expires_at),
         cluster_address=address,
-        commands=[f"windlass node join --head {address} --code {code} --ssd /path/on/an/ssd"],
+        commands=join_commands(context.settings, code),
     )
 
 
@@ -135,7 +135,7 @@ def _named(boxes: BoxRepository, name: str) -> Box:
             code="box_is_head",
         )
     box = boxes.by_name(name)
-    if box is None:
+    if box is None or box.head != head:
         raise NotFound("box", name)
     return box
 

@@ -104,7 +104,7 @@ def view_boxes(session: Session, settings: Settings, here: BoxFacts, *, with_rem
         num_devices=here.num_gpus or here.cpu_ranks, room_nbytes=max(0, arena_room_nbytes(ARENA_DIR))
     )
     views = [BoxView(row=None, node=head, facts=here, capacity=capacity, jobs=jobs[head])]
-    for row in boxes.all(with_removed=True):
+    for row in boxes.all(head, with_removed=True):
         view = BoxView(row=row, node=row.node, facts=_facts(row), capacity=_capacity(row), jobs=jobs[row.node])
         if with_removed or not view.is_removed or view.jobs:
             views.append(view)

@@ -18,6 +18,7 @@ def upgrade() -> None:
         sa.Column("id", sa.String(64), primary_key=True),
         sa.Column("name", sa.String(64), nullable=False, unique=True),
         sa.Column("node", sa.String(64), nullable=False, unique=True),
+        sa.Column("head", sa.String(64), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("state_at", sa.Double, nullable=True),
         sa.Column("certificate", sa.String(64), nullable=False, unique=True),
@@ -48,10 +49,12 @@ def upgrade() -> None:
     )
     op.create_index("ix_box_instructions_box", "box_instructions", ["box_id", "ordinal"])
     op.add_column("jobs", sa.Column("box_cursor", sa.BigInteger, nullable=False, server_default=sa.text("0")))
+    op.create_index("ix_jobs_node", "jobs", ["node", "status"])
 
 
 def downgrade() -> None:
     """Drops the tables and the cursor."""
+    op.drop_index("ix_jobs_node", "jobs")
     op.drop_column("jobs", "box_cursor")
     op.drop_table("box_instructions")
     op.drop_table("join_codes")

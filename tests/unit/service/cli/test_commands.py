@@ -69,10 +69,20 @@ def test_options_of_submit_are_settings_of_the_job(
     monkeypatch.setattr(ServiceClient, "create_job", create_job)
     words = {"precision": "fp16", "optimizer": "adam", "state_precision": "fp32", "accumulation_precision": "fp16"}
     words["gradient_updates"] = "kept"
-    submit("tiny", "file-1", wait=False, home=tmp_path, max_bad_steps=0, gpus=2, settings_=["beta2=0.95"], **words)
+    submit(
+        "tiny",
+        "file-1",
+        wait=False,
+        home=tmp_path,
+        max_bad_steps=0,
+        gpus=2,
+        box="attic",
+        settings_=["beta2=0.95"],
+        **words,
+    )
     submit("tiny", "file-1", wait=False, home=tmp_path)
     assert [request["windlass"] for request in requests] == [
-        {**words, "max_bad_steps": 0, "gpus": 2, "beta2": 0.95},
+        {**words, "max_bad_steps": 0, "gpus": 2, "box": "attic", "beta2": 0.95},
         {},
     ]
     assert capsys.readouterr().out == "ftjob-1\nftjob-1\n"

@@ -26,6 +26,7 @@ from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Box, Job
 from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState, Instruction
+from windlass.storage.sql.repositories.events import EventRepository
 
 MACHINE = Hardware(
     gpus=Gpus(count=1, memory_gib=2.0, tflops=20),
@@ -320,3 +321,20 @@ def test_failed_plan_for_a_box_is_told_and_not_repeated(stage: Stage) -> None:
         f"every GPU of box head is in use by job {first}; it does not fit box attic: planning was killed"
     )
     assert len(stage.planners) == 1
+
+
+def test_reason_that_changes_only_in_the_jobs_on_the_boxes_is_no_new_event(stage: Stage) -> None:
+    attic = join(stage, "attic")
+    jobs = [stage.queue_only(prepared=planned(1.0)) for _ in range(4)]
+    stage.tick()
+    with stage.database.write() as session:  # the first job on the box has ended
+        boxes = BoxRepository(session)
+        boxes.confirm(attic.id, boxes.instructions(attic.id)[-1].ordinal)
+        session.execute(update(Job).where(Job.id == jobs[1]).values(status=JobStatus.SUCCEEDED, node=stage.node))
+    stage.now += 61
+    stage.tick(2)
+    assert place_of(stage, jobs[2]) == "attic"
+    assert f"every GPU of box attic is in use by job {jobs[2]}" in (stage.job(jobs[3]).waiting_reason or "")
+    with stage.database.read() as session:
+        page = EventRepository(session).page(jobs[3], limit=100, after=None, type=None)
+    assert sum("Waiting: every GPU" in row.message for row in page.rows) == 1

@@ -59,6 +59,21 @@ def test_preparation_with_a_step_that_the_results_leave_out_goes_on_without_it(t
     assert list(_finish(Preparation(steps, work_dir=tmp_path / "work"))) == ["first", "second"]
 
 
+def test_optional_step_that_fails_leaves_its_error_and_the_preparation_goes_on(tmp_path: Path) -> None:
+    refusal = "json.dump({'ok': False, 'error': {'code': 'odd', 'message': 'it is odd'}}, open(result, 'w'))"
+    steps = [
+        dataclasses.replace(_step(tmp_path, refusal, name="plan_job@a"), is_optional=True),
+        dataclasses.replace(_step(tmp_path, "sys.exit(3)", name="plan_job@b"), is_optional=True),
+        _step(tmp_path, _OK, name="second"),
+    ]
+    results = _finish(Preparation(steps, work_dir=tmp_path))
+    assert results["plan_job@a"]["error"] == {"code": "odd", "message": "it is odd"}
+    failed = results["plan_job@b"]["error"]
+    assert isinstance(failed, dict)
+    assert failed["message"].startswith("planning ended")
+    assert results["second"]["ok"]
+
+
 def test_an_error_of_the_first_step_ends_it_with_that_error(tmp_path: Path) -> None:
     error = {
         "code": "invalid_file",

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from sqlalchemy import update
 
 from tests.support.service.api_client import context_of, make_model, serve, upload
 from windlass.service.api.routes import jobs as routes
@@ -13,6 +14,8 @@ from windlass.service.installation.settings import Settings
 from windlass.service.jobs.spec_builder import MachineResources
 from windlass.service.validation.hyperparameters import JobSettings, resolve
 from windlass.storage.sql.job_status import JobStatus
+from windlass.storage.sql.models import Job
+from windlass.storage.sql.repositories.boxes import BoxRepository
 from windlass.storage.sql.repositories.jobs import JobRepository
 
 JOBS = "/v1/fine_tuning/jobs"
@@ -532,3 +535,39 @@ def test_job_with_several_gpus_is_accepted_and_shows_them(
     monkeypatch.setattr(MachineResources, "here", lambda _: MachineResources(num_cores=4, num_gpus=4))
     job = create(client, file_id, windlass={"gpus": 4}).json()
     assert job["windlass"]["settings"]["gpus"] == 4
+
+
+def test_gpus_are_those_of_the_box_that_a_job_asks_for(client: TestClient, file_id: str) -> None:
+    with context_of(client).database.write() as session:
+        for number, name in enumerate(("attic", "cellar")):
+            facts = {**BOX_FACTS, "num_gpus": 4 + number}
+            BoxRepository(session).add(name=name, node=f"node-{name}", certificate=name, address="", facts=facts)
+    error = create(client, file_id, windlass={"box": "attik"}).json()["error"]
+    assert (error["param"], error["message"]) == (
+        "windlass.box",
+        "windlass.box: there is no box 'attik'; there are head, attic, cellar",
+    )
+    assert create(client, file_id, windlass={"gpus": 5, "lanes": 1}).status_code == 200
+    error = create(client, file_id, windlass={"box": "attic", "gpus": 5, "lanes": 1}).json()["error"]
+    assert (error["param"], error["message"]) == (
+        "windlass.gpus",
+        "box attic: windlass.gpus is 5, and the machine has 4 GPUs",
+    )
+    assert create(client, file_id, windlass={"box": "head", "gpus": 5, "lanes": 1}).status_code == 400
+    job = create(client, file_id, windlass={"box": "cellar", "gpus": 5, "lanes": 1}).json()
+    assert job["windlass"]["settings"]["box"] == "cellar"
+    with context_of(client).database.write() as session:
+        session.execute(update(Job).where(Job.id == job["id"]).values(node="node-cellar"))
+    assert client.get(f"{JOBS}/{job['id']}").json()["windlass"]["box"] == "cellar"
+
+
+BOX_FACTS: dict[str, Any] = {
+    "windlass": "1",
+    "python": "3",
+    "torch": "2",
+    "ray": "2",
+    "num_cores": 8,
+    "num_gpus": 5,
+    "memory_nbytes": 1 << 36,
+    "gpus": [{"name": "card", "memory_nbytes": 1 << 34}] * 5,
+}

@@ -1,4 +1,4 @@
-"""Who may call a head: real TLS on loopback."""
+"""Refusals and admissions of callers by a head: real TLS on loopback."""
 
 import ssl
 import time
@@ -173,7 +173,7 @@ def test_box_does_not_take_another_box_for_its_head(tmp_path: Path) -> None:
         client.do_handshake()
     with pytest.raises(ssl.SSLWantReadError):
         server.do_handshake()
-    with pytest.raises(ssl.SSLCertVerificationError, match="unsuitable certificate purpose|unsupported"):
+    with pytest.raises(ssl.SSLCertVerificationError, match="unsuitable certificate purpose"):
         client.do_handshake()
 
 

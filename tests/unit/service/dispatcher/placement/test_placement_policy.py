@@ -43,6 +43,14 @@ def test_job_waits_for_a_busy_box_only_if_it_ends_there_sooner() -> None:
     assert places([box("slow"), box("fast", running("r", 5))], queued) == [("slow", True)], "nothing is predicted"
 
 
+def test_time_that_a_job_has_waited_beside_a_free_box_counts() -> None:
+    fleet = [box("slow"), box("fast", running("r", 5), left_s={"r": 50.0})]
+    queued = [job("j", {"slow": 100.0, "fast": 10.0}, passed_s=passed_s) for passed_s in (39.0, 40.0)]
+    first, second = (place(fleet, [each])[0] for each in queued)
+    assert (first.box, first.decision.begins, first.passes) == ("fast", False, True)
+    assert (second.box, second.decision.begins, second.passes) == ("slow", True, False)
+
+
 def test_jobs_that_wait_for_a_box_count_for_the_next() -> None:
     fleet = [box("slow"), box("fast", running("r", 5), left_s={"r": 10.0})]
     queued = [job(name, {"slow": 45.0, "fast": 10.0}) for name in "abcde"]
