@@ -8,10 +8,10 @@ import typer
 
 from windlass.service.cli import data as cli_data
 from windlass.service.cli import jobs as cli_jobs
-from windlass.service.cli import nodes as cli_nodes
 from windlass.service.cli import plan as cli_plan
 from windlass.service.cli import service as cli_service
 from windlass.service.cli import webhooks as cli_webhooks
+from windlass.service.cli.boxes import nodes as cli_nodes
 from windlass.service.cli.errors import reported
 
 _COMMANDS = (

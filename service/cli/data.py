@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from windlass.amounts import bytes_text
+from windlass.service.cli.arguments import FILE, JOB, MODEL, told_if_unknown
 from windlass.service.cli.errors import CommandError
-from windlass.service.cli.ids import FILE, JOB, MODEL, told_if_unknown
 from windlass.service.cli.service import Home
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import ServiceClient, Settings, load_settings, open_client

@@ -17,10 +17,17 @@ from windlass.amounts import bytes_text
 from windlass.engine.checkpoint import copy_model_folder, folder_nbytes
 from windlass.engine.memory_plan import UpdateOrder
 from windlass.engine.training_config import Optimizer
+from windlass.service.cli.arguments import (
+    FILE,
+    JOB,
+    MODEL,
+    busy_gpus_in_words,
+    client_for_job,
+    gpus_in_words,
+    gpus_option,
+)
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.follow import await_checks, follow_job, format_event
-from windlass.service.cli.gpu_numbers import busy_gpus_in_words, gpus_in_words, gpus_option
-from windlass.service.cli.ids import FILE, JOB, MODEL, client_for_job
 from windlass.service.cli.service import Home
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import RequestRefusedError, ServiceClient, Settings, load_settings, open_client

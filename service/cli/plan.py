@@ -16,8 +16,8 @@ from windlass.engine.memory_plan import UpdateOrder, tokens_in_words
 from windlass.engine.training_config import Optimizer
 from windlass.planner.hardware import Hardware, ModelShape, example_machines, load, unusual
 from windlass.planner.solver import DEFAULT_SLACK, Goal
+from windlass.service.cli.arguments import gpus_option
 from windlass.service.cli.errors import CommandError
-from windlass.service.cli.gpu_numbers import gpus_option
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import HARDWARE_FILE, Settings, load_settings, num_cores
 from windlass.service.validation import (

@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
+from windlass.service.cli.boxes import unit_of
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.table import print_columns
-from windlass.service.cli.units import unit_of
 from windlass.service.cluster.box import Membership, membership_of
 from windlass.service.installation import (
     HARDWARE_FILE,

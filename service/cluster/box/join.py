@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from windlass.service.cluster import Versions
 from windlass.service.cluster.authority import JoinCode, fingerprint_of, make_box_request
 from windlass.service.cluster.box.connection import (
     BoxFiles,
@@ -23,7 +24,6 @@ from windlass.service.cluster.box.connection import (
     membership_of,
     told_errors,
 )
-from windlass.service.cluster.versions import Versions
 from windlass.service.installation import Settings, find_serving, load_settings, node_of, prepare_home
 from windlass.service.machine.fleet import facts_of_this_box
 from windlass.service.validation import ReportedError

@@ -8,9 +8,9 @@ from fastapi.responses import FileResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
+from windlass.service.cluster import Versions
 from windlass.service.cluster.authority import Authority, JoinCode, digest_of_wheel, ensure_wheel
 from windlass.service.cluster.head.caller import BoxDep
-from windlass.service.cluster.versions import Versions
 from windlass.service.installation import Settings, node_of
 from windlass.service.machine.fleet import HEAD_NAME, BoxFacts, is_away
 from windlass.service.validation import ApiError

@@ -33,13 +33,11 @@ from windlass.storage.sql.repositories.mirror import MirrorRepository
 NAME = "attic"
 
 
-def add_box(head: Stage, name: str, node: str) -> Box:
+def add_box(database: Database, name: str, node: str, *, head: str) -> Box:
     """Adds a box that is called like its certificate."""
-    with head.database.write() as session:
+    with database.write() as session:
         facts = make_facts().model_dump(mode="json")
-        return BoxRepository(session).add(
-            name=name, node=node, head=head.node, certificate=name, address="", facts=facts
-        )
+        return BoxRepository(session).add(name=name, node=node, head=head, certificate=name, address="", facts=facts)
 
 
 def head_app(stage: Stage, manifests: Manifests, incoming: Incoming) -> FastAPI:
@@ -94,7 +92,7 @@ class Cluster:
         self.incoming = Incoming(self.head.settings)
         self.server: AppServer | None = None
         if client is None:
-            add_box(self.head, NAME, self.box.node)
+            add_box(head_database, NAME, self.box.node, head=self.head.node)
             self.server = AppServer(head_app(self.head, self.manifests, self.incoming))
             client = httpx.Client(base_url=self.server.url, headers={"X-Box": NAME}, trust_env=False, timeout=20)
         with head_database.read() as session:

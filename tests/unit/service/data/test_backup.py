@@ -153,6 +153,7 @@ def test_what_the_planner_was_asked_is_asked_again_of_the_new_home(
     new = copy_home(settings, tmp_path)
     # By then other jobs may train at the same time.
     moved = {"model_dir": new.models_dir / "tiny", "dataset_dir": new.jobs_dir / job_id / "dataset", "is_alone": False}
+    moved["kept_times_dir"] = new.home / "measured-models"
     assert load_plan_request(new, stage.job(job_id)) == replace(request, **moved)
 
 

@@ -76,7 +76,7 @@ def test_content_of_no_job_of_the_box_is_refused(cluster: Cluster, job_id: str) 
     for digest in (facts(secret.read_bytes())["sha256"], "0" * 64, "..", "x"):
         answer = cluster.client.get(f"/v1/node/content/{digest}")
         assert answer.status_code == 404
-    add_box(cluster.head, "cellar", "node-cellar")
+    add_box(cluster.head.database, "cellar", "node-cellar", head=cluster.head.node)
     own = facts(b"weights")["sha256"]
     assert cluster.client.get(f"/v1/node/content/{own}").status_code == 200
     assert cluster.client.get(f"/v1/node/content/{own}", headers={"X-Box": "cellar"}).status_code == 404

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.service.cli.units import unit_of
+from windlass.service.cli.boxes.units import unit_of
 
 
 def test_unit_passes_systemds_own_check(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from windlass.service.cli.errors import CommandError
+from windlass.service.cli import CommandError
 from windlass.service.installation import RequestRefusedError, ServiceClient, load_settings, open_client
 from windlass.service.validation import did_you_mean, near_names
 

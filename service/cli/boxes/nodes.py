@@ -9,9 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from windlass.service.cli.errors import CommandError
-from windlass.service.cli.service import Home
-from windlass.service.cli.table import print_columns
+from windlass.service.cli import CommandError, Home, print_columns
 from windlass.service.installation import load_settings, open_client, place_of_home
 from windlass.service.validation import count_text
 

@@ -1,0 +1,5 @@
+"""Arguments of several commands: ids, and numbers of GPUs."""
+
+from windlass.exports import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(__name__, __file__)
