@@ -128,6 +128,7 @@ def _serve_boxes(settings: Settings, listener_fd: int | None) -> None:
 def _call_head(settings: Settings) -> None:
     from windlass.service.cluster.box.agent import run_agent
 
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each call, every second
     run_agent(settings)
 
 

@@ -36,9 +36,8 @@ from windlass.engine.memory_plan import (
 from windlass.engine.model import Partition, build_meta_model
 from windlass.engine.training_config import Initialization, TrainingConfig
 from windlass.planner.cost import ActivationOption, AgainTimes, ModelProfile, Speeds, speeds_of, ways_of_layer
-from windlass.planner.planning.bisection import largest
 from windlass.planner.profiling import BlockTimes, Profiler, measure_blocks, with_times
-from windlass.planner.solver import Limits, PlannedJob, Solution, StepCosts, solution_of
+from windlass.planner.solver import Limits, PlannedJob, Solution, StepCosts, largest, solution_of
 from windlass.planner.solver.placement_search import group_sizes
 from windlass.storage.ids import Kernel, Precision
 

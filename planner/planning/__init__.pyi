@@ -1,14 +1,12 @@
 """Makes the plan of a job: searches a plan that fits, corrects it by measured steps, and reports it."""
 
-from windlass.planner.planning.bisection import DEFAULT_SLACK as DEFAULT_SLACK
-from windlass.planner.planning.bisection import Goal as Goal
 from windlass.planner.planning.compare import Comparison as Comparison
 from windlass.planner.planning.compare import comparison as comparison
 from windlass.planner.planning.gpu_choice import choose_gpus as choose_gpus
-from windlass.planner.planning.gpu_choice import fewest_of_fastest as fewest_of_fastest
 from windlass.planner.planning.job_plan import ChangedInputs as ChangedInputs
 from windlass.planner.planning.job_plan import JobPlan as JobPlan
 from windlass.planner.planning.job_plan import PlanBounds as PlanBounds
+from windlass.planner.planning.job_plan import fewest_of_fastest as fewest_of_fastest
 from windlass.planner.planning.limits import find as find
 from windlass.planner.planning.measured_steps import MIN_STEPS as MIN_STEPS
 from windlass.planner.planning.plan_request import PlanRequest as PlanRequest

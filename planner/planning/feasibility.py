@@ -13,17 +13,18 @@ from pydantic import BaseModel
 
 from windlass.amounts import GIB
 from windlass.engine.memory_plan import DeviceNeed, MemoryTier, Placement, QueueDepths, reserved_nbytes
-from windlass.planner.planning.bisection import largest, smallest
 from windlass.planner.solver import (
     DRIVER_NBYTES,
     DoesNotFitError,
     PlannedJob,
     StepCosts,
+    largest,
     least_nbytes,
     may_fit,
     plan_of,
     processes_nbytes,
     sizes_at_the_border,
+    smallest,
 )
 
 if TYPE_CHECKING:

@@ -5,12 +5,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from windlass.planner.planning.job_plan import fewest_of_fastest
 from windlass.planner.planning.planner import Planned, PlanQuestion, Profiles, answer, fastest_plan, planned
 from windlass.planner.planning.report import PlanReport
 from windlass.planner.solver import DoesNotFitError, PlannedJob, Solution
-
-# Step times that differ by at most this share count as equal.
-EQUAL_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,15 +17,6 @@ class ChosenGpus:
 
     planned: Planned
     others: tuple[Planned, ...] = ()
-
-
-def fewest_of_fastest(step_s: Mapping[int, float]) -> int:
-    """Returns the fastest number of GPUs; of numbers that are equal within `EQUAL_SHARE`, the fewest.
-
-    `step_s`: predicted step time by number, of one number at least.
-    """
-    least_s = min(step_s.values())
-    return min(number for number, seconds in step_s.items() if seconds <= (1 + EQUAL_SHARE) * least_s)
 
 
 def numbers_of_gpus(most: int, num_microbatches: int | None) -> Iterator[int]:

@@ -11,6 +11,9 @@ from windlass.engine.memory_plan import Placement
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning.report import PlanReport
 
+# Step times that differ by at most this share count as equal.
+EQUAL_SHARE = 0.02
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBounds:
@@ -137,3 +140,12 @@ class JobPlan(BaseModel):
         if inputs.hardware is not None:
             changes["hardware"] = inputs.hardware
         return self.model_copy(update=changes)
+
+
+def fewest_of_fastest(step_s: Mapping[int, float]) -> int:
+    """Returns the fastest number of GPUs; of numbers that are equal within `EQUAL_SHARE`, the fewest.
+
+    `step_s`: predicted step time by number, of one number at least.
+    """
+    least_s = min(step_s.values())
+    return min(number for number, seconds in step_s.items() if seconds <= (1 + EQUAL_SHARE) * least_s)

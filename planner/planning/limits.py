@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from windlass.planner.planning.bisection import DEFAULT_SLACK, Goal, smallest
 from windlass.planner.planning.feasibility import largest_fitting, with_part
 from windlass.planner.planning.planner import (
     Planned,
@@ -13,7 +12,7 @@ from windlass.planner.planning.planner import (
     fastest_plan,
     planned,
 )
-from windlass.planner.solver import DoesNotFitError, Solution, solve_job
+from windlass.planner.solver import DEFAULT_SLACK, DoesNotFitError, Goal, Solution, smallest, solve_job
 
 _TOKENS_STEP = 256  # tokens: resolution of the search for the longest context
 

@@ -23,7 +23,6 @@ from windlass.engine.model import ModelLayout
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import ModelProfile, Speeds, Ways, for_lengths, speeds_of, ways_of_layer
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning.bisection import MarginSearch
 from windlass.planner.planning.feasibility import (
     numbers_of_microbatches,
     what_takes_memory,
@@ -35,7 +34,16 @@ from windlass.planner.planning.rate_correction import Correction
 from windlass.planner.planning.report import ExampleTokens, PlanReport, report_of, with_limits
 from windlass.planner.profiling import BlockTimes, MeasuredBlocks, Profiler, TimingCache, measure_blocks, with_times
 from windlass.planner.simulation import simulated_step_s
-from windlass.planner.solver import DoesNotFitError, Limits, PlannedJob, Solution, budgets_of, candidates, solve_job
+from windlass.planner.solver import (
+    DoesNotFitError,
+    Limits,
+    MarginSearch,
+    PlannedJob,
+    Solution,
+    budgets_of,
+    candidates,
+    solve_job,
+)
 
 # Minimum share by which a change must shorten a step to be worth mentioning.
 WORTH = 0.05

@@ -1,5 +1,10 @@
 """The integer programs that choose where states are resident and what is recomputed."""
 
+from windlass.planner.solver.bisection import DEFAULT_SLACK as DEFAULT_SLACK
+from windlass.planner.solver.bisection import Goal as Goal
+from windlass.planner.solver.bisection import MarginSearch as MarginSearch
+from windlass.planner.solver.bisection import largest as largest
+from windlass.planner.solver.bisection import smallest as smallest
 from windlass.planner.solver.memory_limits import DRIVER_NBYTES as DRIVER_NBYTES
 from windlass.planner.solver.memory_limits import budgets_of as budgets_of
 from windlass.planner.solver.memory_limits import limits_of as limits_of

@@ -13,6 +13,7 @@ from windlass.service.cli.errors import CommandError
 from windlass.service.cli.service import Home
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import load_settings, open_client, place_of_home
+from windlass.service.validation import count_text
 
 _HEARD_TIMEOUT_S = 60.0
 _GIB = 1024**3
@@ -106,7 +107,7 @@ def join(
     match_versions(facts, _tell)
     os.environ["WINDLASS_HOME"] = str(place)
     settings = set_up_home(place, ssd)
-    print(f"the home is {place}, with {len(settings.ssd_dirs)} SSDs", flush=True)
+    print(f"the home is {place}, with {count_text(len(settings.ssd_dirs), 'SSD')}", flush=True)
     migrate_database(settings)
     membership = ask_to_join(settings, facts, parsed, box_name)
     print(f"joined as box {membership.name}; the certificate is in {place / 'box'}", flush=True)

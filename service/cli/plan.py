@@ -15,7 +15,7 @@ from windlass.amounts import GIB, bytes_text
 from windlass.engine.memory_plan import UpdateOrder, tokens_in_words
 from windlass.engine.training_config import Optimizer
 from windlass.planner.hardware import Hardware, ModelShape, example_machines, load, unusual
-from windlass.planner.planning import DEFAULT_SLACK, Goal
+from windlass.planner.solver import DEFAULT_SLACK, Goal
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.gpu_numbers import gpus_option
 from windlass.service.cli.table import print_columns

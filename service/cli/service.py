@@ -196,7 +196,7 @@ def doctor(
     precision: Annotated[Precision, typer.Option(help="Precision in which the device is measured.")] = (Precision.BF16),
 ) -> None:
     """Show this machine's resources, and measure its device, link, memory, optimizer and SSDs."""
-    from windlass.service.machine import check_limits
+    from windlass.service.machine import check_limits, check_ports
 
     settings = load_settings(home)
     directories = [path for path in settings.ssd_dirs if not is_device_path(path)]
@@ -215,7 +215,7 @@ def doctor(
     if not machine.gpus:
         counted = "" if settings.cpu_ranks == 1 else f", which counts as {settings.cpu_ranks} devices"
         rows.append(("GPU", f"none that may be used; jobs train on the CPU{counted}"))
-    findings = check_limits(machine)
+    findings = [*check_limits(machine), *check_ports(settings)]
     print_columns([*rows, *((finding.what, finding.found) for finding in findings)])
     for finding in findings:
         if finding.remedy:

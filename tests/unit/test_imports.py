@@ -141,12 +141,12 @@ def test_no_exported_name_is_a_modules_name_too() -> None:
 
 
 def test_rooms_are_small_enough_to_overlook() -> None:
-    """At most 12 modules a room and 14 rooms a folder; `versions` grows with each migration."""
+    """At most 12 modules a room and 15 rooms a folder; `versions` grows with each migration."""
     folders = {path.parent for path in python_files(*FLOORS) if path.parent.name != "versions"}
     modules = {folder: [path for path in folder.glob("*.py") if path.name != "__init__.py"] for folder in folders}
     rooms = {folder: [each for each in folders if each.parent == folder] for folder in folders}
     assert {name_of(folder): len(paths) for folder, paths in modules.items() if len(paths) > 12} == {}
-    assert {name_of(folder): len(each) for folder, each in rooms.items() if len(each) > 14} == {}
+    assert {name_of(folder): len(each) for folder, each in rooms.items() if len(each) > 15} == {}
 
 
 @pytest.mark.parametrize(

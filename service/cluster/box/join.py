@@ -215,9 +215,9 @@ def leave_head(home: Path) -> None:
 
 
 def forget_head(home: Path) -> None:
-    """Removes the home's right to call its head."""
+    """Removes the home's right to call its head. The home's dispatcher, if it runs, holds no attempts any more."""
     files = BoxFiles(home)
-    for path in (home / "box.json", files.key, files.certificate, files.authority):
+    for path in (home / "box.json", home / "hold.json", files.key, files.certificate, files.authority):
         path.unlink(missing_ok=True)
 
 

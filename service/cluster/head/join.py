@@ -139,9 +139,10 @@ def _add_box(session: Session, settings: Settings, body: JoinRequest, *, certifi
         return boxes.add(
             name=body.name, node=body.node, head=here, certificate=certificate, address=address, facts=facts
         )
-    # The box stays draining if it was: joining again renews its certificate only.
-    state = known.state if is_joined else BoxState.READY.value
+    # A box that was not removed stays draining if it was: joining again renews its certificate only.
     now_s = time.time()
-    given = {"name": body.name, "certificate": certificate, "address": address, "facts": facts, "state": state}
+    given = {"name": body.name, "certificate": certificate, "address": address, "facts": facts}
+    if not is_joined:
+        boxes.set_state(known.id, BoxState.READY)
     boxes.set(known.id, **given, joined_at=now_s, seen_at=now_s)
     return boxes.get(known.id)

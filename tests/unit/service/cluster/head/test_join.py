@@ -20,6 +20,7 @@ from windlass.service.cluster.box.connection import (
     HeadUnreachable,
     context_for,
 )
+from windlass.service.installation.home import node_of
 from windlass.storage.sql.models import JoinCode as CodeRow
 from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState
 

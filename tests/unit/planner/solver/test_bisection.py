@@ -1,7 +1,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from windlass.planner.planning.bisection import MarginSearch, largest, smallest
+from windlass.planner.solver.bisection import MarginSearch, largest, smallest
 
 
 @given(st.integers(0, 300), st.integers(1, 250))
