@@ -7,6 +7,7 @@ start, because `ray stop` would also end other users' clusters.
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -27,6 +28,8 @@ from windlass.service.installation import ProcessId, end_processes, find_process
 from windlass.service.validation import ReportedError
 from windlass.storage.files import locked, write_atomically
 
+_LOG = logging.getLogger(__name__)
+
 NAMESPACE = "windlass"
 # One job at a time holds a device of the machine. Ray counts devices, GPUs or the CPU, as this resource.
 DEVICE_RESOURCE = "device"
@@ -43,6 +46,10 @@ _REMOVAL_PAUSE_S = 0.2
 
 class RayStartError(ReportedError):
     """Ray could not be started."""
+
+
+class _StartEndedError(RayStartError):
+    """`ray start` ended with an error of its own, or its processes ended at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +124,14 @@ class RayCluster:
                 return False
             # After a crash, the remaining processes of an earlier daemon are useless.
             self._end_recorded()
-            self._start(num_cpus=num_cpus, num_gpus=num_gpus, num_devices=num_gpus or cpu_ranks)
+            sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "num_devices": num_gpus or cpu_ranks}
+            try:
+                self._start(**sizes)
+            except _StartEndedError as error:
+                # Ray waits at most 30 s for its own processes, which is too short on a machine under load. Another
+                # program may also have taken the port meanwhile.
+                _LOG.warning("%s; it is started once more", error)
+                self._start(**sizes)
             return True
 
     def connect(self) -> None:
@@ -160,9 +174,9 @@ class RayCluster:
                     timeout=_START_TIMEOUT_S,
                     check=False,
                 )
-                problem = f"exit code {result.returncode}" if result.returncode != 0 else None
+                has_ended, problem = True, f"exit code {result.returncode}" if result.returncode != 0 else None
             except subprocess.TimeoutExpired:
-                problem = f"it did not finish within {_START_TIMEOUT_S:g} s"
+                has_ended, problem = False, f"it did not finish within {_START_TIMEOUT_S:g} s"
         core, helpers = _daemon_processes(temp_dir)
         # `--include-dashboard=false` leaves out its pages, not its process, and jobs need neither. Ray's other helpers
         # are children of the raylet, which ends with them.
@@ -173,7 +187,8 @@ class RayCluster:
             problem = "GCS or raylet ended at once"
         if problem is not None:
             self._end_recorded()
-            raise RayStartError(f"`ray start` failed ({problem}); see {self._log_path}")
+            failure = _StartEndedError if has_ended else RayStartError
+            raise failure(f"`ray start` failed ({problem}); see {self._log_path}")
         lower_session(core[0].pid)  # of all daemons, and of the jobs' processes, which are their children
         self._write_record(_Record(address=address, temp_dir=str(temp_dir), core=core, helpers=helpers))
 

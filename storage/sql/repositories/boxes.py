@@ -157,6 +157,7 @@ class BoxRepository:
             Job.model,
             Job.suffix,
             Job.windlass,
+            Job.hyperparameters,
             Job.priority,
             Job.step,
             Job.total_steps,

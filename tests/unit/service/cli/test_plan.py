@@ -1,6 +1,7 @@
 """`windlass plan`, as users run it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,16 @@ def test_plan_searches_for_extreme_numbers(shape: Path, home: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.output.startswith("fewest-ssds: ")
     assert "billion parameters" in result.output.splitlines()[0]
+
+
+def test_plan_that_chooses_gpus_says_what_others_would_give(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "a100-40g-server", *JOB)
+    output = run(*job, "--gpus", "auto", "--num-microbatches", "2").output
+    assert re.search(r"^(one GPU, because more would not be faster|2 GPUs: [\d.]+x of one)", output, re.MULTILINE)
+    assert " --set gpus=auto\n" in output
+    assert " --set lanes=" not in output
+    assert "a search (--find) is for a number of GPUs" in run(*job, "--gpus", "auto", "--find", "largest-batch").output
+    assert "'all' is neither a number nor auto" in run(*job, "--gpus", "all").output
 
 
 @pytest.mark.parametrize(("option", "number"), [("--lanes", 2), ("--gpus", 3)])

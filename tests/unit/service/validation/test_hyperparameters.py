@@ -287,6 +287,26 @@ def test_more_gpus_than_the_data_gives_micro_batches_are_refused() -> None:
     assert refused.value.param == "windlass.gpus"
 
 
+@pytest.mark.parametrize(
+    ("asked", "num_devices", "lanes", "num_microbatches"),
+    [
+        ({}, 4, 4, 4),
+        ({}, 1, 1, 2),
+        ({"num_microbatches": 2}, 4, 2, 2),  # more than two GPUs would have nothing to compute
+        ({"batch_size": 3}, 8, 3, 3),
+        ({"lanes": 1}, 4, 1, 4),
+        ({"accumulation_precision": "bf16"}, 4, 1, 4),
+    ],
+)
+def test_settings_of_a_job_whose_plan_chooses_gpus_follow_from_the_most_that_it_may_get(
+    asked: dict[str, Any], num_devices: int, lanes: int, num_microbatches: int
+) -> None:
+    chosen = settings({"gpus": "auto", **asked})
+    resolved = resolve(chosen, num_examples=100, num_devices=num_devices)
+    assert (resolved.lanes, resolved.num_microbatches) == (lanes, num_microbatches)
+    assert chosen.windlass.least_gpus == 1
+
+
 @pytest.mark.parametrize("gpus", [0, 17, 1.5, "2", None])
 def test_number_of_gpus_is_limited(gpus: Any) -> None:
     with pytest.raises(ValueError, match="gpus"):

@@ -417,12 +417,13 @@ def test_a_paused_job_is_resumed_with_another_number_of_gpus(
     bring_to(client, job_id, JobStatus.QUEUED)
     assert act(client, job_id, "pause") == "paused"
 
-    def resume(gpus: int) -> Any:
+    def resume(gpus: int | str) -> Any:
         return client.post(f"{JOBS}/{job_id}/resume", json={"windlass": {"gpus": gpus}})
 
-    for gpus, message in ((0, "greater than or equal to 1"), (17, "less than or equal to 16")):
+    for gpus in (0, 17, "many"):
         error = resume(gpus).json()["error"]
-        assert (error["param"], message in error["message"]) == ("windlass.gpus", True)
+        told = 'must be "auto" or a whole number from 1 to 16' in error["message"]
+        assert (error["param"], told) == ("windlass.gpus", True)
     num_microbatches = 4
     with context_of(client).database.write() as session:
         row = JobRepository(session).get(job_id)
@@ -437,6 +438,8 @@ def test_a_paused_job_is_resumed_with_another_number_of_gpus(
     assert act(client, job_id, "pause") == "paused"
     assert act(client, job_id, "resume") == "queued"
     assert client.get(f"{JOBS}/{job_id}").json()["windlass"]["settings"]["gpus"] == num_microbatches
+    assert act(client, job_id, "pause") == "paused"
+    assert resume("auto").json()["windlass"]["settings"]["gpus"] == "auto"
 
 
 def test_a_queued_job_pauses_at_once_and_goes_back_to_the_queue(client: TestClient, file_id: str) -> None:
