@@ -10,8 +10,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from windlass.service.cli import data as cli_data
-from windlass.service.cli.arguments import ids as cli_ids
 from windlass.service.cli import jobs as cli_jobs
+from windlass.service.cli.arguments import ids as cli_ids
 from windlass.service.cli.errors import CommandError
 from windlass.service.installation.client import RequestRefusedError, ServiceClient
 from windlass.service.jobs.spec_builder import MachineResources
