@@ -99,9 +99,9 @@ class BoxService:
     def join_arguments(self, name: str, code: str) -> list[str]:
         """The command that joins a box."""
         head = f"{self.network[HEAD].address}:{CLUSTER_PORT}"
-        ssd = self[name].home.parent / "ssd"
-        ssd.mkdir(exist_ok=True)
-        return ["node", "join", "--head", head, "--code", code, "--ssd", str(ssd), "--name", name]
+        # As in the settings that the home has already.
+        ssds = [part for number in range(2) for part in ("--ssd", str(self[name].home / f"ssd{number}"))]
+        return ["node", "join", "--head", head, "--code", code, *ssds, "--name", name]
 
     def join(self, *names: str) -> None:
         """Joins boxes, and waits until the head lists them as ready."""

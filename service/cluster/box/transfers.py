@@ -196,7 +196,7 @@ class Sendings:
 
     def is_complete(self, job: JobReport) -> bool:
         """Returns whether all results of a finished job have arrived, so that its end may be told."""
-        model = job.fields["fine_tuned_model"]
+        model = _model_beside_checkpoints(job)
         names = [*([] if model is None else [model]), *job.fields["result_files"]]
         return (
             all(self._sender.has_sent(job.id, name) for name in names)
@@ -263,7 +263,7 @@ class Sendings:
                     job.id, each.model, version=_version(each), cancel=transfer.cancel, on_begin=transfer.show
                 )
         if _is_over(job):
-            model = job.fields["fine_tuned_model"]
+            model = _model_beside_checkpoints(job)
             if model is not None and not self._sender.has_sent(job.id, model):
                 self._sender.send_model(job.id, model, cancel=transfer.cancel, on_begin=transfer.show)
             for file_id in job.fields["result_files"]:
@@ -282,6 +282,12 @@ def amount_text(progress: Progress) -> str:
 def rate_text(progress: Progress) -> str:
     """Formats the rate of a transfer: "112 MB/s"."""
     return f"{progress.bytes_per_s / 1e6:.0f} MB/s"
+
+
+def _model_beside_checkpoints(job: JobReport) -> str | None:
+    """Returns the final model, or None if there is none or if the last checkpoint is the same folder."""
+    model: str | None = job.fields["fine_tuned_model"]
+    return None if model in {each.model for each in job.checkpoints or ()} else model
 
 
 def _is_over(job: JobReport) -> bool:
