@@ -113,14 +113,18 @@ class Agent:
             HeadUnreachable, HeadRefused: the head did not answer, or not as it should.
             BoxRemoved: the head has removed this box. It holds from now on.
         """
+        try:
+            return self._call()
+        except BoxRemoved:  # a transfer may learn it first
+            write_hold(self._settings.home, f"box {self._name} was removed from its service")
+            raise
+
+    def _call(self) -> bool:
         jobs = self._held()
         reports = self._reports(jobs)
         request = self._request(jobs, reports)
         try:
             reply = self._link.sync(request)
-        except BoxRemoved:
-            write_hold(self._settings.home, f"box {self._name} was removed from its service")
-            raise
         except (HeadUnreachable, HeadRefused):
             self._on_silence()
             raise
@@ -392,7 +396,7 @@ def _without_end(report: JobReport) -> JobReport:
     num_before = next(
         (index for index, event in enumerate(report.events) if event.data.get("status") in ends), len(report.events)
     )
-    return replace(report, fields={}, events=report.events[:num_before], files=(), row=None)
+    return replace(report, fields={}, events=report.events[:num_before], files=())
 
 
 def _digest(report: JobReport) -> str:

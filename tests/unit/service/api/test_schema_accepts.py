@@ -29,7 +29,7 @@ _BETWEEN_FIELDS = re.compile(
     r"differ from method\.supervised|^seed: it is|goes by the loss on a validation file|say \d|"
     r"not both|a batch has only|do not go with precision|state.*precision|every gradient must be known|"
     r"windlass.gpus is \d+, and the machine|there are none to keep|the model takes at most|first update|fp16|"
-    r"not measured|length is not known"
+    r"not measured|length is not known|windlass.box: there is no box"
 )
 _NUM_CASES, _NUM_CASES_LONG = 60, 5000
 _SETTINGS = {
