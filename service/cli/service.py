@@ -31,7 +31,7 @@ from windlass.service.installation import (
     told_killed,
 )
 from windlass.service.machine import RayCluster
-from windlass.service.processes import running_jobs, start_detached
+from windlass.service.processes import start_detached
 from windlass.service.validation import ReportedError, told_jobs
 from windlass.storage.ids import Precision
 from windlass.storage.ssd import is_device_path
@@ -255,6 +255,8 @@ def _of(free_nbytes: int, total_nbytes: int) -> str:
 
 def _leave_ray_to_jobs(settings: Settings) -> None:
     """Ends a service in the foreground. Ray keeps running if jobs train on it."""
+    from windlass.service.processes import running_jobs
+
     if jobs := running_jobs(settings):
         print(
             f"training continues without the service: {told_jobs(jobs)}; `windlass up` attaches to it again, "

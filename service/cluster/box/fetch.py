@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from windlass.amounts import bytes_text
 from windlass.engine.checkpoint import copy_file
 from windlass.service.cluster.box.connection import HeadUnreachable
 from windlass.service.cluster.box.head_link import HeadLink
@@ -208,7 +209,7 @@ class Blobs:
                     if here > file.nbytes:
                         return here
             if here < file.nbytes:
-                raise HeadUnreachable(f"the head ended {file.path} after {here} of {file.nbytes} bytes")
+                raise HeadUnreachable(f"the head ended {file.path} after {here} of {bytes_text(file.nbytes)}")
             if digest.hexdigest() != file.sha256:
                 return here
             os.fsync(out.fileno())

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from windlass.amounts import bytes_text
 from windlass.service.cluster.head.caller import BoxDep
 from windlass.service.cluster.head.incoming import Incoming, check_result
 from windlass.service.cluster.head.manifest import Manifests
@@ -142,7 +143,7 @@ def _send_file(path: Path, range: str | None) -> Response:
     if start > nbytes:
         file.close()
         status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-        raise ApiError(f"the file has {nbytes} bytes only", status=status, param="range", code="invalid_value")
+        raise ApiError(f"the file has only {bytes_text(nbytes)}", status=status, param="range", code="invalid_value")
     file.seek(start)
     headers = {"Content-Length": str(nbytes - start), "Accept-Ranges": "bytes"}
     if range is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
+from windlass.amounts import bytes_text
 from windlass.engine.checkpoint import copy_file, make_partial_folder, remove_model_folder
 from windlass.service.installation import LEAST_FREE_NBYTES, Settings
 from windlass.service.machine.fleet import ContentFile, ResultFolder, Where, is_model_of, is_result_of, root_of
@@ -59,7 +60,7 @@ class Incoming:
                 here += len(block)
                 if here > file.nbytes:
                     os.ftruncate(fd, 0)
-                    raise ApiError(f"the file is longer than {file.nbytes} bytes", code="too_long")
+                    raise ApiError(f"the file is longer than {bytes_text(file.nbytes)}", code="too_long")
                 await anyio.to_thread.run_sync(_write_all, fd, block)
             if here == file.nbytes:
                 await anyio.to_thread.run_sync(self._finish, fd, partial, complete, file)
@@ -79,7 +80,9 @@ class Incoming:
     def _check_room(self, nbytes: int) -> None:
         free_nbytes = shutil.disk_usage(self._settings.home).free
         if nbytes + LEAST_FREE_NBYTES > free_nbytes:
-            message = f"the disk of the head has {free_nbytes} bytes free, and the file needs {nbytes} more"
+            message = (
+                f"the disk of the head has {bytes_text(free_nbytes)} free, and the file needs {bytes_text(nbytes)}"
+            )
             raise ApiError(message, status=503, code="disk_full")
 
     def _paths(self, job_id: str, file: ContentFile) -> tuple[Path, Path]:

@@ -19,8 +19,8 @@ from tests.support.service.dispatcher_stage import PREPARED, Stage
 from windlass.actors.lifecycle.attempt_lock import begin_attempt, tell_alive
 from windlass.actors.scheduler.scheduler import INTERRUPTED
 from windlass.amounts import bytes_text
-from windlass.service.cli import ids as cli_ids
 from windlass.service.cli import jobs as cli_jobs
+from windlass.service.cli.arguments import ids as cli_ids
 from windlass.service.cli.errors import reported
 from windlass.service.installation import home as home_module
 from windlass.service.installation.client import ServiceClient

@@ -8,8 +8,8 @@ from fastapi.testclient import TestClient
 
 from tests.support.service.api_client import context_of, make_model, serve, upload
 from windlass.actors.job.journal import JournalRecord
-from windlass.service.cli import ids as cli_ids
 from windlass.service.cli import jobs as cli_jobs
+from windlass.service.cli.arguments import ids as cli_ids
 from windlass.service.installation.client import ServiceClient
 from windlass.service.installation.settings import Settings
 from windlass.storage.sql.job_status import JobStatus

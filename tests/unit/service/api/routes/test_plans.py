@@ -28,9 +28,9 @@ from windlass.planner.planning import worker as plan_job
 from windlass.planner.planning.job_plan import JobPlan
 from windlass.planner.planning.plan_request import PlanRequest
 from windlass.service.api.routes import plans
-from windlass.service.cli import ids as cli_ids
 from windlass.service.cli import jobs as cli_jobs
 from windlass.service.cli import plan as cli_plan
+from windlass.service.cli.arguments import ids as cli_ids
 from windlass.service.cli.errors import CommandError
 from windlass.service.installation.client import ServiceClient
 from windlass.service.installation.settings import HARDWARE_FILE, SETTINGS_FILE, Settings
