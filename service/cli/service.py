@@ -176,6 +176,7 @@ def status(home: Home = None) -> None:
 def _print_box_status(settings: Settings, membership: Membership, serving: Serving, ray: str) -> None:
     """Shows the state of a box that has joined a head. Its jobs are shown by the head."""
     from windlass.service.cluster.box import HeadConnection
+    from windlass.service.processes import running_jobs
 
     try:
         with HeadConnection.of_box(settings.home) as connection:
