@@ -176,7 +176,7 @@ class _Fleet:
             boxes = BoxRepository(session)
             for box in boxes.all(self.node):
                 for instruction in boxes.instructions(box.id, limit=1000):
-                    boxes.confirm(box.id, instruction.ordinal)
+                    boxes.withdraw(instruction.ordinal)
                     taken.append((instruction.job_id, self.ids[instruction.job_id], box.name))
             now_s = time.time()
             for job_id, job, name in taken:

@@ -9,7 +9,7 @@ from windlass.service.installation import Settings, node_of
 from windlass.service.jobs import BoxKind, PlanNumbers, plan_numbers, settings_of
 from windlass.service.machine.fleet import HEAD_NAME
 from windlass.service.validation import WindlassSettings
-from windlass.storage.sql import Database, Job, JobStatus
+from windlass.storage.sql import Box, Database, Job, JobStatus
 
 # Boxes that a reason for waiting names; the others are counted.
 _MAX_NAMED = 4
@@ -31,6 +31,11 @@ class Boxes:
     def is_used(self) -> bool:
         """Returns whether a box has joined once."""
         return self._fleet.is_used
+
+    @property
+    def absent(self) -> Sequence[Box]:
+        """The boxes that are away, or were removed."""
+        return self._fleet.absent
 
     def read(self) -> None:
         """Reads the boxes and their jobs, for one pass of the dispatcher."""

@@ -191,9 +191,9 @@ class Dispatcher:
         self._preparations.arrange(validating, starting=[job for job in running if is_starting(job)])
         for job in validating:
             self._guarded(about(job.id, job.attempt), self._preparations.advance, job, validating)
-        if self._queue.boxes.is_used:
-            take_back(self._database, self._settings, self._lease.node)
-            watch_absent_boxes(self._database, self._lease.node)
+        if absent := self._queue.boxes.absent:
+            take_back(self._database, self._settings, self._lease.node, absent)
+            watch_absent_boxes(self._database, absent)
         self._launch_next()
         busy = {*self._ended.attempts(), *self._preparations.job_ids}
         self._housekeeping.tick(busy=busy)

@@ -29,9 +29,9 @@ def sync_tree(folder: Path, on_synced: Callable[[], None] = lambda: None) -> Non
     sync_path(folder)
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replaces a file atomically, and syncs it. Raises OSError."""
-    _replace(path, text, mode=0o666, is_synced=True)
+def write_durably(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Replaces a file atomically, and syncs it. `mode`: of a new file, less the umask. Raises OSError."""
+    _replace(path, text, mode=mode, is_synced=True)
     sync_path(path.parent)
 
 

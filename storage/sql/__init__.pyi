@@ -3,6 +3,7 @@
 from windlass.storage.sql.database import SUPPORTED_DATABASES as SUPPORTED_DATABASES
 from windlass.storage.sql.database import Database as Database
 from windlass.storage.sql.database import check_whole as check_whole
+from windlass.storage.sql.database import execute_change as execute_change
 from windlass.storage.sql.database import migrate as migrate
 from windlass.storage.sql.database import why_unavailable as why_unavailable
 from windlass.storage.sql.errors import DamagedDatabase as DamagedDatabase

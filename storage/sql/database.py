@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, CursorResult, Delete, Dialect, Engine, Update, create_engine, event, make_url
 from sqlalchemy.exc import DatabaseError, InterfaceError, InvalidatePoolError, OperationalError, TimeoutError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import ConnectionPoolEntry
@@ -279,3 +279,13 @@ def _check_unused(dialect: Dialect, dbapi_connection: Any, record: ConnectionPoo
 
 def _writes(connection: Connection) -> bool:
     return bool(connection.get_execution_options().get(_WRITES, False))
+
+
+def execute_change(session: Session, statement: Update | Delete) -> int:
+    """Executes an UPDATE or DELETE and returns the number of changed rows.
+
+    Rows that the session has read stay as they were read.
+    """
+    result = session.execute(statement.execution_options(synchronize_session=False))
+    assert isinstance(result, CursorResult)
+    return result.rowcount

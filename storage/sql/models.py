@@ -165,8 +165,6 @@ class Box(Base):
     seen_at: Mapped[float]  # when it last called
     facts: Mapped[dict[str, Any]] = mapped_column(JSON)  # what it is made of; see service.machine.fleet
     capacity: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # what is free on it
-    # The last instruction that it has carried out.
-    instruction_done: Mapped[int] = mapped_column(BigInteger, default=0, server_default=text("0"))
 
 
 class JoinCode(Base):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import windlass
 from windlass.service.validation import ReportedError
+from windlass.storage.files import hash_file
 
 _FOLDER = "wheel"  # in the home
 # Files of the installed distribution that tell how it was installed.
@@ -53,8 +54,7 @@ def ensure_wheel(home: Path) -> Path:
 
 def digest_of_wheel(path: Path) -> str:
     """Returns the SHA-256 of a wheel in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hash_file(path)
 
 
 def _members() -> Iterator[tuple[str, Path]]:

@@ -445,7 +445,7 @@ def run_agent(settings: Settings) -> None:
         assert membership is not None, "the connection was opened by it"
         database = Database(settings.database_url)
         try:
-            link = HeadLink(connection.client)
+            link = HeadLink(connection)
             run_until(ending, Agent(database, settings, link, functions_of(settings), name=membership.name))
         except BoxRemoved as error:
             _LOG.warning("%s; this box begins no more attempts", error)

@@ -2,7 +2,7 @@
 
 import json
 import ssl
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,12 +93,16 @@ def keep_membership(home: Path, membership: Membership) -> None:
 class HeadConnection:
     """Calls a head. Several threads may use it.
 
-    Each method raises HeadUnreachable, BoxRemoved, VersionDiffers or HeadRefused.
+    Each method raises HeadUnreachable, BoxRemoved, VersionDiffers or HeadRefused. `client`: its base URL is the head's.
     """
 
-    def __init__(self, url: str, context: ssl.SSLContext) -> None:
-        self._url = url
-        self._client = make_client(url, context)
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
+
+    @classmethod
+    def to(cls, url: str, context: ssl.SSLContext) -> Self:
+        """Opens a connection to a head's cluster port."""
+        return cls(make_client(url, context))
 
     @classmethod
     def of_box(cls, home: Path) -> Self:
@@ -106,7 +110,7 @@ class HeadConnection:
         membership = membership_of(home)
         if membership is None:
             raise ReportedError(f"{home} has joined no head; `windlass node join` does it")
-        return cls(membership.head, context_of_box(home))
+        return cls.to(membership.head, context_of_box(home))
 
     def __enter__(self) -> Self:
         return self
@@ -125,27 +129,24 @@ class HeadConnection:
 
     def get(self, path: str, **more: Any) -> httpx.Response:
         """Reads an answer as a whole."""
-        return self._call("GET", path, **more)
+        return self.request("GET", path, **more)
 
     def post(self, path: str, message: Any = None, **more: Any) -> httpx.Response:
         """Sends a message as JSON."""
-        return self._call("POST", path, json=message, **more)
-
-    def put(self, path: str, body: Iterable[bytes], **more: Any) -> httpx.Response:
-        """Sends a body in parts."""
-        return self._call("PUT", path, content=body, **more)
+        return self.request("POST", path, json=message, **more)
 
     @contextmanager
     def stream(self, path: str, **more: Any) -> Iterator[httpx.Response]:
         """Yields an answer whose body the caller reads in parts."""
-        with told_errors(self._url), self._client.stream("GET", path, **more) as answer:
+        with told_errors(self._client), self._client.stream("GET", path, **more) as answer:
             if answer.is_error:
                 answer.read()
             raise_refusal(answer)
             yield answer
 
-    def _call(self, method: str, path: str, **more: Any) -> httpx.Response:
-        with told_errors(self._url):
+    def request(self, method: str, path: str, **more: Any) -> httpx.Response:
+        """Sends a request, and reads the answer as a whole."""
+        with told_errors(self._client):
             answer = self._client.request(method, path, **more)
         raise_refusal(answer)
         return answer
@@ -186,12 +187,12 @@ def context_for(authority: str) -> ssl.SSLContext:
 
 
 @contextmanager
-def told_errors(url: str) -> Iterator[None]:
+def told_errors(client: httpx.Client) -> Iterator[None]:
     """Raises HeadUnreachable for errors of the connection."""
     try:
         yield
     except httpx.HTTPError as error:
-        raise HeadUnreachable(_why_unreachable(url, error)) from error
+        raise HeadUnreachable(_why_unreachable(str(client.base_url), error)) from error
 
 
 def _why_unreachable(url: str, error: httpx.HTTPError) -> str:

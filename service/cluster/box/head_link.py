@@ -8,7 +8,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from windlass.service.cluster.box.connection import HeadUnreachable, raise_refusal, told_errors
+from windlass.service.cluster.box.connection import HeadConnection, HeadUnreachable
 from windlass.service.machine.fleet import (
     ContentFile,
     ContentPending,
@@ -29,12 +29,11 @@ _LONG = httpx.Timeout(600.0, connect=5.0)
 class HeadLink:
     """The calls about jobs. Several threads may use it.
 
-    Each method raises HeadUnreachable, HeadRefused or BoxRemoved. `client`: that of a `HeadConnection`.
+    Each method raises as those of a `HeadConnection`.
     """
 
-    def __init__(self, client: httpx.Client) -> None:
-        self._client = client
-        self._url = str(client.base_url)
+    def __init__(self, connection: HeadConnection) -> None:
+        self._connection = connection
 
     def sync(self, request: SyncRequest) -> SyncReply:
         """Tells the head the news, and returns its instructions."""
@@ -50,13 +49,8 @@ class HeadLink:
 
     def content(self, digest: str, offset: int) -> Iterator[bytes]:
         """Yields a content from an offset on."""
-        with (
-            told_errors(self._url),
-            self._client.stream("GET", f"{_PREFIX}/content/{digest}", headers={"Range": f"bytes={offset}-"}) as answer,
-        ):
-            if answer.is_error:
-                answer.read()
-            raise_refusal(answer)
+        path, headers = f"{_PREFIX}/content/{digest}", {"Range": f"bytes={offset}-"}
+        with self._connection.stream(path, headers=headers) as answer:
             yield from answer.iter_raw(1024**2)
 
     def offset(self, job_id: str, file: ContentFile) -> int:
@@ -76,10 +70,7 @@ class HeadLink:
         self._call("POST", url, content=folder.model_dump_json(), headers=_JSON, timeout=_LONG)
 
     def _call(self, method: str, url: str, **arguments: Any) -> httpx.Response:
-        with told_errors(self._url):
-            answer = self._client.request(method, f"{_PREFIX}{url}", **arguments)
-        raise_refusal(answer)
-        return answer
+        return self._connection.request(method, f"{_PREFIX}{url}", **arguments)
 
 
 _JSON = {"Content-Type": "application/json"}

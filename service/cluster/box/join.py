@@ -96,7 +96,7 @@ def meet_head(url: str, code: JoinCode) -> HeadFacts:
 
 
 def _ask(url: str, context: ssl.SSLContext) -> dict[str, Any]:
-    with told_errors(url), make_client(url, context) as client:
+    with make_client(url, context) as client, told_errors(client):
         answer = client.get("/v1/node/ca")
     try:
         found = answer.json()
@@ -140,7 +140,7 @@ def _install(head: HeadFacts) -> None:
         path = Path(folder) / f"windlass-{head.versions.windlass}-py3-none-any.whl"
         digest = hashlib.sha256()
         with (
-            HeadConnection(head.url, context_for(head.authority)) as connection,
+            HeadConnection.to(head.url, context_for(head.authority)) as connection,
             path.open("wb") as file,
             connection.stream("/v1/node/wheel") as answer,
         ):
@@ -184,7 +184,7 @@ def ask_to_join(settings: Settings, head: HeadFacts, code: JoinCode, name: str) 
         "node": node_of(settings.home),
         "facts": facts_of_this_box(settings).model_dump(mode="json"),
     }
-    with HeadConnection(head.url, context_for(head.authority)) as connection:
+    with HeadConnection.to(head.url, context_for(head.authority)) as connection:
         answer = connection.post("/v1/node/join", message).json()
     files = BoxFiles(settings.home)
     files.key.parent.mkdir(mode=0o700, exist_ok=True)
@@ -193,10 +193,7 @@ def ask_to_join(settings: Settings, head: HeadFacts, code: JoinCode, name: str) 
         (files.certificate, answer["certificate"]),
         (files.authority, head.authority),
     ):
-        path.unlink(missing_ok=True)
-        path.touch(mode=0o600)  # `write_durably` keeps the mode
-        write_durably(path, content)
-        path.chmod(0o600)
+        write_durably(path, content, mode=0o600)
     membership = Membership(head=head.url, box_id=answer["box_id"], name=answer["name"])
     keep_membership(settings.home, membership)
     return membership

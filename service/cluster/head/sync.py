@@ -134,7 +134,6 @@ class _Syncing:
         after.unused_models += mirror.apply(
             box,
             report,
-            instruction_done=0,  # all that were carried out are withdrawn
             here=node_of(self.settings.home),
             path_of=lambda model: str(self.settings.fine_tuned_dir / model),
         )

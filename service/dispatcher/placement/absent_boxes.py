@@ -1,11 +1,12 @@
 """Tells the owners of jobs on other boxes that a box is away."""
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from windlass.service.machine.fleet import is_away
 from windlass.storage.sql import Box, Database, Job, NotFound, StatusConflict
-from windlass.storage.sql.repositories import BoxRepository, JobRepository, MirrorRepository
+from windlass.storage.sql.repositories import BoxRepository, BoxState, JobRepository, MirrorRepository
 
 
 def absence_reason(box: Box, job: Job) -> str:
@@ -19,18 +20,18 @@ def absence_reason(box: Box, job: Job) -> str:
     )
 
 
-def watch_absent_boxes(database: Database, here: str) -> None:
+def watch_absent_boxes(database: Database, absent: Sequence[Box]) -> None:
     """Writes why jobs of boxes wait that are away. The first report of a box that is back clears it.
 
-    Jobs of removed boxes have got their reason with the removal. `here`: the head's own home.
+    Jobs of removed boxes, which `absent` may contain, have got their reason with the removal.
     """
+    away = [box for box in absent if box.state != BoxState.REMOVED.value]
     with database.read() as session:
-        absent = [box for box in BoxRepository(session).all(here) if is_away(box)]
-        jobs = [(box, job) for box in absent for job in MirrorRepository(session).jobs_of(box)]
+        jobs = [(box, job) for box in away for job in MirrorRepository(session).jobs_of(box)]
     for box, job in jobs:
         if job.waiting_reason == absence_reason(box, job):
             continue
         with suppress(StatusConflict, NotFound), database.write() as session:
             now = BoxRepository(session).get(box.id)
-            if is_away(now):  # it may have called meanwhile
+            if is_away(now) and now.state != BoxState.REMOVED.value:  # it may have called meanwhile
                 JobRepository(session).set_waiting_reason(job.id, absence_reason(now, job), seen=job)

@@ -107,11 +107,16 @@ def demand_of(plan: JobPlan | None, *, num_devices: int = 1, budget_nbytes: int 
     """Returns the demand of a plan. Without a plan, it is the job's budget of buffers, if it has one."""
     if plan is None:
         return Demand(num_devices=num_devices, buffers_nbytes=budget_nbytes or 0)
-    peaks = {name: int(gib * GIB) for name, gib in (plan.report.peak_gib or {}).items()}
+    return demand_by(plan.report.peak_gib or {}, plan.arena_nbytes, num_devices=num_devices, is_cpu=is_cpu)
+
+
+def demand_by(peak_gib: Mapping[str, float], arena_nbytes: int | None, *, num_devices: int, is_cpu: bool) -> Demand:
+    """Returns the demand of a plan with these numbers."""
+    peaks = {name: int(gib * GIB) for name, gib in peak_gib.items()}
     return Demand(
         num_devices=num_devices,
         host_nbytes=peaks.get("host", 0) + (num_devices * peaks.get("gpu", 0) if is_cpu else 0),
-        buffers_nbytes=plan.arena_nbytes or 0,
+        buffers_nbytes=arena_nbytes or 0,
         ssd_nbytes=peaks.get("ssd", 0),
     )
 

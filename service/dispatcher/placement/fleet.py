@@ -7,9 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from windlass.amounts import GIB
 from windlass.planner.hardware import Hardware
-from windlass.service.dispatcher.placement.capacity import Demand, MachineCapacity, SsdSpace
+from windlass.service.dispatcher.placement.capacity import Demand, MachineCapacity, SsdSpace, demand_by
 from windlass.service.jobs import BoxKind, MachineResources, PlanNumbers
 from windlass.service.machine.fleet import BoxFacts, CapacityReport, is_away, resources_of_box
 from windlass.storage.sql import Box, Database, Job
@@ -39,14 +38,8 @@ class JoinedBox:
         """Returns the demand of a job on this box. Without a plan, it is the job's budget of buffers, if it has one."""
         if numbers is None:
             return Demand(num_devices=num_devices, buffers_nbytes=budget_nbytes or 0)
-        peaks = {name: int(gib * GIB) for name, gib in numbers.peak_gib.items()}
-        on_cpu = num_devices * peaks.get("gpu", 0) if self.resources.num_gpus == 0 else 0
-        return Demand(
-            num_devices=num_devices,
-            host_nbytes=peaks.get("host", 0) + on_cpu,
-            buffers_nbytes=numbers.arena_nbytes or 0,
-            ssd_nbytes=peaks.get("ssd", 0),
-        )
+        is_cpu = self.resources.num_gpus == 0
+        return demand_by(numbers.peak_gib, numbers.arena_nbytes, num_devices=num_devices, is_cpu=is_cpu)
 
 
 @dataclass(slots=True)
@@ -56,6 +49,7 @@ class Fleet:
     database: Database
     head: str  # this home
     is_used: bool = False  # a box has joined once, so that requests may name boxes
+    absent: Sequence[Box] = ()  # those that are away, or were removed
     _kinds: dict[str, tuple[Mapping[str, Any], BoxKind]] = field(default_factory=dict)
 
     def read(self) -> Sequence[JoinedBox]:
@@ -63,6 +57,7 @@ class Fleet:
         with self.database.read() as session:
             known = BoxRepository(session).all(self.head, with_removed=True)
             self.is_used = bool(known)
+            self.absent = [row for row in known if row.state == BoxState.REMOVED.value or is_away(row)]
             rows = [row for row in known if row.state != BoxState.REMOVED.value]
             if not rows:
                 return []

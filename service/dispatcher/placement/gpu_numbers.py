@@ -4,11 +4,12 @@ It only computes; it reads no clock and does no I/O. The rule: docs/decisions/00
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from windlass.service.dispatcher.placement.placement_policy import BoxState, Candidate, Option, Placement, place
-from windlass.service.dispatcher.placement.queue_policy import Amounts
+from windlass.service.dispatcher.placement.queue_policy import Amounts, missing, total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,14 @@ def place_with_gpus(
     """
     queued, begin_with = list(queued), dict[str, int]()
     placements = place(boxes, queued)
+    if not fewer:
+        return placements, begin_with
+    state = next(each for each in boxes if each.name == box)
+    taken = Counter(total(holder.takes for holder in state.holders))  # also by the jobs that begin before the next one
     for index, job in enumerate(queued):
         placement, decision = placements[index], placements[index].decision
+        if placement.box == box and decision.begins:
+            taken.update(next(option.needs for option in job.options if option.box == box))
         waits = job.is_ready and placement.box == box and not placement.passes and not decision.begins
         if not waits or decision.waits_behind is not None or decision.pauses or decision.will_pause:
             continue
@@ -48,10 +55,14 @@ def place_with_gpus(
         for option in sorted(fewer.get(job.job_id, ()), key=lambda option: (option.run_s, option.gpus)):
             if option.run_s >= end_s:
                 break
-            changed = [*queued[:index], _with(job, box, option), *queued[index + 1 :]]
-            then = place(boxes, changed)
-            if then[index].box == box and then[index].decision.begins:
-                queued, placements = changed, then
+            if missing(state.has, taken, option.needs):
+                continue
+            changed = _with(job, box, option)
+            then = place(boxes, [*queued[:index], changed])[index]  # later jobs change nothing for it
+            if then.box == box and then.decision.begins:
+                queued[index] = changed
+                placements = place(boxes, queued)
+                taken.update(option.needs)
                 begin_with[job.job_id] = option.gpus
                 break
     return placements, begin_with

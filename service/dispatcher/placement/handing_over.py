@@ -1,12 +1,13 @@
 """Gives queued jobs to other boxes, and takes those back that a box did not take before it was away."""
 
 import logging
+from collections.abc import Sequence
 
 from windlass.service.dispatcher.placement.fleet import JoinedBox
 from windlass.service.installation import Settings, about
 from windlass.service.jobs import plan_for_box, plan_for_here
 from windlass.service.machine.fleet import is_away
-from windlass.storage.sql import Database, Job, JobStatus, StatusConflict
+from windlass.storage.sql import Box, Database, Job, JobStatus, StatusConflict
 from windlass.storage.sql.repositories import BoxRepository, BoxState, JobRepository, MirrorRepository
 
 _LOG = logging.getLogger(__name__)
@@ -34,21 +35,16 @@ def hand_over(database: Database, settings: Settings, job: Job, box: JoinedBox) 
     _LOG.info("given to box %s", box.name, extra=about(job.id))
 
 
-def take_back(database: Database, settings: Settings, node: str) -> None:
-    """Takes jobs back that were given to a box which is away or removed and has not taken them.
+def take_back(database: Database, settings: Settings, node: str, absent: Sequence[Box]) -> None:
+    """Takes jobs back that were given to a box which is `absent`, away or removed, and has not taken them.
 
     A box has taken a job once the service has read its confirmation, which removes the instruction. Before that, a box
     must not begin the job. So a job is never on two boxes, also if the box has carried out the instruction meanwhile.
     The box then reports a job that is not its own, and is told to discard it.
     """
+    nodes = {box.node: box for box in absent}
     with database.read() as session:
-        boxes = [
-            box
-            for box in BoxRepository(session).all(node, with_removed=True)
-            if box.state == BoxState.REMOVED.value or is_away(box)
-        ]
-        nodes = {box.node: box for box in boxes}
-        jobs = JobRepository(session).held_by(nodes) if nodes else []
+        jobs = JobRepository(session).held_by(nodes)
     for job in jobs:
         if job.status is not JobStatus.QUEUED or job.attempt:
             continue

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import CursorResult, delete, func, or_, select, update
+from sqlalchemy import delete, func, or_, select, update
 from sqlalchemy.orm import Session, load_only
 
 from windlass.storage.sql import (
@@ -19,6 +19,7 @@ from windlass.storage.sql import (
     JobStatus,
     JoinCode,
     NotFound,
+    execute_change,
 )
 from windlass.storage.sql.repositories.events import EventRepository
 from windlass.storage.sql.repositories.jobs import JobRepository
@@ -74,7 +75,7 @@ class BoxRepository:
         now = time.time()
         valid = (JoinCode.digest == digest, JoinCode.used_at.is_(None), JoinCode.expires_at > now)
         statement = update(JoinCode).where(*valid).values(used_at=now, box_id=box_id)
-        return self._changes(statement) == 1
+        return execute_change(self._session, statement) == 1
 
     # --- boxes
 
@@ -131,7 +132,7 @@ class BoxRepository:
     def set(self, box_id: str, **values: Any) -> None:
         """Writes columns of a box."""
         statement = update(Box).where(Box.id == box_id).values(**values)
-        if self._changes(statement) != 1:
+        if execute_change(self._session, statement) != 1:
             raise NotFound("box", box_id)
 
     def names(self) -> dict[str, str]:
@@ -198,7 +199,7 @@ class BoxRepository:
                 self._strand(jobs, job, box)
         self._session.flush()
         ended = (Job.node == box.node, Job.status.in_(TERMINAL_STATUSES))
-        self._changes(update(Job).where(*ended).values(node=head, lease_holder=None))
+        execute_change(self._session, update(Job).where(*ended).values(node=head, lease_holder=None))
         return box
 
     def _strand(self, jobs: JobRepository, job: Job, box: Box) -> None:
@@ -223,7 +224,8 @@ class BoxRepository:
         now = time.time()
         # By the clock, because a database that was restored from a backup does not know the ordinals that were used
         # after the backup, and the boxes do.
-        ordinal = max(self._last_ordinal() + 1, int(now * 1e6))
+        last = self._session.scalar(select(func.max(BoxInstruction.ordinal))) or 0
+        ordinal = max(last + 1, int(now * 1e6))
         row = BoxInstruction(
             ordinal=ordinal, box_id=box_id, job_id=job_id, kind=kind.value, body=body or {}, created_at=now
         )
@@ -241,24 +243,6 @@ class BoxRepository:
         query = select(BoxInstruction).where(BoxInstruction.job_id == job_id)
         return self._session.scalars(query.order_by(BoxInstruction.ordinal)).all()
 
-    def confirm(self, box_id: str, ordinal: int) -> None:
-        """Forgets the instructions up to this one, which the box has carried out."""
-        done = (BoxInstruction.box_id == box_id, BoxInstruction.ordinal <= ordinal)
-        self._session.execute(delete(BoxInstruction).where(*done))
-        last = select(func.max(Box.instruction_done)).where(Box.id == box_id)
-        if (self._session.scalar(last) or 0) < ordinal:
-            self.set(box_id, instruction_done=ordinal)
-
     def withdraw(self, ordinal: int) -> bool:
-        """Removes an instruction that the box has not carried out. Returns False if it is gone already."""
-        return self._changes(delete(BoxInstruction).where(BoxInstruction.ordinal == ordinal)) == 1
-
-    def _last_ordinal(self) -> int:
-        waiting = self._session.scalar(select(func.max(BoxInstruction.ordinal)))
-        done = self._session.scalar(select(func.max(Box.instruction_done)))
-        return max(waiting or 0, done or 0)
-
-    def _changes(self, statement: Any) -> int:
-        result = self._session.execute(statement.execution_options(synchronize_session=False))
-        assert isinstance(result, CursorResult)
-        return result.rowcount
+        """Removes an instruction: the box has carried it out, or is not to. Returns False if it is gone already."""
+        return execute_change(self._session, delete(BoxInstruction).where(BoxInstruction.ordinal == ordinal)) == 1

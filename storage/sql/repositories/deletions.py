@@ -8,10 +8,19 @@ import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from sqlalchemy import ColumnElement, CursorResult, delete, exists, or_, select, update
+from sqlalchemy import ColumnElement, delete, exists, or_, select, update
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from windlass.storage.sql import TERMINAL_STATUSES, Checkpoint, DeletedJob, File, Job, Removal, StatusConflict
+from windlass.storage.sql import (
+    TERMINAL_STATUSES,
+    Checkpoint,
+    DeletedJob,
+    File,
+    Job,
+    Removal,
+    StatusConflict,
+    execute_change,
+)
 from windlass.storage.sql.repositories.stored import StoredRepository
 
 
@@ -37,9 +46,7 @@ class DeletionRepository:
         is not finished.
         """
         statement = delete(Job).where(Job.id == job.id, Job.status.in_(TERMINAL_STATUSES))
-        result = self._session.execute(statement.execution_options(synchronize_session=False))
-        assert isinstance(result, CursorResult)
-        if result.rowcount != 1:
+        if execute_change(self._session, statement) != 1:
             raise StatusConflict(job.id, " or ".join(sorted(TERMINAL_STATUSES)), job.status)
         deleted = DeletedJob(
             id=job.id,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
-from sqlalchemy import CursorResult, func, or_, select, tuple_, update
+from sqlalchemy import func, or_, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from windlass.storage.sql import (
@@ -20,6 +20,7 @@ from windlass.storage.sql import (
     Page,
     StatusConflict,
     check_transition,
+    execute_change,
     page_of,
 )
 from windlass.storage.sql.repositories.deletions import begins_with
@@ -383,9 +384,7 @@ class JobRepository:
                 Job.attempt == fence.attempt, Job.lease_holder.is_not_distinct_from(fence.lease_holder)
             )
             expected += f" in {fence}"
-        result = self._session.execute(statement.execution_options(synchronize_session=False))
-        assert isinstance(result, CursorResult)
-        if result.rowcount != 1:
+        if execute_change(self._session, statement) != 1:
             actual = self.get(job.id)
             raise StatusConflict(job.id, expected, f"{actual.status} in {_fence(actual)}")
 

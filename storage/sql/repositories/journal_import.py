@@ -16,23 +16,28 @@ _CHECKPOINT = "checkpoint"
 _OUTCOME = "outcome"
 
 
-class Record(Protocol):
-    """The interface of a journal record. The journal's own class implements it."""
+class MetricsRecord(Protocol):
+    """The parts of a record or an event that tell the metrics of a step."""
 
     @property
     def attempt(self) -> int: ...
     @property
-    def seq(self) -> int: ...
-    @property
     def created_at(self) -> float: ...
+    @property
+    def data(self) -> dict[str, Any]: ...
+
+
+class Record(MetricsRecord, Protocol):
+    """The interface of a journal record. The journal's own class implements it."""
+
+    @property
+    def seq(self) -> int: ...
     @property
     def kind(self) -> str: ...
     @property
     def level(self) -> str: ...
     @property
     def message(self) -> str: ...
-    @property
-    def data(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +123,7 @@ def _add_event(session: Session, job_id: str, record: Record) -> None:
     )
 
 
-def put_metrics(session: Session, job: Job, record: Record) -> None:
+def put_metrics(session: Session, job: Job, record: MetricsRecord) -> None:
     """Writes a step's metrics, and the progress that the job's row shows."""
     step = record.data["step"]
     # An earlier attempt may have trained beyond its last commit; this attempt's metrics replace those. A record with

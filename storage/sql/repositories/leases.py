@@ -9,10 +9,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, CursorResult, Double, cast, delete, func, literal, null, or_, select, update
+from sqlalchemy import ColumnElement, Double, cast, delete, func, literal, null, or_, select, update
 from sqlalchemy.orm import Session
 
-from windlass.storage.sql import ACTIVE_STATUSES, Dispatcher, Job
+from windlass.storage.sql import ACTIVE_STATUSES, Dispatcher, Job, execute_change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class LeaseRepository:
         """Records a heartbeat. Returns False if the dispatcher was declared dead and has lost its jobs."""
         values = {"heartbeat": Dispatcher.heartbeat + 1, "expires_at": self._now() + lasts_s}
         statement = update(Dispatcher).where(Dispatcher.id == holder_id).values(values)
-        return self._changes(statement.execution_options(synchronize_session=False)) == 1
+        return execute_change(self._session, statement) == 1
 
     def holders(self) -> Sequence[Holder]:
         """Lists all dispatchers that were not declared dead."""
@@ -72,7 +72,7 @@ class LeaseRepository:
         statement = delete(Dispatcher).where(Dispatcher.id == holder_id)
         if heartbeat is not None:
             statement = statement.where(Dispatcher.heartbeat == heartbeat)
-        return self._changes(statement) == 1
+        return execute_change(self._session, statement) == 1
 
     def claimable(self, node: str) -> Sequence[str]:
         """Lists the ids of unfinished jobs that a dispatcher of this node may claim."""
@@ -86,7 +86,7 @@ class LeaseRepository:
         free = select(Job.id).where(*_claimable(node)).with_for_update(skip_locked=True)
         ids = self._session.scalars(free).all()
         statement = update(Job).where(Job.id.in_(ids), *_claimable(node)).values(lease_holder=holder_id, node=node)
-        self._changes(statement.execution_options(synchronize_session=False))
+        execute_change(self._session, statement)
         claimed = select(Job).where(Job.id.in_(ids), Job.lease_holder == holder_id)
         return self._session.scalars(claimed.execution_options(populate_existing=True)).all()
 
@@ -95,11 +95,6 @@ class LeaseRepository:
         if self._session.get_bind().dialect.name == "sqlite":
             return cast(null(), Double)
         return cast(func.extract("epoch", func.clock_timestamp()), Double)
-
-    def _changes(self, statement: object) -> int:
-        result = self._session.execute(statement)  # type: ignore[call-overload]
-        assert isinstance(result, CursorResult)
-        return result.rowcount
 
 
 def _claimable(node: str) -> tuple[ColumnElement[bool], ...]:

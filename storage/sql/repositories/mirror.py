@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import CursorResult, delete, exists, func, select, update
+from sqlalchemy import delete, exists, func, select, update
 from sqlalchemy.orm import Session
 
 from windlass.storage.sql import (
@@ -25,6 +25,7 @@ from windlass.storage.sql import (
     JobStatus,
     NotFound,
     StatusConflict,
+    execute_change,
 )
 from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState, Instruction
 from windlass.storage.sql.repositories.deletions import DeletionRepository
@@ -141,7 +142,7 @@ class MirrorRepository:
             .where(Job.attempt == fence[0], Job.lease_holder.is_not_distinct_from(fence[1]))
             .values(node=box.node, lease_holder=None, waiting_reason=message, box_cursor=0)
         )
-        if self._changes(statement) != 1:
+        if execute_change(self._session, statement) != 1:
             raise StatusConflict(seen.id, "queued, and not begun", "something else")
         self._boxes.instruct(box.id, seen.id, Instruction.TAKE)
         EventRepository(self._session).add(
@@ -160,7 +161,7 @@ class MirrorRepository:
         for each in takes:
             self._boxes.withdraw(each.ordinal)
         values = {"node": here, "lease_holder": None, "waiting_reason": None}
-        return self._changes(update(Job).where(Job.id == job_id, Job.attempt == 0).values(values)) == 1
+        return execute_change(self._session, update(Job).where(Job.id == job_id, Job.attempt == 0).values(values)) == 1
 
     def request(
         self, kind: Instruction, job_id: str, *, here: str, only_of: str | None = None, gpus: int | str | None = None
@@ -201,7 +202,7 @@ class MirrorRepository:
     def end_here(self, job_id: str, here: str) -> None:
         """Lets an ended job belong to the head, because its box was removed or is to discard it."""
         ended = (Job.id == job_id, Job.status.in_(TERMINAL_STATUSES))
-        self._changes(update(Job).where(*ended).values(node=here, lease_holder=None))
+        execute_change(self._session, update(Job).where(*ended).values(node=here, lease_holder=None))
 
     # --- the head's copies -------------------------------------------------------------------------------------------
 
@@ -222,15 +223,13 @@ class MirrorRepository:
                 found[job_id] = job.box_cursor
         return found
 
-    def apply(
-        self, box: Box, report: JobReport, *, instruction_done: int, here: str, path_of: Callable[[str], str]
-    ) -> Sequence[str]:
+    def apply(self, box: Box, report: JobReport, *, here: str, path_of: Callable[[str], str]) -> Sequence[str]:
         """Writes a report of the box that works on a job. Reports about other jobs are left out.
 
         Returns the models of the checkpoints that the job no longer has.
 
-        `instruction_done`: the last instruction that the box had carried out. `path_of`: returns the folder of a model
-        on the head. `here`: the head's own home, to which a finished job belongs again.
+        `path_of`: returns the folder of a model on the head. `here`: the head's own home, to which a finished job
+        belongs again.
         """
         job = self._locked(report.id)
         if job is None and report.row is not None and not self._is_deleted(report.id):
@@ -250,7 +249,7 @@ class MirrorRepository:
         gone: Sequence[str] = ()
         if report.checkpoints is not None and not is_late:
             gone = self._replace_checkpoints(job, report.checkpoints, path_of)
-        is_behind = any(each.ordinal > instruction_done for each in self._boxes.instructions_about(job.id))
+        is_behind = bool(self._boxes.instructions_about(job.id))  # those that were carried out are withdrawn
         is_over = report.fields.get("status") in TERMINAL_STATUSES
         # The end comes last: after it, the box is told to discard the job.
         is_whole = report.until is None or job.box_cursor >= report.until
@@ -263,7 +262,7 @@ class MirrorRepository:
         """Shows why jobs of a box wait, without events: how far their files are copied."""
         for job_id, reason in reasons.items():
             mine = (Job.id == job_id, Job.node == box.node, Job.status.in_(ACTIVE_STATUSES))
-            self._changes(update(Job).where(*mine).values(waiting_reason=reason))
+            execute_change(self._session, update(Job).where(*mine).values(waiting_reason=reason))
 
     def jobs_of(self, box: Box) -> Sequence[Job]:
         """Lists the unfinished jobs that belong to a box, in the order of the queue."""
@@ -287,7 +286,7 @@ class MirrorRepository:
         if self._boxes.by_node(job.node) is not None or job.windlass.get("box") not in (None, box.name):
             return False
         statement = update(Job).where(Job.id == job.id, Job.attempt == 0, Job.status == job.status)
-        claimed = self._changes(statement.values(node=box.node, lease_holder=None, box_cursor=0)) == 1
+        claimed = execute_change(self._session, statement.values(node=box.node, lease_holder=None, box_cursor=0)) == 1
         self._session.refresh(job)
         return claimed
 
@@ -328,7 +327,7 @@ class MirrorRepository:
         )
         self._session.add(row)
         if event.type == "metrics":
-            put_metrics(self._session, job, _Record(event))
+            put_metrics(self._session, job, event)
 
     def _replace_checkpoints(
         self, job: Job, checkpoints: Iterable[MirroredCheckpoint], path_of: Callable[[str], str]
@@ -399,7 +398,7 @@ class MirrorRepository:
 
     def begin(self, job_id: str, node: str) -> None:
         """Gives a taken job to the box's dispatcher, because the head has read that the box has it."""
-        self._changes(update(Job).where(Job.id == job_id, Job.lease_holder.is_(None)).values(node=node))
+        execute_change(self._session, update(Job).where(Job.id == job_id, Job.lease_holder.is_(None)).values(node=node))
 
     def held(self) -> Sequence[Job]:
         """Lists all jobs of the box's database, finished ones too, in the order of their creation."""
@@ -469,47 +468,7 @@ class MirrorRepository:
 
     def forget(self, job_id: str) -> None:
         """Deletes the rows of a job that the box no longer has. Its files and states are removed before."""
-        self._changes(delete(Job).where(Job.id == job_id))
-
-    def _changes(self, statement: Any) -> int:
-        result = self._session.execute(statement.execution_options(synchronize_session=False))
-        assert isinstance(result, CursorResult)
-        return result.rowcount
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """A reported event as a record of a journal."""
-
-    event: MirroredEvent
-
-    @property
-    def attempt(self) -> int:
-        return self.event.attempt
-
-    @property
-    def seq(self) -> int:
-        return self.event.seq or 0
-
-    @property
-    def created_at(self) -> float:
-        return self.event.created_at
-
-    @property
-    def kind(self) -> str:
-        return self.event.type
-
-    @property
-    def level(self) -> str:
-        return self.event.level
-
-    @property
-    def message(self) -> str:
-        return self.event.message
-
-    @property
-    def data(self) -> dict[str, Any]:
-        return self.event.data
+        execute_change(self._session, delete(Job).where(Job.id == job_id))
 
 
 def _columns() -> Sequence[str]:

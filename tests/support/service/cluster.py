@@ -90,4 +90,4 @@ def connection_with(head: Head, folder: Path, key: bytes, certificate: str, auth
     path.write_bytes(key + certificate.encode())
     context = context_for(authority)
     context.load_cert_chain(path)
-    return HeadConnection(head.url, context)
+    return HeadConnection.to(head.url, context)

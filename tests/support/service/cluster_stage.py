@@ -17,6 +17,7 @@ from tests.support.service.api_client import make_model
 from tests.support.service.boxes import make_capacity, make_facts
 from tests.support.service.dispatcher_stage import PREPARED, Stage
 from windlass.service.cluster.box.agent import Agent, BoxFunctions
+from windlass.service.cluster.box.connection import HeadConnection
 from windlass.service.cluster.box.head_link import HeadLink
 from windlass.service.cluster.head.caller import calling_box
 from windlass.service.cluster.head.content import content_router
@@ -100,7 +101,7 @@ class Cluster:
         assert row is not None, "the box has joined"
         self.row = row
         self.client = client
-        self.link = HeadLink(self.client)
+        self.link = HeadLink(HeadConnection(self.client))
         self.now = 1000.0
         self.agent = self.new_agent()
 

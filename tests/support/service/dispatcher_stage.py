@@ -16,6 +16,7 @@ from sqlalchemy import update
 from windlass.actors.job.journal import Journal
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.lifecycle.attempt_lock import begin_attempt
+from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.planning.job_plan import JobPlan
@@ -355,6 +356,18 @@ class Stage:
     def request_pause(self, job_id: str) -> None:
         with self.database.write() as session:
             JobRepository(session).request_pause(job_id)
+
+    def pause(self, job_id: str) -> None:
+        """Pauses a job that runs, until its runner has ended."""
+        attempt = self.job(job_id).attempt
+        self.request_pause(job_id)
+        journal = self.journal(job_id, attempt)
+        journal.append_outcome(PAUSED, "The attempt ended after a commit")
+        journal.close()
+        self.tick()
+        self.end_runner(job_id, attempt)
+        self.tick()
+        assert self.status(job_id) is JobStatus.PAUSED
 
     def request_resume(self, job_id: str) -> None:
         with self.database.write() as session:

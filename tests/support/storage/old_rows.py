@@ -128,7 +128,7 @@ _TABLES: Mapping[str, Mapping[str, tuple[Mapping[str, Any], ...]]] = {
         "boxes": (
             {"id": "box-1", "name": "attic", "node": "node-2", "head": "node-1", "state": "draining"}
             | {"certificate": "d" * 64, "address": "10.0.0.2", "joined_at": 150.0, "seen_at": 151.0}
-            | {"facts": {}, "instruction_done": 6},
+            | {"facts": {}},
         ),
         "join_codes": ({"digest": "c" * 64, "created_at": 149.0, "expires_at": 4e9},),
         "box_instructions": (

@@ -54,23 +54,13 @@ def retrieve_box(context: ContextDep, caller: CallerDep, name: str) -> BoxObject
 @router.post("/boxes/{name}/drain")
 def drain_box(context: ContextDep, caller: CallerDep, audit: AuditDep, name: str) -> BoxObject:
     """Gives a box no more jobs. Its attempts end at a commit, and its jobs wait there until it is resumed."""
-    _check_admin(caller)
-    with context.database.write() as session:
-        boxes = BoxRepository(session)
-        boxes.set_state(_present(boxes, name, head=node_of(context.settings.home)).id, BoxState.DRAINING)
-        audit(session, name)
-    return _retrieve(context, caller, name)
+    return _set_state(context, caller, audit, name, BoxState.DRAINING)
 
 
 @router.post("/boxes/{name}/resume")
 def resume_box(context: ContextDep, caller: CallerDep, audit: AuditDep, name: str) -> BoxObject:
     """Uses a drained box again."""
-    _check_admin(caller)
-    with context.database.write() as session:
-        boxes = BoxRepository(session)
-        boxes.set_state(_present(boxes, name, head=node_of(context.settings.home)).id, BoxState.READY)
-        audit(session, name)
-    return _retrieve(context, caller, name)
+    return _set_state(context, caller, audit, name, BoxState.READY)
 
 
 @router.post("/boxes/{name}/remove")
@@ -111,6 +101,15 @@ def create_join_code(context: ContextDep, caller: CallerDep, audit: AuditDep) ->
         cluster_address=address,
         commands=join_commands(context.settings, code),
     )
+
+
+def _set_state(context: Context, caller: Caller, audit: AuditDep, name: str, state: BoxState) -> BoxObject:
+    _check_admin(caller)
+    with context.database.write() as session:
+        boxes = BoxRepository(session)
+        boxes.set_state(_present(boxes, name, head=node_of(context.settings.home)).id, state)
+        audit(session, name)
+    return _retrieve(context, caller, name)
 
 
 def _retrieve(context: Context, caller: Caller, name: str) -> BoxObject:

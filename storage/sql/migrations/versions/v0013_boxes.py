@@ -27,7 +27,6 @@ def upgrade() -> None:
         sa.Column("seen_at", sa.Double, nullable=False),
         sa.Column("facts", sa.JSON, nullable=False),
         sa.Column("capacity", sa.JSON, nullable=True),
-        sa.Column("instruction_done", sa.BigInteger, nullable=False, server_default=sa.text("0")),
     )
     op.create_table(
         "join_codes",

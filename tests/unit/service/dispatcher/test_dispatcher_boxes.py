@@ -260,7 +260,7 @@ def test_job_that_its_box_has_taken_stays_there(stage: Stage) -> None:
     stage.tick()
     with stage.database.write() as session:
         [take] = BoxRepository(session).instructions(attic.id)
-        BoxRepository(session).confirm(attic.id, take.ordinal)
+        BoxRepository(session).withdraw(take.ordinal)
     leave(stage, attic)
     stage.tick(2)
     assert place_of(stage, job_id) == "attic"
@@ -334,7 +334,7 @@ def test_reason_that_changes_only_in_the_jobs_on_the_boxes_is_no_new_event(stage
     stage.tick()
     with stage.database.write() as session:  # the first job on the box has ended
         boxes = BoxRepository(session)
-        boxes.confirm(attic.id, boxes.instructions(attic.id)[-1].ordinal)
+        boxes.withdraw(boxes.instructions(attic.id)[-1].ordinal)
         session.execute(update(Job).where(Job.id == jobs[1]).values(status=JobStatus.SUCCEEDED, node=stage.node))
     stage.now += 61
     stage.tick(2)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.support.service.dispatcher_stage import PREPARED, Stage
-from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.hardware.hardware import Hardware
@@ -63,18 +62,6 @@ def running_on(stage: Stage, num_gpus: int, ends_in_s: float | None) -> str:
     with stage.database.write() as session:
         JobRepository(session).set_fields(job_id, seen=stage.job(job_id), estimated_finish=finish)
     return job_id
-
-
-def pause(stage: Stage, job_id: str) -> None:
-    attempt = stage.job(job_id).attempt
-    stage.request_pause(job_id)
-    journal = stage.journal(job_id, attempt)
-    journal.append_outcome(PAUSED, "The attempt ended after a commit")
-    journal.close()
-    stage.tick()
-    stage.end_runner(job_id, attempt)
-    stage.tick()
-    assert stage.status(job_id) is JobStatus.PAUSED
 
 
 def test_job_gets_the_gpus_that_its_plan_chose_and_defaults_of_the_whole_box(four_gpus: Stage) -> None:
@@ -132,7 +119,7 @@ def test_healthy_attempt_keeps_its_gpus_and_the_next_one_gets_more(four_gpus: St
     four_gpus.tick(3)
     assert four_gpus.runners.paused == []
     assert started(four_gpus) == [(other, 2), (job_id, 2)]
-    pause(four_gpus, job_id)
+    four_gpus.pause(job_id)
     four_gpus.request_resume(job_id)
     four_gpus.tick(2)
     assert started(four_gpus)[2:] == [(job_id, 4)]
@@ -194,7 +181,7 @@ def planned_job(stage: Stage, hardware: Hardware, asked: int | str) -> str:
     folder = stage.settings.models_dir / job.model
     request = plan_request(stage.settings, hardware, resources, model_dir=folder, asked=settings, training=training)
     (job_dir(stage.settings, job_id) / "prepare" / QUESTION_FILE).write_text(json.dumps(request.to_json()))
-    pause(stage, job_id)
+    stage.pause(job_id)
     return job_id
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.support.service.dispatcher_stage import PREPARED, Stage
-from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes, reserved_nbytes
 from windlass.engine.memory_plan.plan import Placement
@@ -87,20 +86,8 @@ def paused_job(stage: Stage) -> str:
     stage.preparations[-1].ending = PREPARED
     stage.tick(2)
     assert stage.runners.started[0].placement == OLD
-    pause(stage, job_id)
+    stage.pause(job_id)
     return job_id
-
-
-def pause(stage: Stage, job_id: str) -> None:
-    attempt = stage.job(job_id).attempt
-    stage.request_pause(job_id)
-    journal = stage.journal(job_id, attempt)
-    journal.append_outcome(PAUSED, "The attempt ended after a commit")
-    journal.close()
-    stage.tick()
-    stage.end_runner(job_id, attempt)
-    stage.tick()
-    assert stage.status(job_id) is JobStatus.PAUSED
 
 
 def test_a_job_goes_on_by_its_plan_where_the_machine_is_the_same(stage: Stage, measured: Measured) -> None:
@@ -131,7 +118,7 @@ def test_a_job_that_is_resumed_on_another_machine_is_planned_anew(stage: Stage, 
     assert stage.runners.started[1].host_memory_nbytes == 2 << 20
     assert "The machine was measured again: the job goes on by a new plan" in stage.messages(job_id)
     assert stage.status(other) is JobStatus.QUEUED  # it did not take the place meanwhile
-    pause(stage, job_id)
+    stage.pause(job_id)
     stage.request_resume(job_id)
     stage.tick()
     assert len(stage.planners) == 1
@@ -220,7 +207,7 @@ def test_a_job_that_is_resumed_with_another_budget_is_planned_anew(
     stage.tick(2)
     assert stage.runners.started[1].placement == NEW
     assert "The settings' budgets have changed: the job goes on by a new plan" in stage.messages(job_id)
-    pause(stage, job_id)
+    stage.pause(job_id)
     stage.request_resume(job_id)
     stage.tick()
     assert len(stage.planners) == 1

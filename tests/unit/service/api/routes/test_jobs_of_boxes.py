@@ -51,7 +51,7 @@ def job_id(client: TestClient, box: Box) -> str:
             hyperparameters={"epochs": 3},
         )
         MirrorRepository(session).give_away(queued, boxes.get(box.id), message="is being copied")
-        boxes.confirm(box.id, boxes.instructions(box.id)[-1].ordinal)
+        boxes.withdraw(boxes.instructions(box.id)[-1].ordinal)
         jobs.transition(job_id, JobStatus.QUEUED, JobStatus.RUNNING, message="Begun", attempt=1)
     return job_id
 

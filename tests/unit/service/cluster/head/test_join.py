@@ -154,7 +154,7 @@ def test_call_with_a_certificate_of_no_box_is_refused(head: Head, tmp_path: Path
 
 def test_box_does_not_speak_to_a_head_of_another_authority(head: Head, tmp_path: Path) -> None:
     with (
-        HeadConnection(head.url, context_for(Authority.of(tmp_path).pem)) as connection,
+        HeadConnection.to(head.url, context_for(Authority.of(tmp_path).pem)) as connection,
         pytest.raises(HeadUnreachable, match="is not the head that this box knows"),
     ):
         connection.get(_NO_ROUTE)

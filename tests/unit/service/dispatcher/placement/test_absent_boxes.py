@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.storage.sql.repositories.test_mirror import HEAD, Pair, add_job, messages
+from tests.support.storage.mirrored_pair import HEAD, Pair, add_job, messages
 from windlass.service.dispatcher.placement.absent_boxes import watch_absent_boxes
+from windlass.service.machine.fleet.facts import is_away
 from windlass.storage.sql.repositories import BoxRepository
 
 
@@ -23,12 +24,18 @@ def pair(tmp_path: Path) -> Pair:
     return pair
 
 
+def watch(pair: Pair) -> None:
+    with pair.head.read() as session:
+        absent = [box for box in BoxRepository(session).all(HEAD) if is_away(box)]
+    watch_absent_boxes(pair.head, absent)
+
+
 def test_a_job_of_a_box_that_is_away_waits_until_it_is_back(pair: Pair) -> None:
     [job_id] = pair.held()
     with pair.head.write() as session:
         BoxRepository(session).set(pair.box_id, seen_at=time.time() - 100)
     for _ in range(2):
-        watch_absent_boxes(pair.head, HEAD)
+        watch(pair)
     row = pair.row(job_id)
     assert row is not None
     assert row.waiting_reason is not None
@@ -38,7 +45,7 @@ def test_a_job_of_a_box_that_is_away_waits_until_it_is_back(pair: Pair) -> None:
     with pair.head.write() as session:
         BoxRepository(session).set(pair.box_id, seen_at=time.time())
     pair.call()
-    watch_absent_boxes(pair.head, HEAD)
+    watch(pair)
     row = pair.row(job_id)
     assert row is not None
     assert row.waiting_reason is None

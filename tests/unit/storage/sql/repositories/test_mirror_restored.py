@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from tests.unit.storage.sql.repositories.test_mirror import HEAD, Pair, add_job, messages
+from tests.support.storage.mirrored_pair import HEAD, Pair, add_job, messages
 from windlass.storage.sql import Database, JobStatus
 from windlass.storage.sql.models import File, WebhookDelivery
 from windlass.storage.sql.repositories import (
@@ -165,5 +165,5 @@ def test_a_cancelled_job_that_had_begun_has_the_attempt_of_its_box(pair: Pair, j
 def test_an_instruction_has_a_greater_ordinal_than_those_that_were_confirmed(pair: Pair, job_id: str) -> None:
     with pair.head.write() as session:
         first = BoxRepository(session).instruct(pair.box_id, job_id, Instruction.PAUSE)
-        BoxRepository(session).confirm(pair.box_id, first)
+        BoxRepository(session).withdraw(first)
         assert BoxRepository(session).instruct(pair.box_id, job_id, Instruction.PAUSE) > first
