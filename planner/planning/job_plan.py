@@ -118,6 +118,11 @@ class JobPlan(BaseModel):
         return int((self.report.choices or {}).get("gpus", 1))
 
     @property
+    def gpu_numbers(self) -> tuple[int, ...]:
+        """The numbers of GPUs that there is a plan for, smallest first."""
+        return tuple(sorted({self.num_gpus, *(other.num_gpus for other in self.others)}))
+
+    @property
     def step_s_by_gpus(self) -> dict[int, float]:
         """The predicted step time for each number of GPUs that there is a plan for."""
         plans = (self, *self.others)

@@ -30,6 +30,7 @@ from windlass.service.dispatcher.outcomes import (
     has_step,
     import_records,
     open_journal,
+    pause_job,
 )
 from windlass.service.dispatcher.placement import (
     JoinedBox,
@@ -53,6 +54,7 @@ from windlass.service.dispatcher.runners import EndedAttempts, RunnerLostError, 
 from windlass.service.installation import Settings, about, is_out_of_room, room_reason
 from windlass.service.jobs import (
     MachineResources,
+    NoPlanForGpusError,
     build_job_spec,
     expected_pace,
     gpus_of,
@@ -60,6 +62,7 @@ from windlass.service.jobs import (
     load_plan,
     plan_for_gpus,
     seconds_left,
+    shown_gpus_of,
     why_it_waits_for_room,
 )
 from windlass.service.machine.fleet import read_hold
@@ -441,15 +444,19 @@ class Dispatcher:
                 job, "its plan is made again, as the machine, the settings or the planner have changed since"
             )
         elif verdict.is_ready and verdict.decision.begins:
-            self._launch(job, plan, gpus=verdict.gpus)
+            try:
+                self._launch(job, plan, gpus=verdict.gpus or shown_gpus_of(job))
+            except NoPlanForGpusError as error:
+                with self._database.write() as session:
+                    pause_job(session, job, str(error))
         else:
             self._queue.make_room(job, verdict.decision.pauses)
             self._queue.explain(job, verdict.reason)
 
-    def _launch(self, job: Job, plan: JobPlan | None, *, gpus: int | None) -> None:
-        """Launches an attempt. `gpus`: their number, if the job's plan chooses it."""
+    def _launch(self, job: Job, plan: JobPlan | None, *, gpus: int) -> None:
+        """Launches an attempt on this number of GPUs. Raises NoPlanForGpusError if the job's plans are for others."""
         attempt, fields, message = Attempt(job.attempt + 1), JobFields(), ""
-        if plan is not None and gpus is not None:
+        if plan is not None:
             plan, fields, message = plan_for_gpus(self._settings, job, plan, gpus)
         with self._database.write() as session:
             pace = expected_pace(plan, EventRepository(session).last_paced_step(job.id))
@@ -467,6 +474,8 @@ class Dispatcher:
                 seen=job,
                 **fields,
             )
+            if claimed.windlass != job.windlass:  # its plan may be for another number of GPUs
+                raise StatusConflict(job.id, "as it was read", "resumed with other settings")
             if message:
                 EventRepository(session).add(job.id, attempt=attempt, message=message)
         self._watches[job.id].attempt = AttemptWatch(attempt=attempt)

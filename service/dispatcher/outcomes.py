@@ -66,6 +66,11 @@ def cancel_job(session: Session, job: Job) -> None:
     _change(session, job, JobStatus.CANCELLED, "Fine-tuning job cancelled")
 
 
+def pause_job(session: Session, job: Job, message: str) -> None:
+    """Pauses a queued job that its owner must change. Raises StatusConflict if it has changed meanwhile."""
+    _change(session, job, JobStatus.PAUSED, message, level="warn")
+
+
 def name_for_owner_of(session: Session, job: Job, other: str) -> str:
     """Names another job for this job's owner. Users see the ids of their own jobs only."""
     other_job = JobRepository(session).find(other)

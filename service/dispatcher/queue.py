@@ -326,9 +326,9 @@ class JobQueue:
         return demands.of(self._num_gpus(job) or demands.preferred)
 
     def _demands(self, job: Job) -> PlannedDemands:
-        watch = self._watches[job.id]
-        if watch.demands is None or watch.demands[0] != job.plan_number:
-            watch.demands = (job.plan_number, self._read_demands(job))
+        watch, key = self._watches[job.id], (job.plan_number, job.windlass.get("gpus"))
+        if watch.demands is None or watch.demands[0] != key:
+            watch.demands = (key, self._read_demands(job))
         return watch.demands[1]
 
     def _num_gpus(self, job: Job) -> int | None:
@@ -357,6 +357,8 @@ class JobQueue:
             budget_nbytes = plan_bounds(self._settings, job).host_memory_nbytes
             plan, is_cpu = load_plan(self._settings, job), self._resources.num_gpus == 0
             gpus, chooses = gpus_of(job), chooses_gpus(job)
+            if plan is not None and not chooses and gpus in plan.gpu_numbers:
+                plan = plan.for_gpus(gpus)
             demands = demands_of(plan, num_devices=gpus, chooses=chooses, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
             if plan is not None:
                 step_s = demands.step_s.get(demands.preferred, plan.report.step_s)

@@ -14,8 +14,10 @@ from typing import Any
 from windlass.actors.timeline import FOLDER
 from windlass.engine.memory_plan import reserved_nbytes
 from windlass.planner.planning import MIN_STEPS, ChangedInputs, JobPlan, PlanRequest, ReplanRequest
+from windlass.service.dispatcher.outcomes import pause_job
 from windlass.service.installation import Settings
 from windlass.service.jobs import (
+    NoPlanForGpusError,
     chooses_gpus,
     gpus_of,
     job_dir,
@@ -29,7 +31,6 @@ from windlass.service.machine import measured_hardware
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step, tell_warnings
 from windlass.service.preparation.sandbox import Start, start_limited
 from windlass.service.validation import count_text
-from windlass.storage.ids import Attempt
 from windlass.storage.sql import Database, Job, JobMetrics
 from windlass.storage.sql.repositories import EventRepository, JobFields, JobRepository
 
@@ -57,7 +58,8 @@ class Replan:
     work_dir: Path
     request: PlanRequest
     accept: Callable[[JobPlan], JobPlan]  # makes the job's next plan from the planner's plan
-    reject: Callable[[str], JobPlan]  # makes it from the previous plan; gets the reason why there is no other
+    # Makes it from the previous plan; gets the reason why there is no other. Raises NoPlanForGpusError.
+    reject: Callable[[str], JobPlan]
     reports_step_time: bool  # in the event
 
 
@@ -67,8 +69,7 @@ Trigger = Callable[[Job], Replan | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Running:
-    job_id: str
-    attempt: Attempt
+    job: Job  # as it was when the planner was asked
     replan: Replan
     preparation: Preparation
 
@@ -86,7 +87,7 @@ class Replanner:
     @property
     def job_id(self) -> str | None:
         """The job whose plan is being made again."""
-        return None if self._running is None else self._running.job_id
+        return None if self._running is None else self._running.job.id
 
     def poll(self, job: Job) -> bool:
         """Starts the planner for a job or checks on it. Returns False if the job needs no other plan than its own.
@@ -94,26 +95,27 @@ class Replanner:
         Returns True also in the pass that stores the plan.
         """
         running = self._running
-        if running is not None and running.job_id == job.id:
+        if running is not None and running.job.id == job.id:
             self._poll(running, job)
             return True
         replan = self._trigger(job)
         if replan is not None and running is None:
             preparation = self._ask(replan.work_dir, replan.request)
-            attempt = Attempt(job.attempt)
-            self._running = _Running(job_id=job.id, attempt=attempt, replan=replan, preparation=preparation)
+            self._running = _Running(job=job, replan=replan, preparation=preparation)
         return replan is not None
 
     def drop(self, *, keep: Collection[str]) -> None:
         """Ends the planner process of a job that is not in `keep`."""
-        if self._running is not None and self._running.job_id not in keep:
+        if self._running is not None and self._running.job.id not in keep:
             self._running.preparation.stop()
             self._running = None
 
     # --- private methods --------------------------------------------------------------------------------------------
 
     def _poll(self, running: _Running, job: Job) -> None:
-        if running.attempt != job.attempt:  # another attempt has other steps and another start time
+        before = running.job
+        # Another attempt has other steps and another start time. A job that was resumed may have another number of GPUs.
+        if (before.attempt, before.windlass) != (job.attempt, job.windlass):
             self.drop(keep=())
             return
         plan, why_not = None, ""
@@ -128,7 +130,18 @@ class Replanner:
         if plan is not None:
             self._store(job, running.replan.accept(plan), running.replan, level="info")
         elif why_not:
-            self._store(job, running.replan.reject(why_not), running.replan, level="warn")
+            self._keep(job, running.replan, why_not)
+
+    def _keep(self, job: Job, replan: Replan, why_not: str) -> None:
+        """Stores the previous plan as the next one. If it is not for the job's number of GPUs, the job is paused."""
+        try:
+            plan = replan.reject(why_not)
+        except NoPlanForGpusError as error:
+            self.drop(keep=())
+            with self._database.write() as session:
+                pause_job(session, job, str(error))
+        else:
+            self._store(job, plan, replan, level="warn")
 
     def _store(self, job: Job, plan: JobPlan, replan: Replan, *, level: str) -> None:
         """Stores the plan and names it in the job's row. A crash between the two only repeats the planning."""
@@ -282,9 +295,7 @@ class ChangedMachine:
             work_dir=job_dir(self.settings, job.id) / "renewal",
             request=request,
             accept=lambda answer: _renewed(answer, now, job.attempt, why),
-            reject=lambda why_not: _not_renewed(
-                plan, now, job.attempt, f"{why}, but there is no new plan, and the previous plan is kept: {why_not}"
-            ),
+            reject=lambda why_not: _not_renewed(plan, now, job.attempt, why, why_not),
             reports_step_time=False,
         )
 
@@ -314,7 +325,17 @@ def _renewed(answer: JobPlan, now: ChangedInputs, attempt: int, why: str) -> Job
     return plan.made_for(now)
 
 
-def _not_renewed(before: JobPlan, now: ChangedInputs, attempt: int, message: str) -> JobPlan:
-    """Makes a plan with the new facts, so that it is not renewed again."""
+def _not_renewed(before: JobPlan, now: ChangedInputs, attempt: int, why: str, why_not: str) -> JobPlan:
+    """Makes a plan with the new facts, so that it is not renewed again. It is for the job's number of GPUs.
+
+    Raises NoPlanForGpusError if the previous plan has none for this number.
+    """
+    kept = before
+    if (bounds := now.bounds) is not None and not bounds.chooses_ranks and bounds.num_ranks != before.num_gpus:
+        if bounds.num_ranks not in before.gpu_numbers:
+            gpus = count_text(bounds.num_ranks, "GPU")
+            raise NoPlanForGpusError(before, f"{why}, but there is no plan for {gpus}: {why_not}")
+        kept = before.for_gpus(bounds.num_ranks)
+    message = f"{why}, but there is no new plan, and the previous plan is kept: {why_not}"
     about = {"corrected": False, "from_attempt": attempt + 1, "message": message}
-    return before.model_copy(update=about).made_for(now)
+    return kept.model_copy(update=about).made_for(now)

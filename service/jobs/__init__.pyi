@@ -13,6 +13,7 @@ from windlass.service.jobs.box_plans import plan_for_here as plan_for_here
 from windlass.service.jobs.box_plans import plan_numbers as plan_numbers
 from windlass.service.jobs.box_plans import requests_for_kinds as requests_for_kinds
 from windlass.service.jobs.full_disk import why_it_waits_for_room as why_it_waits_for_room
+from windlass.service.jobs.plan_files import NoPlanForGpusError as NoPlanForGpusError
 from windlass.service.jobs.plan_files import expected_pace as expected_pace
 from windlass.service.jobs.plan_files import has_plan as has_plan
 from windlass.service.jobs.plan_files import keep_plan as keep_plan

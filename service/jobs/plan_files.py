@@ -14,7 +14,14 @@ from windlass.actors.job import Pace, pace_of_metrics
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.planning import JobPlan, PlanRequest, fewest_of_fastest
 from windlass.service.installation import Settings
-from windlass.service.jobs.spec_builder import dataset_dir, job_dir, kept_times_dir, training_config_of, with_gpus
+from windlass.service.jobs.spec_builder import (
+    chooses_gpus,
+    dataset_dir,
+    job_dir,
+    kept_times_dir,
+    training_config_of,
+    with_gpus,
+)
 from windlass.service.preparation import PLAN_JOB, QUESTION_FILE
 from windlass.service.validation import count_text, model_dir
 from windlass.storage.files import sync_path, write_durably
@@ -37,6 +44,18 @@ _OLDER_SETTINGS = frozenset(
         "update_order",
     )
 )
+
+
+class NoPlanForGpusError(Exception):
+    """A job has no plan for its number of GPUs. The text tells its owner so, and that the job is paused."""
+
+    def __init__(self, plan: JobPlan, why: str) -> None:
+        *others, last = plan.gpu_numbers
+        numbers = f"{', '.join(map(str, others))}{' or ' if others else ''}{count_text(last, 'GPU')}"
+        super().__init__(
+            f"{why}. The job is paused, and nothing of it is lost: resume it with {numbers}, for which it has a plan, "
+            "or with another number"
+        )
 
 
 def load_plan(settings: Settings, job: Job) -> JobPlan | None:
@@ -85,22 +104,27 @@ def keep_plan(settings: Settings, job: Job, plan: JobPlan) -> int:
 
 
 def plan_for_gpus(settings: Settings, job: Job, plan: JobPlan, gpus: int) -> tuple[JobPlan, JobFields, str]:
-    """Makes the plan for a number of GPUs the one of the next attempt, for a job whose plans choose the number.
+    """Makes the plan for a number of GPUs the one of the next attempt.
 
     Returns the plan, the fields of the row that must be written with the attempt, and a text for the user. Another plan
     than the current one is stored first; a crash before the row names it only makes it once more.
+
+    Raises NoPlanForGpusError.
     """
-    preferred, before = fewest_of_fastest(plan.step_s_by_gpus), plan.num_gpus
-    message = ""
-    if gpus != preferred:
-        message = f"Begins with {gpus} of {preferred} GPUs: it ends sooner so than if it waited for {preferred}"
-    elif gpus != before:
+    fields, message = JobFields(), ""
+    if gpus != plan.num_gpus:
         message = f"Goes on with {count_text(gpus, 'GPU')}"
-    if gpus == before:
-        return plan, {"hyperparameters": with_gpus(job, gpus)}, message
+    if chooses_gpus(job):
+        fields["hyperparameters"] = with_gpus(job, gpus)
+        if (step_s := plan.step_s_by_gpus) and gpus != (preferred := fewest_of_fastest(step_s)):
+            message = f"Begins with {gpus} of {preferred} GPUs: it ends sooner so than if it waited for {preferred}"
+    if gpus == plan.num_gpus:
+        return plan, fields, message
+    if gpus not in plan.gpu_numbers:
+        raise NoPlanForGpusError(plan, f"There is no plan for {count_text(gpus, 'GPU')}")
     chosen = plan.for_gpus(gpus).model_copy(update={"message": message, "from_attempt": job.attempt + 1})
-    number = keep_plan(settings, job, chosen)
-    return chosen, {"plan_number": number, "hyperparameters": with_gpus(job, gpus)}, message
+    fields["plan_number"] = keep_plan(settings, job, chosen)
+    return chosen, fields, message
 
 
 def load_plan_request(settings: Settings, job: Job) -> PlanRequest | None:

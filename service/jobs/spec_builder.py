@@ -447,7 +447,7 @@ def gpus_of(job: Job) -> int:
 
 
 def shown_gpus_of(job: Job) -> int:
-    """Returns the same as `gpus_of` for a list of jobs, without a check of the row's other settings."""
+    """Returns the same as `gpus_of`, without a check of the row's other settings."""
     asked = job.windlass.get("gpus", 1)
     number: int = (job.hyperparameters or {}).get(_GPUS, 1) if asked == "auto" else asked
     return number
@@ -459,8 +459,8 @@ def most_gpus_of(hardware: Hardware, resources: MachineResources | None) -> int:
 
 
 def chooses_gpus(job: Job) -> bool:
-    """Returns whether a job's plan chooses its number of GPUs."""
-    return settings_of(job).windlass.gpus == "auto"
+    """Returns whether a job's plan chooses its number of GPUs, without a check of the row's other settings."""
+    return bool(job.windlass.get("gpus") == "auto")
 
 
 def with_gpus(job: Job, gpus: int) -> dict[str, Any]:

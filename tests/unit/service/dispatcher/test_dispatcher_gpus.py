@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.planning.job_plan import JobPlan
 from windlass.planner.planning.report import PlanReport
 from windlass.service.dispatcher import replanner
+from windlass.service.dispatcher.queue import Verdict
 from windlass.service.jobs.plan_files import load_plan
 from windlass.service.jobs.spec_builder import MachineResources, job_dir, plan_request, resolve_job
 from windlass.service.preparation.steps import PLAN_JOB, QUESTION_FILE
@@ -155,6 +156,17 @@ def test_memory_that_lacks_for_all_gpus_lets_a_job_begin_with_fewer(four_gpus: S
     assert started(four_gpus) == [(job_id, 2)]
 
 
+def test_job_without_a_plan_that_is_resumed_with_more_gpus_waits_for_them(four_gpus: Stage) -> None:
+    other = running_on(four_gpus, 2, None)
+    job_id = four_gpus.queue(gpus=1)
+    four_gpus.pause(job_id)
+    with four_gpus.database.write() as session:
+        JobRepository(session).request_resume(job_id, gpus=4)
+    four_gpus.tick()
+    assert started(four_gpus) == [(other, 2), (job_id, 1)]
+    assert four_gpus.job(job_id).waiting_reason == f"needs 4 GPUs; 2 are free beside job {other}"
+
+
 # --- plans made again ----------------------------------------------------------------------------------------------
 
 
@@ -172,9 +184,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     return hardware
 
 
-def planned_job(stage: Stage, hardware: Hardware, asked: int | str) -> str:
-    """A paused job whose stored request is that of its preparation."""
-    job_id = stage.queue(gpus=asked, prepared=planned())
+def planned_job(stage: Stage, hardware: Hardware | None, asked: int | str, step_s: Mapping[int, float] = STEP_S) -> str:
+    """A paused job whose stored request is that of its preparation. `hardware`: None for a job without a request."""
+    job_id = stage.queue(gpus=asked, prepared=planned(step_s))
+    if hardware is None:
+        stage.pause(job_id)
+        return job_id
     job, resources = stage.job(job_id), MachineResources(num_cores=4, num_gpus=4)
     training = resolve_job(job, dict(planned()), num_devices=4).training
     settings = WindlassSettings(gpus=asked)
@@ -217,6 +232,95 @@ def test_job_resumed_with_a_chosen_or_a_fixed_number_is_planned_anew(
     assert started(four_gpus)[1:] == [(job_id, 2)]
     assert f"{told}: the job goes on by a new plan" in four_gpus.messages(job_id)
     assert len(four_gpus.planners) == 1
+
+
+REFUSED: dict[str, Any] = {"ok": True, "plan": {"feasible": False, "reasons": ["the GPUs lack 3 GiB"]}}
+
+
+def test_job_resumed_with_a_number_that_it_does_not_fit_is_paused_again_and_loses_nothing(
+    four_gpus: Stage, measured: Hardware
+) -> None:
+    job_id = planned_job(four_gpus, measured, 4, {4: 20.0})
+    four_gpus.put_states(job_id)
+    resume(four_gpus, job_id, 2)
+    four_gpus.planners[0].answer = REFUSED
+    four_gpus.tick(3)
+    job = four_gpus.job(job_id)
+    assert (job.status, job.attempt, job.plan_number) == (JobStatus.PAUSED, 1, 0)
+    assert four_gpus.messages(job_id)[-1] == (
+        "The job has 2 GPUs now, not 4, but there is no plan for 2 GPUs: the GPUs lack 3 GiB. The job is paused, and "
+        "nothing of it is lost: resume it with 4 GPUs, for which it has a plan, or with another number"
+    )
+    assert four_gpus.jobs_on_ssds() == [{job_id}, {job_id}]
+    resume(four_gpus, job_id, None)
+    assert len(four_gpus.planners) == 2, "each resume is another try"
+    four_gpus.request_pause(job_id)
+    resume(four_gpus, job_id, 4)
+    four_gpus.tick()
+    assert len(four_gpus.planners) == 2
+    assert started(four_gpus) == [(job_id, 4), (job_id, 4)]
+
+
+def test_job_resumed_with_a_number_that_its_plan_did_not_choose_goes_on_by_the_plan_for_it(
+    four_gpus: Stage, measured: Hardware
+) -> None:
+    job_id = planned_job(four_gpus, measured, "auto")
+    resume(four_gpus, job_id, 2)
+    four_gpus.planners[0].answer = REFUSED
+    four_gpus.tick(3)
+    assert len(four_gpus.planners) == 1
+    assert started(four_gpus) == [(job_id, 4), (job_id, 2)]
+
+
+def test_job_resumed_with_yet_another_number_while_it_is_planned_is_planned_for_that(
+    four_gpus: Stage, measured: Hardware
+) -> None:
+    job_id = planned_job(four_gpus, measured, 4, {4: 20.0})
+    resume(four_gpus, job_id, 2)
+    four_gpus.planners[0].answer = REFUSED
+    four_gpus.request_pause(job_id)
+    resume(four_gpus, job_id, 3)
+    four_gpus.tick()
+    assert four_gpus.status(job_id) is JobStatus.QUEUED
+    assert [planner.request.num_ranks for planner in four_gpus.planners] == [2, 3]
+    assert four_gpus.planners[0].stopped
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_job_that_cannot_be_planned_again_is_never_launched_by_a_plan_for_another_number(
+    four_gpus: Stage, number: int
+) -> None:
+    job_id = planned_job(four_gpus, None, "auto")
+    resume(four_gpus, job_id, number)
+    if number in STEP_S:
+        assert started(four_gpus) == [(job_id, 4), (job_id, number)]
+        return
+    assert started(four_gpus) == [(job_id, 4)]
+    assert four_gpus.status(job_id) is JobStatus.PAUSED
+    assert four_gpus.messages(job_id)[-1] == (
+        "There is no plan for 3 GPUs. The job is paused, and nothing of it is lost: resume it with 1, 2 or 4 GPUs, for "
+        "which it has a plan, or with another number"
+    )
+
+
+def test_job_resumed_with_another_number_just_before_its_launch_is_not_launched_by_the_plan_before(
+    four_gpus: Stage, measured: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, queue = planned_job(four_gpus, measured, 4, {4: 20.0}), four_gpus.dispatcher._queue
+    verdicts = queue.verdicts
+
+    def too_late(*arguments: Any) -> Sequence[Verdict]:
+        decided = verdicts(*arguments)
+        four_gpus.request_pause(job_id)
+        with four_gpus.database.write() as session:
+            JobRepository(session).request_resume(job_id, gpus=2)
+        return decided
+
+    monkeypatch.setattr(queue, "verdicts", too_late)
+    resume(four_gpus, job_id, None)
+    assert started(four_gpus) == [(job_id, 4)]
+    monkeypatch.undo()
+    assert four_gpus.status(job_id) is JobStatus.QUEUED
 
 
 def test_plans_made_again_may_choose_another_number(four_gpus: Stage, measured: Hardware) -> None:

@@ -181,7 +181,8 @@ def test_job_resumed_with_other_gpus_is_planned_for_them_and_keeps_its_settings(
     stage.tick()
     (planner,) = stage.planners
     assert planner.request.num_ranks == 2
-    planner.answer = ANOTHER
+    report = replace(REPORT, choices={"gpus": 2})
+    planner.answer = {"ok": True, **JobPlan(report=report, placement=NEW, arena_nbytes=2 << 20).to_json()}
     stage.tick(2)
     before, after = stage.runners.started
     assert (before.num_ranks, after.num_ranks, after.placement) == (1, 2, NEW)

@@ -44,7 +44,9 @@ def planned_job(stage: Stage, **windlass: Any) -> tuple[str, Journal]:
     stage.tick()
     folder = job_dir(stage.settings, job_id) / "prepare"
     folder.mkdir(parents=True)
-    (folder / "plan_job.json").write_text(json.dumps(PLANNED))
+    report = dataclasses.replace(REPORT, choices={"gpus": windlass["gpus"]}) if "gpus" in windlass else REPORT
+    plan = JobPlan(report=report, placement=OLD, arena_nbytes=1 << 20)
+    (folder / "plan_job.json").write_text(json.dumps({"ok": True, **plan.to_json()}))
     store_request(stage, job_id, machine(2.0), WindlassSettings(**windlass))
     stage.preparations[-1].ending = PREPARED
     stage.tick(2)
