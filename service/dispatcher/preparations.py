@@ -240,7 +240,9 @@ class Preparations:
             filenames=filenames,
             is_alone=lambda: self._is_box_free() and len(self._running()) == 1,
             may_run_here=self._may_run_here(job),
-            other_plans=requests_for_kinds(self._settings, job, watch.kinds.values()),
+            other_plans=requests_for_kinds(
+                self._settings, job, watch.kinds.values(), num_devices=self._resources.most_gpus
+            ),
         )
         preparation = self._prepare(order)
         preparation.admit = functools.partial(self._admit, job.id, job.owner)

@@ -108,15 +108,16 @@ class PlanNumbers(BaseModel):
 
 
 def requests_for_kinds(
-    settings: Settings, job: Job, kinds: Iterable[BoxKind]
+    settings: Settings, job: Job, kinds: Iterable[BoxKind], *, num_devices: int
 ) -> Mapping[str, Callable[[Results], PlanRequest]]:
     """Returns functions that make the requests to the planner from the results of a preparation, by kind.
 
-    Unmeasured kinds are left out.
+    Unmeasured kinds are left out. `num_devices`: the most GPUs that a job with `gpus: auto` may get here. Its lanes and
+    micro-batches follow from it on every box.
     """
 
     def request(kind: BoxKind, results: Results) -> PlanRequest:
-        training = resolve_settings(job, results).training
+        training = resolve_settings(job, results, num_devices=num_devices).training
         return _request(settings, job, kind, training, results[PREPARE_DATA]["num_validation_examples"])
 
     return {kind.key: functools.partial(request, kind) for kind in kinds if kind.hardware is not None}

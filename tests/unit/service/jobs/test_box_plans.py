@@ -23,7 +23,7 @@ from windlass.service.jobs.box_plans import (
     requests_for_kinds,
 )
 from windlass.service.jobs.plan_files import keep_plan, load_plan
-from windlass.service.jobs.spec_builder import MachineResources, job_dir
+from windlass.service.jobs.spec_builder import MachineResources, job_dir, resolve_job
 from windlass.service.preparation.pipeline import PreparationError
 from windlass.service.preparation.steps import PLAN_JOB, QUESTION_FILE
 from windlass.storage.sql.models import Job
@@ -75,10 +75,19 @@ def test_equal_boxes_are_of_one_kind() -> None:
 
 
 def test_request_for_another_kind_is_about_its_machine_and_measures_nothing(settings: Settings, job: Job) -> None:
-    [(key, request_of)] = requests_for_kinds(settings, job, [KIND, replace(KIND, hardware=None)]).items()
+    kinds = [KIND, replace(KIND, hardware=None)]
+    [(key, request_of)] = requests_for_kinds(settings, job, kinds, num_devices=1).items()
     request = request_of(RESULTS)
     assert (key, request.hardware, request.may_measure, request.is_alone) == (KIND.key, MACHINE, False, False)
     assert request.compute_threads is None
+
+
+def test_request_for_another_kind_has_the_lanes_that_the_job_has_here(settings: Settings) -> None:
+    job = job_of(windlass_settings(gpus="auto", batch_size=12, num_microbatches=None))
+    [request_of] = requests_for_kinds(settings, job, [KIND], num_devices=3).values()
+    training = resolve_job(job, RESULTS, num_devices=3).training
+    assert training.lanes == 3
+    assert request_of(RESULTS).training == training
 
 
 def test_plan_of_the_chosen_box_takes_the_place_of_the_first_plan_until_the_job_stays_here(
