@@ -123,7 +123,7 @@ class MachineResources:
         """Returns the threads of each of a job's GPU workers and optimizers. Settings may fix `compute` and `each`.
 
         Together they take at most the job's share of the cores, but at least one each. Without a GPU and with less than
-        `CORES_TO_DIVIDE` cores, the optimizers share the cores of the compute (see decision 8).
+        `CORES_TO_DIVIDE` cores for a device, the optimizers share the cores of the compute (see decision 8).
         """
         cores = self.num_cores * num_ranks // self.num_devices
         if self.num_gpus:
@@ -131,11 +131,15 @@ class MachineResources:
             compute = compute or max(1, min(_GPU_WORKER_THREADS, left // num_ranks))
             readers = _SSD_SERVER_THREADS + (_PARAM_SERVER_THREADS if num_ranks > 1 else 0)
             return compute, each or max(1, (cores - num_ranks * compute - readers) // num_optimizers)
-        together = min(cores // _CORES_TO_ONE_THAT_UPDATES, cores - num_ranks * (compute or 0))
-        each = each or max(1, together // num_optimizers)
-        if cores < CORES_TO_DIVIDE:
-            return compute or max(1, cores // num_ranks), each
-        return compute or max(1, (cores - num_optimizers * each) // num_ranks), each
+        # Sums that a CPU computes have other bits with other numbers of threads. The share of one device decides the
+        # threads, so that the bits do not depend on the job's number of devices.
+        share = self.num_cores // self.num_devices
+        update_cores = min(share // _CORES_TO_ONE_THAT_UPDATES, share - (compute or 0))
+        each_of_one = each or max(1, update_cores // num_optimizers)
+        if compute is None:
+            compute = max(1, share if share < CORES_TO_DIVIDE else share - num_optimizers * each_of_one)
+        most = max(1, cores // _CORES_TO_ONE_THAT_UPDATES // num_optimizers)
+        return compute, each or min(num_ranks * each_of_one, most)
 
     @classmethod
     def here(cls, settings: Settings) -> "MachineResources":

@@ -1,5 +1,6 @@
 """The resources of the machine that jobs may use."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -96,8 +97,10 @@ def test_threads_of_a_job(num_cores: int, num_gpus: int, expected: tuple[int, in
     [
         (2, 0, 2, 2, (1, 1)),
         (7, 0, 2, 2, (3, 1)),
-        (16, 0, 4, 2, (3, 1)),
-        (16, 0, 4, 4, (3, 2)),
+        (16, 0, 4, 2, (4, 1)),
+        (16, 0, 4, 4, (4, 2)),
+        (64, 0, 4, 1, (14, 2)),
+        (64, 0, 4, 4, (14, 8)),
         (1, 0, 4, 4, (1, 1)),
         (64, 4, 1, 4, (2, 54)),
         (64, 4, 1, 2, (2, 26)),
@@ -110,6 +113,21 @@ def test_threads_of_a_job_on_several_devices(
     resources = MachineResources(num_cores=num_cores, num_gpus=num_gpus, cpu_ranks=cpu_ranks)
     assert resources.num_devices == (num_gpus or cpu_ranks)
     assert resources.threads(1, num_ranks=num_ranks) == expected
+
+
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+@pytest.mark.parametrize(("compute", "each"), [(None, None), (3, None), (None, 2)])
+def test_threads_that_compute_on_a_cpu_are_the_same_whatever_the_devices_of_a_job(
+    num_optimizers: int, compute: int | None, each: int | None
+) -> None:
+    """Sums over examples have other bits with other numbers of threads."""
+    for num_cores, cpu_ranks in itertools.product(range(1, 65), range(1, 9)):
+        resources = MachineResources(num_cores=num_cores, num_gpus=0, cpu_ranks=cpu_ranks)
+        numbers = range(1, cpu_ranks + 1)
+        threads = [resources.threads(num_optimizers, compute, each, num_ranks=number) for number in numbers]
+        assert len({of_each_rank for of_each_rank, _ in threads}) == 1
+        if num_cores // cpu_ranks >= 8:
+            assert cpu_ranks * threads[-1][0] + num_optimizers * threads[-1][1] <= num_cores
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 4])
