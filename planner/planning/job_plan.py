@@ -64,6 +64,7 @@ class JobPlan(BaseModel):
     message: str | None = Field(default=None, validation_alias="told", serialization_alias="told")  # for the user
     # The service adds:
     corrected: bool = False  # made by the measurements of the job's first steps
+    measured: bool = False  # these steps were measured, for this plan or an earlier one; a job is corrected only once
     from_attempt: int | None = None  # the first attempt that runs with this plan, if it differs from the previous one
     hardware: Hardware | None = None
     num_ranks: int = 1  # read with `num_optimizers`; 1 in plans of older releases
@@ -129,7 +130,7 @@ class JobPlan(BaseModel):
         return {plan.num_gpus: plan.report.step_s for plan in plans if plan.report.step_s is not None}
 
     def for_gpus(self, number: int) -> "JobPlan":
-        """Returns the plan for another number of GPUs, made for the same facts. This plan is then among its others.
+        """Returns the plan for another number of GPUs, made from the same facts. This plan is then among its others.
 
         Raises KeyError if there is no plan for this number.
         """
@@ -137,7 +138,8 @@ class JobPlan(BaseModel):
             return self
         plans = {plan.num_gpus: plan for plan in (self.model_copy(update={"others": ()}), *self.others)}
         chosen = plans.pop(number)
-        return chosen.model_copy(update={"others": tuple(plans.values())}).made_for(self.changed_inputs)
+        facts = {"corrected": self.corrected, "measured": self.measured}
+        return chosen.model_copy(update={"others": tuple(plans.values()), **facts}).made_for(self.changed_inputs)
 
     def made_for(self, inputs: ChangedInputs) -> "JobPlan":
         """Returns the plan as one that was made for these facts."""

@@ -166,16 +166,18 @@ def _log_once_committed(session: Session, job: Job, line: str) -> None:
 
 
 def _fall_back(settings: Settings, session: Session, job: Job, reason: str, num_lost: int) -> bool:
-    """Continues with the previous plan if no attempt by the corrected plan has committed a step.
+    """Continues with the plan before the correction if no attempt by the corrected plan has committed a step.
 
-    Returns False otherwise.
+    Returns False otherwise. The corrected plan may be stored several times, for different numbers of GPUs.
     """
     plans = plans_of(settings, job)
-    if len(plans) < 2 or not plans[-1].corrected or (first := plans[-1].from_attempt) is None:
+    before = next((plan for plan in reversed(plans) if not plan.corrected), None)
+    if before is None or not plans[-1].corrected or (first := plans[-1].from_attempt) is None:
         return False
     if job.attempt < first or last_attempt_with_progress(session, job.id) >= first:
         return False
-    number = keep_plan(settings, job, plans[-2].model_copy(update={"from_attempt": job.attempt + 1}))
+    about = {"measured": True, "from_attempt": job.attempt + 1}
+    number = keep_plan(settings, job, before.model_copy(update=about))
     message = f"Attempt {job.attempt} failed: {reason}; going on by the plan before, from the last committed step"
     _end_attempt(session, job, message, level="warn", num_lost=num_lost, plan_number=number)
     return True

@@ -114,7 +114,7 @@ class Replanner:
 
     def _poll(self, running: _Running, job: Job) -> None:
         before = running.job
-        # Another attempt has other steps and another start time. A job that was resumed may have another number of GPUs.
+        # Another attempt has other steps and another start time. A resumed job may have another number of GPUs.
         if (before.attempt, before.windlass) != (job.attempt, job.windlass):
             self.drop(keep=())
             return
@@ -186,10 +186,13 @@ class MeasuredSteps:
     def __call__(self, job: Job) -> Replan | None:
         """Returns the correction of a job's plan, or None while there is nothing to correct."""
         num_needed = _NUM_FIRST_STEPS + MIN_STEPS
-        if job.plan_number or job.total_steps is None or not num_needed <= job.step < job.total_steps:
+        if job.total_steps is None or not num_needed <= job.step < job.total_steps:
             return None
         # GPU workers that compute on the CPU share its cores, so their spans do not tell how fast each one is.
         if gpus_of(job) > 1 and not self.has_gpus:
+            return None
+        plan = load_plan(self.settings, job)
+        if plan is None or plan.placement is None or plan.measured or plan.corrected:
             return None
         with self.database.read() as session:
             events = EventRepository(session)
@@ -202,8 +205,7 @@ class MeasuredSteps:
         num_left = job.total_steps - job.step
         if num_left * statistics.median(_step_s(row) for row in steps[_NUM_FIRST_STEPS:]) < _MIN_LEFT_S:
             return None
-        plan, request = load_plan(self.settings, job), load_plan_request(self.settings, job)
-        if plan is None or plan.placement is None or request is None:
+        if (request := load_plan_request(self.settings, job)) is None:
             return None
         start_s = steps[0].created_at - _step_s(steps[0]) - began.created_at
         folder = job_dir(self.settings, job.id)
@@ -237,6 +239,7 @@ def _corrected(before: JobPlan, answer: JobPlan, attempt: int) -> JobPlan:
         arena_nbytes=answer.arena_nbytes,
         message=answer.message,
         corrected=True,
+        measured=True,
         others=answer.others or before.others,
         from_attempt=attempt + 1 if answer.changes else None,
     )
@@ -245,7 +248,8 @@ def _corrected(before: JobPlan, answer: JobPlan, attempt: int) -> JobPlan:
 
 def _uncorrected(before: JobPlan, why: str) -> JobPlan:
     message = f"The plan could not be made again by what the first steps measured, and stays: {why}"
-    return before.model_copy(update={"corrected": False, "from_attempt": None, "message": message})
+    about = {"corrected": False, "measured": True, "from_attempt": None, "message": message}
+    return before.model_copy(update=about)
 
 
 def _step_s(row: JobMetrics) -> float:
@@ -294,7 +298,7 @@ class ChangedMachine:
         return Replan(
             work_dir=job_dir(self.settings, job.id) / "renewal",
             request=request,
-            accept=lambda answer: _renewed(answer, now, job.attempt, why),
+            accept=lambda answer: _renewed(plan, answer, now, job.attempt, why),
             reject=lambda why_not: _not_renewed(plan, now, job.attempt, why, why_not),
             reports_step_time=False,
         )
@@ -312,7 +316,7 @@ def _lacks_reserve(plan: JobPlan, request: PlanRequest) -> bool:
     return reserved_nbytes(planned_nbytes) > request.budgets.device_nbytes
 
 
-def _renewed(answer: JobPlan, now: ChangedInputs, attempt: int, why: str) -> JobPlan:
+def _renewed(before: JobPlan, answer: JobPlan, now: ChangedInputs, attempt: int, why: str) -> JobPlan:
     plan = JobPlan(
         report=answer.report,
         placement=answer.placement,
@@ -320,6 +324,7 @@ def _renewed(answer: JobPlan, now: ChangedInputs, attempt: int, why: str) -> Job
         others=answer.others,
         message=f"{why}: the job goes on by a new plan",
         corrected=False,
+        measured=before.measured or before.corrected,
         from_attempt=attempt + 1,
     )
     return plan.made_for(now)

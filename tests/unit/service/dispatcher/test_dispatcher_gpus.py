@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support.service.dispatcher_stage import PREPARED, Stage
+from tests.unit.service.dispatcher.test_replanner_measured_steps import train
+from windlass.actors.job.journal import Journal
+from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.hardware.hardware import Hardware
@@ -187,17 +190,20 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Hardware:
 def planned_job(stage: Stage, hardware: Hardware | None, asked: int | str, step_s: Mapping[int, float] = STEP_S) -> str:
     """A paused job whose stored request is that of its preparation. `hardware`: None for a job without a request."""
     job_id = stage.queue(gpus=asked, prepared=planned(step_s))
-    if hardware is None:
-        stage.pause(job_id)
-        return job_id
+    if hardware is not None:
+        store_request(stage, hardware, job_id, asked)
+    stage.pause(job_id)
+    return job_id
+
+
+def store_request(stage: Stage, hardware: Hardware, job_id: str, asked: int | str) -> None:
+    """Stores the request of the job's preparation."""
     job, resources = stage.job(job_id), MachineResources(num_cores=4, num_gpus=4)
     training = resolve_job(job, dict(planned()), num_devices=4).training
     settings = WindlassSettings(gpus=asked)
     folder = stage.settings.models_dir / job.model
     request = plan_request(stage.settings, hardware, resources, model_dir=folder, asked=settings, training=training)
     (job_dir(stage.settings, job_id) / "prepare" / QUESTION_FILE).write_text(json.dumps(request.to_json()))
-    stage.pause(job_id)
-    return job_id
 
 
 def resume(stage: Stage, job_id: str, number: int | str | None) -> None:
@@ -333,4 +339,63 @@ def test_plans_made_again_may_choose_another_number(four_gpus: Stage, measured: 
     four_gpus.tick(2)
     assert gpus(four_gpus, job_id) == 2
     assert started(four_gpus)[1:] == [(job_id, 2)]
+    assert len(four_gpus.planners) == 1
+
+
+def correcting(stage: Stage, hardware: Hardware) -> tuple[str, Journal]:
+    """A job that began with two of four GPUs, because another one has two. Its first steps are measured."""
+    running_on(stage, 2, None)
+    job_id = stage.queue(gpus="auto", epochs=20, prepared=planned())
+    store_request(stage, hardware, job_id, "auto")
+    stage.tick()
+    journal = stage.journal(job_id, 1)
+    train(stage, journal, 1, 2, 3, 4, 5)
+    return job_id, journal
+
+
+def answer(*, changes: bool) -> dict[str, Any]:
+    """The planner's plans by the measured steps of a job with two GPUs."""
+    plan = JobPlan.model_validate(planned({4: 25.0, 1: 80.0, 2: 50.0})[PLAN_JOB])
+    return {"ok": True, **plan.model_copy(update={"changes": changes, "message": "Measured"}).to_json()}
+
+
+def test_plan_of_a_job_that_began_with_fewer_gpus_is_corrected_once(four_gpus: Stage, measured: Hardware) -> None:
+    job_id, journal = correcting(four_gpus, measured)
+    (planner,) = four_gpus.planners
+    assert planner.request.running is not None
+    assert planner.request.running.plan.num_gpus == 2
+    planner.answer = answer(changes=False)
+    four_gpus.tick()
+    assert four_gpus.messages(job_id)[-1] == "Measured"
+    train(four_gpus, journal, 6, 7)
+    assert len(four_gpus.planners) == 1
+
+
+def test_corrected_plan_for_another_number_that_fails_makes_room_for_the_plan_before(
+    four_gpus: Stage, measured: Hardware
+) -> None:
+    job_id, journal = correcting(four_gpus, measured)
+    four_gpus.planners[0].answer = answer(changes=True)
+    four_gpus.tick(2)
+    other = four_gpus.runners.started[0].job
+    four_gpus.request_cancel(other)
+    four_gpus.lose(other)
+    journal.append_outcome(PAUSED, "The attempt ended after a commit")
+    journal.close()
+    four_gpus.tick()
+    four_gpus.end_runner(job_id)
+    four_gpus.tick(2)
+    assert started(four_gpus)[1:] == [(job_id, 2), (job_id, 4)]
+    second = four_gpus.journal(job_id, 2)
+    second.append_outcome("failed", "no room", {"code": "start_failed", "message": "no room", "param": None})
+    second.close()
+    four_gpus.end_runner(job_id, 2)
+    four_gpus.tick(2)
+    assert four_gpus.status(job_id) is JobStatus.RUNNING
+    plan = load_plan(four_gpus.settings, four_gpus.job(job_id))
+    assert plan is not None
+    assert plan.step_s_by_gpus == STEP_S
+    assert not plan.corrected
+    again = four_gpus.journal(job_id, 3)
+    train(four_gpus, again, 6, 7, 8, 9, 10)
     assert len(four_gpus.planners) == 1
