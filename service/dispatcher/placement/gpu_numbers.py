@@ -30,8 +30,8 @@ def place_with_gpus(
 ) -> tuple[Sequence[Placement], Mapping[str, int]]:
     """Decides about each queued job, as `place` does, and lets some begin on `box` with fewer GPUs than they prefer.
 
-    A job that waits for this box does so only if it then ends sooner than it would by waiting; a wait without a
-    prediction counts as endless. It keeps its number while jobs pause for it, and while it waits only so that a job
+    So may a job that waits for this box, or that never fits it with the number that it prefers. It does so only if it
+    then ends sooner than by waiting; a wait without a prediction counts as endless. It keeps its number while jobs pause for it, and while it waits only so that a job
     before it is not delayed. It delays no job before it, as no job does.
 
     `fewer`: the other numbers of the jobs that may have them. Their option for the box is that of the preferred number.
@@ -48,7 +48,7 @@ def place_with_gpus(
         placement, decision = placements[index], placements[index].decision
         if placement.box == box and decision.begins:
             taken.update(next(option.needs for option in job.options if option.box == box))
-        waits = job.is_ready and placement.box == box and not placement.passes and not decision.begins
+        waits = job.is_ready and _waits_for(placement, box) and not placement.passes and not decision.begins
         if not waits or decision.waits_behind is not None or decision.pauses or decision.will_pause:
             continue
         end_s = math.inf if placement.end_s is None else placement.end_s
@@ -66,6 +66,12 @@ def place_with_gpus(
                 begin_with[job.job_id] = option.gpus
                 break
     return placements, begin_with
+
+
+def _waits_for(placement: Placement, box: str) -> bool:
+    """Returns whether a job waits for a box, or for another one because it can never begin on this one."""
+    here = placement.elsewhere.get(box)
+    return placement.box == box or (here is not None and here.never)
 
 
 def _with(job: Candidate, box: str, gpus: GpuOption) -> Candidate:

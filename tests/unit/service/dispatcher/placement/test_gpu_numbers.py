@@ -104,6 +104,28 @@ def test_jobs_behind_see_what_is_left() -> None:
     assert begun([running("r", 1)], jobs, {}) == {"a": 2, "b": 1}
 
 
+@pytest.mark.parametrize(
+    ("run_s", "needs_there", "expected"),
+    [
+        (40.0, takes(2), {"a": 2}),  # the other box is too small as well
+        (40.0, takes(1), {"a": 2}),  # there it would begin in 100 s and end after 50 s more
+        (160.0, takes(1), {}),
+    ],
+)
+def test_job_that_never_fits_with_the_preferred_number_begins_with_fewer_also_beside_other_boxes(
+    run_s: float, needs_there: Amounts, expected: Mapping[str, int]
+) -> None:
+    options = [Option(box=HERE, needs=takes(4, 20), run_s=20.0), Option(box="other", needs=needs_there, run_s=50.0)]
+    boxes = [
+        BoxState(name=HERE, has=BOX),
+        BoxState(name="other", has=takes(1), holders=[running("r", 1)], left_s={"r": 100.0}),
+    ]
+    fewer = {"a": [GpuOption(gpus=2, needs=takes(2, 10), run_s=run_s)]}
+    placements, other = place_with_gpus(boxes, [Candidate(job_id="a", options=options)], box=HERE, fewer=fewer)
+    assert other == expected
+    assert placements[0].decision.begins is bool(expected)
+
+
 _SECONDS = st.sampled_from([0.0, 1.0, 5.0, 20.0, 80.0])
 
 
