@@ -130,7 +130,7 @@ class JobPlan(BaseModel):
         return {plan.num_gpus: plan.report.step_s for plan in plans if plan.report.step_s is not None}
 
     def for_gpus(self, number: int) -> "JobPlan":
-        """Returns the plan for another number of GPUs, made from the same facts. This plan is then among its others.
+        """Returns the plan for another number of GPUs, made for the same facts. This plan is then among its others.
 
         Raises KeyError if there is no plan for this number.
         """

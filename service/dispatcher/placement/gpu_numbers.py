@@ -30,9 +30,9 @@ def place_with_gpus(
 ) -> tuple[Sequence[Placement], Mapping[str, int]]:
     """Decides about each queued job, as `place` does, and lets some begin on `box` with fewer GPUs than they prefer.
 
-    So may a job that waits for this box, or that never fits it with the number that it prefers. It does so only if it
-    then ends sooner than by waiting; a wait without a prediction counts as endless. It keeps its number while jobs pause for it, and while it waits only so that a job
-    before it is not delayed. It delays no job before it, as no job does.
+    Only a job that waits for this box does so, or one that never fits it with the number that it prefers. It must then
+    end sooner than by waiting; a wait without a prediction counts as endless. It keeps its number while jobs pause for
+    it, and while it waits only so that a job before it is not delayed. It delays no job before it, as no job does.
 
     `fewer`: the other numbers of the jobs that may have them. Their option for the box is that of the preferred number.
 
