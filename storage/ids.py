@@ -65,7 +65,7 @@ _ITEMSIZES: dict[tuple[Precision, StatePrecision], dict[StateKind, int]] = {
 class Kernel(StrEnum):
     """The kernels that compute updates. Results differ in the last bit, so a job keeps the kernel it began with."""
 
-    COMPILED = "compiled"  # plain PyTorch compiled into one pass over memory; needs a C++ compiler
+    COMPILED = "compiled"  # C++ compiled into one pass over memory; needs a C++ compiler
     FUSED = "fused"  # torch's own fused optimizer, slice by slice
 
 

@@ -9,6 +9,7 @@ and exits with 0. `--device cpu --tiny` runs all parts on small models, as a tes
 """
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -138,6 +139,7 @@ def run_here(case: Case, setting: Setting, limit_s: float) -> None:
     import torch
     from transformers.utils import logging as transformers_logging
 
+    faulthandler.enable()  # shows where a driver or a library ended the process
     threading.Thread(target=_end_in_time, args=(case, setting, limit_s), daemon=True).start()
     # TF32 would round fp32 products, so the comparison would not be exact.
     torch.backends.cuda.matmul.allow_tf32 = False

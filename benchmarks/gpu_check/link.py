@@ -20,7 +20,6 @@ import torch
 from benchmarks.gpu_check.case import Setting, in_short
 from benchmarks.gpu_check.cases import LinkCase
 from benchmarks.gpu_check.head import measure_head
-from benchmarks.gpu_check.kernels import prepared_kernel
 from benchmarks.peers.contenders import SHM_DIR
 from benchmarks.reporting.machine import num_cores
 from tests.support.training import has_direct_io, keep_calibration
@@ -30,7 +29,7 @@ from windlass.engine.device import Device, TensorArena, copy, memory_node
 from windlass.planner.profiling.measure_machine import MachineRates
 from windlass.planner.profiling.measure_machine import measure as measure_rates
 from windlass.storage.cancellation import CancelToken
-from windlass.storage.ids import Attempt, JobId, Kernel, Precision, StatePrecision
+from windlass.storage.ids import Attempt, JobId, Kernel, Precision
 from windlass.storage.memory import Arena, arena_path, arena_room_nbytes, directory_free_nbytes
 
 _ARENA_NBYTES = 4 * GIB
@@ -50,7 +49,7 @@ def measure(_case: LinkCase, setting: Setting) -> dict[str, Any]:
     """Returns the link's rates, the host's latencies, the machine's profile, and times of the head."""
     is_gpu, kernels = setting.device == "cuda", setting.root / "kernels"
     gpu_nbytes = torch.cuda.mem_get_info()[0] if is_gpu else directory_free_nbytes(SHM_DIR)
-    kernel = Kernel.FUSED if setting.is_tiny else prepared_kernel(kernels, StatePrecision.FP32, sums_grads=False)
+    kernel = Kernel.FUSED if setting.is_tiny else None
     rates = measure_rates(Precision.BF16, kernels, kernel=kernel, uses_gpu=is_gpu)
     link = _link(setting)
     return {

@@ -91,6 +91,14 @@ class Variant:
         """The settings that change what is computed."""
         return self.num_microbatches, self.is_tied, self.model_kernels
 
+    @property
+    def described(self) -> str:
+        """Description for a person, printed before the variant runs."""
+        parts = [f"activations {self.activations}", f"states on {self.place}", f"{self.num_microbatches} micro-batches"]
+        parts += [f"updates {self.kernel or Kernel.COMPILED}"]
+        parts += ["streamed"] * self.is_streamed + ["a sliced head"] * self.is_sliced + list(self.model_kernels)
+        return ", ".join(parts)
+
     def placed(self, spec: JobSpec, num_blocks: int, device: str) -> JobSpec:
         """Returns the job with the variant's placement."""
         blocks = tuple(range(num_blocks))
@@ -251,6 +259,7 @@ def _compared(
     until_s = time.monotonic() + _ENOUGH_S
     for index, variant in enumerate(listed):
         start_s, folder = time.monotonic(), setting.root / f"parity-{variant.precision}-{index}"
+        print(f"  variant {index + 1} of {len(listed)}: {variant.described}", flush=True)
         run: dict[str, Any] = {**asdict(variant), "difference": None, "is_wrong": False, "reason": ""}
         if start_s > until_s:
             yield run | {"reason": "no time is left"}

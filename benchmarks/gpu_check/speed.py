@@ -17,7 +17,6 @@ import torch
 from benchmarks.activations.memory_need import room_for_activations
 from benchmarks.gpu_check.case import NotHereError, Setting
 from benchmarks.gpu_check.cases import SpeedCase, States
-from benchmarks.gpu_check.kernels import prepared_kernel
 from benchmarks.gpu_check.peak import peak_step_s
 from benchmarks.gpu_check.plain import plain_step_s
 from benchmarks.gpu_check.prediction import CasePlan, Predictor, Room, training_of
@@ -35,6 +34,7 @@ from windlass.actors.messages import ComputeBlocks, LoadProgressed, Message, Pha
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.data.examples import FORMAT_VERSION, NO_TARGET
 from windlass.engine.memory_plan import ActivationChoice
+from windlass.engine.optimizer import AdamSettings, OptimizerKernel
 from windlass.storage.ids import ActorName, Kernel
 from windlass.storage.memory import arena_room_nbytes, directory_free_nbytes
 
@@ -58,9 +58,7 @@ def measure(case: SpeedCase, setting: Setting) -> dict[str, Any]:
     device = torch.device(setting.device)
     planned, room, block_times = _planned(case, setting, device)
     full_depth, case = case.shape.num_layers, planned.case
-    kernel = Kernel.FUSED
-    if not setting.is_tiny:
-        kernel = prepared_kernel(setting.root / "kernels", case.state_precision, sums_grads=case.num_microbatches > 1)
+    kernel = Kernel.FUSED if setting.is_tiny else _kernel_here(case, setting.root / "kernels")
     trained = _Training(planned, room, setting, kernel).run()
     release_gpu()
     compute_s = {str(choice): _compute_only_s(case, choice, device) for choice in (RECOMPUTE, KEEP)}
@@ -83,6 +81,19 @@ def measure(case: SpeedCase, setting: Setting) -> dict[str, Any]:
     }
     _keep_worst_trace(setting, measured)
     return measured
+
+
+def _kernel_here(case: SpeedCase, folder: Path) -> Kernel:
+    """Compiles the kernel of the updates into the folder. Prints the reason if it returns FUSED."""
+    kernel = OptimizerKernel(
+        AdamSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1, decoupled=True),
+        grad_dtype=torch.float32 if case.num_microbatches > 1 else torch.bfloat16,
+        param_dtype=torch.bfloat16,
+        state_precision=case.state_precision,
+        cache_dir=folder,
+        announce=print,
+    )
+    return kernel.kernel
 
 
 def _planned(case: SpeedCase, setting: Setting, device: torch.device) -> tuple[CasePlan, Room, dict[str, Any]]:

@@ -8,7 +8,6 @@ Source: Kingma and Ba, Adam, algorithm 1; Loshchilov and Hutter, Decoupled Weigh
 The order of operations is that of torch.optim.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -95,23 +94,6 @@ class Format:
     def num_integers(self) -> int:
         """The number of int32 arguments of each call: the rounding's keys, and half the first element's position."""
         return NUM_KEYS + 1 if self.states is StatePrecision.BF16 else 0
-
-
-def encoded(kernel: Format) -> str:
-    """Encodes a format as an argument for the command line."""
-    names = [None if dtype is None else str(dtype).removeprefix("torch.") for dtype in (kernel.grad, kernel.param)]
-    return json.dumps([*names, kernel.states, kernel.decoupled])
-
-
-def decoded(text: str) -> Format:
-    """Decodes a format from the text of `encoded`."""
-    grad, param, states, decoupled = json.loads(text)
-    return Format(
-        grad=getattr(torch, grad),
-        param=None if param is None else getattr(torch, param),
-        states=StatePrecision(states),
-        decoupled=decoupled,
-    )
 
 
 def formula(kernel: Format) -> Callable[..., None]:

@@ -23,7 +23,7 @@ from windlass.storage.ids import Kernel, Precision, StatePrecision
 # Rows of a square matrix: as in a layer of a model with billions of parameters. On a CPU smaller, or it takes minutes.
 _MATRIX_SIZE = {"cuda": 8192, "cpu": 2048}
 _COPY_NBYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
-_UPDATE_NUMEL = 32 << 20  # params of a timed optimizer update
+_UPDATE_NUMEL = 64 << 20  # params of a timed optimizer update: 1 GiB of states, far more than caches hold
 _NUM_REPEATS = 5  # timed runs, after a warm-up
 
 

@@ -157,11 +157,9 @@ class _Bench:
         if time.perf_counter() - start_s > _LONG_S:
             return [[first]]
         rounds = [self._round()]
-        if time.perf_counter() - start_s < max_s / 2:
-            rounds.clear()  # drop the first rounds of a short measurement, because they include one-time work
-        while not _is_known(rounds, time.perf_counter() - start_s, max_s):
+        while time.perf_counter() - start_s <= max_s and not _are_enough(rounds[1:]):
             rounds.append(self._round())
-        return rounds
+        return rounds[1:] or rounds  # without the first, which includes one-time work: on a GPU it can take seconds
 
     def _round(self) -> _Round:
         """Runs a pass with each choice in turn, so that changes of the machine's pace affect all choices alike."""
@@ -240,9 +238,7 @@ def _both(passes: Iterable[_Taken], blocks: Sequence[BlockIndex]) -> tuple[float
     return statistics.fmean(forward), statistics.fmean(backward)
 
 
-def _is_known(rounds: Sequence[_Round], taken_s: float, max_s: float) -> bool:
-    if rounds and taken_s > max_s:
-        return True
+def _are_enough(rounds: Sequence[_Round]) -> bool:
     return len(rounds) >= _USUAL_ROUNDS and _standard_error(rounds) < _STANDARD_ERROR
 
 

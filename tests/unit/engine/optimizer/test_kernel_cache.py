@@ -1,6 +1,7 @@
 """Kernels are compiled once, and kept where no other user can place one."""
 
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import windlass.engine.optimizer.kernel_cache as kernel_cache
-from windlass.engine.optimizer.adam_formulas import Format, decoded, encoded
+from windlass.engine.optimizer.adam_formulas import Format
 from windlass.engine.optimizer.adam_kernel import AdamSettings, OptimizerKernel
 from windlass.engine.optimizer.kernel_cache import KernelUnavailable, load_kernel
 from windlass.service.installation.process_ids import find_process, wait_until_gone
@@ -58,19 +59,19 @@ def test_a_kept_kernel_is_not_compiled_again(cache_dir: Path, compilations: list
     assert compilations == []
 
 
-def test_a_process_with_a_kept_kernel_never_imports_the_compiler(cache_dir: Path) -> None:
+def test_a_process_with_a_kept_kernel_needs_no_compiler(cache_dir: Path) -> None:
     code = (
         "import sys, torch; from pathlib import Path; from windlass.engine.optimizer.adam_kernel import *\n"
         "from windlass.storage.ids import StatePrecision\n"
         "settings = AdamSettings(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, decoupled=True)\n"
         "kernel = OptimizerKernel(settings, grad_dtype=torch.bfloat16, param_dtype=torch.bfloat16,"
         " state_precision=StatePrecision.FP32, cache_dir=Path(sys.argv[1]))\n"
-        "print(kernel.kernel, [name for name in sys.modules if name in ('sympy', 'torch._inductor.config')])"
+        "print(kernel.kernel)"
     )
-    environment = os.environ | {"CXX": "no-such-compiler"}  # nor needs one
+    environment = os.environ | {"CXX": "no-such-compiler"}
     command = [sys.executable, "-c", code, str(cache_dir)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    assert ran.stdout.strip() == "compiled []"
+    assert ran.stdout.strip() == "compiled"
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:1000], lambda whole: b"", lambda whole: b"\1" + whole[1:]])
@@ -102,7 +103,7 @@ def test_a_compilation_is_announced_before_it_begins(tmp_path: Path, compilation
     for _ in range(2):
         load_kernel(FORMAT, tmp_path / "new", lambda text: announced.append((text, len(compilations))))
     ((text, num_compilations),) = announced
-    assert text.startswith("Compiling the update kernel for this job's number formats, once for each: 10 to 20 s")
+    assert text.startswith("Compiling the update kernel for this job's number formats, once for each: a second or two")
     assert num_compilations == 0
     assert len(compilations) == 1
 
@@ -136,10 +137,10 @@ def test_a_cache_of_another_user_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def compiler_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script that runs in place of Python, which would run the compiler."""
-    script = tmp_path / "python"
+    """A script that runs in place of the compiler."""
+    script = tmp_path / "compiler"
     script.touch(mode=0o700)
-    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setenv("CXX", str(script))
     return script
 
 
@@ -166,6 +167,13 @@ def test_a_compilation_that_fails_is_told_by_its_first_error_and_logged_whole(
         load_kernel(FORMAT, tmp_path / "kernels")
     assert str(caught.value).endswith(": x.cpp:1: error: no such type")
     assert "1 | foo" in caplog.text
+
+
+def test_the_compiler_may_have_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f"env {shlex.quote(os.environ.get('CXX', 'g++'))}")
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("there is no C++ compiler")
+    assert works(load_kernel(FORMAT, tmp_path / "kernels"))
 
 
 def test_a_full_disk_is_no_lack_of_a_compiler(tmp_path: Path, compiler_script: Path) -> None:
@@ -208,7 +216,6 @@ def test_other_formats_and_other_processors_have_their_own_kernels(monkeypatch: 
     keys = {kernel_cache._key(kernel) for kernel in (FORMAT, *others)}
     monkeypatch.setattr(kernel_cache, "_cpu_flags", lambda: "flags: sse2")
     assert len(keys | {kernel_cache._key(FORMAT)}) == 6
-    assert [decoded(encoded(kernel)) for kernel in others] == others
 
 
 def test_another_thread_runs_while_a_kernel_does(cache_dir: Path) -> None:
