@@ -5,20 +5,20 @@ simulation, and the real dispatcher decides against an SQLite database. A plain 
 each job begins, in the order of the queue, on the first box that has room for it.
 
 The times that jobs really take differ from those of their plans by a fifth (standard deviation).
+
+Then a real box joins a real head, in namespaces of this machine.
 """
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.cluster.dispatching import Passes, run_dispatcher
+from benchmarks.cluster.joining import join_s
 from benchmarks.cluster.simulation import Outcome, by_first_fit, by_windlass, simulate
 from benchmarks.cluster.workload import make_workload
 from benchmarks.reporting.report import Report, parse_options, ratio
 from benchmarks.scratch_folder import scratch_folder
 
 _LOAD = 0.7
-_JOIN_FILE = "cluster-join.json"
 
 
 def main() -> None:
@@ -38,18 +38,11 @@ def main() -> None:
     ours, first_fit = simulate(workload, by_windlass), simulate(workload, by_first_fit)
     with scratch_folder(options.directory) as folder:
         passes = run_dispatcher(folder, workload)
-    _tell(report, ours, first_fit, passes, join_s=measured_join_s(options.directory))
-
-
-def measured_join_s(folder: Path) -> float | None:
-    """Returns the seconds that a box took to join, None if they were not measured.
-
-    A run with network namespaces writes them to `cluster-join.json` in the benchmark's directory: {"join_s": 12.3}.
-    """
-    try:
-        return float(json.loads((folder / _JOIN_FILE).read_text())["join_s"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    joined_s = None
+    if not options.quick:
+        with scratch_folder(options.directory) as folder:
+            joined_s = join_s(folder)
+    _tell(report, ours, first_fit, passes, joined_s=joined_s)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -58,7 +51,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _tell(report: Report, ours: Outcome, first_fit: Outcome, passes: Passes, *, join_s: float | None) -> None:
+def _tell(report: Report, ours: Outcome, first_fit: Outcome, passes: Passes, *, joined_s: float | None) -> None:
     report.add("", "Waiting times in the simulation:")
     rows = [
         (name, *(f"{value:,.0f}" for value in (each.mean_wait_s, max(each.wait_s), each.mean_turnaround_s)))
@@ -80,7 +73,7 @@ def _tell(report: Report, ours: Outcome, first_fit: Outcome, passes: Passes, *, 
             "idle_while_fitting": ours.num_idle,
             "decision_ms_p99": 1e3 * percentile(passes.decision_s, 0.99),
             "pass_ms_p99": 1e3 * percentile(passes.pass_s, 0.99),
-            "join_s": join_s,
+            "join_s": joined_s,
             "mean_wait_over_first_fit": ratio(ours.mean_wait_s, first_fit.mean_wait_s),
             "longest_wait_over_first_fit": ratio(max(ours.wait_s), max(first_fit.wait_s)),
             "mean_time_to_end_over_first_fit": ratio(ours.mean_turnaround_s, first_fit.mean_turnaround_s),

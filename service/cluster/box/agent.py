@@ -35,11 +35,13 @@ from windlass.service.machine.fleet import (
     CapacityReport,
     FactsHere,
     InstructionMessage,
+    Silence,
     SsdSpaceReport,
     SyncReply,
     SyncRequest,
     model_name,
-    read_hold,
+    note_answer,
+    read_silence,
     write_hold,
 )
 from windlass.storage.files import write_atomically
@@ -56,6 +58,8 @@ _MAX_PAUSE_S = 8.0
 # Seconds between the tellings of what is free, and of facts that change all the time.
 _CAPACITY_INTERVAL_S = 3.0
 _FACTS_INTERVAL_S = 60.0
+# Seconds between measurements of the link.
+_SPEED_INTERVAL_S = 3600.0
 # Seconds without an answer after which every job is reported again, because the head may have shown the box as away.
 _REPORTS_AGAIN_S = 10.0
 # Events of one job in one call.
@@ -102,6 +106,8 @@ class Agent:
         self._told: dict[str, str] = {}  # digests of the reports that the head has stored, by job
         self._told_facts: tuple[float, BoxFacts] | None = None
         self._told_capacity_at = -_CAPACITY_INTERVAL_S
+        self._speed: float | None = None  # of the link, in bytes per second
+        self._speed_at: float | None = None
         self._lost: dict[str, str] = {}  # why jobs that the head counts on are not here
 
     # --- one call -----------------------------------------------------------------------------------------------------
@@ -160,12 +166,11 @@ class Agent:
             held=tuple(job.id for job in jobs),
             jobs=tuple(reports),
             copying=copying,
-            hold=read_hold(self._settings.home),
         )
 
     def _new_facts(self, now: float) -> BoxFacts | None:
         """Returns the facts if they have changed. Free space alone counts only once in a while."""
-        facts = self._functions.facts()
+        facts = self._functions.facts().model_copy(update={"link_bytes_per_s": self._link_speed(now)})
         if self._told_facts is not None:
             told_at, told = self._told_facts
             if facts == told or (now - told_at < _FACTS_INTERVAL_S and _lasting(facts) == _lasting(told)):
@@ -173,16 +178,23 @@ class Agent:
         self._told_facts = (now, facts)
         return facts
 
+    def _link_speed(self, now: float) -> float | None:
+        """Returns the link's last measured speed. It is measured again now and then, while no files are copied."""
+        is_idle = not self._takings.job_ids() and not self._sendings.is_sending()
+        if is_idle and (self._speed_at is None or now - self._speed_at >= _SPEED_INTERVAL_S):
+            self._speed_at = now
+            with suppress(HeadUnreachable, HeadRefused):  # an older head has no such call
+                self._speed = self._link.measure_speed()
+        return self._speed
+
     def _on_silence(self) -> None:
         self._told_facts, self._told_capacity_at = None, -_CAPACITY_INTERVAL_S + self._clock()
-        silent_s, lease_s = self._memory.silence()
-        if silent_s >= lease_s:
-            minutes = lease_s / 60
-            reason = f"the head has not answered box {self._name} for longer than its lease of {minutes:g} minutes"
-            write_hold(self._settings.home, reason)
+        silence = self._memory.silence()
+        if silence.is_too_long:
+            write_hold(self._settings.home, silence.reason(f"box {self._name}"))
 
     def _on_answer(self, request: SyncRequest, reply: SyncReply, reports: Sequence[JobReport]) -> None:
-        silent_s, _ = self._memory.silence()
+        silent_s = self._memory.silence().seconds
         self._memory.answered(reply.lease_s)
         drained = reply.state is BoxState.DRAINING
         write_hold(self._settings.home, f"box {self._name} is being drained" if drained else None)
@@ -328,28 +340,20 @@ class _Memory:
 
     def __init__(self, home: Path, clock: Callable[[], float]) -> None:
         self._done_path = home / "instructions.json"
-        self._answer_path = home / "answered.json"
+        self._home = home
         self._clock = clock
-        self._lease_s = _DEFAULT_LEASE_S
-        silent_s = 0.0
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            self._lease_s = float(json.loads(self._answer_path.read_text())["lease_s"])
-            silent_s = max(0.0, time.time() - self._answer_path.stat().st_mtime)
-        self._answered_at = clock() - silent_s
+        before = read_silence(home) or Silence(0.0, _DEFAULT_LEASE_S)
+        self._lease_s, self._answered_at = before.lease_s, clock() - before.seconds
 
-    def silence(self) -> tuple[float, float]:
-        """Returns the seconds since the head's last answer, and those that its lease lasts.
-
-        The time before this process began follows from the wall clock.
-        """
-        return self._clock() - self._answered_at, self._lease_s
+    def silence(self) -> Silence:
+        """Returns the time since the head's last answer. Before this process began it follows from the wall clock."""
+        return Silence(self._clock() - self._answered_at, self._lease_s)
 
     def answered(self, lease_s: float) -> None:
         """Notes an answer of the head."""
-        self._answered_at = self._clock()
-        with suppress(OSError):  # on a full disk the lease only seems older after a restart
-            write_atomically(self._answer_path, json.dumps({"lease_s": lease_s}))
-        self._lease_s = lease_s
+        self._answered_at, self._lease_s = self._clock(), lease_s
+        with suppress(OSError):  # on a full disk the lease only seems older
+            note_answer(self._home, lease_s)
 
     def read_done(self) -> set[int]:
         """Returns the instructions that were carried out and that the head still listed."""

@@ -1,5 +1,6 @@
 """The box's calls of its head: HTTPS, answered or failed within a time."""
 
+import time
 from collections.abc import Iterable, Iterator
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -22,6 +23,9 @@ _Message = TypeVar("_Message", bound=BaseModel)
 
 _PREFIX = "/v1/node"
 _OFFSET_HEADER = "Upload-Offset"
+# Seconds of a measurement of the link, and the bytes that are timed together.
+_SPEED_S = 1.0
+_SPEED_BLOCK_NBYTES = 64 * 1024
 # Moving a model into place may take long, because it is synced.
 _LONG = httpx.Timeout(600.0, connect=5.0)
 
@@ -52,6 +56,22 @@ class HeadLink:
         path, headers = f"{_PREFIX}/content/{digest}", {"Range": f"bytes={offset}-"}
         with self._connection.stream(path, headers=headers) as answer:
             yield from answer.iter_raw(1024**2)
+
+    def measure_speed(self) -> float:
+        """Returns the bytes per second that arrive from the head, as files would."""
+        nbytes, start_s = 0, None
+        with self._connection.stream(f"{_PREFIX}/speed") as answer:
+            for block in answer.iter_raw(_SPEED_BLOCK_NBYTES):
+                now_s = time.monotonic()
+                if start_s is None:
+                    start_s = now_s  # the first block includes the head's time to answer
+                    continue
+                nbytes += len(block)
+                if now_s - start_s > _SPEED_S:
+                    break
+        if start_s is None or nbytes == 0:
+            raise HeadUnreachable("the head sent too few bytes to measure the link")
+        return nbytes / max(time.monotonic() - start_s, 1e-6)
 
     def offset(self, job_id: str, file: ContentFile) -> int:
         """Returns the bytes of an upload that the head has."""

@@ -25,7 +25,7 @@ from windlass.service.cluster.box.connection import (
     told_errors,
 )
 from windlass.service.installation import Settings, find_serving, load_settings, node_of, prepare_home
-from windlass.service.machine.fleet import facts_of_this_box
+from windlass.service.machine.fleet import facts_of_this_box, stop_holding
 from windlass.service.validation import ReportedError
 from windlass.storage.files import write_durably
 
@@ -214,8 +214,9 @@ def leave_head(home: Path) -> None:
 def forget_head(home: Path) -> None:
     """Removes the home's right to call its head. The home's dispatcher, if it runs, holds no attempts any more."""
     files = BoxFiles(home)
-    for path in (home / "box.json", home / "hold.json", files.key, files.certificate, files.authority):
+    for path in (home / "box.json", files.key, files.certificate, files.authority):
         path.unlink(missing_ok=True)
+    stop_holding(home)
 
 
 def _escaped(path: Path) -> str:

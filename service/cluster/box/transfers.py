@@ -213,6 +213,10 @@ class Sendings:
             how_far = f"{percent} % of {progress.total_nbytes / GIB:.1f} GiB, {rate_text(progress)}"
         return f"its results are being copied from box {self._box_name()}" + (f": {how_far}" if how_far else "")
 
+    def is_sending(self) -> bool:
+        """Returns whether results are being sent now."""
+        return any(each.task is not None and not each.task.done() for each in self._transfers.values())
+
     def send_again(self, job_id: str, names: Collection[str]) -> None:
         """Sends results again that the head does not have any more."""
         for name in names:

@@ -1,6 +1,7 @@
 """The routes by which a box fetches the files of its jobs, and sends the results."""
 
 import re
+import secrets
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
@@ -24,6 +25,7 @@ from windlass.storage.sql.repositories import JobRepository, MirrorRepository
 OFFSET_HEADER = "Upload-Offset"
 _RANGE = re.compile(r"bytes=([0-9]+)-")
 _BLOCK_NBYTES = 1024**2
+_SPEED_BLOCKS = 16  # of a measurement of the link: an eighth of a second at 1 Gbit/s
 
 
 class Uploaded(BaseModel):
@@ -63,6 +65,12 @@ def content_router(database: Database, manifests: Manifests, incoming: Incoming)
             message = f"no job of box {box.name} needs a file with the SHA-256 {digest[:64]}, or it has changed"
             raise ApiError(message, status=HTTPStatus.NOT_FOUND, code="not_found")
         return _send_file(path, range)
+
+    @router.get("/speed")
+    def send_bytes(box: BoxDep) -> Response:
+        """Sends random bytes, by which the box measures the link. It ends the answer when it has seen enough."""
+        block = secrets.token_bytes(_BLOCK_NBYTES)
+        return StreamingResponse((block for _ in range(_SPEED_BLOCKS)), media_type="application/octet-stream")
 
     @router.head("/jobs/{job_id}/results/{where}/{path:path}")
     def find_offset(job_id: str, where: Where, path: str, sha256: str, nbytes: int, box: BoxDep) -> Response:

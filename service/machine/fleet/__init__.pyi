@@ -26,7 +26,11 @@ from windlass.service.machine.fleet.facts import resources_of_box as resources_o
 from windlass.service.machine.fleet.findings import findings_here as findings_here
 from windlass.service.machine.fleet.here import FactsHere as FactsHere
 from windlass.service.machine.fleet.here import facts_of_this_box as facts_of_this_box
+from windlass.service.machine.fleet.hold import Silence as Silence
+from windlass.service.machine.fleet.hold import note_answer as note_answer
 from windlass.service.machine.fleet.hold import read_hold as read_hold
+from windlass.service.machine.fleet.hold import read_silence as read_silence
+from windlass.service.machine.fleet.hold import stop_holding as stop_holding
 from windlass.service.machine.fleet.hold import write_hold as write_hold
 from windlass.service.machine.fleet.messages import CapacityReport as CapacityReport
 from windlass.service.machine.fleet.messages import InstructionMessage as InstructionMessage

@@ -1,28 +1,80 @@
-"""The file by which a box's agent tells its dispatcher to hold: to begin no attempts, and to end those that run."""
+"""The files by which a box's agent tells its dispatcher to hold: to begin no attempts, and to end those that run.
+
+One has a reason. The other has the time of the head's last answer, so that the dispatcher holds by itself once the
+lease is over, also if the agent is dead.
+"""
 
 import json
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from windlass.storage.files import write_durably
+from windlass.storage.files import write_atomically, write_durably
 
-_FILE = "hold.json"
+_HOLD_FILE = "hold.json"
+_ANSWER_FILE = "answered.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """The time since the head's last answer, and how long the head allows."""
+
+    seconds: float
+    lease_s: float
+
+    @property
+    def is_too_long(self) -> bool:
+        """True if the lease is over."""
+        return self.seconds >= self.lease_s
+
+    def reason(self, box: str) -> str:
+        """Returns the reason to hold once the lease is over."""
+        return f"the head has not answered {box} for longer than its lease of {self.lease_s / 60:g} minutes"
 
 
 def read_hold(home: Path) -> str | None:
     """Returns the reason why a home's dispatcher begins no attempts; None: it begins them."""
+    if (reason := _told_reason(home)) is not None:
+        return reason
+    silence = read_silence(home)
+    return silence.reason("this box") if silence is not None and silence.is_too_long else None
+
+
+def write_hold(home: Path, reason: str | None) -> None:
+    """Tells a home's dispatcher to hold for this reason; None: not to hold. Raises OSError."""
+    path = home / _HOLD_FILE
+    if reason is None:
+        path.unlink(missing_ok=True)
+    elif _told_reason(home) != reason:
+        write_durably(path, json.dumps({"reason": reason}))
+
+
+def note_answer(home: Path, lease_s: float) -> None:
+    """Notes that the head answers now. Raises OSError."""
+    write_atomically(home / _ANSWER_FILE, json.dumps({"lease_s": lease_s}))
+
+
+def read_silence(home: Path) -> Silence | None:
+    """Returns the time since the head's last answer, by the wall clock; None: it has never answered."""
+    path = home / _ANSWER_FILE
     try:
-        reason = json.loads((home / _FILE).read_text())["reason"]
+        lease_s = float(json.loads(path.read_text())["lease_s"])
+        return Silence(max(0.0, time.time() - path.stat().st_mtime), lease_s)
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def stop_holding(home: Path) -> None:
+    """Removes both files, because the home belongs to no head any more."""
+    for name in (_HOLD_FILE, _ANSWER_FILE):
+        (home / name).unlink(missing_ok=True)
+
+
+def _told_reason(home: Path) -> str | None:
+    try:
+        reason = json.loads((home / _HOLD_FILE).read_text())["reason"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError):
         return "the file that says why it holds cannot be read"
     return str(reason)
-
-
-def write_hold(home: Path, reason: str | None) -> None:
-    """Tells a home's dispatcher to hold for this reason; None: not to hold. Raises OSError."""
-    path = home / _FILE
-    if reason is None:
-        path.unlink(missing_ok=True)
-    elif read_hold(home) != reason:
-        write_durably(path, json.dumps({"reason": reason}))

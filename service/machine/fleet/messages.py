@@ -43,7 +43,6 @@ class SyncRequest(_Message):
     held: tuple[str, ...] = ()  # all jobs that its database has
     jobs: tuple[JobReport, ...] = Field(default=(), max_length=_MOST_JOBS)
     copying: dict[str, str] = {}  # by job: how far its files, or its model, are copied
-    hold: str | None = None  # why it begins no attempts now
 
 
 class InstructionMessage(_Message):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster.benchmark import main, measured_join_s, percentile
+from benchmarks.cluster.benchmark import main, percentile
 from benchmarks.cluster.simulation import by_first_fit, by_windlass, simulate
 from benchmarks.cluster.workload import make_workload
 
@@ -15,10 +15,9 @@ def test_quick_form_prints_its_ratios(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["cluster", "--quick", "--directory", str(tmp_path)])
-    (tmp_path / "cluster-join.json").write_text('{"join_s": 12.5}')
     main()
     ratios = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (ratios["idle_while_fitting"], ratios["join_s"]) == (0, 12.5)
+    assert (ratios["idle_while_fitting"], ratios["join_s"]) == (0, None)
     assert 0 < ratios["decision_ms_p99"] <= ratios["pass_ms_p99"]
 
 
@@ -28,12 +27,6 @@ def test_no_box_is_idle_while_a_job_waits_that_fits_it() -> None:
     assert ours.num_idle == 0
     assert len(ours.wait_s) == len(first_fit.wait_s) == 150
     assert ours.mean_turnaround_s > ours.mean_wait_s >= 0
-
-
-def test_time_to_join_is_missing_unless_it_was_measured(tmp_path: Path) -> None:
-    assert measured_join_s(tmp_path) is None
-    (tmp_path / "cluster-join.json").write_text("[]")
-    assert measured_join_s(tmp_path) is None
 
 
 def test_percentile_is_one_of_the_values() -> None:

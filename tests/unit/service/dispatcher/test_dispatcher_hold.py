@@ -1,11 +1,14 @@
 """A dispatcher that holds: it begins no attempts, and running ones end at a commit and go on when the hold is over."""
 
+import os
+import time
+
 import pytest
 
 from tests.support.service.dispatcher_stage import Stage
 from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.service.machine.fleet.content import taken_dir
-from windlass.service.machine.fleet.hold import read_hold, write_hold
+from windlass.service.machine.fleet.hold import note_answer, read_hold, stop_holding, write_hold
 from windlass.storage.sql.job_status import JobStatus
 
 REASON = "box attic is being drained"
@@ -66,6 +69,29 @@ def test_hold_that_cannot_be_read_counts_as_a_hold(stage: Stage) -> None:
     assert read_hold(home) is not None
     write_hold(home, REASON)
     assert read_hold(home) == REASON
+
+
+def test_dispatcher_holds_by_itself_when_the_lease_is_over_and_no_agent_says_so(stage: Stage) -> None:
+    home = stage.settings.home
+    note_answer(home, lease_s=600)
+    assert read_hold(home) is None
+    answered_at = time.time() - 601
+    os.utime(home / "answered.json", (answered_at, answered_at))
+    reason = "the head has not answered this box for longer than its lease of 10 minutes"
+    job_id = stage.queue_only()
+    stage.tick(2)
+    assert (stage.status(job_id), stage.job(job_id).waiting_reason) == (JobStatus.QUEUED, reason)
+    note_answer(home, lease_s=600)
+    stage.tick()
+    assert stage.status(job_id) is JobStatus.RUNNING
+
+
+def test_home_that_has_left_its_head_holds_no_more(stage: Stage) -> None:
+    home = stage.settings.home
+    note_answer(home, lease_s=0.0)
+    write_hold(home, REASON)
+    stop_holding(home)
+    assert read_hold(home) is None
 
 
 def test_housekeeping_of_a_box_deletes_nothing_because_it_is_old(stage: Stage) -> None:

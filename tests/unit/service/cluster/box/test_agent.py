@@ -9,7 +9,7 @@ import pytest
 from tests.support.service.cluster_stage import NAME, Cluster
 from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.service.cluster.box.agent import run_until
-from windlass.service.cluster.box.connection import BoxRemoved, HeadUnreachable
+from windlass.service.cluster.box.connection import BoxRemoved, HeadRefused, HeadUnreachable
 from windlass.service.machine.fleet.content import result_file_id, taken_dir
 from windlass.service.machine.fleet.hold import read_hold
 from windlass.storage.sql.job_status import JobStatus
@@ -97,6 +97,30 @@ def test_agent_takes_runs_reports_and_discards_a_job(cluster: Cluster) -> None:
     left = {path.name for path in (box.settings.home / "blobs").iterdir() if "." not in path.name}
     assert len(left) == 2
     box.tick(3)
+
+
+def test_agent_measures_the_link_once_an_hour_and_tells_the_head(cluster: Cluster) -> None:
+    asked = []
+    measure = cluster.link.measure_speed
+    cluster.link.measure_speed = lambda: asked.append(cluster.now) or measure()  # type: ignore
+    for _ in range(3):
+        cluster.agent.tick()
+        cluster.now += 60
+    speed = cluster.box_row().facts["link_bytes_per_s"]
+    assert speed > 1e6
+    assert len(asked) == 1
+    cluster.now += 3600
+    cluster.agent.tick()
+    assert len(asked) == 2
+
+
+def test_head_without_the_call_for_the_link_is_no_error(cluster: Cluster) -> None:
+    def refuse() -> float:
+        raise HeadRefused("Not Found", "not_found", 404)
+
+    cluster.link.measure_speed = refuse  # type: ignore[method-assign]
+    cluster.agent.tick()
+    assert cluster.box_row().facts["link_bytes_per_s"] is None
 
 
 def test_agent_fetches_a_model_once_for_two_jobs(cluster: Cluster) -> None:
