@@ -1,7 +1,7 @@
 """The files by which a box's agent tells its dispatcher to hold: to begin no attempts, and to end those that run.
 
-One has a reason. The other has the time of the head's last answer, so that the dispatcher holds by itself once the
-lease is over, also if the agent is dead.
+One has a reason. The other has the time of the head's last answer. So the dispatcher holds by itself once the lease is
+over, also if the agent is dead.
 """
 
 import json
