@@ -40,11 +40,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.chaos.boxes.benchmark import run_on_boxes
-from benchmarks.chaos.jobs import NUM_STEPS, NotRightError, Observer, wait_for_moment
+from benchmarks.chaos.jobs import NotRightError, Observer, wait_for_moment
 from benchmarks.chaos.plan import DatabaseKind, Run, plan_runs
 from benchmarks.chaos.record import Complaint, Record, Wrong, complaints
 from benchmarks.chaos.results import Done, Result, Results, report_results
-from benchmarks.chaos.stage import Stage, copy_kernels, own_disk
+from benchmarks.chaos.stage import NUM_STEPS, Stage, copy_kernels, own_disk
 from benchmarks.reporting.report import Report
 from benchmarks.scratch_folder import scratch_folder
 from tests.support.boxes.namespaces import NamespaceError

@@ -16,7 +16,6 @@ from tests.integration.resume_stage import processes_of
 from windlass.service.installation import Settings
 from windlass.storage.ssd import Volume, has_volume
 
-NUM_STEPS = 80  # steps of a job
 _JOB = {
     "epochs": 1,
     "batch_size": 2,
@@ -42,9 +41,9 @@ class NotRightError(Exception):
         self.wrong = wrong
 
 
-def write_data(folder: Path) -> None:
-    """Writes the files of the jobs' examples."""
-    write_examples(folder / "train.jsonl", NUM_STEPS * int(str(_JOB["batch_size"])))
+def write_data(folder: Path, num_steps: int) -> None:
+    """Writes the files of the examples of jobs of this length."""
+    write_examples(folder / "train.jsonl", num_steps * int(str(_JOB["batch_size"])))
     write_examples(folder / "valid.jsonl", 4)
 
 
@@ -94,19 +93,19 @@ def is_over(client: httpx.Client, job_id: str) -> bool:
 class Observer(threading.Thread):
     """Polls a job as its owner would. Records when it has ended, and answers that are errors."""
 
-    def __init__(self, url: str, job_id: str) -> None:
+    def __init__(self, url: str, job_id: str, *, interval_s: float = 0.1) -> None:
         super().__init__(name="observer", daemon=True)
         self.began_s = time.monotonic()
         self.took_s: float | None = None  # seconds from the submission to the end
         self.step = 0  # last step that the job has reported
         self.faults: list[str] = []
-        self._url, self._job_id = url, job_id
+        self._url, self._job_id, self._interval_s = url, job_id, interval_s
         self._ended = threading.Event()
 
     def run(self) -> None:
         # One client for all requests, because creating one is slow.
         with httpx.Client(base_url=self._url, timeout=90.0) as client:
-            while not self._ended.wait(0.1):
+            while not self._ended.wait(self._interval_s):
                 job, fault = ask(client, self._job_id)
                 if fault is not None and fault not in self.faults:
                     self.faults.append(fault)

@@ -23,6 +23,7 @@ from windlass.service.installation.process_ids import send_signal, wait_until_go
 from windlass.service.machine import RayCluster
 from windlass.storage.sql import Database
 
+NUM_STEPS = 80  # steps of a job
 _DISK_NBYTES = 1 << 30  # size of a file system that may be filled
 _UP_DEADLINE_S = 400.0  # timeout of `windlass up` and `windlass down`
 _ARENAS = Path("/dev/shm")
@@ -44,7 +45,7 @@ class Stage:
         self.settings: Settings = load_settings(home)
         self.settings.make_dirs()
         make_tiny_model(self.settings.models_dir / "tiny")
-        write_data(folder)
+        write_data(folder, NUM_STEPS)
         self.database = Database(self.settings.database_url)
         self._client = httpx.Client(base_url=self.installation.url, timeout=90.0)
 

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.chaos.boxes.stage import BoxStage, names_of
-from benchmarks.chaos.jobs import JOB_DEADLINE_S, NUM_STEPS, NotRightError, Observer, wait_for_moment
+from benchmarks.chaos.boxes.stage import NUM_STEPS, BoxStage, names_of
+from benchmarks.chaos.jobs import JOB_DEADLINE_S, NotRightError, Observer, wait_for_moment
 from benchmarks.chaos.plan import DatabaseKind, Run, plan_runs_of_boxes
 from benchmarks.chaos.record import Complaint, Record, Wrong, complaints
 from benchmarks.chaos.results import Done, Result, Results, report_results
@@ -137,7 +137,7 @@ class Runs:
     def _begin(self) -> tuple[list[str], ArenaWatch, list[Observer]]:
         job_ids = self._stage.submit(self._num_jobs)
         watch = ArenaWatch(self._stage, job_ids)
-        observers = [Observer(self._stage.url, job_id) for job_id in job_ids]
+        observers = [Observer(self._stage.url, job_id, interval_s=_WATCH_INTERVAL_S) for job_id in job_ids]
         for thread in (watch, *observers):
             thread.start()
         return job_ids, watch, observers
@@ -229,7 +229,6 @@ def run_on_boxes(options: argparse.Namespace, scratch: Path) -> int:
     if todo:
         stages = _Stages(scratch, options.boxes)
         try:
-            stages.runs.run_undisturbed()  # the first job of a home takes longer
             undisturbed = stages.runs.run_undisturbed()
             facts = {"seed": options.seed, "boxes": options.boxes, "undisturbed job": undisturbed.record.digest}
             results.begin(facts, {DatabaseKind.SQLITE: undisturbed.took_s})

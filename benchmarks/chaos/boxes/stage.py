@@ -26,10 +26,12 @@ from tests.support.boxes.network import Network
 from windlass.service.installation import Settings, load_settings
 from windlass.storage.sql import Database
 
+NUM_STEPS = 40  # steps of a job
 _SLOW_BITS_PER_S = 256e3
 _UP_DEADLINE_S = 400.0  # timeout of `windlass up` and `windlass down`
 _READY_DEADLINE_S = 180.0  # until the head lists a box again whose injury is over
 _ROLE_DEADLINE_S = 120.0  # until the supervisor has started a process again that is to be killed
+_RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 _ARENA = "windlass-"  # how the names of our shared memory begin
 
 
@@ -56,7 +58,7 @@ class BoxStage:
         self._processes = {name: threading.Lock() for name in self.names}
         self._links = {name: threading.Lock() for name in self.names}
         self._power = threading.Lock()
-        write_data(folder)
+        write_data(folder, NUM_STEPS)
 
     @property
     def url(self) -> str:
@@ -228,7 +230,7 @@ class BoxStage:
 
 def _processes_of_jobs(processes: Sequence[psutil.Process]) -> list[str]:
     """Returns the processes of Ray's actors. Only jobs have them."""
-    return [each for each in _commands(processes) if each.startswith("ray::") and not each.startswith("ray::IDLE")]
+    return [each for each in _commands(processes) if each.startswith("ray::") and not each.startswith(_RAYS_OWN)]
 
 
 def _commands(processes: Sequence[psutil.Process]) -> list[str]:
