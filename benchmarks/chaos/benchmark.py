@@ -14,7 +14,7 @@ Forty runs take an hour or more. With `--continue` each result is stored in a fi
 that file repeats only the runs that failed or are missing. Its report includes all runs.
 
 With `--boxes N` the service has that many boxes, which are sets of namespaces of this machine. Each run has as many
-jobs, and two to four injuries, which may overlap:
+jobs, and three to five injuries, which may overlap:
 
 - SIGKILL of a box's agent, dispatcher, raylet, worker or SSD server, or of all its processes, or of all of the head
 - a box loses its power

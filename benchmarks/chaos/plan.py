@@ -63,7 +63,7 @@ _NUM_INJURIES = (1, 2, 2, 3, 3)
 # Seconds for which a disk stays full or a database away. The long ones exceed the timeouts of the service.
 _SHORT_S, _LONG_S, _SHARE_OF_LONG = (2.0, 20.0), (40.0, 60.0), 0.2
 _DOWN_S = (0.0, 8.0)  # seconds between the end of a service and its restart
-_NUM_INJURIES_OF_BOXES = (2, 3, 3, 4, 4)
+_NUM_INJURIES_OF_BOXES = (3, 4, 4, 5, 5)
 _CUT_S = (1.0, 20.0)  # seconds for which a link is cut or slow
 
 
@@ -127,7 +127,8 @@ def plan_runs_of_boxes(num_runs: int, seed: int, boxes: Sequence[str], *, num_st
     victims[Kind.HEAD] = _dealt(generator, [head])
     runs = []
     for number in range(1, num_runs + 1):
-        drawn = _injuries(generator, next(numbers), kinds, num_steps=num_steps)
+        # Half of the injuries wait for no step, so that checkpoints and transfers are hit, too.
+        drawn = _injuries(generator, next(numbers), kinds, num_steps=2 * num_steps)
         injuries = tuple(replace(injury, box=next(victims[injury.kind])) for injury in drawn)
         runs.append(Run(number=number, database=DatabaseKind.SQLITE, injuries=injuries))
     return runs

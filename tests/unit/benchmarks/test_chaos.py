@@ -80,8 +80,8 @@ def test_all_injuries_come_while_the_job_is_under_way() -> None:
 
 def test_injuries_of_boxes_hit_each_box_and_only_those_that_they_may_hit() -> None:
     boxes = ["head", "box1", "box2"]
-    runs = plan_runs_of_boxes(20, 1, boxes, num_steps=80)
-    assert runs == plan_runs_of_boxes(20, 1, boxes, num_steps=80)
+    runs = plan_runs_of_boxes(15, 1, boxes, num_steps=80)
+    assert runs == plan_runs_of_boxes(15, 1, boxes, num_steps=80)
     assert runs[:5] == plan_runs_of_boxes(5, 1, boxes, num_steps=80)
     injuries = [injury for run in runs for injury in run.injuries]
     assert len(injuries) >= 60
