@@ -71,7 +71,8 @@ class Runs:
         self._executor = ThreadPoolExecutor(16, thread_name_prefix="injury")
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads, also those whose injuries still last after an error or a signal."""
+        self._stage.give_up()
         self._executor.shutdown()
 
     def run_undisturbed(self) -> Undisturbed:

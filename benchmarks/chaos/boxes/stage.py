@@ -58,6 +58,7 @@ class BoxStage:
         self._processes = {name: threading.Lock() for name in self.names}
         self._links = {name: threading.Lock() for name in self.names}
         self._power = threading.Lock()
+        self._given_up = threading.Event()
         write_data(folder, NUM_STEPS)
 
     @property
@@ -141,6 +142,10 @@ class BoxStage:
             home = self._service[name].home
             shutil.copytree(home, folder / name, symlinks=True, ignore_dangling_symlinks=True)
 
+    def give_up(self) -> None:
+        """Ends the injuries that wait or last."""
+        self._given_up.set()
+
     def close(self) -> None:
         """Ends everything, in any state."""
         self._client.close()
@@ -164,20 +169,20 @@ class BoxStage:
                     else:
                         box.shape(_SLOW_BITS_PER_S)
                     try:
-                        time.sleep(injury.lasts_s)
+                        self._given_up.wait(injury.lasts_s)
                     finally:
                         box.restore()
                         box.shape(None)
             case Kind.EVERYTHING | Kind.HEAD:
                 with self._processes[box.name]:
                     box.kill_all()
-                    time.sleep(injury.lasts_s)
+                    self._given_up.wait(injury.lasts_s)
                     self._up(box.name)
             case Kind.POWER:
                 with self._processes[box.name], self._links[box.name]:
                     with self._power:
                         box.switch_off()
-                    time.sleep(injury.lasts_s)
+                    self._given_up.wait(injury.lasts_s)
                     with self._power:
                         box.switch_on()
                     self._up(box.name)
@@ -197,7 +202,7 @@ class BoxStage:
     def _kill_role(self, name: str, kind: Kind) -> None:
         """Kills a process of a box. Waits for it, because the supervisor may be starting it again."""
         until_s = time.monotonic() + _ROLE_DEADLINE_S
-        while time.monotonic() < until_s:
+        while time.monotonic() < until_s and not self._given_up.is_set():
             with self._processes[name]:
                 if found := self._service[name].role(kind):
                     for process in found:
@@ -210,14 +215,14 @@ class BoxStage:
     def _kill_process_of_job(self, injury: Injury, job_ids: Sequence[str], later_s: float) -> bool:
         """Kills a process of any job on a box. If there is none yet, waits for it and `later_s` more."""
         had_to_wait = False
-        while not all(is_over(self._client, job_id) for job_id in job_ids):
+        while not (self._given_up.is_set() or all(is_over(self._client, job_id) for job_id in job_ids)):
             with self._processes[injury.box]:
                 found = list(self._workers(injury, job_ids))
                 if found and not had_to_wait:
                     with contextlib.suppress(psutil.Error):
                         found[0].kill()
                         return True
-            time.sleep(later_s if found else 0.5)
+            self._given_up.wait(later_s if found else 0.5)
             had_to_wait = not found
         return False
 
