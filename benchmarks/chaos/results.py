@@ -141,15 +141,22 @@ def report_results(report: Report, results: Sequence[Result], *, num_boxes: int 
         alone = [each.lost_s for each in met if len(each.done) == 1 and each.lost_s is not None]
         times = (str(len(came[kind, database])) for database in databases)
         mean_s = f"{statistics.mean(alone):.1f} ({len(alone)})" if alone else "missing"
-        rows.append((str(kind), *times, str(sum(each.is_right for each in met)), mean_s))
+        # With several boxes no injury comes alone.
+        rows.append((str(kind), *times, str(sum(each.is_right for each in met)), *([mean_s] if num_boxes == 1 else [])))
     times_on = (f"times on {database}" for database in databases)
     report.add_table(
-        ("injury", *times_on, "in runs that ended right", "mean time lost where alone, s (runs)"),
+        (
+            "injury",
+            *times_on,
+            "in runs that ended right",
+            *(["mean time lost where alone, s (runs)"] if num_boxes == 1 else []),
+        ),
         rows,
     )
     num_injuries = sum(len(result.done) for result in results)
     lost_s = sum(result.lost_s for result in results if result.lost_s is not None)
-    report.add("Time lost is what a run took longer than the undisturbed one on the same database.")
+    if num_boxes == 1:
+        report.add("Time lost is what a run took longer than the undisturbed one on the same database.")
     report.finish(
         {
             "ended_right": ratio(float(sum(result.is_right for result in results)), float(len(results))),
