@@ -13,6 +13,15 @@ produce the same bytes, and leave no files or processes behind. If a run fails, 
 Forty runs take an hour or more. With `--continue` each result is stored in a file when its run ends. A later call with
 that file repeats only the runs that failed or are missing. Its report includes all runs.
 
+With `--boxes N` the service has that many boxes, which are sets of namespaces of this machine. Each run has as many
+jobs, and three to five injuries, which may overlap:
+
+- SIGKILL of a box's agent, dispatcher, raylet, worker or SSD server, or of all its processes, or of all of the head
+- a box loses its power
+- a link is cut, or slow, for 1 to 20 seconds
+
+Each job must end as an undisturbed one, and have run on one box only.
+
 It needs the packages of the tests. Full disks need root, because they are a file system in a file. Runs on PostgreSQL
 need its programs. If something is missing, those runs are left out, and the report says so.
 """
@@ -30,12 +39,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.chaos.boxes.benchmark import run_on_boxes
+from benchmarks.chaos.jobs import NotRightError, Observer, wait_for_moment
 from benchmarks.chaos.plan import DatabaseKind, Run, plan_runs
-from benchmarks.chaos.record import Record, complaints
+from benchmarks.chaos.record import Complaint, Record, Wrong, complaints
 from benchmarks.chaos.results import Done, Result, Results, report_results
-from benchmarks.chaos.stage import NUM_STEPS, NotRightError, Observer, Stage, copy_kernels, own_disk
+from benchmarks.chaos.stage import NUM_STEPS, Stage, copy_kernels, own_disk
 from benchmarks.reporting.report import Report
 from benchmarks.scratch_folder import scratch_folder
+from tests.support.boxes.namespaces import NamespaceError
 from tests.support.postgresql import PostgresServer, find_programs, postgres_server
 
 _QUICK_RUNS = 2
@@ -56,7 +68,7 @@ def run_undisturbed(stage: Stage) -> Undisturbed:
     observer.start()
     took_s = observer.wait()
     record = stage.record(job_id)
-    problems = [*complaints(record, record), *stage.wait_until_tidy(job_id), *observer.faults]
+    problems = [*map(str, complaints(record, record)), *stage.wait_until_tidy(job_id), *observer.faults]
     if record.num_attempts != 1 or len(record.train_losses) != NUM_STEPS:
         problems.append(f"{len(record.train_losses)} of {NUM_STEPS} steps in {record.num_attempts} attempts")
     if problems:
@@ -69,10 +81,10 @@ def do_run(stage: Stage, run: Run, undisturbed: Undisturbed) -> Result:
     job_id = stage.submit()
     observer = Observer(stage.installation.url, job_id)
     observer.start()
-    done, problems, took_s, num_attempts = list[Done](), list[str](), None, None
+    done, problems, took_s, num_attempts = list[Done](), list[Complaint](), None, None
     try:
         for injury in run.injuries:
-            observer.wait_for_moment(injury, undisturbed.took_s)
+            wait_for_moment([observer], injury, undisturbed.took_s)
             at_s = time.monotonic() - observer.began_s
             if observer.took_s is None and stage.hurt(injury, job_id, undisturbed.took_s):
                 done.append(Done(injury=injury, at_s=at_s))
@@ -80,12 +92,12 @@ def do_run(stage: Stage, run: Run, undisturbed: Undisturbed) -> Result:
         record = stage.record(job_id)
         num_attempts = record.num_attempts
         problems += complaints(record, undisturbed.record)
-        problems += [f"{left} is left" for left in stage.wait_until_tidy(job_id)]
+        problems += [_other(f"{left} is left") for left in stage.wait_until_tidy(job_id)]
     except NotRightError as error:
-        problems.append(str(error))
+        problems.append(Complaint(wrong=error.wrong, text=str(error)))
     except Exception as error:  # noqa: BLE001  # the other runs continue
         traceback.print_exc()
-        problems.append(f"{type(error).__name__}: {error}")
+        problems.append(_other(f"{type(error).__name__}: {error}"))
     return Result(
         run=run,
         done=tuple(done),
@@ -93,8 +105,12 @@ def do_run(stage: Stage, run: Run, undisturbed: Undisturbed) -> Result:
         lost_s=None if took_s is None else took_s - undisturbed.took_s,
         num_attempts=num_attempts,
         load=os.getloadavg()[0],
-        complaints=(*problems, *observer.faults),
+        complaints=(*problems, *map(_other, observer.faults)),
     )
+
+
+def _other(text: str) -> Complaint:
+    return Complaint(wrong=Wrong.OTHER, text=text)
 
 
 class Stages:
@@ -215,7 +231,7 @@ def run_all(options: argparse.Namespace, scratch: Path) -> int:
             first = undisturbed[needed[0]]
             for database, each in undisturbed.items():
                 if differences := complaints(each.record, first.record):
-                    raise NotRightError(f"the undisturbed job on {database}: {'; '.join(differences)}")
+                    raise NotRightError(f"the undisturbed job on {database}: {'; '.join(map(str, differences))}")
             facts = {"seed": options.seed, "full disks": reason is None, "undisturbed job": first.record.digest}
             results.begin(facts, {database: each.took_s for database, each in undisturbed.items()})
             report.add(results.said[-1])
@@ -238,6 +254,7 @@ def main() -> int:
     )
     parser.add_argument("--runs", type=int, help="jobs to hurt (default: 40)")
     parser.add_argument("--seed", type=int, default=1, help="what is hurt, and when (default: 1)")
+    parser.add_argument("--boxes", type=int, default=1, help="boxes of the service (default: 1)")
     parser.add_argument("--database", choices=list(DatabaseKind), help="only the runs on this kind (default: all)")
     parser.add_argument("--continue", type=Path, dest="file", help="what keeps the results, and may have some already")
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK_RUNS} runs")
@@ -247,8 +264,18 @@ def main() -> int:
     # On a signal, exit normally, so that no process and no mount is left over.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: sys.exit(1))
+    if options.boxes < 1:
+        parser.error(f"--boxes must be at least 1, got {options.boxes}")
+    if options.boxes > 1 and options.database not in (None, DatabaseKind.SQLITE):
+        parser.error("--database: several boxes keep their jobs in SQLite")
     with scratch_folder(options.directory) as scratch:
-        return run_all(options, scratch)
+        if options.boxes == 1:
+            return run_all(options, scratch)
+        try:
+            return run_on_boxes(options, scratch)
+        except NamespaceError as error:
+            print(f"this machine allows no boxes of namespaces: {error}", file=sys.stderr)
+            return 1
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
@@ -24,6 +24,12 @@ class Kind(StrEnum):
     DATABASE_AWAY = "database away"  # SQLite: another process holds its lock; PostgreSQL: it does not answer
     DATABASE_RESTARTED = "database restarted"  # PostgreSQL is stopped and started again
     FULL_DISK = "full disk"  # the disk of the home, which has the SSD directories too
+    # Of boxes that work for one service:
+    AGENT = "agent"  # SIGKILL
+    HEAD = "head"  # SIGKILL of all processes of the head; then `windlass up`
+    POWER = "power"  # a box that is not the head is switched off and on; then `windlass up`
+    CUT = "cut"  # the link of a box drops all packets
+    SLOW = "slow"  # the link of a box is slow
 
 
 class DatabaseKind(StrEnum):
@@ -35,6 +41,20 @@ class DatabaseKind(StrEnum):
 
 PROCESSES_OF_JOB = (Kind.RUNNER, Kind.GPU_WORKER, Kind.OPTIMIZER, Kind.SSD_0, Kind.SSD_1)
 RAY = (Kind.RAYLET, Kind.GCS)
+# The kinds of several boxes, each with whether it may hit the head.
+KINDS_OF_BOXES = {
+    Kind.AGENT: False,
+    Kind.DISPATCHER: True,
+    Kind.GPU_WORKER: True,
+    Kind.SSD_0: True,
+    Kind.RAYLET: True,
+    Kind.EVERYTHING: False,
+    Kind.HEAD: True,
+    Kind.POWER: False,
+    Kind.CUT: True,
+    Kind.SLOW: True,
+}
+ONLY_OF_BOXES = (Kind.AGENT, Kind.HEAD, Kind.POWER, Kind.CUT, Kind.SLOW)
 
 _Card = TypeVar("_Card")
 
@@ -43,6 +63,8 @@ _NUM_INJURIES = (1, 2, 2, 3, 3)
 # Seconds for which a disk stays full or a database away. The long ones exceed the timeouts of the service.
 _SHORT_S, _LONG_S, _SHARE_OF_LONG = (2.0, 20.0), (40.0, 60.0), 0.2
 _DOWN_S = (0.0, 8.0)  # seconds between the end of a service and its restart
+_NUM_INJURIES_OF_BOXES = (3, 4, 4, 5, 5)
+_CUT_S = (1.0, 20.0)  # seconds for which a link is cut or slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +73,21 @@ class Injury:
 
     kind: Kind
     # As a multiple of an undisturbed job's duration: time since the submission or the end of the last injury.
+    # With several boxes: since the submission or the beginning of the last injury, so that injuries overlap.
     after: float
     by_step: int  # at the latest when the job has reported this step, because the machine may have become faster
     lasts_s: float  # 0: a killed process is not held down
     later: float = 0.0  # if the process did not exist yet: time since its start, as a multiple like `after`
+    box: str = ""  # of several boxes that work for one service
 
     def __str__(self) -> str:
-        return f"{self.kind} for {self.lasts_s:.0f} s" if self.lasts_s else str(self.kind)
+        where = f"{self.kind} of {self.box}" if self.box else str(self.kind)
+        return f"{where} for {self.lasts_s:.0f} s" if self.lasts_s else where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One job and its injuries."""
+    """One job, or several of one service with several boxes, and its injuries."""
 
     number: int  # from 1
     database: DatabaseKind
@@ -82,19 +107,46 @@ def plan_runs(
     runs = []
     for number in range(1, num_runs + 1):
         database = databases[(number - 1) % len(databases)]
-        # Moments of an undisturbed job: a job that loses time lasts longer, so all of them come before its end.
-        num_injuries = next(numbers[database])
-        moments = sorted(generator.random() for _ in range(num_injuries))
-        steps = sorted(generator.randint(1, num_steps) for _ in range(num_injuries))
-        injuries, before = [], 0.0
-        for moment, by_step in zip(moments, steps, strict=True):
-            kind = next(kinds[database])
-            later = generator.uniform(0.0, 0.5) if kind in PROCESSES_OF_JOB else 0.0
-            lasts_s = _lasts_s(generator, kind)
-            injuries.append(Injury(kind=kind, after=moment - before, by_step=by_step, lasts_s=lasts_s, later=later))
-            before = moment
-        runs.append(Run(number=number, database=database, injuries=tuple(injuries)))
+        drawn = _injuries(generator, next(numbers[database]), kinds[database], num_steps=num_steps)
+        runs.append(Run(number=number, database=database, injuries=tuple(drawn)))
     return runs
+
+
+def plan_runs_of_boxes(num_runs: int, seed: int, boxes: Sequence[str], *, num_steps: int) -> list[Run]:
+    """Plans the runs of a seed for several boxes of one service; the first is the head.
+
+    Every kind of injury occurs equally often, and each hits the boxes that it may hit equally often. A longer plan of a
+    seed begins with its shorter ones.
+    """
+    generator = random.Random(seed)
+    kinds, numbers = _dealt(generator, list(KINDS_OF_BOXES)), _dealt(generator, _NUM_INJURIES_OF_BOXES)
+    head, *others = boxes
+    victims = {
+        kind: _dealt(generator, boxes if may_hit_head else others) for kind, may_hit_head in KINDS_OF_BOXES.items()
+    }
+    victims[Kind.HEAD] = _dealt(generator, [head])
+    runs = []
+    for number in range(1, num_runs + 1):
+        # Half of the injuries wait for no step, so that checkpoints and transfers are hit, too.
+        drawn = _injuries(generator, next(numbers), kinds, num_steps=2 * num_steps)
+        injuries = tuple(replace(injury, box=next(victims[injury.kind])) for injury in drawn)
+        runs.append(Run(number=number, database=DatabaseKind.SQLITE, injuries=injuries))
+    return runs
+
+
+def _injuries(
+    generator: random.Random, num_injuries: int, kinds: Iterator[Kind], *, num_steps: int
+) -> Iterator[Injury]:
+    # Moments of an undisturbed job: a job that loses time lasts longer, so all of them come before its end.
+    moments = sorted(generator.random() for _ in range(num_injuries))
+    steps = sorted(generator.randint(1, num_steps) for _ in range(num_injuries))
+    before = 0.0
+    for moment, by_step in zip(moments, steps, strict=True):
+        kind = next(kinds)
+        later = generator.uniform(0.0, 0.5) if kind in PROCESSES_OF_JOB else 0.0
+        lasts_s = _lasts_s(generator, kind)
+        yield Injury(kind=kind, after=moment - before, by_step=by_step, lasts_s=lasts_s, later=later)
+        before = moment
 
 
 def _dealt(generator: random.Random, cards: Sequence[_Card]) -> Iterator[_Card]:
@@ -104,7 +156,7 @@ def _dealt(generator: random.Random, cards: Sequence[_Card]) -> Iterator[_Card]:
 
 
 def _possible(database: DatabaseKind, disk_can_be_filled: bool) -> list[Kind]:
-    kinds = list(Kind)
+    kinds = [kind for kind in Kind if kind not in ONLY_OF_BOXES]
     if database is DatabaseKind.SQLITE:
         kinds.remove(Kind.DATABASE_RESTARTED)
     if not disk_can_be_filled:
@@ -115,4 +167,7 @@ def _possible(database: DatabaseKind, disk_can_be_filled: bool) -> list[Kind]:
 def _lasts_s(generator: random.Random, kind: Kind) -> float:
     if kind in (Kind.DATABASE_AWAY, Kind.DATABASE_RESTARTED, Kind.FULL_DISK):
         return generator.uniform(*(_LONG_S if generator.random() < _SHARE_OF_LONG else _SHORT_S))
-    return generator.uniform(*_DOWN_S) if kind in (Kind.SERVICE, Kind.EVERYTHING) else 0.0
+    if kind in (Kind.CUT, Kind.SLOW):
+        return generator.uniform(*_CUT_S)
+    is_down = kind in (Kind.SERVICE, Kind.EVERYTHING, Kind.HEAD, Kind.POWER)
+    return generator.uniform(*_DOWN_S) if is_down else 0.0

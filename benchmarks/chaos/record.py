@@ -3,8 +3,9 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
 from windlass.actors.job import OUTCOME, read_journal
@@ -16,8 +17,32 @@ from windlass.storage.sql.repositories import EventRepository, FileRepository, J
 _MOST_EVENTS, _MOST_FILES = 100_000, 10_000  # more than any job here has
 # Fields that must be equal for all jobs of a kind.
 _SAME = ("train_losses", "valid_losses", "result_file", "checkpoints", "models")
+_BEGUN = "Fine-tuning job started"  # the event of a first attempt
 # Replaces the job's own part in the names of models.
 _JOB = "JOB"
+
+
+class Wrong(StrEnum):
+    """A kind of error of a job."""
+
+    END = "wrong_ends"  # it did not succeed
+    LOSSES = "loss_mismatches"  # its losses are not those of an undisturbed job
+    LOST = "lost"  # the service does not know it, or lacks a step of it
+    DOUBLED = "doubled"  # it ran on two boxes, or began twice, or reported a step twice
+    HANG = "hangs"  # it did not end
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Complaint:
+    """Something that is wrong with a job."""
+
+    wrong: Wrong
+    text: str
+    job: int = 1  # of the run
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +55,7 @@ class Record:
     checkpoints: tuple[str, ...]
     models: tuple[tuple[str, str], ...]  # each file of weights, with its digest
     job: Job
+    num_begins: int  # first attempts
     faults: tuple[str, ...]  # errors that need no comparison
 
     @property
@@ -44,7 +70,7 @@ class Record:
 
 
 def read_record(database: Database, settings: Settings, job_id: str) -> Record:
-    """Reads the results of a job."""
+    """Reads the results of a job. Without a journal another box has trained it, and its events are checked alone."""
     with database.read() as session:
         job = JobRepository(session).get(job_id)
         events = EventRepository(session).since(0, limit=_MOST_EVENTS, job_id=job_id)
@@ -61,6 +87,7 @@ def read_record(database: Database, settings: Settings, job_id: str) -> Record:
         checkpoints=tuple(sorted(_without_job(name, job_id) for name in names)),
         models=tuple(sorted(_digests(folders, job_id))),
         job=job,
+        num_begins=sum(event.message == _BEGUN for event in events),
         faults=(),
     )
     file_ids = {row.id for row in files}
@@ -72,22 +99,34 @@ def read_record(database: Database, settings: Settings, job_id: str) -> Record:
     return replace(record, faults=tuple(faults))
 
 
-def complaints(record: Record, undisturbed: Record) -> list[str]:
-    """Returns the differences from the undisturbed job and all errors; empty if the job ended right."""
+def complaints(record: Record, undisturbed: Record, *, job: int = 1) -> list[Complaint]:
+    """Returns the differences from the undisturbed job and all errors; empty if the job ended right.
+
+    `job`: the job's number in its run.
+    """
+    return [Complaint(wrong=wrong, text=text, job=job) for wrong, text in _wrongs(record, undisturbed)]
+
+
+def _wrongs(record: Record, undisturbed: Record) -> Iterator[tuple[Wrong, str]]:
     if record.job.status is not JobStatus.SUCCEEDED:
-        return [f"the job is {record.job.status}: {json.dumps(record.job.error)}", *record.faults]
-    problems = list(record.faults)
+        yield Wrong.END, f"the job is {record.job.status}: {json.dumps(record.job.error)}"
+        yield from ((Wrong.OTHER, fault) for fault in record.faults)
+        return
+    yield from ((Wrong.OTHER, fault) for fault in record.faults)
+    if record.num_begins != 1:
+        yield Wrong.DOUBLED if record.num_begins else Wrong.LOST, f"the job began {record.num_begins} times"
     times = Counter(step for step, _ in record.train_losses)
-    problems += [f"step {step} was reported {num} times" for step, num in times.items() if num != 1]
+    yield from ((Wrong.DOUBLED, f"step {step} was reported {num} times") for step, num in times.items() if num != 1)
+    for step in sorted({step for step, _ in undisturbed.train_losses} - times.keys()):
+        yield Wrong.LOST, f"step {step} was not reported"
     steps = [step for step, _ in record.train_losses]
     if steps != sorted(steps):
-        problems.append(f"the steps were not reported in their order: {steps}")
+        yield Wrong.OTHER, f"the steps were not reported in their order: {steps}"
     for name in _SAME:
         if getattr(record, name) != getattr(undisturbed, name):
-            problems.append(
-                f"{name} are not those of the undisturbed job{_first_difference(record, undisturbed, name)}"
-            )
-    return problems
+            difference = _first_difference(record, undisturbed, name)
+            wrong = Wrong.LOSSES if name.endswith("_losses") else Wrong.OTHER
+            yield wrong, f"{name} are not those of the undisturbed job{difference}"
 
 
 def _first_difference(record: Record, undisturbed: Record, name: str) -> str:
@@ -106,8 +145,11 @@ def _faults_of_events(events: Sequence[JobEvent], job_dir: Path) -> list[str]:
     ordinals = [event.ordinal for event in events]
     if ordinals != sorted(set(ordinals)):
         problems.append("events have the same ids, or are not in the order of their ids")
-    reported = [(each.attempt, each.seq) for each in read_journal(job_dir / "journal.jsonl") if each.kind != OUTCOME]
     kept = [(event.attempt, event.seq) for event in events if event.seq is not None]
+    if not (job_dir / "journal.jsonl").exists():
+        problems += [f"the journal's record {each} is {num} events" for each, num in Counter(kept).items() if num > 1]
+        return [*problems, *(["the events are not in the order of the journal"] if kept != sorted(kept) else [])]
+    reported = [(each.attempt, each.seq) for each in read_journal(job_dir / "journal.jsonl") if each.kind != OUTCOME]
     if reported != kept:
         missing, doubled = sorted(set(reported) - set(kept)), [each for each, num in Counter(kept).items() if num > 1]
         problems.append(

@@ -2,13 +2,14 @@
 
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.chaos.plan import DatabaseKind, Injury, Kind, Run
+from benchmarks.chaos.plan import KINDS_OF_BOXES, ONLY_OF_BOXES, DatabaseKind, Injury, Kind, Run
+from benchmarks.chaos.record import Complaint, Wrong
 from benchmarks.reporting.report import Report, ratio
 
 
@@ -33,7 +34,8 @@ class Result:
     lost_s: float | None  # additional seconds, compared with the undisturbed job
     num_attempts: int | None
     load: float  # load average of the machine in the run's last minute
-    complaints: tuple[str, ...]
+    complaints: tuple[Complaint, ...]
+    num_jobs: int = 1
 
     @property
     def is_right(self) -> bool:
@@ -43,7 +45,7 @@ class Result:
     def __str__(self) -> str:
         what = "; ".join(map(str, self.done)) or "nothing came in time"
         if self.took_s is None or self.complaints:
-            how = f"NOT RIGHT: {'; '.join(self.complaints)}"
+            how = f"NOT RIGHT: {'; '.join(map(str, self.complaints))}"
         else:
             how = f"right after {self.took_s:.1f} s, {self.num_attempts} attempts"
         return f"Run {self.run.number}, {self.run.database}: {what}: {how} (load {self.load:.1f})."
@@ -61,7 +63,9 @@ class Result:
                     injuries=tuple(map(_injury, run["injuries"])),
                 ),
                 "done": tuple(Done(injury=_injury(each["injury"]), at_s=each["at_s"]) for each in fields["done"]),
-                "complaints": tuple(fields["complaints"]),
+                "complaints": tuple(
+                    Complaint(**{**each, "wrong": Wrong(each["wrong"])}) for each in fields["complaints"]
+                ),
             }
         )
 
@@ -122,32 +126,50 @@ class Results:
                 file.write(json.dumps(line) + "\n")
 
 
-def report_results(report: Report, results: Sequence[Result]) -> None:
+def report_results(report: Report, results: Sequence[Result], *, num_boxes: int = 1) -> None:
     """Adds the table by kind of injury, and the line of ratios."""
     came: dict[tuple[Kind, DatabaseKind], list[Result]] = defaultdict(list)
     for result in results:
         for each in result.done:
             came[each.injury.kind, result.run.database].append(result)
+    databases = [each for each in DatabaseKind if num_boxes == 1 or each is DatabaseKind.SQLITE]
     rows = []
-    for kind in Kind:
-        met = [result for database in DatabaseKind for result in came[kind, database]]
+    for kind in Kind if num_boxes == 1 else KINDS_OF_BOXES:
+        met = [result for database in databases for result in came[kind, database]]
+        if num_boxes == 1 and kind in ONLY_OF_BOXES:
+            continue
         alone = [each.lost_s for each in met if len(each.done) == 1 and each.lost_s is not None]
-        times = (str(len(came[kind, database])) for database in DatabaseKind)
+        times = (str(len(came[kind, database])) for database in databases)
         mean_s = f"{statistics.mean(alone):.1f} ({len(alone)})" if alone else "missing"
-        rows.append((str(kind), *times, str(sum(each.is_right for each in met)), mean_s))
-    times_on = (f"times on {database}" for database in DatabaseKind)
+        # With several boxes no injury comes alone.
+        rows.append((str(kind), *times, str(sum(each.is_right for each in met)), *([mean_s] if num_boxes == 1 else [])))
+    times_on = (f"times on {database}" for database in databases)
     report.add_table(
-        ("injury", *times_on, "in runs that ended right", "mean time lost where alone, s (runs)"),
+        (
+            "injury",
+            *times_on,
+            "in runs that ended right",
+            *(["mean time lost where alone, s (runs)"] if num_boxes == 1 else []),
+        ),
         rows,
     )
     num_injuries = sum(len(result.done) for result in results)
     lost_s = sum(result.lost_s for result in results if result.lost_s is not None)
-    report.add("Time lost is what a job took longer than the undisturbed one on the same database.")
+    if num_boxes == 1:
+        report.add("Time lost is what a run took longer than the undisturbed one on the same database.")
     report.finish(
         {
             "ended_right": ratio(float(sum(result.is_right for result in results)), float(len(results))),
             "runs": len(results),
+            "boxes": num_boxes,
             "injuries": num_injuries,
+            **count_wrongs(results),
             "lost_s_per_injury": ratio(lost_s, float(num_injuries)),
         }
     )
+
+
+def count_wrongs(results: Sequence[Result]) -> dict[str, int]:
+    """Counts the jobs of all runs with which something is wrong, by what it is. A job may count several times."""
+    found = Counter(wrong for result in results for wrong, _ in {(each.wrong, each.job) for each in result.complaints})
+    return {wrong.value: found[wrong] for wrong in Wrong if wrong is not Wrong.OTHER}

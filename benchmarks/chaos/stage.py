@@ -6,49 +6,27 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 
+from benchmarks.chaos.jobs import NotRightError, is_over, leftovers, processes_of_job, submit_jobs, write_data
 from benchmarks.chaos.plan import PROCESSES_OF_JOB, RAY, Injury, Kind
 from benchmarks.chaos.record import Record, read_record
-from tests.e2e.installation import Installation, free_port, make_tiny_model, write_examples
-from tests.integration.resume_stage import processes_of
+from tests.e2e.installation import Installation, free_port, make_tiny_model
 from tests.support.postgresql import PostgresServer
 from windlass.service.installation import Settings, load_settings
 from windlass.service.installation.process_ids import send_signal, wait_until_gone
 from windlass.service.machine import RayCluster
 from windlass.storage.sql import Database
-from windlass.storage.ssd import Volume
 
 NUM_STEPS = 80  # steps of a job
-_JOB = {
-    "epochs": 1,
-    "batch_size": 2,
-    "num_microbatches": 2,
-    "sequence_length": 32,
-    "precision": "bf16",
-    "learning_rate": 1e-3,
-    "evaluate_every": 20,
-    "checkpoint_every": 20,
-    "keep_checkpoints": 2,
-}
-_SEED = 7
 _DISK_NBYTES = 1 << 30  # size of a file system that may be filled
 _UP_DEADLINE_S = 400.0  # timeout of `windlass up` and `windlass down`
-# Limit for a job of half a minute with any injuries.
-_JOB_DEADLINE_S = 900.0
-_TERMINAL = ("succeeded", "failed", "cancelled")
 _ARENAS = Path("/dev/shm")
-
-
-class NotRightError(Exception):
-    """A required behaviour that failed. The text is for the report."""
 
 
 class Stage:
@@ -67,8 +45,7 @@ class Stage:
         self.settings: Settings = load_settings(home)
         self.settings.make_dirs()
         make_tiny_model(self.settings.models_dir / "tiny")
-        write_examples(folder / "train.jsonl", NUM_STEPS * int(str(_JOB["batch_size"])))
-        write_examples(folder / "valid.jsonl", 4)
+        write_data(folder, NUM_STEPS)
         self.database = Database(self.settings.database_url)
         self._client = httpx.Client(base_url=self.installation.url, timeout=90.0)
 
@@ -82,36 +59,17 @@ class Stage:
 
     def submit(self) -> str:
         """Submits a job and returns its id."""
-        with httpx.Client(base_url=self.installation.url, timeout=60.0) as client:
-            files = {}
-            for name in ("train", "valid"):
-                with (self.folder / f"{name}.jsonl").open("rb") as file:
-                    sent = {"file": (f"{name}.jsonl", file)}
-                    answer = client.post("/v1/files", files=sent, data={"purpose": "fine-tune"})
-                files[name] = answer.raise_for_status().json()["id"]
-            body = {"model": "tiny", "training_file": files["train"], "validation_file": files["valid"], "seed": _SEED}
-            answer = client.post("/v1/fine_tuning/jobs", json=body | {"windlass": _JOB})
-            return str(answer.raise_for_status().json()["id"])
+        (job_id,) = submit_jobs(self.installation.url, self.folder)
+        return job_id
 
     def record(self, job_id: str) -> Record:
         """Reads what the job has reported and produced."""
         return read_record(self.database, self.settings, job_id)
 
-    def leftovers(self, job_id: str) -> list[str]:
-        """Returns the files of an ended job that should be gone. Its model and record may stay."""
-        remaining = [str(path) for path in _ARENAS.iterdir() if job_id in path.name]
-        remaining += [str(path) for path in self.settings.fine_tuned_dir.glob(".*")]
-        remaining += [str(path) for path in self._job_dir(job_id).glob("attempt-*")]
-        for ssd_dir in self.settings.ssd_dirs:
-            volume = Volume.open(ssd_dir, direct=False)
-            remaining += [f"states of {job} on {ssd_dir}" for job in volume.allocations() if job_id in str(job)]
-            volume.close()
-        return remaining
-
     def wait_until_tidy(self, job_id: str, timeout_s: float = 120.0) -> list[str]:
         """Waits until a job's temporary files are gone. Returns those that remain at the timeout."""
         until_s = time.monotonic() + timeout_s
-        while (left := self.leftovers(job_id)) and time.monotonic() < until_s:
+        while (left := leftovers(self.settings, job_id, _ARENAS)) and time.monotonic() < until_s:
             time.sleep(0.2)
         return left
 
@@ -204,7 +162,7 @@ class Stage:
         """
         had_to_wait = False
         while not self.is_over(job_id):
-            processes = self._processes_of_job(job_id)
+            processes = processes_of_job(self.settings, job_id)
             if name in processes and had_to_wait:
                 had_to_wait = False
                 time.sleep(later_s)
@@ -216,10 +174,6 @@ class Stage:
                 had_to_wait = True
                 time.sleep(0.2)
         return False
-
-    def _processes_of_job(self, job_id: str) -> dict[str, psutil.Process]:
-        attempts = [int(path.stem.partition("-")[2]) for path in self._job_dir(job_id).glob("attempt-*.lock")]
-        return dict(processes_of(self._job_dir(job_id), max(attempts), self.settings.ssd_dirs)) if attempts else {}
 
     def _withhold_database(self, lasts_s: float) -> None:
         if self.server is not None:
@@ -255,10 +209,7 @@ class Stage:
 
     def is_over(self, job_id: str) -> bool:
         """Returns whether the API reports that the job has ended."""
-        return _ask(self._client, job_id)[0].get("status") in _TERMINAL
-
-    def _job_dir(self, job_id: str) -> Path:
-        return self.settings.jobs_dir / job_id
+        return is_over(self._client, job_id)
 
     def _processes_of_home(self) -> list[int]:
         home = str(self.installation.home)
@@ -267,58 +218,6 @@ class Stage:
             for process in psutil.process_iter(["environ"])
             if (process.info["environ"] or {}).get("WINDLASS_HOME") == home
         ]
-
-
-class Observer(threading.Thread):
-    """Polls a job as its owner would. Records when it has ended, and answers that are errors."""
-
-    def __init__(self, url: str, job_id: str) -> None:
-        super().__init__(name="observer", daemon=True)
-        self.began_s = time.monotonic()
-        self.took_s: float | None = None  # seconds from the submission to the end
-        self.step = 0  # last step that the job has reported
-        self.faults: list[str] = []
-        self._url, self._job_id = url, job_id
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        # One client for all requests, because creating one is slow.
-        with httpx.Client(base_url=self._url, timeout=90.0) as client:
-            while not self._ended.wait(0.1):
-                job, fault = _ask(client, self._job_id)
-                if fault is not None and fault not in self.faults:
-                    self.faults.append(fault)
-                self.step = max(self.step, job.get("windlass", {}).get("step", 0))
-                if job.get("status") in _TERMINAL:
-                    self.took_s = time.monotonic() - self.began_s
-                    return
-
-    def wait_for_moment(self, injury: Injury, job_s: float) -> None:
-        """Returns when an injury is due, or the job has ended. `job_s`: duration of an undisturbed job."""
-        until_s = time.monotonic() + injury.after * job_s
-        while self.is_alive() and time.monotonic() < until_s and self.step < injury.by_step:
-            self.join(0.05)
-
-    def wait(self) -> float:
-        """Returns the seconds from the submission to the end. Raises NotRightError at the timeout."""
-        self.join(_JOB_DEADLINE_S)
-        self._ended.set()
-        if self.took_s is None:
-            raise NotRightError(f"the job was not over {_JOB_DEADLINE_S:g} s after the last injury")
-        return self.took_s
-
-
-def _ask(client: httpx.Client, job_id: str) -> tuple[dict[str, Any], str | None]:
-    """Returns the job, if the API returns it, and a description of a wrong answer."""
-    try:
-        answer = client.get(f"/v1/fine_tuning/jobs/{job_id}")
-    except httpx.TransportError:
-        return {}, None
-    if answer.is_success:
-        return answer.json(), None
-    if answer.status_code == 503 and "Retry-After" in answer.headers and "error" in answer.json():
-        return {}, None
-    return {}, f"the API answered {answer.status_code}: {answer.text[:200]}"
 
 
 @contextlib.contextmanager

@@ -201,8 +201,8 @@ def test_a_drained_box_gets_no_jobs_and_a_removed_one_gets_no_answer(joined: Box
     joined.head.ok("node", "resume", "left")
     joined.await_success(waiting)
 
-    joined["right"].ok("node", "leave")
-    joined.head.ok("node", "remove", "left")
+    joined["right"].ok("node", "leave", "--yes")
+    joined.head.ok("node", "remove", "left", "--yes")
     _await(lambda: set(joined.boxes()) == {HEAD}, "only the head is listed")
     assert "removed" in " ".join(joined["left"].logs().split())
 

@@ -172,6 +172,8 @@ def test_processes_of_a_box_are_listed_killed_and_gone_with_its_power(network: N
     worker.switch_on()
     assert worker.run("cat", "kept").stdout == "kept\n"
     assert worker.run("test", "-e", "/dev/shm/lost").returncode == 1
+    assert worker.run("touch", "/dev/shm/new").returncode == 0
+    assert [path.name for path in worker.shared_memory.iterdir()] == ["new"]
     _listen(network["head"])
     assert _send(worker, network["head"]) is not None
 

@@ -110,6 +110,11 @@ class Box:
         for forward in self._forwards:
             forward.listener.close()
 
+    @property
+    def shared_memory(self) -> Path:
+        """The box's /dev/shm, as the test process sees it."""
+        return Path(f"/proc/{self.inside.init.pid}/root/dev/shm")
+
     # --- processes ---
 
     def start(

@@ -10,13 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.plan import DatabaseKind, Injury, Kind, Run, plan_runs
-from benchmarks.chaos.record import Record, complaints, read_record
-from benchmarks.chaos.results import Done, Result, Results
+from benchmarks.chaos.plan import (
+    KINDS_OF_BOXES,
+    ONLY_OF_BOXES,
+    DatabaseKind,
+    Injury,
+    Kind,
+    Run,
+    plan_runs,
+    plan_runs_of_boxes,
+)
+from benchmarks.chaos.record import Complaint, Record, Wrong, complaints, read_record
+from benchmarks.chaos.results import Done, Result, Results, count_wrongs
 from tests.support.service.dispatcher_stage import Stage
 from windlass.storage.sql.database import Database, migrate
 from windlass.storage.sql.job_status import JobStatus
-from windlass.storage.sql.models import Job
+from windlass.storage.sql.models import Job, JobEvent
 from windlass.storage.sql.repositories.events import EventRepository
 
 BOTH = list(DatabaseKind)
@@ -34,7 +43,9 @@ def test_every_kind_of_injury_comes_and_each_as_often_as_another() -> None:
     for database in BOTH:
         runs = plan_runs(40, 1, [database], num_steps=80, disk_can_be_filled=True)
         times = Counter(injury.kind for run in runs for injury in run.injuries)
-        possible = set(Kind) - ({Kind.DATABASE_RESTARTED} if database is DatabaseKind.SQLITE else set())
+        possible = (
+            set(Kind) - set(ONLY_OF_BOXES) - ({Kind.DATABASE_RESTARTED} if database is DatabaseKind.SQLITE else set())
+        )
         assert set(times) == possible
         assert max(times.values()) - min(times.values()) <= 1
 
@@ -45,7 +56,7 @@ def test_forty_runs_bring_each_kind_three_times_to_each_database() -> None:
         for run in plan_runs(40, 1, BOTH, num_steps=80, disk_can_be_filled=True)
         for injury in run.injuries
     )
-    assert len(times) == 2 * len(Kind) - 1
+    assert len(times) == 2 * (len(Kind) - len(ONLY_OF_BOXES)) - 1
     assert min(times.values()) >= 3
 
 
@@ -67,6 +78,34 @@ def test_all_injuries_come_while_the_job_is_under_way() -> None:
         assert all(1 <= injury.by_step <= 80 for injury in run.injuries)
 
 
+def test_injuries_of_boxes_hit_each_box_and_only_those_that_they_may_hit() -> None:
+    boxes = ["head", "box1", "box2"]
+    runs = plan_runs_of_boxes(15, 1, boxes, num_steps=80)
+    assert runs == plan_runs_of_boxes(15, 1, boxes, num_steps=80)
+    assert runs[:5] == plan_runs_of_boxes(5, 1, boxes, num_steps=80)
+    injuries = [injury for run in runs for injury in run.injuries]
+    assert len(injuries) >= 60
+    times = Counter(injury.kind for injury in injuries)
+    assert set(times) == set(KINDS_OF_BOXES)
+    assert max(times.values()) - min(times.values()) <= 1
+    for kind, may_hit_head in KINDS_OF_BOXES.items():
+        hit = {injury.box for injury in injuries if injury.kind is kind}
+        assert hit == ({"head"} if kind is Kind.HEAD else set(boxes) if may_hit_head else {"box1", "box2"})
+    for injury in injuries:
+        if injury.kind in (Kind.CUT, Kind.SLOW):
+            assert 1.0 <= injury.lasts_s <= 20.0
+
+
+def test_what_is_wrong_is_counted_once_for_each_job() -> None:
+    twice = [Complaint(wrong=Wrong.DOUBLED, text=f"step {step} was reported 2 times") for step in (3, 4)]
+    other = Complaint(wrong=Wrong.DOUBLED, text="job 2 ran on box1, box2", job=2)
+    lost = Complaint(wrong=Wrong.LOST, text="step 7 was not reported")
+    stray = Complaint(wrong=Wrong.OTHER, text="a file is left")
+    results = [dataclasses.replace(_result(1), complaints=(*twice, other, stray)), _result(2)]
+    results.append(dataclasses.replace(_result(3), complaints=(twice[0], lost)))
+    assert count_wrongs(results) == {"wrong_ends": 0, "loss_mismatches": 0, "lost": 1, "doubled": 3, "hangs": 0}
+
+
 def _result(number: int, *complaints: str) -> Result:
     injury = Injury(kind=Kind.FULL_DISK, after=1 / 7, lasts_s=2.5, by_step=7)
     return Result(
@@ -76,7 +115,7 @@ def _result(number: int, *complaints: str) -> Result:
         lost_s=0.5,
         num_attempts=2,
         load=1.5,
-        complaints=complaints,
+        complaints=tuple(Complaint(wrong=Wrong.DOUBLED, text=text) for text in complaints),
     )
 
 
@@ -160,6 +199,8 @@ def test_job_that_ended_right_has_no_faults(record: Record, job_id: str) -> None
     ("change", "complaint"),
     [
         ({"train_losses": ((1, 1.0),)}, "train_losses are not those of the undisturbed job: 1 instead of 2"),
+        ({"train_losses": ((1, 1.0),)}, "step 2 was not reported"),
+        ({"num_begins": 2}, "the job began 2 times"),
         ({"train_losses": ((1, 1.0), (2, 0.5), (2, 0.5))}, "step 2 was reported 2 times"),
         ({"train_losses": ((2, 0.5), (1, 1.0))}, "the steps were not reported in their order"),
         ({"train_losses": ((1, 1.0), (2, 0.5000001))}, "train_losses are not those of the undisturbed job: (2, 0.5"),
@@ -170,7 +211,7 @@ def test_job_that_ended_right_has_no_faults(record: Record, job_id: str) -> None
     ],
 )
 def test_every_difference_is_reported(record: Record, change: dict[str, object], complaint: str) -> None:
-    found = complaints(dataclasses.replace(record, **change), record)  # type: ignore[arg-type]
+    found = list(map(str, complaints(dataclasses.replace(record, **change), record)))  # type: ignore[arg-type]
     assert any(each.startswith(complaint) for each in found), found
 
 
@@ -181,7 +222,8 @@ def test_jobs_that_made_the_same_have_the_same_digest_whatever_happened_to_them(
 
 def test_a_job_that_did_not_succeed_is_complained_of(record: Record) -> None:
     job = Job(status=JobStatus.FAILED, error={"code": "runner_lost"})
-    assert complaints(dataclasses.replace(record, job=job), record) == ['the job is failed: {"code": "runner_lost"}']
+    (complaint,) = complaints(dataclasses.replace(record, job=job), record, job=2)
+    assert complaint == Complaint(wrong=Wrong.END, text='the job is failed: {"code": "runner_lost"}', job=2)
 
 
 def test_record_without_event_and_file_without_owner_are_faults(stage: Stage, job_id: str, database: Database) -> None:
@@ -195,3 +237,16 @@ def test_record_without_event_and_file_without_owner_are_faults(stage: Stage, jo
     with database.write() as session:
         EventRepository(session).add(job_id, attempt=1, message="of the service's own")
     assert len(read_record(database, stage.settings, job_id).faults) == 2
+
+
+def test_job_of_another_box_needs_no_journal(stage: Stage, job_id: str, record: Record) -> None:
+    (stage.settings.jobs_dir / job_id / "journal.jsonl").unlink()
+    assert read_record(stage.database, stage.settings, job_id).faults == ()
+    with stage.database.write() as session:
+        late = JobEvent(job_id=job_id, attempt=0, seq=1, created_at=1.0, level="info", message="late")
+        late.type, late.data = "message", {}
+        session.add(late)
+    assert read_record(stage.database, stage.settings, job_id).faults == (
+        "the events are not in the order of the journal",
+    )
+    assert record.faults == ()
