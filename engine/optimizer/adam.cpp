@@ -106,7 +106,7 @@ void fp32_states(void* const* tensors, int64_t numel, const float* scalars, cons
   float own[STEP_SIZE + 1];
   std::memcpy(own, scalars, sizeof own);
   if constexpr (std::is_same_v<Param, none>) {
-#pragma omp parallel for simd num_threads(num_threads) schedule(static) if (numel >= LEAST_NUMEL)
+#pragma omp parallel for simd num_threads(num_threads) schedule(static) if (parallel : numel >= LEAST_NUMEL)
     for (int64_t i = 0; i < numel; ++i) {
       const State state = stepped(own, own[DECAY], Grad::load(grad[i]), {master[i], exp_avg[i], exp_avg_sq[i]});
       master[i] = state.master;
@@ -115,7 +115,7 @@ void fp32_states(void* const* tensors, int64_t numel, const float* scalars, cons
     }
   } else {
     auto* __restrict param = static_cast<typename Param::type*>(tensors[4]);
-#pragma omp parallel for simd num_threads(num_threads) schedule(static) if (numel >= LEAST_NUMEL)
+#pragma omp parallel for simd num_threads(num_threads) schedule(static) if (parallel : numel >= LEAST_NUMEL)
     for (int64_t i = 0; i < numel; ++i) {
       const State state = stepped(own, own[DECAY], Grad::load(grad[i]), {master[i], exp_avg[i], exp_avg_sq[i]});
       master[i] = state.master;
@@ -137,7 +137,7 @@ void split_states(void* const* tensors, int64_t num_words, const float* scalars,
   const int64_t numel = 2 * num_words;
   float own[STEP_SIZE + 1];
   std::memcpy(own, scalars, sizeof own);
-#pragma omp parallel for simd num_threads(num_threads) schedule(static) if (numel >= LEAST_NUMEL)
+#pragma omp parallel for simd num_threads(num_threads) schedule(static) if (parallel : numel >= LEAST_NUMEL)
   for (int64_t i = 0; i < numel; ++i) {
     const uint32_t marked = bits_of(exp_avg_sq[i]);
     const uint32_t rounded_down = (marked >> 31) << 16;
@@ -180,7 +180,7 @@ void bf16_states(void* const* tensors, int64_t num_words, const float* scalars, 
   uint32_t keys[NUM_KEYS];
   std::memcpy(keys, integers, sizeof keys);
   const uint32_t first = uint32_t(integers[NUM_KEYS]);
-#pragma omp parallel for simd num_threads(num_threads) schedule(static) if (2 * num_words >= LEAST_NUMEL)
+#pragma omp parallel for simd num_threads(num_threads) schedule(static) if (parallel : 2 * num_words >= LEAST_NUMEL)
   for (int64_t i = 0; i < num_words; ++i) {
     uint32_t mixed = (uint32_t(i) + first) ^ keys[0];
     mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D;

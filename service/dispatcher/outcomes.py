@@ -17,7 +17,7 @@ from windlass.service.installation import Settings, about, node_of
 from windlass.service.jobs import journal_path, keep_plan, plans_of
 from windlass.service.machine.fleet import read_hold, result_file_id
 from windlass.storage.files import sync_path
-from windlass.storage.sql import Database, Job, JobStatus
+from windlass.storage.sql import Database, Job, JobStatus, StatusConflict
 from windlass.storage.sql.repositories import (
     EventRepository,
     FileRepository,
@@ -34,6 +34,8 @@ RESULTS_PURPOSE = "fine-tune-results"
 # Consecutive attempts by a corrected plan without a newly committed step, after which the previous plan is used again.
 _MAX_ATTEMPTS_WITHOUT_PROGRESS = 2
 _NUM_METRICS_TO_SEARCH = 100
+# Errors before an attempt's first step that say nothing about the job's data.
+_DID_NOT_START = ("start_failed", "does_not_fit")
 # The columns of the result file, with their names in the metrics.
 _COLUMNS = {
     "step": "step",
@@ -53,11 +55,22 @@ def fail_job(session: Session, job: Job, code: str, message: str, param: str | N
 def fail_attempt(
     settings: Settings, session: Session, job: Job, code: str, message: str, param: str | None = None
 ) -> None:
-    """Ends a job as failed, unless a corrected plan may have caused the failure.
+    """Ends a job as failed, unless a corrected plan may have caused the failure, or it has states and did not start.
 
-    Raises StatusConflict as `fail_job`.
+    A job with committed steps whose attempt could not start is paused: what is missing may come back, and its states
+    would be lost otherwise. Raises StatusConflict as `fail_job`.
     """
-    if not _fall_back(settings, session, job, message, job.num_lost):
+    if JobRepository(session).get(job.id).cancel_requested:
+        cancel_job(session, job)
+    elif _fall_back(settings, session, job, message, job.num_lost):
+        pass
+    elif code in _DID_NOT_START and (last := last_attempt_with_progress(session, job.id)):
+        told = (
+            f"Paused with the states of attempt {last}, because attempt {job.attempt} could not start: {message}. Mend "
+            "that, or let it have other numbers of GPUs or budgets, and resume it; or cancel it, which frees its space"
+        )
+        _change(session, job, JobStatus.PAUSED, told, level="error", estimated_finish=None)
+    else:
         fail_job(session, job, code, message, param)
 
 
@@ -67,7 +80,9 @@ def cancel_job(session: Session, job: Job) -> None:
 
 
 def pause_job(session: Session, job: Job, message: str) -> None:
-    """Pauses a queued job that its owner must change. Raises StatusConflict if it has changed meanwhile."""
+    """Pauses a queued job whose settings its owner must change. Raises StatusConflict if it has changed meanwhile."""
+    if JobRepository(session).get(job.id).windlass != job.windlass:
+        raise StatusConflict(job.id, "as it was read", "resumed with other settings")
     _change(session, job, JobStatus.PAUSED, message, level="warn")
 
 

@@ -342,5 +342,6 @@ def _not_renewed(before: JobPlan, now: ChangedInputs, attempt: int, why: str, wh
             raise NoPlanForGpusError(before, f"{why}, but there is no plan for {gpus}: {why_not}")
         kept = before.for_gpus(bounds.num_ranks)
     message = f"{why}, but there is no new plan, and the previous plan is kept: {why_not}"
-    about = {"corrected": False, "from_attempt": attempt + 1, "message": message}
+    measured = before.measured or before.corrected
+    about = {"corrected": False, "measured": measured, "from_attempt": attempt + 1, "message": message}
     return kept.model_copy(update=about).made_for(now)

@@ -24,7 +24,8 @@ TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
     JobStatus.VALIDATING_FILES: frozenset({JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.FAILED, JobStatus.CANCELLED}),
     JobStatus.QUEUED: frozenset({JobStatus.RUNNING, JobStatus.PAUSED, JobStatus.FAILED, JobStatus.CANCELLED}),
     # Back to QUEUED if the runner was lost: another attempt continues from the last commit.
-    JobStatus.RUNNING: frozenset({JobStatus.QUEUED, JobStatus.PAUSING, *TERMINAL_STATUSES}),
+    # To PAUSED if an attempt could not start, and steps are committed that failing would lose.
+    JobStatus.RUNNING: frozenset({JobStatus.QUEUED, JobStatus.PAUSING, JobStatus.PAUSED, *TERMINAL_STATUSES}),
     # A job may end or be resumed before it pauses. If its runner is lost meanwhile, it is paused at its last commit.
     JobStatus.PAUSING: frozenset({JobStatus.PAUSED, JobStatus.RUNNING, *TERMINAL_STATUSES}),
     # A job that was paused before its preparation is prepared when it is resumed.

@@ -316,3 +316,48 @@ def test_a_runner_lost_while_it_starts_is_followed_by_another(stage: Stage) -> N
     stage.runners.refusal = None
     stage.sit_out_the_pause()
     assert (stage.status(job_id), stage.job(job_id).attempt) == (JobStatus.RUNNING, 3)
+
+
+def fail_to_start(stage: Stage, job_id: str, code: str) -> None:
+    attempt = stage.job(job_id).attempt
+    journal = stage.journal(job_id, attempt)
+    journal.append_outcome("failed", "no room", {"code": code, "message": "no room", "param": None})
+    journal.close()
+    stage.end_runner(job_id, attempt)
+    stage.tick()
+
+
+@pytest.mark.parametrize("code", ["start_failed", "does_not_fit"])
+def test_job_with_committed_steps_that_cannot_start_is_paused_and_goes_on_when_it_is_resumed(
+    stage: Stage, code: str
+) -> None:
+    job_id, _ = stage.run()
+    stage.put_states(job_id)
+    stage.lose(job_id, 1, 2)
+    stage.tick()
+    assert stage.job(job_id).attempt == 2
+    fail_to_start(stage, job_id, code)
+    job = stage.job(job_id)
+    assert (job.status, job.error, job.estimated_finish) == (JobStatus.PAUSED, None, None)
+    told = "Paused with the states of attempt 1, because attempt 2 could not start: no room."
+    assert stage.messages(job_id)[-1].startswith(told)
+    stage.tick(2)
+    assert stage.jobs_on_ssds() == [{job_id}, {job_id}]
+    stage.request_resume(job_id)
+    stage.tick(2)
+    assert (stage.status(job_id), stage.job(job_id).attempt) == (JobStatus.RUNNING, 3)
+
+
+def test_job_that_cannot_start_and_has_no_states_fails(stage: Stage) -> None:
+    job_id, _ = stage.run()
+    fail_to_start(stage, job_id, "does_not_fit")
+    assert stage.status(job_id) is JobStatus.FAILED
+
+
+def test_job_that_is_being_cancelled_is_cancelled_if_it_cannot_start(stage: Stage) -> None:
+    job_id, _ = stage.run()
+    stage.lose(job_id, 1, 2)
+    stage.tick()
+    stage.request_cancel(job_id)
+    fail_to_start(stage, job_id, "start_failed")
+    assert stage.status(job_id) is JobStatus.CANCELLED

@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 
 from windlass.actors.job.journal import JournalRecord
 from windlass.actors.scheduler.scheduler import INTERRUPTED
-from windlass.service.dispatcher.outcomes import handle_loss, import_records
+from windlass.service.dispatcher.outcomes import handle_loss, import_records, pause_job
 from windlass.service.installation.settings import Settings
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.errors import StatusConflict
@@ -141,3 +141,18 @@ def test_records_of_job_of_another_dispatcher_are_not_imported(database: Databas
         take(database, running, record("message"), lost=None)
     with database.read() as session:
         assert JobRepository(session).get(running.id).journal_seq == 0
+
+
+def test_job_that_was_resumed_with_other_settings_meanwhile_is_not_paused(database: Database, running: Job) -> None:
+    """The reason to pause it was about the settings that it had."""
+    with database.write() as session:
+        jobs = JobRepository(session)
+        seen = jobs.transition(running.id, JobStatus.RUNNING, JobStatus.QUEUED, message="")
+    with database.write() as session:
+        jobs = JobRepository(session)
+        jobs.request_pause(running.id)
+        jobs.request_resume(running.id, gpus=2)
+    with pytest.raises(StatusConflict), database.write() as session:
+        pause_job(session, seen, "it has no plan")
+    with database.read() as session:
+        assert JobRepository(session).get(running.id).status is JobStatus.QUEUED

@@ -358,7 +358,7 @@ def test_a_plan_that_does_not_start_makes_room_for_the_one_before(stage: Stage) 
     third.close()
     stage.end_runner(job_id, 3)
     stage.tick()
-    assert stage.status(job_id) is JobStatus.FAILED
+    assert stage.status(job_id) is JobStatus.PAUSED  # its committed steps would be lost if it failed
 
 
 def test_a_plan_whose_runner_cannot_even_be_made_makes_room_for_the_one_before(stage: Stage) -> None:
