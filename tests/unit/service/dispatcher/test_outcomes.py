@@ -152,6 +152,7 @@ def test_job_that_was_resumed_with_other_settings_meanwhile_is_not_paused(databa
         jobs = JobRepository(session)
         jobs.request_pause(running.id)
         jobs.request_resume(running.id, gpus=2)
+        jobs.transition(running.id, JobStatus.VALIDATING_FILES, JobStatus.QUEUED, message="")
     with pytest.raises(StatusConflict), database.write() as session:
         pause_job(session, seen, "it has no plan")
     with database.read() as session:
