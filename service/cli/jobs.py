@@ -123,7 +123,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         metrics = [event for event in client.events(job) if event["type"] == "metrics"]
         extra = found["windlass"]
         is_measured = "measured" in (extra["last_metrics"] or {})
-        storage = client.job_storage(job)
+        occupies = _occupies(client, found)
         compared = _compared(client.plan(job)) if extra["has_plan"] or is_measured else {}
         files = {name: _named_file(client, found[name]) for name in ("training_file", "validation_file")}
     rows = {
@@ -143,7 +143,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "trained tokens": found["trained_tokens"],
         **compared,
         "SSD wear": extra["ssd_wear"] and extra["ssd_wear"]["summary"],
-        "occupies": _occupied(storage),
+        "occupies": occupies,
         "created": _time(found["created_at"]),
         "will finish": _finish(found),
         "finished": found["finished_at"] and _time(found["finished_at"]),
@@ -169,6 +169,16 @@ def _finish(job: dict[str, Any]) -> str | None:
         return None
     mark = ", an estimate until enough steps are measured" if job["windlass"]["finish_is_estimate"] else ""
     return f"{_time(job['estimated_finish'])}{mark}"
+
+
+def _occupies(client: ServiceClient, job: dict[str, Any]) -> str:
+    try:
+        return _occupied(client.job_storage(job["id"]))
+    except RequestRefusedError as error:
+        if error.code != "job_elsewhere":
+            raise
+        box = job["windlass"]["box"]
+        return "its states lie elsewhere" if box is None else f"its states lie on box {box}"
 
 
 def _occupied(storage: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from windlass.service.installation import (
     Drive,
     Serving,
     Settings,
+    box_of,
     find_killed,
     find_serving,
     inspect_machine,
@@ -128,9 +129,14 @@ def down(
     """End the service, its Ray daemon, and with --force its running jobs."""
     from windlass.service.processes import shut_down
 
-    ended = shut_down(load_settings(home), force=force)
+    settings = load_settings(home)
+    ended = shut_down(settings, force=force)
     if ended.supervisor is not None:
-        print(f"ended the service at {ended.supervisor.url} (process {ended.supervisor.process.pid})")
+        box, process = box_of(settings.home), f"(process {ended.supervisor.process.pid})"
+        if box is None:
+            print(f"ended the service at {ended.supervisor.url} {process}")
+        else:
+            print(f"ended box {box.name}, which worked for the service at {box.head} {process}")
     if ended.num_ray_processes:
         print(f"ended Ray ({ended.num_ray_processes} processes)")
     for job_id in ended.failed_jobs:

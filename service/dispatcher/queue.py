@@ -496,7 +496,10 @@ class JobQueue:
         if decision.pauses or decision.will_pause or any(other.yields_to == job.id for other in holders):
             parts.append("jobs of lower priority are paused for it after their step")
         if not parts:
-            parts.append("no box that it may run on has joined")
+            box = job.windlass.get("box")
+            parts.append(
+                "no box that it may run on has joined" if box is None else f"box {box}, which it asks for, has left"
+            )
         if num_before:
             parts.append(f"{num_before} queued job{'s are' if num_before > 1 else ' is'} before this one")
         return "; ".join(parts)

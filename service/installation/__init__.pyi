@@ -6,10 +6,12 @@ from windlass.service.installation.addresses import is_unspecified as is_unspeci
 from windlass.service.installation.addresses import same_address as same_address
 from windlass.service.installation.client import RequestRefusedError as RequestRefusedError
 from windlass.service.installation.client import ServiceClient as ServiceClient
+from windlass.service.installation.home import BOX_FILE as BOX_FILE
 from windlass.service.installation.home import LEAST_FREE_NBYTES as LEAST_FREE_NBYTES
 from windlass.service.installation.home import DispatcherLock as DispatcherLock
 from windlass.service.installation.home import HomeLock as HomeLock
 from windlass.service.installation.home import Serving as Serving
+from windlass.service.installation.home import box_of as box_of
 from windlass.service.installation.home import find_killed as find_killed
 from windlass.service.installation.home import find_serving as find_serving
 from windlass.service.installation.home import forget_killed as forget_killed

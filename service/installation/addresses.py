@@ -8,7 +8,8 @@ def is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
     address = address_of(host)
-    return address is not None and address.is_loopback
+    mapped = getattr(address, "ipv4_mapped", None)  # ::ffff:127.0.0.1 is IPv4's loopback
+    return address is not None and (mapped or address).is_loopback
 
 
 def is_unspecified(host: str) -> bool:

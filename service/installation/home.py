@@ -18,6 +18,7 @@ from windlass.storage.memory import is_out_of_space
 
 # Minimum free bytes on the home's disk. Uploads, journals and the database need them.
 LEAST_FREE_NBYTES = 64 * 1024**2
+BOX_FILE = "box.json"  # of a home that is a box of a head
 
 
 class HomeError(ReportedError):
@@ -181,6 +182,23 @@ def find_serving(home: Path) -> Serving | None:
     """Returns the living supervisor of a home, or None."""
     recorded = _read_record(home)
     return recorded if recorded is not None and recorded.process.is_alive else None
+
+
+@dataclass(frozen=True, slots=True)
+class BoxOfHead:
+    """The box that a home is, and the address of its head."""
+
+    name: str
+    head: str
+
+
+def box_of(home: Path) -> BoxOfHead | None:
+    """Returns the box that a home is, or None if it has joined no head."""
+    try:
+        fields = json.loads((home / BOX_FILE).read_text())
+        return BoxOfHead(name=str(fields["name"]), head=str(fields["head"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def find_killed(home: Path) -> Serving | None:

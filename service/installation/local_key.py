@@ -5,7 +5,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from windlass.service.installation.client import ServiceClient
-from windlass.service.installation.home import HomeError, Serving, find_killed, find_serving
+from windlass.service.installation.home import HomeError, Serving, box_of, find_killed, find_serving
 from windlass.service.installation.settings import KEY_VARIABLE, Settings
 
 KEY_FILE = "cli.key"
@@ -14,8 +14,10 @@ KEY_FILE = "cli.key"
 def open_client(settings: Settings) -> ServiceClient:
     """Makes a client of the home's service, with the local API key.
 
-    Raises HomeError if other users may read the key.
+    Raises HomeError if other users may read the key, or if the home is a box's, which has no API.
     """
+    if (box := box_of(settings.home)) is not None:
+        raise HomeError(f"this home is box {box.name} of the service at {box.head}; type this command on the head")
     # A service started with --port answers there, whatever the settings say. For a killed service no other address is
     # tried, because another home's service may answer there.
     serving = find_serving(settings.home)

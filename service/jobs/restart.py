@@ -20,6 +20,7 @@ from windlass.storage.sql.repositories import (
     NewJob,
 )
 
+_CALLED_JUST_NOW_S = 15.0  # a box calls every second
 _MOST_CHECKPOINTS = 100  # that are searched for one whose files are here
 
 
@@ -99,6 +100,11 @@ def _check_box_is_lost(settings: Settings, job: Job, box: Box) -> None:
     if box.state == BoxState.REMOVED.value:
         return
     left_s = box.seen_at + settings.box_lease_minutes * 60 - time.time()
+    if time.time() - box.seen_at < _CALLED_JUST_NOW_S:
+        raise _refusal(
+            f"box {box.name}, which has the states of job {job.id}, is here, and the job goes on there; to move it, "
+            "cancel it, and submit it again from its last checkpoint"
+        )
     if left_s > 0:
         minutes = math.ceil(left_s / 60)
         raise _refusal(

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from windlass.amounts import bytes_text
 from windlass.service.cli import CommandError, Home, print_columns
 from windlass.service.installation import load_settings, open_client, place_of_home
 from windlass.service.validation import count_text
@@ -33,7 +34,7 @@ def list_(home: Home = None) -> None:
     """List the boxes, with their state, their devices and their jobs."""
     with open_client(load_settings(home)) as client:
         boxes = client.boxes()
-    print_columns([("name", "state", "devices", "memory free", "running", "waiting", "address"), *map(_row, boxes)])
+    print_columns([("name", "state", "devices", "memory free", "running", "waiting", "link", "address"), *map(_row, boxes)])
     for box in boxes:
         if box["unequal_versions"]:
             print(f"! {box['name']}: other versions than the head's: {', '.join(box['unequal_versions'])}")
@@ -92,7 +93,7 @@ def join(
         check_home,
         match_versions,
         meet_head,
-        set_up_home,
+        settings_of_box,
         url_of_head,
     )
     from windlass.service.processes import ensure_measured, start_detached
@@ -104,10 +105,10 @@ def join(
     print(f"{url} is the head that made the code", flush=True)
     match_versions(facts, _tell)
     os.environ["WINDLASS_HOME"] = str(place)
-    settings = set_up_home(place, ssd)
-    print(f"the home is {place}, with {count_text(len(settings.ssd_dirs), 'SSD')}", flush=True)
-    migrate_database(settings)
-    membership = ask_to_join(settings, facts, parsed, box_name)
+    with settings_of_box(place, ssd) as settings:
+        print(f"the home is {place}, with {count_text(len(settings.ssd_dirs), 'SSD')}", flush=True)
+        migrate_database(settings)
+        membership = ask_to_join(settings, facts, parsed, box_name)
     print(f"joined as box {membership.name}; the certificate is in {place / 'box'}", flush=True)
     if measure and settings.measure:
         ensure_measured(settings, _tell)
@@ -173,6 +174,7 @@ def _row(box: dict[str, Any]) -> tuple[str, ...]:
         "-" if free is None else f"{free / _GIB:.1f} of {box['memory']['total_bytes'] / _GIB:.1f} GiB",
         str(jobs["running"]["total"]),
         str(jobs["waiting"]["total"] + jobs["paused"]["total"]),
+        "-" if box["link_bytes_per_s"] is None else f"{bytes_text(box['link_bytes_per_s'])}/s",
         box["address"] or "here",
     )
 

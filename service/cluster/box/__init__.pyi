@@ -15,5 +15,5 @@ from windlass.service.cluster.box.join import has_been_heard as has_been_heard
 from windlass.service.cluster.box.join import leave_head as leave_head
 from windlass.service.cluster.box.join import match_versions as match_versions
 from windlass.service.cluster.box.join import meet_head as meet_head
-from windlass.service.cluster.box.join import set_up_home as set_up_home
+from windlass.service.cluster.box.join import settings_of_box as settings_of_box
 from windlass.service.cluster.box.join import url_of_head as url_of_head

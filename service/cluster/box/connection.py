@@ -11,12 +11,12 @@ from typing import Any, Self
 import httpx
 
 from windlass.service.cluster.authority import HEAD_SERVER_NAME
+from windlass.service.installation import BOX_FILE
 from windlass.service.validation import ReportedError
 from windlass.storage.files import write_durably
 
 # The head answers soon, or sends some bytes.
 TIMEOUT = httpx.Timeout(15.0, connect=5.0)
-BOX_FILE = "box.json"
 _FOLDER = "box"  # of the key and the certificates, in the home
 
 

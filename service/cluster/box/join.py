@@ -7,7 +7,9 @@ import ssl
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,15 @@ from windlass.service.cluster.box.connection import (
     membership_of,
     told_errors,
 )
-from windlass.service.installation import Settings, find_serving, load_settings, node_of, prepare_home
+from windlass.service.installation import BOX_FILE, Settings, find_serving, load_settings, node_of, prepare_home
 from windlass.service.machine.fleet import facts_of_this_box, stop_holding
 from windlass.service.validation import ReportedError
 from windlass.storage.files import write_durably
 
 _DEFAULT_PORT = 8643
-_SETTINGS_FILE = "windlass.toml"
+_SETTINGS_FILE, _SSD_DIRS = "windlass.toml", "ssd_dirs"
+_SSD_DIRS_VARIABLE = "WINDLASS_SSD_DIRS"
+_PLACEHOLDER = Path("/path/on/an/ssd")  # in the commands that a head prints
 # Set while a command runs again after it has installed the head's version, so that it does so once only.
 _INSTALLED = "_WINDLASS_HEADS_VERSION_INSTALLED"
 
@@ -156,22 +160,39 @@ def _install(head: HeadFacts) -> None:
             raise JoinError(f"the head's windlass {head.versions.windlass} could not be installed: {lines[-1]}")
 
 
-def set_up_home(home: Path, ssd_dirs: Sequence[Path]) -> Settings:
-    """Makes the box's home, with the SSD directories in its settings. Raises JoinError and SettingsError."""
+@contextmanager
+def settings_of_box(home: Path, ssd_dirs: Sequence[Path]) -> Iterator[Settings]:
+    """Yields the settings of a box's home with its SSD directories, which are made and kept in the home's file.
+
+    If the context ends with an error, the file is as before. Raises JoinError and SettingsError.
+    """
+    paths = tuple(path.expanduser().absolute() for path in ssd_dirs)
+    if _PLACEHOLDER in paths:
+        raise JoinError(f"{_PLACEHOLDER} stands for a folder on an SSD of this machine: put its path there")
     prepare_home(home)
     file = home / _SETTINGS_FILE
-    paths = tuple(path.expanduser().absolute() for path in ssd_dirs)
-    if not file.exists():
+    load_settings(home)  # tells what is wrong in the file
+    before = file.read_text() if file.exists() else None
+    # First, because what follows a table's heading would belong to the table.
+    if _SSD_DIRS not in tomllib.loads(before or "") and not os.environ.get(_SSD_DIRS_VARIABLE):
         listed = ", ".join(f'"{_escaped(path)}"' for path in paths)
-        write_durably(file, f"# Written by `windlass node join`.\nssd_dirs = [{listed}]\n")
-    settings = load_settings(home)
-    if settings.ssd_dirs != paths:
-        told = ", ".join(map(str, settings.ssd_dirs))
-        raise JoinError(
-            f"{file} or the environment has ssd_dirs {told}; change them there, or give the same with --ssd"
-        )
-    settings.make_dirs()
-    return settings
+        line = f"# Written by `windlass node join`.\n{_SSD_DIRS} = [{listed}]\n"
+        write_durably(file, line + (before or ""))
+    try:
+        settings = load_settings(home)
+        if settings.ssd_dirs != paths:
+            told = ", ".join(map(str, settings.ssd_dirs))
+            raise JoinError(
+                f"{file} or the environment has ssd_dirs {told}; change them there, or give the same with --ssd"
+            )
+        settings.make_dirs()
+        yield settings
+    except BaseException:
+        if before is None:
+            file.unlink(missing_ok=True)
+        else:
+            write_durably(file, before)
+        raise
 
 
 def ask_to_join(settings: Settings, head: HeadFacts, code: JoinCode, name: str) -> Membership:
@@ -214,7 +235,7 @@ def leave_head(home: Path) -> None:
 def forget_head(home: Path) -> None:
     """Removes the home's right to call its head. The home's dispatcher, if it runs, holds no attempts any more."""
     files = BoxFiles(home)
-    for path in (home / "box.json", files.key, files.certificate, files.authority):
+    for path in (home / BOX_FILE, files.key, files.certificate, files.authority):
         path.unlink(missing_ok=True)
     stop_holding(home)
 

@@ -131,7 +131,8 @@ def _add_box(session: Session, settings: Settings, body: JoinRequest, *, certifi
         raise ApiError(message, status=409, code="box_is_here")
     named = boxes.by_name(body.name)
     if body.name == HEAD_NAME or (named is not None and (known is None or named.id != known.id)):
-        message = f"there is a box {body.name} already; choose another name with --name"
+        removed = ", which was removed" if named is not None and named.state == BoxState.REMOVED.value else ""
+        message = f"there is a box {body.name} already{removed}; choose another name with --name"
         raise ApiError(message, status=409, code="name_taken")
     facts = body.facts.model_dump(mode="json")
     if known is None:

@@ -13,7 +13,10 @@ def absence_reason(box: Box, job: Job) -> str:
     """Returns the reason why a job of a box that is away waits."""
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(box.seen_at))
     if job.attempt:
-        return f"box {box.name}, which holds its states, is away since {since}; the job goes on there when it is back"
+        return (
+            f"box {box.name}, which holds its states, is away since {since}; it may train there meanwhile, and goes on "
+            "when the box is back"
+        )
     return (
         f"box {box.name}, which has taken it, is away since {since}; it begins there when the box is back, or "
         "elsewhere after `windlass restart`"

@@ -171,7 +171,7 @@ def test_job_waits_for_the_box_that_it_asks_for(stage: Stage) -> None:
     leave(stage, attic, state=BoxState.REMOVED.value)
     stage.tick()
     assert stage.status(second) is JobStatus.QUEUED
-    assert stage.job(second).waiting_reason == "no box that it may run on has joined"
+    assert stage.job(second).waiting_reason == "box attic, which it asks for, has left"
 
 
 def test_job_goes_where_its_plan_ends_first_with_the_plan_of_that_box(stage: Stage) -> None:
