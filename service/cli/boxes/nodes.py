@@ -34,7 +34,9 @@ def list_(home: Home = None) -> None:
     """List the boxes, with their state, their devices and their jobs."""
     with open_client(load_settings(home)) as client:
         boxes = client.boxes()
-    print_columns([("name", "state", "devices", "memory free", "running", "waiting", "link", "address"), *map(_row, boxes)])
+    print_columns(
+        [("name", "state", "devices", "memory free", "running", "waiting", "link", "address"), *map(_row, boxes)]
+    )
     for box in boxes:
         if box["unequal_versions"]:
             print(f"! {box['name']}: other versions than the head's: {', '.join(box['unequal_versions'])}")
