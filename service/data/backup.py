@@ -25,7 +25,15 @@ from sqlalchemy.exc import OperationalError
 from windlass.actors.job import read_journal
 from windlass.engine.checkpoint import copy_file
 from windlass.service.data.job_remains import last_attempts
-from windlass.service.installation import KEY_FILE, Settings, load_settings, node_of, place_of_home, prepare_home
+from windlass.service.installation import (
+    KEY_FILE,
+    Settings,
+    load_settings,
+    mark_restored,
+    node_of,
+    place_of_home,
+    prepare_home,
+)
 from windlass.service.jobs import journal_path
 from windlass.service.machine import TOKEN_FILE
 from windlass.service.validation import ReportedError, told_jobs
@@ -114,6 +122,7 @@ def restore_backup(source: Path, home: Path | None = None) -> Copied:
         if about["has_database"]:
             shutil.copyfile(source / _DATABASE, folder / _DATABASE)
             (folder / _DATABASE).chmod(0o600)
+        mark_restored(folder)
     try:
         settings = load_settings(home)
         remarks = _reconcile_database(settings, about)

@@ -1,10 +1,10 @@
 """The other boxes in a pass over the queue: what each job may have there, and why it cannot."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from windlass.service.dispatcher.placement import BoxState, Demand, Fleet, Holder, JoinedBox, Option
+from windlass.service.dispatcher.placement import BoxState, Demand, Fleet, Holder, JoinedBox, Option, Restoration
 from windlass.service.installation import Settings, node_of
 from windlass.service.jobs import BoxKind, PlanNumbers, plan_numbers, settings_of
 from windlass.service.machine.fleet import HEAD_NAME
@@ -18,9 +18,11 @@ _MAX_NAMED = 4
 class Boxes:
     """The boxes that have joined, and the numbers of jobs' plans for them."""
 
-    def __init__(self, database: Database, settings: Settings) -> None:
+    def __init__(self, database: Database, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
-        self._fleet = Fleet(database, node_of(settings.home))
+        self._fleet = Fleet(database, node_of(settings.home), clock)
+        self._restoration = Restoration(settings.home, lease_s=60 * settings.box_lease_minutes, clock=clock)
+        self._silent: Sequence[str] = ()
         self._numbers: dict[str, Mapping[str, PlanNumbers]] = {}
         self._asked: dict[str, tuple[Mapping[str, Any], WindlassSettings]] = {}  # with the column of the row
         self.by_name: Mapping[str, JoinedBox] = {}
@@ -37,9 +39,18 @@ class Boxes:
         """The boxes that are away, or were removed."""
         return self._fleet.absent
 
+    @property
+    def why_unsure(self) -> str | None:
+        """Returns why it is not known yet which jobs have begun on boxes, or None."""
+        if not self._silent:
+            return None
+        verb = "has" if len(self._silent) == 1 else "have"
+        return f"the service was restored from a backup; {told_boxes(in_short(self._silent))} {verb} not called yet"
+
     def read(self) -> None:
         """Reads the boxes and their jobs, for one pass of the dispatcher."""
         self.by_name = {box.name: box for box in self._fleet.read()}
+        self._silent = self._restoration.silent(self._fleet.known)
         self.wanted = []
 
     def may_run_here(self, job: Job) -> bool:

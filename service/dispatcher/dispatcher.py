@@ -195,7 +195,8 @@ class Dispatcher:
         for job in validating:
             self._guarded(about(job.id, job.attempt), self._preparations.advance, job, validating)
         if absent := self._queue.boxes.absent:
-            take_back(self._database, self._settings, self._lease.node, absent)
+            if self._queue.boxes.why_unsure is None:
+                take_back(self._database, self._settings, self._lease.node, absent)
             watch_absent_boxes(self._database, absent)
         self._launch_next()
         busy = {*self._ended.attempts(), *self._preparations.job_ids}
@@ -425,6 +426,9 @@ class Dispatcher:
         job = verdict.job
         if self._hold is not None:
             self._queue.explain(job, self._hold)
+            return
+        if not job.attempt and (unsure := self._queue.boxes.why_unsure) is not None:
+            self._queue.explain(job, unsure)
             return
         if verdict.is_ready and (reason := room_reason(self._settings.home)) is not None:
             self._queue.explain(job, reason)

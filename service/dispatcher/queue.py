@@ -120,7 +120,7 @@ class JobQueue:
         self._look = look
         self._clock = clock
         self._jitter = jitter
-        self.boxes = Boxes(database, settings)
+        self.boxes = Boxes(database, settings, clock=clock)
         # The queued jobs of this home in the last pass, under any dispatcher.
         self.job_ids: Collection[str] = ()
         self._seen: tuple[float, Collection[str], MachineCapacity] | None = None

@@ -44,6 +44,9 @@ from windlass.service.installation.process_ids import boot_id as boot_id
 from windlass.service.installation.process_ids import end_processes as end_processes
 from windlass.service.installation.process_ids import find_process as find_process
 from windlass.service.installation.process_ids import with_descendants as with_descendants
+from windlass.service.installation.restored import forget_restored as forget_restored
+from windlass.service.installation.restored import mark_restored as mark_restored
+from windlass.service.installation.restored import was_restored as was_restored
 from windlass.service.installation.settings import CORES_TO_DIVIDE as CORES_TO_DIVIDE
 from windlass.service.installation.settings import HARDWARE_FILE as HARDWARE_FILE
 from windlass.service.installation.settings import KEY_VARIABLE as KEY_VARIABLE

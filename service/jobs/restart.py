@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from windlass.engine.training_config import Initialization
-from windlass.service.installation import Settings, node_of
+from windlass.service.installation import Settings, node_of, was_restored
 from windlass.service.validation import ApiError, model_dir
 from windlass.storage.sql import TERMINAL_STATUSES, Box, Checkpoint, Job, JobStatus
 from windlass.storage.sql.repositories import (
@@ -99,6 +99,11 @@ def note_restart(session: Session, job_id: str, restart: Restart) -> None:
 def _check_box_is_lost(settings: Settings, job: Job, box: Box) -> None:
     if box.state == BoxState.REMOVED.value:
         return
+    if was_restored(settings.home):
+        raise _refusal(
+            f"box {box.name} may still work on job {job.id}: the service was restored from a backup, and not all boxes "
+            "have called since; try again later, or remove the box"
+        )
     left_s = box.seen_at + settings.box_lease_minutes * 60 - time.time()
     if time.time() - box.seen_at < _CALLED_JUST_NOW_S:
         raise _refusal(

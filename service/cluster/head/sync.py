@@ -15,7 +15,7 @@ from windlass.engine.checkpoint import remove_model_folder
 from windlass.service.cluster.head.caller import BoxDep
 from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.manifest import Manifests
-from windlass.service.installation import Settings, about, node_of
+from windlass.service.installation import Settings, about, node_of, was_restored
 from windlass.service.machine.fleet import (
     InstructionMessage,
     SyncReply,
@@ -83,9 +83,10 @@ class _Syncing:
             box = boxes.get(box_id)
             if box.state == BoxState.REMOVED.value:  # since the caller was admitted
                 raise ApiError(f"box {box.name} was removed from this service", status=403, code="box_removed")
-            done = set(news.done)
-            for each in boxes.instructions(box.id, limit=len(done) + 1000) if done else ():
-                if each.ordinal in done:
+            done, held = set(news.done), set(news.held)
+            for each in boxes.instructions(box.id, limit=len(done) + 1000) if done or held else ():
+                # A box may have a job, and work on it, though a restored database still tells it to take it.
+                if each.ordinal in done or (each.kind == Instruction.TAKE and each.job_id in held):
                     boxes.withdraw(each.ordinal)
             for report in news.jobs:
                 if lacking := self._apply(session, box, report, after):
@@ -100,7 +101,7 @@ class _Syncing:
                     )
                     for each in boxes.instructions(box.id)
                 ),
-                cursors=mirror.cursors(box, news.held),
+                cursors=mirror.cursors(box, news.held, is_restored=was_restored(self.settings.home)),
                 missing=missing,
                 windlass=windlass.__version__,
             )

@@ -30,3 +30,4 @@ from windlass.service.dispatcher.placement.queue_policy import Queued as Queued
 from windlass.service.dispatcher.placement.queue_policy import Turn as Turn
 from windlass.service.dispatcher.placement.queue_policy import decide as decide
 from windlass.service.dispatcher.placement.queue_policy import in_turn as in_turn
+from windlass.service.dispatcher.placement.restoration import Restoration as Restoration

@@ -1,7 +1,8 @@
 """The boxes that have joined, as the queue sees them: their resources, and the jobs that were given to them."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 from windlass.planner.hardware import Hardware
 from windlass.service.dispatcher.placement.capacity import Demand, MachineCapacity, SsdSpace, demand_by
 from windlass.service.jobs import BoxKind, MachineResources, PlanNumbers
-from windlass.service.machine.fleet import BoxFacts, CapacityReport, is_away, resources_of_box
+from windlass.service.machine.fleet import AWAY_AFTER_S, BoxFacts, CapacityReport, is_away, resources_of_box
 from windlass.storage.sql import Box, Database, Job
 from windlass.storage.sql.repositories import BoxRepository, BoxState, JobRepository
 
@@ -48,8 +49,11 @@ class Fleet:
 
     database: Database
     head: str  # this home
+    clock: Callable[[], float] = time.monotonic
     is_used: bool = False  # a box has joined once, so that requests may name boxes
+    known: Sequence[Box] = ()  # all that were not removed
     absent: Sequence[Box] = ()  # those that are away, or were removed
+    _began_at: float | None = None  # when the boxes were first read
     _kinds: dict[str, tuple[Mapping[str, Any], BoxKind]] = field(default_factory=dict)
 
     def read(self) -> Sequence[JoinedBox]:
@@ -57,8 +61,12 @@ class Fleet:
         with self.database.read() as session:
             known = BoxRepository(session).all(self.head, with_removed=True)
             self.is_used = bool(known)
-            self.absent = [row for row in known if row.state == BoxState.REMOVED.value or is_away(row)]
-            rows = [row for row in known if row.state != BoxState.REMOVED.value]
+            rows = self.known = [row for row in known if row.state != BoxState.REMOVED.value]
+            # No box could call while this home's service was off. Each gets the time for it.
+            now = self.clock()
+            self._began_at = now if self._began_at is None else self._began_at
+            is_early = now - self._began_at <= AWAY_AFTER_S
+            self.absent = [row for row in known if row not in rows or (is_away(row) and not is_early)]
             if not rows:
                 return []
             holders = JobRepository(session).held_by([row.node for row in rows])

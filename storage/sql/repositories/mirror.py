@@ -206,11 +206,12 @@ class MirrorRepository:
 
     # --- the head's copies -------------------------------------------------------------------------------------------
 
-    def cursors(self, box: Box, held: Collection[str]) -> dict[str, int]:
+    def cursors(self, box: Box, held: Collection[str], *, is_restored: bool = False) -> dict[str, int]:
         """Returns the jobs that the box works on, each with the last of its events that the head has.
 
         `held`: the jobs that the box has. A job that is among them and not in the answer is to be discarded there. -1:
-        the head does not know the job, and asks for its whole row.
+        the head does not know the job, and asks for its whole row. `is_restored`: the head's database is that of a
+        backup, by which a job may wait for another box.
         """
         taken = ~exists().where(BoxInstruction.job_id == Job.id, BoxInstruction.kind == Instruction.TAKE.value)
         query = select(Job.id, Job.box_cursor).where(Job.node == box.node, taken)
@@ -219,7 +220,7 @@ class MirrorRepository:
             job = self._session.get(Job, job_id, populate_existing=True)
             if job is None and not self._is_deleted(job_id):
                 found[job_id] = -1
-            elif job is not None and self._claim(box, job):
+            elif job is not None and self._claim(box, job, is_restored=is_restored):
                 found[job_id] = job.box_cursor
         return found
 
@@ -276,14 +277,16 @@ class MirrorRepository:
     def _is_deleted(self, job_id: str) -> bool:
         return DeletionRepository(self._session).deleted_job(job_id) is not None
 
-    def _claim(self, box: Box, job: Job) -> bool:
+    def _claim(self, box: Box, job: Job, *, is_restored: bool) -> bool:
         """Gives a job back to the box that has it, after the head's database was restored from an older backup.
 
         Returns False if it has begun elsewhere, has ended, or is being given to a box.
         """
         if job.status not in (JobStatus.VALIDATING_FILES, JobStatus.QUEUED) or job.attempt != 0:
             return False
-        if self._boxes.by_node(job.node) is not None or job.windlass.get("box") not in (None, box.name):
+        if job.windlass.get("box") not in (None, box.name):
+            return False
+        if self._boxes.by_node(job.node) is not None and not (is_restored and self.take_back(job.id, box.head)):
             return False
         statement = update(Job).where(Job.id == job.id, Job.attempt == 0, Job.status == job.status)
         claimed = execute_change(self._session, statement.values(node=box.node, lease_holder=None, box_cursor=0)) == 1

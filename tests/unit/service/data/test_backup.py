@@ -24,6 +24,7 @@ from windlass.planner.planning.plan_request import PlanRequest
 from windlass.service.data import backup
 from windlass.service.data.backup import BackupError, make_backup, restore_backup
 from windlass.service.installation.home import node_of
+from windlass.service.installation.restored import was_restored
 from windlass.service.installation.settings import Settings, load_settings
 from windlass.service.jobs.plan_files import load_plan_request
 from windlass.service.jobs.spec_builder import training_config_of
@@ -101,6 +102,7 @@ def test_a_home_with_jobs_of_all_kinds_is_read_again_elsewhere(
     new = load_settings(tmp_path / "new")
     assert (new.keep_jobs_days, node_of(new.home)) == (30, node)
     assert SecretBox(new.home).open(sealed) == "whsec_x"
+    assert was_restored(new.home)
     modes = {name: (new.home / name).stat().st_mode & 0o777 for name in (".", "secrets.key", "cli.key", "windlass.db")}
     assert modes == {".": 0o700, "secrets.key": 0o600, "cli.key": 0o600, "windlass.db": 0o600}
     with serve(new) as client_of_new:

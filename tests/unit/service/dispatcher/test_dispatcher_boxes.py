@@ -16,6 +16,7 @@ from windlass.planner.planning.job_plan import JobPlan
 from windlass.planner.planning.report import PlanReport
 from windlass.service.dispatcher.placement.capacity import MachineCapacity
 from windlass.service.dispatcher.placement.fleet import kind_of
+from windlass.service.installation.restored import mark_restored, was_restored
 from windlass.service.jobs.box_plans import keep_numbers, kind_dir
 from windlass.service.jobs.plan_files import load_plan
 from windlass.service.machine.fleet.facts import BoxFacts, GpuFacts
@@ -242,6 +243,10 @@ def test_job_that_its_box_did_not_take_before_it_was_away_is_taken_back(stage: S
     assert place_of(stage, second) == "attic"
     assert load_plan(stage.settings, stage.job(second)) is None, "an unmeasured box runs it without a plan"
     leave(stage, attic)
+    stage.new_dispatcher()
+    stage.tick(2)
+    assert place_of(stage, second) == "attic", "it could not call while the head was off"
+    stage.now += 16
     stage.tick(2)
     assert (place_of(stage, second), instructions(stage, attic)) == (None, [])
     assert load_plan(stage.settings, stage.job(second)) == own_plan
@@ -262,6 +267,7 @@ def test_job_that_its_box_has_taken_stays_there(stage: Stage) -> None:
         [take] = BoxRepository(session).instructions(attic.id)
         BoxRepository(session).withdraw(take.ordinal)
     leave(stage, attic)
+    stage.now += 16
     stage.tick(2)
     assert place_of(stage, job_id) == "attic"
 
@@ -343,3 +349,12 @@ def test_reason_that_changes_only_in_the_jobs_on_the_boxes_is_no_new_event(stage
     with stage.database.read() as session:
         page = EventRepository(session).page(jobs[3], limit=100, after=None, type=None)
     assert sum("Waiting: every GPU" in row.message for row in page.rows) == 1
+
+
+def test_home_without_boxes_does_not_wait_after_a_restore(stage: Stage) -> None:
+    mark_restored(stage.settings.home)
+    job_id = stage.queue_only()
+    stage.new_dispatcher()
+    stage.tick()
+    assert stage.status(job_id) is JobStatus.RUNNING
+    assert not was_restored(stage.settings.home)

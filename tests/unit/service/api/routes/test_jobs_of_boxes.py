@@ -10,6 +10,7 @@ from fastapi.testclient import TestClient
 
 from tests.support.service.api_client import context_of, make_model, serve, upload
 from tests.support.service.boxes import add_box
+from windlass.service.installation.restored import mark_restored
 from windlass.service.installation.settings import Settings
 from windlass.storage.sql import Box, Checkpoint, JobStatus
 from windlass.storage.sql.repositories import BoxRepository, BoxState, EventRepository, JobRepository, MirrorRepository
@@ -88,6 +89,15 @@ def test_a_job_whose_box_may_still_work_on_it_is_not_begun_elsewhere(client: Tes
     error = client.post(f"{JOBS}/{job_id}/restart").json()["error"]
     assert "box attic may still work on job" in error["message"]
     assert client.get(f"{JOBS}/{job_id}").json()["status"] == "running"
+
+
+def test_a_job_is_not_begun_elsewhere_before_its_box_could_call_a_restored_head(
+    client: TestClient, box: Box, job_id: str
+) -> None:
+    lose(client, box)
+    mark_restored(context_of(client).settings.home)
+    error = client.post(f"{JOBS}/{job_id}/restart").json()["error"]
+    assert "the service was restored from a backup" in error["message"]
 
 
 def test_a_job_of_a_lost_box_goes_on_from_its_newest_checkpoint(client: TestClient, box: Box, job_id: str) -> None:
