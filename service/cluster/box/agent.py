@@ -342,18 +342,25 @@ class _Memory:
         self._done_path = home / "instructions.json"
         self._home = home
         self._clock = clock
+        self._fails_to_note = False
         before = read_silence(home) or Silence(0.0, _DEFAULT_LEASE_S)
         self._lease_s, self._answered_at = before.lease_s, clock() - before.seconds
 
     def silence(self) -> Silence:
-        """Returns the time since the head's last answer. Before this process began it follows from the wall clock."""
+        """Returns the time since the head's last answer. Before this process began it follows from the file."""
         return Silence(self._clock() - self._answered_at, self._lease_s)
 
     def answered(self, lease_s: float) -> None:
         """Notes an answer of the head."""
         self._answered_at, self._lease_s = self._clock(), lease_s
-        with suppress(OSError):  # on a full disk the lease only seems older
+        try:
             note_answer(self._home, lease_s)
+        except OSError as error:  # the lease only seems older
+            if not self._fails_to_note:
+                _LOG.warning("the head's answers cannot be noted, so this box will hold after its lease: %s", error)
+            self._fails_to_note = True
+        else:
+            self._fails_to_note = False
 
     def read_done(self) -> set[int]:
         """Returns the instructions that were carried out and that the head still listed."""

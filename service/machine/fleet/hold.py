@@ -9,10 +9,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from windlass.service.installation import boot_id
 from windlass.storage.files import write_atomically, write_durably
 
 _HOLD_FILE = "hold.json"
 _ANSWER_FILE = "answered.json"
+# Characters of that file, so that a rewrite in place leaves none of the old ones.
+_ANSWER_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +54,30 @@ def write_hold(home: Path, reason: str | None) -> None:
 
 def note_answer(home: Path, lease_s: float) -> None:
     """Notes that the head answers now. Raises OSError."""
-    write_atomically(home / _ANSWER_FILE, json.dumps({"lease_s": lease_s}))
+    path = home / _ANSWER_FILE
+    noted = {"lease_s": lease_s, "boot": boot_id(), "uptime_s": _uptime_s()}
+    text = json.dumps(noted).ljust(_ANSWER_CHARS)
+    try:
+        write_atomically(path, text)
+    except OSError:  # a full disk: the file's own block still takes the new time
+        with path.open("r+") as file:
+            file.write(text)
 
 
 def read_silence(home: Path) -> Silence | None:
-    """Returns the time since the head's last answer, by the wall clock; None: it has never answered."""
+    """Returns the time since the head's last answer; None: it has never answered.
+
+    The wall clock, which may be set, counts only if the machine was started since.
+    """
     path = home / _ANSWER_FILE
     try:
-        lease_s = float(json.loads(path.read_text())["lease_s"])
-        return Silence(max(0.0, time.time() - path.stat().st_mtime), lease_s)
-    except (OSError, ValueError, LookupError, TypeError):
+        noted = json.loads(path.read_text())
+        if noted.get("boot") == boot_id():
+            seconds = _uptime_s() - float(noted["uptime_s"])
+        else:
+            seconds = time.time() - path.stat().st_mtime
+        return Silence(max(0.0, seconds), float(noted["lease_s"]))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
@@ -68,6 +85,11 @@ def stop_holding(home: Path) -> None:
     """Removes both files, because the home belongs to no head any more."""
     for name in (_HOLD_FILE, _ANSWER_FILE):
         (home / name).unlink(missing_ok=True)
+
+
+def _uptime_s() -> float:
+    """Returns the time since the machine's start, with the time that it slept."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _told_reason(home: Path) -> str | None:

@@ -1,5 +1,7 @@
 """A dispatcher that holds: it begins no attempts, and running ones end at a commit and go on when the hold is over."""
 
+import errno
+import json
 import os
 import time
 
@@ -7,8 +9,9 @@ import pytest
 
 from tests.support.service.dispatcher_stage import Stage
 from windlass.actors.scheduler.scheduler import PAUSED
+from windlass.service.machine.fleet import hold
 from windlass.service.machine.fleet.content import taken_dir
-from windlass.service.machine.fleet.hold import note_answer, read_hold, stop_holding, write_hold
+from windlass.service.machine.fleet.hold import note_answer, read_hold, read_silence, stop_holding, write_hold
 from windlass.storage.sql.job_status import JobStatus
 
 REASON = "box attic is being drained"
@@ -71,19 +74,61 @@ def test_hold_that_cannot_be_read_counts_as_a_hold(stage: Stage) -> None:
     assert read_hold(home) == REASON
 
 
-def test_dispatcher_holds_by_itself_when_the_lease_is_over_and_no_agent_says_so(stage: Stage) -> None:
+def test_dispatcher_holds_by_itself_when_the_lease_is_over_and_no_agent_says_so(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = stage.settings.home
     note_answer(home, lease_s=600)
     assert read_hold(home) is None
-    answered_at = time.time() - 601
-    os.utime(home / "answered.json", (answered_at, answered_at))
+    uptime_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    monkeypatch.setattr(time, "clock_gettime", lambda _clock: uptime_s + 601)
     reason = "the head has not answered this box for longer than its lease of 10 minutes"
     job_id = stage.queue_only()
     stage.tick(2)
     assert (stage.status(job_id), stage.job(job_id).waiting_reason) == (JobStatus.QUEUED, reason)
+    monkeypatch.undo()
     note_answer(home, lease_s=600)
     stage.tick()
     assert stage.status(job_id) is JobStatus.RUNNING
+
+
+@pytest.mark.parametrize("step_s", [-86400, 86400])
+def test_a_step_of_the_wall_clock_neither_ends_nor_lengthens_the_lease(stage: Stage, step_s: int) -> None:
+    path = stage.settings.home / "answered.json"
+    note_answer(stage.settings.home, lease_s=600)
+    noted_at = path.stat().st_mtime - step_s  # as the clock shows it after the step
+    os.utime(path, (noted_at, noted_at))
+    silence = read_silence(stage.settings.home)
+    assert silence is not None
+    assert silence.seconds < 60
+    noted = json.loads(path.read_text())
+    path.write_text(json.dumps({**noted, "uptime_s": noted["uptime_s"] - 700}))
+    assert read_hold(stage.settings.home) is not None
+
+
+def test_after_another_start_of_the_machine_the_wall_clock_counts(stage: Stage) -> None:
+    path = stage.settings.home / "answered.json"
+    note_answer(stage.settings.home, lease_s=600)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "boot": "another"}))
+    assert read_hold(stage.settings.home) is None
+    noted_at = time.time() - 601
+    os.utime(path, (noted_at, noted_at))
+    assert read_hold(stage.settings.home) is not None
+
+
+def test_an_answer_is_noted_though_the_disk_has_no_room_for_another_file(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = stage.settings.home
+    note_answer(home, lease_s=0.0)
+    assert read_hold(home) is not None
+
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(hold, "write_atomically", refuse)
+    note_answer(home, lease_s=600)
+    assert read_hold(home) is None
 
 
 def test_home_that_has_left_its_head_holds_no_more(stage: Stage) -> None:
