@@ -9,8 +9,8 @@ from sqlalchemy.orm import Session
 
 from windlass.service.auth import are_stored_bytes_limited
 from windlass.service.data import deletion, measure_stored
-from windlass.service.installation import Settings, about
-from windlass.service.machine.fleet import note_written, taken_dir
+from windlass.service.installation import BOX_FILE, Settings, about
+from windlass.service.machine.fleet import note_written
 from windlass.service.validation import ApiError
 from windlass.storage.sql import Database, DeletedJob, NotFound, Removal, StatusConflict
 from windlass.storage.sql.repositories import AuditRepository, DeletionRepository, JobRepository, RetentionRepository
@@ -158,7 +158,7 @@ class Housekeeping:
         On a box that works for a head, nothing is old: the head says what is to be removed, once it has it.
         """
         settings = self._settings
-        if taken_dir(settings.home).is_dir():
+        if (settings.home / BOX_FILE).exists():
             return True
         kinds: tuple[tuple[str, float | None, Callable[..., Sequence[str]], Callable[..., Removal | None]], ...] = (
             ("job", settings.keep_jobs_days, self._old_jobs, self._delete_job),

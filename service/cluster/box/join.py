@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from windlass.service.cluster.box.connection import (
     told_errors,
 )
 from windlass.service.installation import BOX_FILE, Settings, find_serving, load_settings, node_of, prepare_home
-from windlass.service.machine.fleet import facts_of_this_box, stop_holding
+from windlass.service.machine.fleet import facts_of_this_box, stop_holding, taken_dir
 from windlass.service.validation import ReportedError
 from windlass.storage.files import write_durably
 
@@ -35,6 +36,8 @@ _DEFAULT_PORT = 8643
 _SETTINGS_FILE, _SSD_DIRS = "windlass.toml", "ssd_dirs"
 _SSD_DIRS_VARIABLE = "WINDLASS_SSD_DIRS"
 _PLACEHOLDER = Path("/path/on/an/ssd")  # in the commands that a head prints
+# In the folder of taken jobs, once the home has left: the fingerprint of the authority of the head that gave them.
+_HEAD_FILE = "head"
 # Set while a command runs again after it has installed the head's version, so that it does so once only.
 _INSTALLED = "_WINDLASS_HEADS_VERSION_INSTALLED"
 
@@ -207,6 +210,7 @@ def ask_to_join(settings: Settings, head: HeadFacts, code: JoinCode, name: str) 
     }
     with HeadConnection.to(head.url, context_for(head.authority)) as connection:
         answer = connection.post("/v1/node/join", message).json()
+    _match_taken(settings.home, fingerprint_of(head.authority).hex())
     files = BoxFiles(settings.home)
     files.key.parent.mkdir(mode=0o700, exist_ok=True)
     for path, content in (
@@ -235,9 +239,40 @@ def leave_head(home: Path) -> None:
 def forget_head(home: Path) -> None:
     """Removes the home's right to call its head. The home's dispatcher, if it runs, holds no attempts any more."""
     files = BoxFiles(home)
+    if (head := _head_of_taken(home)) is not None and taken_dir(home).is_dir():
+        write_durably(taken_dir(home) / _HEAD_FILE, head)
     for path in (home / BOX_FILE, files.key, files.certificate, files.authority):
         path.unlink(missing_ok=True)
     stop_holding(home)
+
+
+def _match_taken(home: Path, head: str) -> None:
+    """Sets the list of taken jobs aside if it is of another head, so that this one does not get that head's jobs.
+
+    `head`: the fingerprint of the head's authority. Its own list, if it was set aside before, is used again.
+    """
+    taken, before = taken_dir(home), _head_of_taken(home)
+    if before == head:
+        return
+    if taken.is_dir():
+        taken.rename(_aside(home, before or f"unknown-{time.time_ns()}"))
+    if _aside(home, head).is_dir():
+        _aside(home, head).rename(taken)
+
+
+def _head_of_taken(home: Path) -> str | None:
+    """Returns the fingerprint of the authority whose jobs are listed as taken; None: not known."""
+    try:
+        authority = BoxFiles(home).authority
+        if authority.exists():
+            return fingerprint_of(authority.read_text()).hex()
+        return (taken_dir(home) / _HEAD_FILE).read_text()
+    except (OSError, ValueError):
+        return None
+
+
+def _aside(home: Path, head: str) -> Path:
+    return home / f"{taken_dir(home).name}-{head}"
 
 
 def _escaped(path: Path) -> str:

@@ -79,7 +79,10 @@ class ResultFolder(_Message):
 
 
 def taken_dir(home: Path) -> Path:
-    """Returns the folder with the lists of files of the jobs that a box has taken. Only the home of a box has it."""
+    """Returns the folder with the lists of files of the jobs that a box has taken.
+
+    Only the home of a box has it, also after it has left.
+    """
     return home / "taken"
 
 

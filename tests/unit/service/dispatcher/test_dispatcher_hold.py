@@ -9,10 +9,12 @@ import pytest
 
 from tests.support.service.dispatcher_stage import Stage
 from windlass.actors.scheduler.scheduler import PAUSED
+from windlass.service.installation.home import BOX_FILE
 from windlass.service.machine.fleet import hold
 from windlass.service.machine.fleet.content import taken_dir
 from windlass.service.machine.fleet.hold import note_answer, read_hold, read_silence, stop_holding, write_hold
 from windlass.storage.sql.job_status import JobStatus
+from windlass.storage.sql.repositories.jobs import JobRepository
 
 REASON = "box attic is being drained"
 
@@ -146,8 +148,14 @@ def test_housekeeping_of_a_box_deletes_nothing_because_it_is_old(stage: Stage) -
     stage.tick()
     stage.end_runner(job_id, 1)
     stage.tick(2)
-    taken_dir(stage.settings.home).mkdir()
+    (stage.settings.home / BOX_FILE).touch()
     stage.settings = stage.settings.model_copy(update={"keep_jobs_days": 1e-9})
     stage.new_dispatcher()
     stage.tick(3)
     assert stage.status(job_id) is JobStatus.CANCELLED
+    taken_dir(stage.settings.home).mkdir()
+    (stage.settings.home / BOX_FILE).unlink()
+    stage.new_dispatcher()
+    stage.tick(3)
+    with stage.database.read() as session:
+        assert JobRepository(session).find(job_id) is None, "a home that has left its head is like any other"
