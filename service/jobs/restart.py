@@ -18,6 +18,7 @@ from windlass.storage.sql.repositories import (
     JobRepository,
     MirrorRepository,
     NewJob,
+    told_lease_s,
 )
 
 _CALLED_JUST_NOW_S = 15.0  # a box calls every second
@@ -104,12 +105,13 @@ def _check_box_is_lost(settings: Settings, job: Job, box: Box) -> None:
             f"box {box.name} may still work on job {job.id}: the service was restored from a backup, and not all boxes "
             "have called since; try again later, or remove the box"
         )
-    left_s = box.seen_at + settings.box_lease_minutes * 60 - time.time()
     if time.time() - box.seen_at < _CALLED_JUST_NOW_S:
         raise _refusal(
             f"box {box.name}, which has the states of job {job.id}, is here, and the job goes on there; to move it, "
             "cancel it, and submit it again from its last checkpoint"
         )
+    lease_s = max(settings.box_lease_minutes * 60, told_lease_s(box))  # the setting may be shorter than it was
+    left_s = box.seen_at + lease_s - time.time()
     if left_s > 0:
         minutes = math.ceil(left_s / 60)
         raise _refusal(

@@ -83,6 +83,8 @@ class _Syncing:
             box = boxes.get(box_id)
             if box.state == BoxState.REMOVED.value:  # since the caller was admitted
                 raise ApiError(f"box {box.name} was removed from this service", status=403, code="box_removed")
+            lease_s = 60 * self.settings.box_lease_minutes
+            boxes.note_lease(box, lease_s)
             done, held = set(news.done), set(news.held)
             for each in boxes.instructions(box.id, limit=len(done) + 1000) if done or held else ():
                 # A box may have a job, and work on it, though a restored database still tells it to take it.
@@ -94,7 +96,7 @@ class _Syncing:
             mirror.tell(box, news.copying)
             reply = SyncReply(
                 state=BoxState(box.state),
-                lease_s=60 * self.settings.box_lease_minutes,
+                lease_s=lease_s,
                 instructions=tuple(
                     InstructionMessage(
                         ordinal=each.ordinal, job_id=each.job_id, kind=Instruction(each.kind), body=each.body

@@ -1,4 +1,4 @@
-"""What a dispatcher does not yet do in a home that was restored from a backup.
+"""Tells for how long the dispatcher of a home that was restored from a backup waits for boxes.
 
 A job that never began by the restored database may run on a box, which tells so with its first call.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from windlass.service.installation import forget_restored, was_restored
 from windlass.storage.sql import Box
+from windlass.storage.sql.repositories import told_lease_s
 
 
 class Restoration:
@@ -31,7 +32,7 @@ class Restoration:
             return ()
         now = self._clock()
         if self._until is None:
-            self._until = now + self._lease_s
+            self._until = now + max([self._lease_s, *map(told_lease_s, boxes)])
         # Compared with the first one read, because the wall clock may have been set back.
         names = [box.name for box in boxes if self._seen_at.setdefault(box.id, box.seen_at) == box.seen_at]
         if names and now < self._until:

@@ -11,6 +11,7 @@ from windlass.storage.sql.repositories.audit import audit_id as audit_id
 from windlass.storage.sql.repositories.boxes import BoxRepository as BoxRepository
 from windlass.storage.sql.repositories.boxes import BoxState as BoxState
 from windlass.storage.sql.repositories.boxes import Instruction as Instruction
+from windlass.storage.sql.repositories.boxes import told_lease_s as told_lease_s
 from windlass.storage.sql.repositories.deletions import DeletionRepository as DeletionRepository
 from windlass.storage.sql.repositories.deletions import RemovalKind as RemovalKind
 from windlass.storage.sql.repositories.deletions import RetentionRepository as RetentionRepository

@@ -42,6 +42,14 @@ class Instruction(StrEnum):
     RESUME = "resume"
 
 
+_LEASE = "lease_s"  # in the facts of a box, beside what it says itself
+
+
+def told_lease_s(box: Box) -> float:
+    """Returns the lease that a box was told with its last call. It counts until the box calls again; 0: none yet."""
+    return float(box.facts.get(_LEASE, 0.0))
+
+
 class BoxRepository:
     """Boxes and their instructions, within the caller's transaction."""
 
@@ -134,6 +142,11 @@ class BoxRepository:
         statement = update(Box).where(Box.id == box_id).values(**values)
         if execute_change(self._session, statement) != 1:
             raise NotFound("box", box_id)
+
+    def note_lease(self, box: Box, lease_s: float) -> None:
+        """Notes the lease that a box is told now."""
+        if box.facts.get(_LEASE) != lease_s:
+            self.set(box.id, facts={**box.facts, _LEASE: lease_s})
 
     def names(self) -> dict[str, str]:
         """Returns the names of all boxes, removed ones too, by their homes."""

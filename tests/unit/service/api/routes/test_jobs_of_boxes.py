@@ -91,6 +91,17 @@ def test_a_job_whose_box_may_still_work_on_it_is_not_begun_elsewhere(client: Tes
     assert client.get(f"{JOBS}/{job_id}").json()["status"] == "running"
 
 
+def test_a_shortened_lease_does_not_count_before_the_box_has_been_told(
+    client: TestClient, box: Box, job_id: str
+) -> None:
+    with context_of(client).database.write() as session:
+        boxes = BoxRepository(session)
+        boxes.note_lease(boxes.get(box.id), 7200.0)  # the setting is 10 minutes now
+    lose(client, box)
+    error = client.post(f"{JOBS}/{job_id}/restart").json()["error"]
+    assert "try again in 60 minutes" in error["message"]
+
+
 def test_a_job_is_not_begun_elsewhere_before_its_box_could_call_a_restored_head(
     client: TestClient, box: Box, job_id: str
 ) -> None:

@@ -13,7 +13,7 @@ from windlass.service.cluster.box.connection import BoxRemoved, HeadRefused, Hea
 from windlass.service.machine.fleet.content import result_file_id, taken_dir
 from windlass.service.machine.fleet.hold import read_hold
 from windlass.storage.sql.job_status import JobStatus
-from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState, Instruction
+from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState, Instruction, told_lease_s
 from windlass.storage.sql.repositories.jobs import JobRepository
 from windlass.storage.sql.repositories.mirror import MirrorRepository
 
@@ -373,3 +373,11 @@ def test_run_until_calls_again_after_any_trouble(cluster: Cluster) -> None:
     cluster.agent.tick = troubled  # type: ignore[method-assign]
     run_until(ending, cluster.agent, pause_s=0.01)
     assert ending.is_set()
+
+
+def test_the_head_remembers_the_lease_that_it_told(cluster: Cluster) -> None:
+    cluster.agent.tick()
+    assert told_lease_s(cluster.box_row()) == 60 * cluster.head.settings.box_lease_minutes
+    cluster.now += 1000  # the facts are told again
+    cluster.agent.tick()
+    assert told_lease_s(cluster.box_row()) == 60 * cluster.head.settings.box_lease_minutes
