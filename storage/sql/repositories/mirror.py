@@ -282,7 +282,10 @@ class MirrorRepository:
 
         Returns False if it has begun elsewhere, has ended, or is being given to a box.
         """
-        if job.status not in (JobStatus.VALIDATING_FILES, JobStatus.QUEUED) or job.attempt != 0:
+        before = {JobStatus.VALIDATING_FILES, JobStatus.QUEUED}
+        if is_restored:
+            before.add(JobStatus.PAUSED)  # it may have been resumed after the backup
+        if job.status not in before or job.attempt != 0:
             return False
         if job.windlass.get("box") not in (None, box.name):
             return False

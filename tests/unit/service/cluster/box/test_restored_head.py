@@ -12,12 +12,12 @@ from windlass.storage.sql.repositories.boxes import BoxRepository, Instruction
 REASON = f"the service was restored from a backup; box {NAME} has not called yet"
 
 
-def restore(cluster: Cluster, job_id: str, *, node: str) -> None:
+def restore(cluster: Cluster, job_id: str, *, node: str, status: JobStatus = JobStatus.QUEUED) -> None:
     """Restores the head as of before the job began. `node`: the home that had the job then."""
     with cluster.head.database.write() as session:
         job = session.get(Job, job_id)
         assert job is not None
-        job.node, job.lease_holder, job.status = node, None, JobStatus.QUEUED
+        job.node, job.lease_holder, job.status = node, None, status
         job.attempt = job.box_cursor = job.step = 0
         BoxRepository(session).set(cluster.row.id, seen_at=time.time() - 3600)
     mark_restored(cluster.head.settings.home)
@@ -71,6 +71,15 @@ def test_a_job_that_another_box_was_to_take_stays_on_the_box_that_has_it(cluster
     restore(cluster, job_id, node=other.node)
     with cluster.head.database.write() as session:
         BoxRepository(session).instruct(other.id, job_id, Instruction.TAKE)
+    cluster.head.tick(2)
+    goes_on(cluster, job_id)
+
+
+def test_a_job_that_was_paused_at_the_time_of_the_backup_stays_on_its_box(cluster: Cluster) -> None:
+    job_id = run(cluster)
+    train(cluster, job_id, 1, 2, 3)
+    cluster.until(lambda: cluster.head.job(job_id).step == 3)
+    restore(cluster, job_id, node=cluster.head.node, status=JobStatus.PAUSED)
     cluster.head.tick(2)
     goes_on(cluster, job_id)
 
