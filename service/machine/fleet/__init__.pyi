@@ -37,5 +37,9 @@ from windlass.service.machine.fleet.messages import InstructionMessage as Instru
 from windlass.service.machine.fleet.messages import SsdSpaceReport as SsdSpaceReport
 from windlass.service.machine.fleet.messages import SyncReply as SyncReply
 from windlass.service.machine.fleet.messages import SyncRequest as SyncRequest
+from windlass.service.machine.fleet.reports import JobId as JobId
+from windlass.service.machine.fleet.reports import ReportedFields as ReportedFields
+from windlass.service.machine.fleet.reports import ReportedRow as ReportedRow
+from windlass.service.machine.fleet.reports import error_text as error_text
 from windlass.service.machine.fleet.ssd_ledger import note_written as note_written
 from windlass.service.machine.fleet.ssd_ledger import written_by_ssd as written_by_ssd
