@@ -345,6 +345,8 @@ class MirrorRepository:
         self._session.flush()
         for each in kept.values():
             row = self._session.get(Checkpoint, each.id) or Checkpoint(id=each.id, job_id=job.id)
+            if row.job_id != job.id:
+                continue  # a box may name any id
             row.attempt, row.step_number, row.created_at = each.attempt, each.step_number, each.created_at
             row.model, row.path, row.metrics = each.model, path_of(each.model), each.metrics
             row.reasons, row.nbytes = each.reasons, each.nbytes
