@@ -4,6 +4,7 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -24,6 +25,7 @@ from windlass.service.machine.fleet import (
     error_text,
     is_model_of,
     model_name,
+    readable_part,
     result_file_id,
 )
 from windlass.service.validation import ApiError, JobSettings, job_id_prefix
@@ -88,8 +90,9 @@ class _Syncing:
             for each in boxes.instructions(box.id, limit=len(done) + 1000) if done else ():
                 if each.ordinal in done:
                     boxes.withdraw(each.ordinal)
-            for report in news.jobs:
-                if lacking := self._apply(session, box, report, after):
+            for told in news.jobs:
+                report = readable_part(told, partial(_warn, box, told.id))
+                if report is not None and (lacking := self._apply(session, box, report, after)):
                     missing[report.id] = lacking
             mirror.tell(box, news.copying)
             reply = SyncReply(
@@ -155,6 +158,10 @@ class _Syncing:
 
     def _has_model(self, name: str) -> bool:
         return (self.settings.fine_tuned_dir / name / "config.json").is_file()
+
+
+def _warn(box: Box, job_id: str, why: str) -> None:
+    _LOG.warning("a part of a report of box %s cannot be read, and is left out: %s", box.name, why, extra=about(job_id))
 
 
 def _why_not_adopted(session: Session, report: JobReport) -> str | None:

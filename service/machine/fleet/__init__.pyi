@@ -38,8 +38,8 @@ from windlass.service.machine.fleet.messages import SsdSpaceReport as SsdSpaceRe
 from windlass.service.machine.fleet.messages import SyncReply as SyncReply
 from windlass.service.machine.fleet.messages import SyncRequest as SyncRequest
 from windlass.service.machine.fleet.reports import JobId as JobId
-from windlass.service.machine.fleet.reports import ReportedFields as ReportedFields
 from windlass.service.machine.fleet.reports import ReportedRow as ReportedRow
 from windlass.service.machine.fleet.reports import error_text as error_text
+from windlass.service.machine.fleet.reports import readable_part as readable_part
 from windlass.service.machine.fleet.ssd_ledger import note_written as note_written
 from windlass.service.machine.fleet.ssd_ledger import written_by_ssd as written_by_ssd
