@@ -1,4 +1,4 @@
-"""Checks of what a box reports about its jobs. A box is a machine of its own, and may say anything."""
+"""Checks of what a box and its head say about jobs. The other one is a machine of its own, and may say anything."""
 
 import json
 import time
@@ -18,6 +18,7 @@ _MAX_RESULT_FILES = _MAX_REASONS = 100
 
 JobId = Annotated[str, Field(pattern=r"^ftjob-[0-9a-f]{24}$")]
 _Id = Annotated[str, Field(max_length=64), AfterValidator(check_storable)]
+_FileId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]  # a file's name in the files directory
 _Name = Annotated[str, Field(max_length=255), AfterValidator(check_storable)]
 _Words = Annotated[str, Field(max_length=_MAX_WORDS_CHARS)]
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -116,7 +117,7 @@ class ReportedFields(_Reported):
     windlass: _Object = {}
     error: _Error | None = None
     fine_tuned_model: _Name | None = None
-    result_files: Annotated[list[_Id], Field(max_length=_MAX_RESULT_FILES)] = []
+    result_files: Annotated[list[_FileId], Field(max_length=_MAX_RESULT_FILES)] = []
 
 
 class _Metrics(_Reported):
@@ -184,20 +185,20 @@ class _Place(_Reported):
 
 
 class ReportedRow(ReportedFields):
-    """A job's whole row, by which a head that was restored from an older backup lists the job again."""
+    """A job's whole row: a box takes the job with it, and a head that was restored from a backup lists it again."""
 
     id: JobId
     created_at: _Time
     owner: _Id | None
     model: Annotated[str, AfterValidator(_model_id)]
-    training_file: _Id
-    validation_file: _Id | None
+    training_file: _FileId
+    validation_file: _FileId | None
     suffix: Annotated[str, AfterValidator(check_suffix)] | None
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     method: _Object
-    job_metadata: dict[str, _Name]
+    job_metadata: dict[str, _Words]
     windlass: _Object
-    result_files: Annotated[list[_Id], Field(max_length=_MAX_RESULT_FILES)]
+    result_files: Annotated[list[_FileId], Field(max_length=_MAX_RESULT_FILES)]
     hyperparameters: Annotated[_Object, AfterValidator(_hyperparameters)] | None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)]
     idempotency_key: _Name | None
