@@ -69,7 +69,7 @@ def test_backup_and_restore_keep_the_authority(tmp_path: Path) -> None:
     x509.load_pem_x509_certificate(certificate.encode()).verify_directly_issued_by(after.certificate)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "box.example.org", ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "box.example.org", "", "fe80::1%eth0"])
 def test_cluster_host_that_names_no_single_address_is_refused(host: str) -> None:
     with pytest.raises(SettingsError, match="must be one IP address"):
         check_cluster_host(host)
@@ -90,12 +90,15 @@ def test_join_commands_have_the_digest_of_the_wheel_and_the_code(tmp_path: Path)
     with database.write() as session:
         code = new_join_code(settings, session)
     database.close()
-    fetch, check, install, join = join_commands(settings, code)
+    fetch, install, join = join_commands(settings, code)
     assert "https://10.0.0.1:8643/v1/node/wheel" in fetch
     wheel = ensure_wheel(tmp_path)
-    assert f"  {wheel.name}' | sha256sum --check" in check
+    assert f"  {wheel.name}' | sha256sum --check && python3 -m venv" in install
     assert f"./{wheel.name} 'torch==" in install
     assert f"--head 10.0.0.1:8643 --code {code}" in join
+    (tmp_path / wheel.name).write_text("another wheel")
+    subprocess.run(["bash", "-c", install], cwd=tmp_path, env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"})
+    assert not (tmp_path / "windlass-venv").exists()
 
 
 def test_wheel_can_be_installed_and_holds_the_package(tmp_path: Path) -> None:
