@@ -32,6 +32,7 @@ from windlass.service.machine.fleet.hold import read_hold as read_hold
 from windlass.service.machine.fleet.hold import read_silence as read_silence
 from windlass.service.machine.fleet.hold import stop_holding as stop_holding
 from windlass.service.machine.fleet.hold import write_hold as write_hold
+from windlass.service.machine.fleet.messages import MOST_JOBS as MOST_JOBS
 from windlass.service.machine.fleet.messages import CapacityReport as CapacityReport
 from windlass.service.machine.fleet.messages import InstructionMessage as InstructionMessage
 from windlass.service.machine.fleet.messages import SsdSpaceReport as SsdSpaceReport

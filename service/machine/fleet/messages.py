@@ -8,7 +8,7 @@ from windlass.service.machine.fleet.facts import BoxFacts
 from windlass.service.machine.fleet.reports import JobId
 from windlass.storage.sql.repositories import BoxState, Instruction, JobReport
 
-_MOST_JOBS = 1000  # in one call
+MOST_JOBS = 1000  # in one call
 
 
 class _Message(BaseModel):
@@ -38,11 +38,11 @@ class SyncRequest(_Message):
     """A box's call, every second."""
 
     # The ordinals of instructions that were carried out, and that the head has listed since.
-    done: tuple[int, ...] = Field(default=(), max_length=_MOST_JOBS)
+    done: tuple[int, ...] = Field(default=(), max_length=MOST_JOBS)
     capacity: CapacityReport | None = None
     facts: BoxFacts | None = None  # None: as before
     held: tuple[str, ...] = ()  # all jobs that its database has
-    jobs: tuple[JobReport, ...] = Field(default=(), max_length=_MOST_JOBS)
+    jobs: tuple[JobReport, ...] = Field(default=(), max_length=MOST_JOBS)
     copying: dict[str, str] = {}  # by job: how far its files, or its model, are copied
 
 
