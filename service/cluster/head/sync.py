@@ -23,6 +23,7 @@ from windlass.service.machine.fleet import (
     SyncReply,
     SyncRequest,
     error_text,
+    is_job_id,
     is_model_of,
     model_name,
     readable_part,
@@ -104,7 +105,7 @@ class _Syncing:
                     )
                     for each in boxes.instructions(box.id)
                 ),
-                cursors=mirror.cursors(box, news.held),
+                cursors=mirror.cursors(box, [job_id for job_id in news.held if is_job_id(job_id)]),
                 missing=missing,
                 windlass=windlass.__version__,
             )

@@ -41,6 +41,7 @@ from windlass.service.machine.fleet.messages import SyncRequest as SyncRequest
 from windlass.service.machine.fleet.reports import JobId as JobId
 from windlass.service.machine.fleet.reports import ReportedRow as ReportedRow
 from windlass.service.machine.fleet.reports import error_text as error_text
+from windlass.service.machine.fleet.reports import is_job_id as is_job_id
 from windlass.service.machine.fleet.reports import readable_part as readable_part
 from windlass.service.machine.fleet.ssd_ledger import note_written as note_written
 from windlass.service.machine.fleet.ssd_ledger import written_by_ssd as written_by_ssd

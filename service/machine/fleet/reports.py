@@ -1,6 +1,7 @@
 """Checks of what a box and its head say about jobs. The other one is a machine of its own, and may say anything."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,8 @@ _MAX_WORDS_CHARS = 100_000  # of a text that users read
 _MAX_JSON_CHARS = 1_000_000  # of an object
 _MAX_RESULT_FILES = _MAX_REASONS = 100
 
-JobId = Annotated[str, Field(pattern=r"^ftjob-[0-9a-f]{24}$")]
+_JOB_ID = r"ftjob-[0-9a-f]{24}"
+JobId = Annotated[str, Field(pattern=f"^{_JOB_ID}$")]
 _Id = Annotated[str, Field(max_length=64), AfterValidator(check_storable)]
 _FileId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]  # a file's name in the files directory
 _Name = Annotated[str, Field(max_length=255), AfterValidator(check_storable)]
@@ -25,6 +27,11 @@ _Count = Annotated[int, Field(ge=0, lt=2**31)]
 _LongCount = Annotated[int, Field(ge=0, lt=2**63)]
 _Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
 _Time = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]  # seconds since the epoch
+
+
+def is_job_id(text: str) -> bool:
+    """Returns whether a text has the form of a job's id."""
+    return re.fullmatch(_JOB_ID, text) is not None
 
 
 def _model_id(model: str) -> str:
