@@ -12,7 +12,7 @@ import typer
 from windlass.amounts import bytes_text
 from windlass.service.cli import CommandError, Home, print_columns
 from windlass.service.installation import load_settings, open_client, place_of_home
-from windlass.service.validation import count_text
+from windlass.service.validation import ReportedError, count_text
 
 _HEARD_TIMEOUT_S = 60.0
 _GIB = 1024**3
@@ -122,7 +122,7 @@ def join(
 
 def leave(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    forget: Annotated[bool, typer.Option("--forget", help="Leave also if the head does not answer.")] = False,
+    forget: Annotated[bool, typer.Option("--forget", help="Leave also if the head cannot be told.")] = False,
     home: Home = None,
 ) -> None:
     """Leave the head: end this box's work, and remove its certificate. Jobs that have begun here do not go on."""
@@ -147,6 +147,10 @@ def leave(
                 f"{error}; try again later, or leave with --forget, and run "
                 f"`windlass node remove {membership.name}` on the head"
             ) from None
+        print(f"! {error}; run `windlass node remove {membership.name}` on the head")
+    except ReportedError as error:  # such as a damaged key
+        if not forget:
+            raise
         print(f"! {error}; run `windlass node remove {membership.name}` on the head")
     shut_down(settings, force=True)
     forget_head(settings.home)

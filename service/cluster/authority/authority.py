@@ -153,7 +153,8 @@ def fingerprint_of(pem: str) -> bytes:
 def check_cluster_host(host: str) -> None:
     """Raises SettingsError unless boxes can reach this address."""
     address = address_of(host)
-    if address is None or address.is_unspecified:
+    # The interface of a scoped address ("fe80::1%eth0") has another name on each machine.
+    if address is None or address.is_unspecified or getattr(address, "scope_id", None) is not None:
         raise SettingsError(
             f"cluster_host = {host!r}: must be one IP address of this machine that the other boxes reach, such as "
             "192.168.1.10"

@@ -68,8 +68,9 @@ def join_commands(settings: Settings, code: str) -> list[str]:
     return [
         # TLS is not checked here, because this machine does not know the head yet: the hash is.
         f"curl --insecure --silent --show-error --output {wheel.name} https://{head}/v1/node/wheel",
-        f"echo '{digest_of_wheel(wheel)}  {wheel.name}' | sha256sum --check",
-        f"python3 -m venv ~/windlass-venv && ~/windlass-venv/bin/pip install {packages}",
+        # One command, so that nothing is installed after a wrong hash if all lines are pasted at once.
+        f"echo '{digest_of_wheel(wheel)}  {wheel.name}' | sha256sum --check "
+        f"&& python3 -m venv ~/windlass-venv && ~/windlass-venv/bin/pip install {packages}",
         f"~/windlass-venv/bin/windlass node join --head {head} --code {code} --ssd /path/on/an/ssd",
     ]
 

@@ -1,5 +1,6 @@
 """The head's own version of windlass as a wheel, for the boxes that join."""
 
+import functools
 import hashlib
 import os
 import secrets
@@ -53,7 +54,13 @@ def ensure_wheel(home: Path) -> Path:
 
 
 def digest_of_wheel(path: Path) -> str:
-    """Returns the SHA-256 of a wheel in hex."""
+    """Returns the SHA-256 of a wheel in hex. It is computed once, because every caller may ask for it."""
+    facts = path.stat()
+    return _digest(path, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _digest(path: Path, _inode: int, _nbytes: int, _mtime_ns: int) -> str:
     return hash_file(path)
 
 

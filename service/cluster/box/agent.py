@@ -31,6 +31,7 @@ from windlass.service.dispatcher import read_capacity
 from windlass.service.installation import Settings, about, node_of
 from windlass.service.jobs import MachineResources
 from windlass.service.machine.fleet import (
+    MOST_JOBS,
     BoxFacts,
     CapacityReport,
     FactsHere,
@@ -127,7 +128,7 @@ class Agent:
 
     def _call(self) -> bool:
         jobs = self._held()
-        reports = self._reports(jobs)
+        reports = self._reports(jobs)[:MOST_JOBS]  # the others follow with the next call
         request = self._request(jobs, reports)
         try:
             reply = self._link.sync(request)
@@ -160,7 +161,7 @@ class Agent:
         copying = {**self._lost, **self._takings.texts()}
         copying |= {job.id: self._sendings.text(job.id) for job in jobs if job.status in TERMINAL_STATUSES}
         return SyncRequest(
-            done=tuple(sorted(self._done)),
+            done=tuple(sorted(self._done)[:MOST_JOBS]),
             capacity=capacity,
             facts=facts,
             held=tuple(job.id for job in jobs),

@@ -174,7 +174,10 @@ def context_of_box(home: Path) -> ssl.SSLContext:
         context.load_cert_chain(files.certificate, files.key)
     except (OSError, ValueError) as error:
         folder = files.key.parent
-        raise ReportedError(f"the certificate or key in {folder} cannot be used ({error}); join again") from error
+        raise ReportedError(
+            f"the certificate or key in {folder} cannot be used ({error}); leave with `windlass node leave --forget`, "
+            "then join again with a new code"
+        ) from error
     return context
 
 

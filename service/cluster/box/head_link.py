@@ -49,7 +49,10 @@ class HeadLink:
         answer = self._call("GET", f"/jobs/{job_id}")
         if answer.status_code == HTTPStatus.ACCEPTED:
             return _read(ContentPending, answer)
-        return _read(JobContent, answer)
+        content = _read(JobContent, answer)
+        if content.row["id"] != job_id:
+            raise HeadUnreachable(f"the head answered with job {content.row['id']} when asked for {job_id}")
+        return content
 
     def content(self, digest: str, offset: int) -> Iterator[bytes]:
         """Yields a content from an offset on."""

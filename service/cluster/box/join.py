@@ -143,6 +143,8 @@ def match_versions(head: HeadFacts, tell: Tell) -> None:
 def _install(head: HeadFacts) -> None:
     if head.wheel_sha256 is None:
         raise JoinError(f"the head has no wheel of windlass {head.versions.windlass}; install that version here")
+    if re.fullmatch(r"[A-Za-z0-9.+!_]{1,64}", head.versions.windlass) is None:  # it becomes the name of a file
+        raise JoinError(f"the head's windlass has no version of the right form: {head.versions.windlass[:80]!r}")
     with tempfile.TemporaryDirectory(prefix="windlass-wheel-") as folder:
         path = Path(folder) / f"windlass-{head.versions.windlass}-py3-none-any.whl"
         digest = hashlib.sha256()

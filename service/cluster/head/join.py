@@ -84,10 +84,11 @@ def join_router(settings: Settings, database: Database) -> APIRouter:
         """Makes a box of the caller."""
         authority, code = Authority.of(settings.home), JoinCode(bytes.fromhex(body.secret), b"")
         address = "" if request.client is None else request.client.host
+        with database.read() as session:  # so that a caller without a code takes no lock that others wait for
+            _check_code(session, code)
         with database.write() as session:
             boxes = BoxRepository(session)
-            if (why := boxes.why_code_is_invalid(code.digest)) is not None:
-                raise ApiError(f"the code {why}; `windlass node code` on the head makes one", status=403, code="code")
+            _check_code(session, code)
             _check_versions(body.facts)
             try:
                 certificate, digest = authority.sign_box(body.request, body.name)
@@ -110,6 +111,11 @@ def join_router(settings: Settings, database: Database) -> APIRouter:
             BoxRepository(session).remove(box.id, head=node_of(settings.home))
 
     return router
+
+
+def _check_code(session: Session, code: JoinCode) -> None:
+    if (why := BoxRepository(session).why_code_is_invalid(code.digest)) is not None:
+        raise ApiError(f"the code {why}; `windlass node code` on the head makes one", status=403, code="code")
 
 
 def _check_versions(facts: BoxFacts) -> None:

@@ -1,17 +1,20 @@
 """The files that a box needs to run a job, each with its digest."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from windlass.service.installation import Settings
+from windlass.service.installation import Settings, about
 from windlass.service.machine.fleet import ContentFile, ContentPending, Where, place_of, root_of
 from windlass.service.preparation import CHECK_MODEL, PLAN_JOB, PREPARE_DATA, QUESTION_FILE
 from windlass.service.validation import model_dir
 from windlass.storage.files import FileHashes
 from windlass.storage.sql import Job
+
+_LOG = logging.getLogger(__name__)
 
 # The parts of a job's folder that its dispatcher and its runners read.
 _RESULTS = tuple(f"{name}.json" for name in (CHECK_MODEL, PREPARE_DATA, PLAN_JOB))
@@ -106,7 +109,11 @@ class Manifests:
             with self._lock:
                 known = self._known.get(job.id)
             if known is None:  # this process is younger than the box's manifest
-                self.of(job)
+                try:
+                    self.of(job)
+                except OSError as error:  # of this job alone; others may need the same content
+                    _LOG.warning("its files cannot be read: %s", error, extra=about(job.id))
+                    continue
                 with self._lock:
                     known = self._known.get(job.id, {})
             if (file := known.get(digest)) is not None and (path := self._unchanged(job, file)) is not None:

@@ -1,13 +1,14 @@
 """The route that boxes call every second: they tell what is new, and get their instructions."""
 
 import logging
-import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
 import windlass
@@ -18,13 +19,17 @@ from windlass.service.cluster.head.manifest import Manifests
 from windlass.service.installation import Settings, about, node_of, was_restored
 from windlass.service.machine.fleet import (
     InstructionMessage,
+    ReportedRow,
     SyncReply,
     SyncRequest,
+    error_text,
+    is_job_id,
     is_model_of,
     model_name,
+    readable_part,
     result_file_id,
 )
-from windlass.service.validation import ApiError, JobSettings
+from windlass.service.validation import ApiError, JobSettings, job_id_prefix
 from windlass.storage.sql import TERMINAL_STATUSES, Box, Database, Job, JobStatus
 from windlass.storage.sql.repositories import (
     BoxRepository,
@@ -37,7 +42,6 @@ from windlass.storage.sql.repositories import (
 )
 
 _LOG = logging.getLogger(__name__)
-_JOB_ID = re.compile(r"ftjob-[0-9a-f]{24}")
 _PREFIX_CHARS = len("ftjob-") + 12
 
 
@@ -90,8 +94,9 @@ class _Syncing:
                 # A box may have a job, and work on it, though a restored database still tells it to take it.
                 if each.ordinal in done or (each.kind == Instruction.TAKE and each.job_id in held):
                     boxes.withdraw(each.ordinal)
-            for report in news.jobs:
-                if lacking := self._apply(session, box, report, after):
+            for told in news.jobs:
+                report = readable_part(told, partial(_warn, box, told.id))
+                if report is not None and (lacking := self._apply(session, box, report, after)):
                     missing[report.id] = lacking
             mirror.tell(box, news.copying)
             reply = SyncReply(
@@ -103,7 +108,11 @@ class _Syncing:
                     )
                     for each in boxes.instructions(box.id)
                 ),
-                cursors=mirror.cursors(box, news.held, is_restored=was_restored(self.settings.home)),
+                cursors=mirror.cursors(
+                    box,
+                    [job_id for job_id in news.held if is_job_id(job_id)],
+                    is_restored=was_restored(self.settings.home),
+                ),
                 missing=missing,
                 windlass=windlass.__version__,
             )
@@ -159,20 +168,30 @@ class _Syncing:
         return (self.settings.fine_tuned_dir / name / "config.json").is_file()
 
 
+def _warn(box: Box, job_id: str, why: str) -> None:
+    _LOG.warning("a part of a report of box %s cannot be read, and is left out: %s", box.name, why, extra=about(job_id))
+
+
 def _why_not_adopted(session: Session, report: JobReport) -> str | None:
     """Returns why a job that only its box knows is not taken over, or None.
 
     A database that was restored from a backup lacks newer jobs. But a box may send any row.
     """
     row = report.row or {}
-    job_id = str(row.get("id"))
-    if job_id != report.id or _JOB_ID.fullmatch(job_id) is None:
-        return f"{job_id!r} is no id of a job"
-    prefix = job_id[:_PREFIX_CHARS]  # names of models have this part of it
-    if JobRepository(session).owners_by_prefix(prefix):
-        return f"another job's id begins with {prefix}"
     try:
-        JobSettings.from_row(row["method"], row["windlass"], row["seed"])
+        job = ReportedRow.model_validate(row)
+    except ValidationError as error:
+        return f"its row cannot be read ({error_text(error)})"
+    if job.id != report.id:
+        return f"its row is that of {job.id}"
+    jobs, prefix = JobRepository(session), job.id[:_PREFIX_CHARS]  # names of models have this part of it
+    if jobs.owners_by_prefix(prefix):
+        return f"another job's id begins with {prefix}"
+    made_by = job_id_prefix(job.model)
+    if made_by is not None and any(owner != job.owner for owner in jobs.owners_by_prefix(made_by)):
+        return f"its model {job.model} belongs to another user"
+    try:
+        JobSettings.from_row(job.method, job.windlass, job.seed)
     except (KeyError, TypeError, ValueError, ApiError) as error:
         return f"its settings cannot be read ({error})"
     return None

@@ -33,10 +33,16 @@ from windlass.service.machine.fleet.hold import read_hold as read_hold
 from windlass.service.machine.fleet.hold import read_silence as read_silence
 from windlass.service.machine.fleet.hold import stop_holding as stop_holding
 from windlass.service.machine.fleet.hold import write_hold as write_hold
+from windlass.service.machine.fleet.messages import MOST_JOBS as MOST_JOBS
 from windlass.service.machine.fleet.messages import CapacityReport as CapacityReport
 from windlass.service.machine.fleet.messages import InstructionMessage as InstructionMessage
 from windlass.service.machine.fleet.messages import SsdSpaceReport as SsdSpaceReport
 from windlass.service.machine.fleet.messages import SyncReply as SyncReply
 from windlass.service.machine.fleet.messages import SyncRequest as SyncRequest
+from windlass.service.machine.fleet.reports import JobId as JobId
+from windlass.service.machine.fleet.reports import ReportedRow as ReportedRow
+from windlass.service.machine.fleet.reports import error_text as error_text
+from windlass.service.machine.fleet.reports import is_job_id as is_job_id
+from windlass.service.machine.fleet.reports import readable_part as readable_part
 from windlass.service.machine.fleet.ssd_ledger import note_written as note_written
 from windlass.service.machine.fleet.ssd_ledger import written_by_ssd as written_by_ssd

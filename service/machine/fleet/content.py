@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from windlass.service.installation import Settings
 from windlass.service.jobs import job_dir
+from windlass.service.machine.fleet.reports import ReportedRow
 from windlass.service.validation import fine_tuned_model_id
 from windlass.storage.sql import Job
 
@@ -53,10 +54,16 @@ class ContentFile(_Message):
     sha256: Digest
 
 
+def _readable_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Checks a row before its names become paths. Raises ValueError."""
+    ReportedRow.model_validate(row)
+    return row
+
+
 class JobContent(_Message):
     """The row of a job and all files that a box needs to run it."""
 
-    row: dict[str, Any]
+    row: Annotated[dict[str, Any], AfterValidator(_readable_row)]
     files: tuple[ContentFile, ...] = Field(max_length=_MAX_FILES)
 
 

@@ -5,9 +5,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from windlass.service.machine.fleet.facts import BoxFacts
+from windlass.service.machine.fleet.reports import JobId
 from windlass.storage.sql.repositories import BoxState, Instruction, JobReport
 
-_MOST_JOBS = 1000  # in one call
+MOST_JOBS = 1000  # in one call
 
 
 class _Message(BaseModel):
@@ -37,11 +38,11 @@ class SyncRequest(_Message):
     """A box's call, every second."""
 
     # The ordinals of instructions that were carried out, and that the head has listed since.
-    done: tuple[int, ...] = Field(default=(), max_length=_MOST_JOBS)
+    done: tuple[int, ...] = Field(default=(), max_length=MOST_JOBS)
     capacity: CapacityReport | None = None
     facts: BoxFacts | None = None  # None: as before
     held: tuple[str, ...] = ()  # all jobs that its database has
-    jobs: tuple[JobReport, ...] = Field(default=(), max_length=_MOST_JOBS)
+    jobs: tuple[JobReport, ...] = Field(default=(), max_length=MOST_JOBS)
     copying: dict[str, str] = {}  # by job: how far its files, or its model, are copied
 
 
@@ -49,7 +50,7 @@ class InstructionMessage(_Message):
     """An instruction about a job."""
 
     ordinal: int
-    job_id: str
+    job_id: JobId  # it becomes the name of a folder on the box
     kind: Instruction
     body: dict[str, Any] = {}
 
@@ -62,7 +63,7 @@ class SyncReply(_Message):
     instructions: tuple[InstructionMessage, ...] = ()
     # The jobs that the box works on, each with the last of its events that the head has. A job that the box holds and
     # that is not among them is to be discarded. -1: the head asks for the job's whole row.
-    cursors: dict[str, int] = {}
+    cursors: dict[JobId, int] = {}
     # By job: the results that a report names and the head does not have.
-    missing: dict[str, tuple[str, ...]] = {}
+    missing: dict[JobId, tuple[str, ...]] = {}
     windlass: str  # the head's version

@@ -67,6 +67,8 @@ _WITH_GPUS = frozenset(("hyperparameters", "windlass"))
 _MOST_GPUS = 16
 # The columns of a taken job that begin anew in the box's database.
 _OF_ONE_DATABASE = frozenset(("node", "lease_holder", "journal_attempt", "journal_seq", "box_cursor", "yields_to"))
+# The keys of the data of the event by which the head gives a job to a box. Reports of boxes cannot write them.
+_GIVEN_NAME, _GIVEN_ID = "box", "box_id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ class MirrorRepository:
             raise StatusConflict(seen.id, "queued, and not begun", "something else")
         self._boxes.instruct(box.id, seen.id, Instruction.TAKE)
         EventRepository(self._session).add(
-            seen.id, attempt=0, message=f"Given to box {box.name}", data={"box": box.name}
+            seen.id, attempt=0, message=f"Given to box {box.name}", data={_GIVEN_NAME: box.name, _GIVEN_ID: box.id}
         )
         return JobRepository(self._session).get(seen.id)
 
@@ -195,9 +197,12 @@ class MirrorRepository:
         return job
 
     def was_given(self, job_id: str, box: Box) -> bool:
-        """Returns whether the head has given a job to a box, which may then read the job's files."""
+        """Returns whether the head has given a job to a box, which may then read the job's files.
+
+        The head's own event says so. No report of a box can write such an event.
+        """
         events = select(JobEvent).where(JobEvent.job_id == job_id, JobEvent.attempt == 0, JobEvent.seq.is_(None))
-        return any(event.data.get("box") == box.name for event in self._session.scalars(events))
+        return any(_names(event.data, box) for event in self._session.scalars(events))
 
     def end_here(self, job_id: str, here: str) -> None:
         """Lets an ended job belong to the head, because its box was removed or is to discard it."""
@@ -329,7 +334,7 @@ class MirrorRepository:
             level=event.level,
             message=event.message,
             type=event.type,
-            data=event.data,
+            data={key: value for key, value in event.data.items() if key not in (_GIVEN_NAME, _GIVEN_ID)},
         )
         self._session.add(row)
         if event.type == "metrics":
@@ -346,6 +351,8 @@ class MirrorRepository:
         self._session.flush()
         for each in kept.values():
             row = self._session.get(Checkpoint, each.id) or Checkpoint(id=each.id, job_id=job.id)
+            if row.job_id != job.id:
+                continue  # a box may name any id
             row.attempt, row.step_number, row.created_at = each.attempt, each.step_number, each.created_at
             row.model, row.path, row.metrics = each.model, path_of(each.model), each.metrics
             row.reasons, row.nbytes = each.reasons, each.nbytes
@@ -475,6 +482,13 @@ class MirrorRepository:
     def forget(self, job_id: str) -> None:
         """Deletes the rows of a job that the box no longer has. Its files and states are removed before."""
         execute_change(self._session, delete(Job).where(Job.id == job_id))
+
+
+def _names(given: Mapping[str, Any], box: Box) -> bool:
+    """Returns whether the data of an event say that the head gave its job to this box."""
+    if _GIVEN_ID in given:
+        return bool(given[_GIVEN_ID] == box.id)  # its name may be another one now
+    return bool(given.get(_GIVEN_NAME) == box.name)  # an event of an earlier release
 
 
 def _columns() -> Sequence[str]:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
+from windlass.service.cluster.authority import wheel
 from windlass.service.cluster.authority.authority import Authority, AuthorityError, check_cluster_host, make_box_request
 from windlass.service.cluster.authority.codes import CodeError, JoinCode, join_commands, new_join_code
-from windlass.service.cluster.authority.wheel import ensure_wheel
+from windlass.service.cluster.authority.wheel import digest_of_wheel, ensure_wheel
 from windlass.service.data.backup import make_backup, restore_backup
 from windlass.service.installation.settings import Settings, SettingsError
 from windlass.storage.sql.database import Database, migrate
@@ -69,7 +70,7 @@ def test_backup_and_restore_keep_the_authority(tmp_path: Path) -> None:
     x509.load_pem_x509_certificate(certificate.encode()).verify_directly_issued_by(after.certificate)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "box.example.org", ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "box.example.org", "", "fe80::1%eth0"])
 def test_cluster_host_that_names_no_single_address_is_refused(host: str) -> None:
     with pytest.raises(SettingsError, match="must be one IP address"):
         check_cluster_host(host)
@@ -90,12 +91,15 @@ def test_join_commands_have_the_digest_of_the_wheel_and_the_code(tmp_path: Path)
     with database.write() as session:
         code = new_join_code(settings, session)
     database.close()
-    fetch, check, install, join = join_commands(settings, code)
+    fetch, install, join = join_commands(settings, code)
     assert "https://10.0.0.1:8643/v1/node/wheel" in fetch
-    wheel = ensure_wheel(tmp_path)
-    assert f"  {wheel.name}' | sha256sum --check" in check
-    assert f"./{wheel.name} 'torch==" in install
+    path = ensure_wheel(tmp_path)
+    assert f"  {path.name}' | sha256sum --check && python3 -m venv" in install
+    assert f"./{path.name} 'torch==" in install
     assert f"--head 10.0.0.1:8643 --code {code}" in join
+    (tmp_path / path.name).write_text("another wheel")
+    subprocess.run(["bash", "-c", install], cwd=tmp_path, env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"})
+    assert not (tmp_path / "windlass-venv").exists()
 
 
 def test_wheel_can_be_installed_and_holds_the_package(tmp_path: Path) -> None:
@@ -108,3 +112,13 @@ def test_wheel_can_be_installed_and_holds_the_package(tmp_path: Path) -> None:
     assert (target / "bin" / "windlass").is_file()
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
+
+
+def test_digest_of_a_wheel_is_computed_once_for_each_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr(wheel, "hash_file", lambda path: read.append(path) or str(len(read)))
+    path = tmp_path / "a.whl"
+    path.write_text("a")
+    assert [digest_of_wheel(path), digest_of_wheel(path)] == ["1", "1"]
+    path.write_text("another")
+    assert digest_of_wheel(path) == "2"

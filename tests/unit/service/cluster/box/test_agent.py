@@ -12,10 +12,11 @@ from windlass.service.cluster.box.agent import run_until
 from windlass.service.cluster.box.connection import BoxRemoved, HeadRefused, HeadUnreachable
 from windlass.service.machine.fleet.content import result_file_id, taken_dir
 from windlass.service.machine.fleet.hold import read_hold
+from windlass.service.machine.fleet.messages import MOST_JOBS
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState, Instruction, told_lease_s
 from windlass.storage.sql.repositories.jobs import JobRepository
-from windlass.storage.sql.repositories.mirror import MirrorRepository
+from windlass.storage.sql.repositories.mirror import JobReport, MirrorRepository
 
 
 def run(cluster: Cluster) -> str:
@@ -381,3 +382,11 @@ def test_the_head_remembers_the_lease_that_it_told(cluster: Cluster) -> None:
     cluster.now += 1000  # the facts are told again
     cluster.agent.tick()
     assert told_lease_s(cluster.box_row()) == 60 * cluster.head.settings.box_lease_minutes
+
+
+def test_agent_with_more_reports_than_a_call_may_have_sends_them_in_several(cluster: Cluster) -> None:
+    left = [JobReport(id=f"ftjob-{number:024x}", fields={"status": "queued"}) for number in range(2 * MOST_JOBS + 1)]
+    cluster.agent._reports = lambda _jobs: [each for each in left if each.id not in cluster.agent._told]  # type: ignore
+    for told in (MOST_JOBS, 2 * MOST_JOBS, 2 * MOST_JOBS + 1):
+        cluster.agent.tick()
+        assert len(cluster.agent._told) == told

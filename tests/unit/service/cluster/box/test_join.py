@@ -1,11 +1,13 @@
-"""The box's side of joining: jobs of one head are not offered to another."""
+"""The box's side of joining: what the head says is checked, and jobs of one head are not offered to another."""
 
 from pathlib import Path
+
+import pytest
 
 from tests.support.service.cluster import Head, running_head
 from windlass.service.cluster import Versions
 from windlass.service.cluster.authority.codes import JoinCode
-from windlass.service.cluster.box.join import HeadFacts, ask_to_join, forget_head
+from windlass.service.cluster.box.join import HeadFacts, JoinError, ask_to_join, forget_head, match_versions
 from windlass.service.installation.settings import Settings
 from windlass.service.machine.fleet.content import taken_dir
 from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState
@@ -52,3 +54,11 @@ def test_taken_jobs_of_an_unknown_head_are_set_aside(tmp_path: Path) -> None:
     with running_head(tmp_path / "head") as head:
         _join(head, home)
     assert _taken(home) == []
+
+
+def test_head_whose_version_is_a_path_installs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("_WINDLASS_HEADS_VERSION_INSTALLED", raising=False)
+    versions = Versions.here().model_copy(update={"windlass": "1/../../victim"})
+    head = HeadFacts(url="https://127.0.0.1:1", authority="", versions=versions, wheel_sha256="0" * 64)
+    with pytest.raises(JoinError, match="no version of the right form"):
+        match_versions(head, lambda _line: None)

@@ -14,6 +14,7 @@ from windlass.service.cluster.box.connection import HeadRefused, HeadUnreachable
 from windlass.service.cluster.box.send import Sender
 from windlass.service.machine.fleet.content import ContentFile, JobContent, Where, model_name
 from windlass.storage.cancellation import CancelToken
+from windlass.storage.sql.models import Job
 
 
 @pytest.fixture
@@ -89,6 +90,23 @@ def test_content_that_has_changed_is_not_sent(cluster: Cluster, job_id: str) -> 
     assert cluster.client.get(f"/v1/node/content/{digest}").status_code == 200
     (cluster.head.settings.models_dir / "tiny" / "model.safetensors").write_bytes(b"changed")
     assert cluster.client.get(f"/v1/node/content/{digest}").status_code == 404
+
+
+def test_content_is_sent_although_the_files_of_another_job_cannot_be_read(cluster: Cluster, job_id: str) -> None:
+    broken = cluster.prepare()
+    cluster.give(broken)
+    of = cluster.manifests.of
+
+    def fail_for_one(job: Job) -> Any:
+        if job.id == broken:
+            raise PermissionError(13, "Permission denied")
+        return of(job)
+
+    cluster.manifests.of = fail_for_one  # type: ignore[method-assign]
+    with cluster.head.database.write() as session:
+        session.get_one(Job, broken).priority = -1  # it is looked at first
+    digest = facts(b"weights")["sha256"]
+    assert cluster.client.get(f"/v1/node/content/{digest}").status_code == 200
 
 
 def test_upload_comes_in_parts_and_tells_where_it_goes_on(cluster: Cluster, job_id: str) -> None:

@@ -65,6 +65,15 @@ def test_join_with_a_wrong_code_is_refused(head: Head) -> None:
     assert _error(head.ask_to_join(wrong)[0]) == (403, "the code is wrong; `windlass node code` on the head makes one")
 
 
+def test_join_with_a_wrong_code_takes_no_lock_of_the_database(head: Head) -> None:
+    wrong = JoinCode(bytes(32), JoinCode.parse(head.new_code()).fingerprint).text
+    with head.database.write() as session:
+        session.execute(update(CodeRow).values(used_at=None))
+        began_s = time.monotonic()
+        assert head.ask_to_join(wrong)[0].status_code == 403
+        assert time.monotonic() - began_s < 4.0
+
+
 def test_join_with_a_used_code_is_refused(head: Head) -> None:
     code = head.new_code()
     assert head.ask_to_join(code)[0].is_success

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sqlalchemy import update
 
 from tests.support.storage.mirrored_pair import ATTIC, HEAD, Pair, add_job, messages
 from windlass.storage.sql import IllegalTransition, JobStatus, StatusConflict
+from windlass.storage.sql.models import JobEvent
 from windlass.storage.sql.repositories import (
     Instruction,
     JobReport,
@@ -139,6 +141,26 @@ def test_a_job_that_the_head_has_as_queued_again_goes_on_at_its_box(pair: Pair, 
     row = pair.row(job_id)
     assert row is not None
     assert (row.status, row.node) == ("running", ATTIC)
+
+
+def test_a_gift_of_an_earlier_release_counts_by_the_boxs_name_and_a_later_one_by_its_id(
+    pair: Pair, job_id: str
+) -> None:
+    pair.give(job_id)
+    for name, data, is_its in (
+        ("attic", None, True),
+        ("cellar", None, True),
+        ("attic", {"box": "attic"}, True),
+        ("cellar", {"box": "attic"}, False),
+        ("attic", {"box": "attic", "box_id": "another box's"}, False),
+    ):
+        with pair.of_head() as (session, mirror, box):
+            box.name = name
+            if data is not None:
+                session.execute(update(JobEvent).where(JobEvent.job_id == job_id).values(data=data))
+            session.flush()
+            session.expire_all()
+            assert mirror.was_given(job_id, box) is is_its, (name, data)
 
 
 class Network(RuleBasedStateMachine):
