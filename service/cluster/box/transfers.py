@@ -51,6 +51,10 @@ class _Transfer:
         """Shows the progress of a part."""
         self.progress = progress
 
+    def has_ended(self) -> bool:
+        """Returns whether the transfer was cancelled and its thread has ended, so that it never goes on."""
+        return self.cancel.is_cancelled and (self.task is None or self.task.done())
+
 
 class Takings:
     """Fetches the files of taken jobs, one job after the other."""
@@ -66,7 +70,7 @@ class Takings:
 
     def take(self, job_id: str) -> dict[str, Any] | None:
         """Goes on with fetching a job's files. Returns its row once all are here. Raises BoxRemoved."""
-        transfer = self._transfers.setdefault(job_id, _Transfer(text="its files are to be copied"))
+        transfer = _transfer_of(self._transfers, job_id, "its files are to be copied")
         if transfer.task is None:
             if time.monotonic() >= transfer.retry_at:
                 transfer.task = self._executor.submit(self._fetch, job_id, transfer)
@@ -174,7 +178,7 @@ class Sendings:
 
         `job`: a report of all that the box has.
         """
-        transfer = self._transfers.setdefault(job.id, _Transfer())
+        transfer = _transfer_of(self._transfers, job.id, "")
         if transfer.task is not None:
             if not transfer.task.done():
                 return
@@ -276,6 +280,14 @@ class Sendings:
         with suppress(FileNotFoundError):  # an old timeline was removed; the next try sends what is there then
             self._sender.send_parts(job.id, cancel=transfer.cancel)
         self._parts_at[job.id] = time.monotonic() + _PARTS_INTERVAL_S
+
+
+def _transfer_of(transfers: dict[str, _Transfer], job_id: str, text: str) -> _Transfer:
+    """Returns a job's transfer. It is a new one if the job was taken back and is given again. `text`: of a new one."""
+    transfer = transfers.get(job_id)
+    if transfer is None or transfer.has_ended():
+        transfer = transfers[job_id] = _Transfer(text=text)
+    return transfer
 
 
 def amount_text(progress: Progress) -> str:
