@@ -23,6 +23,8 @@ _PART_NBYTES = 64 * 1024**2
 _BLOCK_NBYTES = 1024**2
 # Tries of a part before the upload is given up for now.
 _MAX_TRIES = 5
+# The version of what the head does not have any more.
+_LOST = "lost"
 _AGAIN = frozenset(("wrong_offset", "wrong_digest", "busy", "missing_content"))
 
 
@@ -60,7 +62,11 @@ class Sender:
 
     def forget_sent(self, job_id: str, name: str) -> None:
         """Notes that the head does not have a folder or file any more, so that it is sent again."""
-        self._write(job_id, {key: value for key, value in self._sent(job_id).items() if key != name})
+        self._write(job_id, {**self._sent(job_id), name: _LOST})
+
+    def has_sent_before(self, job_id: str, name: str) -> bool:
+        """Returns whether any version of a folder or file of a job has arrived at the head, even if it was lost."""
+        return name in self._sent(job_id)
 
     def forget_job(self, job_id: str) -> None:
         """Forgets what was sent of a job that was discarded."""

@@ -194,8 +194,14 @@ class Sendings:
         if time.monotonic() >= transfer.retry_at and self._has_news(job):
             transfer.task = self._executor.submit(self._send, job, transfer)
 
-    def sent_checkpoints(self, job: JobReport) -> Sequence[Any]:
-        """Returns the checkpoints of a report whose files have arrived at the head."""
+    def sent_checkpoints(self, job: JobReport) -> Sequence[Any] | None:
+        """Returns the checkpoints of a report whose files have arrived at the head.
+
+        None while one is sent again: the head keeps the earlier version until then. If its row went first, the head
+        would remove the folder of the new version, which may arrive at the same time.
+        """
+        if any(self._sender.has_sent_before(job.id, each.model) for each in self._unsent_checkpoints(job)):
+            return None
         return [each for each in job.checkpoints or () if self._sender.has_sent(job.id, each.model, _version(each))]
 
     def is_complete(self, job: JobReport) -> bool:

@@ -258,6 +258,14 @@ class MirrorRepository:
         self._session.flush()
         return gone
 
+    def is_deleted_checkpoint(self, job: Job, checkpoint: MirroredCheckpoint) -> bool:
+        """Returns whether a checkpoint was deleted on the head: it has no row, though the head has heard of it."""
+        row = select(Checkpoint.id).where(Checkpoint.job_id == job.id, Checkpoint.id == checkpoint.id)
+        later = select(JobEvent.ordinal).where(
+            JobEvent.job_id == job.id, JobEvent.seq.is_not(None), JobEvent.created_at >= checkpoint.created_at
+        )
+        return self._session.scalar(row) is None and self._session.scalar(later.limit(1)) is not None
+
     def tell(self, box: Box, reasons: Mapping[str, str]) -> None:
         """Shows why jobs of a box wait, without events: how far their files are copied."""
         for job_id, reason in reasons.items():
