@@ -1,8 +1,12 @@
 """Files that boxes upload: kept aside by their digests until they are complete, and then moved into place."""
 
+import math
 import os
 import shutil
+import threading
+import time
 from collections.abc import AsyncIterable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 import anyio.to_thread
@@ -24,6 +28,9 @@ class Incoming:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._root = settings.home / _FOLDER
+        self._lock = threading.Lock()  # held for moments only, because reports wait for it
+        # By the names of models, the time by the monotonic clock at which each was placed; infinite until it is.
+        self._placed_at: dict[str, float] = {}
 
     # --- uploads ------------------------------------------------------------------------------------------------------
 
@@ -124,6 +131,14 @@ class Incoming:
             raise ApiError(f"{name} is no model of job {job.id}", param="folder", code="invalid_value")
         if any(not file.path.startswith(f"{name}/") for file in folder.files):
             raise ApiError(f"all files belong into {name}", param="files", code="invalid_value")
+        with self._lock:
+            self._placed_at[name] = math.inf
+        try:
+            self._replace_model(job, name, folder)
+        finally:
+            self._placed_at[name] = time.monotonic()
+
+    def _replace_model(self, job: Job, name: str, folder: ResultFolder) -> None:
         target = self._settings.fine_tuned_dir / name
         if self._is_placed(job.id, target, folder.files):
             return
@@ -140,6 +155,19 @@ class Incoming:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+    def remove_unused(self, model: str, *, since: float) -> None:
+        """Removes the folder of a checkpoint that its job no longer has, unless it was placed since.
+
+        `since`: by the monotonic clock, from before the report that lacks the checkpoint was read. A checkpoint that
+        was saved again may arrive before the removal, and the box sends it only once.
+        """
+        with self._lock:
+            if self._placed_at.get(model, -math.inf) >= since:
+                return
+            self._placed_at.pop(model, None)
+            with suppress(OSError):
+                remove_model_folder(self._settings.fine_tuned_dir / model)
 
     def _is_placed(self, job_id: str, target: Path, files: Collection[ContentFile]) -> bool:
         """Returns whether a model's folder has exactly these files, hard links of what was uploaded."""

@@ -3,7 +3,6 @@
 import logging
 import re
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +10,6 @@ from fastapi import APIRouter, Request
 from sqlalchemy.orm import Session
 
 import windlass
-from windlass.engine.checkpoint import remove_model_folder
 from windlass.service.cluster.head.caller import BoxDep
 from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.manifest import Manifests
@@ -57,13 +55,13 @@ def sync_router(database: Database, settings: Settings, manifests: Manifests, in
     @router.post("/sync")
     def sync(news: SyncRequest, box: BoxDep, request: Request) -> SyncReply:
         """Stores what a box tells, and answers with its instructions."""
+        started_at = time.monotonic()
         reply, after = syncing.handle(box.id, news, address=request.client.host if request.client else "")
         for job_id in after.ended_jobs:
             incoming.forget(job_id)
             manifests.forget(job_id)
         for model in after.unused_models:
-            with suppress(OSError):
-                remove_model_folder(settings.fine_tuned_dir / model)
+            incoming.remove_unused(model, since=started_at)
         return reply
 
     return router
