@@ -5,7 +5,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterable, Collection
+from collections.abc import AsyncIterable, Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,9 +54,11 @@ class Incoming:
         if complete.exists():
             return file.nbytes
         partial.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not partial.exists():
+            _remove_partials(partial.parent)  # a box sends one file of a job after the other
         fd = open_lock_file(partial)
         try:
-            if not try_lock(fd):
+            if not try_lock(fd) or os.fstat(fd).st_nlink == 0:  # or it was removed just now
                 raise ApiError("another upload of this file is under way; try again", status=409, code="busy")
             here = os.lseek(fd, 0, os.SEEK_END)
             if here != offset:
@@ -194,8 +196,9 @@ class Incoming:
     def _forget_removed(self, job_id: str, present: Collection[ContentFile]) -> None:
         """Removes uploads that no folder uses any more. Those of present folders stay, because the next may share them.
 
-        They are hard links, so that they need no space.
+        They are hard links, so that they need no space. Incomplete ones are of folders that their job has removed.
         """
+        _remove_partials(self._root / job_id)
         kept = {file.sha256 for file in present}
         for path in (self._root / job_id).iterdir():
             if path.suffix != ".partial" and path.name not in kept and path.stat().st_nlink == 1:
@@ -207,9 +210,11 @@ class Incoming:
         """Removes what is kept of a job that has ended or belongs to no box."""
         shutil.rmtree(self._root / job_id, ignore_errors=True)
 
-    def forget_all_but(self, job_ids: Collection[str]) -> None:
-        """Removes what is kept of other jobs."""
-        for folder in self._root.iterdir() if self._root.is_dir() else ():
+    def forget_all_but(self, find_jobs: Callable[[], Collection[str]]) -> None:
+        """Removes what is kept of other jobs. `find_jobs`: returns the ids of those that boxes may send results of."""
+        folders = list(self._root.iterdir()) if self._root.is_dir() else []
+        job_ids = find_jobs()  # later, so that no folder belongs to a job that was given to a box in between
+        for folder in folders:
             if folder.name not in job_ids:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -218,6 +223,18 @@ def check_result(job: Job, where: Where, path: str) -> None:
     """Raises ApiError unless a box may send this file of a job."""
     if not is_result_of(job, where, path):
         raise ApiError(f"{where.value}/{path} is no result of job {job.id}", param="path", code="invalid_value")
+
+
+def _remove_partials(folder: Path) -> None:
+    """Removes the incomplete uploads of a folder that no request is writing."""
+    for path in folder.glob("*.partial"):
+        with suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if try_lock(fd):
+                    path.unlink(missing_ok=True)
+            finally:
+                os.close(fd)
 
 
 def _write_all(fd: int, block: bytes) -> None:

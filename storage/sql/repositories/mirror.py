@@ -277,6 +277,11 @@ class MirrorRepository:
         query = select(Job).where(Job.node == box.node, Job.status.in_(ACTIVE_STATUSES))
         return self._session.scalars(query.order_by(Job.priority, Job.created_at, Job.id)).all()
 
+    def ids_on_boxes(self) -> set[str]:
+        """Returns the jobs that belong to boxes that were not removed, ended ones too. Only of these come results."""
+        query = select(Job.id).join(Box, Box.node == Job.node).where(Box.state != BoxState.REMOVED.value)
+        return set(self._session.scalars(query))
+
     def _locked(self, job_id: str) -> Job | None:
         query = select(Job).where(Job.id == job_id).with_for_update().execution_options(populate_existing=True)
         return self._session.scalar(query)
