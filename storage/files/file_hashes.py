@@ -16,7 +16,7 @@ _MAX_FOLDERS = 1000
 
 
 class FileChangedError(OSError):
-    """A file changed while its digest was computed."""
+    """A file changed while its bytes were read."""
 
 
 @dataclass(slots=True)

@@ -16,13 +16,15 @@ from windlass.service.cluster.box.head_link import HeadLink
 from windlass.service.installation import Settings
 from windlass.service.machine.fleet import ContentFile, ResultFolder, Where, root_of
 from windlass.storage.cancellation import CancelToken
-from windlass.storage.files import FileHashes, write_durably
+from windlass.storage.files import FileChangedError, FileHashes, write_durably
 
 # Bytes of one request. A cut costs at most what is on the way.
 _PART_NBYTES = 64 * 1024**2
 _BLOCK_NBYTES = 1024**2
 # Tries of a part before the upload is given up for now.
 _MAX_TRIES = 5
+# The version of what the head does not have any more.
+_LOST = "lost"
 _AGAIN = frozenset(("wrong_offset", "wrong_digest", "busy", "missing_content"))
 
 
@@ -60,7 +62,11 @@ class Sender:
 
     def forget_sent(self, job_id: str, name: str) -> None:
         """Notes that the head does not have a folder or file any more, so that it is sent again."""
-        self._write(job_id, {key: value for key, value in self._sent(job_id).items() if key != name})
+        self._write(job_id, {**self._sent(job_id), name: _LOST})
+
+    def has_sent_before(self, job_id: str, name: str) -> bool:
+        """Returns whether any version of a folder or file of a job has arrived at the head, even if it was lost."""
+        return name in self._sent(job_id)
 
     def forget_job(self, job_id: str) -> None:
         """Forgets what was sent of a job that was discarded."""
@@ -138,16 +144,21 @@ class Sender:
         progress = Progress(total_nbytes=sum(path.stat().st_size for path in paths))
         on_begin(progress)
         hashes = FileHashes(self.settings.home / "digests")
-        files = []
+        files, states = [], []
         for path in paths:
             cancel.check()
-            relative = path.relative_to(root)
-            cached_under = root / relative.parts[0] if len(relative.parts) > 1 else root
-            digest = hashes.of(cached_under, path)
-            files.append(ContentFile(path=str(relative), where=where, nbytes=path.stat().st_size, sha256=digest))
-        for _ in range(_MAX_TRIES):
-            for file, path in zip(files, paths, strict=True):
-                self._upload(job_id, file, path, cancel, progress)
+            states.append(_identity(path))
+            digest = hashes.of(_folder_of(root, path), path)
+            nbytes = states[-1][0]
+            files.append(ContentFile(path=str(path.relative_to(root)), where=where, nbytes=nbytes, sha256=digest))
+        for num_try in range(_MAX_TRIES):
+            for file, path, state in zip(files, paths, states, strict=True):
+                body = _Body(path=path, state=state, cancel=cancel)
+                try:
+                    self._upload(job_id, file, body, progress, is_known=num_try == 0)
+                except FileChangedError:
+                    hashes.forget(_folder_of(root, path))  # a write may have left its size and time as they were
+                    raise
             try:
                 self.link.complete(job_id, ResultFolder(where=where, folder=folder, files=tuple(files)))
             except HeadRefused as refusal:
@@ -158,31 +169,66 @@ class Sender:
                 return
         raise HeadUnreachable(f"the head still lacks files of {folder or where.value} after {_MAX_TRIES} uploads")
 
-    def _upload(self, job_id: str, file: ContentFile, path: Path, cancel: CancelToken, progress: Progress) -> None:
-        here, counted, num_tries = self.link.offset(job_id, file), 0, 0
+    def _upload(self, job_id: str, file: ContentFile, body: "_Body", progress: Progress, *, is_known: bool) -> None:
+        """Sends what the head lacks of a file. Raises FileChangedError if it is not as its digest says.
+
+        `is_known`: a file whose bytes are all there needs no call. Otherwise one makes the head check them.
+        """
+        here, num_tries = self.link.offset(job_id, file), 0
         progress.add(here, moved=False)
-        counted = here
-        while here < file.nbytes or (file.nbytes == 0 and num_tries == 0):
-            cancel.check()
+        is_done = is_known and 0 < file.nbytes <= here
+        while not is_done:
+            before = here
             try:
-                here = self.link.put(job_id, file, here, self._part(path, here, cancel))
-                num_tries = 1 if file.nbytes == 0 else 0
+                here = self.link.put(job_id, file, here, body.part(here))
+                is_done = here >= file.nbytes
             except HeadRefused as refusal:
-                num_tries += 1
-                if refusal.code not in _AGAIN or num_tries >= _MAX_TRIES:
+                if refusal.code == "wrong_digest":
+                    raise FileChangedError(f"{body.path} changed while it was sent; try again") from refusal
+                if refusal.code not in _AGAIN or num_tries + 1 >= _MAX_TRIES:
                     raise
                 here = self.link.offset(job_id, file)
-            progress.add(here - counted)
-            counted = here
+            progress.add(here - before)
+            num_tries = 0 if here > before else num_tries + 1
+            if num_tries >= _MAX_TRIES and not is_done:
+                raise HeadUnreachable(f"{_MAX_TRIES} uploads of {file.path} brought no byte to the head")
 
-    def _part(self, path: Path, offset: int, cancel: CancelToken) -> Iterator[bytes]:
-        with path.open("rb", buffering=0) as file:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Body:
+    """The bytes of a file that has a digest. `state`: that of the file with this digest."""
+
+    path: Path
+    state: tuple[int, int, int]
+    cancel: CancelToken
+
+    def part(self, offset: int) -> Iterator[bytes]:
+        """Returns the bytes of one request. Raises FileChangedError if the file was written since."""
+        self.cancel.check()
+        if _identity(self.path) != self.state:
+            raise FileChangedError(f"{self.path} changed while it was sent; try again")
+        return self._blocks(offset)
+
+    def _blocks(self, offset: int) -> Iterator[bytes]:
+        with self.path.open("rb", buffering=0) as file:
             file.seek(offset)
             left = _PART_NBYTES
             while left > 0 and (block := file.read(min(_BLOCK_NBYTES, left))):
-                cancel.check()
+                self.cancel.check()
                 left -= len(block)
                 yield block
+
+
+def _folder_of(root: Path, path: Path) -> Path:
+    """Returns the folder whose digests are kept together."""
+    relative = path.relative_to(root)
+    return root / relative.parts[0] if len(relative.parts) > 1 else root
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    """Returns a file's size, time and inode, which change when it is written."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def _state_of(paths: Sequence[Path]) -> str:

@@ -51,6 +51,10 @@ class _Transfer:
         """Shows the progress of a part."""
         self.progress = progress
 
+    def has_ended(self) -> bool:
+        """Returns whether the transfer was cancelled and its thread has ended, so that it never goes on."""
+        return self.cancel.is_cancelled and (self.task is None or self.task.done())
+
 
 class Takings:
     """Fetches the files of taken jobs, one job after the other."""
@@ -66,7 +70,7 @@ class Takings:
 
     def take(self, job_id: str) -> dict[str, Any] | None:
         """Goes on with fetching a job's files. Returns its row once all are here. Raises BoxRemoved."""
-        transfer = self._transfers.setdefault(job_id, _Transfer(text="its files are to be copied"))
+        transfer = _transfer_of(self._transfers, job_id, "its files are to be copied")
         if transfer.task is None:
             if time.monotonic() >= transfer.retry_at:
                 transfer.task = self._executor.submit(self._fetch, job_id, transfer)
@@ -174,7 +178,7 @@ class Sendings:
 
         `job`: a report of all that the box has.
         """
-        transfer = self._transfers.setdefault(job.id, _Transfer())
+        transfer = _transfer_of(self._transfers, job.id, "")
         if transfer.task is not None:
             if not transfer.task.done():
                 return
@@ -190,8 +194,14 @@ class Sendings:
         if time.monotonic() >= transfer.retry_at and self._has_news(job):
             transfer.task = self._executor.submit(self._send, job, transfer)
 
-    def sent_checkpoints(self, job: JobReport) -> Sequence[Any]:
-        """Returns the checkpoints of a report whose files have arrived at the head."""
+    def sent_checkpoints(self, job: JobReport) -> Sequence[Any] | None:
+        """Returns the checkpoints of a report whose files have arrived at the head.
+
+        None while one is sent again: the head keeps the earlier version until then. If its row went first, the head
+        would remove the folder of the new version, which may arrive at the same time.
+        """
+        if any(self._sender.has_sent_before(job.id, each.model) for each in self._unsent_checkpoints(job)):
+            return None
         return [each for each in job.checkpoints or () if self._sender.has_sent(job.id, each.model, _version(each))]
 
     def is_complete(self, job: JobReport) -> bool:
@@ -276,6 +286,14 @@ class Sendings:
         with suppress(FileNotFoundError):  # an old timeline was removed; the next try sends what is there then
             self._sender.send_parts(job.id, cancel=transfer.cancel)
         self._parts_at[job.id] = time.monotonic() + _PARTS_INTERVAL_S
+
+
+def _transfer_of(transfers: dict[str, _Transfer], job_id: str, text: str) -> _Transfer:
+    """Returns a job's transfer. It is a new one if the job was taken back and is given again. `text`: of a new one."""
+    transfer = transfers.get(job_id)
+    if transfer is None or transfer.has_ended():
+        transfer = transfers[job_id] = _Transfer(text=text)
+    return transfer
 
 
 def amount_text(progress: Progress) -> str:

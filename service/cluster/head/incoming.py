@@ -1,8 +1,12 @@
 """Files that boxes upload: kept aside by their digests until they are complete, and then moved into place."""
 
+import math
 import os
 import shutil
-from collections.abc import AsyncIterable, Collection
+import threading
+import time
+from collections.abc import AsyncIterable, Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 import anyio.to_thread
@@ -24,6 +28,9 @@ class Incoming:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._root = settings.home / _FOLDER
+        self._lock = threading.Lock()  # held for moments only, because reports wait for it
+        # By the names of models, the time by the monotonic clock at which each was placed; infinite until it is.
+        self._placed_at: dict[str, float] = {}
 
     # --- uploads ------------------------------------------------------------------------------------------------------
 
@@ -47,9 +54,11 @@ class Incoming:
         if complete.exists():
             return file.nbytes
         partial.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not partial.exists():
+            _remove_partials(partial.parent)  # a box sends one file of a job after the other
         fd = open_lock_file(partial)
         try:
-            if not try_lock(fd):
+            if not try_lock(fd) or os.fstat(fd).st_nlink == 0:  # or it was removed just now
                 raise ApiError("another upload of this file is under way; try again", status=409, code="busy")
             here = os.lseek(fd, 0, os.SEEK_END)
             if here != offset:
@@ -124,6 +133,14 @@ class Incoming:
             raise ApiError(f"{name} is no model of job {job.id}", param="folder", code="invalid_value")
         if any(not file.path.startswith(f"{name}/") for file in folder.files):
             raise ApiError(f"all files belong into {name}", param="files", code="invalid_value")
+        with self._lock:
+            self._placed_at[name] = math.inf
+        try:
+            self._replace_model(job, name, folder)
+        finally:
+            self._placed_at[name] = time.monotonic()
+
+    def _replace_model(self, job: Job, name: str, folder: ResultFolder) -> None:
         target = self._settings.fine_tuned_dir / name
         if self._is_placed(job.id, target, folder.files):
             return
@@ -140,6 +157,19 @@ class Incoming:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+    def remove_unused(self, model: str, *, since: float) -> None:
+        """Removes the folder of a checkpoint that its job no longer has, unless it was placed since.
+
+        `since`: by the monotonic clock, from before the report that lacks the checkpoint was read. A checkpoint that
+        was saved again may arrive before the removal, and the box sends it only once.
+        """
+        with self._lock:
+            if self._placed_at.get(model, -math.inf) >= since:
+                return
+            self._placed_at.pop(model, None)
+            with suppress(OSError):
+                remove_model_folder(self._settings.fine_tuned_dir / model)
 
     def _is_placed(self, job_id: str, target: Path, files: Collection[ContentFile]) -> bool:
         """Returns whether a model's folder has exactly these files, hard links of what was uploaded."""
@@ -166,8 +196,9 @@ class Incoming:
     def _forget_removed(self, job_id: str, present: Collection[ContentFile]) -> None:
         """Removes uploads that no folder uses any more. Those of present folders stay, because the next may share them.
 
-        They are hard links, so that they need no space.
+        They are hard links, so that they need no space. Incomplete ones are of folders that their job has removed.
         """
+        _remove_partials(self._root / job_id)
         kept = {file.sha256 for file in present}
         for path in (self._root / job_id).iterdir():
             if path.suffix != ".partial" and path.name not in kept and path.stat().st_nlink == 1:
@@ -179,9 +210,11 @@ class Incoming:
         """Removes what is kept of a job that has ended or belongs to no box."""
         shutil.rmtree(self._root / job_id, ignore_errors=True)
 
-    def forget_all_but(self, job_ids: Collection[str]) -> None:
-        """Removes what is kept of other jobs."""
-        for folder in self._root.iterdir() if self._root.is_dir() else ():
+    def forget_all_but(self, find_jobs: Callable[[], Collection[str]]) -> None:
+        """Removes what is kept of other jobs. `find_jobs`: returns the ids of those that boxes may send results of."""
+        folders = list(self._root.iterdir()) if self._root.is_dir() else []
+        job_ids = find_jobs()  # later, so that no folder belongs to a job that was given to a box in between
+        for folder in folders:
             if folder.name not in job_ids:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -190,6 +223,18 @@ def check_result(job: Job, where: Where, path: str) -> None:
     """Raises ApiError unless a box may send this file of a job."""
     if not is_result_of(job, where, path):
         raise ApiError(f"{where.value}/{path} is no result of job {job.id}", param="path", code="invalid_value")
+
+
+def _remove_partials(folder: Path) -> None:
+    """Removes the incomplete uploads of a folder that no request is writing."""
+    for path in folder.glob("*.partial"):
+        with suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if try_lock(fd):
+                    path.unlink(missing_ok=True)
+            finally:
+                os.close(fd)
 
 
 def _write_all(fd: int, block: bytes) -> None:

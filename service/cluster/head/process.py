@@ -8,19 +8,22 @@ import threading
 from typing import Any
 
 import uvicorn
+from sqlalchemy.exc import SQLAlchemyError
 
 from windlass.service.cluster.authority import Authority, AuthorityError, digest_of_certificate
 from windlass.service.cluster.head.caller import CERTIFICATE_KEY
+from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.server import create_cluster_app
 from windlass.service.http import BoundedConnection, ConnectionBounds, bounded_protocol
 from windlass.service.installation import Settings
 from windlass.storage.sql import Database
+from windlass.storage.sql.repositories import MirrorRepository
 
 _LOG = logging.getLogger(__name__)
 
 # A box has some connections: one for its calls, and some for files. One address may be a router before several boxes.
 _BOUNDS = ConnectionBounds(most=500, most_per_address=100)
-_LOOK_EVERY_S = 3600.0  # for the end of the server's certificate
+_LOOK_EVERY_S = 3600.0  # for the end of the server's certificate, and for uploads of jobs that are on no box
 
 
 class BoxConnection(BoundedConnection):
@@ -56,6 +59,7 @@ def cluster_server(settings: Settings, database: Database) -> uvicorn.Server:
     server = uvicorn.Server(config)
     arguments = (settings, settings.cluster_host, context)
     threading.Thread(target=_renew_forever, args=arguments, name="certificate", daemon=True).start()
+    threading.Thread(target=_tidy_forever, args=(settings, database), name="uploads", daemon=True).start()
     return server
 
 
@@ -91,3 +95,23 @@ def _renew_forever(settings: Settings, host: str, context: ssl.SSLContext) -> No
             context.load_cert_chain(*Authority.of(settings.home).ensure_server_certificate(host))
         except (OSError, AuthorityError) as error:
             _LOG.warning("the certificate of the cluster port could not be renewed: %s", error)
+
+
+def tidy_uploads(settings: Settings, database: Database) -> None:
+    """Removes uploads of jobs that are on no box: the box was removed, or the head was killed after the job's end."""
+
+    def find_jobs() -> set[str]:
+        with database.read() as session:
+            return MirrorRepository(session).ids_on_boxes()
+
+    Incoming(settings).forget_all_but(find_jobs)
+
+
+def _tidy_forever(settings: Settings, database: Database) -> None:
+    waiting = threading.Event()
+    while True:
+        try:
+            tidy_uploads(settings, database)
+        except (OSError, SQLAlchemyError) as error:
+            _LOG.warning("uploads of jobs that have ended could not be removed: %s", error)
+        waiting.wait(_LOOK_EVERY_S)

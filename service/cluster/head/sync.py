@@ -2,7 +2,6 @@
 
 import logging
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
 import windlass
-from windlass.engine.checkpoint import remove_model_folder
 from windlass.service.cluster.head.caller import BoxDep
 from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.manifest import Manifests
@@ -61,13 +59,13 @@ def sync_router(database: Database, settings: Settings, manifests: Manifests, in
     @router.post("/sync")
     def sync(news: SyncRequest, box: BoxDep, request: Request) -> SyncReply:
         """Stores what a box tells, and answers with its instructions."""
+        started_at = time.monotonic()
         reply, after = syncing.handle(box.id, news, address=request.client.host if request.client else "")
         for job_id in after.ended_jobs:
             incoming.forget(job_id)
             manifests.forget(job_id)
         for model in after.unused_models:
-            with suppress(OSError):
-                remove_model_folder(settings.fine_tuned_dir / model)
+            incoming.remove_unused(model, since=started_at)
         return reply
 
     return router
@@ -122,26 +120,18 @@ class _Syncing:
         """Writes a report. Returns the results that it names and that have not arrived; its fields then wait."""
         job, mirror = JobRepository(session).find(report.id), MirrorRepository(session)
         lacking: tuple[str, ...] = ()
+        if job is not None and report.checkpoints is not None:
+            report, lacking = self._only_kept(session, job, report)
         if job is None:
-            report = replace(report, fields={}, checkpoints=None)  # its row comes first
+            report = replace(report, fields={}, events=(), checkpoints=None)  # its row comes first
             if report.row is not None and (why := _why_not_adopted(session, report)) is not None:
                 _LOG.warning("box %s has a job that is unknown here, and is not taken over: %s", box.name, why)
                 report = replace(report, row=None)
         elif report.fields:
-            lacking = self._missing_results(job, report)
-            if lacking or not _is_its_own(job, report):
+            is_over = JobStatus(report.fields["status"]) in TERMINAL_STATUSES
+            lacking += self._missing_results(job, report) if is_over else ()
+            if (is_over and lacking) or not _is_its_own(job, report):
                 report = replace(report, fields={})
-        if job is not None and report.checkpoints is not None:
-            # A user may have deleted one here, and a box may name models of this job only.
-            deletions, prefix = DeletionRepository(session), job.id
-            kept = [
-                each
-                for each in report.checkpoints
-                if is_model_of(job, each.model)
-                and self._has_model(each.model)
-                and not deletions.is_doomed(each.model, prefix)
-            ]
-            report = replace(report, checkpoints=kept)
         was_its = job is not None and job.node == box.node
         after.unused_models += mirror.apply(
             box,
@@ -155,10 +145,26 @@ class _Syncing:
             _LOG.info("ended on box %s: %s", box.name, now.status, extra=about(now.id, now.attempt))
         return lacking
 
+    def _only_kept(self, session: Session, job: Job, report: JobReport) -> tuple[JobReport, tuple[str, ...]]:
+        """Leaves out checkpoints that a user has deleted here, and models of other jobs.
+
+        Returns the report, and the models of the rest that are not here. Their rows stay until they were sent again, so
+        that a lost answer does not make them look deleted.
+        """
+        deletions, mirror, kept, lacking = DeletionRepository(session), MirrorRepository(session), [], []
+        for each in report.checkpoints or ():
+            if not is_model_of(job, each.model) or deletions.is_doomed(each.model, job.id):
+                continue
+            if not self._has_model(each.model):
+                if mirror.is_deleted_checkpoint(job, each):
+                    continue
+                lacking.append(each.model)
+            kept.append(each)
+        return replace(report, checkpoints=kept), tuple(lacking)
+
     def _missing_results(self, job: Job, report: JobReport) -> tuple[str, ...]:
+        """Returns the model and the result files that the report of a job's end names and that are not here."""
         fields = report.fields
-        if JobStatus(fields["status"]) not in TERMINAL_STATUSES:
-            return ()
         model, files = fields.get("fine_tuned_model"), fields.get("result_files") or ()
         lacking = [name for name in (model,) if name is not None and not self._has_model(model_name(job))]
         lacking += [file_id for file_id in files if not (self.settings.files_dir / result_file_id(job.id)).is_file()]

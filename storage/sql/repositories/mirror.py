@@ -264,6 +264,14 @@ class MirrorRepository:
         self._session.flush()
         return gone
 
+    def is_deleted_checkpoint(self, job: Job, checkpoint: MirroredCheckpoint) -> bool:
+        """Returns whether a checkpoint was deleted on the head: it has no row, though the head has heard of it."""
+        row = select(Checkpoint.id).where(Checkpoint.job_id == job.id, Checkpoint.id == checkpoint.id)
+        later = select(JobEvent.ordinal).where(
+            JobEvent.job_id == job.id, JobEvent.seq.is_not(None), JobEvent.created_at >= checkpoint.created_at
+        )
+        return self._session.scalar(row) is None and self._session.scalar(later.limit(1)) is not None
+
     def tell(self, box: Box, reasons: Mapping[str, str]) -> None:
         """Shows why jobs of a box wait, without events: how far their files are copied."""
         for job_id, reason in reasons.items():
@@ -274,6 +282,11 @@ class MirrorRepository:
         """Lists the unfinished jobs that belong to a box, in the order of the queue."""
         query = select(Job).where(Job.node == box.node, Job.status.in_(ACTIVE_STATUSES))
         return self._session.scalars(query.order_by(Job.priority, Job.created_at, Job.id)).all()
+
+    def ids_on_boxes(self) -> set[str]:
+        """Returns the jobs that belong to boxes that were not removed, ended ones too. Only of these come results."""
+        query = select(Job.id).join(Box, Box.node == Job.node).where(Box.state != BoxState.REMOVED.value)
+        return set(self._session.scalars(query))
 
     def _locked(self, job_id: str) -> Job | None:
         query = select(Job).where(Job.id == job_id).with_for_update().execution_options(populate_existing=True)

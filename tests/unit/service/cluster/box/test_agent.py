@@ -1,19 +1,23 @@
 """The agent of a box: it takes, reports and discards jobs, whatever is lost or killed in between."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
 from tests.support.service.cluster_stage import NAME, Cluster
 from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.service.cluster.box.agent import run_until
 from windlass.service.cluster.box.connection import BoxRemoved, HeadRefused, HeadUnreachable
+from windlass.service.data import deletion
 from windlass.service.machine.fleet.content import result_file_id, taken_dir
 from windlass.service.machine.fleet.hold import read_hold
 from windlass.service.machine.fleet.messages import MOST_JOBS
 from windlass.storage.sql.job_status import JobStatus
+from windlass.storage.sql.models import Checkpoint
 from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState, Instruction, told_lease_s
 from windlass.storage.sql.repositories.jobs import JobRepository
 from windlass.storage.sql.repositories.mirror import JobReport, MirrorRepository
@@ -270,6 +274,95 @@ def test_agent_sends_a_model_again_that_the_head_has_lost(cluster: Cluster) -> N
         path.unlink()
     cluster.until(lambda: cluster.head.status(job_id) is JobStatus.SUCCEEDED)
     assert (cluster.head.settings.fine_tuned_dir / name / "config.json").exists()
+
+
+def test_agent_sends_a_checkpoint_again_that_the_head_has_lost(cluster: Cluster) -> None:
+    job_id = run(cluster)
+    folder = save_checkpoint(cluster, job_id, 1, kept=[1])
+    copy = cluster.head.settings.fine_tuned_dir / folder.name
+    cluster.until(lambda: checkpoints(cluster, job_id))
+    sync = cluster.link.sync
+
+    def lost_answer(request: object) -> object:
+        sync(request)  # type: ignore[arg-type]
+        raise HeadUnreachable("the answer was lost")
+
+    for loses_answer in (False, True):
+        shutil.rmtree(copy)
+        if loses_answer:
+            cluster.link.sync = lost_answer  # type: ignore[method-assign, assignment]
+            train(cluster, job_id, 2)
+            cluster.box.tick()
+            with pytest.raises(HeadUnreachable):
+                cluster.agent.tick()
+            cluster.link.sync = sync  # type: ignore[method-assign]
+        train(cluster, job_id, 3)
+        cluster.until((copy / "config.json").exists)
+        cluster.until(lambda: [row.model for row in checkpoints(cluster, job_id)] == [folder.name])
+
+
+def test_agent_does_not_end_a_job_before_a_lost_checkpoint_was_sent_again(cluster: Cluster) -> None:
+    job_id = run(cluster)
+    folder = save_checkpoint(cluster, job_id, 1, kept=[1])
+    cluster.until(lambda: checkpoints(cluster, job_id))
+    shutil.rmtree(cluster.head.settings.fine_tuned_dir / folder.name)
+    succeed(cluster, job_id)
+    cluster.until(lambda: cluster.head.status(job_id) is JobStatus.SUCCEEDED)
+    assert (cluster.head.settings.fine_tuned_dir / folder.name / "config.json").exists()
+
+
+def test_agent_sends_a_checkpoint_not_again_that_a_user_has_deleted(cluster: Cluster) -> None:
+    job_id = run(cluster)
+    folder = save_checkpoint(cluster, job_id, 1, kept=[1])
+    cluster.until(lambda: checkpoints(cluster, job_id))
+    with cluster.head.database.write() as session:
+        removal = deletion.delete_model(session, cluster.head.settings, folder.name)
+    assert deletion.carry_out(cluster.head.database, cluster.head.settings, removal)
+    train(cluster, job_id, 2)
+    cluster.until(lambda: cluster.head.job(job_id).step == 2)
+    for _ in range(3):
+        with pytest.raises(AssertionError):
+            cluster.until(lambda: False, most=2)
+    assert not (cluster.head.settings.fine_tuned_dir / folder.name).exists()
+    assert not checkpoints(cluster, job_id)
+
+
+def test_agent_sends_checkpoints_to_a_head_that_was_restored_from_an_older_backup(cluster: Cluster) -> None:
+    job_id = run(cluster)
+    folder = save_checkpoint(cluster, job_id, 1, kept=[1])
+    cluster.until(lambda: checkpoints(cluster, job_id))
+    with cluster.head.database.write() as session:
+        MirrorRepository(session).forget(job_id)
+    copy = cluster.head.settings.fine_tuned_dir / folder.name
+    shutil.rmtree(copy)
+    cluster.until((copy / "config.json").exists)
+    cluster.until(lambda: [row.model for row in checkpoints(cluster, job_id)] == [folder.name])
+
+
+def test_agent_replaces_a_checkpoint_with_equal_content_and_the_head_keeps_it(cluster: Cluster) -> None:
+    job_id = run(cluster)
+    folder = save_checkpoint(cluster, job_id, 1, kept=[1])
+    copy = cluster.head.settings.fine_tuned_dir / folder.name
+    cluster.until(lambda: checkpoints(cluster, job_id))
+    sync = cluster.link.sync
+
+    def late(request: object) -> object:
+        """Brings a report to the head after the upload that began when it was made."""
+        for transfer in cluster.agent._sendings._transfers.values():
+            if transfer.task is not None:
+                transfer.task.exception(timeout=20)
+        return sync(request)  # type: ignore[arg-type]
+
+    cluster.link.sync = late  # type: ignore[method-assign, assignment]
+    for created_at in (1.0, 2.0):
+        with cluster.box.database.write() as session:
+            session.execute(update(Checkpoint).where(Checkpoint.job_id == job_id).values(created_at=created_at))
+
+        def is_replaced(created_at: float = created_at) -> bool:
+            assert (copy / "config.json").exists()
+            return [row.created_at for row in checkpoints(cluster, job_id)] == [created_at]
+
+        cluster.until(is_replaced)
 
 
 def test_agent_holds_when_the_lease_is_over_and_goes_on_when_the_head_answers(cluster: Cluster) -> None:
