@@ -66,10 +66,10 @@ def join_commands(settings: Settings, code: str) -> list[str]:
     torch = ".".join(version("torch").partition("+")[0].split(".")[:2])
     packages = f"./{wheel.name} 'torch=={torch}.*' ray=={version('ray')}"
     return [
-        # TLS is not checked here, because this machine does not know the head yet: the hash is.
-        f"curl --insecure --silent --show-error --output {wheel.name} https://{head}/v1/node/wheel",
-        # One command, so that nothing is installed after a wrong hash if all lines are pasted at once.
-        f"echo '{digest_of_wheel(wheel)}  {wheel.name}' | sha256sum --check "
+        # TLS is not checked here, because this machine does not know the head yet: the hash is. One command, so that
+        # nothing is installed after a wrong hash if all lines are pasted at once.
+        f"curl --insecure --silent --show-error --output {wheel.name} https://{head}/v1/node/wheel "
+        f"&& echo '{digest_of_wheel(wheel)}  {wheel.name}' | sha256sum --check "
         f"&& python3 -m venv ~/windlass-venv && ~/windlass-venv/bin/pip install {packages}",
         f"~/windlass-venv/bin/windlass node join --head {head} --code {code} --ssd /path/on/an/ssd",
     ]
