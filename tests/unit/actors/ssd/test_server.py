@@ -157,7 +157,7 @@ class TestFailures:
         assert to == "scheduler"
         assert isinstance(status, StatusDescribed)
         text = (
-            r"SSD .*, job ftjob-1: the read of block 0, chunk 1, step 0 is not done after \d\.\d s, as the first of 1 "
+            r"(.* is busy; )?SSD .*, job ftjob-1: the read of block 0, chunk 1, step 0 is not done after \d\.\d s, as the first of 1 "
         )
         assert re.fullmatch(f"{text}transfers: check the disk", status.text)
         failure_of(bench.next())
