@@ -23,6 +23,9 @@ enum Scalar {  // adam_formulas.Scalar
   EPSILON,
   STEP_SIZE,
 };
+struct Scalars {  // a copy of one's own, so that no store to a state can change it
+  float at[STEP_SIZE + 1];
+};
 constexpr int NUM_KEYS = 4;             // stochastic_rounding.NUM_KEYS
 constexpr int64_t LEAST_NUMEL = 32768;  // fewer elements take less time than it takes to wake threads
 
@@ -84,65 +87,52 @@ struct State {
   float master, exp_avg, exp_avg_sq;
 };
 
-inline State stepped(const float* scalars, float decay, float grad, State old) {
-  grad = grad * scalars[GRAD_SCALE];
+inline State stepped(const Scalars& own, float decay, float grad, State old) {
+  grad = grad * own.at[GRAD_SCALE];
   float master = old.master;
   if (DECOUPLED)
     master = master * decay;
   else
     grad = grad + master * decay;
-  const float exp_avg = old.exp_avg + (grad - old.exp_avg) * scalars[ONE_MINUS_BETA1];
-  const float exp_avg_sq = old.exp_avg_sq * scalars[BETA2] + grad * grad * scalars[ONE_MINUS_BETA2];
-  const float denominator = std::sqrt(exp_avg_sq) / scalars[ROOT_OF_CORRECTION2] + scalars[EPSILON];
-  return {master - exp_avg * scalars[STEP_SIZE] / denominator, exp_avg, exp_avg_sq};
+  const float exp_avg = old.exp_avg + (grad - old.exp_avg) * own.at[ONE_MINUS_BETA1];
+  const float exp_avg_sq = old.exp_avg_sq * own.at[BETA2] + grad * grad * own.at[ONE_MINUS_BETA2];
+  const float denominator = std::sqrt(exp_avg_sq) / own.at[ROOT_OF_CORRECTION2] + own.at[EPSILON];
+  return {master - exp_avg * own.at[STEP_SIZE] / denominator, exp_avg, exp_avg_sq};
 }
 
 template <class Grad, class Param>
-void fp32_states(void* const* tensors, int64_t numel, const float* scalars, const int32_t*, int num_threads) {
+void fp32_states(void* const* tensors, int64_t numel, const Scalars own, const int32_t*, int num_threads) {
+  constexpr bool HAS_PARAM = !std::is_same_v<Param, none>;
   auto* __restrict grad = static_cast<const typename Grad::type*>(tensors[0]);
   auto* __restrict master = static_cast<float*>(tensors[1]);
   auto* __restrict exp_avg = static_cast<float*>(tensors[2]);
   auto* __restrict exp_avg_sq = static_cast<float*>(tensors[3]);
-  float own[STEP_SIZE + 1];
-  std::memcpy(own, scalars, sizeof own);
-  if constexpr (std::is_same_v<Param, none>) {
+  auto* __restrict param = HAS_PARAM ? static_cast<typename Param::type*>(tensors[4]) : nullptr;
 #pragma omp parallel for simd num_threads(num_threads) schedule(static) if (parallel : numel >= LEAST_NUMEL)
-    for (int64_t i = 0; i < numel; ++i) {
-      const State state = stepped(own, own[DECAY], Grad::load(grad[i]), {master[i], exp_avg[i], exp_avg_sq[i]});
-      master[i] = state.master;
-      exp_avg[i] = state.exp_avg;
-      exp_avg_sq[i] = state.exp_avg_sq;
-    }
-  } else {
-    auto* __restrict param = static_cast<typename Param::type*>(tensors[4]);
-#pragma omp parallel for simd num_threads(num_threads) schedule(static) if (parallel : numel >= LEAST_NUMEL)
-    for (int64_t i = 0; i < numel; ++i) {
-      const State state = stepped(own, own[DECAY], Grad::load(grad[i]), {master[i], exp_avg[i], exp_avg_sq[i]});
-      master[i] = state.master;
-      exp_avg[i] = state.exp_avg;
-      exp_avg_sq[i] = state.exp_avg_sq;
-      param[i] = Param::store(state.master);
-    }
+  for (int64_t i = 0; i < numel; ++i) {
+    const State state = stepped(own, own.at[DECAY], Grad::load(grad[i]), {master[i], exp_avg[i], exp_avg_sq[i]});
+    master[i] = state.master;
+    exp_avg[i] = state.exp_avg;
+    exp_avg_sq[i] = state.exp_avg_sq;
+    if constexpr (HAS_PARAM) param[i] = Param::store(state.master);
   }
 }
 
 // The master is the param in the high half plus the residual; the sign of exp_avg_sq marks ties: split_states.py.
 template <class Grad, class Param>
-void split_states(void* const* tensors, int64_t num_words, const float* scalars, const int32_t*, int num_threads) {
+void split_states(void* const* tensors, int64_t num_words, const Scalars own, const int32_t*, int num_threads) {
   auto* __restrict grad = static_cast<const typename Grad::type*>(tensors[0]);
   auto* __restrict param = static_cast<uint16_t*>(tensors[1]);
   auto* __restrict residual = static_cast<int16_t*>(tensors[2]);
   auto* __restrict exp_avg = static_cast<float*>(tensors[3]);
   auto* __restrict exp_avg_sq = static_cast<float*>(tensors[4]);
   const int64_t numel = 2 * num_words;
-  float own[STEP_SIZE + 1];
-  std::memcpy(own, scalars, sizeof own);
 #pragma omp parallel for simd num_threads(num_threads) schedule(static) if (parallel : numel >= LEAST_NUMEL)
   for (int64_t i = 0; i < numel; ++i) {
     const uint32_t marked = bits_of(exp_avg_sq[i]);
     const uint32_t rounded_down = (marked >> 31) << 16;
     const float master = float_of((uint32_t{param[i]} << 16) + uint32_t(int32_t{residual[i]}) + rounded_down);
-    const float decay = i % 2 ? own[ODD_DECAY] : own[DECAY];
+    const float decay = i % 2 ? own.at[ODD_DECAY] : own.at[DECAY];
     const State state =
         stepped(own, decay, Grad::load(grad[i]), {master, exp_avg[i], float_of(marked & 0x7FFFFFFF)});
     const uint32_t bits = bits_of(state.master);
@@ -169,14 +159,12 @@ float grad_of(typename Grad::type stored) {
 }
 
 template <class Grad, class Param>
-void bf16_states(void* const* tensors, int64_t num_words, const float* scalars, const int32_t* integers,
+void bf16_states(void* const* tensors, int64_t num_words, const Scalars own, const int32_t* integers,
                  int num_threads) {
   auto* __restrict grad = static_cast<const typename Grad::type*>(tensors[0]);
   auto* __restrict param = static_cast<uint32_t*>(tensors[1]);
   auto* __restrict exp_avg = static_cast<uint32_t*>(tensors[2]);
   auto* __restrict exp_avg_sq = static_cast<uint32_t*>(tensors[3]);
-  float own[STEP_SIZE + 1];
-  std::memcpy(own, scalars, sizeof own);
   uint32_t keys[NUM_KEYS];
   std::memcpy(keys, integers, sizeof keys);
   const uint32_t first = uint32_t(integers[NUM_KEYS]);
@@ -188,9 +176,9 @@ void bf16_states(void* const* tensors, int64_t num_words, const float* scalars, 
     const uint32_t products[3] = {
         (mixed ^ keys[1]) * 0x846CA68B, (mixed ^ keys[2]) * 0x9E3779B1, (mixed ^ keys[3]) * 0x85EBCA6B};
     const uint32_t words[3] = {param[i], exp_avg[i], exp_avg_sq[i]};
-    const State even = stepped(own, own[DECAY], grad_of<Grad>(grad[2 * i]),
+    const State even = stepped(own, own.at[DECAY], grad_of<Grad>(grad[2 * i]),
                                {float_of(words[0] << 16), float_of(words[1] << 16), float_of(words[2] << 16)});
-    const State odd = stepped(own, own[ODD_DECAY], grad_of<Grad>(grad[2 * i + 1]),
+    const State odd = stepped(own, own.at[ODD_DECAY], grad_of<Grad>(grad[2 * i + 1]),
                               {float_of(words[0] & 0xFFFF0000), float_of(words[1] & 0xFFFF0000),
                                float_of(words[2] & 0xFFFF0000)});
     param[i] = rounded_pair(even.master, odd.master, products[0] ^ (products[0] >> 16));
@@ -204,5 +192,7 @@ void bf16_states(void* const* tensors, int64_t num_words, const float* scalars, 
 // `numel`: of words of two elements if elements form pairs.
 extern "C" void windlass_update(void* const* tensors, int64_t numel, const float* scalars, const int32_t* integers,
                                 int num_threads) {
-  STATES<GRAD, PARAM>(tensors, numel, scalars, integers, num_threads);
+  Scalars own;
+  std::memcpy(own.at, scalars, sizeof own.at);
+  STATES<GRAD, PARAM>(tensors, numel, own, integers, num_threads);
 }
