@@ -18,10 +18,10 @@ from windlass.storage.sql.repositories import (
     JobRepository,
     MirrorRepository,
     NewJob,
+    is_away,
     told_lease_s,
 )
 
-_CALLED_JUST_NOW_S = 15.0  # a box calls every second
 _MOST_CHECKPOINTS = 100  # that are searched for one whose files are here
 
 
@@ -105,7 +105,7 @@ def _check_box_is_lost(settings: Settings, job: Job, box: Box) -> None:
             f"box {box.name} may still work on job {job.id}: the service was restored from a backup, and not all boxes "
             "have called since; try again later, or remove the box"
         )
-    if time.time() - box.seen_at < _CALLED_JUST_NOW_S:
+    if not is_away(box):
         raise _refusal(
             f"box {box.name}, which has the states of job {job.id}, is here, and the job goes on there; to move it, "
             "cancel it, and submit it again from its last checkpoint"

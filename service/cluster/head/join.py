@@ -12,10 +12,14 @@ from windlass.service.cluster import Versions
 from windlass.service.cluster.authority import Authority, JoinCode, digest_of_wheel, ensure_wheel
 from windlass.service.cluster.head.caller import BoxDep
 from windlass.service.installation import Settings, node_of
-from windlass.service.machine.fleet import HEAD_NAME, BoxFacts, is_away
+from windlass.service.machine.fleet import HEAD_NAME, BoxFacts
 from windlass.service.validation import ApiError
 from windlass.storage.sql import Box, Database
-from windlass.storage.sql.repositories import BoxRepository, BoxState
+from windlass.storage.sql.repositories import (
+    BoxRepository,
+    BoxState,
+    is_away,
+)
 
 DIGEST_HEADER = "X-Content-SHA256"
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62})"

@@ -4,9 +4,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from windlass.service.machine.fleet import is_away
 from windlass.storage.sql import Box, Database, Job, NotFound, StatusConflict
-from windlass.storage.sql.repositories import BoxRepository, BoxState, JobRepository, MirrorRepository
+from windlass.storage.sql.repositories import (
+    BoxRepository,
+    BoxState,
+    JobRepository,
+    MirrorRepository,
+    is_away,
+)
 
 
 def absence_reason(box: Box, job: Job) -> str:

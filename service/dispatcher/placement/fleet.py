@@ -11,9 +11,15 @@ from pydantic import ValidationError
 from windlass.planner.hardware import Hardware
 from windlass.service.dispatcher.placement.capacity import Demand, MachineCapacity, SsdSpace, demand_by
 from windlass.service.jobs import BoxKind, MachineResources, PlanNumbers
-from windlass.service.machine.fleet import AWAY_AFTER_S, BoxFacts, CapacityReport, is_away, resources_of_box
+from windlass.service.machine.fleet import BoxFacts, CapacityReport, resources_of_box
 from windlass.storage.sql import Box, Database, Job
-from windlass.storage.sql.repositories import BoxRepository, BoxState, JobRepository
+from windlass.storage.sql.repositories import (
+    AWAY_AFTER_S,
+    BoxRepository,
+    BoxState,
+    JobRepository,
+    is_away,
+)
 
 _LOG = logging.getLogger(__name__)
 

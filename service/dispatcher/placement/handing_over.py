@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from windlass.service.dispatcher.placement.fleet import JoinedBox
 from windlass.service.installation import Settings, about
 from windlass.service.jobs import plan_for_box, plan_for_here
-from windlass.service.machine.fleet import is_away
 from windlass.storage.sql import Box, Database, Job, JobStatus, StatusConflict
-from windlass.storage.sql.repositories import BoxRepository, BoxState, JobRepository, MirrorRepository
+from windlass.storage.sql.repositories import (
+    BoxRepository,
+    BoxState,
+    JobRepository,
+    MirrorRepository,
+    is_away,
+)
 
 _LOG = logging.getLogger(__name__)
 _TAKEN_BACK = "its turn again, because box {name}, to which it was given, is away and has not taken it"

@@ -16,13 +16,11 @@ from windlass.service.machine.fleet.content import place_of as place_of
 from windlass.service.machine.fleet.content import result_file_id as result_file_id
 from windlass.service.machine.fleet.content import root_of as root_of
 from windlass.service.machine.fleet.content import taken_dir as taken_dir
-from windlass.service.machine.fleet.facts import AWAY_AFTER_S as AWAY_AFTER_S
 from windlass.service.machine.fleet.facts import HEAD_NAME as HEAD_NAME
 from windlass.service.machine.fleet.facts import BoxFacts as BoxFacts
 from windlass.service.machine.fleet.facts import Finding as Finding
 from windlass.service.machine.fleet.facts import GpuFacts as GpuFacts
 from windlass.service.machine.fleet.facts import SsdFacts as SsdFacts
-from windlass.service.machine.fleet.facts import is_away as is_away
 from windlass.service.machine.fleet.facts import resources_of_box as resources_of_box
 from windlass.service.machine.fleet.findings import findings_here as findings_here
 from windlass.service.machine.fleet.here import FactsHere as FactsHere

@@ -1,17 +1,13 @@
 """The parts of a box, as it describes them itself."""
 
-import time
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from windlass.service.jobs import MachineResources
-from windlass.storage.sql import Box
 
 # The name of the head among its boxes.
 HEAD_NAME = "head"
-# Seconds without a call after which a box counts as away. It calls every second.
-AWAY_AFTER_S = 15.0
 
 
 class _Facts(BaseModel):
@@ -62,11 +58,6 @@ class BoxFacts(_Facts):
     hardware: dict[str, Any] | None = None  # the measured profile; None: not measured yet
     findings: tuple[Finding, ...] = ()
     link_bytes_per_s: float | None = None  # measured between box and head; None: not measured yet
-
-
-def is_away(box: Box) -> bool:
-    """Returns whether a box has not called for too long."""
-    return time.time() - box.seen_at > AWAY_AFTER_S
 
 
 def resources_of_box(facts: BoxFacts) -> MachineResources:

@@ -8,9 +8,11 @@ from windlass.storage.sql.repositories.api_keys import needs_note as needs_note
 from windlass.storage.sql.repositories.audit import AuditRepository as AuditRepository
 from windlass.storage.sql.repositories.audit import AuditResult as AuditResult
 from windlass.storage.sql.repositories.audit import audit_id as audit_id
+from windlass.storage.sql.repositories.boxes import AWAY_AFTER_S as AWAY_AFTER_S
 from windlass.storage.sql.repositories.boxes import BoxRepository as BoxRepository
 from windlass.storage.sql.repositories.boxes import BoxState as BoxState
 from windlass.storage.sql.repositories.boxes import Instruction as Instruction
+from windlass.storage.sql.repositories.boxes import is_away as is_away
 from windlass.storage.sql.repositories.boxes import told_lease_s as told_lease_s
 from windlass.storage.sql.repositories.deletions import DeletionRepository as DeletionRepository
 from windlass.storage.sql.repositories.deletions import RemovalKind as RemovalKind

@@ -42,7 +42,14 @@ class Instruction(StrEnum):
     RESUME = "resume"
 
 
+# Seconds without a call after which a box counts as away. It calls every second.
+AWAY_AFTER_S = 15.0
 _LEASE = "lease_s"  # in the facts of a box, beside what it says itself
+
+
+def is_away(box: Box) -> bool:
+    """Returns whether a box has not called for too long."""
+    return time.time() - box.seen_at > AWAY_AFTER_S
 
 
 def told_lease_s(box: Box) -> float:

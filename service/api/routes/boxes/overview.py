@@ -9,10 +9,14 @@ from sqlalchemy.orm import Session
 
 from windlass.service.installation import Settings, node_of
 from windlass.service.jobs import ARENA_DIR, shown_gpus_of
-from windlass.service.machine.fleet import HEAD_NAME, BoxFacts, CapacityReport, SsdFacts, is_away
+from windlass.service.machine.fleet import HEAD_NAME, BoxFacts, CapacityReport, SsdFacts
 from windlass.storage.memory import arena_room_nbytes
 from windlass.storage.sql import Box, Job, JobStatus
-from windlass.storage.sql.repositories import BoxRepository, BoxState
+from windlass.storage.sql.repositories import (
+    BoxRepository,
+    BoxState,
+    is_away,
+)
 
 _RUNNING = frozenset((JobStatus.RUNNING, JobStatus.PAUSING))
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.storage.mirrored_pair import HEAD, Pair, add_job, messages
 from windlass.service.dispatcher.placement.absent_boxes import watch_absent_boxes
-from windlass.service.machine.fleet.facts import is_away
 from windlass.storage.sql.repositories import BoxRepository
+from windlass.storage.sql.repositories.boxes import is_away
 
 
 @pytest.fixture
