@@ -13,7 +13,8 @@ from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware, example_machines, load
 from windlass.planner.planning import PlanQuestion, PlanReport
 from windlass.planner.planning.feasibility import fits, with_part
-from windlass.planner.planning.planner import Profiles, fastest_plan, planned
+from windlass.planner.planning.planner import fastest_plan, planned
+from windlass.planner.planning.profiles import Profiles
 from windlass.planner.profiling import config_of_shape
 
 _MACHINE = "rtx4090-server"

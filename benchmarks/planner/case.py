@@ -14,7 +14,8 @@ from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning import JobPlan, PlanQuestion
 from windlass.planner.planning.feasibility import with_part
-from windlass.planner.planning.planner import Profiles, fastest_plan
+from windlass.planner.planning.planner import fastest_plan
+from windlass.planner.planning.profiles import Profiles
 from windlass.planner.planning.report import choices_of, report_of
 from windlass.planner.simulation import simulated_step_s
 from windlass.planner.solver import limits_of

@@ -18,7 +18,7 @@ from benchmarks.reporting.report import Report
 from windlass.engine.memory_plan import EVERY_OPERATOR
 from windlass.planner.cost import ActivationOption, LayerProfile, Ways, ways_of_layer
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning.planner import Profiles
+from windlass.planner.planning.profiles import Profiles
 from windlass.planner.solver import DoesNotFitError
 
 _NUM_TURNS = 3  # runs of each job, of which the median counts

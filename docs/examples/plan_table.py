@@ -9,7 +9,8 @@ from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware, ModelShape
 from windlass.planner.planning import PlanQuestion
 from windlass.planner.planning.feasibility import fits, with_part
-from windlass.planner.planning.planner import Profiles, fastest_plan
+from windlass.planner.planning.planner import fastest_plan
+from windlass.planner.planning.profiles import Profiles
 from windlass.planner.profiling import config_of_shape
 
 # The same numbers as in docs/hardware.md, with larger SSDs and Ratel's rate of the link.

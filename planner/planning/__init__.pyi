@@ -12,8 +12,8 @@ from windlass.planner.planning.measured_steps import MIN_STEPS as MIN_STEPS
 from windlass.planner.planning.plan_request import PlanRequest as PlanRequest
 from windlass.planner.planning.plan_request import ReplanRequest as ReplanRequest
 from windlass.planner.planning.planner import Planned as Planned
-from windlass.planner.planning.planner import PlanQuestion as PlanQuestion
 from windlass.planner.planning.planner import answer as answer
+from windlass.planner.planning.question import PlanQuestion as PlanQuestion
 from windlass.planner.planning.report import PlanReport as PlanReport
 from windlass.planner.planning.worker import measure_as_worker as measure_as_worker
 from windlass.planner.planning.worker import question_of as question_of

@@ -6,7 +6,9 @@ from windlass.planner.baselines import POLICIES, ComparedSystem, compare
 from windlass.planner.cost import ModelProfile
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning.feasibility import with_part
-from windlass.planner.planning.planner import Planned, PlanQuestion, Profiles
+from windlass.planner.planning.planner import Planned
+from windlass.planner.planning.profiles import Profiles
+from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.simulation import simulate_policy
 from windlass.planner.solver import Solution
 from windlass.storage.ids import Precision

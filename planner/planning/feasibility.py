@@ -7,12 +7,15 @@ only if its device memory was counted exactly. The exact count is slow, so it is
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from windlass.amounts import GIB
 from windlass.engine.memory_plan import DeviceNeed, MemoryTier, Placement, QueueDepths, reserved_nbytes
+from windlass.planner.planning.exact_search import solve_exactly
+from windlass.planner.planning.profiles import Profiles
+from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.solver import (
     DRIVER_NBYTES,
     DoesNotFitError,
@@ -26,9 +29,6 @@ from windlass.planner.solver import (
     sizes_at_the_border,
     smallest,
 )
-
-if TYPE_CHECKING:
-    from windlass.planner.planning.planner import PlanQuestion, Profiles
 
 _Part = TypeVar("_Part", bound=BaseModel)
 # GiB: a budget below the first number is searched in steps of the second one.
@@ -45,13 +45,13 @@ def with_part(part: _Part, **changes: Any) -> _Part:
     return part.model_copy(update=changes)
 
 
-def fits(question: "PlanQuestion", profiles: "Profiles") -> bool:
+def fits(question: PlanQuestion, profiles: Profiles) -> bool:
     """Checks whether a plan exists."""
     # Try many small micro-batches first, because these usually need least memory.
     return _fitting_number(question, profiles, reversed(list(numbers_of_microbatches(question)))) is not None
 
 
-def largest_fitting(ask: Callable[[int], "PlanQuestion"], profiles: "Profiles", *, most: int) -> int:
+def largest_fitting(ask: Callable[[int], PlanQuestion], profiles: Profiles, *, most: int) -> int:
     """Returns the largest number up to `most` for which the job fits, or 0 if it does not fit for 1.
 
     The job must fit for all smaller numbers as well. The search starts at the border that the integer program finds.
@@ -67,9 +67,7 @@ def largest_fitting(ask: Callable[[int], "PlanQuestion"], profiles: "Profiles", 
     return number
 
 
-def with_enough_device_memory(
-    question: "PlanQuestion", profiles: "Profiles", error: DoesNotFitError
-) -> DoesNotFitError:
+def with_enough_device_memory(question: PlanQuestion, profiles: Profiles, error: DoesNotFitError) -> DoesNotFitError:
     """Returns the error with the bytes by which a GPU's budget must grow, so that the job fits as far as that helps.
 
     They include what PyTorch's allocator reserves. The error's own bytes are the integer program's, which leaves out
@@ -83,7 +81,7 @@ def with_enough_device_memory(
         needed_nbytes = int(raised.limits.device_nbytes) + lacking[MemoryTier.DEVICE] + _ROUNDED_NBYTES
         raised = _with_device_budget(question, reserved_nbytes(needed_nbytes))
         try:
-            profiles.solve(raised, number)
+            solve_exactly(raised, number, profiles)
         except DoesNotFitError as still:
             lacking = still.missing
         else:
@@ -94,14 +92,14 @@ def with_enough_device_memory(
     return DoesNotFitError(lambda: missing | {MemoryTier.DEVICE: device_nbytes})
 
 
-def _with_device_budget(question: "PlanQuestion", nbytes: int) -> "PlanQuestion":
+def _with_device_budget(question: PlanQuestion, nbytes: int) -> PlanQuestion:
     """Returns the question for a GPU budget, on a GPU that has so much memory."""
     gpus = question.hardware.gpus
     gpus = with_part(gpus, memory_gib=max(gpus.memory_gib, (nbytes + DRIVER_NBYTES) / GIB))
     return replace(question, hardware=with_part(question.hardware, gpus=gpus), device_memory_nbytes=nbytes)
 
 
-def what_would_fit(question: "PlanQuestion", profiles: "Profiles") -> list[str]:
+def what_would_fit(question: PlanQuestion, profiles: Profiles) -> list[str]:
     """Names the nearest change of each kind that makes a job fit, the cheapest first. The job must not fit as it is."""
     changes = [
         _other_microbatches(question, profiles),
@@ -113,7 +111,7 @@ def what_would_fit(question: "PlanQuestion", profiles: "Profiles") -> list[str]:
     return reasons or ["it fits with more of every kind of memory only"]
 
 
-def what_takes_memory(question: "PlanQuestion", profiles: "Profiles", error: DoesNotFitError) -> list[str]:
+def what_takes_memory(question: PlanQuestion, profiles: Profiles, error: DoesNotFitError) -> list[str]:
     """Names the largest parts of the device memory need, if device memory is short.
 
     The parts are those of the plan that saves most: with streamed layers, in the groups that need least. These have one
@@ -129,7 +127,7 @@ def what_takes_memory(question: "PlanQuestion", profiles: "Profiles", error: Doe
     return [f"with {at_once} at a time and layers in pieces the device's memory goes to: {parts}"]
 
 
-def _least_need(question: "PlanQuestion", profiles: "Profiles", job: PlannedJob, group_size: int) -> DeviceNeed:
+def _least_need(question: PlanQuestion, profiles: Profiles, job: PlannedJob, group_size: int) -> DeviceNeed:
     """Returns the device memory of the plan with groups of this size that saves most."""
     costs = StepCosts(
         job=job,
@@ -150,7 +148,7 @@ def _least_need(question: "PlanQuestion", profiles: "Profiles", job: PlannedJob,
     return profiles.device_need_of_plan(question, job, plan_of(costs, placement, None))
 
 
-def numbers_of_microbatches(question: "PlanQuestion") -> Iterator[int]:
+def numbers_of_microbatches(question: PlanQuestion) -> Iterator[int]:
     """The numbers of micro-batches to try: the requested one, or numbers up to the batch size.
 
     The first is the smallest one with equal lanes and a micro-batch for each GPU. Each next one is twice as large.
@@ -164,25 +162,25 @@ def numbers_of_microbatches(question: "PlanQuestion") -> Iterator[int]:
         number *= 2
 
 
-def _may_fit(question: "PlanQuestion", profiles: "Profiles") -> bool:
+def _may_fit(question: PlanQuestion, profiles: Profiles) -> bool:
     speeds, limits = question.speeds, question.limits
     return any(may_fit(profiles.job(question, number), speeds, limits) for number in numbers_of_microbatches(question))
 
 
-def _fitting_number(question: "PlanQuestion", profiles: "Profiles", numbers: Iterable[int]) -> int | None:
+def _fitting_number(question: PlanQuestion, profiles: Profiles, numbers: Iterable[int]) -> int | None:
     """Returns the first number of micro-batches with which the job fits, or None."""
     speeds, limits = question.speeds, question.limits
     for number in numbers:
         if may_fit(profiles.job(question, number), speeds, limits):
             try:
-                profiles.solve(question, number)
+                solve_exactly(question, number, profiles)
             except DoesNotFitError:
                 continue
             return number
     return None
 
 
-def _other_microbatches(question: "PlanQuestion", profiles: "Profiles") -> str | None:
+def _other_microbatches(question: PlanQuestion, profiles: Profiles) -> str | None:
     if question.chooses_microbatches:
         return None
     free = replace(question, chooses_microbatches=True)
@@ -190,7 +188,7 @@ def _other_microbatches(question: "PlanQuestion", profiles: "Profiles") -> str |
     return None if number is None else f"{number} micro-batches"
 
 
-def _smaller_sums(question: "PlanQuestion", profiles: "Profiles") -> str | None:
+def _smaller_sums(question: PlanQuestion, profiles: Profiles) -> str | None:
     """Proposes to sum the gradients of micro-batches in the model's precision."""
     training, precision = question.training, question.training.precision
     is_summed = question.chooses_microbatches or training.num_microbatches > 1
@@ -201,10 +199,10 @@ def _smaller_sums(question: "PlanQuestion", profiles: "Profiles") -> str | None:
     return f"gradients summed in {precision} (accumulation_precision), which is less exact"
 
 
-def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
+def _smaller(question: PlanQuestion, profiles: Profiles) -> str | None:
     """Proposes a smaller batch in micro-batches of one or two examples, or else one shorter example."""
 
-    def cut(batch_size: int) -> "PlanQuestion":
+    def cut(batch_size: int) -> PlanQuestion:
         lanes = min(question.training.lanes, batch_size)
         number = lanes << ((batch_size // lanes).bit_length() - 1)  # equal lanes
         return question.changed(batch_size=batch_size, num_microbatches=number)
@@ -214,7 +212,7 @@ def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
         parts = f"{smaller.training.num_microbatches} micro-batches{_left_out(question, smaller)}"
         return f"a batch of {batch_size} in {parts}"
 
-    def one(num_tokens: int) -> "PlanQuestion":
+    def one(num_tokens: int) -> PlanQuestion:
         return question.changed(batch_size=1, num_microbatches=1, sequence_length=num_tokens)
 
     num_tokens = question.widest
@@ -225,7 +223,7 @@ def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
     return f"a batch of 1 and sequences of {num_tokens} tokens{_left_out(question, one(num_tokens))}"
 
 
-def _left_out(question: "PlanQuestion", smaller: "PlanQuestion") -> str:
+def _left_out(question: PlanQuestion, smaller: PlanQuestion) -> str:
     """Names the settings that a smaller batch also needs, because lanes and GPUs need a micro-batch each."""
     numbers = {
         "lanes": (question.training.lanes, smaller.training.lanes),
@@ -279,7 +277,7 @@ _MEMORIES = (
 )
 
 
-def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) -> str | None:
+def _with_more(question: PlanQuestion, profiles: Profiles, memory: _Memory) -> str | None:
     """Finds the smallest size of one kind of memory with which the job fits.
 
     If the job has a budget for this memory, the size is that of the budget. Returns None if more memory does not help.
@@ -307,7 +305,7 @@ def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) 
     unit_gib = _BUDGET_UNIT_GIB if is_budget and least_gib < _SMALL_BUDGET_GIB else 1.0
     least_units = max(1, math.ceil(least_gib / unit_gib))
 
-    def with_units(number: int) -> "PlanQuestion":
+    def with_units(number: int) -> PlanQuestion:
         gib, budgets = number * unit_gib, dict[str, Any]()
         enough = gib
         if is_budget:

@@ -3,15 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from windlass.planner.planning.exact_search import solve_exactly
 from windlass.planner.planning.feasibility import largest_fitting, with_part
-from windlass.planner.planning.planner import (
-    Planned,
-    PlanQuestion,
-    Profiles,
-    best_plan,
-    fastest_plan,
-    planned,
-)
+from windlass.planner.planning.planner import Planned, best_plan, fastest_plan, planned
+from windlass.planner.planning.profiles import Profiles
+from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.solver import DEFAULT_SLACK, DoesNotFitError, Goal, Solution, smallest, solve_job
 
 _TOKENS_STEP = 256  # tokens: resolution of the search for the longest context
@@ -117,7 +113,7 @@ def _fewest(
         return solve_job(job, other.speeds, other.limits)
 
     def exactly(other: PlanQuestion) -> Solution:
-        return profiles.solve(other, job.num_microbatches)
+        return solve_exactly(other, job.num_microbatches, profiles)
 
     least = smallest(lambda number: not is_short(by_program, number), most=most) or most
     more = smallest(lambda number: not is_short(exactly, least - 1 + number), most=most - least + 1)

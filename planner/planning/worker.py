@@ -19,7 +19,9 @@ from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus
 from windlass.planner.planning.job_plan import JobPlan, SimulatedStep
 from windlass.planner.planning.measured_steps import MIN_STEPS, load_measured
 from windlass.planner.planning.plan_request import PlanRequest, ReplanRequest
-from windlass.planner.planning.planner import Planned, PlanQuestion, Profiles, answer
+from windlass.planner.planning.planner import Planned, answer
+from windlass.planner.planning.profiles import Profiles
+from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.replan import RunningJob, correct, costs_of
 from windlass.planner.profiling import TimingCache
 from windlass.planner.simulation import Stuck, TooLong, simulate_planned

@@ -13,7 +13,8 @@ from benchmarks.planner.swaps import QUICK_SWAPS, SWAPS, Swap, add_swaps, only
 from tests.unit.benchmarks.tables import Tables
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.hardware.yaml_files import parse
-from windlass.planner.planning.planner import Profiles, best_plan
+from windlass.planner.planning.planner import best_plan
+from windlass.planner.planning.profiles import Profiles
 
 CHOICES = {
     "num_microbatches": 4,

@@ -13,7 +13,7 @@ from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning.feasibility import with_part
 from windlass.planner.planning.gpu_choice import choose_gpus, in_words, numbers_of_gpus
 from windlass.planner.planning.job_plan import ChangedInputs, JobPlan, PlanBounds, fewest_of_fastest
-from windlass.planner.planning.planner import PlanQuestion
+from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.report import PlanReport
 from windlass.planner.profiling.model_profiler import config_of_shape
 

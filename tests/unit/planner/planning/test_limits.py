@@ -11,7 +11,9 @@ from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning import limits
 from windlass.planner.planning.feasibility import fits, with_part
 from windlass.planner.planning.limits import find
-from windlass.planner.planning.planner import PlanQuestion, Profiles, best_plan
+from windlass.planner.planning.planner import best_plan
+from windlass.planner.planning.profiles import Profiles
+from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.solver.bisection import Goal
 

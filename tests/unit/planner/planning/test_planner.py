@@ -20,8 +20,10 @@ from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import feasibility
 from windlass.planner.planning import planner as planning
+from windlass.planner.planning.exact_search import solve_exactly
 from windlass.planner.planning.feasibility import fits, what_takes_memory, what_would_fit, with_part
-from windlass.planner.planning.planner import PlanQuestion, planned_job
+from windlass.planner.planning.profiles import Profiles, planned_job
+from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.report import PlanReport
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
 from windlass.planner.solver.memory_limits import DRIVER_NBYTES, limits_of, processes_nbytes
@@ -97,7 +99,7 @@ def test_the_promise_is_the_simulated_step_of_the_fastest(has_gpu: bool) -> None
         hardware = with_part(hardware, gpus=with_part(hardware.gpus, count=0))
     few_layers = config_of_shape(SHAPE.model_copy(update={"num_layers": 4}), num_tokens=512)
     asked = question(hardware, config=few_layers)
-    profiles = planning.Profiles(asked)
+    profiles = Profiles(asked)
     _, fastest, step_s = planning.fastest_plan(asked, profiles)
     _, least_bound = planning.best_plan(asked, profiles)
     assert step_s is not None
@@ -122,7 +124,7 @@ def test_a_simulated_step_is_hardly_longer_than_the_bound_it_was_chosen_by(
     hardware = with_part(hardware, ssds=with_part(hardware.ssds, count=num_ssds))
     config = config_of_shape(RATEL_SHAPES[billions], num_tokens=1024)
     asked = question(hardware, config=config, batch_size=32, sequence_length=1024)
-    profiles = planning.Profiles(asked)
+    profiles = Profiles(asked)
     for number in (4, 32):
         job = profiles.job(asked, number)
         for solution in candidates(job, asked.speeds, asked.limits)[:4]:
@@ -164,8 +166,8 @@ def test_device_need_with_validation_examples_has_room_for_an_evaluation() -> No
     """A step processes its micro-batches one by one, an evaluation as many together as fit."""
     config = config_of_shape(ModelShape(num_layers=1, hidden_size=256, num_heads=4, vocab_size=100), num_tokens=512)
     asked = question(config=config, batch_size=64, num_microbatches=64)
-    profiles = planning.Profiles(asked)
-    solution = profiles.solve(asked, 64)
+    profiles = Profiles(asked)
+    solution = solve_exactly(asked, 64, profiles)
     plan = replace(solution.plan, group_size=1, num_groups=64)
     one_by_one, job = replace(solution, plan=plan), profiles.job(asked, 64)
     hidden_nbytes = 512 * 256 * 2
@@ -184,8 +186,8 @@ def test_device_need_on_a_gpu_has_room_for_an_update_that_is_not_compiled() -> N
     config = config_of_shape(ModelShape(num_layers=1, hidden_size=256, num_heads=4, vocab_size=100), num_tokens=512)
     asked = question(config=config)
     on_cpu = replace(asked, hardware=with_part(MACHINE, gpus=with_part(MACHINE.gpus, count=0)))
-    profiles = planning.Profiles(asked)
-    solution = profiles.solve(asked, 1)
+    profiles = Profiles(asked)
+    solution = solve_exactly(asked, 1, profiles)
     job = profiles.job(asked, 1)
 
     def more_nbytes(*device_blocks: int) -> int:
@@ -242,7 +244,7 @@ def test_memory_is_told_for_the_groups_that_need_least(
         lanes=lanes,
         sequence_length=num_tokens,
     )
-    profiles, needs = planning.Profiles(asked), dict[int, int]()
+    profiles, needs = Profiles(asked), dict[int, int]()
     count = planning.Profiles.device_need_of_plan
 
     def noted(self: planning.Profiles, asked: PlanQuestion, job: PlannedJob, plan: Plan) -> DeviceNeed:
@@ -273,7 +275,7 @@ def test_smaller_batches_are_proposed_with_equal_lanes(
 
     monkeypatch.setattr(feasibility, "largest_fitting", largest)
     asked = question(num_microbatches=8, lanes=3)
-    assert feasibility._smaller(asked, planning.Profiles(asked)) == f"a batch of {words}"
+    assert feasibility._smaller(asked, Profiles(asked)) == f"a batch of {words}"
     assert len(tried) == 7
     assert all(training.num_microbatches % training.lanes == 0 for training in tried)
     assert all(training.microbatch_size <= 2 for training in tried)
@@ -303,7 +305,7 @@ def test_smaller_sums_of_gradients_are_proposed_where_a_job_fits_with_them(num_m
         sequence_length=64,
         device_memory_nbytes=(430 if num_microbatches > 1 else 200) << 20,
     )
-    profiles = planning.Profiles(asked).unmeasured()
+    profiles = Profiles(asked).unmeasured()
     proposed = [words for words in what_would_fit(asked, profiles) if "(accumulation_precision)" in words]
     assert bool(proposed) == (num_microbatches > 1 and lanes == 1)
     if proposed:
@@ -335,7 +337,7 @@ def test_with_more_host_memory_a_job_that_fits_still_fits_and_is_hardly_slower()
         ssds=Ssds(count=2, read_gb_per_s=8, write_gb_per_s=8, capacity_gib=100),
     )
     asked = question(small, config=config, num_microbatches=1, clip_norm=None)
-    profiles, best_s = planning.Profiles(asked), float("inf")
+    profiles, best_s = Profiles(asked), float("inf")
     for host_mib in (800, 1200, 1600, 2400):
         limited = replace(asked, host_memory_nbytes=host_mib << 20)
         _, solution = planning.best_plan(limited, profiles)

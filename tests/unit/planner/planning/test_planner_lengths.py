@@ -26,9 +26,11 @@ from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning import planner as planning
+from windlass.planner.planning.exact_search import solve_exactly
 from windlass.planner.planning.feasibility import _smaller, with_part
 from windlass.planner.planning.plan_request import PlanRequest
-from windlass.planner.planning.planner import PlanQuestion, Profiles
+from windlass.planner.planning.profiles import Profiles
+from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.report import ExampleTokens, PlanReport
 from windlass.planner.planning.worker import plan_job, question_of
 from windlass.planner.profiling.model_profiler import config_of_shape
@@ -49,7 +51,7 @@ def short(**changes: Any) -> PlanQuestion:
 
 def solved(asked: PlanQuestion) -> tuple[float, int]:
     """The minimum seconds of a step, and the job's bytes on the device."""
-    solution = Profiles(asked).solve(asked, 2)
+    solution = solve_exactly(asked, 2, Profiles(asked))
     return solution.step_s, solution.nbytes[MemoryTier.DEVICE]
 
 
@@ -85,7 +87,7 @@ def test_one_long_example_decides_the_memory_and_not_the_time() -> None:
     assert of_short[0] < of_rare[0] < 2 * of_short[0] < of_limit[0]
     # The best activation choices differ, so memory is compared under one plan.
     profiles = Profiles(rare)
-    solution = profiles.solve(rare, 2)
+    solution = solve_exactly(rare, 2, profiles)
     needs = [profiles.device_need(each, profiles.job(each, 2), solution) for each in (rare, short())]
     assert needs[0] == needs[1]
 
@@ -110,7 +112,7 @@ def test_validation_examples_that_are_longer_count() -> None:
     asked = short(lengths=SHORT)
     longer = short(lengths=replace(SHORT, longest_validation=2048, num_validation_examples=3))
     profiles = Profiles(asked)
-    job, solution = profiles.job(asked, 2), profiles.solve(asked, 2)
+    job, solution = profiles.job(asked, 2), solve_exactly(asked, 2, profiles)
     needs = [profiles.device_need(each, job, solution) for each in (asked, longer)]
     assert [need.moment.direction is Pass.EVALUATE for need in needs] == [False, True]
     assert solved(longer)[1] >= needs[1].nbytes > needs[0].nbytes
@@ -120,7 +122,7 @@ def test_validation_examples_that_are_longer_count() -> None:
 def test_advice_on_length_uses_lengths_of_real_examples() -> None:
     data = ExampleLengths(longest=128, mean=100.0, mean_square=11_000.0)
     asked = short(lengths=data, batch_size=1, num_microbatches=1)
-    nbytes = Profiles(asked).solve(asked, 1).nbytes[MemoryTier.DEVICE]
+    nbytes = solve_exactly(asked, 1, Profiles(asked)).nbytes[MemoryTier.DEVICE]
     # A limit of three quarters of 2048 tokens would change nothing: the longest example has 128.
     words = _smaller(replace(asked, device_memory_nbytes=nbytes // 2), Profiles(asked))
     assert words is None or int(words.split()[-2]) < 128

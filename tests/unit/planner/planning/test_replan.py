@@ -9,7 +9,9 @@ from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning.measured_steps import measured_step
-from windlass.planner.planning.planner import Planned, PlanQuestion, Profiles, answer, best_plan
+from windlass.planner.planning.planner import Planned, answer, best_plan
+from windlass.planner.planning.profiles import Profiles
+from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.replan import CorrectedPlan, RunningJob, correct
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.simulation.planned_job import simulate_planned

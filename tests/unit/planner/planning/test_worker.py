@@ -16,7 +16,7 @@ from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
-from windlass.planner.planning import planner as planning
+from windlass.planner.planning import profiles as planning
 from windlass.planner.planning import worker as plan_job
 from windlass.planner.planning.job_plan import JobPlan
 from windlass.planner.profiling.measure_model import BlockTimes, MeasuredBlocks

@@ -18,7 +18,9 @@ from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning.plan_request import PlanRequest
-from windlass.planner.planning.planner import PlanQuestion, Profiles, best_plan, planned_job
+from windlass.planner.planning.planner import best_plan
+from windlass.planner.planning.profiles import Profiles, planned_job
+from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.worker import question_of
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
 from windlass.planner.solver.step_cost import PlannedJob

@@ -1,0 +1,54 @@
+"""The resources whose doubling would shorten a step."""
+
+from dataclasses import replace
+from typing import Any
+
+from windlass.planner.planning.feasibility import (
+    with_part,
+)
+from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.solver import (
+    DoesNotFitError,
+    PlannedJob,
+    Solution,
+    solve_job,
+)
+
+# Minimum share by which a change must shorten a step to be worth mentioning.
+WORTH = 0.05
+
+
+def what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) -> list[str]:
+    """Estimates the gain from twice as much of each resource."""
+    hardware = question.hardware
+    ssds, host, gpus, pcie = hardware.ssds, hardware.host, hardware.gpus, hardware.pcie
+    combined = None if ssds.combined_gb_per_s is None else 2 * ssds.combined_gb_per_s
+    twice: dict[str, dict[str, Any]] = {
+        "twice as many SSDs": {"ssds": with_part(ssds, count=2 * ssds.count, combined_gb_per_s=combined)},
+        "twice the host memory": {"host": with_part(host, memory_gib=2 * host.memory_gib)},
+        "twice the GPU memory": {"gpus": with_part(gpus, memory_gib=2 * gpus.memory_gib)},
+        "host memory that is twice as fast": {"host": with_part(host, memory_gb_per_s=2 * host.memory_gb_per_s)},
+        "a CPU that updates twice as fast": {"host": with_part(host, adam_params_per_s=2 * host.adam_params_per_s)},
+        "a link twice as fast": {
+            "pcie": with_part(
+                pcie,
+                h2d_gb_per_s=2 * pcie.h2d_gb_per_s,
+                d2h_gb_per_s=2 * pcie.d2h_gb_per_s,
+                duplex_gb_per_s=None if pcie.duplex_gb_per_s is None else 2 * pcie.duplex_gb_per_s,
+            )
+        },
+        "a GPU that computes twice as fast": {"gpus": with_part(gpus, tflops=2 * gpus.tflops)},
+    }
+    reasons = []
+    for words, update in twice.items():
+        changed = with_part(hardware, **update)
+        faster = replace(question, hardware=changed)
+        speedup = changed.gpus.tflops / gpus.tflops
+        faster_job = job if speedup == 1 else replace(job, model=job.model.sped_up(speedup))
+        try:
+            other = solve_job(faster_job, faster.speeds, faster.limits)
+        except DoesNotFitError:  # it fits here, so it fits there; only the search for a better plan failed
+            continue
+        if other.step_s < (1 - WORTH) * solution.step_s:
+            reasons.append(f"with {words} a step takes about {1 - other.step_s / solution.step_s:.0%} less")
+    return reasons
