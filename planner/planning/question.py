@@ -27,6 +27,8 @@ class PlanQuestion:
     hardware: Hardware
     training: TrainingConfig
     chooses_microbatches: bool = False  # search the fastest number of micro-batches, instead of the config's
+    # Choose the order of updates, of those that give the same parameters, instead of the config's.
+    chooses_order: bool = False
     lengths: ExampleLengths | None = None  # of the job's data; None: every example is as long as `sequence_length`
     num_validation_examples: int = 0  # an evaluation computes as many micro-batches at once as a step
     num_ranks: int = 1  # GPU workers, each with a GPU of its own

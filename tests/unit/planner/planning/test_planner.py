@@ -27,7 +27,8 @@ from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.report import PlanReport
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
 from windlass.planner.solver.memory_limits import DRIVER_NBYTES, limits_of, processes_nbytes
-from windlass.planner.solver.placement_search import DoesNotFitError, candidates
+from windlass.planner.solver.placement_search import candidates
+from windlass.planner.solver.solution import DoesNotFitError
 from windlass.planner.solver.step_cost import PlannedJob
 from windlass.storage.ids import Precision, StatePrecision
 
