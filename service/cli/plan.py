@@ -14,7 +14,16 @@ from windlass.actors.lifecycle import WAIT_POLICY
 from windlass.amounts import GIB, bytes_text
 from windlass.engine.memory_plan import UpdateOrder, tokens_in_words
 from windlass.engine.training_config import Optimizer
-from windlass.planner.hardware import Hardware, ModelShape, example_machines, load, unusual
+from windlass.planner.hardware import (
+    Hardware,
+    ModelShape,
+    UnknownMachineError,
+    load,
+    machine_of,
+    published_models,
+    similar_models,
+    unusual,
+)
 from windlass.planner.solver import DEFAULT_SLACK, Goal
 from windlass.service.cli.arguments import gpus_option
 from windlass.service.cli.errors import CommandError
@@ -36,15 +45,22 @@ if TYPE_CHECKING:
 
 _MEASURED = "measured"
 _MOST_EXAMPLES, _MOST_TOKENS = 1 << 16, 1 << 22
+_MODEL_HELP = (
+    "A model's folder or name, the name of a published model whose shape is known (such as llama-3.1-70b; nothing is "
+    "downloaded), or a YAML file with a shape's numbers."
+)
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="A model's folder or name, or a YAML file with a shape's numbers.")],
+    model: Annotated[str, typer.Option(help=_MODEL_HELP)],
     batch_size: Annotated[int, typer.Option(min=1, max=_MOST_EXAMPLES, help="Examples per step.")],
     seq_len: Annotated[int, typer.Option(min=8, max=_MOST_TOKENS, help="Tokens per example.")],
     hardware: Annotated[
         str,
-        typer.Option(help="A YAML file, the name of a published machine, or 'measured': this one, and its settings."),
+        typer.Option(
+            help="A YAML file, 'measured' (this one, and its settings), the name of a published machine, or a desktop "
+            "such as rtx4090:gpus=2,ram=128,ssds=2 (docs/hardware.md)."
+        ),
     ] = _MEASURED,
     num_microbatches: Annotated[
         int | None, typer.Option(min=1, help="Parts a step is computed in (default: what is fastest).")
@@ -204,13 +220,12 @@ def _hardware(settings: Settings, name: str) -> Hardware:
         if not path.exists():
             raise CommandError(f"--hardware: nothing was measured yet; run `windlass doctor`, which writes {path}")
         return load(Hardware, path)
-    examples = example_machines()
-    if name not in examples and not Path(name).exists():
-        raise CommandError(
-            f"--hardware: there is no file {name}, and no published machine of that name; there are "
-            f"{', '.join(sorted(examples))}, and '{_MEASURED}'"
-        )
-    return load(Hardware, examples.get(name, Path(name)))
+    try:
+        return machine_of(name)
+    except UnknownMachineError as error:
+        if Path(name).exists():
+            return load(Hardware, Path(name))
+        raise CommandError(f"--hardware: there is no file {name}, and {error}; '{_MEASURED}' is this machine") from None
 
 
 def _question(
@@ -256,23 +271,19 @@ def _question(
 
 
 def _config(settings: Settings, model: str, sequence_length: int) -> Any:
-    """Loads the transformers config of a model's folder or of a shape's YAML file."""
-    from windlass.engine.model import load_config
-    from windlass.planner.profiling import config_of_shape
+    """Loads the transformers config of a model's folder or id, or makes that of a published model or of a shape's file.
 
+    A model that is here goes before a published one of the same name.
+    """
     if model.endswith((".yaml", ".yml")):
-        return config_of_shape(load(ModelShape, Path(model)), num_tokens=sequence_length)
-    folder = Path(model)
-    if not (folder / "config.json").exists():
-        try:
-            folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-        except ApiError as error:
-            raise CommandError(f"--model: {error}") from None
-    if not (folder / "config.json").exists():
-        raise CommandError(
-            f"--model: there is no model in {folder}; name a folder with a config.json, or a YAML file with "
-            f"{', '.join(ModelShape.model_fields)}"
-        )
+        return _config_of_shape(Path(model), sequence_length)
+    folder = _model_folder(settings, model)
+    if folder is None:
+        if (path := published_models().get(model.lower())) is not None:
+            return _config_of_shape(path, sequence_length)
+        raise CommandError(f"--model: {_unknown_model(settings, model)}")
+    from windlass.engine.model import load_config
+
     try:
         config = load_config(str(folder))
     except ValueError as error:
@@ -281,6 +292,40 @@ def _config(settings: Settings, model: str, sequence_length: int) -> Any:
     if isinstance(longest, int) and sequence_length > longest:
         raise CommandError(f"--seq-len: {sequence_length}: the model in {folder} takes at most {longest} tokens")
     return config
+
+
+def _config_of_shape(path: Path, sequence_length: int) -> Any:
+    from windlass.planner.profiling import config_of_shape
+
+    shape = load(ModelShape, path)
+    if shape.max_tokens is not None and sequence_length > shape.max_tokens:
+        raise CommandError(
+            f"--seq-len: {sequence_length}: the model {path.stem} takes at most {shape.max_tokens} tokens"
+        )
+    return config_of_shape(shape, num_tokens=sequence_length)
+
+
+def _model_folder(settings: Settings, model: str) -> Path | None:
+    """Returns the folder of a model that is here: a path, or the id of a model of this installation."""
+    return Path(model) if (Path(model) / "config.json").exists() else _folder_of_id(settings, model)
+
+
+def _folder_of_id(settings: Settings, model: str) -> Path | None:
+    try:
+        folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+    except ApiError:
+        return None
+    return folder if (folder / "config.json").exists() else None
+
+
+def _unknown_model(settings: Settings, model: str) -> str:
+    near = similar_models(model)
+    known = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(published_models()))}"
+    required = [name for name, field in ModelShape.model_fields.items() if field.is_required()]
+    return (
+        f"there is no model {model}, neither in {settings.models_dir} nor among the published ones whose shapes are "
+        f"known; {known} Or name a folder with a config.json, or a YAML file with {', '.join(required)}"
+    )
 
 
 def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "PlanQuestion", "Planned"]:
@@ -326,11 +371,7 @@ def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "Pla
 
 def _is_id(settings: Settings, model: str) -> bool:
     """Returns whether a job can name the planned model so. It cannot name a shape, or a folder elsewhere."""
-    try:
-        folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-    except ApiError:
-        return False
-    return (folder / "config.json").exists()
+    return _folder_of_id(settings, model) is not None
 
 
 def _print_job_settings(model: str, job_settings: dict[str, Any], *, most_gpus: int, is_default: bool) -> None:

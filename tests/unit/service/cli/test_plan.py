@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from windlass.planner.hardware.hardware import example_machines
 from windlass.planner.planning import limits
 from windlass.service.cli.errors import reported
-from windlass.service.cli.plan import _is_id, plan
+from windlass.service.cli.plan import _config, _is_id, plan
 from windlass.service.installation.settings import HARDWARE_FILE, SETTINGS_FILE, load_settings
 from windlass.service.validation.hyperparameters import WindlassSettings
 
@@ -169,12 +169,32 @@ def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
+def test_a_published_model_has_a_plan_without_its_files(home: Path) -> None:
+    job = ("--model", "qwen2.5-0.5b", "--hardware", "rtx4090:ram=128,ssds=2", *JOB)
+    result = run(*job, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["choices"]["activations"][0]["layers"] == "0-23"
+    assert "takes at most 32768 tokens" in run(*job[:-1], "40000").output
+
+
+def test_a_model_that_is_here_goes_before_the_published_one(home: Path) -> None:
+    settings = load_settings()
+    assert _config(settings, "qwen2.5-0.5b", 64).num_hidden_layers == 24
+    folder = home / "models" / "qwen2.5-0.5b"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 3, "max_position_embeddings": 64}))
+    assert _config(settings, "qwen2.5-0.5b", 64).num_hidden_layers == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--model", "nothing-here", "--hardware", "rtx4090-server"), "there is no model in"),
+        (("--model", "nothing-here", "--hardware", "rtx4090-server"), "there is no model nothing-here, neither"),
+        (("--model", "llama-3.1-71b", "--hardware", "rtx4090-server"), "did you mean llama-3.1-70b"),
         (("--model", "../etc", "--hardware", "rtx4090-server"), "--model: "),
-        (("--model", "{shape}", "--hardware", "no-such-machine"), "published machine"),
+        (("--model", "{shape}", "--hardware", "no-such-machine"), "no machine is named no-such-machine; there are the"),
+        (("--model", "{shape}", "--hardware", "rtx4080"), "did you mean rtx4090"),
+        (("--model", "{shape}", "--hardware", "rtx4090:ram=100"), "ram is '100'; there are 64, 128, 256"),
         (("--model", "{shape}"), "windlass doctor"),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--num-microbatches", "9"), "9 parts of a batch of 4"),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--lanes", "5"), "5 lanes of at most 4 micro-batches"),
