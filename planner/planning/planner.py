@@ -65,14 +65,14 @@ def planned(
 ) -> Planned:
     """Builds the answer from a solution. `step_s`: simulated. `advises`: also report what would be faster."""
     report = report_of(job, solution, is_cpu=not question.has_gpu, step_s=step_s)
-    report = replace(with_limits(report, question.budgets), example_tokens=_tokens_of(question))
+    report = replace(with_limits(report, question.budgets), example_tokens=_tokens_of(question, job.num_microbatches))
     if advises:
         report = replace(report, reasons=(*report.reasons, *what_is_faster(question, job, solution)))
     return Planned(report=report, solution=solution, layout=None if question.num_layers else profiles.layout)
 
 
-def _tokens_of(question: PlanQuestion) -> ExampleTokens:
-    lengths = question.lengths
+def _tokens_of(question: PlanQuestion, num_microbatches: int) -> ExampleTokens:
+    lengths = question.lengths_in(num_microbatches)
     return ExampleTokens(
         limit=question.training.sequence_length,
         widest=question.widest,

@@ -75,7 +75,7 @@ class Profiles:
     def device_need_of_plan(self, question: PlanQuestion, job: PlannedJob, plan: Plan) -> DeviceNeed:
         """Returns the same as `device_need`, for a plan."""
         shape = (job.model.num_examples, job.model.num_tokens)
-        lengths = question.lengths
+        lengths = question.lengths_in(job.num_microbatches)
         return device_need(
             self._profiler.rehearsed,
             plan,
@@ -99,7 +99,7 @@ class Profiles:
 
     def job(self, question: PlanQuestion, num_microbatches: int) -> PlannedJob:
         """Builds the solver's view of the job, with the given number of micro-batches."""
-        profile = self._of_job(question, -(-question.training.batch_size // num_microbatches))
+        profile = self._of_job(question, num_microbatches)
         if question.num_layers is not None:
             profile = profile.with_num_layers(question.num_layers)
         return planned_job(question, profile, num_microbatches)
@@ -111,11 +111,13 @@ class Profiles:
             self._known[shape] = self._question.correction.of_model(self._timed(*shape))
         return self._known[shape]
 
-    def _of_job(self, question: PlanQuestion, num_examples: int) -> ModelProfile:
+    def _of_job(self, question: PlanQuestion, num_microbatches: int) -> ModelProfile:
         """Returns the profile for a job's micro-batches: memory for the widest one, time for the mean one."""
-        if question.lengths is None:
+        num_examples = -(-question.training.batch_size // num_microbatches)
+        lengths = question.lengths_in(num_microbatches)
+        if lengths is None:
             return self.of(num_examples, question.training.sequence_length)
-        lengths = question.lengths.cut(question.training.sequence_length)
+        lengths = lengths.cut(question.training.sequence_length)
         key = (num_examples, lengths)
         if key not in self._of_lengths:
             widest = self._by_shapes(num_examples, question.widest)
