@@ -14,6 +14,8 @@ from windlass.planner.hardware.yaml_files import Part, load
 _DESKTOPS_FILE = Path(__file__).parent / "desktops.yaml"
 # Operations per second of a card that is not known, over those of the card that is there.
 _FASTER_CARD_RATIO = 2.0
+# Share of what SSDs read one by one: a combined limit above it is the SSDs' own, one below that of what they share.
+_OWN_LIMIT = 0.9
 
 
 class Card(Part):
@@ -52,7 +54,7 @@ class Desktops(Part):
             gpus=Gpus(count=gpus, memory_gib=card.memory_gib, tflops=card.tflops, name=card.name),
             host=self.host[ram],
             pcie=self.pcie[card.pcie][gpus],
-            ssds=Ssds(count=ssds, **self.ssds[ssds].model_dump()),
+            ssds=_ssds_of(ssds, self.ssds[ssds]),
         )
 
 
@@ -133,3 +135,39 @@ def with_faster_card(gpus: Gpus) -> Gpus:
             update = {"memory_gib": max(faster.memory_gib, gpus.memory_gib), "name": faster.name}
             return gpus.model_copy(update={**update, "tflops": gpus.tflops * faster.tflops / card.tflops})
     return gpus.model_copy(update={"tflops": _FASTER_CARD_RATIO * gpus.tflops, "name": None})
+
+
+def with_one_more_gpu(hardware: Hardware) -> Hardware:
+    """Returns a machine with the next number of GPUs.
+
+    A desktop that ships with windlass has the lanes that its board then gives to each. On another machine the new GPU
+    has a link like the others'.
+    """
+    gpus = hardware.gpus
+    for card in desktops().cards.values():
+        links = desktops().pcie[card.pcie]
+        larger = [count for count in links if count > gpus.count]
+        if card.name == gpus.name and links.get(gpus.count) == hardware.pcie and larger:
+            gpus = gpus.model_copy(update={"count": larger[0]})
+            return hardware.model_copy(update={"gpus": gpus, "pcie": links[larger[0]]})
+    return hardware.model_copy(update={"gpus": gpus.model_copy(update={"count": gpus.count + 1})})
+
+
+def with_one_more_ssd(hardware: Hardware) -> Hardware:
+    """Returns a machine with one more SSD.
+
+    A desktop that ships with windlass has the rates of its next size. On another machine the limit on all SSDs together
+    grows with their number only if it is the SSDs' own.
+    """
+    ssds, known = hardware.ssds, desktops().ssds
+    count = ssds.count + 1
+    if count in known and ssds == _ssds_of(ssds.count, known[ssds.count]):
+        return hardware.model_copy(update={"ssds": _ssds_of(count, known[count])})
+    update: dict[str, float | None] = {"count": count}
+    if ssds.combined_gb_per_s is not None and ssds.combined_gb_per_s >= _OWN_LIMIT * ssds.count * ssds.read_gb_per_s:
+        update["combined_gb_per_s"] = ssds.combined_gb_per_s * count / ssds.count
+    return hardware.model_copy(update={"ssds": ssds.model_copy(update=update)})
+
+
+def _ssds_of(count: int, drives: Drives) -> Ssds:
+    return Ssds(count=count, **drives.model_dump())

@@ -27,6 +27,7 @@ class PlanFields(BaseModel):
     ssd_write_gb_per_step: float | None = None
     choices: dict[str, Any] | None = None
     example_tokens: dict[str, Any] | None = None
+    what_if: list[dict[str, Any]] | None = None
 
 
 class PlanObject(PlanFields):

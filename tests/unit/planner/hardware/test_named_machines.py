@@ -3,7 +3,14 @@
 import pytest
 
 from windlass.planner.hardware.hardware import Gpus, Hardware, example_machines, unusual
-from windlass.planner.hardware.named_machines import UnknownMachineError, desktops, machine_of, with_faster_card
+from windlass.planner.hardware.named_machines import (
+    UnknownMachineError,
+    desktops,
+    machine_of,
+    with_faster_card,
+    with_one_more_gpu,
+    with_one_more_ssd,
+)
 from windlass.planner.hardware.yaml_files import load
 
 # Bytes that an update reads and writes for a parameter with fp32 states.
@@ -77,3 +84,21 @@ def test_a_faster_card_is_the_next_one_or_twice_as_fast() -> None:
     for name in ("NVIDIA GeForce RTX 5090", "NVIDIA H100 PCIe", None):
         gpus = Gpus(count=1, memory_gib=80, tflops=600, name=name)
         assert with_faster_card(gpus) == Gpus(count=1, memory_gib=80, tflops=1200)
+
+
+def test_one_more_part_of_a_desktop_is_its_next_size() -> None:
+    machine = machine_of("rtx5090:ram=128,ssds=3")
+    assert with_one_more_ssd(machine) == machine_of("rtx5090:ram=128,ssds=4")
+    assert with_one_more_gpu(machine) == machine_of("rtx5090:gpus=2,ram=128,ssds=3")
+    assert with_one_more_gpu(with_one_more_gpu(machine)) == machine_of("rtx5090:gpus=4,ram=128,ssds=3")
+
+
+def test_one_more_part_of_another_machine_is_like_the_others() -> None:
+    machine = machine_of("rtx4090-server")
+    assert with_one_more_gpu(machine).pcie == machine.pcie
+    assert with_one_more_gpu(machine).gpus.count == 2
+    # 32 GB/s together are far below what the SSDs could do, so something else limits them.
+    assert with_one_more_ssd(machine).ssds == machine.ssds.model_copy(update={"count": 13})
+    own = machine.ssds.model_copy(update={"count": 2, "read_gb_per_s": 7.0, "combined_gb_per_s": 13.0})
+    more = with_one_more_ssd(machine.model_copy(update={"ssds": own})).ssds
+    assert (more.count, more.combined_gb_per_s) == (3, 19.5)
