@@ -127,7 +127,7 @@ def solved(costs: StepCosts) -> Solution:
         assignment = solve(program, gap=_GAP)
         if assignment is None:
             raise DoesNotFitError(functools.partial(shortfall_by_tier, program, costs))
-        placement, outcome = _placement(costs, kinds, assignment), outcome_of(program, assignment)
+        placement, outcome = placement_of(costs, kinds, assignment), outcome_of(program, assignment)
         on_device = costs.num_devices_in_host * values_by_tier(outcome.nbytes)[MemoryTier.DEVICE]
         # Compare with the arena as the program counts it. With a smaller budget, buffers would shrink and gradients
         # would be spilled, and a step could take several times as long.
@@ -250,7 +250,7 @@ def plan_of(costs: StepCosts, placement: Placement, host_nbytes: float | None) -
     )
 
 
-def _placement(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) -> Placement:
+def placement_of(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) -> Placement:
     """Converts the program's counts to a placement of blocks.
 
     Earlier blocks are needed sooner, so their states get the faster tiers (AutoHete, insight 2). Activations of earlier
