@@ -50,7 +50,10 @@ class PlanReport:
     peak_gib: dict[str, float] | None = None  # by tier, with the memory of processes, the driver and its allocator
     engine_gib: dict[str, float] | None = None  # by tier, allocated by the job itself, as can be measured
     limit_gib: dict[str, float] | None = None  # by tier, for `engine_gib`: what the machine and the job's budgets allow
-    missing_bytes: dict[str, int] | None = None  # by tier, if nothing fits
+    missing_bytes: dict[str, int] | None = None  # by tier, if nothing fits: by which its limit must grow
+    missing_together: bool | None = None  # all of `missing_bytes` are needed; False: one of them is enough
+    least_gpu_gib: float | None = None  # of a card on which the job has a plan, with the driver's and the allocator's
+    least_gpu_reason: str | None = None  # the largest parts of it
     ssd_write_gb_per_step: float | None = None
     choices: dict[str, Any] | None = None
     example_tokens: ExampleTokens | None = None
