@@ -7,6 +7,7 @@ from windlass.engine.memory_plan import (
     MemoryTier,
 )
 from windlass.engine.model import ModelLayout
+from windlass.planner.planning.confidence import TimesFrom, step_interval
 from windlass.planner.planning.exact_search import counted, solutions_exactly
 from windlass.planner.planning.faster import what_is_faster
 from windlass.planner.planning.feasibility import (
@@ -17,7 +18,15 @@ from windlass.planner.planning.feasibility import (
 )
 from windlass.planner.planning.profiles import Profiles
 from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.report import ExampleTokens, PlanReport, report_of, with_limits
+from windlass.planner.planning.report import (
+    ExampleTokens,
+    PlanReport,
+    report_of,
+    slowed_down,
+    with_interval,
+    with_limits,
+)
+from windlass.planner.profiling import this_machine
 from windlass.planner.simulation import simulated_step_s
 from windlass.planner.solver import (
     DoesNotFitError,
@@ -66,9 +75,28 @@ def planned(
     """Builds the answer from a solution. `step_s`: simulated. `advises`: also report what would be faster."""
     report = report_of(job, solution, is_cpu=not question.has_gpu, step_s=step_s)
     report = replace(with_limits(report, question.budgets), example_tokens=_tokens_of(question))
+    report = _at_present(question, job, report)
     if advises:
         report = replace(report, reasons=(*report.reasons, *what_is_faster(question, job, solution)))
     return Planned(report=report, solution=solution, layout=None if question.num_layers else profiles.layout)
+
+
+def _at_present(question: PlanQuestion, job: PlannedJob, report: PlanReport) -> PlanReport:
+    """Returns the report for the machine's present pace, with the interval of the step time.
+
+    The decisions stay those for the pace at which the blocks were measured. Where the device is the CPU, another pace
+    changes the times of all of them alike. Of a GPU's pace nothing is known.
+    """
+    times, errors = job.model.times, tuple[float, ...]()
+    is_of_steps = bool(question.correction.block_s)
+    if question.past is not None and not question.has_gpu and not is_of_steps and times is not None:
+        report = slowed_down(report, this_machine().slowdown(times.pace_s))
+    times_from = TimesFrom.STEPS if is_of_steps else TimesFrom.RATES if times is None else TimesFrom.BLOCKS
+    if question.past is not None:
+        errors = tuple(question.past.errors(times_from))
+    assert report.step_s is not None, "it fits"
+    standard_error = 0.0 if times is None else times.standard_error
+    return with_interval(report, step_interval(report.step_s, times_from, errors=errors, standard_error=standard_error))
 
 
 def _tokens_of(question: PlanQuestion) -> ExampleTokens:
