@@ -166,6 +166,7 @@ def _running_job(request: ReplanRequest) -> RunningJob:
         peak_gib=report.peak_gib,
         num_steps_left=request.num_steps_left,
         restart_s=request.restart_s,
+        may_change=request.may_change,
     )
 
 
