@@ -20,6 +20,7 @@ from windlass.engine.model import UnsupportedArchitectureError, load_config
 from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus
 from windlass.planner.planning.job_plan import JobPlan, SimulatedStep
 from windlass.planner.planning.measured_steps import MIN_STEPS, load_measured
+from windlass.planner.planning.past_predictions import PastPredictions
 from windlass.planner.planning.plan_request import PlanRequest, ReplanRequest
 from windlass.planner.planning.planner import Planned, answer
 from windlass.planner.planning.profiles import Profiles
@@ -66,6 +67,9 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         kept_times = TimingCache(
             folder=request.kept_times_dir, machine=machine, is_alone=request.is_alone, marker=marker
         )
+    past = None
+    if request.kept_times_dir is not None and request.compute_threads is not None:
+        past = PastPredictions(folder=request.kept_times_dir)
     device_is_present = request.hardware.gpus.count == 0 or torch.cuda.is_available()
     measures = request.may_measure and request.compute_threads is not None
     question = PlanQuestion(
@@ -83,6 +87,7 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         device_memory_nbytes=request.device_memory_nbytes,
         measures=measures and device_is_present,
         kept_times=kept_times,
+        past=past,
     )
     if not question.chooses_microbatches:
         return question
@@ -163,6 +168,7 @@ def _running_job(request: ReplanRequest) -> RunningJob:
         peak_gib=report.peak_gib,
         num_steps_left=request.num_steps_left,
         restart_s=request.restart_s,
+        may_change=request.may_change,
     )
 
 

@@ -1,6 +1,8 @@
 """Measures a machine and a model's blocks, and stores the times."""
 
 from windlass.planner.profiling.combined_ssds import bytes_per_s_together as bytes_per_s_together
+from windlass.planner.profiling.machine_pace import MachinePace as MachinePace
+from windlass.planner.profiling.machine_pace import this_machine as this_machine
 from windlass.planner.profiling.measure_model import BlockTimes as BlockTimes
 from windlass.planner.profiling.measure_model import MeasuredBlocks as MeasuredBlocks
 from windlass.planner.profiling.measure_model import measure_blocks as measure_blocks

@@ -22,7 +22,7 @@ from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.model import BlockRunner, GradBuffer, Partition, build_meta_model
 from windlass.engine.optimizer import portable_squared_norms, squared_norm
-from windlass.planner.cost import AgainTimes, BlockProfile, LayerProfile, ModelProfile, holding_ways
+from windlass.planner.cost import AgainTimes, BlockProfile, LayerProfile, ModelProfile, TimesFacts, holding_ways
 from windlass.planner.profiling.model_profiler import kinds_of_layers
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
@@ -50,6 +50,7 @@ class BlockTimes:
     backward_s: float  # without recomputation; the embedding's includes its forward pass
     again: AgainTimes | None = None  # only for layers
     norms_s: float | None = None  # of the norms of the whole gradient's chunks, once a step; only with several lanes
+    facts: TimesFacts | None = None  # about the times of all blocks together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,13 @@ def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelP
 
     layers = tuple(timed_layer(block, layer) for block, layer in enumerate(profile.layers, start=1))
     head = len(layers) + 1
-    return replace(profile, embedding=timed(0, profile.embedding), layers=layers, head=timed(head, profile.head))
+    return replace(
+        profile,
+        embedding=timed(0, profile.embedding),
+        layers=layers,
+        head=timed(head, profile.head),
+        times=times[head].facts,
+    )
 
 
 class _Bench:
@@ -149,7 +156,10 @@ class _Bench:
             again = AgainTimes(all_s=longer[0], one_held_s=longer[1], most_held_s=longer[2]) if longer else None
             of_kind = BlockTimes(forward_s=kept[0], backward_s=kept[1], again=again, norms_s=self._norms_s(kind[0]))
             times.update(dict.fromkeys(kind, of_kind))
-        return MeasuredBlocks(times=times, standard_error=_standard_error(rounds))
+        error = _standard_error(rounds)
+        facts = TimesFacts(standard_error=error)
+        times = {block: replace(block_times, facts=facts) for block, block_times in times.items()}
+        return MeasuredBlocks(times=times, standard_error=error)
 
     def _rounds(self, max_s: float) -> list[_Round]:
         start_s = time.perf_counter()
