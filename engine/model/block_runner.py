@@ -39,8 +39,6 @@ from windlass.engine.model.head_slices import (
     IGNORED_TARGET,
     LossSums,
     add_loss,
-    num_piece_tokens,
-    num_slice_tokens,
     projections_in_place,
 )
 from windlass.engine.model.partition import (
@@ -53,6 +51,7 @@ from windlass.engine.model.partition import (
     run_on_meta,
     swap_buffers_to_meta,
 )
+from windlass.engine.model.slice_sizes import num_piece_tokens, num_slice_tokens
 from windlass.engine.model.streamed_layer import StreamedLayer
 from windlass.engine.model.streamed_params import StreamedParams
 from windlass.storage.ids import BlockIndex, HeadSlices, ModelKernel

@@ -226,8 +226,8 @@ def _question(
     num_validation_examples: int,
 ) -> "PlanQuestion":
     """Makes the question that a job's preparation would send to the planner. The answer then holds for such a job."""
-    os.environ.update(WAIT_POLICY)  # before torch is imported
-    from windlass.planner.planning import measure_as_worker, question_of
+    os.environ.update(WAIT_POLICY)  # before torch is imported, where it is
+    from windlass.planner.planning import question_of
     from windlass.service.jobs import MachineResources, most_gpus_of, plan_request
     from windlass.service.processes import is_box_free
 
@@ -251,17 +251,15 @@ def _question(
         num_validation_examples=num_validation_examples,
         has_gpus=is_local and machine.gpus.count > 0 and is_box_free(settings),
     )
-    measure_as_worker(request)
     return question_of(request, config)
 
 
 def _config(settings: Settings, model: str, sequence_length: int) -> Any:
-    """Loads the transformers config of a model's folder or of a shape's YAML file."""
-    from windlass.engine.model import load_config
-    from windlass.planner.profiling import config_of_shape
+    """Reads the config of a model's folder or of a shape's YAML file."""
+    from windlass.planner.profiling import FolderConfig, ShapeConfig
 
     if model.endswith((".yaml", ".yml")):
-        return config_of_shape(load(ModelShape, Path(model)), num_tokens=sequence_length)
+        return ShapeConfig(shape=load(ModelShape, Path(model)), num_tokens=sequence_length)
     folder = Path(model)
     if not (folder / "config.json").exists():
         try:
@@ -274,10 +272,10 @@ def _config(settings: Settings, model: str, sequence_length: int) -> Any:
             f"{', '.join(ModelShape.model_fields)}"
         )
     try:
-        config = load_config(str(folder))
-    except ValueError as error:
+        config = FolderConfig.read(folder)
+        longest = getattr(config.load(), "max_position_embeddings", None)
+    except (OSError, ValueError) as error:
         raise CommandError(f"--model: {folder}: {' '.join(str(error).split())}") from None
-    longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and sequence_length > longest:
         raise CommandError(f"--seq-len: {sequence_length}: the model in {folder} takes at most {longest} tokens")
     return config

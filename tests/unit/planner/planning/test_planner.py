@@ -12,7 +12,7 @@ from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes, re
 from windlass.engine.memory_plan.device_moments import DeviceNeed
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.plan import Plan
-from windlass.engine.optimizer.fused_adam import update_scratch_nbytes
+from windlass.engine.optimizer.scratch_sizes import update_scratch_nbytes
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.cost.rates import speeds_of
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines
