@@ -232,6 +232,8 @@ class DryRun:
             like_output = output.to("meta")
             del output
             backward_peak_nbytes = self._backward(block, like_output, batch)
+            if not self._runner.has_function(block):
+                break  # the second pass would be as the first
         return UnitNeed(
             output_nbytes=output_nbytes,
             held_nbytes=held_nbytes,

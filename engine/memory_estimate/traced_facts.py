@@ -15,28 +15,28 @@ class TracedFacts:
 
     def __init__(self, partition: Partition, *, device: str = "cpu") -> None:
         """`device`: the device type of the job, because operators choose their kernels by it."""
-        self._partition, self._device = partition, device
+        self.partition, self._device = partition, device
         self._results = DryRunResult()
 
     @property
     def layout(self) -> ModelLayout:
         """See ModelFacts."""
-        return self._partition.layout
+        return self.partition.layout
 
     @property
     def vocab_size(self) -> int:
         """See ModelFacts."""
-        return int(self._partition.model.config.vocab_size)
+        return int(self.partition.model.config.vocab_size)
 
     @property
     def buffers_nbytes(self) -> int:
         """See ModelFacts."""
-        return sum(buffer.nbytes for buffer in self._partition.model.buffers())
+        return sum(buffer.nbytes for buffer in self.partition.model.buffers())
 
     def needs(self, choices: Mapping[BlockIndex, BlockActivations], passes: Passes) -> PassNeeds:
         """See ModelFacts."""
         dry_run = DryRun(
-            self._partition,
+            self.partition,
             choices if passes.train else {},
             grad_dtype=TORCH_DTYPE[passes.grad_precision],
             is_summed=passes.is_summed,

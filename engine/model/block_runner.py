@@ -160,6 +160,10 @@ class BlockRunner:
     def _vocab_size(self) -> int:
         return int(self.model.config.vocab_size)
 
+    def has_function(self, block: BlockIndex) -> bool:
+        """Returns whether a layer has a Python autograd function, as far as its forward passes have shown."""
+        return block in self._with_functions
+
     def _check_activations(self) -> None:
         for block, policy in self.activations.items():
             if not 1 <= block <= len(self.partition.layers):

@@ -1,14 +1,85 @@
 """Chooses the cheapest way to the facts of a model."""
 
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
-from windlass.planner.profiling.model_config import loaded
-from windlass.planner.profiling.profiled_facts import ProfiledFacts
-from windlass.storage.ids import Precision
+from windlass.engine.memory_estimate import Passes, PassNeeds
+from windlass.engine.memory_plan import BlockActivations
+from windlass.engine.model import ModelLayout
+from windlass.planner.profiling.known import KnownModel, NotKnownError, known_model
+from windlass.planner.profiling.model_config import ShapeConfig, loaded
+from windlass.planner.profiling.profiled_facts import LayerOperators, ProfiledFacts
+from windlass.storage.ids import BlockIndex, Precision
 
 
 def facts_of(config: Any, precision: Precision) -> ProfiledFacts:
     """Returns the facts of a model. `config`: a transformers config, or one that is not loaded yet."""
+    if isinstance(config, ShapeConfig):
+        try:
+            return KnownOrTraced(known_model(config.shape, precision, num_tokens=config.num_tokens), config)
+        except NotKnownError:
+            pass
+    return _traced(config, precision)
+
+
+def _traced(config: Any, precision: Precision) -> ProfiledFacts:
     from windlass.planner.profiling.model_profiler import TracedModel
 
     return TracedModel(loaded(config), precision)
+
+
+class KnownOrTraced:
+    """Implements `ProfiledFacts` for a model of a known family, and traces it for what is not known."""
+
+    def __init__(self, known: KnownModel, config: ShapeConfig) -> None:
+        self._known, self._config = known, config
+        self.precision = known.precision
+
+    @property
+    def layout(self) -> ModelLayout:
+        """See ModelFacts."""
+        return self._known.layout
+
+    @property
+    def vocab_size(self) -> int:
+        """See ModelFacts."""
+        return self._known.vocab_size
+
+    @property
+    def buffers_nbytes(self) -> int:
+        """See ModelFacts."""
+        return self._known.buffers_nbytes
+
+    @property
+    def name(self) -> str:
+        """See ProfiledFacts."""
+        return self._known.name
+
+    @property
+    def hidden_size(self) -> int:
+        """See ProfiledFacts."""
+        return self._known.hidden_size
+
+    @property
+    def head_matrix_numel(self) -> int:
+        """See ProfiledFacts."""
+        return self._known.head_matrix_numel
+
+    def operators(self, block: BlockIndex, num_examples: int, num_tokens: int) -> LayerOperators:
+        """See ProfiledFacts."""
+        try:
+            return self._known.operators(block, num_examples, num_tokens)
+        except NotKnownError:
+            return self._traced.operators(block, num_examples, num_tokens)
+
+    def needs(self, choices: Mapping[BlockIndex, BlockActivations], passes: Passes) -> PassNeeds:
+        """See ModelFacts."""
+        try:
+            return self._known.needs(choices, passes)
+        except NotKnownError:
+            return self._traced.needs(choices, passes)
+
+    @cached_property
+    def _traced(self) -> ProfiledFacts:
+        return _traced(self._config, self.precision)

@@ -56,7 +56,7 @@ class TracedModel(TracedFacts):
     def operators(self, block: BlockIndex, num_examples: int, num_tokens: int) -> LayerOperators:
         """See ProfiledFacts."""
         # A new runner each time, because a partition serves the last one only, and dry runs make their own.
-        runner = BlockRunner(self._partition, torch.device(self._device), seed=0)
+        runner = BlockRunner(self.partition, torch.device(self._device), seed=0)
         cost = runner.operators(block, num_examples, num_tokens)
         operators = tuple(
             OperatorProfile(

@@ -99,7 +99,7 @@ def _layer(
     layer, layout = facts.operators(block, num_examples, num_tokens), facts.layout.blocks[block]
     operators = layer.operators
     if for_gpu:
-        operators = tuple(_on_gpu(operator, num_tokens) for operator in operators)
+        operators = tuple(on_gpu(operator, num_tokens) for operator in operators)
     return LayerProfile(
         numel=layout.numel,
         num_flops=sum(operator.num_flops for operator in operators),
@@ -111,7 +111,7 @@ def _layer(
     )
 
 
-def _on_gpu(operator: OperatorProfile, num_tokens: int) -> OperatorProfile:
+def on_gpu(operator: OperatorProfile, num_tokens: int) -> OperatorProfile:
     """Counts attention outputs for a GPU, where kernels pad the tokens of the second one: it has sums for each head."""
     if not operator.name.startswith(f"{ATTENTION}#"):
         return operator
