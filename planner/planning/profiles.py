@@ -43,6 +43,7 @@ class Profiles:
         self._untimed: dict[tuple[int, int], ModelProfile] = {}
         self._known: dict[tuple[int, int], ModelProfile] = {}
         self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}
+        self._speedup = 1.0
 
     def unmeasured(self) -> "Profiles":
         """Returns a copy that measures nothing more, and uses the times that are known."""
@@ -54,6 +55,12 @@ class Profiles:
         """Returns a copy with the times of the question's `correction`, which measures nothing more."""
         profiles = self.unmeasured()
         profiles._question, profiles._known, profiles._of_lengths = question, {}, {}
+        return profiles
+
+    def of_question(self, question: PlanQuestion, *, speedup: float = 1.0) -> "Profiles":
+        """Returns a copy for another question about the same model. `speedup`: of a device, over the measured one."""
+        profiles = copy.copy(self)
+        profiles._question, profiles._known, profiles._of_lengths, profiles._speedup = question, {}, {}, speedup
         return profiles
 
     @property
@@ -68,7 +75,7 @@ class Profiles:
     def device_need_of_plan(self, question: PlanQuestion, job: PlannedJob, plan: Plan) -> DeviceNeed:
         """Returns the same as `device_need`, for a plan."""
         shape = (job.model.num_examples, job.model.num_tokens)
-        lengths = question.lengths
+        lengths = question.lengths_in(job.num_microbatches)
         return device_need(
             self._facts,
             plan,
@@ -91,9 +98,11 @@ class Profiles:
 
     def job(self, question: PlanQuestion, num_microbatches: int) -> PlannedJob:
         """Builds the solver's view of the job, with the given number of micro-batches."""
-        profile = self._of_job(question, -(-question.training.batch_size // num_microbatches))
+        profile = self._of_job(question, num_microbatches)
         if question.num_layers is not None:
             profile = profile.with_num_layers(question.num_layers)
+        if self._speedup != 1:
+            profile = profile.sped_up(self._speedup)
         return planned_job(question, profile, num_microbatches)
 
     def of(self, num_examples: int, num_tokens: int) -> ModelProfile:
@@ -103,11 +112,13 @@ class Profiles:
             self._known[shape] = self._question.correction.of_model(self._timed(*shape))
         return self._known[shape]
 
-    def _of_job(self, question: PlanQuestion, num_examples: int) -> ModelProfile:
+    def _of_job(self, question: PlanQuestion, num_microbatches: int) -> ModelProfile:
         """Returns the profile for a job's micro-batches: memory for the widest one, time for the mean one."""
-        if question.lengths is None:
+        num_examples = -(-question.training.batch_size // num_microbatches)
+        lengths = question.lengths_in(num_microbatches)
+        if lengths is None:
             return self.of(num_examples, question.training.sequence_length)
-        lengths = question.lengths.cut(question.training.sequence_length)
+        lengths = lengths.cut(question.training.sequence_length)
         key = (num_examples, lengths)
         if key not in self._of_lengths:
             widest = self._by_shapes(num_examples, question.widest)

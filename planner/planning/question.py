@@ -1,5 +1,6 @@
 """The question to the planner: a job on a machine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +28,8 @@ class PlanQuestion:
     hardware: Hardware
     training: TrainingConfig
     chooses_microbatches: bool = False  # search the fastest number of micro-batches, instead of the config's
-    lengths: ExampleLengths | None = None  # of the job's data; None: every example is as long as `sequence_length`
+    # Of the job's data, by batch size and number of micro-batches; None: every example is as long as `sequence_length`.
+    lengths: Callable[[int, int], ExampleLengths] | None = None
     num_validation_examples: int = 0  # an evaluation computes as many micro-batches at once as a step
     num_ranks: int = 1  # GPU workers, each with a GPU of its own
     chooses_ranks: bool = False  # `choose_gpus` searches the fastest number up to `num_ranks`
@@ -67,8 +69,13 @@ class PlanQuestion:
         The engine pads a micro-batch to its longest example, not to `sequence_length`. If all examples are shorter, the
         plan needs no memory and no time for `sequence_length` tokens.
         """
-        length = self.training.sequence_length
-        return length if self.lengths is None else min(self.lengths.longest, length)
+        # The widest is as wide with any number of micro-batches.
+        length, lengths = self.training.sequence_length, self.lengths_in(self.training.num_microbatches)
+        return length if lengths is None else min(lengths.longest, length)
+
+    def lengths_in(self, num_microbatches: int) -> ExampleLengths | None:
+        """Returns the lengths of the job's examples for this number of micro-batches, or None without data."""
+        return None if self.lengths is None else self.lengths(self.training.batch_size, num_microbatches)
 
     @property
     def budgets(self) -> Limits:

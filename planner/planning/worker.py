@@ -1,8 +1,10 @@
 """Plans a job in a process of its own: `python -m windlass.planner.planning.worker --question FILE --result FILE`."""
 
 import argparse
+import functools
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from windlass.planner.planning.planner import Planned, answer
 from windlass.planner.planning.profiles import Profiles
 from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.replan import RunningJob, correct, costs_of
+from windlass.planner.planning.what_if import with_what_if
 from windlass.planner.profiling import FolderConfig, TimingCache
 from windlass.planner.simulation import Stuck, TooLong, simulate_planned
 
@@ -38,6 +41,8 @@ def plan_job(request: PlanRequest, folder: Path, marker: Path | None = None) -> 
     if request.running is not None:
         return _plan_again(question, request.running)
     chosen = choose_gpus(question) if request.chooses_ranks else ChosenGpus(planned=answer(question))
+    if request.what_if:
+        chosen = replace(chosen, planned=with_what_if(question, chosen.planned))
     planned, plan = chosen.planned, _job_plan(chosen.planned)
     if chosen.others:
         plan = plan.model_copy(update={"others": tuple(_job_plan(other) for other in chosen.others)})
@@ -58,7 +63,7 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         kept_times = TimingCache(
             folder=request.kept_times_dir, machine=machine, is_alone=request.is_alone, marker=marker
         )
-    return PlanQuestion(
+    question = PlanQuestion(
         config=config,
         hardware=request.hardware,
         training=request.training,
@@ -74,21 +79,30 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         measure_threads=request.compute_threads,
         kept_times=kept_times,
     )
+    if not question.chooses_microbatches:
+        return question
+    # So that the question does not depend on the number that the request happens to have.
+    number = min(question.least_microbatches, question.training.batch_size)
+    return replace(question, training=replace(question.training, num_microbatches=number))
 
 
-def _lengths_of(request: PlanRequest) -> ExampleLengths | None:
-    if request.dataset_dir is None:
+def _lengths_of(request: PlanRequest) -> Callable[[int, int], ExampleLengths] | None:
+    """Returns a function that reads the lengths of the job's examples, once for each pair of its arguments."""
+    if (folder := request.dataset_dir) is None:
         return None
     training = request.training
-    if request.chooses_microbatches:
-        raise ValueError("num_microbatches is missing: with the job's data, it decides how wide micro-batches are")
-    return example_lengths(
-        request.dataset_dir,
-        batch_size=training.batch_size,
-        num_microbatches=training.num_microbatches,
-        seed=training.seed,
-        num_steps=training.total_steps,
-    )
+
+    @functools.cache
+    def lengths(batch_size: int, num_microbatches: int) -> ExampleLengths:
+        return example_lengths(
+            folder,
+            batch_size=batch_size,
+            num_microbatches=num_microbatches,
+            seed=training.seed,
+            num_steps=training.total_steps,
+        )
+
+    return lengths
 
 
 def _plan_again(question: PlanQuestion, request: ReplanRequest) -> JobPlan:
