@@ -152,9 +152,7 @@ class DryRun:
             DeviceNeedUnknownError: a block has operators whose output shapes torch cannot derive without computing, or
                 a Python autograd function that launches its own kernels.
         """
-        self._in_fp32 = self.summed_in_fp32(num_examples * num_tokens)
-        in_fp32 = frozenset(self._in_fp32)
-        passes = _Passes(num_examples, num_tokens, train, self._grad_dtype, self._is_summed, in_fp32, self._head_slices)
+        passes = self._passes(num_examples, num_tokens, train)
         rehearsed, choices = self._rehearsed, [self._choice(block) for block in range(1, self._partition.head)]
         found = rehearsed.found.get(passes)
         if found is None or any(
@@ -163,6 +161,18 @@ class DryRun:
             found = self._go_through(passes)
         layers = [rehearsed.layers[passes, kind, choice] for kind, choice in zip(found.kinds, choices, strict=True)]
         return [found.embedding, *layers], found.head_peak_nbytes
+
+    def kinds(self, num_examples: int, num_tokens: int, *, train: bool = True) -> list[object]:
+        """Returns the kind of each layer in passes that `units` has run.
+
+        Layers of equal kind and choice need the same memory.
+        """
+        return self._rehearsed.found[self._passes(num_examples, num_tokens, train)].kinds
+
+    def _passes(self, num_examples: int, num_tokens: int, train: bool) -> _Passes:
+        self._in_fp32 = self.summed_in_fp32(num_examples * num_tokens)
+        in_fp32 = frozenset(self._in_fp32)
+        return _Passes(num_examples, num_tokens, train, self._grad_dtype, self._is_summed, in_fp32, self._head_slices)
 
     def _go_through(self, passes: _Passes) -> _Found:
         """Runs all operations whose results are not cached yet."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from windlass.engine.lanes import rounded_to_lanes
@@ -39,6 +40,7 @@ class PlanQuestion:
     device_memory_nbytes: int | None = None  # budget; None: all of the device's
     measure_threads: int | None = None  # of torch while it measures; None: as many as it has
     measures: bool = False  # time the blocks on this machine's device; `hardware` must then describe this machine
+    kept_facts_dir: Path | None = None  # of traced models; None: they are not stored
     kept_times: TimingCache | None = None  # stored block times; None: blocks are always measured
     ways: Ways = ways_of_layer  # options for a layer's activations
     # From the job's own steps, with the same number of micro-batches. If set, no blocks are measured.

@@ -26,6 +26,8 @@ from windlass.planner.planning.what_if import with_what_if
 from windlass.planner.profiling import FolderConfig, TimingCache
 from windlass.planner.simulation import Stuck, TooLong, simulate_planned
 
+_FACTS_FOLDER = "traced"  # in the folder of block times: the facts of models that were traced
+
 
 def plan_job(request: PlanRequest, folder: Path, marker: Path | None = None) -> JobPlan:
     """Plans a job, or plans a running job again.
@@ -78,6 +80,7 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         measures=request.may_measure and request.compute_threads is not None,
         measure_threads=request.compute_threads,
         kept_times=kept_times,
+        kept_facts_dir=None if request.kept_times_dir is None else request.kept_times_dir / _FACTS_FOLDER,
     )
     if not question.chooses_microbatches:
         return question

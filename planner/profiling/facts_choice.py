@@ -1,39 +1,60 @@
 """Chooses the cheapest way to the facts of a model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from windlass.engine.memory_estimate import Passes, PassNeeds
 from windlass.engine.memory_plan import BlockActivations
 from windlass.engine.model import ModelLayout
+from windlass.planner.profiling.kept_facts import KeptFacts
 from windlass.planner.profiling.known import KnownModel, NotKnownError, known_model
 from windlass.planner.profiling.model_config import ShapeConfig, loaded
 from windlass.planner.profiling.profiled_facts import LayerOperators, ProfiledFacts
 from windlass.storage.ids import BlockIndex, Precision
 
+if TYPE_CHECKING:
+    from windlass.planner.profiling.record_shapes import RecordedModel
 
-def facts_of(config: Any, precision: Precision) -> ProfiledFacts:
-    """Returns the facts of a model. `config`: a transformers config, or one that is not loaded yet."""
+
+def facts_of(config: Any, precision: Precision, folder: Path | None = None) -> ProfiledFacts:
+    """Returns the facts of a model.
+
+    Args:
+        config: a transformers config, or one that is not loaded yet.
+        precision: of the params.
+        folder: of the facts of models that were traced before; None: they are not stored.
+    """
     if isinstance(config, ShapeConfig):
         try:
-            return KnownOrTraced(known_model(config.shape, precision, num_tokens=config.num_tokens), config)
+            known = known_model(config.shape, precision, num_tokens=config.num_tokens)
         except NotKnownError:
             pass
-    return _traced(config, precision)
+        else:
+            return KnownOrTraced(known, lambda: _traced(config, precision, folder))
+    return _traced(config, precision, folder)
 
 
-def _traced(config: Any, precision: Precision) -> ProfiledFacts:
-    from windlass.planner.profiling.model_profiler import TracedModel
+def _traced(config: Any, precision: Precision, folder: Path | None) -> ProfiledFacts:
+    if folder is None:
+        from windlass.planner.profiling.model_profiler import TracedModel
 
-    return TracedModel(loaded(config), precision)
+        return TracedModel(loaded(config), precision)
+
+    def trace() -> "RecordedModel":
+        from windlass.planner.profiling.record_shapes import RecordedModel
+
+        return RecordedModel(loaded(config), precision)
+
+    return KeptFacts(config, precision, folder, trace)
 
 
 class KnownOrTraced:
     """Implements `ProfiledFacts` for a model of a known family, and traces it for what is not known."""
 
-    def __init__(self, known: KnownModel, config: ShapeConfig) -> None:
-        self._known, self._config = known, config
+    def __init__(self, known: KnownModel, trace: Callable[[], ProfiledFacts]) -> None:
+        self._known, self._trace = known, trace
         self.precision = known.precision
 
     @property
@@ -82,4 +103,4 @@ class KnownOrTraced:
 
     @cached_property
     def _traced(self) -> ProfiledFacts:
-        return _traced(self._config, self.precision)
+        return self._trace()

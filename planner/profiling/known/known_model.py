@@ -1,8 +1,9 @@
 """The facts of a model of a known family, from recorded formulas. It imports no torch.
 
-Sizes: B examples, T tokens, K heads of keys, G heads of queries for each of them, D head dim, I intermediate size,
-V vocabulary, P positions. Those of the head's loops: S and U tokens of its first and second slice, W of both, Q of a
-piece of the loss, L and M tokens of a slice's last piece, R rows of a part of the projection's gradient, Z of the last.
+Sizes: B examples, T tokens, K heads of keys, G heads of queries for each of them, D head dim, H hidden size (in GPT-2
+it is K times D), I intermediate size, V vocabulary, P positions. Those of the head's loops: S and U tokens of its first
+and second slice, W of both, Q of a piece of the loss, L and M tokens of a slice's last piece, R rows of a part of the
+projection's gradient, Z of the last.
 """
 
 import functools
@@ -65,6 +66,10 @@ class HeadLoops:
         return max(0, self.num_pieces - MOST_TURNS), max(0, second - MOST_TURNS)
 
 
+def _flags(sizes: Sizes) -> str:
+    return "".join(name for name in FLAGS if sizes[name] == 1)
+
+
 def variant_of(passes: Passes) -> str:
     """Returns the name of recorded passes: what decides their operators, beside shapes and the model's precision."""
     if not passes.train:
@@ -104,7 +109,9 @@ def _formula(text: str) -> Formula:
 
 def family_of(shape: "ModelShape") -> str:
     """Returns the name of the family that a shape belongs to."""
-    return "gpt2" if shape.is_gpt else "llama"
+    if shape.is_gpt:
+        return "gpt2"
+    return "qwen2" if shape.qkv_bias else "qwen3" if shape.qk_norm else "llama"
 
 
 def sizes_of(shape: "ModelShape", *, num_tokens: int) -> dict[str, int]:
@@ -113,10 +120,11 @@ def sizes_of(shape: "ModelShape", *, num_tokens: int) -> dict[str, int]:
     return {
         "K": num_kv_heads,
         "G": shape.num_heads // num_kv_heads,
-        "D": shape.hidden_size // shape.num_heads,
+        "H": shape.hidden_size,
+        "D": shape.head_size,
         "I": shape.intermediate_size or 4 * shape.hidden_size,
         "V": shape.vocab_size,
-        "P": num_tokens,
+        "P": shape.max_tokens or num_tokens,
     }
 
 
@@ -129,8 +137,16 @@ def known_model(shape: "ModelShape", precision: Precision, *, num_tokens: int) -
     family = _family(family_of(shape))
     if family is None:
         raise NotKnownError("other versions of torch or transformers")
+    outer = family["tied" if shape.is_tied else "untied"]
+    head = outer["head"]
+    if isinstance(head, str):
+        shared = _family(head)
+        assert shared is not None, "all files are written with the same versions"
+        head = shared["tied" if shape.is_tied else "untied"]["head"]
     return KnownModel(
-        family=family,
+        layers=family,
+        outer=outer,
+        head=head,
         sizes=sizes_of(shape, num_tokens=num_tokens),
         num_layers=shape.num_layers,
         precision=precision,
@@ -141,7 +157,9 @@ def known_model(shape: "ModelShape", precision: Precision, *, num_tokens: int) -
 class KnownModel:
     """Implements `ProfiledFacts` for a model of a known family. What was not recorded raises NotKnownError."""
 
-    family: Mapping[str, Any]
+    layers: Mapping[str, Any]  # what was recorded of layers
+    outer: Mapping[str, Any]  # ... of the layout and the embedding
+    head: Mapping[str, Any]
     sizes: Sizes
     num_layers: int
     precision: Precision
@@ -150,17 +168,17 @@ class KnownModel:
     @property
     def name(self) -> str:
         """See ProfiledFacts."""
-        return str(self.family["name"])
+        return str(self.outer["name"])
 
     @property
     def hidden_size(self) -> int:
         """See ProfiledFacts."""
-        return self._value(self.family["hidden"])
+        return self._value(self.outer["hidden"])
 
     @property
     def head_matrix_numel(self) -> int:
         """See ProfiledFacts."""
-        return self._value(self.family["head_matrix_numel"])
+        return self._value(self.outer["head_matrix_numel"])
 
     @property
     def vocab_size(self) -> int:
@@ -170,17 +188,17 @@ class KnownModel:
     @property
     def buffers_nbytes(self) -> int:
         """See ModelFacts."""
-        return self._value(self.family["buffers_nbytes"])
+        return self._value(self.outer["buffers_nbytes"])
 
     @functools.cached_property
     def layout(self) -> ModelLayout:
         """See ModelFacts."""
-        embedding, layer, head = self.family["blocks"]
+        embedding, layer, head = self.outer["blocks"]
         last = BlockIndex(self.num_layers + 1)
         blocks = [self._block(BlockIndex(0), embedding)]
         blocks += [self._block(BlockIndex(block), layer) for block in range(1, last)]
         blocks.append(self._block(last, head))
-        tied: dict[str, str] = self.family["tied"]
+        tied: dict[str, str] = self.outer["tied"]
         shared = tuple((BlockIndex(block),) for block in range(last))
         return ModelLayout(
             blocks=tuple(blocks),
@@ -242,11 +260,8 @@ class KnownModel:
 
     def _recorded(self, sizes: Sizes) -> Mapping[str, Any]:
         """Returns what was recorded for the sizes that are 1 here."""
-        flags = "".join(name for name in FLAGS if sizes[name] == 1)
-        alike = self.family["alike"].get(flags)
-        if alike is None:
-            raise NotKnownError(f"sizes {sizes}")
-        recorded: Mapping[str, Any] = self.family["classes"][alike][self._bits]
+        alike = self.layers["alike"][_flags(sizes)]
+        recorded: Mapping[str, Any] = self.layers["classes"][alike][self._bits]
         return recorded
 
     @property
@@ -267,7 +282,10 @@ class KnownModel:
 
     def _evaluated(self, passes: Passes, key: str) -> UnitNeed:
         sizes = self._with_shape(passes.num_examples, passes.num_tokens)
-        unit = self._recorded(sizes)["units"].get(variant_of(passes), {}).get(key)
+        if key == "embedding":
+            unit = self.outer["embedding"][_flags(sizes)][self._bits].get(variant_of(passes))
+        else:
+            unit = self._recorded(sizes)["units"].get(variant_of(passes), {}).get(key)
         if unit is None:
             raise NotKnownError(f"{variant_of(passes)}: {key}")
         output, held, swapped, forward, backward = unit
@@ -284,7 +302,7 @@ class KnownModel:
 
     def _head_peak_nbytes(self, passes: Passes) -> int:
         loops, sizes = self.head_loops(passes)
-        recorded = self.family["head"][self._bits].get(variant_of(passes), {}).get(loops.key)
+        recorded = self.head[self._bits].get(variant_of(passes), {}).get(loops.key)
         if recorded is None:
             raise NotKnownError(f"{variant_of(passes)}: head {loops.key}")
         first, second = loops.more_pieces
@@ -305,7 +323,7 @@ class KnownModel:
         rows = num_product_rows(self.hidden_size)
         num_first, num_second = -(-first // piece), -(-second // piece)
         sums_in_parts = self.precision is not Precision.FP32 and (
-            bool(second) or bool(self.family["tied"]) or passes.grad_precision is Precision.FP32
+            bool(second) or bool(self.outer["tied"]) or passes.grad_precision is Precision.FP32
         )
         num_parts = -(-vocab_size // rows) if passes.train and sums_in_parts else 1
         loops = HeadLoops(

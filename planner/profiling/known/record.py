@@ -9,9 +9,11 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from transformers.utils import logging
 
 from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_estimate import DryRun, Passes
-from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations, UnitNeed
+from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations
 from windlass.engine.model import slice_sizes
 from windlass.planner.cost import LayerProfile, OperatorProfile, by_benefit
 from windlass.planner.hardware import ModelShape
@@ -35,7 +37,7 @@ from windlass.planner.profiling.known.known_model import (
     choice_key,
     variant_of,
 )
-from windlass.planner.profiling.known.recorded_sizes import RecordedSizes, SizedInt, formulas_of
+from windlass.planner.profiling.known.recorded_sizes import RecordedSizes, SizedInt, formulas_of, operators_in, unit_of
 from windlass.planner.profiling.model_profiler import TracedModel, config_of_shape
 from windlass.planner.profiling.profiled_facts import on_gpu
 from windlass.storage.ids import BlockIndex, Precision
@@ -50,12 +52,16 @@ _PRIMES = {
     "I": (23, 1),
     "V": (29, 1),
     "P": (41, 1),
+    "H": (31, 1),
 }
 _OF_SHAPE = "BT"
-_FAMILIES = {"gpt2": "BTKDVP", "llama": "BTKGDIVP"}
+_SIZES = {"gpt2": "BTKDVP", "llama": "HBTKGDIVP", "qwen2": "HBTKGDIVP", "qwen3": "HBTKGDIVP"}
+# Families whose head is recorded for another one, too. Their heads are compared for a few loops.
+_HEADS = {"qwen2": "llama", "qwen3": "llama"}
 _PRECISIONS = (Precision.BF16, Precision.FP32)  # fp16 needs the same memory as bf16
 _LAYER = BlockIndex(1)
-_NUM_SHAPES = 2000  # random shapes whose orders of operators by benefit are recorded
+_COMPARED_VARIANT = "32+"
+_NUM_SHAPES = 1000  # random shapes whose orders of operators by benefit are recorded
 
 
 def passes_of(precision: Precision, *, num_examples: int, num_tokens: int) -> Iterator[Passes]:
@@ -71,16 +77,24 @@ class Sample:
     """A small model of a family. Its sizes are primes, but for those that are 1."""
 
     family: str
+    is_tied: bool = False
     ones: str = ""  # sizes that are 1
     vocab_size: int | None = None  # a prime; None: the usual one
 
     @property
     def recorded(self) -> RecordedSizes:
         """The arithmetic of this model's traces."""
-        primes = {name: _PRIMES[name] for name in _FAMILIES[self.family] if name not in self.ones}
+        return RecordedSizes(self.primes)
+
+    @property
+    def primes(self) -> dict[str, tuple[int, int]]:
+        """The prime of each size, and the size's factor of it."""
+        primes = {name: _PRIMES[name] for name in _SIZES[self.family] if name not in self.ones}
+        if "H" in primes:  # a multiple of the number of heads, as transformers wants it
+            primes["H"] = _PRIMES["H"][0], math.prod(primes[name][0] for name in "KG" if name in primes)
         if self.vocab_size is not None:
             primes["V"] = (self.vocab_size, 1)
-        return RecordedSizes(primes)
+        return primes
 
     @property
     def flags(self) -> str:
@@ -94,15 +108,19 @@ class Sample:
 
     def model(self, precision: Precision, num_layers: int = 1) -> TracedModel:
         """Builds the model on the meta device."""
-        sizes = self.sizes
-        num_heads = sizes["K"] * sizes["G"]
-        llama = {} if self.family == "gpt2" else {"num_kv_heads": sizes["K"], "intermediate_size": sizes["I"]}
+        sizes, num_heads = self.sizes, self.sizes["K"] * self.sizes["G"]
+        fields: dict[str, Any] = {"hidden_size": num_heads * sizes["D"]}
+        if self.family != "gpt2":
+            fields = {"hidden_size": sizes["H"], "head_dim": sizes["D"]}
+            fields |= {"num_kv_heads": sizes["K"], "intermediate_size": sizes["I"]}
         shape = ModelShape(
             num_layers=num_layers,
-            hidden_size=num_heads * sizes["D"],
             num_heads=num_heads,
             vocab_size=sizes["V"],
-            **llama,
+            tied_embeddings=self.is_tied,
+            qkv_bias=self.family == "qwen2",
+            qk_norm=self.family == "qwen3",
+            **fields,
         )
         return TracedModel(config_of_shape(shape, num_tokens=sizes["P"]), precision)
 
@@ -126,19 +144,7 @@ def operators_of(sample: Sample, model: TracedModel) -> dict[str, Any]:
     """Records a layer's operators."""
     sizes, recorded = sample.sizes, sample.recorded
     layer = model.operators(_LAYER, sizes["B"], sizes["T"])
-    return {
-        "operators": [
-            [
-                operator.name,
-                [str(recorded.formula(nbytes)) for nbytes in operator.outputs_nbytes],
-                str(recorded.formula(operator.num_flops)),
-                operator.is_saved,
-                list(operator.reads),
-            ]
-            for operator in layer.operators
-        ],
-        "saves_input": layer.saves_input,
-    }
+    return operators_in(recorded, layer)
 
 
 def held_sets(family: str, operators: Mapping[str, Any], precision: Precision) -> list[frozenset[str]]:
@@ -152,8 +158,9 @@ def held_sets(family: str, operators: Mapping[str, Any], precision: Precision) -
         sizes |= {"K": draw.choice((1, 2, 4, 8, 16, 32, 64, 128)), "D": draw.choice((16, 64, 80, 128, 256))}
         if family != "gpt2":
             sizes["G"] = draw.choice((1, 1, 2, 3, 4, 7, 8, 16))
-            sizes["I"] = max(1, int(sizes["K"] * sizes["G"] * sizes["D"] * draw.uniform(0.3, 8)))
-        known = KnownModel(family=facts, sizes=sizes, num_layers=1, precision=precision)
+            sizes["H"] = int(sizes["K"] * sizes["G"] * sizes["D"] * draw.choice((1, 1, 1, 0.5, 0.625, 1.25)))
+            sizes["I"] = max(1, int(sizes["H"] * draw.uniform(0.3, 8)))
+        known = KnownModel(layers=facts, outer={}, head={}, sizes=sizes, num_layers=1, precision=precision)
         num_examples, num_tokens = draw.choice((1, 2, 8, 32)), 2 ** draw.randint(3, 20)
         layer = known.operators(_LAYER, num_examples, num_tokens).operators
         for operators_there in (layer, tuple(on_gpu(operator, num_tokens) for operator in layer)):
@@ -196,9 +203,13 @@ def _with_input_away(units: dict[str, Any]) -> dict[str, Any]:
 
 
 def units_of(
-    sample: Sample, precision: Precision, operators: Mapping[str, Any], choices: Sequence[BlockActivations]
+    sample: Sample,
+    precision: Precision,
+    operators: Mapping[str, Any],
+    choices: Sequence[BlockActivations],
+    variants: Collection[str] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Records the needs of the embedding and of a layer, by variant and choice."""
+    """Records the needs of a layer, by variant and choice. `variants`: those to record; None: all."""
     names = {operator[0]: index for index, operator in enumerate(operators["operators"])}
     sizes, recorded = sample.sizes, sample.recorded
     # Apart, because fake tensors are slower where some are swapped.
@@ -206,15 +217,27 @@ def units_of(
     models = [sample.model(precision, num_layers=len(part)) for part in parts]
     found: dict[str, dict[str, Any]] = {}
     for passes in passes_of(precision, num_examples=sizes["B"], num_tokens=sizes["T"]):
+        if variants is not None and variant_of(passes) not in variants:
+            continue
         units: dict[str, Any] = {}
         for model, part in zip(models, parts, strict=True):
             by_block = dict(enumerate(part, start=1)) if passes.train else {}
             run = _dry_run(model, passes, recorded, by_block)
-            embedding, *layers = run.units(passes.num_examples, passes.num_tokens, train=passes.train)[0]
-            units["embedding"] = _unit(recorded, embedding)
+            _, *layers = run.units(passes.num_examples, passes.num_tokens, train=passes.train)[0]
             for choice, layer in zip(part, layers, strict=True):
-                units[choice_key(choice, names) if passes.train else "layer"] = _unit(recorded, layer)
+                units[choice_key(choice, names) if passes.train else "layer"] = unit_of(recorded, layer)
         found[variant_of(passes)] = _with_input_away(units)
+    return found
+
+
+def embeddings_of(sample: Sample, precision: Precision) -> dict[str, Any]:
+    """Records the needs of the embedding, by variant."""
+    model, sizes, recorded = sample.model(precision), sample.sizes, sample.recorded
+    found = {}
+    for passes in passes_of(precision, num_examples=sizes["B"], num_tokens=sizes["T"]):
+        run = _dry_run(model, passes, recorded, {})
+        units, _ = run.units(passes.num_examples, passes.num_tokens, train=passes.train)
+        found[variant_of(passes)] = unit_of(recorded, units[0])
     return found
 
 
@@ -234,23 +257,6 @@ def _dry_run(
     )
 
 
-def _unit(sizes: RecordedSizes, need: UnitNeed) -> list[Any]:
-    swapped = [str(sizes.formula(nbytes)) for nbytes in need.swapped]
-    peaks = [_largest(sizes, peak) for peak in (need.forward_peak_nbytes, need.backward_peak_nbytes)]
-    return [_only(need.output_nbytes), _only(need.held_nbytes), swapped, *peaks]
-
-
-def _only(number: int) -> str:
-    (formula,) = formulas_of(number)
-    return str(formula)
-
-
-def _largest(sizes: RecordedSizes, number: int) -> list[str]:
-    formulas = formulas_of(number)
-    assert max(formula.value(sizes.sizes) for formula in formulas) == number, "the formulas are those of the number"
-    return [str(formula) for formula in largest_of(formulas)]
-
-
 # --- the head ---------------------------------------------------------------------------------------------------------
 
 
@@ -263,21 +269,21 @@ def all_loops() -> Iterator[HeadLoops]:
             yield HeadLoops(num_pieces=pieces, num_second_pieces=second, num_parts=parts)
 
 
-def head_of(family: str, precision: Precision) -> dict[str, dict[str, Any]]:
-    """Records the head's peaks, by variant and loops."""
+def head_of(sample: Sample, precision: Precision, listed: Sequence[HeadLoops] | None = None) -> dict[str, Any]:
+    """Records the head's peaks, by variant and loops. `listed`: the loops to record; None: all."""
     found: dict[str, dict[str, Any]] = {}
     models: dict[int, TracedModel] = {}
     for passes in passes_of(precision, num_examples=1, num_tokens=2):
         has_parts = passes.train and precision is not Precision.FP32
         recorded = found[variant_of(passes)] = {}
-        for loops in all_loops():
+        for loops in listed or all_loops():
             if loops.num_parts == 1 or has_parts:
-                recorded[loops.key] = _head(family, precision, passes, loops, models)
+                recorded[loops.key] = _head(sample, precision, passes, loops, models)
     return found
 
 
 def _head(
-    family: str, precision: Precision, passes: Passes, loops: HeadLoops, models: dict[int, TracedModel]
+    sample: Sample, precision: Precision, passes: Passes, loops: HeadLoops, models: dict[int, TracedModel]
 ) -> list[list[Any]]:
     """Returns the formulas that may be the head's peak, with the bytes that each further piece of the loss adds."""
 
@@ -288,7 +294,7 @@ def _head(
             is_full=loops.is_full,
             num_parts=loops.num_parts,
         )
-        peak = _head_peak(family, precision, passes, turns, models)
+        peak = _head_peak(sample, precision, passes, turns, models)
         constants: dict[Formula, Factor] = {}
         for formula in formulas_of(peak):
             constants[formula.growing] = max(constants.get(formula.growing, formula.constant), formula.constant)
@@ -325,14 +331,14 @@ def _slopes(base: Mapping[Formula, Factor], longer: Mapping[Formula, Factor], mo
 
 
 def _head_peak(
-    family: str, precision: Precision, passes: Passes, loops: HeadLoops, models: dict[int, TracedModel]
+    sample: Sample, precision: Precision, passes: Passes, loops: HeadLoops, models: dict[int, TracedModel]
 ) -> SizedInt:
     primes = _primes_of(loops)
     vocab_size = primes["V"][0]
     if vocab_size not in models:
-        models[vocab_size] = Sample(family=family, vocab_size=vocab_size).model(precision)
+        models[vocab_size] = replace(sample, vocab_size=vocab_size).model(precision)
     model = models[vocab_size]
-    of_model = {name: _PRIMES[name] for name in _FAMILIES[family] if name not in _OF_SHAPE + "VP"}
+    of_model = {name: prime for name, prime in sample.primes.items() if name not in _OF_SHAPE + "VP"}
     recorded = RecordedSizes(of_model | primes)
     sizes = recorded.sizes
     num_tokens = sizes["S"] + (sizes["S"] if loops.is_full else sizes.get("U", 0))
@@ -413,16 +419,26 @@ def _patched_slices(sizes: Mapping[str, int], *, vocab_size: int, hidden_size: i
 def record(family: str) -> dict[str, Any]:
     """Records a family."""
     sample = Sample(family=family)
-    model, recorded = sample.model(Precision.BF16), sample.recorded
     general = class_of(sample)
     alike, classes = {}, {sample.flags: general}
     for ones in ones_of(family):
-        special = Sample(family=family, ones=ones)
+        special = replace(sample, ones=ones)
         alike[special.flags] = sample.flags if is_alike(special, general) else special.flags
         if alike[special.flags] == special.flags and ones:
             classes[special.flags] = class_of(special)
     return {
         "versions": {package: version(package).partition("+")[0] for package in PACKAGES},
+        "alike": alike,
+        "classes": classes,
+        "tied": _outer(replace(sample, is_tied=True)),
+        "untied": _outer(sample),
+    }
+
+
+def _outer(sample: Sample) -> dict[str, Any]:
+    """Records all but the layers, which differs if the head uses the embedding's matrix."""
+    model, recorded = sample.model(Precision.BF16), sample.recorded
+    return {
         "name": model.name,
         "hidden": str(recorded.formula(model.hidden_size)),
         "head_matrix_numel": str(recorded.formula(model.head_matrix_numel)),
@@ -438,15 +454,29 @@ def record(family: str) -> dict[str, Any]:
             for block in model.layout.blocks
         ],
         "tied": model.layout.tied,
-        "alike": alike,
-        "classes": classes,
-        "head": {_bits(precision): head_of(family, precision) for precision in _PRECISIONS},
+        "embedding": {
+            special.flags: {_bits(precision): embeddings_of(special, precision) for precision in _PRECISIONS}
+            for special in (replace(sample, ones=ones) for ones in ones_of(sample.family))
+        },
+        "head": _shared_head(sample)
+        if sample.family in _HEADS
+        else {_bits(precision): head_of(sample, precision) for precision in _PRECISIONS},
     }
+
+
+def _shared_head(sample: Sample) -> str:
+    """Returns the family whose head is the same, after a comparison."""
+    other = replace(sample, family=_HEADS[sample.family])
+    listed = [HeadLoops(num_pieces=2, num_parts=2), HeadLoops(num_pieces=2, num_second_pieces=2, is_full=True)]
+    for precision in _PRECISIONS:
+        if head_of(sample, precision, listed) != head_of(other, precision, listed):
+            raise AssertionError(f"the head of {sample.family} differs from that of {other.family}")
+    return other.family
 
 
 def ones_of(family: str) -> Iterator[str]:
     """Yields the combinations of sizes that may be 1."""
-    names = [name for name in FLAGS if name in _FAMILIES[family]]
+    names = [name for name in FLAGS if name in _SIZES[family]]
     for number in range(len(names) + 1):
         yield from map("".join, itertools.combinations(names, number))
 
@@ -472,7 +502,8 @@ def is_alike(sample: Sample, general: Mapping[str, Any]) -> bool:
         if operators != _without({key: expected[key] for key in operators}, sample.ones):
             return False
         names = [operator[0] for operator in operators["operators"]]
-        found = units_of(sample, precision, operators, _some(expected["units"], names))
+        # One variant is enough, because the others differ only in how gradients are added to their sums.
+        found = units_of(sample, precision, operators, _some(expected["units"], names), (_COMPARED_VARIANT,))
         for variant, units in found.items():
             for key, unit in units.items():
                 if unit != _without(expected["units"][variant][key], sample.ones):
@@ -519,14 +550,19 @@ def _sum(formulas: Iterable[Formula]) -> Formula:
     return total
 
 
+def _as_text(recorded: Mapping[str, Any]) -> str:
+    """Returns JSON with a line for each formula's owner, so that a difference is easy to see."""
+    text = json.dumps(recorded, separators=(",", ":"))
+    return re.sub(r'(?<=[\]}]),(?="[^"]*":)', ",\n", text) + "\n"
+
+
 def main() -> None:
     """Writes the files of the families."""
     parser = argparse.ArgumentParser(description="Record what is known of models without tracing them.")
-    parser.add_argument("families", nargs="*", help=f"{', '.join(_FAMILIES)}; without one: all")
+    parser.add_argument("families", nargs="*", help=f"{', '.join(_SIZES)}; without one: all")
     logging.set_verbosity_error()  # small vocabularies lack special tokens
-    for family in parser.parse_args().families or _FAMILIES:
-        text = json.dumps(record(family), indent=0, separators=(",", ":"))
-        (Path(__file__).parent / f"{family}.json").write_text(text + "\n", encoding="utf-8")
+    for family in parser.parse_args().families or _SIZES:
+        (Path(__file__).parent / f"{family}.json").write_text(_as_text(record(family)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from typing import Any
 
-from windlass.planner.profiling.known.formulas import Factor, Formula
+from windlass.engine.memory_plan import UnitNeed
+from windlass.planner.profiling.known.formulas import Factor, Formula, largest_of
+from windlass.planner.profiling.profiled_facts import LayerOperators
 
 
 class NoProductError(ValueError):
@@ -45,12 +48,13 @@ def formulas_of(number: int) -> frozenset[Formula]:
 class RecordedSizes:
     """The arithmetic of a trace. Implements `SizeArithmetic`."""
 
-    def __init__(self, primes: Mapping[str, tuple[int, int]], *, max_factor: int = 64) -> None:
+    def __init__(self, primes: Mapping[str, tuple[int, int]], *, max_factor: int | None = 64) -> None:
         """Prepares the arithmetic.
 
         Args:
-            primes: the prime of each size, and the factor of the prime that the size itself has: (19, 2) for 38.
-            max_factor: the largest factor of a size of the trace, beside the model's sizes.
+            primes: the prime of each size, and the factor of the prime that the size itself has: (19, 2) for 38. A size
+                whose factor has primes of other sizes precedes them.
+            max_factor: the largest factor of a size of the trace, beside the model's sizes; None: any.
         """
         self._primes = dict(primes)
         self._max_factor = max_factor
@@ -86,9 +90,47 @@ class RecordedSizes:
             while left % prime == 0:
                 left //= prime
                 names += name
-                divisor *= factor
-        if left > self._max_factor * divisor:
+                if left % factor:
+                    divisor *= factor
+                else:
+                    left //= factor
+        if self._max_factor is not None and left > self._max_factor * divisor:
             raise NoProductError(f"{number} is no product of {self.sizes} and a factor up to {self._max_factor}")
         factor = Fraction(left, divisor)
         whole: Factor = factor.numerator if factor.denominator == 1 else factor
         return Formula.of({"".join(sorted(names)): whole})
+
+
+def unit_of(sizes: RecordedSizes, need: UnitNeed) -> list[Any]:
+    """Returns the formulas of a unit's need as JSON values: output, held, swapped, and those of both peaks."""
+    swapped = [str(sizes.formula(nbytes)) for nbytes in need.swapped]
+    peaks = [_largest(sizes, peak) for peak in (need.forward_peak_nbytes, need.backward_peak_nbytes)]
+    return [_only(need.output_nbytes), _only(need.held_nbytes), swapped, *peaks]
+
+
+def operators_in(sizes: RecordedSizes, layer: LayerOperators) -> dict[str, Any]:
+    """Returns the formulas of a layer's operators as JSON values."""
+    return {
+        "operators": [
+            [
+                operator.name,
+                [str(sizes.formula(nbytes)) for nbytes in operator.outputs_nbytes],
+                str(sizes.formula(operator.num_flops)),
+                operator.is_saved,
+                list(operator.reads),
+            ]
+            for operator in layer.operators
+        ],
+        "saves_input": layer.saves_input,
+    }
+
+
+def _only(number: int) -> str:
+    (formula,) = formulas_of(number)
+    return str(formula)
+
+
+def _largest(sizes: RecordedSizes, number: int) -> list[str]:
+    formulas = formulas_of(number)
+    assert max(formula.value(sizes.sizes) for formula in formulas) == number, "the formulas are those of the number"
+    return [str(formula) for formula in largest_of(formulas)]
