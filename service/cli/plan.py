@@ -235,8 +235,8 @@ def _question(
     num_validation_examples: int,
 ) -> "PlanQuestion":
     """Makes the question that a job's preparation would send to the planner. The answer then holds for such a job."""
-    os.environ.update(WAIT_POLICY)  # before torch is imported
-    from windlass.planner.planning import measure_as_worker, question_of
+    os.environ.update(WAIT_POLICY)  # before torch is imported, where it is
+    from windlass.planner.planning import question_of
     from windlass.service.jobs import MachineResources, most_gpus_of, plan_request
     from windlass.service.processes import is_box_free
 
@@ -261,7 +261,6 @@ def _question(
         has_gpus=is_local and machine.gpus.count > 0 and is_box_free(settings),
     )
     request = replace(request, chooses_order=training.leaves_order_open)
-    measure_as_worker(request)
     return question_of(request, config)
 
 
