@@ -9,7 +9,7 @@ from windlass.engine.memory_estimate import Passes, PassNeeds
 from windlass.engine.memory_plan import BlockActivations
 from windlass.engine.model import ModelLayout
 from windlass.planner.profiling.kept_facts import KeptFacts
-from windlass.planner.profiling.known import KnownModel, NotKnownError, known_model
+from windlass.planner.profiling.known import KnownModel, NotKnownError, known_facts
 from windlass.planner.profiling.model_config import ShapeConfig, loaded
 from windlass.planner.profiling.profiled_facts import LayerOperators, ProfiledFacts
 from windlass.storage.ids import BlockIndex, Precision
@@ -28,7 +28,7 @@ def facts_of(config: Any, precision: Precision, folder: Path | None = None) -> P
     """
     if isinstance(config, ShapeConfig):
         try:
-            known = known_model(config.shape, precision, num_tokens=config.num_tokens)
+            known = known_facts(config.shape, precision, num_tokens=config.num_tokens)
         except NotKnownError:
             pass
         else:
