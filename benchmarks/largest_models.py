@@ -14,7 +14,7 @@ from windlass.planner.hardware import Hardware, ModelShape, machine_of
 from windlass.planner.planning import PlanQuestion
 from windlass.planner.planning.feasibility import fits, with_part
 from windlass.planner.planning.profiles import Profiles
-from windlass.planner.profiling import config_of_shape
+from windlass.planner.profiling import ShapeConfig
 from windlass.storage.ids import StatePrecision
 
 GPU_GIB = (12, 16, 24, 32, 48, 80)
@@ -112,7 +112,7 @@ def machine(*, gpu_gib: int, ram_gib: int) -> Hardware:
 def question_of_kind(kind: Kind, billions: int, *, gpu_gib: int, ram_gib: int) -> PlanQuestion:
     """Returns the question whether such a job fits such a machine."""
     return PlanQuestion(
-        config=config_of_shape(shape_of(billions), num_tokens=_NUM_TOKENS),
+        config=ShapeConfig(shape=shape_of(billions), num_tokens=_NUM_TOKENS),
         hardware=machine(gpu_gib=gpu_gib, ram_gib=ram_gib),
         training=TrainingConfig(
             batch_size=kind.batch_size,
