@@ -3,5 +3,5 @@
 from windlass.planner.profiling.known.formulas import Formula as Formula
 from windlass.planner.profiling.known.known_model import KnownModel as KnownModel
 from windlass.planner.profiling.known.known_model import NotKnownError as NotKnownError
-from windlass.planner.profiling.known.known_model import known_model as known_model
+from windlass.planner.profiling.known.known_model import known_facts as known_facts
 from windlass.planner.profiling.known.known_model import variant_of as variant_of
