@@ -10,6 +10,7 @@ from windlass.planner.cost.model_profile import BlockProfile as BlockProfile
 from windlass.planner.cost.model_profile import LayerProfile as LayerProfile
 from windlass.planner.cost.model_profile import ModelProfile as ModelProfile
 from windlass.planner.cost.model_profile import OperatorProfile as OperatorProfile
+from windlass.planner.cost.model_profile import TimesFacts as TimesFacts
 from windlass.planner.cost.model_profile import Work as Work
 from windlass.planner.cost.model_profile import for_lengths as for_lengths
 from windlass.planner.cost.rates import Speeds as Speeds

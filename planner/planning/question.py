@@ -13,6 +13,7 @@ from windlass.engine.memory_plan import (
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import Speeds, Ways, speeds_of, ways_of_layer
 from windlass.planner.hardware import Hardware
+from windlass.planner.planning.past_predictions import PastPredictions
 from windlass.planner.planning.rate_correction import Correction
 from windlass.planner.profiling import TimingCache
 from windlass.planner.solver import (
@@ -29,6 +30,8 @@ class PlanQuestion:
     hardware: Hardware
     training: TrainingConfig
     chooses_microbatches: bool = False  # search the fastest number of micro-batches, instead of the config's
+    # Choose the order of updates, of those that give the same parameters, instead of the config's.
+    chooses_order: bool = False
     # Of the job's data, by batch size and number of micro-batches; None: every example is as long as `sequence_length`.
     lengths: Callable[[int, int], ExampleLengths] | None = None
     num_validation_examples: int = 0  # an evaluation computes as many micro-batches at once as a step
@@ -43,6 +46,7 @@ class PlanQuestion:
     kept_facts_dir: Path | None = None  # of traced models; None: they are not stored
     on_trace: Callable[[], None] | None = None  # called before the model is traced, which takes seconds
     kept_times: TimingCache | None = None  # stored block times; None: blocks are always measured
+    past: PastPredictions | None = None  # of this machine's jobs; None: another machine, or none are known
     ways: Ways = ways_of_layer  # options for a layer's activations
     # From the job's own steps, with the same number of micro-batches. If set, no blocks are measured.
     correction: Correction = field(default_factory=Correction)

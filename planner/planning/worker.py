@@ -17,6 +17,7 @@ from windlass.engine.model import UnsupportedArchitectureError
 from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus
 from windlass.planner.planning.job_plan import JobPlan, SimulatedStep
 from windlass.planner.planning.measured_steps import MIN_STEPS, load_measured
+from windlass.planner.planning.past_predictions import PastPredictions
 from windlass.planner.planning.plan_request import PlanRequest, ReplanRequest
 from windlass.planner.planning.planner import Planned, answer
 from windlass.planner.planning.profiles import Profiles
@@ -65,11 +66,15 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         kept_times = TimingCache(
             folder=request.kept_times_dir, machine=machine, is_alone=request.is_alone, marker=marker
         )
+    past = None
+    if request.kept_times_dir is not None and request.compute_threads is not None:
+        past = PastPredictions(folder=request.kept_times_dir)
     question = PlanQuestion(
         config=config,
         hardware=request.hardware,
         training=request.training,
         chooses_microbatches=request.chooses_microbatches,
+        chooses_order=request.chooses_order,
         lengths=_lengths_of(request),
         num_validation_examples=request.num_validation_examples,
         num_ranks=request.num_ranks,
@@ -80,6 +85,7 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         measures=request.may_measure and request.compute_threads is not None,
         measure_threads=request.compute_threads,
         kept_times=kept_times,
+        past=past,
         kept_facts_dir=None if request.kept_times_dir is None else request.kept_times_dir / _FACTS_FOLDER,
     )
     if not question.chooses_microbatches:
@@ -110,7 +116,8 @@ def _lengths_of(request: PlanRequest) -> Callable[[int, int], ExampleLengths] | 
 
 def _plan_again(question: PlanQuestion, request: ReplanRequest) -> JobPlan:
     number = request.plan.num_gpus if question.chooses_ranks else question.num_ranks
-    question = replace(question, num_ranks=number, chooses_ranks=False)
+    # The job keeps the order of updates that it began with.
+    question = replace(question, num_ranks=number, chooses_ranks=False, chooses_order=False)
     profiles, running = Profiles(question), _running_job(request)
     is_cpu = question.hardware.gpus.count == 0
     steps = load_measured(
@@ -152,6 +159,7 @@ def _running_job(request: ReplanRequest) -> RunningJob:
         peak_gib=report.peak_gib,
         num_steps_left=request.num_steps_left,
         restart_s=request.restart_s,
+        may_change=request.may_change,
     )
 
 

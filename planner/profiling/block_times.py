@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from windlass.planner.cost import AgainTimes, BlockProfile, LayerProfile, ModelProfile
+from windlass.planner.cost import AgainTimes, BlockProfile, LayerProfile, ModelProfile, TimesFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,7 @@ class BlockTimes:
     backward_s: float  # without recomputation; the embedding's includes its forward pass
     again: AgainTimes | None = None  # only for layers
     norms_s: float | None = None  # of the norms of the whole gradient's chunks, once a step; only with several lanes
+    facts: TimesFacts | None = None  # about the times of all blocks together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,4 +39,10 @@ def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelP
 
     layers = tuple(timed_layer(block, layer) for block, layer in enumerate(profile.layers, start=1))
     head = len(layers) + 1
-    return replace(profile, embedding=timed(0, profile.embedding), layers=layers, head=timed(head, profile.head))
+    return replace(
+        profile,
+        embedding=timed(0, profile.embedding),
+        layers=layers,
+        head=timed(head, profile.head),
+        times=times[head].facts,
+    )

@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -21,7 +22,7 @@ from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.model import BlockRunner, GradBuffer, Partition, build_meta_model
 from windlass.engine.optimizer import portable_squared_norms, squared_norm
-from windlass.planner.cost import AgainTimes, LayerProfile, ModelProfile, holding_ways
+from windlass.planner.cost import AgainTimes, LayerProfile, ModelProfile, TimesFacts, holding_ways
 from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
 from windlass.planner.profiling.profiled_facts import kinds_of_layers
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
@@ -115,7 +116,10 @@ class _Bench:
             again = AgainTimes(all_s=longer[0], one_held_s=longer[1], most_held_s=longer[2]) if longer else None
             of_kind = BlockTimes(forward_s=kept[0], backward_s=kept[1], again=again, norms_s=self._norms_s(kind[0]))
             times.update(dict.fromkeys(kind, of_kind))
-        return MeasuredBlocks(times=times, standard_error=_standard_error(rounds))
+        error = _standard_error(rounds)
+        facts = TimesFacts(standard_error=error)
+        times = {block: replace(block_times, facts=facts) for block, block_times in times.items()}
+        return MeasuredBlocks(times=times, standard_error=error)
 
     def _rounds(self, max_s: float) -> list[_Round]:
         start_s = time.perf_counter()

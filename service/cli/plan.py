@@ -261,6 +261,7 @@ def _question(
         num_validation_examples=num_validation_examples,
         has_gpus=is_local and machine.gpus.count > 0 and _is_box_free(settings),
     )
+    request = replace(request, chooses_order=training.leaves_order_open)
     return question_of(request, config)
 
 
@@ -306,7 +307,7 @@ def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "Pla
         "optimizer": question.training.optimizer,
         "clip_norm": question.training.clip_norm,
         "accumulation_precision": question.training.accumulation_precision,
-        "gradient_updates": asked.gradient_updates,
+        "gradient_updates": found.choices["gradient_updates"],
         "lanes": question.training.lanes,
         "gpus": asked.gpus,
     }
@@ -408,6 +409,7 @@ def _print(found: "PlanReport") -> None:
     print_columns(
         [
             ("step", f"{numbers['step_s']:.3g} s; no resource alone takes more than {numbers['bound_s']:.3g} s"),
+            ("how sure", _interval(found)),
             ("tokens a second", f"{numbers['tokens_per_s']:.4g}"),
             ("model's TFLOPS", f"{numbers['tflops']:.4g}"),
             ("written to SSDs a step", f"{numbers['ssd_write_gb_per_step']:.4g} GB"),
@@ -429,6 +431,14 @@ def _print(found: "PlanReport") -> None:
     for reason in found.reasons:
         print(reason)
     print(f"planned for {tokens_in_words(numbers['example_tokens'])}")
+
+
+def _interval(found: "PlanReport") -> str:
+    from windlass.planner.planning import interval_in_words
+
+    assert found.step_s_low is not None, "it is a new plan"
+    assert found.step_s_high is not None, "it is a new plan"
+    return interval_in_words(found.step_s_low, found.step_s_high, found.times_from or "", found.num_compared or 0)
 
 
 def _shown(value: object) -> str:
