@@ -45,7 +45,9 @@ class Profiles:
 
     def __init__(self, question: PlanQuestion) -> None:
         self._measures, self._question = question.measures, question
-        self._facts = facts_of(question.config, question.training.precision, question.kept_facts_dir)
+        self._facts = facts_of(
+            question.config, question.training.precision, question.kept_facts_dir, on_trace=question.on_trace
+        )
         self._untimed: dict[tuple[int, int], ModelProfile] = {}
         self._known: dict[tuple[int, int], ModelProfile] = {}
         self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}

@@ -149,6 +149,8 @@ def plan(
             sequence_length=seq_len,
             num_validation_examples=num_validation_examples,
         )
+        traced = "tracing the model, because it was not planned before; some seconds more"
+        question = replace(question, on_trace=lambda: status.update(traced))
         if find is not None:
             status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")
         number, num_params, question, planned = _answer(question, find, slack)
@@ -238,7 +240,6 @@ def _question(
     os.environ.update(WAIT_POLICY)  # before torch is imported, where it is
     from windlass.planner.planning import question_of
     from windlass.service.jobs import MachineResources, most_gpus_of, plan_request
-    from windlass.service.processes import is_box_free
 
     config = config_of(settings, model, sequence_length)
     resources = MachineResources.here(settings) if is_local else None
@@ -258,10 +259,16 @@ def _question(
         training=training,
         chooses_microbatches=num_microbatches is None,
         num_validation_examples=num_validation_examples,
-        has_gpus=is_local and machine.gpus.count > 0 and is_box_free(settings),
+        has_gpus=is_local and machine.gpus.count > 0 and _is_box_free(settings),
     )
     request = replace(request, chooses_order=training.leaves_order_open)
     return question_of(request, config)
+
+
+def _is_box_free(settings: Settings) -> bool:
+    from windlass.service.processes import is_box_free  # it loads the database's library
+
+    return is_box_free(settings)
 
 
 def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "PlanQuestion", "Planned"]:
@@ -272,6 +279,7 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
     from windlass.engine.memory_estimate import DeviceNeedUnknownError
     from windlass.engine.model import UnsupportedArchitectureError
     from windlass.planner.planning import answer, choose_gpus, find
+    from windlass.planner.profiling import UnusableConfigError
 
     try:
         if question.chooses_ranks:
@@ -279,8 +287,8 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
         if goal is not None and (found := find(question, goal, slack=slack)).planned is not None:
             return found.number, found.num_params, found.question, found.planned
         return 0, 0, question, answer(question)
-    except (UnsupportedArchitectureError, DeviceNeedUnknownError) as error:
-        raise CommandError(f"--model: {error}") from None
+    except (UnsupportedArchitectureError, DeviceNeedUnknownError, UnusableConfigError) as error:
+        raise CommandError(f"--model: {' '.join(str(error).split())}") from None
 
 
 def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "PlanReport") -> dict[str, Any] | None:

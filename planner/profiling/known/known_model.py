@@ -128,6 +128,7 @@ def sizes_of(shape: "ModelShape", *, num_tokens: int) -> dict[str, int]:
     }
 
 
+@functools.lru_cache(maxsize=16)
 def known_facts(shape: "ModelShape", precision: Precision, *, num_tokens: int) -> "KnownModel":
     """Returns the facts of a model with these sizes.
 
