@@ -53,7 +53,7 @@ class Need:
 
 @dataclass(slots=True)
 class _Counting:
-    """What the exact counts of a frontier's assignments add to those of its program."""
+    """The bytes that the exact counts of a frontier's assignments add to those of its program."""
 
     frontier: MemoryFrontier
     job: PlannedJob

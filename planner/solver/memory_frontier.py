@@ -1,7 +1,7 @@
 """The assignments of a program that need least memory, for every division between device and host.
 
 A program with millions of assignments has few that matter for memory: those on the lower convex hull of device bytes
-against host bytes. They form a path: it begins where the device holds least, and each step moves one block to an option
+against host bytes. They form a path, which begins where the device holds least. Each step moves one block to an option
 that takes more of the device and less of the host. The steps that save most host bytes per device byte come first.
 
 Source: the greedy method for multiple-choice knapsacks (Sinha and Zoltners, 1979).
