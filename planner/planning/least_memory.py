@@ -5,7 +5,7 @@ What the programs leave out is nearly the same for all assignments of a frontier
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -82,17 +82,46 @@ class LeastMemory:
     """
 
     def __init__(self, question: PlanQuestion, profiles: Profiles, numbers: Iterable[int]) -> None:
-        """`numbers`: of micro-batches to try."""
+        """`numbers`: of micro-batches to try, those that save most first."""
         self._question, self._profiles = question, profiles
-        jobs = [profiles.job(question, number) for number in dict.fromkeys(numbers)]
-        speeds, limits = question.speeds, question.limits
-        self._all = [_Counting(each, job) for job in jobs for each in frontiers_of(job, speeds, limits)]
+        # Built as they are needed: the first few often answer the question.
+        self._known: list[_Counting] = []
+        self._unknown = self._built(numbers)
         self._counted: dict[tuple[int, int, float], Need] = {}
+
+    def _built(self, numbers: Iterable[int]) -> Iterator[_Counting]:
+        question = self._question
+        for number in dict.fromkeys(numbers):
+            job = self._profiles.job(question, number)
+            for frontier in frontiers_of(job, question.speeds, question.limits):
+                counting = _Counting(frontier, job)
+                like = [each for each in self._known if each.is_like == counting.is_like]
+                if like:
+                    counting.device, counting.host = like[-1].device, like[-1].host
+                self._known.append(counting)
+                yield counting
+
+    @property
+    def _all(self) -> list[_Counting]:
+        """The frontiers of all numbers of micro-batches and of all ways to save memory."""
+        for _ in self._unknown:
+            pass
+        return self._known
+
+    def _each(self) -> Iterator[_Counting]:
+        """Yields all frontiers, and builds those that were not needed before."""
+        yield from list(self._known)
+        # `yield from` would close the generator with this one.
+        while (counting := next(self._unknown, None)) is not None:
+            yield counting
 
     def fitting(self, limits: Bytes) -> Need | None:
         """Returns a plan within the limits, or None if there is none."""
         if not self.may_fit(limits):
             return None
+        need = self._first_fitting(limits)
+        if need is not None:
+            return need
         # Each search counts other assignments: those that need least of its own tier. At the border that matters.
         for tier in MemoryTier:
             if not math.isinf(limits.of(tier)):
@@ -101,9 +130,22 @@ class LeastMemory:
                     return need
         return None
 
+    def _first_fitting(self, limits: Bytes) -> Need | None:
+        """Returns a plan within the limits if the first frontier that may have one has one."""
+        tier = MemoryTier.HOST if math.isinf(limits.device) else MemoryTier.DEVICE
+        for number, counting in enumerate(self._each()):
+            needs = counting.frontier.needs(tier, counting.left(limits)) + counting.more(tier)
+            index = int(needs.argmin())
+            if needs[index] <= limits.of(tier):
+                moved = counting.frontier.moved(index, tier, counting.left(limits))
+                need = self._count(number, index, moved)
+                return need if need.nbytes.fits(limits) else None
+        return None
+
     def may_fit(self, limits: Bytes) -> bool:
         """Returns whether a program has an assignment within the limits. Exact counts may need more."""
-        return any(each.frontier.bound(MemoryTier.DEVICE, limits) <= limits.device for each in self._all)
+        bounds = (each.frontier.bound(MemoryTier.DEVICE, limits) for each in self._each())
+        return any(bound <= limits.device and not math.isinf(bound) for bound in bounds)
 
     def least(self, tier: MemoryTier, limits: Bytes, *, enough: float = 0.0) -> Need | None:
         """Returns the plan that needs least of a tier within the limits of the others.
@@ -118,10 +160,10 @@ class LeastMemory:
             )
             if math.isinf(nbytes) or (best is not None and nbytes >= best.nbytes.of(tier) * (1 - _NEAR)):
                 break
-            if enough and nbytes > enough * (1 + _NEAR) and self._all[number].is_known:
+            if enough and nbytes > enough * (1 + _NEAR) and self._known[number].is_known:
                 break
             skipped.add((number, index))
-            counting = self._all[number]
+            counting = self._known[number]
             moved = counting.frontier.moved(index, tier, counting.left(limits))
             need = self._count(number, index, moved)
             best = _better(best, need, tier, limits)
@@ -140,7 +182,7 @@ class LeastMemory:
             if best is not None and price >= best[0] * (1 - _NEAR):
                 break
             skipped.add((number, index))
-            counting = self._all[number]
+            counting = self._known[number]
             without_room = replace(counting.left(limits), ssd=math.inf)
             need = self._count(number, index, counting.frontier.moved(index, MemoryTier.DEVICE, without_room))
             over = need.nbytes.above(limits)
@@ -185,13 +227,13 @@ class LeastMemory:
         """Counts an assignment exactly, and notes what its program left out."""
         key = number, index, moved
         if key not in self._counted:
-            counting = self._all[number]
+            counting = self._known[number]
             assignment = counting.frontier.assignment(index, moved)
             self._counted[key] = need = self._exact(counting, assignment)
             nbytes = counting.frontier.nbytes(assignment)
             device, host = need.nbytes.device - nbytes.device, need.nbytes.host - nbytes.host
             counting.is_known = False
-            for each in self._all:
+            for each in self._known:
                 if each.is_like == counting.is_like and not each.is_known:
                     each.device, each.host = device, host
             counting.is_known = True

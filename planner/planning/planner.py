@@ -1,5 +1,6 @@
 """Plans a job before it exists: from a model and a machine to times, memory peaks, choices and reasons."""
 
+import contextlib
 import os
 from dataclasses import dataclass, replace
 
@@ -150,21 +151,18 @@ def promised_step_s(question: PlanQuestion, profiles: Profiles, solution: Soluti
 
 
 def _by_microbatches(question: PlanQuestion, profiles: Profiles) -> list[tuple[PlannedJob, Solution, list[Solution]]]:
-    """Solves for each number of micro-batches. If none is requested, doubles it while the solution improves."""
+    """Solves for each number of micro-batches. If none is requested, doubles it while the solution improves.
+
+    The plan that needs least memory says whether any fits, because the search for the fastest one may miss it.
+    """
+    least = least_memory(question, profiles)
+    need = least.fitting(limits_for_plans(question))
+    if need is None:
+        raise DoesNotFitError(lambda: shortfall_of(question, least).missing)
     results: list[tuple[PlannedJob, Solution, list[Solution]]] = []
-    missing: DoesNotFitError | None = None
     for number in numbers_of_microbatches(question):
-        try:
+        with contextlib.suppress(DoesNotFitError):
             results.append(solutions_exactly(question, number, profiles))
-        except DoesNotFitError as error:
-            missing = error
-        else:
             if len(results) > 1 and results[-1][1].cost >= results[-2][1].cost:
                 break
-    if not results:
-        assert missing is not None, "a batch has at least one example"
-        need = least_memory(question, profiles).fitting(limits_for_plans(question))
-        if need is None:
-            raise missing
-        results.append((need.job, need.solution(question.limits), []))
-    return results
+    return results or [(need.job, need.solution(question.limits), [])]

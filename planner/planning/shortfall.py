@@ -252,9 +252,9 @@ def what_takes_memory(need: Need, *, on_gpu: bool) -> str:
 
 
 def extremes(numbers: Iterable[int]) -> list[int]:
-    """Returns the smallest and the largest number of micro-batches.
+    """Returns the largest and the smallest number of micro-batches.
 
     One of them needs least: with the smallest, gradients may need no sums; with the largest, an operation is smallest.
     """
     every = list(numbers)
-    return list(dict.fromkeys((every[0], every[-1])))
+    return list(dict.fromkeys((every[-1], every[0])))

@@ -75,14 +75,17 @@ class _Path:
     counts_movable: bool  # in the bounds: else activations that may go to the SSDs take no host memory
 
 
-def frontiers_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> "list[MemoryFrontier]":
-    """Returns the frontiers of all ways to save memory. `limits` matter only to costs of plans made from them."""
+def frontiers_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> "Iterator[MemoryFrontier]":
+    """Yields the frontiers of all ways to save memory, those that save most first.
+
+    `limits` matter only to costs of plans made from them.
+    """
     depths = QueueDepths(states=MIN_STATE_DEPTH, leaving_nbytes=0)
     ways = itertools.product(
-        (False, True) if job.keeps_grads else (False,), (False, True), sizes_at_the_border(job), (True, False)
+        (True, False) if job.keeps_grads else (False,), (True, False), sizes_at_the_border(job), (True, False)
     )
-    return [
-        MemoryFrontier(
+    for spills, streams, group_size, overflows in ways:
+        yield MemoryFrontier(
             StepCosts(
                 job=job,
                 speeds=speeds,
@@ -95,8 +98,6 @@ def frontiers_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> "list[Memor
                 depths=depths,
             )
         )
-        for spills, streams, group_size, overflows in ways
-    ]
 
 
 class MemoryFrontier:
