@@ -38,7 +38,7 @@ from windlass.engine.training_config import Initialization, TrainingConfig
 from windlass.planner.cost import ActivationOption, AgainTimes, ModelProfile, Speeds, speeds_of, ways_of_layer
 from windlass.planner.profiling import BlockTimes, Profiler, measure_blocks, with_times
 from windlass.planner.solver import Limits, PlannedJob, Solution, StepCosts, largest, solution_of
-from windlass.planner.solver.placement_search import group_sizes
+from windlass.planner.solver.family import group_sizes
 from windlass.storage.ids import Kernel, Precision
 
 _FEW_LAYERS = 2  # of the model that is profiled; all layers are alike

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, DeviceNeed, MemoryTier, Placement
+from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, DeviceNeed, MemoryTier, Placement, UpdateOrder
 from windlass.planner.planning.profiles import Profiles
 from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.solver import (
@@ -31,6 +31,8 @@ from windlass.planner.solver.integer_program import Assignment
 _NEAR = 0.003
 # Number of assignments that a search counts exactly, at most. Mostly three to six are enough.
 _MOST_COUNTED = 48
+# Share of a limit by which exact counts may be smaller than expected, and the number of such assignments to count.
+_DOUBT, _MOST_DOUBTED = 0.02, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +58,19 @@ class _Counting:
     """The bytes that the exact counts of a frontier's assignments add to those of its program."""
 
     frontier: MemoryFrontier
-    job: PlannedJob
     device: float = 0.0
     host: float = 0.0
     is_known: bool = False
 
     @property
-    def is_like(self) -> tuple[int, bool]:
+    def job(self) -> PlannedJob:
+        """The job, with its order of updates."""
+        return self.frontier.costs.job
+
+    @property
+    def is_like(self) -> tuple[int, bool, UpdateOrder]:
         """Frontiers with the same value leave out nearly the same bytes."""
-        return self.job.num_microbatches, self.frontier.costs.streams
+        return self.job.num_microbatches, self.frontier.costs.streams, self.job.update_order
 
     def left(self, limits: Bytes) -> Bytes:
         """Returns the limits without what the program leaves out."""
@@ -94,7 +100,7 @@ class LeastMemory:
         for number in dict.fromkeys(numbers):
             job = self._profiles.job(question, number)
             for frontier in frontiers_of(job, question.speeds, question.limits):
-                counting = _Counting(frontier, job)
+                counting = _Counting(frontier)
                 like = [each for each in self._known if each.is_like == counting.is_like]
                 if like:
                     counting.device, counting.host = like[-1].device, like[-1].host
@@ -152,11 +158,34 @@ class LeastMemory:
 
         None: the others are too small for any plan. A need of `enough` bytes ends the search.
         """
-        best: Need | None = None
         skipped = set[tuple[int, int]]()
-        for _ in range(_MOST_COUNTED):
+        best = self._best_of(tier, limits, None, skipped, enough=enough, most=_MOST_COUNTED)
+        if best is not None and best.nbytes.of(tier) <= enough:
+            return best
+        # What the counts add differs a little from assignment to assignment, so some beyond a limit may be within it.
+        loose = Bytes(device=limits.device * (1 + _DOUBT), host=limits.host * (1 + _DOUBT), ssd=limits.ssd)
+        best = self._best_of(tier, limits, best, skipped, enough=enough, most=_MOST_DOUBTED, promising=loose)
+        return self._between_steps(tier, limits, best, enough)
+
+    def _best_of(
+        self,
+        tier: MemoryTier,
+        limits: Bytes,
+        best: Need | None,
+        skipped: set[tuple[int, int]],
+        *,
+        enough: float,
+        most: int,
+        promising: Bytes | None = None,
+    ) -> Need | None:
+        """Counts at most `most` assignments, and returns the one that needs least of the tier, or else `best`.
+
+        `promising`: limits by which assignments are chosen to be counted; None: those of the plan.
+        """
+        chosen = promising or limits
+        for _ in range(most):
             number, index, nbytes = self._most_promising(
-                lambda each: each.frontier.needs(tier, each.left(limits)) + each.more(tier), skipped
+                lambda each: each.frontier.needs(tier, each.left(chosen)) + each.more(tier), skipped
             )
             if math.isinf(nbytes) or (best is not None and nbytes >= best.nbytes.of(tier) * (1 - _NEAR)):
                 break
@@ -164,12 +193,12 @@ class LeastMemory:
                 break
             skipped.add((number, index))
             counting = self._known[number]
-            moved = counting.frontier.moved(index, tier, counting.left(limits))
+            moved = counting.frontier.moved(index, tier, counting.left(chosen))
             need = self._count(number, index, moved)
             best = _better(best, need, tier, limits)
             if best is not None and best.nbytes.of(tier) <= enough:
-                return best
-        return self._between_steps(tier, limits, best, enough)
+                break
+        return best
 
     def cheapest(self, limits: Bytes, prices: Bytes) -> Need:
         """Returns the plan for which memory above the limits costs least. `prices`: of a byte of each tier."""

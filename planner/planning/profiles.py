@@ -9,8 +9,11 @@ import torch
 from windlass.engine.data import WIDTH_GRANULE
 from windlass.engine.memory_estimate import DryRunResult, device_need
 from windlass.engine.memory_plan import (
+    RECOMPUTE_ALL,
     DeviceNeed,
     ExampleLengths,
+    MemoryTier,
+    Placement,
     Plan,
     evaluation_shapes,
 )
@@ -21,6 +24,8 @@ from windlass.planner.profiling import BlockTimes, MeasuredBlocks, Profiler, mea
 from windlass.planner.solver import (
     PlannedJob,
     Solution,
+    StepCosts,
+    solution_of,
 )
 
 
@@ -32,6 +37,7 @@ def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches:
         num_ranks=question.num_ranks,
         num_optimizers=question.num_optimizers,
         ways=question.ways,
+        chooses_order=question.chooses_order,
     )
 
 
@@ -83,8 +89,30 @@ class Profiles:
         """Returns the device memory of a planned job, as its GPU worker allocates it."""
         return self.device_need_of_plan(question, job, solution.plan)
 
-    def device_need_of_plan(self, question: PlanQuestion, job: PlannedJob, plan: Plan) -> DeviceNeed:
-        """Returns the same as `device_need`, for a plan."""
+    def left_out_nbytes(self, question: PlanQuestion, costs: StepCosts) -> float:
+        """Returns the bytes of device memory that the cost model leaves out of a plan whose layers are all recomputed.
+
+        Plans with the same buffers and group size need them, too. They are sums in fp32, hidden states and constants.
+        """
+        if any(
+            RECOMPUTE_ALL not in {way.choice for way in kind.activations} for kind in costs.kinds() if not kind.tiers
+        ):
+            return 0.0
+        placement = Placement(
+            activations=(RECOMPUTE_ALL,) * len(costs.job.model.layers),
+            group_size=costs.group_size,
+            streamed_blocks=costs.streamed_blocks,
+            num_grad_buffers=costs.num_grad_buffers,
+            num_cached_params=0,
+        )
+        solution = solution_of(costs, placement)
+        need = self.device_need_of_plan(question, costs.job, solution.plan, evaluates=False)
+        return need.nbytes - solution.nbytes[MemoryTier.DEVICE]
+
+    def device_need_of_plan(
+        self, question: PlanQuestion, job: PlannedJob, plan: Plan, *, evaluates: bool = True
+    ) -> DeviceNeed:
+        """Returns the same as `device_need`, for a plan. `evaluates`: the memory of evaluations counts, too."""
         shape = (job.model.num_examples, job.model.num_tokens)
         lengths = question.lengths_in(job.num_microbatches)
         return device_need(
@@ -99,7 +127,9 @@ class Profiles:
             max_tokens=shape[0] * question.training.sequence_length,  # the size that the engine allocates
             head_slices=job.training.head_slices,
             # Evaluation examples may be longer than training examples.
-            evaluation_shapes=evaluation_shapes(
+            evaluation_shapes=()
+            if not evaluates
+            else evaluation_shapes(
                 question.num_validation_examples, question.training.sequence_length, shape[0], job.num_microbatches
             )
             if lengths is None

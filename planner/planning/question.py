@@ -28,6 +28,8 @@ class PlanQuestion:
     hardware: Hardware
     training: TrainingConfig
     chooses_microbatches: bool = False  # search the fastest number of micro-batches, instead of the config's
+    # Choose the order of updates, of those that give the same parameters, instead of the config's.
+    chooses_order: bool = False
     # Of the job's data, by batch size and number of micro-batches; None: every example is as long as `sequence_length`.
     lengths: Callable[[int, int], ExampleLengths] | None = None
     num_validation_examples: int = 0  # an evaluation computes as many micro-batches at once as a step

@@ -124,6 +124,7 @@ def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
         "gpus": plan.num_ranks,
         "num_microbatches": job.num_microbatches,
         "group_size": plan.group_size,
+        "gradient_updates": job.update_order.value,
         "states_on_gpu": len(plan.device_blocks),
         "states_on_host": len(plan.host_blocks),
         "states_on_ssd": num_blocks - in_memory,

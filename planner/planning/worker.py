@@ -73,6 +73,7 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         hardware=request.hardware,
         training=request.training,
         chooses_microbatches=request.chooses_microbatches,
+        chooses_order=request.chooses_order,
         lengths=_lengths_of(request),
         num_validation_examples=request.num_validation_examples,
         num_ranks=request.num_ranks,
@@ -119,7 +120,8 @@ def measure_as_worker(request: PlanRequest) -> None:
 
 def _plan_again(question: PlanQuestion, request: ReplanRequest) -> JobPlan:
     number = request.plan.num_gpus if question.chooses_ranks else question.num_ranks
-    question = replace(question, num_ranks=number, chooses_ranks=False)
+    # The job keeps the order of updates that it began with.
+    question = replace(question, num_ranks=number, chooses_ranks=False, chooses_order=False)
     profiles, running = Profiles(question), _running_job(request)
     is_cpu = question.hardware.gpus.count == 0
     steps = load_measured(

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from windlass.engine.memory_plan import MIN_STATE_DEPTH, MemoryTier, QueueDepths
+from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.cost import Speeds
+from windlass.planner.solver.family import bases_of, sizes_at_the_border, smallest_of
 from windlass.planner.solver.integer_program import Assignment, BlockGroup, Program, least_assignment, outcome_of
-from windlass.planner.solver.placement_search import sizes_at_the_border
 from windlass.planner.solver.step_cost import TIER_INDEX, Kind, Limits, PlannedJob, StepCosts
 
 _Floats = npt.NDArray[np.float64]
@@ -80,24 +80,11 @@ def frontiers_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> "Iterator[M
 
     `limits` matter only to costs of plans made from them.
     """
-    depths = QueueDepths(states=MIN_STATE_DEPTH, leaving_nbytes=0)
-    ways = itertools.product(
-        (True, False) if job.keeps_grads else (False,), (True, False), sizes_at_the_border(job), (True, False)
-    )
-    for spills, streams, group_size, overflows in ways:
-        yield MemoryFrontier(
-            StepCosts(
-                job=job,
-                speeds=speeds,
-                limits=limits,
-                group_size=group_size,
-                streams=streams,
-                spills=spills,
-                overflows=overflows,
-                num_grad_buffers=1,
-                depths=depths,
-            )
-        )
+    sizes = sizes_at_the_border(job)
+    for base in reversed(list(bases_of(job, speeds, limits))):
+        if base.group_size in sizes and base.num_grad_buffers == 1:
+            for overflows in (True, False):
+                yield MemoryFrontier(smallest_of(base, overflows=overflows))
 
 
 class MemoryFrontier:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -262,6 +262,7 @@ def _question(
         num_validation_examples=num_validation_examples,
         has_gpus=is_local and machine.gpus.count > 0 and is_box_free(settings),
     )
+    request = replace(request, chooses_order=training.leaves_order_open)
     measure_as_worker(request)
     return question_of(request, config)
 
@@ -301,7 +302,7 @@ def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "Pla
         "optimizer": question.training.optimizer,
         "clip_norm": question.training.clip_norm,
         "accumulation_precision": question.training.accumulation_precision,
-        "gradient_updates": asked.gradient_updates,
+        "gradient_updates": found.choices["gradient_updates"],
         "lanes": question.training.lanes,
         "gpus": asked.gpus,
     }
