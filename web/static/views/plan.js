@@ -32,9 +32,12 @@ export function renderPlan(plan, measured) {
   if (isPlanned) renderDetails(plan);
 }
 
-function renderRefusal({ missing_bytes: missing, reasons }) {
+function renderRefusal({ missing_bytes: missing, missing_together: together, reasons }) {
   const pairs = Object.entries(missing ?? {}).filter(([, bytes]) => bytes > 0);
-  setPairs(byId("refusal-missing"), pairs.map(([tier, bytes]) => [TIERS[tier], `${format.bytes(bytes)} too little`]));
+  // Of several shortages either all must be made up for, or one of them is enough.
+  const or = (index) => (index > 0 && together === false ? "or " : "");
+  const texts = pairs.map(([tier, bytes], index) => [TIERS[tier], `${or(index)}${format.bytes(bytes)} too little`]);
+  setPairs(byId("refusal-missing"), texts);
   const changes = reasons.slice(1);
   byId("refusal-hint").hidden = changes.length === 0;
   setItems(byId("refusal-changes"), changes);
@@ -61,6 +64,8 @@ function renderNumbers(plan, measured) {
   const notes = [
     predicted && steps < plan.min_measured_steps &&
       `The predicted step is an estimate until ${plan.min_measured_steps} steps are measured.`,
+    predicted?.step_s_low != null && steps < plan.min_measured_steps &&
+      `It likely takes ${range(predicted)}.`,
     steps > 0 && `The measured step is the mean of ${format.whole(steps)} steps.`,
     recent?.step_s_low != null && `The next steps likely take ${range(recent)}.`,
     isOnCpu(measured) && "Measured device memory of a CPU includes what the worker's process needs for itself.",
