@@ -54,14 +54,18 @@ class Profiles:
         self._speedup = 1.0
 
     def unmeasured(self) -> "Profiles":
-        """Returns a copy that measures nothing more, and uses the times that are known."""
+        """Returns profiles that measure nothing more, and use the times that are known."""
+        if not self._measures:
+            return self
         profiles = copy.copy(self)
         profiles._measures = False
+        # Else profiles without times would be taken for measured ones.
+        profiles._known, profiles._of_lengths = dict(self._known), dict(self._of_lengths)
         return profiles
 
     def corrected(self, question: PlanQuestion) -> "Profiles":
         """Returns a copy with the times of the question's `correction`, which measures nothing more."""
-        profiles = self.unmeasured()
+        profiles = copy.copy(self.unmeasured())
         profiles._question, profiles._known, profiles._of_lengths = question, {}, {}
         return profiles
 

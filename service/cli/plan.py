@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from windlass.actors.lifecycle import WAIT_POLICY
-from windlass.amounts import GIB, bytes_text
+from windlass.amounts import GIB, bytes_text, least_gib
 from windlass.engine.memory_plan import UpdateOrder, tokens_in_words
 from windlass.engine.training_config import Optimizer
 from windlass.planner.hardware import (
@@ -123,6 +123,8 @@ def plan(
         _check_gpus(settings, gpus, other=None if hardware == MEASURED else machine)
     elif find is not None:
         raise CommandError("--gpus: a search (--find) is for a number of GPUs; name one")
+    if find is Goal.SMALLEST_GPU and not machine.gpus.count:
+        raise CommandError(f"--find: {find} needs a machine with a GPU, and this one has none")
     if what_if and find is not None:
         raise CommandError("--what-if: a search (--find) changes the job or the machine itself; leave one of them out")
     _check_order_of_updates(gradient_updates, clip=clip)
@@ -404,6 +406,7 @@ def _print(found: "PlanReport") -> None:
         print("it does not fit:")
         for reason in found.reasons:
             print(f"  {reason}")
+        _print_least_gpu(found)
         return
     numbers = asdict(found)
     print_columns(
@@ -430,6 +433,7 @@ def _print(found: "PlanReport") -> None:
     print()
     for reason in found.reasons:
         print(reason)
+    _print_least_gpu(found)
     print(f"planned for {tokens_in_words(numbers['example_tokens'])}")
 
 
@@ -439,6 +443,12 @@ def _interval(found: "PlanReport") -> str:
     assert found.step_s_low is not None, "it is a new plan"
     assert found.step_s_high is not None, "it is a new plan"
     return interval_in_words(found.step_s_low, found.step_s_high, found.times_from or "", found.num_compared or 0)
+
+
+def _print_least_gpu(found: "PlanReport") -> None:
+    if found.least_gpu_gib is not None:
+        gib = least_gib(found.least_gpu_gib * GIB)
+        print(f"the least GPU memory for this job is {gib} GiB: {found.least_gpu_reason}")
 
 
 def _shown(value: object) -> str:
