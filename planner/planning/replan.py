@@ -128,5 +128,6 @@ def costs_of(question: PlanQuestion, profiles: Profiles, running: RunningJob) ->
         spills=running.spills_grads,
         overflows=placement.ssd_activation_nbytes > 0,
         num_grad_buffers=placement.num_grad_buffers,
+        num_passing_blocks=placement.num_passing_blocks,
         depths=placement.depths,
     )

@@ -63,6 +63,13 @@ class PlanReport:
     ssd_write_gb_per_step: float | None = None
     choices: dict[str, Any] | None = None
     example_tokens: ExampleTokens | None = None
+
+    @property
+    def least_missing_nbytes(self) -> int:
+        """The fewest bytes of memory, of all kinds together, that would make the job fit."""
+        lacking = [nbytes for nbytes in (self.missing_bytes or {}).values() if nbytes]
+        return min(lacking, default=0) if self.missing_together is False else sum(lacking)
+
     what_if: tuple[WhatIf, ...] | None = None  # if it was asked for; the largest gain first
 
 
@@ -153,6 +160,7 @@ def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
         "gpus": plan.num_ranks,
         "num_microbatches": job.num_microbatches,
         "group_size": plan.group_size,
+        "gradient_updates": job.update_order.value,
         "states_on_gpu": len(plan.device_blocks),
         "states_on_host": len(plan.host_blocks),
         "states_on_ssd": num_blocks - in_memory,

@@ -10,8 +10,9 @@ from typing import Any
 
 from windlass.engine.fingerprint import code_fingerprint
 from windlass.planner.cost import AgainTimes, TimesFacts
+from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
 from windlass.planner.profiling.machine_pace import this_machine
-from windlass.planner.profiling.measure_model import BlockTimes, MeasuredBlocks
+from windlass.planner.profiling.model_config import content_of
 from windlass.storage.files import ResultCache
 
 _MOST_KEPT = 256  # files in the folder; the oldest are deleted
@@ -34,7 +35,7 @@ class TimingCache:
     def of(self, config: Any, facts: Mapping[str, Any], measure: Measure) -> dict[int, BlockTimes]:
         """Returns the times by block, and measures them if they are not stored.
 
-        `config`: a transformers config. `facts`: all else that the times depend on.
+        `config`: a transformers config, or one that is not loaded yet. `facts`: all else that the times depend on.
         """
         stored = self.known(config, facts)
         if stored is not None:
@@ -74,8 +75,7 @@ class TimingCache:
         return ResultCache(folder=self.folder, max_results=_MOST_KEPT)
 
     def _fingerprint(self, config: Any, facts: Mapping[str, Any]) -> str:
-        model = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
-        hashed = [model, dict(facts), dict(self.machine), code_fingerprint(Path(__file__).parent)]
+        hashed = [content_of(config), dict(facts), dict(self.machine), code_fingerprint(Path(__file__).parent)]
         return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()
 
 

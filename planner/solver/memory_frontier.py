@@ -1,7 +1,7 @@
 """The assignments of a program that need least memory, for every division between device and host.
 
 A program with millions of assignments has few that matter for memory: those on the lower convex hull of device bytes
-against host bytes. They form a path: it begins where the device holds least, and each step moves one block to an option
+against host bytes. They form a path, which begins where the device holds least. Each step moves one block to an option
 that takes more of the device and less of the host. The steps that save most host bytes per device byte come first.
 
 Source: the greedy method for multiple-choice knapsacks (Sinha and Zoltners, 1979).
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from windlass.engine.memory_plan import MIN_STATE_DEPTH, MemoryTier, QueueDepths
+from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.cost import Speeds
+from windlass.planner.solver.family import bases_of, sizes_at_the_border, smallest_of
 from windlass.planner.solver.integer_program import Assignment, BlockGroup, Program, least_assignment, outcome_of
-from windlass.planner.solver.placement_search import sizes_at_the_border
 from windlass.planner.solver.step_cost import TIER_INDEX, Kind, Limits, PlannedJob, StepCosts
 
 _Floats = npt.NDArray[np.float64]
@@ -75,28 +75,16 @@ class _Path:
     counts_movable: bool  # in the bounds: else activations that may go to the SSDs take no host memory
 
 
-def frontiers_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> "list[MemoryFrontier]":
-    """Returns the frontiers of all ways to save memory. `limits` matter only to costs of plans made from them."""
-    depths = QueueDepths(states=MIN_STATE_DEPTH, leaving_nbytes=0)
-    ways = itertools.product(
-        (False, True) if job.keeps_grads else (False,), (False, True), sizes_at_the_border(job), (True, False)
-    )
-    return [
-        MemoryFrontier(
-            StepCosts(
-                job=job,
-                speeds=speeds,
-                limits=limits,
-                group_size=group_size,
-                streams=streams,
-                spills=spills,
-                overflows=overflows,
-                num_grad_buffers=1,
-                depths=depths,
-            )
-        )
-        for spills, streams, group_size, overflows in ways
-    ]
+def frontiers_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> "Iterator[MemoryFrontier]":
+    """Yields the frontiers of all ways to save memory, those that save most first.
+
+    `limits` matter only to costs of plans made from them.
+    """
+    sizes = sizes_at_the_border(job)
+    for base in reversed(list(bases_of(job, speeds, limits))):
+        if base.group_size in sizes and base.num_grad_buffers == 1:
+            for overflows in (True, False):
+                yield MemoryFrontier(smallest_of(base, overflows=overflows))
 
 
 class MemoryFrontier:

@@ -10,7 +10,7 @@ from tests.support.engine.architectures import ARCHITECTURES
 from windlass.planner.cost.model_profile import AgainTimes, TimesFacts
 from windlass.planner.profiling import MachinePace
 from windlass.planner.profiling import timing_cache as kept_times
-from windlass.planner.profiling.measure_model import BlockTimes, MeasuredBlocks
+from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
 from windlass.planner.profiling.timing_cache import TimingCache
 
 CONFIG = ARCHITECTURES["Qwen2"].config(tied=True, dropout=0.0)

@@ -374,7 +374,6 @@ def test_the_command_line_asks_what_a_job_would(
         raise CommandError("that is all")
 
     monkeypatch.setattr(plan_job, "question_of", note)
-    monkeypatch.setattr(plan_job, "measure_as_worker", lambda _: None)
     monkeypatch.setattr(MachineResources, "here", lambda _: MachineResources(num_cores=4, num_gpus=0))
     shape = tmp_path / "shape.yaml"
     shape.write_text("num_layers: 4\nhidden_size: 256\nnum_heads: 4\nvocab_size: 1000\n")
