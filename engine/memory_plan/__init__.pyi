@@ -26,6 +26,7 @@ from windlass.engine.memory_plan.device_moments import DeviceNeed as DeviceNeed
 from windlass.engine.memory_plan.device_moments import UnitNeed as UnitNeed
 from windlass.engine.memory_plan.device_moments import evaluation_moments as evaluation_moments
 from windlass.engine.memory_plan.device_moments import step_moments as step_moments
+from windlass.engine.memory_plan.example_lengths import WIDTH_GRANULE as WIDTH_GRANULE
 from windlass.engine.memory_plan.example_lengths import ExampleLengths as ExampleLengths
 from windlass.engine.memory_plan.example_lengths import evaluation_shapes as evaluation_shapes
 from windlass.engine.memory_plan.example_lengths import tokens_in_words as tokens_in_words

@@ -24,6 +24,7 @@ class ReplanRequest:
     plan: Annotated[JobPlan, PlainSerializer(JobPlan.to_json)]  # the plan that the job runs with
     num_steps_left: int
     restart_s: float  # seconds that another attempt costs
+    may_change: bool = True  # search another plan; else only the prediction is made again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

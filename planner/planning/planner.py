@@ -7,6 +7,7 @@ from windlass.engine.memory_plan import (
     MemoryTier,
 )
 from windlass.engine.model import ModelLayout
+from windlass.planner.planning.at_present import at_present
 from windlass.planner.planning.exact_search import counted, search_exactly
 from windlass.planner.planning.faster import what_is_faster
 from windlass.planner.planning.feasibility import least_memory, numbers_of_microbatches
@@ -84,6 +85,7 @@ def planned(
     """Builds the answer from a solution. `step_s`: simulated. `advises`: also report what would be faster."""
     report = report_of(job, solution, is_cpu=not question.has_gpu, step_s=step_s)
     report = replace(with_limits(report, question.budgets), example_tokens=_tokens_of(question, job.num_microbatches))
+    report = at_present(question, job, report)
     if advises:
         report = replace(report, reasons=(*report.reasons, *what_is_faster(question, job, solution)))
         report = with_least_gpu(report, least_gpu(question, least_memory(question, profiles)))

@@ -4,12 +4,10 @@ import contextlib
 import copy
 from dataclasses import replace
 
-import torch
-
-from windlass.engine.data import WIDTH_GRANULE
-from windlass.engine.memory_estimate import DryRunResult, device_need
+from windlass.engine.memory_estimate import device_need
 from windlass.engine.memory_plan import (
     RECOMPUTE_ALL,
+    WIDTH_GRANULE,
     DeviceNeed,
     ExampleLengths,
     MemoryTier,
@@ -18,9 +16,10 @@ from windlass.engine.memory_plan import (
     evaluation_shapes,
 )
 from windlass.engine.model import ModelLayout
+from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import ModelProfile, for_lengths
 from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.profiling import BlockTimes, MeasuredBlocks, Profiler, measure_blocks, with_times
+from windlass.planner.profiling import BlockTimes, MeasuredBlocks, facts_of, profile_of, with_times
 from windlass.planner.solver import (
     PlannedJob,
     Solution,
@@ -46,16 +45,10 @@ class Profiles:
 
     def __init__(self, question: PlanQuestion) -> None:
         self._measures, self._question = question.measures, question
-        self._profiler = Profiler(
-            question.config,
-            question.training.precision,
-            for_gpu=question.has_gpu,
-            head_slices=question.training.head_slices,
-        )
+        self._facts = facts_of(question.config, question.training.precision, question.kept_facts_dir)
         self._untimed: dict[tuple[int, int], ModelProfile] = {}
         self._known: dict[tuple[int, int], ModelProfile] = {}
         self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}
-        self._rehearsed = DryRunResult()
         self._speedup = 1.0
 
     def unmeasured(self) -> "Profiles":
@@ -83,7 +76,7 @@ class Profiles:
     @property
     def layout(self) -> ModelLayout:
         """The layout of the model's blocks."""
-        return self._profiler.layout
+        return self._facts.layout
 
     def device_need(self, question: PlanQuestion, job: PlannedJob, solution: Solution) -> DeviceNeed:
         """Returns the device memory of a planned job, as its GPU worker allocates it."""
@@ -116,7 +109,7 @@ class Profiles:
         shape = (job.model.num_examples, job.model.num_tokens)
         lengths = question.lengths_in(job.num_microbatches)
         return device_need(
-            self._profiler.rehearsed,
+            self._facts,
             plan,
             [shape] * plan.group_size,
             formats=job.training.formats,
@@ -135,7 +128,6 @@ class Profiles:
             if lengths is None
             else lengths.evaluation_shapes(shape[0], job.num_microbatches),
             on_gpu=question.has_gpu,
-            rehearsed=self._rehearsed,
         )
 
     def job(self, question: PlanQuestion, num_microbatches: int) -> PlannedJob:
@@ -171,7 +163,12 @@ class Profiles:
     def _by_shapes(self, num_examples: int, num_tokens: int) -> ModelProfile:
         shape = (num_examples, num_tokens)
         if shape not in self._untimed:
-            self._untimed[shape] = self._profiler.profile(*shape)
+            self._untimed[shape] = profile_of(
+                self._facts,
+                *shape,
+                for_gpu=self._question.has_gpu,
+                head_slices=self._question.training.head_slices,
+            )
         return self._untimed[shape]
 
     def _timed(self, num_examples: int, num_tokens: int) -> ModelProfile:
@@ -183,22 +180,9 @@ class Profiles:
     def _times(self, profile: ModelProfile) -> dict[int, BlockTimes] | None:
         """Returns measured or stored block times. None: times must be computed from the machine's rates."""
         question = self._question
-        device = torch.device("cuda", 0) if question.has_gpu else torch.device("cpu")
         num_microbatches = -(-question.training.batch_size // profile.num_examples)
         sums_grads, has_lanes = num_microbatches > 1, question.training.lanes > 1
         training = replace(question.training, num_microbatches=num_microbatches, lanes=1)
-
-        def measure() -> MeasuredBlocks:
-            return measure_blocks(
-                profile,
-                question.config,
-                training.precision,
-                device,
-                sums_grads=sums_grads,
-                has_lanes=has_lanes,
-                grad_precision=training.grad_precision,
-                head_slices=training.head_slices,
-            )
 
         kept = question.kept_times
         facts = {
@@ -208,13 +192,51 @@ class Profiles:
             "has_lanes": has_lanes,
             "grad_precision": training.grad_precision,
             "head_slices": training.head_slices,
-            "device": device.type,
+            "device": "cuda" if question.has_gpu else "cpu",
         }
-        if not self._measures:
-            return None if kept is None else kept.known(question.config, facts)
+        known = None if kept is None else kept.known(question.config, facts)
+        if known is not None or not self._measures or not self._has_device():
+            return known
+
+        def measure() -> MeasuredBlocks:
+            return self._measure(profile, training, sums_grads=sums_grads, has_lanes=has_lanes)
+
         with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here
             return measure().times if kept is None else kept.of(question.config, facts, measure)
         return None
+
+    def _has_device(self) -> bool:
+        """Returns whether this process can use the device that the job will compute on."""
+        if not self._question.has_gpu:
+            return True
+        import torch
+
+        return torch.cuda.is_available()
+
+    def _measure(
+        self, profile: ModelProfile, training: TrainingConfig, *, sums_grads: bool, has_lanes: bool
+    ) -> MeasuredBlocks:
+        """Measures block times as a job's GPU worker would compute them."""
+        import torch
+
+        from windlass.engine.device import retain_freed_memory
+        from windlass.planner.profiling import loaded, measure_blocks
+
+        question = self._question
+        if question.measure_threads is not None:
+            torch.set_num_threads(question.measure_threads)
+            if not question.has_gpu:
+                retain_freed_memory()
+        return measure_blocks(
+            profile,
+            loaded(question.config),
+            training.precision,
+            torch.device("cuda", 0) if question.has_gpu else torch.device("cpu"),
+            sums_grads=sums_grads,
+            has_lanes=has_lanes,
+            grad_precision=training.grad_precision,
+            head_slices=training.head_slices,
+        )
 
 
 def _near(mean: float) -> int:

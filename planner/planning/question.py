@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from windlass.engine.lanes import rounded_to_lanes
@@ -12,6 +13,7 @@ from windlass.engine.memory_plan import (
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import Speeds, Ways, speeds_of, ways_of_layer
 from windlass.planner.hardware import Hardware
+from windlass.planner.planning.past_predictions import PastPredictions
 from windlass.planner.planning.rate_correction import Correction
 from windlass.planner.profiling import TimingCache
 from windlass.planner.solver import (
@@ -22,7 +24,7 @@ from windlass.planner.solver import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuestion:
-    """A job on a machine. `config`: a transformers config."""
+    """A job on a machine. `config`: a transformers config, or one that is not loaded yet."""
 
     config: Any
     hardware: Hardware
@@ -39,8 +41,11 @@ class PlanQuestion:
     num_layers: int | None = None  # pretend this number of layers, all like the first; None: those of the config
     host_memory_nbytes: int | None = None  # budget of the arena; None: all of the machine's
     device_memory_nbytes: int | None = None  # budget; None: all of the device's
+    measure_threads: int | None = None  # of torch while it measures; None: as many as it has
     measures: bool = False  # time the blocks on this machine's device; `hardware` must then describe this machine
+    kept_facts_dir: Path | None = None  # of traced models; None: they are not stored
     kept_times: TimingCache | None = None  # stored block times; None: blocks are always measured
+    past: PastPredictions | None = None  # of this machine's jobs; None: another machine, or none are known
     ways: Ways = ways_of_layer  # options for a layer's activations
     # From the job's own steps, with the same number of micro-batches. If set, no blocks are measured.
     correction: Correction = field(default_factory=Correction)
