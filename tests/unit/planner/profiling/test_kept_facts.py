@@ -74,8 +74,8 @@ def test_a_formula_that_does_not_hold_is_not_used_for_other_shapes(tmp_path: Pat
     window = config.sliding_window
     assert window is not None
     traced, facts = TracedModel(config, BF16), facts_of(config, BF16, tmp_path)
-    for num_tokens in (window - 3, window - 1, window, window + 1, 3 * window):
-        assert everything(facts, 2, num_tokens) == everything(traced, 2, num_tokens), num_tokens
+    for num_tokens in (window - 1, window, window + 1):
+        assert profile_of(facts, 2, num_tokens) == profile_of(traced, 2, num_tokens), num_tokens
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"model": [], "needs": {}}', '{"model"'])
