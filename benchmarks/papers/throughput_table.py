@@ -19,7 +19,7 @@ from benchmarks.papers.published_throughput import (
     with_faster_adam,
 )
 from benchmarks.reporting.page import Page
-from windlass.planner.planning import PlanReport
+from windlass.planner.question import PlanReport
 
 _TFLOPS_OF_V_F = 135
 

@@ -12,7 +12,7 @@ from windlass.actors.lifecycle import cores_of, numa_nodes
 from windlass.engine.memory_plan import Placement
 from windlass.engine.training_config import Initialization, TrainingConfig, config_json
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning import JobPlan, PlanBounds, PlanReport, PlanRequest
+from windlass.planner.question import JobPlan, PlanBounds, PlanReport, PlanRequest
 from windlass.service.installation import CORES_TO_DIVIDE, Settings, find_gpus, models_of, num_cores
 from windlass.service.preparation import (
     CHECK_MODEL,

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, DeviceNeed, MemoryTier, Placement, UpdateOrder
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.question import PlanQuestion, Profiles
 from windlass.planner.solver import (
     Bytes,
     Limits,
