@@ -43,7 +43,8 @@ class KeptFacts:
         hashed = [content, precision, code_fingerprint(Path(__file__).parent)]
         self._key = hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()
         self._limits = sorted(set(_limits_in(content)))
-        self._trace, self._traced = trace, None
+        self._trace = trace
+        self._traced: RecordedModel | None = None
         self._stored = _valid(self._cache.find(self._key))
         self._layout: ModelLayout | None = None
 
