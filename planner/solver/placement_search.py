@@ -69,6 +69,7 @@ def search(
     num_others: int = 0,
     near: float = 0.0,
     any_plan: bool = False,
+    below: float = math.inf,
 ) -> Found:
     """Returns the best plan of several variants of a job, such as numbers of micro-batches.
 
@@ -76,9 +77,9 @@ def search(
     are at most a share `near` larger than the best cost. `any_plan`: one that fits is enough.
 
     Raises:
-        DoesNotFitError: no plan fits.
+        DoesNotFitError: no plan fits, or none costs less than `below`.
     """
-    found = _Search(speeds, limits, solve_kind)
+    found = _Search(speeds, limits, solve_kind, below)
     best = found.run(tuple(jobs), any_plan=any_plan)
     return Found(best=best, others=found.others_near(best, near, num_others))
 
@@ -98,8 +99,8 @@ class _Entry:
 class _Search:
     """The state of a search: what is left to try, and the best plan so far."""
 
-    def __init__(self, speeds: Speeds, limits: Limits, solve_kind: Solve) -> None:
-        self._speeds, self._limits, self._solve_kind = speeds, limits, solve_kind
+    def __init__(self, speeds: Speeds, limits: Limits, solve_kind: Solve, below: float) -> None:
+        self._speeds, self._limits, self._solve_kind, self._below = speeds, limits, solve_kind, below
         self._entries: list[_Entry] = []
         self._numbers = itertools.count()
         self._best: Solution | None = None
@@ -115,7 +116,7 @@ class _Search:
                 self._push(base, _least_penalty(base) * least_cost(without_limits), is_kind=False)
         while self._entries and not (any_plan and self._best is not None):
             entry = heapq.heappop(self._entries)
-            if self._best is not None and entry.bound >= (1 - _WORTH) * self._best.cost:
+            if entry.bound >= (self._below if self._best is None else (1 - _WORTH) * self._best.cost):
                 heapq.heappush(self._entries, entry)
                 break
             if entry.is_kind:
@@ -169,7 +170,7 @@ class _Search:
 
     def _solve(self, costs: StepCosts) -> None:
         try:
-            solution = self._solve_kind(costs, math.inf if self._best is None else self._best.cost)
+            solution = self._solve_kind(costs, self._below if self._best is None else self._best.cost)
         except DoesNotFitError as error:
             self._errors.append(error)
             return

@@ -95,8 +95,12 @@ def test_a_machine_that_is_as_its_profile_says_keeps_its_plan() -> None:
 
 @pytest.mark.long
 def test_prediction_alone_is_made_again_where_the_plan_may_not_change() -> None:
-    asked = question(machine(), host_mib=1350)
-    planned, corrected = run(asked, machine(ssd_gb_per_s=0.4), may_change=False)
+    fast, slow = (
+        each.model_copy(update={"gpus": each.gpus.model_copy(update={"memory_gib": 4.0})})
+        for each in (machine(), machine(ssd_gb_per_s=0.4))
+    )
+    asked = question(fast, host_mib=1350)
+    planned, corrected = run(asked, slow, may_change=False)
     assert not corrected.changes
     assert corrected.in_words.endswith(f"the plan said {planned.report.bound_s:.3g} s")
     before, after = planned.report, corrected.planned.report
