@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MOST_KEPT = 64  # models in the folder; the oldest are deleted
 # Parts of the names of config fields at whose number of tokens a model may change its operators.
-_LIMITS = ("window", "position", "chunk", "length", "block", "context")
+_LIMITS = ("window", "position", "chunk", "length", "block", "context", "ctx", "seq", "span", "local", "sparse")
 
 
 class KeptFacts:
