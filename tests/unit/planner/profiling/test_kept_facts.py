@@ -47,7 +47,7 @@ def no_trace(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_a_model_is_traced_once(name: str, tmp_path: Path, no_trace: Callable[[], None]) -> None:
     config = config_of(name)
     traced = TracedModel(config, BF16)
-    shapes = [(4, 32), (1, 32)]
+    shapes = [(4, 32), (1, 32), (2, 1)]
     expected = [everything(traced, *shape) for shape in shapes]
     assert [everything(facts_of(config, BF16, tmp_path), *shape) for shape in shapes] == expected
     no_trace()
