@@ -18,7 +18,7 @@ from windlass.planner.planning.what_if import changes_of, with_what_if
 from windlass.planner.profiling.model_profiler import config_of_shape
 
 # Bound by its SSD: it holds all states, and writes slowly.
-CONFIG = config_of_shape(ModelShape(num_layers=4, hidden_size=512, num_heads=4, vocab_size=1000), num_tokens=256)
+CONFIG = config_of_shape(ModelShape(num_layers=2, hidden_size=512, num_heads=4, vocab_size=1000), num_tokens=256)
 
 
 def question(hardware: Hardware, **changes: Any) -> PlanQuestion:
