@@ -107,8 +107,15 @@ def choice_key(choice: BlockActivations, names: Mapping[str, int]) -> str:
 
 @functools.cache
 def _family(name: str) -> dict[str, Any] | None:
-    """Reads a family's file. Returns None if it was recorded with other versions of the packages that are traced."""
-    stored: dict[str, Any] = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
+    """Reads a family's file. Returns None if it was recorded with other versions of the packages that are traced.
+
+    It is None for a family without a file, too.
+    """
+    try:
+        text = (Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    stored: dict[str, Any] = json.loads(text)
     same = all(version(package).partition("+")[0] == stored["versions"][package] for package in PACKAGES)
     return stored if same else None
 
@@ -318,7 +325,7 @@ class KnownModel:
         if recorded is None:
             raise NotKnownError(f"{variant_of(passes)}: head {loops.key}")
         first, second = loops.more_pieces
-        peak = max(
+        peak: int = max(
             _formula(nbytes).value(sizes) + first * of_first + second * of_second
             for nbytes, of_first, of_second in recorded
         )

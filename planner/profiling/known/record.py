@@ -7,6 +7,7 @@ the files that it writes.
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -66,10 +67,10 @@ _NUM_SHAPES = 1000  # random shapes whose orders of operators by benefit are rec
 
 def passes_of(precision: Precision, *, num_examples: int, num_tokens: int) -> Iterator[Passes]:
     """Yields the passes that a job may have in this precision."""
-    shape = {"num_examples": num_examples, "num_tokens": num_tokens}
+    of_shape = functools.partial(Passes, num_examples=num_examples, num_tokens=num_tokens)
     for grad_precision, is_summed in dict.fromkeys(((precision, False), (precision, True), (Precision.FP32, True))):
-        yield Passes(**shape, grad_precision=grad_precision, is_summed=is_summed)
-    yield Passes(**shape, grad_precision=precision, is_summed=False, train=False)
+        yield of_shape(grad_precision=grad_precision, is_summed=is_summed)
+    yield of_shape(grad_precision=precision, is_summed=False, train=False)
 
 
 @dataclass(frozen=True, kw_only=True)
