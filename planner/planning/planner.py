@@ -9,6 +9,7 @@ from windlass.engine.memory_plan import (
 from windlass.engine.model import ModelLayout
 from windlass.planner.feasibility import (
     least_gpu,
+    least_memory_of,
     limits_for_plans,
     numbers_of_microbatches,
     shortfall_of,
@@ -23,6 +24,7 @@ from windlass.planner.question import (
     PlanReport,
     Profiles,
     counted,
+    report_at_present,
     report_of,
     search_exactly,
     with_limits,

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from windlass.engine.fingerprint import code_fingerprint
 from windlass.engine.memory_estimate import Passes, PassNeeds
 from windlass.engine.memory_plan import LEAST_SWAPPED_NBYTES, RECOMPUTE_ALL, BlockActivations, UnitNeed
-from windlass.engine.model import ModelLayout, num_slice_tokens
+from windlass.engine.model import ModelLayout
+from windlass.engine.slices import num_slice_tokens
 from windlass.planner.cost import OperatorProfile
-from windlass.planner.profiling.known import Formula, variant_of
-from windlass.planner.profiling.known.formulas import Sizes, largest_value
+from windlass.planner.profiling.known import Formula, Sizes, largest_value, variant_of
 from windlass.planner.profiling.model_config import content_of
 from windlass.planner.profiling.profiled_facts import LayerOperators
 from windlass.storage.files import ResultCache

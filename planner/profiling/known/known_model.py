@@ -27,18 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.engine.memory_estimate import Passes, PassNeeds
 from windlass.engine.memory_plan import EVERY_OPERATOR, LEAST_SWAPPED_NBYTES, RECOMPUTE_ALL, BlockActivations, UnitNeed
-from windlass.engine.model import (
-    BlockLayout,
-    ModelLayout,
-    ParamSlice,
-    choose_chunk_numel,
-    num_piece_tokens,
-    num_product_rows,
-    num_slice_tokens,
-)
+from windlass.engine.model import BlockLayout, ModelLayout, ParamSlice, choose_chunk_numel
+from windlass.engine.slices import num_piece_tokens, num_product_rows, num_slice_tokens
 from windlass.planner.cost import OperatorProfile
+from windlass.planner.profiling import LayerOperators
 from windlass.planner.profiling.known.formulas import Formula, Sizes, largest_value
-from windlass.planner.profiling.profiled_facts import LayerOperators
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 if TYPE_CHECKING:  # it needs pydantic, which the GPU check does without

@@ -5,8 +5,8 @@ from fractions import Fraction
 from typing import Any
 
 from windlass.engine.memory_plan import UnitNeed
+from windlass.planner.profiling import LayerOperators
 from windlass.planner.profiling.known.formulas import Factor, Formula, largest_of
-from windlass.planner.profiling.profiled_facts import LayerOperators
 
 
 class NoProductError(ValueError):
