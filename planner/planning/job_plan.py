@@ -119,6 +119,12 @@ class JobPlan(BaseModel):
         return int((self.report.choices or {}).get("gpus", 1))
 
     @property
+    def num_microbatches(self) -> int | None:
+        """The number of micro-batches that the plan was made with; None if nothing fits."""
+        number: int | None = (self.report.choices or {}).get("num_microbatches")
+        return number
+
+    @property
     def gpu_numbers(self) -> tuple[int, ...]:
         """The numbers of GPUs that there is a plan for, smallest first."""
         return tuple(sorted({self.num_gpus, *(other.num_gpus for other in self.others)}))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from windlass.engine.data import WIDTH_GRANULE
-from windlass.engine.memory_estimate import DryRunResult, device_need
+from windlass.engine.memory_estimate import device_need
 from windlass.engine.memory_plan import (
     DeviceNeed,
     ExampleLengths,
@@ -16,6 +16,7 @@ from windlass.engine.memory_plan import (
 )
 from windlass.engine.model import ModelLayout
 from windlass.planner.cost import ModelProfile, for_lengths
+from windlass.planner.planning.kept_shapes import KeptShapes
 from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.profiling import BlockTimes, MeasuredBlocks, Profiler, measure_blocks, with_times
 from windlass.planner.solver import (
@@ -40,16 +41,14 @@ class Profiles:
 
     def __init__(self, question: PlanQuestion) -> None:
         self._measures, self._question = question.measures, question
-        self._profiler = Profiler(
+        precision, head_slices = question.training.precision, question.training.head_slices
+        self._shapes = (question.kept_shapes or KeptShapes()).of(
             question.config,
-            question.training.precision,
-            for_gpu=question.has_gpu,
-            head_slices=question.training.head_slices,
+            (precision, question.has_gpu, head_slices),
+            lambda: Profiler(question.config, precision, for_gpu=question.has_gpu, head_slices=head_slices),
         )
-        self._untimed: dict[tuple[int, int], ModelProfile] = {}
         self._known: dict[tuple[int, int], ModelProfile] = {}
         self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}
-        self._rehearsed = DryRunResult()
 
     def unmeasured(self) -> "Profiles":
         """Returns a copy that measures nothing more, and uses the times that are known."""
@@ -66,7 +65,7 @@ class Profiles:
     @property
     def layout(self) -> ModelLayout:
         """The layout of the model's blocks."""
-        return self._profiler.layout
+        return self._shapes.profiler.layout
 
     def device_need(self, question: PlanQuestion, job: PlannedJob, solution: Solution) -> DeviceNeed:
         """Returns the device memory of a planned job, as its GPU worker allocates it."""
@@ -77,7 +76,7 @@ class Profiles:
         shape = (job.model.num_examples, job.model.num_tokens)
         lengths = question.lengths_in(job.num_microbatches)
         return device_need(
-            self._profiler.rehearsed,
+            self._shapes.profiler.rehearsed,
             plan,
             [shape] * plan.group_size,
             formats=job.training.formats,
@@ -94,7 +93,7 @@ class Profiles:
             if lengths is None
             else lengths.evaluation_shapes(shape[0], job.num_microbatches),
             on_gpu=question.has_gpu,
-            rehearsed=self._rehearsed,
+            rehearsed=self._shapes.rehearsed,
         )
 
     def job(self, question: PlanQuestion, num_microbatches: int) -> PlannedJob:
@@ -127,9 +126,10 @@ class Profiles:
 
     def _by_shapes(self, num_examples: int, num_tokens: int) -> ModelProfile:
         shape = (num_examples, num_tokens)
-        if shape not in self._untimed:
-            self._untimed[shape] = self._profiler.profile(*shape)
-        return self._untimed[shape]
+        profiles = self._shapes.profiles
+        if shape not in profiles:
+            profiles[shape] = self._shapes.profiler.profile(*shape)
+        return profiles[shape]
 
     def _timed(self, num_examples: int, num_tokens: int) -> ModelProfile:
         """Returns the profile with measured block times, if there are any."""

@@ -12,6 +12,7 @@ from windlass.engine.memory_plan import (
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import Speeds, Ways, speeds_of, ways_of_layer
 from windlass.planner.hardware import Hardware
+from windlass.planner.planning.kept_shapes import KeptShapes
 from windlass.planner.planning.rate_correction import Correction
 from windlass.planner.profiling import TimingCache
 from windlass.planner.solver import (
@@ -39,6 +40,7 @@ class PlanQuestion:
     device_memory_nbytes: int | None = None  # budget; None: all of the device's
     measures: bool = False  # time the blocks on this machine's device; `hardware` must then describe this machine
     kept_times: TimingCache | None = None  # stored block times; None: blocks are always measured
+    kept_shapes: KeptShapes | None = None  # of earlier plans in this process; None: every model is profiled anew
     ways: Ways = ways_of_layer  # options for a layer's activations
     # From the job's own steps, with the same number of micro-batches. If set, no blocks are measured.
     correction: Correction = field(default_factory=Correction)

@@ -93,9 +93,7 @@ def test_chosen_number_of_microbatches_is_that_of_all_numbers_of_gpus() -> None:
     choices = [report.choices for report in reports if report.choices is not None]
     assert [each["gpus"] for each in choices] == [2, 1]
     assert len({each["num_microbatches"] for each in choices}) == 1
-    alone = fastest_plan(
-        replace(asked, num_ranks=1, chooses_ranks=False, chooses_microbatches=True), Profiles(asked)
-    )
+    alone = fastest_plan(replace(asked, num_ranks=1, chooses_ranks=False, chooses_microbatches=True), Profiles(asked))
     assert alone[0].num_microbatches == 1 < choices[0]["num_microbatches"], "one GPU alone would have another number"
 
 

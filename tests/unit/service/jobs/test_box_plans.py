@@ -22,8 +22,9 @@ from windlass.service.jobs.box_plans import (
     plan_numbers,
     requests_for_kinds,
 )
+from windlass.service.jobs.machine_resources import MachineResources
 from windlass.service.jobs.plan_files import keep_plan, load_plan
-from windlass.service.jobs.spec_builder import MachineResources, job_dir, resolve_job
+from windlass.service.jobs.spec_builder import job_dir, resolve_job
 from windlass.service.preparation.pipeline import PreparationError
 from windlass.service.preparation.steps import PLAN_JOB, QUESTION_FILE
 from windlass.storage.sql.models import Job

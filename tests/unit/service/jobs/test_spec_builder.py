@@ -25,15 +25,14 @@ from windlass.planner.planning.worker import question_of
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
 from windlass.planner.solver.step_cost import PlannedJob
 from windlass.service.installation.settings import Settings
+from windlass.service.jobs.machine_resources import MachineResources, threads_of
 from windlass.service.jobs.spec_builder import (
-    MachineResources,
     build_job_spec,
     gpus_of,
     job_dir,
     plan_bounds,
     preparation_order,
     resolve_job,
-    threads_of,
     training_config_of,
 )
 from windlass.service.preparation.pipeline import PreparationError
