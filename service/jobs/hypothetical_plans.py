@@ -70,4 +70,4 @@ def settings_of_plan(asked: WindlassSettings, training: TrainingConfig, report: 
         JobSettings(supervised=SupervisedHyperparameters(), windlass=windlass, seed=0)
     except ValueError:
         return None
-    return values
+    return {name: values[name] for name in WindlassSettings.model_fields if name in values}

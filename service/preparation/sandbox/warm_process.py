@@ -113,6 +113,7 @@ class WarmProcess:
         return memory_nbytes is not None and held_nbytes > _MOST_HELD_SHARE * memory_nbytes
 
     def _launch(self) -> None:
+        self._log_path.parent.mkdir(mode=0o700, exist_ok=True)
         self._process, self._orders = start_server((_SERVER, self._module), self._log_path)
 
     def _end(self) -> None:

@@ -393,7 +393,6 @@ def test_the_command_line_asks_what_a_job_would(
         "training": training,
         "dataset_dir": None,
         "simulation_s": 0.0,
-        "is_alone": False,
     }
     assert asked[0] == replace(of_job, **others)
     # The command knows neither the data nor the seed.
