@@ -15,5 +15,6 @@ from windlass.planner.planning.planner import Planned as Planned
 from windlass.planner.planning.planner import answer as answer
 from windlass.planner.planning.question import PlanQuestion as PlanQuestion
 from windlass.planner.planning.report import PlanReport as PlanReport
+from windlass.planner.planning.what_if import with_what_if as with_what_if
 from windlass.planner.planning.worker import measure_as_worker as measure_as_worker
 from windlass.planner.planning.worker import question_of as question_of

@@ -61,6 +61,21 @@ def choose_gpus(question: PlanQuestion) -> ChosenGpus:
     return ChosenGpus(planned=best, others=tuple(plan for number, plan in plans.items() if number != chosen))
 
 
+def plan_without_advice(question: PlanQuestion, profiles: Profiles) -> Planned:
+    """Returns the plan of `answer` or of `choose_gpus`, without what would be faster or what would fit.
+
+    Raises:
+        DoesNotFitError: nothing fits.
+    """
+    if not question.chooses_ranks:
+        return _find(question, profiles).planned(profiles, advises=False)
+    found = _by_number(question, profiles)
+    if not found:
+        found = {1: _find(replace(question, num_ranks=1, chooses_ranks=False), profiles)}
+    chosen = fewest_of_fastest({number: each.step_s or each.solution.step_s for number, each in found.items()})
+    return found[chosen].planned(profiles, advises=False)
+
+
 def _by_number(question: PlanQuestion, profiles: Profiles) -> "dict[int, _Found]":
     """Returns the fastest plan for each number of GPUs with which the job fits."""
     num_microbatches = None if question.chooses_microbatches else question.training.num_microbatches

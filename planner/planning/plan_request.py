@@ -50,6 +50,7 @@ class PlanRequest:
     kept_times_dir: Path | None = None  # folder of stored block times; None: times are not stored
     is_alone: bool = False  # no other job computes on this machine, so new measurements are reliable
     simulation_s: float = 0.0  # maximum seconds of the plan's simulation; 0: do not simulate
+    what_if: bool = False  # also plan the job with one more SSD, more RAM and so on
     running: ReplanRequest | None = None  # plan again with the measurements of a running job
 
     @classmethod

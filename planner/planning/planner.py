@@ -9,15 +9,12 @@ from windlass.engine.memory_plan import (
 from windlass.engine.model import ModelLayout
 from windlass.planner.planning.exact_search import counted, solutions_exactly
 from windlass.planner.planning.faster import what_is_faster
-from windlass.planner.planning.feasibility import (
-    numbers_of_microbatches,
-    what_takes_memory,
-    what_would_fit,
-    with_enough_device_memory,
-)
+from windlass.planner.planning.feasibility import least_memory, numbers_of_microbatches
 from windlass.planner.planning.profiles import Profiles
 from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.planning.remedies import what_would_fit
 from windlass.planner.planning.report import ExampleTokens, PlanReport, report_of, with_limits
+from windlass.planner.planning.shortfall import least_gpu, limits_for_plans, shortfall_of, what_takes_memory
 from windlass.planner.simulation import simulated_step_s
 from windlass.planner.solver import (
     DoesNotFitError,
@@ -43,15 +40,29 @@ def answer(question: PlanQuestion) -> Planned:
     profiles = Profiles(question)
     try:
         job, solution, step_s = fastest_plan(question, profiles)
-    except DoesNotFitError as error:
+    except DoesNotFitError:
         # Times do not matter here, so do not measure any.
-        profiles = profiles.unmeasured()
-        error = with_enough_device_memory(question, profiles, error)
-        reasons = (str(error), *what_takes_memory(question, profiles, error), *what_would_fit(question, profiles))
-        missing = {tier.value: error.missing[tier] for tier in MemoryTier}
-        report = PlanReport(feasible=False, reasons=reasons, missing_bytes=missing)
+        report = _report_of_shortfall(question, profiles.unmeasured())
         return Planned(report=with_limits(report, question.budgets))
     return planned(question, job, solution, profiles, step_s=step_s)
+
+
+def _report_of_shortfall(question: PlanQuestion, profiles: Profiles) -> PlanReport:
+    """Reports what a job lacks that does not fit, and the changes with which it fits."""
+    least = least_memory(question, profiles)
+    shortfall, gpu = shortfall_of(question, least), least_gpu(question, least)
+    missing = shortfall.missing
+    reasons = [shortfall.in_words()]
+    if missing[MemoryTier.DEVICE]:
+        reasons.append(what_takes_memory(shortfall.needs[MemoryTier.DEVICE], on_gpu=question.has_gpu))
+    return PlanReport(
+        feasible=False,
+        reasons=(*reasons, *what_would_fit(question, profiles, shortfall)),
+        missing_bytes={tier.value: nbytes for tier, nbytes in missing.items()},
+        missing_together=shortfall.is_together,
+        least_gpu_gib=None if gpu is None else gpu.gib,
+        least_gpu_reason=None if gpu is None else gpu.reason,
+    )
 
 
 def planned(
@@ -146,5 +157,8 @@ def _by_microbatches(question: PlanQuestion, profiles: Profiles) -> list[tuple[P
                 break
     if not results:
         assert missing is not None, "a batch has at least one example"
-        raise missing
+        need = least_memory(question, profiles).fitting(limits_for_plans(question))
+        if need is None:
+            raise missing
+        results.append((need.job, need.solution(question.limits), []))
     return results

@@ -49,6 +49,7 @@ class Profiles:
         )
         self._known: dict[tuple[int, int], ModelProfile] = {}
         self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}
+        self._speedup = 1.0
 
     def unmeasured(self) -> "Profiles":
         """Returns a copy that measures nothing more, and uses the times that are known."""
@@ -60,6 +61,12 @@ class Profiles:
         """Returns a copy with the times of the question's `correction`, which measures nothing more."""
         profiles = self.unmeasured()
         profiles._question, profiles._known, profiles._of_lengths = question, {}, {}
+        return profiles
+
+    def of_question(self, question: PlanQuestion, *, speedup: float = 1.0) -> "Profiles":
+        """Returns a copy for another question about the same model. `speedup`: of a device, over the measured one."""
+        profiles = copy.copy(self)
+        profiles._question, profiles._known, profiles._of_lengths, profiles._speedup = question, {}, {}, speedup
         return profiles
 
     @property
@@ -101,6 +108,8 @@ class Profiles:
         profile = self._of_job(question, num_microbatches)
         if question.num_layers is not None:
             profile = profile.with_num_layers(question.num_layers)
+        if self._speedup != 1:
+            profile = profile.sped_up(self._speedup)
         return planned_job(question, profile, num_microbatches)
 
     def of(self, num_examples: int, num_tokens: int) -> ModelProfile:

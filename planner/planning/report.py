@@ -24,6 +24,18 @@ class ExampleTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """The plan of a job that has one thing changed. Without a plan, the numbers are None."""
+
+    key: str  # the kind of change: ssds, ram, gpus, card or batch
+    change: str  # in words
+    feasible: bool
+    step_s: float | None
+    tokens_per_s: float | None
+    gain: float | None  # of tokens per second: 0.5 are half as many more. None: the job does not fit as it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
     """The properties of a plan, which the user sees before the job runs. Times in seconds, GiB 2^30, GB 10^9 bytes."""
 
@@ -38,10 +50,14 @@ class PlanReport:
     peak_gib: dict[str, float] | None = None  # by tier, with the memory of processes, the driver and its allocator
     engine_gib: dict[str, float] | None = None  # by tier, allocated by the job itself, as can be measured
     limit_gib: dict[str, float] | None = None  # by tier, for `engine_gib`: what the machine and the job's budgets allow
-    missing_bytes: dict[str, int] | None = None  # by tier, if nothing fits
+    missing_bytes: dict[str, int] | None = None  # by tier, if nothing fits: by which its limit must grow
+    missing_together: bool | None = None  # all of `missing_bytes` are needed; False: one of them is enough
+    least_gpu_gib: float | None = None  # of a card on which the job has a plan, with the driver's and the allocator's
+    least_gpu_reason: str | None = None  # the largest parts of it
     ssd_write_gb_per_step: float | None = None
     choices: dict[str, Any] | None = None
     example_tokens: ExampleTokens | None = None
+    what_if: tuple[WhatIf, ...] | None = None  # if it was asked for; the largest gain first
 
 
 def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: float | None = None) -> PlanReport:

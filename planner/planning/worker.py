@@ -27,6 +27,7 @@ from windlass.planner.planning.planner import Planned, answer
 from windlass.planner.planning.profiles import Profiles
 from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.replan import RunningJob, correct, costs_of
+from windlass.planner.planning.what_if import with_what_if
 from windlass.planner.profiling import TimingCache
 from windlass.planner.simulation import Stuck, TooLong, simulate_planned
 
@@ -50,6 +51,8 @@ def plan_job(
         return _plan_again(question, request.running)
     measure_as_worker(request)
     chosen = choose_gpus(question) if request.chooses_ranks else ChosenGpus(planned=answer(question))
+    if request.what_if:
+        chosen = replace(chosen, planned=with_what_if(question, chosen.planned))
     planned, plan = chosen.planned, _job_plan(chosen.planned)
     if chosen.others:
         plan = plan.model_copy(update={"others": tuple(_job_plan(other) for other in chosen.others)})

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from windlass.engine.activations import OperatorCost
 from windlass.engine.memory_estimate import DryRun
@@ -20,27 +20,34 @@ _PADDED_TOKENS = 32
 
 
 def config_of_shape(shape: "ModelShape", *, num_tokens: int) -> Any:
-    """Returns a transformers config with these sizes, without dropout, for sequences of up to `num_tokens` tokens."""
+    """Returns a transformers config with these sizes, without dropout.
+
+    Sequences have up to `num_tokens` tokens, or as many as the shape gives.
+    """
     if shape.is_gpt:
         return GPT2Config(
             n_layer=shape.num_layers,
             n_embd=shape.hidden_size,
             n_head=shape.num_heads,
             vocab_size=shape.vocab_size,
-            n_positions=num_tokens,
+            n_positions=shape.max_tokens or num_tokens,
             activation_function="gelu_pytorch_tanh",  # the tanh approximation in one operator, as in other systems
             attn_pdrop=0.0,
             embd_pdrop=0.0,
             resid_pdrop=0.0,
+            tie_word_embeddings=shape.is_tied,
         )
-    return LlamaConfig(
+    kind = Qwen2Config if shape.qkv_bias else Qwen3Config if shape.qk_norm else LlamaConfig
+    return kind(
         num_hidden_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads or shape.num_heads,
+        head_dim=shape.head_size,
         intermediate_size=shape.intermediate_size or 4 * shape.hidden_size,
         vocab_size=shape.vocab_size,
-        max_position_embeddings=num_tokens,
+        max_position_embeddings=shape.max_tokens or num_tokens,
+        tie_word_embeddings=shape.is_tied,
     )
 
 

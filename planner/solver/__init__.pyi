@@ -5,6 +5,9 @@ from windlass.planner.solver.bisection import Goal as Goal
 from windlass.planner.solver.bisection import MarginSearch as MarginSearch
 from windlass.planner.solver.bisection import largest as largest
 from windlass.planner.solver.bisection import smallest as smallest
+from windlass.planner.solver.memory_frontier import Bytes as Bytes
+from windlass.planner.solver.memory_frontier import MemoryFrontier as MemoryFrontier
+from windlass.planner.solver.memory_frontier import frontiers_of as frontiers_of
 from windlass.planner.solver.memory_limits import DRIVER_NBYTES as DRIVER_NBYTES
 from windlass.planner.solver.memory_limits import budgets_of as budgets_of
 from windlass.planner.solver.memory_limits import limits_of as limits_of
@@ -14,6 +17,7 @@ from windlass.planner.solver.placement_search import Solution as Solution
 from windlass.planner.solver.placement_search import candidates as candidates
 from windlass.planner.solver.placement_search import least_nbytes as least_nbytes
 from windlass.planner.solver.placement_search import may_fit as may_fit
+from windlass.planner.solver.placement_search import placement_of as placement_of
 from windlass.planner.solver.placement_search import plan_of as plan_of
 from windlass.planner.solver.placement_search import sizes_at_the_border as sizes_at_the_border
 from windlass.planner.solver.placement_search import solution_of as solution_of

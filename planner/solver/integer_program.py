@@ -162,6 +162,12 @@ def shortfall_of(program: Program, tier: int, *, beside: Collection[int] = ()) -
     return None if result is None else result[1][tier]
 
 
+def least_assignment(program: Program, tier: int, *, elastic: Collection[int]) -> Assignment | None:
+    """Returns the assignment that takes least of a tier, or None. The limits of tiers in `elastic` do not count."""
+    result = _Variables(program).minimize(elastic=elastic, only=tier)
+    return None if result is None else result[0]
+
+
 class _Variables:
     """The program as matrices.
 

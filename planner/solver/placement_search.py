@@ -328,7 +328,7 @@ def _solve(costs: StepCosts) -> Solution:
         assignment = solve(program)
         if assignment is None:
             raise DoesNotFitError(functools.partial(_shortfall, program, costs.speeds))
-        placement, outcome = _placement(costs, kinds, assignment), outcome_of(program, assignment)
+        placement, outcome = placement_of(costs, kinds, assignment), outcome_of(program, assignment)
         on_device = costs.num_devices_in_host * values_by_tier(outcome.nbytes)[MemoryTier.DEVICE]
         if costs.spills:
             placement = _keeping_grads(costs, placement, limits.host_nbytes - on_device)
@@ -407,7 +407,7 @@ def plan_of(costs: StepCosts, placement: Placement, host_nbytes: float | None) -
     )
 
 
-def _placement(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) -> Placement:
+def placement_of(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) -> Placement:
     """Converts the program's counts to a placement of blocks.
 
     Earlier blocks are needed sooner, so their states get the faster tiers (AutoHete, insight 2). Activations of earlier

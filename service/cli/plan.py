@@ -14,17 +14,20 @@ from windlass.actors.lifecycle import WAIT_POLICY
 from windlass.amounts import GIB, bytes_text
 from windlass.engine.memory_plan import UpdateOrder, tokens_in_words
 from windlass.engine.training_config import Optimizer
-from windlass.planner.hardware import Hardware, ModelShape, example_machines, load, unusual
+from windlass.planner.hardware import (
+    Hardware,
+    unusual,
+)
 from windlass.planner.solver import DEFAULT_SLACK, Goal
 from windlass.service.cli.arguments import gpus_option
 from windlass.service.cli.errors import CommandError
+from windlass.service.cli.plan_inputs import MEASURED, config_of, hardware_of, is_id
 from windlass.service.cli.table import print_columns
-from windlass.service.installation import HARDWARE_FILE, Settings, load_settings, num_cores
+from windlass.service.installation import Settings, load_settings, num_cores
 from windlass.service.validation import (
     DEFAULT_CLIP_NORM,
     ApiError,
     WindlassSettings,
-    model_dir,
     plain_reason,
 )
 from windlass.storage.ids import Precision, StatePrecision
@@ -32,18 +35,24 @@ from windlass.storage.ids import Precision, StatePrecision
 if TYPE_CHECKING:
     from windlass.planner.planning import Comparison, Planned, PlanQuestion, PlanReport
 
-_MEASURED = "measured"
 _MOST_EXAMPLES, _MOST_TOKENS = 1 << 16, 1 << 22
+_MODEL_HELP = (
+    "A model's folder or name, the name of a published model whose shape is known (such as llama-3.1-70b; nothing is "
+    "downloaded), or a YAML file with a shape's numbers."
+)
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="A model's folder or name, or a YAML file with a shape's numbers.")],
+    model: Annotated[str, typer.Option(help=_MODEL_HELP)],
     batch_size: Annotated[int, typer.Option(min=1, max=_MOST_EXAMPLES, help="Examples per step.")],
     seq_len: Annotated[int, typer.Option(min=8, max=_MOST_TOKENS, help="Tokens per example.")],
     hardware: Annotated[
         str,
-        typer.Option(help="A YAML file, the name of a published machine, or 'measured': this one, and its settings."),
-    ] = _MEASURED,
+        typer.Option(
+            help="A YAML file, 'measured' (this one, and its settings), the name of a published machine, or a desktop "
+            "such as rtx4090:gpus=2,ram=128,ssds=2 (docs/hardware.md)."
+        ),
+    ] = MEASURED,
     num_microbatches: Annotated[
         int | None, typer.Option(min=1, help="Parts a step is computed in (default: what is fastest).")
     ] = None,
@@ -84,12 +93,19 @@ def plan(
     compare: Annotated[
         bool, typer.Option("--compare", help="Also estimate the systems of the papers (docs/papers.md).")
     ] = False,
+    what_if: Annotated[
+        bool,
+        typer.Option(
+            "--what-if",
+            help="Also plan the job with one more SSD, 64 GiB more RAM, a faster card, one more GPU, twice the batch.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     home: Annotated[Path | None, typer.Option(help="The home directory; else WINDLASS_HOME, else ~/.windlass.")] = None,
 ) -> None:
     """Tell whether a job fits a machine, how long a step takes, what bounds it, what to change. Exit code 2 if not."""
     settings = load_settings(home)
-    machine = _hardware(settings, hardware)
+    machine = hardware_of(settings, hardware)
     if find is Goal.LARGEST_BATCH:  # the smallest batch that is searched has an example for each lane and GPU
         batch_size = max(batch_size, lanes or 1, 1 if gpus == "auto" else gpus)
     if num_microbatches is not None and num_microbatches > batch_size:
@@ -102,9 +118,11 @@ def plan(
     if gpus != "auto":
         if gpus > most:
             raise CommandError(f"--gpus: {gpus} GPUs for at most {most} micro-batches; each computes at least one")
-        _check_gpus(settings, gpus, other=None if hardware == _MEASURED else machine)
+        _check_gpus(settings, gpus, other=None if hardware == MEASURED else machine)
     elif find is not None:
         raise CommandError("--gpus: a search (--find) is for a number of GPUs; name one")
+    if what_if and find is not None:
+        raise CommandError("--what-if: a search (--find) changes the job or the machine itself; leave one of them out")
     _check_order_of_updates(gradient_updates, clip=clip)
     asked = _settings(
         num_microbatches,
@@ -124,7 +142,7 @@ def plan(
             model,
             machine,
             asked,
-            is_local=hardware == _MEASURED,
+            is_local=hardware == MEASURED,
             batch_size=batch_size,
             sequence_length=seq_len,
             num_validation_examples=num_validation_examples,
@@ -132,6 +150,9 @@ def plan(
         if find is not None:
             status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")
         number, num_params, question, planned = _answer(question, find, slack)
+        if what_if:
+            status.update("planning the job with one thing changed: five plans more")
+            planned = _with_what_if(question, planned)
         found = planned.report
         if trace is not None and planned.solution is not None:
             _trace(planned, trace)
@@ -151,8 +172,11 @@ def plan(
         _print(found)
         if job_settings is not None:
             print()
-            submitted = model if _is_id(settings, model) else "MODEL"
+            submitted = model if is_id(settings, model) else "MODEL"
             _print_job_settings(submitted, job_settings, most_gpus=question.num_ranks, is_open=num_microbatches is None)
+        if found.what_if is not None:
+            print()
+            _print_what_if(found)
         if compared is not None:
             print()
             _print_comparison(found, compared)
@@ -194,21 +218,6 @@ def _settings(num_microbatches: int | None, **asked: Any) -> WindlassSettings:
         raise CommandError(f"--{option}: {plain_reason(first)}") from None
 
 
-def _hardware(settings: Settings, name: str) -> Hardware:
-    if name == _MEASURED:
-        path = settings.home / HARDWARE_FILE
-        if not path.exists():
-            raise CommandError(f"--hardware: nothing was measured yet; run `windlass doctor`, which writes {path}")
-        return load(Hardware, path)
-    examples = example_machines()
-    if name not in examples and not Path(name).exists():
-        raise CommandError(
-            f"--hardware: there is no file {name}, and no published machine of that name; there are "
-            f"{', '.join(sorted(examples))}, and '{_MEASURED}'"
-        )
-    return load(Hardware, examples.get(name, Path(name)))
-
-
 def _question(
     settings: Settings,
     model: str,
@@ -226,7 +235,7 @@ def _question(
     from windlass.service.jobs import MachineResources, hypothetical_request
     from windlass.service.processes import is_box_free
 
-    config = _config(settings, model, sequence_length)
+    config = config_of(settings, model, sequence_length)
     is_alone = is_local and is_box_free(settings)
     request = hypothetical_request(
         settings,
@@ -242,34 +251,6 @@ def _question(
     )
     measure_as_worker(request)
     return question_of(request, config)
-
-
-def _config(settings: Settings, model: str, sequence_length: int) -> Any:
-    """Loads the transformers config of a model's folder or of a shape's YAML file."""
-    from windlass.engine.model import load_config
-    from windlass.planner.profiling import config_of_shape
-
-    if model.endswith((".yaml", ".yml")):
-        return config_of_shape(load(ModelShape, Path(model)), num_tokens=sequence_length)
-    folder = Path(model)
-    if not (folder / "config.json").exists():
-        try:
-            folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-        except ApiError as error:
-            raise CommandError(f"--model: {error}") from None
-    if not (folder / "config.json").exists():
-        raise CommandError(
-            f"--model: there is no model in {folder}; name a folder with a config.json, or a YAML file with "
-            f"{', '.join(ModelShape.model_fields)}"
-        )
-    try:
-        config = load_config(str(folder))
-    except ValueError as error:
-        raise CommandError(f"--model: {folder}: {' '.join(str(error).split())}") from None
-    longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and sequence_length > longest:
-        raise CommandError(f"--seq-len: {sequence_length}: the model in {folder} takes at most {longest} tokens")
-    return config
 
 
 def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "PlanQuestion", "Planned"]:
@@ -299,15 +280,6 @@ def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "Pla
     from windlass.service.jobs import settings_of_plan
 
     return None if question.num_layers is not None else settings_of_plan(asked, question.training, found)
-
-
-def _is_id(settings: Settings, model: str) -> bool:
-    """Returns whether a job can name the planned model so. It cannot name a shape, or a folder elsewhere."""
-    try:
-        folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-    except ApiError:
-        return False
-    return (folder / "config.json").exists()
 
 
 def _print_job_settings(model: str, job_settings: dict[str, Any], *, most_gpus: int, is_open: bool) -> None:
@@ -346,6 +318,28 @@ def _trace(planned: "Planned", path: Path) -> None:
         path.write_text(json.dumps(trace))
     except OSError as error:
         raise CommandError(f"--trace: {path} cannot be written: {error}") from None
+
+
+def _with_what_if(question: "PlanQuestion", planned: "Planned") -> "Planned":
+    from windlass.planner.planning import with_what_if
+
+    return with_what_if(question, planned)
+
+
+def _print_what_if(found: "PlanReport") -> None:
+    rows: list[tuple[str, ...]] = [("what if", "step, s", "tokens a second", "gain")]
+    if found.step_s is not None and found.tokens_per_s is not None:
+        rows.append(("as it is", f"{found.step_s:.3g}", f"{found.tokens_per_s:.4g}", ""))
+    else:
+        rows.append(("as it is", "-", "-", "does not fit"))
+    for row in found.what_if or ():
+        if row.step_s is None or row.tokens_per_s is None:
+            rows.append((row.change, "-", "-", "does not fit"))
+        else:
+            gain = "it fits" if row.gain is None else f"{row.gain:+.0%}"
+            rows.append((row.change, f"{row.step_s:.3g}", f"{row.tokens_per_s:.4g}", gain))
+    print_columns(rows)
+    print("gain: of tokens a second. A second box is not among them, because a job runs on one box")
 
 
 def _compare(question: "PlanQuestion", planned: "Planned") -> "Comparison":

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,6 +61,7 @@ class CreatePlan(JsonNumbers):
     hardware: Hardware | None = None
     num_validation_examples: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     windlass: WindlassSettings = WindlassSettings()
+    what_if: bool = False  # also answer what one more SSD, more RAM and so on would give
 
 
 @router.post("/plans", response_model=PlanObject)
@@ -98,7 +99,7 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
     request = _request(settings, body, hardware, sequence_length, is_alone=is_alone)
     try:
         with context.limits.plans.entered(caller.user or ""):
-            report, warnings = _run(context, request)
+            report, warnings = _run(context, replace(request, what_if=body.what_if))
     except BusyError as error:
         raise ApiError(
             f"plans are made one by one: {error}", status=429, code="plan_in_progress", kind="requests"

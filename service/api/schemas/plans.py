@@ -24,9 +24,13 @@ class PlanFields(BaseModel):
     engine_gib: dict[str, float] | None = None
     limit_gib: dict[str, float] | None = None
     missing_bytes: dict[str, float] | None = None
+    missing_together: bool | None = None
+    least_gpu_gib: float | None = None
+    least_gpu_reason: str | None = None
     ssd_write_gb_per_step: float | None = None
     choices: dict[str, Any] | None = None
     example_tokens: dict[str, Any] | None = None
+    what_if: list[dict[str, Any]] | None = None
 
 
 class PlanObject(PlanFields):

@@ -247,7 +247,11 @@ def test_what_was_measured_stands_beside_what_was_predicted(client: TestClient, 
     tell_measured(client, job_id, (1, measured_as(None, gpu=2 * GIB)))
     plan = client.get(path).json()
     assert plan["measured"]["step_s"] is None
-    assert plan["error"] == {"step_s": None, "peak_gib": {"gpu": 0.0, "host": None, "ssd": None}}
+    assert plan["error"] == {
+        "step_s": None,
+        "recent_step_s": None,
+        "peak_gib": {"gpu": 0.0, "host": None, "ssd": None},
+    }
     told = measured_as(5.0, gpu=3 * GIB, gpu_reserved=4 * GIB, host=4 * GIB, ssd=6 * GIB)
     tell_measured(client, job_id, (1, {}), (2, told), (3, {"valid_loss": 1.0}))
     plan = client.get(path).json()
@@ -257,10 +261,11 @@ def test_what_was_measured_stands_beside_what_was_predicted(client: TestClient, 
     assert plan["measured"] == {
         "step_s": 5.0,
         "num_steps": 7,
+        "recent": None,
         "peak_gib": {"gpu": 3.0, "host": 4.0, "ssd": 6.0},
         "gpu_reserved_gib": 4.0,
     }
-    assert plan["error"] == {"step_s": 0.25, "peak_gib": {"gpu": 0.5, "host": 0.0, "ssd": -0.25}}
+    assert plan["error"] == {"step_s": 0.25, "recent_step_s": None, "peak_gib": {"gpu": 0.5, "host": 0.0, "ssd": -0.25}}
 
 
 def test_a_job_without_a_plan_is_measured_all_the_same(client: TestClient, file_id: str) -> None:
@@ -494,6 +499,19 @@ def test_a_prediction_is_an_estimate_until_enough_steps_are_measured() -> None:
     assert words["step time"] == "predicted 3 s; an estimate until 3 steps are measured"
     assert words["planned for"] == "examples of 14 tokens on average and 16 at most, with padding"
     assert in_words(view(3))["step time"] == "predicted 3 s, measured 1.9 s (-36.7%)"
+
+
+def test_last_steps_are_told_apart_if_they_differ_from_all() -> None:
+    def view(recent_s: float, low_s: float | None) -> dict[str, Any]:
+        recent = {"step_s": recent_s, "num_steps": 9, "step_s_low": low_s, "step_s_high": low_s and 4.75}
+        return view_of(plan_of(), {"step_s": 3.0, "num_steps": 200, "recent": recent, "peak_bytes": {}})
+
+    assert in_words(view(3.08, 2.9))["step time"] == "predicted 3 s, measured 3 s (+0.0%)"
+    slower = view(4.5, 4.25)
+    assert slower["error"]["recent_step_s"] == pytest.approx(0.5)
+    told = "predicted 3 s, measured 3 s (+0.0%); the last 9 steps 4.5 s"
+    assert in_words(slower)["step time"] == f"{told}, the next ones likely 4.25 to 4.75 s"
+    assert in_words(view(4.5, None))["step time"] == told
 
 
 def test_a_job_runs_as_it_was_planned(stage: Stage) -> None:
