@@ -17,10 +17,12 @@ from windlass.engine.training_config.training_config import FinalModel, Training
 from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.planning.job_plan import JobPlan
 from windlass.planner.planning.plan_request import PlanRequest
 from windlass.planner.planning.planner import best_plan
 from windlass.planner.planning.profiles import Profiles, planned_job
 from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.planning.report import PlanReport
 from windlass.planner.planning.worker import question_of
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
 from windlass.planner.solver.step_cost import PlannedJob
@@ -31,6 +33,7 @@ from windlass.service.jobs.spec_builder import (
     gpus_of,
     job_dir,
     plan_bounds,
+    planned_microbatches,
     preparation_order,
     resolve_job,
     training_config_of,
@@ -171,6 +174,7 @@ ABOUT_PLANNING = {
     "is_alone",
     "simulation_s",
     "running",
+    "what_if",
 }
 
 
@@ -409,7 +413,7 @@ def test_plan_request_with_a_field_that_the_planner_does_not_know_is_a_defect() 
 
 def test_plan_question_has_the_request_s_values(tmp_path: Path) -> None:
     numbers = {"num_validation_examples": 3, "num_optimizers": 4, "host_memory_nbytes": 5, "device_memory_nbytes": 6}
-    numbers["num_ranks"] = 7
+    numbers["num_ranks"] = 3
     request = replace(without_data(request_of(tmp_path, windlass_settings())), chooses_microbatches=True, **numbers)
     question = question_of(request, CONFIG)
     shared = {field.name for field in fields(PlanQuestion)} & REQUEST_FIELDS
@@ -431,6 +435,32 @@ def test_preparation_order_with_a_budget_has_the_job_s_spec_to_check_it(
         spec = make(RESULTS)
         assert spec.training == training_of(asked)
         assert (spec.device_memory_nbytes, spec.num_validation_examples) == (_GIB, NUM_VALIDATION_EXAMPLES)
+
+
+def planned(num_microbatches: int | None) -> dict[str, Any]:
+    """The planner's answer; None: the job does not fit."""
+    choices = None if num_microbatches is None else {"num_microbatches": num_microbatches}
+    report = PlanReport(feasible=choices is not None, reasons=(), choices=choices)
+    return {"ok": True, **JobPlan(report=report).to_json()}
+
+
+def test_number_of_microbatches_is_that_of_the_plan_unless_the_request_has_one() -> None:
+    left_open, fixed = (job_of(windlass_settings(num_microbatches=number)) for number in ("auto", 2))
+    with_plan = {**RESULTS, PLAN_JOB: planned(4)}
+    assert left_open.windlass["num_microbatches"] is None, "as in rows of older versions"
+    assert resolve_job(left_open, RESULTS).training.num_microbatches == 1
+    assert resolve_job(left_open, with_plan).training.num_microbatches == 4
+    assert resolve_job(left_open, with_plan).hyperparameters["num_microbatches"] == 4
+    assert resolve_job(fixed, with_plan).training.num_microbatches == 2
+    unplanned = {**RESULTS, PLAN_JOB: {"ok": True, "warnings": ["no plan was made"]}}
+    assert resolve_job(left_open, unplanned).training.num_microbatches == 1
+
+
+def test_first_plan_that_fits_gives_the_job_its_number_of_microbatches() -> None:
+    results = {**RESULTS, PLAN_JOB: planned(None), f"{PLAN_JOB}@a": {"ok": False, "error": {}}}
+    assert planned_microbatches(results) is None
+    results |= {f"{PLAN_JOB}@b": planned(4), f"{PLAN_JOB}@c": planned(2)}
+    assert planned_microbatches(results) == 4
 
 
 def test_resolve_job_with_fewer_examples_than_lanes_names_the_lanes() -> None:
