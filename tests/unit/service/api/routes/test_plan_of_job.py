@@ -76,9 +76,12 @@ def prepare(client: TestClient, job: Job) -> Results:
     )
     preparation = preparation_of(order)
     until_s = time.monotonic() + 600
-    while (results := preparation.poll()) is None:
-        assert time.monotonic() < until_s, "the preparation did not end"
-        time.sleep(0.02)
+    try:
+        while (results := preparation.poll()) is None:
+            assert time.monotonic() < until_s, "the preparation did not end"
+            time.sleep(0.02)
+    finally:
+        preparation.stop()
     return results
 
 
