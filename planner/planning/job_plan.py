@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 from windlass.amounts import GIB
-from windlass.engine.memory_plan import Placement
+from windlass.engine.memory_plan import Placement, UpdateOrder
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning.report import PlanReport
 
@@ -65,6 +65,9 @@ class JobPlan(BaseModel):
     # The service adds:
     corrected: bool = False  # made by the measurements of the job's first steps
     measured: bool = False  # these steps were measured, for this plan or an earlier one; a job is corrected only once
+    # The time that later steps are expected to take, as it was measured, and the last measured step. None: unknown.
+    expected_step_s: float | None = None
+    expected_from_step: int | None = None
     from_attempt: int | None = None  # the first attempt that runs with this plan, if it differs from the previous one
     hardware: Hardware | None = None
     num_ranks: int = 1  # read with `num_optimizers`; 1 in plans of older releases
@@ -123,6 +126,12 @@ class JobPlan(BaseModel):
         """The number of micro-batches that the plan was made with; None if nothing fits."""
         number: int | None = (self.report.choices or {}).get("num_microbatches")
         return number
+
+    @property
+    def update_order(self) -> UpdateOrder | None:
+        """The order of updates that the job runs with by this plan; None: that of its training config."""
+        order = (self.report.choices or {}).get("gradient_updates")
+        return None if order is None else UpdateOrder(order)
 
     @property
     def gpu_numbers(self) -> tuple[int, ...]:

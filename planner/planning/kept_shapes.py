@@ -2,24 +2,34 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from windlass.engine.memory_estimate import DryRunResult
 from windlass.planner.cost import ModelProfile
-from windlass.planner.profiling import Profiler
+from windlass.planner.profiling import ProfiledFacts, content_of, facts_of, profile_of
+from windlass.storage.ids import HeadSlices, Precision
 
 _MOST_MODELS = 8  # that are kept; each takes some MiB
 
+_ShapeKey = tuple[int, int, bool, HeadSlices]
 
-@dataclass(slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShapes:
-    """A model's profiles and dry runs so far. They depend on its config alone, not on the machine or its pace."""
+    """A model's facts, and its profiles so far. They depend on its config alone, not on the machine or its pace."""
 
-    profiler: Profiler
-    profiles: dict[tuple[int, int], ModelProfile] = field(default_factory=dict)  # by shape of a micro-batch
-    rehearsed: DryRunResult = field(default_factory=DryRunResult)
+    facts: ProfiledFacts
+    _profiles: dict[_ShapeKey, ModelProfile] = field(default_factory=dict)
+
+    def profile(self, num_examples: int, num_tokens: int, *, for_gpu: bool, head_slices: HeadSlices) -> ModelProfile:
+        """Returns the profile for micro-batches of this shape, without measured times."""
+        key = (num_examples, num_tokens, for_gpu, head_slices)
+        if key not in self._profiles:
+            self._profiles[key] = profile_of(
+                self.facts, num_examples, num_tokens, for_gpu=for_gpu, head_slices=head_slices
+            )
+        return self._profiles[key]
 
 
 class KeptShapes:
@@ -28,16 +38,17 @@ class KeptShapes:
     def __init__(self) -> None:
         self._models = OrderedDict[str, ModelShapes]()
 
-    def of(self, config: Any, facts: tuple[object, ...], make: Callable[[], Profiler]) -> ModelShapes:
-        """Returns what is kept for a model, or begins with a new profiler.
+    def of(self, config: Any, precision: Precision, folder: Path | None) -> ModelShapes:
+        """Returns what is kept for a model, or begins anew.
 
-        `config`: a transformers config. Another one, also from the same folder, is another model. `facts`: all else
-        that the profiler depends on.
+        `config`: see `facts_of`. Another content, also of the same folder, is another model. `folder`: of the facts of
+        models that were traced before.
         """
-        model = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
-        key = json.dumps([type(config).__name__, model, facts], sort_keys=True, default=str)
+        key = json.dumps(
+            [type(config).__name__, content_of(config), precision, str(folder)], sort_keys=True, default=str
+        )
         if key not in self._models:
-            self._models[key] = ModelShapes(profiler=make())
+            self._models[key] = ModelShapes(facts=facts_of(config, precision, folder))
             if len(self._models) > _MOST_MODELS:
                 self._models.popitem(last=False)
         self._models.move_to_end(key)

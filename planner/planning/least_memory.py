@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, DeviceNeed, MemoryTier, Placement
+from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, DeviceNeed, MemoryTier, Placement, UpdateOrder
 from windlass.planner.planning.profiles import Profiles
 from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.solver import (
@@ -56,15 +56,19 @@ class _Counting:
     """What the exact counts of a frontier's assignments add to those of its program."""
 
     frontier: MemoryFrontier
-    job: PlannedJob
     device: float = 0.0
     host: float = 0.0
     is_known: bool = False
 
     @property
-    def is_like(self) -> tuple[int, bool]:
+    def job(self) -> PlannedJob:
+        """The job, with its order of updates."""
+        return self.frontier.costs.job
+
+    @property
+    def is_like(self) -> tuple[int, bool, UpdateOrder]:
         """Frontiers with the same value leave out nearly the same bytes."""
-        return self.job.num_microbatches, self.frontier.costs.streams
+        return self.job.num_microbatches, self.frontier.costs.streams, self.job.update_order
 
     def left(self, limits: Bytes) -> Bytes:
         """Returns the limits without what the program leaves out."""
@@ -86,7 +90,7 @@ class LeastMemory:
         self._question, self._profiles = question, profiles
         jobs = [profiles.job(question, number) for number in dict.fromkeys(numbers)]
         speeds, limits = question.speeds, question.limits
-        self._all = [_Counting(each, job) for job in jobs for each in frontiers_of(job, speeds, limits)]
+        self._all = [_Counting(each) for job in jobs for each in frontiers_of(job, speeds, limits)]
         self._counted: dict[tuple[int, int, float], Need] = {}
 
     def fitting(self, limits: Bytes) -> Need | None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from windlass.amounts import GB, GIB
 from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations, MemoryTier, Plan, reserved_nbytes
 from windlass.planner.cost import LayerProfile, ways_of_layer
+from windlass.planner.planning.confidence import StepInterval
 from windlass.planner.solver import DRIVER_NBYTES, Limits, PlannedJob, Solution, processes_nbytes
 
 _Any = TypeVar("_Any")
@@ -42,6 +43,11 @@ class PlanReport:
     feasible: bool
     reasons: tuple[str, ...]  # why the job does not fit and what would fit; or the bottleneck and what would be faster
     step_s: float | None = None  # simulated; the cost model's bound if the model's layers are hypothetical
+    # Between these times the step of nine of ten jobs lies, as far as is known; see `planner.planning.confidence`.
+    step_s_low: float | None = None
+    step_s_high: float | None = None
+    times_from: str | None = None  # the source of the times that are added up, a `TimesFrom`
+    num_compared: int | None = None  # finished jobs of this machine that tell how sure the step time is
     bound_s: float | None = None  # lower bound by the cost model
     tokens_per_s: float | None = None
     tflops: float | None = None  # 10^12 operations per second of the model, without recomputation
@@ -95,6 +101,36 @@ def with_limits(report: PlanReport, limits: Limits) -> PlanReport:
     return replace(report, limit_gib={tier.value: nbytes / GIB for tier, nbytes in limits.by_tier.items()})
 
 
+def slowed_down(report: PlanReport, factor: float) -> PlanReport:
+    """Returns the report for a machine that is so much slower than the times in it say; faster, if less than 1."""
+    if factor == 1.0:
+        return report
+    assert report.step_s is not None, "it fits"
+    assert report.bound_s is not None, "it fits"
+    slower = f"{factor:.2f} times slower" if factor > 1 else f"{1 / factor:.2f} times faster"
+    told = f"the machine computes {slower} now than when the model's blocks were measured"
+    return replace(
+        report,
+        reasons=(*report.reasons, told),
+        step_s=factor * report.step_s,
+        bound_s=factor * report.bound_s,
+        tokens_per_s=None if report.tokens_per_s is None else report.tokens_per_s / factor,
+        tflops=None if report.tflops is None else report.tflops / factor,
+        busy_s={name: factor * seconds for name, seconds in (report.busy_s or {}).items()},
+    )
+
+
+def with_interval(report: PlanReport, interval: StepInterval) -> PlanReport:
+    """Returns the report with the interval of its step time."""
+    return replace(
+        report,
+        step_s_low=interval.low_s,
+        step_s_high=interval.high_s,
+        times_from=interval.times_from,
+        num_compared=interval.num_compared,
+    )
+
+
 def ssd_written_nbytes(job: PlannedJob, solution: Solution) -> float:
     """Returns the bytes that a step writes to the SSDs: states, activations, and kept gradients."""
     plan, blocks = solution.plan, job.model.blocks
@@ -117,6 +153,7 @@ def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
         "gpus": plan.num_ranks,
         "num_microbatches": job.num_microbatches,
         "group_size": plan.group_size,
+        "gradient_updates": job.update_order.value,
         "states_on_gpu": len(plan.device_blocks),
         "states_on_host": len(plan.host_blocks),
         "states_on_ssd": num_blocks - in_memory,

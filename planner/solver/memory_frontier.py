@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from windlass.engine.memory_plan import MIN_STATE_DEPTH, MemoryTier, QueueDepths
+from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.cost import Speeds
+from windlass.planner.solver.family import bases_of, sizes_at_the_border, smallest_of
 from windlass.planner.solver.integer_program import Assignment, BlockGroup, Program, least_assignment, outcome_of
-from windlass.planner.solver.placement_search import sizes_at_the_border
 from windlass.planner.solver.step_cost import TIER_INDEX, Kind, Limits, PlannedJob, StepCosts
 
 _Floats = npt.NDArray[np.float64]
@@ -77,25 +77,12 @@ class _Path:
 
 def frontiers_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> "list[MemoryFrontier]":
     """Returns the frontiers of all ways to save memory. `limits` matter only to costs of plans made from them."""
-    depths = QueueDepths(states=MIN_STATE_DEPTH, leaving_nbytes=0)
-    ways = itertools.product(
-        (False, True) if job.keeps_grads else (False,), (False, True), sizes_at_the_border(job), (True, False)
-    )
+    sizes = sizes_at_the_border(job)
     return [
-        MemoryFrontier(
-            StepCosts(
-                job=job,
-                speeds=speeds,
-                limits=limits,
-                group_size=group_size,
-                streams=streams,
-                spills=spills,
-                overflows=overflows,
-                num_grad_buffers=1,
-                depths=depths,
-            )
-        )
-        for spills, streams, group_size, overflows in ways
+        MemoryFrontier(smallest_of(base, overflows=overflows))
+        for base in bases_of(job, speeds, limits)
+        if base.group_size in sizes and base.num_grad_buffers == 1
+        for overflows in (True, False)
     ]
 
 

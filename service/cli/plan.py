@@ -230,8 +230,8 @@ def _question(
     num_validation_examples: int,
 ) -> "PlanQuestion":
     """Makes the question that a job's preparation would send to the planner. The answer then holds for such a job."""
-    os.environ.update(WAIT_POLICY)  # before torch is imported
-    from windlass.planner.planning import measure_as_worker, question_of
+    os.environ.update(WAIT_POLICY)  # before torch is imported, where it is
+    from windlass.planner.planning import question_of
     from windlass.service.jobs import MachineResources, hypothetical_request
     from windlass.service.processes import is_box_free
 
@@ -249,7 +249,6 @@ def _question(
         has_gpus=is_alone and machine.gpus.count > 0,
         is_alone=is_alone,
     )
-    measure_as_worker(request)
     return question_of(request, config)
 
 
@@ -377,6 +376,7 @@ def _print(found: "PlanReport") -> None:
     print_columns(
         [
             ("step", f"{numbers['step_s']:.3g} s; no resource alone takes more than {numbers['bound_s']:.3g} s"),
+            ("how sure", _interval(found)),
             ("tokens a second", f"{numbers['tokens_per_s']:.4g}"),
             ("model's TFLOPS", f"{numbers['tflops']:.4g}"),
             ("written to SSDs a step", f"{numbers['ssd_write_gb_per_step']:.4g} GB"),
@@ -398,6 +398,14 @@ def _print(found: "PlanReport") -> None:
     for reason in found.reasons:
         print(reason)
     print(f"planned for {tokens_in_words(numbers['example_tokens'])}")
+
+
+def _interval(found: "PlanReport") -> str:
+    from windlass.planner.planning import interval_in_words
+
+    assert found.step_s_low is not None, "it is a new plan"
+    assert found.step_s_high is not None, "it is a new plan"
+    return interval_in_words(found.step_s_low, found.step_s_high, found.times_from or "", found.num_compared or 0)
 
 
 def _shown(value: object) -> str:

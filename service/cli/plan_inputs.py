@@ -35,7 +35,7 @@ def hardware_of(settings: Settings, name: str) -> Hardware:
 
 
 def config_of(settings: Settings, model: str, sequence_length: int) -> Any:
-    """Loads the transformers config of a model's folder or id, or makes that of a published model or of a shape's file.
+    """Reads the config of a model's folder or id, or makes that of a published model or of a shape's file.
 
     A model that is here goes before a published one of the same name.
     """
@@ -46,27 +46,27 @@ def config_of(settings: Settings, model: str, sequence_length: int) -> Any:
         if (path := published_models().get(model.lower())) is not None:
             return _config_of_shape_file(path, sequence_length)
         raise CommandError(f"--model: {_unknown_model(settings, model)}")
-    from windlass.engine.model import load_config
+    from windlass.planner.profiling import FolderConfig
 
     try:
-        config = load_config(str(folder))
-    except ValueError as error:
+        config = FolderConfig.read(folder)
+        longest = getattr(config.load(), "max_position_embeddings", None)
+    except (OSError, ValueError) as error:
         raise CommandError(f"--model: {folder}: {' '.join(str(error).split())}") from None
-    longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and sequence_length > longest:
         raise CommandError(f"--seq-len: {sequence_length}: the model in {folder} takes at most {longest} tokens")
     return config
 
 
 def _config_of_shape_file(path: Path, sequence_length: int) -> Any:
-    from windlass.planner.profiling import config_of_shape
+    from windlass.planner.profiling import ShapeConfig
 
     shape = load(ModelShape, path)
     if shape.max_tokens is not None and sequence_length > shape.max_tokens:
         raise CommandError(
             f"--seq-len: {sequence_length}: the model {path.stem} takes at most {shape.max_tokens} tokens"
         )
-    return config_of_shape(shape, num_tokens=sequence_length)
+    return ShapeConfig(shape=shape, num_tokens=sequence_length)
 
 
 def _model_folder(settings: Settings, model: str) -> Path | None:

@@ -137,13 +137,15 @@ def _request(
     settings: Settings, job: Job, kind: BoxKind, training: TrainingConfig, num_validation_examples: int
 ) -> PlanRequest:
     assert kind.hardware is not None, "nothing is planned for an unmeasured box"
-    bounds = kind.bounds(settings_of(job).windlass)
+    asked = settings_of(job).windlass
+    bounds = kind.bounds(asked)
     return PlanRequest(
         model_dir=model_dir(job.model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir),
         hardware=kind.hardware,
         training=training,
         dataset_dir=dataset_dir(job_dir(settings, job.id)),
         num_validation_examples=num_validation_examples,
+        chooses_order=asked.leaves_order_open,
         num_ranks=bounds.num_ranks,
         num_optimizers=bounds.num_optimizers,
         host_memory_nbytes=bounds.host_memory_nbytes,

@@ -7,7 +7,7 @@ from typing import Any
 from windlass.actors.job import MIN_MEASURED_STEPS
 from windlass.amounts import GIB, bytes_text
 from windlass.engine.memory_plan import MemoryTier, tokens_in_words
-from windlass.planner.planning import JobPlan, PlanReport
+from windlass.planner.planning import JobPlan, PlanReport, interval_in_words
 
 _TIERS = tuple(tier.value for tier in MemoryTier)
 # Relative difference between the last steps and all steps from which it is told in words.
@@ -35,7 +35,13 @@ def predicted_of(plan: JobPlan | None) -> dict[str, Any] | None:
     """Returns the predicted values that can be measured, or None without a plan that fits."""
     if plan is None or not plan.report.feasible:
         return None
-    return {"step_s": plan.report.step_s, "peak_gib": plan.report.engine_gib or dict.fromkeys(_TIERS)}
+    report = plan.report
+    return {
+        "step_s": report.step_s,
+        "step_s_low": report.step_s_low,
+        "step_s_high": report.step_s_high,
+        "peak_gib": report.engine_gib or dict.fromkeys(_TIERS),
+    }
 
 
 def measured_of(measured: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -79,6 +85,10 @@ def in_words(view: dict[str, Any]) -> dict[str, str]:
     """Describes each predicted or measured number, and the difference, for users."""
     predicted, measured, error = (view[name] or {} for name in ("predicted", "measured", "error"))
     lines = {"step time": _step_in_words(predicted, measured, error)}
+    # Once steps are measured, they say more than earlier jobs.
+    if predicted.get("step_s_low") is not None and (view["is_estimate"] or not measured):
+        low_s, high_s, compared = predicted["step_s_low"], predicted["step_s_high"], view["num_compared"]
+        lines["step time"] += f"; {interval_in_words(low_s, high_s, view['times_from'], compared)}"
     if lines["step time"] and view["is_estimate"]:
         lines["step time"] += f"; an estimate until {MIN_MEASURED_STEPS} steps are measured"
     if (tokens := view.get("example_tokens")) is not None:

@@ -203,6 +203,7 @@ def plan_request(
         hardware=hardware,
         training=training,
         chooses_microbatches=chooses_microbatches,
+        chooses_order=asked.leaves_order_open,
         num_validation_examples=num_validation_examples,
         num_ranks=bounds.num_ranks,
         chooses_ranks=asked.gpus == "auto",
@@ -334,6 +335,8 @@ def _job_spec(
     compute_threads, optimizer_threads = threads_of(settings, resources, num_ranks=num_ranks)
     if plan is not None and plan.placement is None:
         raise ValueError("the job's plan has no placement")
+    if plan is not None and plan.update_order is not None:
+        training = replace(training, update_order=plan.update_order)
     return JobSpec(
         job=JobId(job.id),
         attempt=Attempt(job.attempt),

@@ -270,6 +270,11 @@ class WindlassSettings(_Strict):
         return None if self.gradient_updates == "auto" else self.gradient_updates
 
     @property
+    def leaves_order_open(self) -> bool:
+        """Returns whether the plan may choose the order of updates: those that are exact give the same bits."""
+        return self.gradient_updates == "auto" and self.clip_norm is None and self.precision is not Precision.FP16
+
+    @property
     def num_lanes(self) -> int:
         """The lanes that micro-batches are dealt to: as asked for, or one for each GPU if sums are in fp32.
 

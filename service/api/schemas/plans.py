@@ -15,6 +15,10 @@ class PlanFields(BaseModel):
     feasible: bool | None = None
     reasons: list[str] | None = None
     step_s: float | None = None
+    step_s_low: float | None = None  # between this and the next the step of nine of ten jobs lies
+    step_s_high: float | None = None
+    times_from: str | None = None
+    num_compared: int | None = None
     bound_s: float | None = None
     tokens_per_s: float | None = None
     tflops: float | None = None

@@ -61,6 +61,8 @@ function renderNumbers(plan, measured) {
   const notes = [
     predicted && steps < plan.min_measured_steps &&
       `The predicted step is an estimate until ${plan.min_measured_steps} steps are measured.`,
+    predicted?.step_s_low != null && steps < plan.min_measured_steps &&
+      `It likely takes ${range(predicted)}.`,
     steps > 0 && `The measured step is the mean of ${format.whole(steps)} steps.`,
     recent?.step_s_low != null && `The next steps likely take ${range(recent)}.`,
     isOnCpu(measured) && "Measured device memory of a CPU includes what the worker's process needs for itself.",

@@ -1,4 +1,4 @@
-"""How long a step takes now follows the last steps, and the interval is right as often as it says."""
+"""The time of a step follows the last steps, and the interval is right as often as it says."""
 
 import math
 import random

@@ -9,7 +9,7 @@ from benchmarks.papers.published_models import RATEL_SHAPES
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes, reserved_nbytes
 from windlass.engine.memory_plan.memory_tier import MemoryTier
-from windlass.engine.optimizer.fused_adam import update_scratch_nbytes
+from windlass.engine.optimizer.scratch_sizes import update_scratch_nbytes
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.cost.rates import speeds_of
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines

@@ -17,7 +17,7 @@ from windlass.actors.runtime.local_runner import run_local
 from windlass.amounts import GIB
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.engine.memory_estimate.device_peak import device_need
-from windlass.engine.memory_estimate.dry_run import DryRunResult
+from windlass.engine.memory_estimate.traced_facts import TracedFacts
 from windlass.engine.memory_plan.device_moments import Pass
 from windlass.engine.memory_plan.example_lengths import ExampleLengths
 from windlass.engine.memory_plan.memory_tier import MemoryTier
@@ -224,10 +224,10 @@ def test_planned_memory_suffices_for_every_batch_and_evaluation(
     evaluated = {
         tuple(each.input_ids.shape) for each in validation.evaluation_batches(hyper.batch_size // num_microbatches)
     }
-    rehearsed = DryRunResult()
+    facts = TracedFacts(partition)
     for step in shapes:
         need = device_need(
-            partition,
+            facts,
             context.plan,
             list(step)[: context.plan.group_size],
             formats=Formats(precision, StatePrecision.FP32),
@@ -237,7 +237,6 @@ def test_planned_memory_suffices_for_every_batch_and_evaluation(
             max_tokens=hyper.batch_size * 48,
             head_slices=hyper.head_slices,
             evaluation_shapes=sorted(evaluated)[:1],
-            rehearsed=rehearsed,
         )
         assert need.nbytes <= planned_nbytes, step
 

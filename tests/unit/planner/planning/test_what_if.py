@@ -1,4 +1,4 @@
-"""What one more SSD, more RAM, another GPU or a larger batch would give a job."""
+"""A job planned again with one more SSD, more RAM, another GPU or a larger batch."""
 
 from dataclasses import replace
 from typing import Any

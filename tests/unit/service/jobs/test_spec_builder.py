@@ -173,8 +173,8 @@ ABOUT_PLANNING = {
     "kept_times_dir",
     "is_alone",
     "simulation_s",
-    "running",
     "what_if",
+    "running",
 }
 
 

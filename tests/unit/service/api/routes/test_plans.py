@@ -182,7 +182,8 @@ def test_a_job_without_a_plan_says_so(client: TestClient, file_id: str) -> None:
     plan = client.get(path).json()
     assert PLAN.items() <= plan.items()
     assert (plan["object"], plan["job_id"]) == ("fine_tuning.job.plan", job["id"])
-    assert plan["predicted"] == {"step_s": 3.0, "peak_gib": {"gpu": 2.0, "host": 4.0, "ssd": 8.0}}
+    unknown = {"step_s_low": None, "step_s_high": None}  # as in plans of older releases
+    assert plan["predicted"] == {"step_s": 3.0, **unknown, "peak_gib": {"gpu": 2.0, "host": 4.0, "ssd": 8.0}}
     assert plan["measured"] is plan["error"] is plan["simulated"] is None
     assert {"corrected": False, "told": None, "from_attempt": None, "before": []}.items() <= plan.items()
     assert client.get("/v1/fine_tuning/jobs/ftjob-none/plan").status_code == 404
@@ -374,7 +375,6 @@ def test_the_command_line_asks_what_a_job_would(
         raise CommandError("that is all")
 
     monkeypatch.setattr(plan_job, "question_of", note)
-    monkeypatch.setattr(plan_job, "measure_as_worker", lambda _: None)
     monkeypatch.setattr(MachineResources, "here", lambda _: MachineResources(num_cores=4, num_gpus=0))
     shape = tmp_path / "shape.yaml"
     shape.write_text("num_layers: 4\nhidden_size: 256\nnum_heads: 4\nvocab_size: 1000\n")
@@ -499,6 +499,17 @@ def test_a_prediction_is_an_estimate_until_enough_steps_are_measured() -> None:
     assert words["step time"] == "predicted 3 s; an estimate until 3 steps are measured"
     assert words["planned for"] == "examples of 14 tokens on average and 16 at most, with padding"
     assert in_words(view(3))["step time"] == "predicted 3 s, measured 1.9 s (-36.7%)"
+
+
+def test_how_sure_a_prediction_is_is_told_until_steps_are_measured() -> None:
+    sure = {"step_s_low": 2.5, "step_s_high": 3.6, "times_from": "blocks", "num_compared": 12}
+    found = plan_of(plan=PLAN | sure)
+    view = view_of(found, None)
+    assert (view["predicted"]["step_s_low"], view["predicted"]["step_s_high"]) == (2.5, 3.6)
+    told = "predicted 3 s; 2.5 to 3.6 s in nine of ten jobs, by 12 jobs of this machine"
+    assert in_words(view)["step time"] == f"{told}; an estimate until 3 steps are measured"
+    measured = {"step_s": 3.0, "num_steps": 3, "peak_bytes": {}}
+    assert in_words(view_of(found, measured))["step time"] == "predicted 3 s, measured 3 s (+0.0%)"
 
 
 def test_last_steps_are_told_apart_if_they_differ_from_all() -> None:
