@@ -27,10 +27,11 @@ from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning import planner as planning
 from windlass.planner.planning.exact_search import solve_exactly
-from windlass.planner.planning.feasibility import _smaller, with_part
+from windlass.planner.planning.feasibility import with_part
 from windlass.planner.planning.plan_request import PlanRequest
 from windlass.planner.planning.profiles import Profiles
 from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.planning.remedies import _smaller
 from windlass.planner.planning.report import ExampleTokens, PlanReport
 from windlass.planner.planning.worker import plan_job, question_of
 from windlass.planner.profiling.model_profiler import config_of_shape

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +244,10 @@ def plan_facts(request: PlanRequest) -> list[object]:
     question = question_of(without_data(request), CONFIG)
     profile = profile_of(training.microbatch_size, training.sequence_length, training.precision)
     job = planned_job(question, profile, training.num_microbatches)
-    read = [getattr(job, name) for name, value in vars(PlannedJob).items() if isinstance(value, property)]
+    # The others are the job again, and a cache.
+    names = vars(PlannedJob).keys() - {"by_order", "known"}
+    facts = sorted(name for name in names if isinstance(vars(PlannedJob)[name], property | cached_property))
+    read = [getattr(job, name) for name in facts]
     batches = training.batch_size, training.num_microbatches, training.seed, training.total_steps
     return [profile, *read, question.limits, question.num_validation_examples, question.num_optimizers, data, batches]
 
@@ -284,7 +287,8 @@ def test_planner_and_runner_see_the_same_gradient_settings(
     )
     spec, question = spec_of(tmp_path, asked), question_of(without_data(request_of(tmp_path, asked)), CONFIG)
     job = planned_job(question, profile_of(2, 64, Precision.BF16), 2)
-    assert job.update_order is spec.training.order_of_updates
+    assert {each.update_order for each in job.by_order} >= {spec.training.order_of_updates}
+    assert (len(job.by_order) > 1) == (gradient_updates == "auto")
     assert job.update_order == ("active" if gradient_updates == "auto" else gradient_updates)
     assert job.grad_itemsize == spec.training.grad_itemsize == (4 if accumulation_precision == "fp32" else 2)
 
@@ -417,7 +421,7 @@ def test_plan_question_has_the_request_s_values(tmp_path: Path) -> None:
     request = replace(without_data(request_of(tmp_path, windlass_settings())), chooses_microbatches=True, **numbers)
     question = question_of(request, CONFIG)
     shared = {field.name for field in fields(PlanQuestion)} & REQUEST_FIELDS
-    assert shared == {*numbers, "hardware", "training", "chooses_microbatches", "chooses_ranks"}
+    assert shared == {*numbers, "hardware", "training", "chooses_microbatches", "chooses_order", "chooses_ranks"}
     # Where the search for a number of micro-batches begins follows from the rest.
     least = replace(request.training, num_microbatches=question.least_microbatches)
     assert question.training == least != request.training
