@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.cost import Speeds
@@ -55,19 +55,20 @@ def search_exactly(
         jobs,
         question.speeds,
         question.limits,
-        exactly=counter.solved,
+        solve_kind=counter.solved,
         num_others=num_others,
         near=near,
         any_plan=any_plan,
     )
 
 
-@dataclass(frozen=True, slots=True)
 class _Counter:
     """Solves programs so that the exact device memory fits."""
 
-    question: PlanQuestion
-    profiles: Profiles
+    def __init__(self, question: PlanQuestion, profiles: Profiles) -> None:
+        self.question, self.profiles = question, profiles
+        # By buffers and group size: the index of a limit with which a plan fitted. The next one needs about as much.
+        self._fitted: dict[tuple[object, ...], int] = {}
 
     def with_constants(self, job: PlannedJob) -> PlannedJob:
         """Returns the job with the exact device memory of what its plans have in common.
@@ -87,50 +88,57 @@ class _Counter:
 
         return replace(job, left_out_nbytes=left_out_nbytes)
 
-    def solved(self, costs: StepCosts) -> Solution:
-        """Returns the best solution with these costs, with exact device memory.
+    def solved(self, costs: StepCosts, below: float) -> Solution | None:
+        """Returns the best solution with these costs, with exact device memory. None: it costs no less than `below`.
 
         The program's estimate may be lower than the exact count. Then the program is solved with smaller limits.
 
         Raises:
             DoesNotFitError: no plan fits.
         """
-        if self.question.num_layers is not None:
-            return solved(costs)
-        solution, excess = self._counted(costs)
-        if excess <= 0:
-            return solution
-        # Indices of limits: with `short` there is no plan, or one that fits; with `excessive`, the plan is too large.
+        solution = solved(costs)
+        if self.question.num_layers is not None or solution.cost >= below:
+            return solution if solution.cost < below else None
+        key = (costs.job.num_microbatches, costs.group_size, costs.streams, costs.num_grad_buffers)
         limit_nbytes = costs.limits.device_nbytes
-        short, least_excess = 0, excess
-        excessive = math.floor(math.log(limit_nbytes, _LIMIT_STEP)) + 1
-        tried = _index_below(limit_nbytes - excess)
+        # Indices of limits: with `short` there is no plan of use, or one that fits; with `excessive`, the plan is too
+        # large.
+        short, excessive = 0, math.floor(math.log(limit_nbytes, _LIMIT_STEP)) + 1
+        least_excess, is_cut = math.inf, False
+        tried = self._fitted.get(key, excessive)
         best: Solution | None = None
         for _ in range(_MAX_CORRECTIONS):
-            tried = max(short + 1, min(tried, excessive - 1))
             try:
-                solution, excess = self._counted(_less(costs, limit_nbytes - _LIMIT_STEP**tried))
+                if tried < excessive:
+                    solution = solved(_less(costs, limit_nbytes - _LIMIT_STEP**tried))
             except DoesNotFitError:
-                short = tried
-                tried = (short + excessive) // 2
+                short, tried = tried, (tried + excessive) // 2
             else:
-                if excess > 0:
-                    excessive, least_excess = tried, min(least_excess, excess)
-                    tried = _index_below(_LIMIT_STEP**tried - excess)
+                if solution.cost >= below:
+                    is_cut = True
+                    short, tried = tried, (tried + excessive) // 2
                 else:
-                    best, short = solution, tried
-                    # What the plan leaves free may be enough for a better one.
-                    tried = max(tried + 1, min(_index_below(_LIMIT_STEP**tried - excess), (tried + excessive) // 2))
+                    solution, excess = counted(self.question, self.profiles, solution)
+                    # What a plan leaves free may be enough for a better one.
+                    used = _LIMIT_STEP**tried if tried < excessive else limit_nbytes
+                    if excess > 0:
+                        excessive, least_excess = min(tried, excessive), min(least_excess, excess)
+                    elif tried >= excessive:
+                        return solution
+                    else:
+                        best, short = solution, tried
+                        self._fitted[key] = tried
+                    tried = _index_below(used - excess)
+                    if best is not None and tried <= short:
+                        break
             if excessive - short <= 1:
                 break
-        if best is not None:
+            tried = max(short + 1, min(tried, excessive - 1))
+        if best is not None or is_cut:
             return best
         short_tier = _short_tier(costs.speeds, costs.limits)
-        raise DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 0) | {short_tier: int(least_excess)})
-
-    def _counted(self, costs: StepCosts) -> tuple[Solution, float]:
-        """Solves the program. Returns the solution with exact memory, and the bytes by which it exceeds the limit."""
-        return counted(self.question, self.profiles, solved(costs))
+        missing = 0 if math.isinf(least_excess) else int(least_excess)
+        raise DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 0) | {short_tier: missing})
 
 
 def _index_below(nbytes: float) -> int:

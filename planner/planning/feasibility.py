@@ -25,7 +25,8 @@ def with_part(part: _Part, **changes: Any) -> _Part:
 
 def least_memory(question: PlanQuestion, profiles: Profiles) -> LeastMemory:
     """Returns the search for the least memory of a job, with the numbers of micro-batches that may need least."""
-    return LeastMemory(question, profiles, extremes(numbers_of_microbatches(question)))
+    # Times do not matter here, so do not measure any.
+    return LeastMemory(question, profiles.unmeasured(), extremes(numbers_of_microbatches(question)))
 
 
 def fits(question: PlanQuestion, profiles: Profiles) -> bool:

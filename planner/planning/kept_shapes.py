@@ -1,7 +1,8 @@
-"""What is known of models by their shapes, kept between the plans of one process."""
+"""The facts of models and their profiles by shapes, kept between the plans of one process."""
 
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,17 @@ class KeptShapes:
     def __init__(self) -> None:
         self._models = OrderedDict[str, ModelShapes]()
 
-    def of(self, config: Any, precision: Precision, folder: Path | None) -> ModelShapes:
-        """Returns what is kept for a model, or begins anew.
+    def of(
+        self, config: Any, precision: Precision, folder: Path | None, *, on_trace: Callable[[], None] | None = None
+    ) -> ModelShapes:
+        """Returns what is kept for a model, or begins anew. See `facts_of` for the arguments.
 
-        `config`: see `facts_of`. Another content, also of the same folder, is another model. `folder`: of the facts of
-        models that were traced before.
+        `config`: another content, also of the same folder, is another model.
         """
-        key = json.dumps(
-            [type(config).__name__, content_of(config), precision, str(folder)], sort_keys=True, default=str
-        )
+        about = [type(config).__name__, content_of(config), precision, str(folder)]
+        key = json.dumps(about, sort_keys=True, default=str)
         if key not in self._models:
-            self._models[key] = ModelShapes(facts=facts_of(config, precision, folder))
+            self._models[key] = ModelShapes(facts=facts_of(config, precision, folder, on_trace=on_trace))
             if len(self._models) > _MOST_MODELS:
                 self._models.popitem(last=False)
         self._models.move_to_end(key)

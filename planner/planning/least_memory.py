@@ -5,7 +5,7 @@ What the programs leave out is nearly the same for all assignments of a frontier
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,6 +31,8 @@ from windlass.planner.solver.integer_program import Assignment
 _NEAR = 0.003
 # Number of assignments that a search counts exactly, at most. Mostly three to six are enough.
 _MOST_COUNTED = 48
+# Share of a limit by which exact counts may be smaller than expected, and the number of such assignments to count.
+_DOUBT, _MOST_DOUBTED = 0.02, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class Need:
 
 @dataclass(slots=True)
 class _Counting:
-    """What the exact counts of a frontier's assignments add to those of its program."""
+    """The bytes that the exact counts of a frontier's assignments add to those of its program."""
 
     frontier: MemoryFrontier
     device: float = 0.0
@@ -86,17 +88,46 @@ class LeastMemory:
     """
 
     def __init__(self, question: PlanQuestion, profiles: Profiles, numbers: Iterable[int]) -> None:
-        """`numbers`: of micro-batches to try."""
+        """`numbers`: of micro-batches to try, those that save most first."""
         self._question, self._profiles = question, profiles
-        jobs = [profiles.job(question, number) for number in dict.fromkeys(numbers)]
-        speeds, limits = question.speeds, question.limits
-        self._all = [_Counting(each) for job in jobs for each in frontiers_of(job, speeds, limits)]
+        # Built as they are needed: the first few often answer the question.
+        self._known: list[_Counting] = []
+        self._unknown = self._built(numbers)
         self._counted: dict[tuple[int, int, float], Need] = {}
+
+    def _built(self, numbers: Iterable[int]) -> Iterator[_Counting]:
+        question = self._question
+        for number in dict.fromkeys(numbers):
+            job = self._profiles.job(question, number)
+            for frontier in frontiers_of(job, question.speeds, question.limits):
+                counting = _Counting(frontier)
+                like = [each for each in self._known if each.is_like == counting.is_like]
+                if like:
+                    counting.device, counting.host = like[-1].device, like[-1].host
+                self._known.append(counting)
+                yield counting
+
+    @property
+    def _all(self) -> list[_Counting]:
+        """The frontiers of all numbers of micro-batches and of all ways to save memory."""
+        for _ in self._unknown:
+            pass
+        return self._known
+
+    def _each(self) -> Iterator[_Counting]:
+        """Yields all frontiers, and builds those that were not needed before."""
+        yield from list(self._known)
+        # `yield from` would close the generator with this one.
+        while (counting := next(self._unknown, None)) is not None:
+            yield counting
 
     def fitting(self, limits: Bytes) -> Need | None:
         """Returns a plan within the limits, or None if there is none."""
         if not self.may_fit(limits):
             return None
+        need = self._first_fitting(limits)
+        if need is not None:
+            return need
         # Each search counts other assignments: those that need least of its own tier. At the border that matters.
         for tier in MemoryTier:
             if not math.isinf(limits.of(tier)):
@@ -105,33 +136,69 @@ class LeastMemory:
                     return need
         return None
 
+    def _first_fitting(self, limits: Bytes) -> Need | None:
+        """Returns a plan within the limits if the first frontier that may have one has one."""
+        tier = MemoryTier.HOST if math.isinf(limits.device) else MemoryTier.DEVICE
+        for number, counting in enumerate(self._each()):
+            needs = counting.frontier.needs(tier, counting.left(limits)) + counting.more(tier)
+            index = int(needs.argmin())
+            if needs[index] <= limits.of(tier):
+                moved = counting.frontier.moved(index, tier, counting.left(limits))
+                need = self._count(number, index, moved)
+                return need if need.nbytes.fits(limits) else None
+        return None
+
     def may_fit(self, limits: Bytes) -> bool:
         """Returns whether a program has an assignment within the limits. Exact counts may need more."""
-        return any(each.frontier.bound(MemoryTier.DEVICE, limits) <= limits.device for each in self._all)
+        bounds = (each.frontier.bound(MemoryTier.DEVICE, limits) for each in self._each())
+        return any(bound <= limits.device and not math.isinf(bound) for bound in bounds)
 
     def least(self, tier: MemoryTier, limits: Bytes, *, enough: float = 0.0) -> Need | None:
         """Returns the plan that needs least of a tier within the limits of the others.
 
         None: the others are too small for any plan. A need of `enough` bytes ends the search.
         """
-        best: Need | None = None
         skipped = set[tuple[int, int]]()
-        for _ in range(_MOST_COUNTED):
+        best = self._best_of(tier, limits, None, skipped, enough=enough, most=_MOST_COUNTED)
+        if best is not None and best.nbytes.of(tier) <= enough:
+            return best
+        # What the counts add differs a little from assignment to assignment, so some beyond a limit may be within it.
+        loose = Bytes(device=limits.device * (1 + _DOUBT), host=limits.host * (1 + _DOUBT), ssd=limits.ssd)
+        best = self._best_of(tier, limits, best, skipped, enough=enough, most=_MOST_DOUBTED, promising=loose)
+        return self._between_steps(tier, limits, best, enough)
+
+    def _best_of(
+        self,
+        tier: MemoryTier,
+        limits: Bytes,
+        best: Need | None,
+        skipped: set[tuple[int, int]],
+        *,
+        enough: float,
+        most: int,
+        promising: Bytes | None = None,
+    ) -> Need | None:
+        """Counts at most `most` assignments, and returns the one that needs least of the tier, or else `best`.
+
+        `promising`: limits by which assignments are chosen to be counted; None: those of the plan.
+        """
+        chosen = promising or limits
+        for _ in range(most):
             number, index, nbytes = self._most_promising(
-                lambda each: each.frontier.needs(tier, each.left(limits)) + each.more(tier), skipped
+                lambda each: each.frontier.needs(tier, each.left(chosen)) + each.more(tier), skipped
             )
             if math.isinf(nbytes) or (best is not None and nbytes >= best.nbytes.of(tier) * (1 - _NEAR)):
                 break
-            if enough and nbytes > enough * (1 + _NEAR) and self._all[number].is_known:
+            if enough and nbytes > enough * (1 + _NEAR) and self._known[number].is_known:
                 break
             skipped.add((number, index))
-            counting = self._all[number]
-            moved = counting.frontier.moved(index, tier, counting.left(limits))
+            counting = self._known[number]
+            moved = counting.frontier.moved(index, tier, counting.left(chosen))
             need = self._count(number, index, moved)
             best = _better(best, need, tier, limits)
             if best is not None and best.nbytes.of(tier) <= enough:
-                return best
-        return self._between_steps(tier, limits, best, enough)
+                break
+        return best
 
     def cheapest(self, limits: Bytes, prices: Bytes) -> Need:
         """Returns the plan for which memory above the limits costs least. `prices`: of a byte of each tier."""
@@ -144,7 +211,7 @@ class LeastMemory:
             if best is not None and price >= best[0] * (1 - _NEAR):
                 break
             skipped.add((number, index))
-            counting = self._all[number]
+            counting = self._known[number]
             without_room = replace(counting.left(limits), ssd=math.inf)
             need = self._count(number, index, counting.frontier.moved(index, MemoryTier.DEVICE, without_room))
             over = need.nbytes.above(limits)
@@ -189,13 +256,13 @@ class LeastMemory:
         """Counts an assignment exactly, and notes what its program left out."""
         key = number, index, moved
         if key not in self._counted:
-            counting = self._all[number]
+            counting = self._known[number]
             assignment = counting.frontier.assignment(index, moved)
             self._counted[key] = need = self._exact(counting, assignment)
             nbytes = counting.frontier.nbytes(assignment)
             device, host = need.nbytes.device - nbytes.device, need.nbytes.host - nbytes.host
             counting.is_known = False
-            for each in self._all:
+            for each in self._known:
                 if each.is_like == counting.is_like and not each.is_known:
                     each.device, each.host = device, host
             counting.is_known = True

@@ -47,20 +47,26 @@ class Profiles:
     def __init__(self, question: PlanQuestion) -> None:
         self._measures, self._question = question.measures, question
         kept = question.kept_shapes or KeptShapes()
-        self._shapes = kept.of(question.config, question.training.precision, question.kept_facts_dir)
+        self._shapes = kept.of(
+            question.config, question.training.precision, question.kept_facts_dir, on_trace=question.on_trace
+        )
         self._known: dict[tuple[int, int], ModelProfile] = {}
         self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}
         self._speedup = 1.0
 
     def unmeasured(self) -> "Profiles":
-        """Returns a copy that measures nothing more, and uses the times that are known."""
+        """Returns profiles that measure nothing more, and use the times that are known."""
+        if not self._measures:
+            return self
         profiles = copy.copy(self)
         profiles._measures = False
+        # Else profiles without times would be taken for measured ones.
+        profiles._known, profiles._of_lengths = dict(self._known), dict(self._of_lengths)
         return profiles
 
     def corrected(self, question: PlanQuestion) -> "Profiles":
         """Returns a copy with the times of the question's `correction`, which measures nothing more."""
-        profiles = self.unmeasured()
+        profiles = copy.copy(self.unmeasured())
         profiles._question, profiles._known, profiles._of_lengths = question, {}, {}
         return profiles
 

@@ -45,6 +45,7 @@ class PlanQuestion:
     measure_threads: int | None = None  # of torch while it measures; None: as many as it has
     measures: bool = False  # time the blocks on this machine's device; `hardware` must then describe this machine
     kept_facts_dir: Path | None = None  # of traced models; None: they are not stored
+    on_trace: Callable[[], None] | None = None  # called before the model is traced, which takes seconds
     kept_times: TimingCache | None = None  # stored block times; None: blocks are always measured
     kept_shapes: KeptShapes | None = None  # of earlier plans in this process; None: every model is profiled anew
     past: PastPredictions | None = None  # of this machine's jobs; None: another machine, or none are known

@@ -63,6 +63,13 @@ class PlanReport:
     ssd_write_gb_per_step: float | None = None
     choices: dict[str, Any] | None = None
     example_tokens: ExampleTokens | None = None
+
+    @property
+    def least_missing_nbytes(self) -> int:
+        """The fewest bytes of memory, of all kinds together, that would make the job fit."""
+        lacking = [nbytes for nbytes in (self.missing_bytes or {}).values() if nbytes]
+        return min(lacking, default=0) if self.missing_together is False else sum(lacking)
+
     what_if: tuple[WhatIf, ...] | None = None  # if it was asked for; the largest gain first
 
 

@@ -9,6 +9,7 @@ from windlass.amounts import GIB, least_gib, least_text
 from windlass.engine.memory_plan import MemoryTier, reserved_nbytes
 from windlass.planner.planning.least_memory import LeastMemory, Need
 from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.planning.report import PlanReport
 from windlass.planner.solver import DRIVER_NBYTES, Bytes, processes_nbytes
 
 # Bytes that may be lost by rounding where the allocator's reserve is added and subtracted.
@@ -92,7 +93,7 @@ def needed_nbytes(question: PlanQuestion, need: Bytes, tier: MemoryTier) -> int:
 class Shortfall:
     """The memory that a job lacks.
 
-    `needs`: by tier, the plan that fits with the least of it. If `is_together`, no tier alone is enough, and all tiers
+    `needs`: by tier, the plan that fits with the least of it. If `is_together`, no tier alone is enough. All tiers then
     have the same plan, which fits if all of them are as large as it needs.
     """
 
@@ -206,6 +207,7 @@ class LeastGpu:
 
     nbytes: int
     reason: str  # the largest parts of it
+    needs_more: bool  # on this machine other memory is short, and this is the least with enough of that
 
     @property
     def gib(self) -> float:
@@ -223,11 +225,19 @@ def least_gpu(question: PlanQuestion, least: LeastMemory) -> LeastGpu | None:
     limits = limits_for_plans(question)
     need = least.least(MemoryTier.DEVICE, limits)
     unlimited = replace(limits, host=math.inf, ssd=math.inf)
-    enough = "" if need is not None else " (with enough of other memory)"
+    needs_more = need is None
     need = need or least.least(MemoryTier.DEVICE, unlimited)
     assert need is not None, "with enough memory of every kind each job has a plan"
     nbytes = needed_nbytes(question, need.nbytes, MemoryTier.DEVICE) + DRIVER_NBYTES
-    return LeastGpu(nbytes=nbytes, reason=f"{what_takes_memory(need, on_gpu=True)}{enough}")
+    return LeastGpu(nbytes=nbytes, reason=what_takes_memory(need, on_gpu=True), needs_more=needs_more)
+
+
+def with_least_gpu(report: PlanReport, gpu: LeastGpu | None) -> PlanReport:
+    """Returns the report with the least GPU memory of the job; None: the device is the CPU."""
+    if gpu is None:
+        return report
+    reason = f"{gpu.reason}; this is with enough of the other memory" if gpu.needs_more else gpu.reason
+    return replace(report, least_gpu_gib=gpu.gib, least_gpu_reason=reason)
 
 
 def what_takes_memory(need: Need, *, on_gpu: bool) -> str:
@@ -242,9 +252,9 @@ def what_takes_memory(need: Need, *, on_gpu: bool) -> str:
 
 
 def extremes(numbers: Iterable[int]) -> list[int]:
-    """Returns the smallest and the largest number of micro-batches.
+    """Returns the largest and the smallest number of micro-batches.
 
     One of them needs least: with the smallest, gradients may need no sums; with the largest, an operation is smallest.
     """
     every = list(numbers)
-    return list(dict.fromkeys((every[0], every[-1])))
+    return list(dict.fromkeys((every[-1], every[0])))

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from windlass.actors.lifecycle import WAIT_POLICY
-from windlass.amounts import GIB, bytes_text
+from windlass.amounts import GIB, bytes_text, least_gib
 from windlass.engine.memory_plan import UpdateOrder, tokens_in_words
 from windlass.engine.training_config import Optimizer
 from windlass.planner.hardware import (
@@ -121,6 +121,8 @@ def plan(
         _check_gpus(settings, gpus, other=None if hardware == MEASURED else machine)
     elif find is not None:
         raise CommandError("--gpus: a search (--find) is for a number of GPUs; name one")
+    if find is Goal.SMALLEST_GPU and not machine.gpus.count:
+        raise CommandError(f"--find: {find} needs a machine with a GPU, and this one has none")
     if what_if and find is not None:
         raise CommandError("--what-if: a search (--find) changes the job or the machine itself; leave one of them out")
     _check_order_of_updates(gradient_updates, clip=clip)
@@ -147,6 +149,8 @@ def plan(
             sequence_length=seq_len,
             num_validation_examples=num_validation_examples,
         )
+        traced = "tracing the model, because it was not planned before; some seconds more"
+        question = replace(question, on_trace=lambda: status.update(traced))
         if find is not None:
             status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")
         number, num_params, question, planned = _answer(question, find, slack)
@@ -233,10 +237,9 @@ def _question(
     os.environ.update(WAIT_POLICY)  # before torch is imported, where it is
     from windlass.planner.planning import question_of
     from windlass.service.jobs import MachineResources, hypothetical_request
-    from windlass.service.processes import is_box_free
 
     config = config_of(settings, model, sequence_length)
-    is_alone = is_local and is_box_free(settings)
+    is_alone = is_local and _is_box_free(settings)
     request = hypothetical_request(
         settings,
         machine,
@@ -252,6 +255,12 @@ def _question(
     return question_of(request, config)
 
 
+def _is_box_free(settings: Settings) -> bool:
+    from windlass.service.processes import is_box_free  # it loads the database's library
+
+    return is_box_free(settings)
+
+
 def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "PlanQuestion", "Planned"]:
     """Plans the job or searches for the goal. Returns the number found, its parameters, and the question and plan.
 
@@ -260,6 +269,7 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
     from windlass.engine.memory_estimate import DeviceNeedUnknownError
     from windlass.engine.model import UnsupportedArchitectureError
     from windlass.planner.planning import answer, choose_gpus, find
+    from windlass.planner.profiling import UnusableConfigError
 
     try:
         if question.chooses_ranks:
@@ -267,8 +277,8 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
         if goal is not None and (found := find(question, goal, slack=slack)).planned is not None:
             return found.number, found.num_params, found.question, found.planned
         return 0, 0, question, answer(question)
-    except (UnsupportedArchitectureError, DeviceNeedUnknownError) as error:
-        raise CommandError(f"--model: {error}") from None
+    except (UnsupportedArchitectureError, DeviceNeedUnknownError, UnusableConfigError) as error:
+        raise CommandError(f"--model: {' '.join(str(error).split())}") from None
 
 
 def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "PlanReport") -> dict[str, Any] | None:
@@ -371,6 +381,7 @@ def _print(found: "PlanReport") -> None:
         print("it does not fit:")
         for reason in found.reasons:
             print(f"  {reason}")
+        _print_least_gpu(found)
         return
     numbers = asdict(found)
     print_columns(
@@ -397,6 +408,7 @@ def _print(found: "PlanReport") -> None:
     print()
     for reason in found.reasons:
         print(reason)
+    _print_least_gpu(found)
     print(f"planned for {tokens_in_words(numbers['example_tokens'])}")
 
 
@@ -406,6 +418,12 @@ def _interval(found: "PlanReport") -> str:
     assert found.step_s_low is not None, "it is a new plan"
     assert found.step_s_high is not None, "it is a new plan"
     return interval_in_words(found.step_s_low, found.step_s_high, found.times_from or "", found.num_compared or 0)
+
+
+def _print_least_gpu(found: "PlanReport") -> None:
+    if found.least_gpu_gib is not None:
+        gib = least_gib(found.least_gpu_gib * GIB)
+        print(f"the least GPU memory for this job is {gib} GiB: {found.least_gpu_reason}")
 
 
 def _shown(value: object) -> str:

@@ -86,7 +86,7 @@ class PlanNumbers(BaseModel):
 
     feasible: bool
     why_not: str = ""
-    missing_nbytes: int = 0  # what the box lacks, of all memory together
+    missing_nbytes: int = 0  # the least memory that the box lacks, of all kinds together
     peak_gib: dict[str, float] = {}
     arena_nbytes: int | None = None
     step_s: float | None = None
@@ -101,7 +101,7 @@ class PlanNumbers(BaseModel):
         return cls(
             feasible=plan.report.feasible and plan.placement is not None,
             why_not="" if plan.report.feasible else "; ".join(plan.report.reasons),
-            missing_nbytes=int(sum((plan.report.missing_bytes or {}).values())),
+            missing_nbytes=int(plan.report.least_missing_nbytes),
             peak_gib=dict(plan.report.peak_gib or {}),
             arena_nbytes=plan.arena_nbytes,
             step_s=plan.report.step_s,
@@ -166,7 +166,7 @@ def check_fits_a_box(job: Job, results: Results, names: Mapping[str, str], *, ma
     if may_run_unplanned or not answers or any(report.feasible for report in reports.values()):
         return
     if reports:
-        closest = min(reports, key=lambda key: sum((reports[key].missing_bytes or {}).values()))
+        closest = min(reports, key=lambda key: reports[key].least_missing_nbytes)
         raise does_not_fit(job, reports[closest], closest=names[closest])
     key, answer = next(iter(answers.items()))
     why = PlanNumbers.of(answer).why_not

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windlass.actors.job import JOURNAL_FILE, JobSpec, Pace
 from windlass.engine.memory_plan import Placement
@@ -34,7 +34,9 @@ from windlass.service.validation import (
     with_derived,
 )
 from windlass.storage.ids import Attempt, HeadSlices, JobId
-from windlass.storage.sql import Job
+
+if TYPE_CHECKING:  # it loads the database's library, which a plan does not need
+    from windlass.storage.sql import Job
 
 ARENA_DIR = Path("/dev/shm")
 
@@ -109,7 +111,7 @@ def journal_path(settings: Settings, job_id: str) -> Path:
 def preparation_order(
     settings: Settings,
     resources: MachineResources,
-    job: Job,
+    job: "Job",
     hardware: Hardware | None = None,
     *,
     filenames: Mapping[str, str],
@@ -219,7 +221,7 @@ def plan_request(
     )
 
 
-def plan_bounds(settings: Settings, job: Job, *, num_devices: int = 1) -> PlanBounds:
+def plan_bounds(settings: Settings, job: "Job", *, num_devices: int = 1) -> PlanBounds:
     """Returns the parts of the planner's request that follow from the installation's settings and the job's.
 
     `num_devices`: the most that a job with `gpus: auto` may get.
@@ -230,7 +232,7 @@ def plan_bounds(settings: Settings, job: Job, *, num_devices: int = 1) -> PlanBo
     return replace(bounds, chooses_ranks=asked.gpus == "auto")
 
 
-def resolve_job(job: Job, results: Results, *, num_devices: int = 1) -> ResolvedJob:
+def resolve_job(job: "Job", results: Results, *, num_devices: int = 1) -> ResolvedJob:
     """Computes the settings that the request left open, from the results of the preparation.
 
     `num_devices`: the most GPUs that a job with `gpus: auto` may get. Without a plan it gets one.
@@ -244,7 +246,7 @@ def resolve_job(job: Job, results: Results, *, num_devices: int = 1) -> Resolved
     return resolve_settings(job, results, num_devices=num_devices)
 
 
-def does_not_fit(job: Job, report: PlanReport, *, closest: str | None = None) -> PreparationError:
+def does_not_fit(job: "Job", report: PlanReport, *, closest: str | None = None) -> PreparationError:
     """Makes the error of a job that fits no box. `closest`: the box of the report; None: there is only one."""
     param = _budget_that_lacks(settings_of(job).windlass, report.missing_bytes or {})
     reasons = "; ".join(report.reasons)
@@ -252,7 +254,7 @@ def does_not_fit(job: Job, report: PlanReport, *, closest: str | None = None) ->
     return PreparationError("does_not_fit", message, param)
 
 
-def resolve_settings(job: Job, results: Results, *, num_devices: int = 1) -> ResolvedJob:
+def resolve_settings(job: "Job", results: Results, *, num_devices: int = 1) -> ResolvedJob:
     """Computes the settings as `resolve_job`, also if no plan fits.
 
     Raises PreparationError if the batch is too small for the GPUs or the lanes.
@@ -293,7 +295,7 @@ def planned_microbatches(results: Results) -> int | None:
     return next((number for plan in plans if (number := plan.num_microbatches) is not None), None)
 
 
-def training_config_of(job: Job) -> TrainingConfig:
+def training_config_of(job: "Job") -> TrainingConfig:
     """Returns the training config of a job whose data was counted.
 
     The numbers in its row hold, whatever this version would resolve "auto" to. Rows of older versions have fewer. Their
@@ -310,7 +312,7 @@ def training_config_of(job: Job) -> TrainingConfig:
 def build_job_spec(
     settings: Settings,
     resources: MachineResources,
-    job: Job,
+    job: "Job",
     plan: JobPlan | None = None,
     expected_pace: Pace | None = None,
 ) -> JobSpec:
@@ -324,7 +326,7 @@ def build_job_spec(
 def _job_spec(
     settings: Settings,
     resources: MachineResources,
-    job: Job,
+    job: "Job",
     training: TrainingConfig,
     num_validation_examples: int,
     plan: JobPlan | None,
@@ -374,7 +376,7 @@ def _budget_that_lacks(asked: WindlassSettings, missing_nbytes: Mapping[str, int
     return next((f"windlass.budgets.{name}" for name in lacking if getattr(asked.budgets, name) is not None), None)
 
 
-def settings_of(job: Job) -> JobSettings:
+def settings_of(job: "Job") -> JobSettings:
     """Returns the settings of a job's request."""
     return JobSettings.from_row(job.method, job.windlass, job.seed)
 
@@ -387,25 +389,25 @@ def _model_dir(settings: Settings, model: str) -> Path:
     return model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
 
 
-def gpus_of(job: Job) -> int:
+def gpus_of(job: "Job") -> int:
     """Returns the number of GPUs of a job: as asked for, or of its current attempt or plan if the plan chooses."""
     asked = settings_of(job).windlass.gpus
     return (job.hyperparameters or {}).get(_GPUS, 1) if asked == "auto" else asked
 
 
-def shown_gpus_of(job: Job) -> int:
+def shown_gpus_of(job: "Job") -> int:
     """Returns the same as `gpus_of`, without a check of the row's other settings."""
     asked = job.windlass.get("gpus", 1)
     number: int = (job.hyperparameters or {}).get(_GPUS, 1) if asked == "auto" else asked
     return number
 
 
-def chooses_gpus(job: Job) -> bool:
+def chooses_gpus(job: "Job") -> bool:
     """Returns whether a job's plan chooses its number of GPUs, without a check of the row's other settings."""
     return bool(job.windlass.get("gpus") == "auto")
 
 
-def with_gpus(job: Job, gpus: int) -> dict[str, Any]:
+def with_gpus(job: "Job", gpus: int) -> dict[str, Any]:
     """Returns the `hyperparameters` of the job's row with another number of GPUs, which its plan chose."""
     return {**(job.hyperparameters or {}), _GPUS: gpus}
 

@@ -1,9 +1,20 @@
 """The facts of a model of a known family, from recorded formulas. It imports no torch.
 
-Sizes: B examples, T tokens, K heads of keys, G heads of queries for each of them, D head dim, H hidden size (in GPT-2
-it is K times D), I intermediate size, V vocabulary, P positions. Those of the head's loops: S and U tokens of its first
-and second slice, W of both, Q of a piece of the loss, L and M tokens of a slice's last piece, R rows of a part of the
-projection's gradient, Z of the last.
+Sizes of a model and of a micro-batch:
+
+    B  examples                     H  hidden size (in GPT-2 it is K times D)
+    T  tokens of an example         I  intermediate size
+    K  heads of keys                V  vocabulary
+    G  heads of queries for each    P  positions
+    D  head dim
+
+Sizes of the head's loops:
+
+    S  tokens of its first slice    L  tokens of the last piece of the first slice
+    U  tokens of its second slice   M  tokens of the last piece of the second slice
+    W  tokens of both slices        R  rows of a part of the projection's gradient
+    Q  tokens of a piece of the loss
+    Z  rows of the last part
 """
 
 import functools
@@ -128,6 +139,7 @@ def sizes_of(shape: "ModelShape", *, num_tokens: int) -> dict[str, int]:
     }
 
 
+@functools.lru_cache(maxsize=16)
 def known_facts(shape: "ModelShape", precision: Precision, *, num_tokens: int) -> "KnownModel":
     """Returns the facts of a model with these sizes.
 

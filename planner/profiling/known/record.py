@@ -214,6 +214,7 @@ def units_of(
     sizes, recorded = sample.sizes, sample.recorded
     # Apart, because fake tensors are slower where some are swapped.
     parts = [[choice for choice in choices if choice.swaps is swaps] for swaps in (False, True)]
+    parts = [part for part in parts if part]
     models = [sample.model(precision, num_layers=len(part)) for part in parts]
     found: dict[str, dict[str, Any]] = {}
     for passes in passes_of(precision, num_examples=sizes["B"], num_tokens=sizes["T"]):

@@ -19,6 +19,7 @@ from windlass.planner.planning.planner import best_plan
 from windlass.planner.planning.profiles import Profiles
 from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.remedies import what_would_fit
+from windlass.planner.planning.report import PlanReport
 from windlass.planner.planning.shortfall import (
     MEMORIES,
     Shortfall,
@@ -219,3 +220,22 @@ def test_least_gpu_memory_is_enough_and_2_percent_less_is_not() -> None:
     assert planner_fits(with_limit(asked, memory, least.nbytes - DRIVER_NBYTES), profiles)
     assert not planner_fits(with_limit(asked, memory, int(0.98 * (least.nbytes - DRIVER_NBYTES))), profiles)
     assert "the device's memory goes to: " in least.reason
+
+
+def test_least_gpu_memory_is_told_with_each_plan_and_whatever_else_is_short() -> None:
+    fitting, short = answer(small()), answer(small(host=1.502))
+    for report in (fitting, short):
+        assert report.least_gpu_gib is not None
+        assert report.least_gpu_reason is not None
+        assert 1.5 < report.least_gpu_gib < 1.7
+    assert fitting.feasible
+    assert fitting.least_gpu_gib <= fitting.peak_gib["gpu"]  # type: ignore[index, operator]
+    assert "with enough of the other memory" in short.least_gpu_reason  # type: ignore[operator]
+    assert answer(small(num_gpus=0)).least_gpu_gib is None
+
+
+@pytest.mark.parametrize(("together", "expected"), [(True, 12), (False, 5), (None, 12)])
+def test_least_missing_memory_is_one_of_the_figures_or_all(together: bool | None, expected: int) -> None:
+    missing = {"gpu": 7, "host": 5, "ssd": 0}
+    report = PlanReport(feasible=False, reasons=(), missing_bytes=missing, missing_together=together)
+    assert report.least_missing_nbytes == expected

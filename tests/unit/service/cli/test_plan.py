@@ -171,6 +171,7 @@ def test_plan_that_does_not_fit_exits_with_2(shape: Path, home: Path, tmp_path: 
     assert result.exit_code == 2
     assert "it does not fit" in result.output
     assert "it fits with" in result.output
+    assert "the least GPU memory for this job is " in result.output
 
 
 def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
@@ -213,6 +214,7 @@ def test_a_model_that_is_here_goes_before_the_published_one(home: Path) -> None:
         (("--model", "{shape}", "--hardware", "rtx4080"), "did you mean rtx4090"),
         (("--model", "{shape}", "--hardware", "rtx4090:ram=100"), "ram is '100'; there are 64, 128, 256"),
         (("--model", "{shape}"), "windlass doctor"),
+        (("--model", "{shape}", "--hardware", "{cpu}", "--find", "smallest-gpu"), "needs a machine with a GPU"),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--num-microbatches", "9"), "9 parts of a batch of 4"),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--lanes", "5"), "5 lanes of at most 4 micro-batches"),
         (
@@ -241,7 +243,10 @@ def test_a_model_that_is_here_goes_before_the_published_one(home: Path) -> None:
     ],
 )
 def test_bad_input_gets_one_line(arguments: tuple[str, ...], words: str, shape: Path, home: Path) -> None:
-    names = {"shape": shape, "folder": shape.parent / "folder", "short": shape.parent / "short"}
+    names = {each: shape.parent / each for each in ("folder", "short", "cpu")} | {"shape": shape}
+    names["cpu"].write_text(
+        example_machines()["rtx4090-server"].read_text().replace("gpus: {count: 1", "gpus: {count: 0")
+    )
     for name, config in (("folder", {"model_type": "none of any library"}), ("short", LLAMA)):
         names[name].mkdir()
         (names[name] / "config.json").write_text(json.dumps(config))

@@ -11,6 +11,7 @@ import pytest
 from tests.support.actors import specs
 from windlass.actors.job.context import grad_precision, make_context
 from windlass.actors.job.spec import JobSpec
+from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.engine.training_config import config_json
 from windlass.engine.training_config.training_config import FinalModel, TrainingConfig
@@ -221,7 +222,7 @@ def training_of(asked: WindlassSettings) -> TrainingConfig:
     return resolve(settings, NUM_EXAMPLES)
 
 
-def spec_of(home: Path, asked: WindlassSettings) -> JobSpec:
+def spec_of(home: Path, asked: WindlassSettings, plan: JobPlan | None = None) -> JobSpec:
     """The spec for the runner of such a job, built from its row and its folder."""
     job = job_of(asked)
     resolved = resolve_job(job, RESULTS)
@@ -230,7 +231,7 @@ def spec_of(home: Path, asked: WindlassSettings) -> JobSpec:
     prepared = job_dir(settings, job.id) / "prepare" / f"{PREPARE_DATA}.json"
     prepared.parent.mkdir(parents=True, exist_ok=True)
     prepared.write_text(json.dumps(RESULTS[PREPARE_DATA]))
-    return build_job_spec(settings, MachineResources(num_cores=4, num_gpus=1), job)
+    return build_job_spec(settings, MachineResources(num_cores=4, num_gpus=1), job, plan)
 
 
 @cache
@@ -465,6 +466,30 @@ def test_first_plan_that_fits_gives_the_job_its_number_of_microbatches() -> None
     assert planned_microbatches(results) is None
     results |= {f"{PLAN_JOB}@b": planned(4), f"{PLAN_JOB}@c": planned(2)}
     assert planned_microbatches(results) == 4
+
+
+def test_attempt_updates_blocks_in_the_order_of_its_plan(tmp_path: Path) -> None:
+    left_open = windlass_settings(clip_norm=None)
+    plain = spec_of(tmp_path, left_open)
+    assert plain.training.update_order is UpdateOrder.ACTIVE
+    report = PlanReport(feasible=True, reasons=(), choices={"gradient_updates": "kept"})
+    plan = JobPlan(report=report, placement=Placement(), arena_nbytes=1)
+    spec = spec_of(tmp_path, left_open, plan)
+    assert spec.training == replace(plain.training, update_order=UpdateOrder.KEPT)
+    of_older_release = plan.model_copy(update={"report": replace(report, choices={})})
+    assert spec_of(tmp_path, left_open, of_older_release).training == plain.training
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_open"),
+    [({"clip_norm": None}, True), ({}, False), ({"clip_norm": None, "precision": "fp16"}, False)],
+)
+def test_plan_chooses_the_order_of_updates_only_where_every_order_is_exact(
+    tmp_path: Path, asked: dict[str, Any], is_open: bool
+) -> None:
+    assert request_of(tmp_path, windlass_settings(**asked)).chooses_order is is_open
+    fixed = windlass_settings(gradient_updates="kept", **asked)
+    assert not request_of(tmp_path, fixed).chooses_order
 
 
 def test_resolve_job_with_fewer_examples_than_lanes_names_the_lanes() -> None:

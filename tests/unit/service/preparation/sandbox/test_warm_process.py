@@ -95,6 +95,7 @@ def test_failed_step_ends_the_process_and_the_next_step_begins_another(
     assert warm.pid not in (None, first)
 
 
+@pytest.mark.long
 def test_killed_step_is_gone(warm: WarmProcess, tmp_path: Path) -> None:
     step = begin(warm, tmp_path, "time.sleep(60)")
     pid = step.pid
@@ -104,6 +105,7 @@ def test_killed_step_is_gone(warm: WarmProcess, tmp_path: Path) -> None:
     assert find_process(pid) is None
 
 
+@pytest.mark.long
 def test_step_beside_a_running_one_gets_a_process_of_its_own(warm: WarmProcess, tmp_path: Path) -> None:
     running = begin(warm, tmp_path, "time.sleep(60)")
     assert begin(warm, tmp_path, "print(os.getpid())", log="other").wait() == 0
@@ -112,6 +114,7 @@ def test_step_beside_a_running_one_gets_a_process_of_its_own(warm: WarmProcess, 
     running.wait()
 
 
+@pytest.mark.long
 def test_process_that_holds_half_of_the_memory_of_a_step_is_replaced(warm: WarmProcess, tmp_path: Path) -> None:
     assert begin(warm, tmp_path, "kept.append(b'x' * (150 << 20))").wait() == 0
     first = warm.pid
@@ -133,6 +136,7 @@ def test_idle_process_ends_and_a_busy_one_does_not(
     assert begin(warm, tmp_path, "time.sleep(0.3)").wait() == 0
 
 
+@pytest.mark.long
 def test_close_ends_a_running_step(warm: WarmProcess, tmp_path: Path) -> None:
     step = begin(warm, tmp_path, "time.sleep(60)")
     warm.close()
