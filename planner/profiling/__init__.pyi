@@ -11,6 +11,7 @@ from windlass.planner.profiling.measure_model import measure_blocks as measure_b
 from windlass.planner.profiling.model_config import FolderConfig as FolderConfig
 from windlass.planner.profiling.model_config import ShapeConfig as ShapeConfig
 from windlass.planner.profiling.model_config import UnusableConfigError as UnusableConfigError
+from windlass.planner.profiling.model_config import content_of as content_of
 from windlass.planner.profiling.model_config import loaded as loaded
 from windlass.planner.profiling.model_profiler import Profiler as Profiler
 from windlass.planner.profiling.model_profiler import TracedModel as TracedModel

@@ -9,6 +9,7 @@ from windlass.planner.question.job_plan import JobPlan as JobPlan
 from windlass.planner.question.job_plan import PlanBounds as PlanBounds
 from windlass.planner.question.job_plan import SimulatedStep as SimulatedStep
 from windlass.planner.question.job_plan import fewest_of_fastest as fewest_of_fastest
+from windlass.planner.question.kept_shapes import KeptShapes as KeptShapes
 from windlass.planner.question.plan_request import PlanRequest as PlanRequest
 from windlass.planner.question.plan_request import ReplanRequest as ReplanRequest
 from windlass.planner.question.profiles import Profiles as Profiles

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 from windlass.amounts import GIB
-from windlass.engine.memory_plan import Placement
+from windlass.engine.memory_plan import Placement, UpdateOrder
 from windlass.planner.hardware import Hardware
 from windlass.planner.question.report import PlanReport
 
@@ -120,6 +120,18 @@ class JobPlan(BaseModel):
     def num_gpus(self) -> int:
         """The number of GPUs that the job has by this plan. It is 1 for a plan of an older release."""
         return int((self.report.choices or {}).get("gpus", 1))
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """The number of micro-batches that the plan was made with; None if nothing fits."""
+        number: int | None = (self.report.choices or {}).get("num_microbatches")
+        return number
+
+    @property
+    def update_order(self) -> UpdateOrder | None:
+        """The order of updates that the job runs with by this plan; None: that of its training config."""
+        order = (self.report.choices or {}).get("gradient_updates")
+        return None if order is None else UpdateOrder(order)
 
     @property
     def gpu_numbers(self) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ from windlass.engine.memory_plan import (
 from windlass.engine.model import ModelLayout
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import ModelProfile, for_lengths
-from windlass.planner.profiling import BlockTimes, MeasuredBlocks, facts_of, profile_of, with_times
+from windlass.planner.profiling import BlockTimes, MeasuredBlocks, with_times
+from windlass.planner.question.kept_shapes import KeptShapes
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.solver import (
     PlannedJob,
@@ -45,10 +46,10 @@ class Profiles:
 
     def __init__(self, question: PlanQuestion) -> None:
         self._measures, self._question = question.measures, question
-        self._facts = facts_of(
+        kept = question.kept_shapes or KeptShapes()
+        self._shapes = kept.of(
             question.config, question.training.precision, question.kept_facts_dir, on_trace=question.on_trace
         )
-        self._untimed: dict[tuple[int, int], ModelProfile] = {}
         self._known: dict[tuple[int, int], ModelProfile] = {}
         self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}
         self._speedup = 1.0
@@ -78,7 +79,7 @@ class Profiles:
     @property
     def layout(self) -> ModelLayout:
         """The layout of the model's blocks."""
-        return self._facts.layout
+        return self._shapes.facts.layout
 
     def device_need(self, question: PlanQuestion, job: PlannedJob, solution: Solution) -> DeviceNeed:
         """Returns the device memory of a planned job, as its GPU worker allocates it."""
@@ -111,7 +112,7 @@ class Profiles:
         shape = (job.model.num_examples, job.model.num_tokens)
         lengths = question.lengths_in(job.num_microbatches)
         return device_need(
-            self._facts,
+            self._shapes.facts,
             plan,
             [shape] * plan.group_size,
             formats=job.training.formats,
@@ -163,15 +164,12 @@ class Profiles:
         return self._of_lengths[key]
 
     def _by_shapes(self, num_examples: int, num_tokens: int) -> ModelProfile:
-        shape = (num_examples, num_tokens)
-        if shape not in self._untimed:
-            self._untimed[shape] = profile_of(
-                self._facts,
-                *shape,
-                for_gpu=self._question.has_gpu,
-                head_slices=self._question.training.head_slices,
-            )
-        return self._untimed[shape]
+        return self._shapes.profile(
+            num_examples,
+            num_tokens,
+            for_gpu=self._question.has_gpu,
+            head_slices=self._question.training.head_slices,
+        )
 
     def _timed(self, num_examples: int, num_tokens: int) -> ModelProfile:
         """Returns the profile with measured block times, if there are any."""

@@ -15,6 +15,7 @@ from windlass.planner.cost import Speeds, Ways, speeds_of, ways_of_layer
 from windlass.planner.hardware import Hardware
 from windlass.planner.predictions import Correction, PastPredictions
 from windlass.planner.profiling import TimingCache
+from windlass.planner.question.kept_shapes import KeptShapes
 from windlass.planner.solver import (
     Limits,
     budgets_of,
@@ -45,6 +46,7 @@ class PlanQuestion:
     kept_facts_dir: Path | None = None  # of traced models; None: they are not stored
     on_trace: Callable[[], None] | None = None  # called before the model is traced, which takes seconds
     kept_times: TimingCache | None = None  # stored block times; None: blocks are always measured
+    kept_shapes: KeptShapes | None = None  # of earlier plans in this process; None: every model is profiled anew
     past: PastPredictions | None = None  # of this machine's jobs; None: another machine, or none are known
     ways: Ways = ways_of_layer  # options for a layer's activations
     # From the job's own steps, with the same number of micro-batches. If set, no blocks are measured.

@@ -28,8 +28,6 @@ from windlass.service.validation import (
     DEFAULT_CLIP_NORM,
     ApiError,
     WindlassSettings,
-    default_microbatches,
-    hypothetical_config,
     plain_reason,
 )
 from windlass.storage.ids import Precision, StatePrecision
@@ -130,6 +128,7 @@ def plan(
         raise CommandError("--what-if: a search (--find) changes the job or the machine itself; leave one of them out")
     _check_order_of_updates(gradient_updates, clip=clip)
     asked = _settings(
+        num_microbatches,
         precision=precision,
         state_precision=state_precision,
         optimizer=optimizer,
@@ -148,7 +147,6 @@ def plan(
             asked,
             is_local=hardware == MEASURED,
             batch_size=batch_size,
-            num_microbatches=num_microbatches,
             sequence_length=seq_len,
             num_validation_examples=num_validation_examples,
         )
@@ -180,9 +178,7 @@ def plan(
         if job_settings is not None:
             print()
             submitted = model if is_id(settings, model) else "MODEL"
-            _print_job_settings(
-                submitted, job_settings, most_gpus=question.num_ranks, is_default=num_microbatches is None
-            )
+            _print_job_settings(submitted, job_settings, most_gpus=question.num_ranks, is_open=num_microbatches is None)
         if found.what_if is not None:
             print()
             _print_what_if(found)
@@ -213,14 +209,14 @@ def _check_gpus(settings: Settings, gpus: int, *, other: Hardware | None) -> Non
         raise CommandError(f"--gpus: {error}") from None
 
 
-def _settings(**asked: Any) -> WindlassSettings:
-    """Checks settings in the same way as a request's object `windlass`.
+def _settings(num_microbatches: int | None, **asked: Any) -> WindlassSettings:
+    """Checks settings in the same way as a request's object `windlass`. A plan may have more micro-batches than a job.
 
     Raises:
         CommandError: an option is wrong; the text names it and says why.
     """
     try:
-        return WindlassSettings(**asked)
+        return WindlassSettings(**asked).model_copy(update={"num_microbatches": num_microbatches})
     except ValidationError as error:
         (first, *_) = error.errors()
         option = str(first["loc"][0]).replace("_", "-")
@@ -235,36 +231,28 @@ def _question(
     *,
     is_local: bool,
     batch_size: int,
-    num_microbatches: int | None,
     sequence_length: int,
     num_validation_examples: int,
 ) -> "PlanQuestion":
     """Makes the question that a job's preparation would send to the planner. The answer then holds for such a job."""
     os.environ.update(WAIT_POLICY)  # before torch is imported, where it is
     from windlass.planner.planning import question_of
-    from windlass.service.jobs import MachineResources, most_gpus_of, plan_request
+    from windlass.service.jobs import MachineResources, hypothetical_request
 
     config = config_of(settings, model, sequence_length)
-    resources = MachineResources.here(settings) if is_local else None
-    most = asked.with_most_gpus(most_gpus_of(machine, resources), num_microbatches or batch_size)
-    training = hypothetical_config(
-        most,
-        batch_size=batch_size,
-        num_microbatches=num_microbatches or max(most.num_lanes, most.least_gpus),
-        sequence_length=sequence_length,
-    )
-    request = plan_request(
+    is_alone = is_local and _is_box_free(settings)
+    request = hypothetical_request(
         settings,
         machine,
-        resources,
+        MachineResources.here(settings) if is_local else None,
         model_dir=Path(model),
         asked=asked,
-        training=training,
-        chooses_microbatches=num_microbatches is None,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
         num_validation_examples=num_validation_examples,
-        has_gpus=is_local and machine.gpus.count > 0 and _is_box_free(settings),
+        has_gpus=is_alone and machine.gpus.count > 0,
+        is_alone=is_alone,
     )
-    request = replace(request, chooses_order=training.leaves_order_open)
     return question_of(request, config)
 
 
@@ -299,27 +287,15 @@ def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "Pla
 
     Returns None if no such job exists.
     """
-    if found.choices is None or question.num_layers is not None:
-        return None
-    return {
-        "batch_size": question.training.batch_size,
-        "num_microbatches": found.choices["num_microbatches"],
-        "sequence_length": question.training.sequence_length,
-        "precision": question.training.precision,
-        "state_precision": question.training.state_precision,
-        "optimizer": question.training.optimizer,
-        "clip_norm": question.training.clip_norm,
-        "accumulation_precision": question.training.accumulation_precision,
-        "gradient_updates": found.choices["gradient_updates"],
-        "lanes": question.training.lanes,
-        "gpus": asked.gpus,
-    }
+    from windlass.service.jobs import settings_of_plan
+
+    return None if question.num_layers is not None else settings_of_plan(asked, question.training, found)
 
 
-def _print_job_settings(model: str, job_settings: dict[str, Any], *, most_gpus: int, is_default: bool) -> None:
+def _print_job_settings(model: str, job_settings: dict[str, Any], *, most_gpus: int, is_open: bool) -> None:
     """Prints the command for the planned job.
 
-    `most_gpus`: that the job may get. `is_default`: the user did not choose the number of micro-batches.
+    `most_gpus`: that the job may get. `is_open`: the user did not choose the number of micro-batches.
     """
     defaults = WindlassSettings()
     given = {name: value for name, value in job_settings.items() if value != getattr(defaults, name)}
@@ -328,9 +304,8 @@ def _print_job_settings(model: str, job_settings: dict[str, Any], *, most_gpus: 
         given.pop("lanes", None)
     options = " ".join(f"--set {name}={'null' if value is None else value}" for name, value in given.items())
     print(f"a job as planned: windlass submit {model} FILE {options}")
-    by_itself = default_microbatches(job_settings["batch_size"], job_settings["lanes"], most_gpus)
-    if is_default and by_itself != job_settings["num_microbatches"]:
-        print(f"(the fastest number of micro-batches that was found; a job that names none has {by_itself})")
+    if is_open:
+        print("(a job that names no number of micro-batches gets the fastest one for the lengths of its examples)")
 
 
 def _trace(planned: "Planned", path: Path) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware
 from windlass.planner.question import JobPlan, PlanBounds, PlanRequest
 from windlass.service.installation import Settings
+from windlass.service.jobs.machine_resources import MachineResources
 from windlass.service.jobs.plan_files import load_plan
 from windlass.service.jobs.spec_builder import (
-    MachineResources,
     dataset_dir,
     does_not_fit,
     job_dir,
+    planned_microbatches,
     resolve_settings,
     settings_of,
     training_config_of,
@@ -112,13 +113,16 @@ def requests_for_kinds(
 ) -> Mapping[str, Callable[[Results], PlanRequest]]:
     """Returns functions that make the requests to the planner from the results of a preparation, by kind.
 
-    Unmeasured kinds are left out. `num_devices`: the most GPUs that a job with `gpus: auto` may get here. Its lanes and
-    micro-batches follow from it on every box.
+    Unmeasured kinds are left out. `num_devices`: the most GPUs that a job with `gpus: auto` may get here. Its lanes
+    follow from it on every box. The first plan that fits chooses the number of micro-batches, if the job leaves it
+    open. The plans after it have the same number.
     """
 
     def request(kind: BoxKind, results: Results) -> PlanRequest:
         training = resolve_settings(job, results, num_devices=num_devices).training
-        return _request(settings, job, kind, training, results[PREPARE_DATA]["num_validation_examples"])
+        is_open = settings_of(job).windlass.num_microbatches is None and planned_microbatches(results) is None
+        request = _request(settings, job, kind, training, results[PREPARE_DATA]["num_validation_examples"])
+        return replace(request, chooses_microbatches=is_open)
 
     return {kind.key: functools.partial(request, kind) for kind in kinds if kind.hardware is not None}
 
@@ -133,13 +137,15 @@ def _request(
     settings: Settings, job: Job, kind: BoxKind, training: TrainingConfig, num_validation_examples: int
 ) -> PlanRequest:
     assert kind.hardware is not None, "nothing is planned for an unmeasured box"
-    bounds = kind.bounds(settings_of(job).windlass)
+    asked = settings_of(job).windlass
+    bounds = kind.bounds(asked)
     return PlanRequest(
         model_dir=model_dir(job.model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir),
         hardware=kind.hardware,
         training=training,
         dataset_dir=dataset_dir(job_dir(settings, job.id)),
         num_validation_examples=num_validation_examples,
+        chooses_order=asked.leaves_order_open,
         num_ranks=bounds.num_ranks,
         num_optimizers=bounds.num_optimizers,
         host_memory_nbytes=bounds.host_memory_nbytes,

@@ -28,7 +28,8 @@ from windlass.service.dispatcher.lease import BEAT_S, LEASE_S, Lease
 from windlass.service.dispatcher.placement.capacity import MachineCapacity
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
-from windlass.service.jobs.spec_builder import MachineResources, resolve_job
+from windlass.service.jobs.machine_resources import MachineResources
+from windlass.service.jobs.spec_builder import resolve_job
 from windlass.service.preparation.pipeline import Preparation, PreparationError
 from windlass.service.preparation.steps import PLAN_JOB, PreparationOrder
 from windlass.storage.ids import Attempt, JobId

@@ -16,7 +16,8 @@ from windlass.planner.question.report import PlanReport
 from windlass.planner.solver.memory_limits import DRIVER_NBYTES
 from windlass.service.dispatcher import replanner
 from windlass.service.dispatcher.placement.capacity import MachineCapacity
-from windlass.service.jobs.spec_builder import MachineResources, job_dir, plan_request, resolve_job
+from windlass.service.jobs.machine_resources import MachineResources
+from windlass.service.jobs.spec_builder import job_dir, plan_request, resolve_job
 from windlass.service.preparation.pipeline import PreparationError
 from windlass.service.preparation.steps import CHECK_MODEL, PREPARE_DATA, QUESTION_FILE
 from windlass.service.validation.hyperparameters import WindlassSettings

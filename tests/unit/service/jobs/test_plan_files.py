@@ -66,6 +66,15 @@ def test_load_plan_request_of_an_older_release_has_the_training_config_of_the_ro
     assert again.dataset_dir == dataset_dir(job_dir(Settings(home=tmp_path), "ftjob-1"))
 
 
+def test_load_plan_request_of_a_job_has_the_number_of_microbatches_that_its_first_plan_chose(tmp_path: Path) -> None:
+    left_open = windlass_settings(num_microbatches="auto")
+    request = request_of(tmp_path, left_open)
+    assert request.chooses_microbatches
+    again = stored_request(tmp_path, left_open, request.to_json())
+    assert again is not None
+    assert (again.chooses_microbatches, again.training) == (False, request.training)
+
+
 def test_load_plan_request_without_data_is_planned_for_the_longest_examples(tmp_path: Path) -> None:
     asked = windlass_settings()
     older = request_of(tmp_path, asked).to_json()

@@ -21,7 +21,7 @@ from windlass.service.dispatcher.placement.capacity import (
     read_capacity,
 )
 from windlass.service.installation.settings import Settings
-from windlass.service.jobs.spec_builder import MachineResources
+from windlass.service.jobs.machine_resources import MachineResources
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.memory.arena import Arena, arena_path
 from windlass.storage.ssd.volume import Volume
