@@ -10,51 +10,17 @@ from benchmarks.papers.published_models import RATEL_SHAPES
 from benchmarks.reporting.heat_map import Panel, heat_maps
 from benchmarks.reporting.page import DOCS, Page
 from windlass.engine.training_config import TrainingConfig
+from windlass.planner.feasibility import fits, with_part
 from windlass.planner.hardware import Hardware, ModelShape, machine_of
-from windlass.planner.planning import PlanQuestion
-from windlass.planner.planning.feasibility import fits, with_part
-from windlass.planner.planning.profiles import Profiles
 from windlass.planner.profiling import ShapeConfig
+from windlass.planner.question import PlanQuestion, Profiles
 from windlass.storage.ids import StatePrecision
 
 GPU_GIB = (12, 16, 24, 32, 48, 80)
 RAM_GIB = (32, 64, 128, 256, 512, 768)
 BATCHES = (1, 16)
 # Billions of parameters of the models that are tried.
-SIZES = (
-    *(
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-        8,
-        10,
-        13,
-        16,
-        20,
-        25,
-        30,
-        35,
-        40,
-        48,
-        55,
-        62,
-        70,
-        85,
-        100,
-        115,
-        135,
-        155,
-        175,
-        200,
-        225,
-        250,
-    ),
-    *(276, 310, 340, 375, 412, 460, 500, 570, 640, 720, 800, 900, 1000),
-)
+SIZES = (1, 2, 3, 4, 6, 8, 10, 13, 20, 30, 40, 55, 70, 100, 135, 175, 225, 276, 340, 412, 500, 640, 800, 1000)
 _NUM_TOKENS = 1024
 _MACHINE = "rtx4090-server"
 _HEAD_DIM = 128

@@ -11,12 +11,11 @@ from benchmarks.papers.published_models import RATEL_SHAPES
 from benchmarks.reporting.page import Page, write_page
 from windlass.amounts import GIB
 from windlass.engine.training_config import TrainingConfig
+from windlass.planner.feasibility import fits, with_part
 from windlass.planner.hardware import Hardware, example_machines, load
-from windlass.planner.planning import PlanQuestion, PlanReport
-from windlass.planner.planning.feasibility import fits, with_part
 from windlass.planner.planning.planner import fastest_plan, planned
-from windlass.planner.planning.profiles import Profiles
 from windlass.planner.profiling import ShapeConfig
+from windlass.planner.question import PlanQuestion, PlanReport, Profiles
 
 _MACHINE = "rtx4090-server"
 _NUM_EXAMPLES, _NUM_TOKENS = 32, 1024

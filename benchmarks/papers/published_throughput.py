@@ -18,10 +18,9 @@ from benchmarks.papers.published_stages import (
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import speeds_of
 from windlass.planner.hardware import Hardware, ModelShape, load, machine_of, published_models
-from windlass.planner.planning import PlanQuestion, PlanReport
 from windlass.planner.planning.gpu_choice import plan_without_advice
-from windlass.planner.planning.profiles import Profiles
 from windlass.planner.profiling import ShapeConfig
+from windlass.planner.question import PlanQuestion, PlanReport, Profiles
 from windlass.storage.ids import Precision
 
 _MEMASCEND_TOKENS = 4096

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from windlass.engine.model.slice_sizes import num_product_rows
+from windlass.engine.slices import num_product_rows
 
 
 class GradBuffer:

@@ -3,10 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from windlass.planner.planning.feasibility import (
-    with_part,
-)
-from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.feasibility import with_part
+from windlass.planner.question import PlanQuestion
 from windlass.planner.solver import (
     DoesNotFitError,
     PlannedJob,

@@ -4,12 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from windlass.planner.planning.exact_search import solve_exactly
-from windlass.planner.planning.feasibility import largest_fitting, least_memory, with_part
+from windlass.planner.feasibility import largest_fitting, least_gpu, least_memory_of, with_least_gpu, with_part
 from windlass.planner.planning.planner import Planned, best_plan, fastest_plan, planned
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.shortfall import least_gpu, with_least_gpu
+from windlass.planner.question import PlanQuestion, Profiles, solve_exactly
 from windlass.planner.solver import DEFAULT_SLACK, DoesNotFitError, Goal, Solution, smallest, solve_job
 
 _TOKENS_STEP = 256  # tokens: resolution of the search for the longest context
@@ -86,7 +83,7 @@ def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) ->
     job, solution, step_s = fastest_plan(extreme, profiles)
     result = planned(extreme, job, solution, profiles, step_s=step_s, advises=False)
     if goal is Goal.SMALLEST_GPU:
-        gpu = least_gpu(extreme, least_memory(extreme, profiles))
+        gpu = least_gpu(extreme, least_memory_of(extreme, profiles))
         result = replace(result, report=with_least_gpu(result.report, gpu))
     return Found(goal=goal, number=number, num_params=job.model.numel, question=extreme, planned=result)
 
@@ -94,7 +91,7 @@ def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) ->
 def _smallest_gpu(question: PlanQuestion, profiles: Profiles) -> tuple[int, PlanQuestion]:
     """Finds the least whole GiB of GPU memory with which a job fits on this machine, without a budget for it."""
     question = replace(question, device_memory_nbytes=None)
-    least = least_gpu(question, least_memory(question, profiles))
+    least = least_gpu(question, least_memory_of(question, profiles))
     if least is None or least.needs_more:
         return 0, question
     number = math.ceil(least.gib)

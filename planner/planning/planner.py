@@ -7,20 +7,27 @@ from windlass.engine.memory_plan import (
     MemoryTier,
 )
 from windlass.engine.model import ModelLayout
-from windlass.planner.planning.at_present import at_present
-from windlass.planner.planning.exact_search import counted, search_exactly
-from windlass.planner.planning.faster import what_is_faster
-from windlass.planner.planning.feasibility import least_memory, numbers_of_microbatches
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.remedies import what_would_fit
-from windlass.planner.planning.report import ExampleTokens, PlanReport, report_of, with_limits
-from windlass.planner.planning.shortfall import (
+from windlass.planner.feasibility import (
     least_gpu,
+    least_memory_of,
     limits_for_plans,
+    numbers_of_microbatches,
     shortfall_of,
     what_takes_memory,
+    what_would_fit,
     with_least_gpu,
+)
+from windlass.planner.planning.faster import what_is_faster
+from windlass.planner.question import (
+    ExampleTokens,
+    PlanQuestion,
+    PlanReport,
+    Profiles,
+    counted,
+    report_at_present,
+    report_of,
+    search_exactly,
+    with_limits,
 )
 from windlass.planner.simulation import simulated_step_s
 from windlass.planner.solver import (
@@ -58,7 +65,7 @@ def answer(question: PlanQuestion) -> Planned:
 
 def _report_of_shortfall(question: PlanQuestion, profiles: Profiles) -> PlanReport:
     """Reports what a job lacks that does not fit, and the changes with which it fits."""
-    least = least_memory(question, profiles)
+    least = least_memory_of(question, profiles)
     shortfall = shortfall_of(question, least)
     missing = shortfall.missing
     reasons = [shortfall.in_words()]
@@ -85,10 +92,10 @@ def planned(
     """Builds the answer from a solution. `step_s`: simulated. `advises`: also report what would be faster."""
     report = report_of(job, solution, is_cpu=not question.has_gpu, step_s=step_s)
     report = replace(with_limits(report, question.budgets), example_tokens=_tokens_of(question, job.num_microbatches))
-    report = at_present(question, job, report)
+    report = report_at_present(question, job, report)
     if advises:
         report = replace(report, reasons=(*report.reasons, *what_is_faster(question, job, solution)))
-        report = with_least_gpu(report, least_gpu(question, least_memory(question, profiles)))
+        report = with_least_gpu(report, least_gpu(question, least_memory_of(question, profiles)))
     return Planned(report=report, solution=solution, layout=None if question.num_layers else profiles.layout)
 
 
@@ -148,7 +155,7 @@ def _search(question: PlanQuestion, profiles: Profiles, *, num_others: int = 0, 
 
     The plan that needs least memory says whether any fits. Where memory is just enough, it may be the best one.
     """
-    least = least_memory(question, profiles)
+    least = least_memory_of(question, profiles)
     need = least.fitting(limits_for_plans(question))
     if need is None:
         raise DoesNotFitError(lambda: shortfall_of(question, least).missing)

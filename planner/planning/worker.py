@@ -16,17 +16,20 @@ from windlass.engine.data import DatasetError, example_lengths
 from windlass.engine.memory_plan import ExampleLengths
 from windlass.engine.model import UnsupportedArchitectureError
 from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus
-from windlass.planner.planning.job_plan import JobPlan, SimulatedStep
-from windlass.planner.planning.kept_shapes import KeptShapes
-from windlass.planner.planning.measured_steps import MIN_STEPS, load_measured
-from windlass.planner.planning.past_predictions import PastPredictions
-from windlass.planner.planning.plan_request import PlanRequest, ReplanRequest
 from windlass.planner.planning.planner import Planned, answer
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.replan import RunningJob, correct, costs_of
 from windlass.planner.planning.what_if import with_what_if
+from windlass.planner.predictions import MIN_STEPS, PastPredictions, load_measured
 from windlass.planner.profiling import FolderConfig, TimingCache
+from windlass.planner.question import (
+    JobPlan,
+    KeptShapes,
+    PlanQuestion,
+    PlanRequest,
+    Profiles,
+    ReplanRequest,
+    SimulatedStep,
+)
 from windlass.planner.simulation import Stuck, TooLong, simulate_planned
 
 _FACTS_FOLDER = "traced"  # in the folder of block times: the facts of models that were traced

@@ -33,7 +33,8 @@ from windlass.service.validation import (
 from windlass.storage.ids import Precision, StatePrecision
 
 if TYPE_CHECKING:
-    from windlass.planner.planning import Comparison, Planned, PlanQuestion, PlanReport
+    from windlass.planner.planning import Comparison, Planned
+    from windlass.planner.question import PlanQuestion, PlanReport
 
 _MOST_EXAMPLES, _MOST_TOKENS = 1 << 16, 1 << 22
 _MODEL_HELP = (
@@ -413,7 +414,7 @@ def _print(found: "PlanReport") -> None:
 
 
 def _interval(found: "PlanReport") -> str:
-    from windlass.planner.planning import interval_in_words
+    from windlass.planner.predictions import interval_in_words
 
     assert found.step_s_low is not None, "it is a new plan"
     assert found.step_s_high is not None, "it is a new plan"

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from windlass.amounts import GIB
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning import JobPlan, PlanBounds, PlanRequest
+from windlass.planner.question import JobPlan, PlanBounds, PlanRequest
 from windlass.service.installation import Settings
 from windlass.service.jobs.machine_resources import MachineResources
 from windlass.service.jobs.plan_files import load_plan

@@ -5,7 +5,7 @@ from typing import Any
 
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning import PlanReport, PlanRequest
+from windlass.planner.question import PlanReport, PlanRequest
 from windlass.service.installation import Settings
 from windlass.service.jobs.machine_resources import MachineResources, most_gpus_of
 from windlass.service.jobs.spec_builder import plan_request

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from windlass.actors.job import Pace, pace_of_metrics
 from windlass.engine.training_config import TrainingConfig
-from windlass.planner.planning import JobPlan, PlanRequest, fewest_of_fastest
+from windlass.planner.question import JobPlan, PlanRequest, fewest_of_fastest
 from windlass.service.installation import Settings
 from windlass.service.jobs.spec_builder import (
     chooses_gpus,

@@ -11,7 +11,7 @@ from windlass.actors.job import JOURNAL_FILE, JobSpec, Pace
 from windlass.engine.memory_plan import Placement
 from windlass.engine.training_config import Initialization, TrainingConfig, config_json
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning import JobPlan, PlanBounds, PlanReport, PlanRequest
+from windlass.planner.question import JobPlan, PlanBounds, PlanReport, PlanRequest
 from windlass.service.installation import Settings
 from windlass.service.jobs.machine_resources import MachineResources, most_gpus_of, threads_of
 from windlass.service.preparation import (

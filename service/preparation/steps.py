@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from windlass.actors.job import JobSpec
 from windlass.engine.model import MODELS_MODULE
-from windlass.planner.planning import PlanRequest
+from windlass.planner.question import PlanRequest
 from windlass.service.preparation.check_cache import CheckCache
 from windlass.service.preparation.sandbox import PASSED_ON, StepServer, WarmProcess
 from windlass.storage.ids import Precision

@@ -27,18 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.engine.memory_estimate import Passes, PassNeeds
 from windlass.engine.memory_plan import EVERY_OPERATOR, LEAST_SWAPPED_NBYTES, RECOMPUTE_ALL, BlockActivations, UnitNeed
-from windlass.engine.model import (
-    BlockLayout,
-    ModelLayout,
-    ParamSlice,
-    choose_chunk_numel,
-    num_piece_tokens,
-    num_product_rows,
-    num_slice_tokens,
-)
+from windlass.engine.model import BlockLayout, ModelLayout, ParamSlice, choose_chunk_numel
+from windlass.engine.slices import num_piece_tokens, num_product_rows, num_slice_tokens
 from windlass.planner.cost import OperatorProfile
+from windlass.planner.profiling import LayerOperators
 from windlass.planner.profiling.known.formulas import Formula, Sizes, largest_value
-from windlass.planner.profiling.profiled_facts import LayerOperators
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 if TYPE_CHECKING:  # it needs pydantic, which the GPU check does without
@@ -107,8 +100,15 @@ def choice_key(choice: BlockActivations, names: Mapping[str, int]) -> str:
 
 @functools.cache
 def _family(name: str) -> dict[str, Any] | None:
-    """Reads a family's file. Returns None if it was recorded with other versions of the packages that are traced."""
-    stored: dict[str, Any] = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
+    """Reads a family's file. Returns None if it was recorded with other versions of the packages that are traced.
+
+    It is None for a family without a file, too.
+    """
+    try:
+        text = (Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    stored: dict[str, Any] = json.loads(text)
     same = all(version(package).partition("+")[0] == stored["versions"][package] for package in PACKAGES)
     return stored if same else None
 
@@ -318,7 +318,7 @@ class KnownModel:
         if recorded is None:
             raise NotKnownError(f"{variant_of(passes)}: head {loops.key}")
         first, second = loops.more_pieces
-        peak = max(
+        peak: int = max(
             _formula(nbytes).value(sizes) + first * of_first + second * of_second
             for nbytes, of_first, of_second in recorded
         )

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 
 from windlass.actors.timeline import SIMULATED_FOLDER, held_steps, load_step, trace_of
 from windlass.planner.hardware import Hardware, unusual
-from windlass.planner.planning import JobPlan, PlanReport, PlanRequest
+from windlass.planner.question import JobPlan, PlanReport, PlanRequest
 from windlass.service.api import CallerDep, Context, ContextDep, is_visible, model_hint
 from windlass.service.api.middleware import BusyError
 from windlass.service.api.schemas import JobPlanObject, PlanObject, TraceObject

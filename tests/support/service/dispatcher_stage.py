@@ -19,9 +19,9 @@ from windlass.actors.lifecycle.attempt_lock import begin_attempt
 from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.plan import Placement
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.plan_request import PlanRequest
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.plan_request import PlanRequest
+from windlass.planner.question.report import PlanReport
 from windlass.service.dispatcher.dispatcher import Dispatcher
 from windlass.service.dispatcher.housekeeping import Housekeeping
 from windlass.service.dispatcher.lease import BEAT_S, LEASE_S, Lease

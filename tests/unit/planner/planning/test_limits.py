@@ -7,14 +7,14 @@ import pytest
 
 from tests.unit.planner.planning.test_planner import machine, question
 from windlass.engine.memory_plan.memory_tier import MemoryTier
+from windlass.planner.feasibility.feasibility import fits, with_part
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning import limits
-from windlass.planner.planning.feasibility import fits, with_part
 from windlass.planner.planning.limits import find
 from windlass.planner.planning.planner import best_plan
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.question.profiles import Profiles
+from windlass.planner.question.question import PlanQuestion
 from windlass.planner.solver.bisection import Goal
 
 # The SSDs are the limit here: model states, and activations that fit nowhere else.

@@ -8,12 +8,12 @@ import pytest
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
-from windlass.planner.planning.measured_steps import measured_step
 from windlass.planner.planning.planner import Planned, answer, best_plan
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.replan import CorrectedPlan, RunningJob, correct
+from windlass.planner.predictions.measured_steps import measured_step
 from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.question.profiles import Profiles
+from windlass.planner.question.question import PlanQuestion
 from windlass.planner.simulation.planned_job import simulate_planned
 
 SHAPE = ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000)

@@ -25,7 +25,7 @@ SHAPE = "num_layers: 2\nhidden_size: 256\nnum_heads: 4\nvocab_size: 1000\n"
 
 def plan(home: Path, model: object, *options: str) -> tuple[dict[str, object], list[str]]:
     """Runs the command. Returns its answer, and the heavy libraries that it has loaded."""
-    asked = ("--model", str(model), "--batch-size", "2", "--seq-len", "64", "--hardware", "rtx4090-server", "--json")
+    asked = ("--model", str(model), "--batch-size", "2", "--seq-len", "32", "--hardware", "rtx4090-server", "--json")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
     ran = subprocess.run(
         [sys.executable, "-c", COMMAND, "plan", *asked, "--home", str(home), *options],
@@ -53,7 +53,7 @@ def test_plan_of_a_shape_loads_no_torch(tmp_path: Path) -> None:
 )
 def test_plan_of_a_folder_that_was_planned_before_loads_no_torch(changed: tuple[str, ...], tmp_path: Path) -> None:
     folder, home = tmp_path / "model", tmp_path / "home"
-    make_model_folder(folder, "Llama")
+    make_model_folder(folder, "llama")
     first, loaded = plan(home, folder, *changed)
     assert "torch" in loaded
     assert plan(home, folder, *changed) == (first, [])

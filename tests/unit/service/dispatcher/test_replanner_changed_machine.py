@@ -11,8 +11,8 @@ from windlass.amounts import GIB
 from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes, reserved_nbytes
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.hardware.hardware import Hardware
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.report import PlanReport
 from windlass.planner.solver.memory_limits import DRIVER_NBYTES
 from windlass.service.dispatcher import replanner
 from windlass.service.dispatcher.placement.capacity import MachineCapacity

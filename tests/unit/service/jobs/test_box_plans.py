@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.service.jobs.test_spec_builder import MACHINE, RESULTS, job_of, windlass_settings
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.report import PlanReport
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.box_plans import (
     HERE,

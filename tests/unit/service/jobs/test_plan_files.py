@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.service.jobs.test_spec_builder import CONFIG, RESULTS, job_of, request_of, spec_of, windlass_settings
-from windlass.planner.planning.job_plan import ChangedInputs, JobPlan, PlanBounds
-from windlass.planner.planning.plan_request import PlanRequest
-from windlass.planner.planning.report import PlanReport
 from windlass.planner.planning.worker import question_of
+from windlass.planner.question.job_plan import ChangedInputs, JobPlan, PlanBounds
+from windlass.planner.question.plan_request import PlanRequest
+from windlass.planner.question.report import PlanReport
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.plan_files import has_plan, keep_plan, load_plan, load_plan_request, plans_of
 from windlass.service.jobs.spec_builder import dataset_dir, job_dir, resolve_job

@@ -18,14 +18,14 @@ from windlass.engine.training_config.training_config import FinalModel, Training
 from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.plan_request import PlanRequest
 from windlass.planner.planning.planner import best_plan
-from windlass.planner.planning.profiles import Profiles, planned_job
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.report import PlanReport
 from windlass.planner.planning.worker import question_of
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.plan_request import PlanRequest
+from windlass.planner.question.profiles import Profiles, planned_job
+from windlass.planner.question.question import PlanQuestion
+from windlass.planner.question.report import PlanReport
 from windlass.planner.solver.step_cost import PlannedJob
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.machine_resources import MachineResources, threads_of

@@ -89,7 +89,7 @@ def check(shape: ModelShape, data: st.DataObject, *, num_passes: int) -> None:
             assert known.needs(choices, each) == traced.needs(choices, each)
 
 
-@hypothesis.settings(max_examples=4, deadline=None, derandomize=True, database=None, phases=[hypothesis.Phase.generate])
+@hypothesis.settings(max_examples=2, deadline=None, derandomize=True, database=None, phases=[hypothesis.Phase.generate])
 @hypothesis.given(shape=shapes(), data=st.data())
 def test_known_model_equals_its_trace(shape: ModelShape, data: st.DataObject) -> None:
     check(shape, data, num_passes=1)
@@ -121,7 +121,7 @@ def test_recorded_families_are_of_the_installed_versions(family: str) -> None:
     assert file_of(family)["versions"] == versions
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("qwen3", marks=pytest.mark.long)])
 def test_recording_again_gives_the_recorded_formulas(family: str) -> None:
     sample, stored = record.Sample(family=family), file_of(family)
     model = sample.model(Precision.BF16)
@@ -136,7 +136,7 @@ def test_recording_again_gives_the_recorded_formulas(family: str) -> None:
 
 def test_recording_the_head_again_gives_the_recorded_formulas() -> None:
     sample = record.Sample(family="gpt2", is_tied=True)
-    loops = record.HeadLoops(num_pieces=3, num_second_pieces=2, num_parts=2)
+    loops = record.HeadLoops(num_pieces=2, num_second_pieces=2, is_full=True, num_parts=2)
     found = record.head_of(sample, Precision.BF16, [loops])["16"]
     assert found == {loops.key: file_of("gpt2")["tied"]["head"]["16"]["16"][loops.key]}
 
@@ -162,8 +162,8 @@ def test_what_is_not_known_is_traced() -> None:
         known_facts(shape, Precision.BF16, num_tokens=16).needs(unusual, of_job)
     traced = TracedModel(config_of_shape(shape, num_tokens=16), Precision.BF16)
     assert facts.needs(unusual, of_job) == traced.needs(unusual, of_job)
-    small = replace(of_job, head_slices=HeadSlices.SMALL)
-    assert facts.needs({}, small) == traced.needs({}, small)
+    with pytest.raises(NotKnownError):
+        known_facts(shape, Precision.BF16, num_tokens=16).needs({}, replace(of_job, head_slices=HeadSlices.SMALL))
     assert traced_models == ["once"]
 
 

@@ -17,8 +17,8 @@ from tests.support.engine.folders import VOCABULARY, make_tokenizer
 from tests.support.service.api_client import context_of, serve, upload
 from tests.unit.service.cli.test_plan import run
 from windlass.planner.hardware.hardware import example_machines
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.plan_request import PlanRequest
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.plan_request import PlanRequest
 from windlass.service.api.routes import plans
 from windlass.service.installation.settings import HARDWARE_FILE, Settings
 from windlass.service.jobs.hypothetical_plans import settings_of_plan

@@ -25,8 +25,8 @@ from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.training_config.training_config import Optimizer
 from windlass.planner.hardware.hardware import example_machines
 from windlass.planner.planning import worker as plan_job
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.plan_request import PlanRequest
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.plan_request import PlanRequest
 from windlass.service.api.routes import plans
 from windlass.service.cli import jobs as cli_jobs
 from windlass.service.cli import plan as cli_plan

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from windlass.amounts import GIB
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.report import PlanReport
 from windlass.service.dispatcher.placement import capacity as box
 from windlass.service.dispatcher.placement.capacity import (
     BUFFERS,

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from windlass.planner.planning.confidence import MIN_COMPARED, TimesFrom, interval_in_words, step_interval
+from windlass.planner.predictions.confidence import MIN_COMPARED, TimesFrom, interval_in_words, step_interval
 
 NUM_HISTORIES = 1500
 

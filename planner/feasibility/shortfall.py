@@ -7,9 +7,8 @@ from typing import Any
 
 from windlass.amounts import GIB, least_gib, least_text
 from windlass.engine.memory_plan import MemoryTier, reserved_nbytes
-from windlass.planner.planning.least_memory import LeastMemory, Need
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.feasibility.least_memory import LeastMemory, Need
+from windlass.planner.question import PlanQuestion, PlanReport
 from windlass.planner.solver import DRIVER_NBYTES, Bytes, processes_nbytes
 
 # Bytes that may be lost by rounding where the allocator's reserve is added and subtracted.

@@ -24,7 +24,7 @@ from windlass.actors.timeline import (
     worker_of,
 )
 from windlass.engine.model import ModelLayout
-from windlass.planner.planning.rate_correction import MeasuredStep, WorkDone
+from windlass.planner.predictions.rate_correction import MeasuredStep, WorkDone
 from windlass.storage.ids import BlockIndex
 
 # Number of steps needed for a correction. With fewer, one step that other work disturbed could decide it.

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from windlass.planner.planning import PastPrediction, PastPredictions
-from windlass.planner.planning.confidence import TimesFrom
+from windlass.planner.predictions import PastPrediction, PastPredictions
+from windlass.planner.predictions.confidence import TimesFrom
 
 ONE = PastPrediction(job_id="ftjob-1", times_from="blocks", predicted_s=2.0, measured_s=2.5, num_steps=20)
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.planner.planning.confidence import TimesFrom
+from windlass.planner.predictions.confidence import TimesFrom
 from windlass.storage.files import lock, write_atomically
 
 _FILE = "predictions.jsonl"

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_serializer
 from windlass.amounts import GIB
 from windlass.engine.memory_plan import Placement, UpdateOrder
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.report import PlanReport
 
 # Step times that differ by at most this share count as equal.
 EQUAL_SHARE = 0.02

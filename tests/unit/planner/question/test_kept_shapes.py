@@ -3,8 +3,8 @@
 from typing import Any
 
 from windlass.planner.hardware.model_shape import ModelShape
-from windlass.planner.planning.kept_shapes import KeptShapes, ModelShapes
 from windlass.planner.profiling.model_config import ShapeConfig
+from windlass.planner.question.kept_shapes import KeptShapes, ModelShapes
 from windlass.storage.ids import HeadSlices, Precision
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, DeviceNeed, MemoryTier, Placement, UpdateOrder
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.question import PlanQuestion, Profiles
 from windlass.planner.solver import (
+    Assignment,
     Bytes,
     Limits,
     MemoryFrontier,
@@ -25,7 +25,6 @@ from windlass.planner.solver import (
     plan_of,
     solution_of,
 )
-from windlass.planner.solver.integer_program import Assignment
 
 # Share of a need: the search ends when no other assignment can need less by more than this.
 _NEAR = 0.003

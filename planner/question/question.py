@@ -13,10 +13,9 @@ from windlass.engine.memory_plan import (
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import Speeds, Ways, speeds_of, ways_of_layer
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning.kept_shapes import KeptShapes
-from windlass.planner.planning.past_predictions import PastPredictions
-from windlass.planner.planning.rate_correction import Correction
+from windlass.planner.predictions import Correction, PastPredictions
 from windlass.planner.profiling import TimingCache
+from windlass.planner.question.kept_shapes import KeptShapes
 from windlass.planner.solver import (
     Limits,
     budgets_of,

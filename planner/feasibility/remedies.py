@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from windlass.engine.memory_plan import UpdateOrder
-from windlass.planner.planning.feasibility import fits, largest_fitting, numbers_of_microbatches
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.shortfall import Shortfall
+from windlass.planner.feasibility.feasibility import fits, largest_fitting, numbers_of_microbatches
+from windlass.planner.feasibility.shortfall import Shortfall
+from windlass.planner.question import PlanQuestion, Profiles
 from windlass.storage.ids import Precision, StatePrecision
 
 _FEW_TOKENS = 64  # tokens of an example: the search goes no shorter

@@ -18,9 +18,9 @@ from windlass.engine.memory_plan import (
 from windlass.engine.model import ModelLayout
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import ModelProfile, for_lengths
-from windlass.planner.planning.kept_shapes import KeptShapes
-from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.profiling import BlockTimes, MeasuredBlocks, with_times
+from windlass.planner.question.kept_shapes import KeptShapes
+from windlass.planner.question.question import PlanQuestion
 from windlass.planner.solver import (
     PlannedJob,
     Solution,

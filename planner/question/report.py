@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from windlass.amounts import GB, GIB
 from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations, MemoryTier, Plan, reserved_nbytes
 from windlass.planner.cost import LayerProfile, ways_of_layer
-from windlass.planner.planning.confidence import StepInterval
+from windlass.planner.predictions import StepInterval
 from windlass.planner.solver import DRIVER_NBYTES, Limits, PlannedJob, Solution, processes_nbytes
 
 _Any = TypeVar("_Any")

@@ -9,7 +9,7 @@ from pydantic import PlainSerializer, TypeAdapter
 
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning.job_plan import ChangedInputs, JobPlan
+from windlass.planner.question.job_plan import ChangedInputs, JobPlan
 from windlass.planner.solver import Limits, budgets_of
 
 

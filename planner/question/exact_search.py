@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.cost import Speeds
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.question.profiles import Profiles
+from windlass.planner.question.question import PlanQuestion
 from windlass.planner.solver import (
     DoesNotFitError,
     Found,

@@ -8,8 +8,8 @@ from tests.support.actors.specs import make_layout
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.timeline.recorder import COMPUTE, FROM_DEVICE, NO_BLOCK, TO_DEVICE, WHOLE_BLOCK
 from windlass.actors.timeline.span_files import StepSpans, keep_step
-from windlass.planner.planning.measured_steps import load_measured, measured_step
-from windlass.planner.planning.rate_correction import MeasuredStep, WorkDone
+from windlass.planner.predictions.measured_steps import load_measured, measured_step
+from windlass.planner.predictions.rate_correction import MeasuredStep, WorkDone
 
 # Blocks of 2000, 5000 and 3000 params, in chunks of at most 2048.
 LAYOUT = make_layout(2000, 5000, 3000)

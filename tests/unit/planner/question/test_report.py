@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.planner.profiles import make_job, make_speeds
 from windlass.amounts import GIB
-from windlass.planner.planning.report import choices_of, report_of, slowed_down
+from windlass.planner.question.report import choices_of, report_of, slowed_down
 from windlass.planner.solver.placement_search import solve_job
 from windlass.planner.solver.step_cost import Limits
 

@@ -12,22 +12,16 @@ from tests.unit.planner.planning.test_planner import MACHINE, answer, machine, q
 from windlass.amounts import GIB, least_text
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.training_config.training_config import TrainingConfig
+from windlass.planner.feasibility import remedies
+from windlass.planner.feasibility.feasibility import fits, least_memory_of, with_part
+from windlass.planner.feasibility.remedies import what_would_fit
+from windlass.planner.feasibility.shortfall import MEMORIES, Shortfall, least_gpu, shortfall_of, with_limit
 from windlass.planner.hardware.model_shape import ModelShape
-from windlass.planner.planning import remedies
-from windlass.planner.planning.feasibility import fits, least_memory, with_part
 from windlass.planner.planning.planner import best_plan
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.remedies import what_would_fit
-from windlass.planner.planning.report import PlanReport
-from windlass.planner.planning.shortfall import (
-    MEMORIES,
-    Shortfall,
-    least_gpu,
-    shortfall_of,
-    with_limit,
-)
 from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.question.profiles import Profiles
+from windlass.planner.question.question import PlanQuestion
+from windlass.planner.question.report import PlanReport
 from windlass.planner.solver.memory_limits import DRIVER_NBYTES
 from windlass.planner.solver.placement_search import DoesNotFitError
 from windlass.storage.ids import Precision
@@ -84,7 +78,7 @@ def test_smaller_sums_of_gradients_are_proposed_where_a_job_fits_with_them(num_m
         device_memory_nbytes=(430 if num_microbatches > 1 else 200) << 20,
     )
     profiles = Profiles(asked).unmeasured()
-    shortfall = shortfall_of(asked, least_memory(asked, profiles))
+    shortfall = shortfall_of(asked, least_memory_of(asked, profiles))
     proposed = [words for words in what_would_fit(asked, profiles, shortfall) if "(accumulation_precision)" in words]
     assert bool(proposed) == (num_microbatches > 1 and lanes == 1)
     if proposed:
@@ -110,7 +104,7 @@ def grown(asked: PlanQuestion, shortfall: Shortfall, shares: dict[MemoryTier, fl
 def check_shortfall(asked: PlanQuestion) -> Shortfall:
     """With the missing memory a job fits, with 2 percent less of one of them it does not."""
     profiles = Profiles(asked)
-    shortfall = shortfall_of(asked, least_memory(asked, profiles))
+    shortfall = shortfall_of(asked, least_memory_of(asked, profiles))
     lacking = [tier for tier, nbytes in shortfall.missing.items() if nbytes]
     assert lacking
     for tiers in [lacking] if shortfall.is_together else [[tier] for tier in lacking]:
@@ -214,7 +208,7 @@ def test_changes_without_loss_of_exactness_come_first_and_memory_last() -> None:
 def test_least_gpu_memory_is_enough_and_2_percent_less_is_not() -> None:
     asked = small(6)
     profiles = Profiles(asked)
-    least = least_gpu(asked, least_memory(asked, profiles))
+    least = least_gpu(asked, least_memory_of(asked, profiles))
     assert least is not None
     (memory,) = (memory for memory in MEMORIES if memory.tier is MemoryTier.DEVICE)
     assert planner_fits(with_limit(asked, memory, least.nbytes - DRIVER_NBYTES), profiles)

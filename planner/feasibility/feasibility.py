@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from windlass.planner.planning.least_memory import LeastMemory
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.shortfall import extremes, limits_for_plans
+from windlass.planner.feasibility.least_memory import LeastMemory
+from windlass.planner.feasibility.shortfall import extremes, limits_for_plans
+from windlass.planner.question import PlanQuestion, Profiles
 from windlass.planner.solver import largest
 
 _Part = TypeVar("_Part", bound=BaseModel)
@@ -23,7 +22,7 @@ def with_part(part: _Part, **changes: Any) -> _Part:
     return part.model_copy(update=changes)
 
 
-def least_memory(question: PlanQuestion, profiles: Profiles) -> LeastMemory:
+def least_memory_of(question: PlanQuestion, profiles: Profiles) -> LeastMemory:
     """Returns the search for the least memory of a job, with the numbers of micro-batches that may need least."""
     # Times do not matter here, so do not measure any.
     return LeastMemory(question, profiles.unmeasured(), extremes(numbers_of_microbatches(question)))
@@ -31,7 +30,7 @@ def least_memory(question: PlanQuestion, profiles: Profiles) -> LeastMemory:
 
 def fits(question: PlanQuestion, profiles: Profiles) -> bool:
     """Checks whether a plan exists."""
-    return least_memory(question, profiles).fitting(limits_for_plans(question)) is not None
+    return least_memory_of(question, profiles).fitting(limits_for_plans(question)) is not None
 
 
 def largest_fitting(ask: Callable[[int], PlanQuestion], profiles: Profiles, *, most: int) -> int:
@@ -65,4 +64,4 @@ def numbers_of_microbatches(question: PlanQuestion) -> Iterator[int]:
 
 
 def _may_fit(question: PlanQuestion, profiles: Profiles) -> bool:
-    return least_memory(question, profiles).may_fit(limits_for_plans(question))
+    return least_memory_of(question, profiles).may_fit(limits_for_plans(question))

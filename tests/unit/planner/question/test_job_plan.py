@@ -9,8 +9,8 @@ from windlass.engine.memory_plan.activation_policy import BlockActivations
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
-from windlass.planner.planning.job_plan import ChangedInputs, JobPlan, PlanBounds, SimulatedStep
-from windlass.planner.planning.report import ExampleTokens, PlanReport
+from windlass.planner.question.job_plan import ChangedInputs, JobPlan, PlanBounds, SimulatedStep
+from windlass.planner.question.report import ExampleTokens, PlanReport
 
 PLACEMENT = Placement(
     host_blocks=(0, 2),

@@ -1,13 +1,13 @@
 """Adds to a plan's report what is known of this machine now: its pace, and the errors of its earlier predictions."""
 
-from windlass.planner.planning.confidence import TimesFrom, step_interval
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.report import PlanReport, slowed_down, with_interval
+from windlass.planner.predictions import TimesFrom, step_interval
 from windlass.planner.profiling import this_machine
+from windlass.planner.question.question import PlanQuestion
+from windlass.planner.question.report import PlanReport, slowed_down, with_interval
 from windlass.planner.solver import PlannedJob
 
 
-def at_present(question: PlanQuestion, job: PlannedJob, report: PlanReport) -> PlanReport:
+def report_at_present(question: PlanQuestion, job: PlannedJob, report: PlanReport) -> PlanReport:
     """Returns the report for the machine's present pace, with the interval of the step time.
 
     The decisions stay those for the pace at which the blocks were measured. Where the device is the CPU, another pace
