@@ -193,8 +193,9 @@ def test_facts_of_another_form_are_traced_again(tmp_path: Path) -> None:
         *way, last = path
         functools.reduce(operator.getitem, way, changed)[last] = 5 if path[2:3] != ("head",) else "x"
         file.write_text(json.dumps(changed))
-        assert everything(KeptFacts(config, BF16, tmp_path, lambda: model), 4, 32) == expected, path
-        assert everything(KeptFacts(config, BF16, tmp_path, refuse), 4, 32) == expected, path
+        # The second time, facts are traced that were read before others of their part were found to be broken.
+        for trace in (lambda: model, lambda: model, refuse):
+            assert everything(KeptFacts(config, BF16, tmp_path, trace), 4, 32) == expected, path
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"model": [], "needs": {}}', '{"model"'])
