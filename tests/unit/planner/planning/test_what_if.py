@@ -82,6 +82,13 @@ def test_changes_are_of_one_thing_each() -> None:
     assert changes["batch"].training.batch_size == 8
 
 
+@pytest.mark.parametrize(("gpus", "words"), [(1, "one more GPU, 2 in all"), (2, "two more GPUs, 4 in all")])
+def test_change_says_how_many_gpus_more_there_are(gpus: int, words: str) -> None:
+    asked = question(machine_of(f"rtx4090:gpus={gpus}"), num_ranks=gpus)
+    asked = replace(asked, training=replace(asked.training, lanes=gpus, num_microbatches=gpus))
+    assert words in [change.words for change in changes_of(asked)]
+
+
 def test_a_fixed_number_of_microbatches_keeps_their_size_and_may_leave_a_gpu_without_one() -> None:
     asked = replace(question(machine_of("rtx4090")), chooses_microbatches=False)
     changes = {change.key: change.question for change in changes_of(asked)}
