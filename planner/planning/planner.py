@@ -23,10 +23,13 @@ from windlass.planner.question import (
     PlanQuestion,
     PlanReport,
     Profiles,
+    at_pace,
     counted,
-    report_at_present,
     report_of,
     search_exactly,
+    slowdown_of,
+    told_of_pace,
+    with_errors,
     with_limits,
 )
 from windlass.planner.simulation import simulated_step_s
@@ -90,9 +93,14 @@ def planned(
     advises: bool = True,
 ) -> Planned:
     """Builds the answer from a solution. `step_s`: simulated. `advises`: also report what would be faster."""
-    report = report_of(job, solution, is_cpu=not question.has_gpu, step_s=step_s)
+    slowdown = slowdown_of(question, job)
+    now = at_pace(solution, slowdown)
+    if step_s is not None and now is not solution:
+        # Simulated for the pace of the measured blocks. What waits take of a step stays the same share.
+        step_s *= now.step_s / solution.step_s
+    report = told_of_pace(report_of(job, now, is_cpu=not question.has_gpu, step_s=step_s), slowdown)
     report = replace(with_limits(report, question.budgets), example_tokens=_tokens_of(question, job.num_microbatches))
-    report = report_at_present(question, job, report)
+    report = with_errors(question, job, report)
     if advises:
         report = replace(report, reasons=(*report.reasons, *what_is_faster(question, job, solution)))
         report = with_least_gpu(report, least_gpu(question, least_memory_of(question, profiles)))
