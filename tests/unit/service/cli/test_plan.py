@@ -236,11 +236,11 @@ def test_a_published_model_has_a_plan_without_its_files(home: Path) -> None:
 
 def test_a_model_that_is_here_goes_before_the_published_one(home: Path) -> None:
     settings = load_settings()
-    assert config_of(settings, "qwen2.5-0.5b", 64).num_hidden_layers == 24
+    assert config_of(settings, "qwen2.5-0.5b", 64).load().num_hidden_layers == 24
     folder = home / "models" / "qwen2.5-0.5b"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 3, "max_position_embeddings": 64}))
-    assert config_of(settings, "qwen2.5-0.5b", 64).num_hidden_layers == 3
+    assert config_of(settings, "qwen2.5-0.5b", 64).load().num_hidden_layers == 3
 
 
 @pytest.mark.parametrize(
