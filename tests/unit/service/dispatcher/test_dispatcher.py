@@ -98,7 +98,7 @@ def test_settings_give_the_threads_of_a_job(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, asked: dict[str, int], expected: tuple[int, int, int]
 ) -> None:
     monkeypatch.setattr("windlass.service.installation.settings.num_cores", lambda: 16)
-    monkeypatch.setattr("windlass.service.jobs.spec_builder.numa_nodes", lambda: [frozenset(range(16))])
+    monkeypatch.setattr("windlass.service.jobs.machine_resources.numa_nodes", lambda: [frozenset(range(16))])
     job = stage.job(stage.queue())
     settings = Settings(home=stage.settings.home, **asked)
     spec = build_job_spec(settings, MachineResources(num_cores=16, num_gpus=0), job)
@@ -111,7 +111,7 @@ def test_an_optimizer_has_no_more_threads_than_its_numa_node_cores(
     nodes = [frozenset(range(12)), frozenset({12, 13})]
     monkeypatch.setattr("windlass.service.installation.settings.numa_nodes", lambda: nodes)
     monkeypatch.setattr("windlass.service.installation.settings.num_cores", lambda: 14)
-    monkeypatch.setattr("windlass.service.jobs.spec_builder.numa_nodes", lambda: nodes)
+    monkeypatch.setattr("windlass.service.jobs.machine_resources.numa_nodes", lambda: nodes)
     settings = Settings(home=stage.settings.home)
     spec = build_job_spec(settings, MachineResources(num_cores=14, num_gpus=1), stage.job(stage.queue()))
     assert (spec.num_cpu_optimizers, spec.optimizer_threads) == (2, 2)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from windlass.service.api.routes import plans
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.spec_builder import plan_request
 from windlass.service.preparation.pipeline import Preparation
+from windlass.service.preparation.sandbox import start_limited
 from windlass.service.preparation.steps import (
     CHECK_MODEL,
     DOWNLOAD_MODEL,
@@ -146,8 +148,9 @@ def test_a_plan_over_http_whose_planner_is_killed_is_a_failure_of_the_service(
     monkeypatch.setattr(
         plans, "plan_step", lambda folder, _: _step(folder, PLAN_JOB, f"print('at block 3', flush=True); {_KILLED}")
     )
+    context: Any = SimpleNamespace(settings=settings, planner=SimpleNamespace(start=start_limited))
     with pytest.raises(ApiError) as raised:
-        plans._run(settings, request)
+        plans._run(context, request)
     error = raised.value
     assert (error.status, error.kind, error.code) == (500, "server_error", "plan_job_failed")
     assert re.match(rf"planning {_BY_SIGNAL}.* last output line: at block 3\. Wait until", error.message)
