@@ -582,7 +582,8 @@ def test_best_plan_with_any_gradient_settings_has_the_arena_that_the_runner_make
     context = make_context(spec, profiles.layout, "")
     assert context.plan == solution.plan
     is_tight = host_memory_gib == TIGHT_GIB and num_microbatches > 1 and accumulation_precision == "fp32"
-    assert bool(context.plan.spilled_blocks) == (is_tight and job.keeps_grads)
+    must_spill = is_tight and job.update_order is UpdateOrder.KEPT
+    assert must_spill <= bool(context.plan.spilled_blocks) <= (is_tight and job.keeps_grads)
     assert solution.plan.arena_nbytes <= host_memory_gib * _GIB
     assert job.update_order is spec.training.order_of_updates
     assert job.training.grad_precision is grad_precision(spec)
