@@ -8,7 +8,7 @@ from windlass.planner.hardware.hardware import Hardware, example_machines, save_
 from windlass.planner.hardware.yaml_files import load
 from windlass.service.installation.machine import Gpu
 from windlass.service.installation.settings import HARDWARE_FILE, Settings
-from windlass.service.jobs import spec_builder
+from windlass.service.jobs import machine_resources
 from windlass.service.jobs.machine_resources import MachineResources
 from windlass.service.machine.devices import check_gpus
 from windlass.service.validation.request_errors import ApiError
@@ -38,7 +38,7 @@ def test_gpus_are_those_of_this_machine_or_of_the_described_one(tmp_path: Path) 
 def test_several_gpus_of_this_machine_must_be_of_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # of the fixture
     found = [Gpu(name=name, memory_nbytes=1, driver_version="1") for name in ("RTX 4090", "RTX 3090", "RTX 4090")]
-    monkeypatch.setattr(spec_builder, "find_gpus", lambda: found)
+    monkeypatch.setattr(machine_resources, "find_gpus", lambda: found)
     settings = Settings(home=tmp_path)
     assert [refused(settings, gpus) for gpus in (1, 2)] == [False, True]
     del found[1]
