@@ -38,8 +38,8 @@ from windlass.planner.solver import (
     Solution,
 )
 
-# Number of plans to simulate at most: the best one by the cost model, and others whose cost is at most so much larger.
-_MOST_SIMULATED = 4
+# Number of plans to simulate beside the best one by the cost model, at most, whose cost is at most so much larger.
+_NUM_OTHERS = 3
 _NEAR = 0.02
 
 
@@ -138,24 +138,29 @@ def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob
     """
     if question.num_layers is not None:
         return *best_plan(question, profiles), None
-    found = _search(question, profiles, num_others=_MOST_SIMULATED - 1, near=_NEAR)
+    fastest, step_s = _fastest_of(question, profiles, _search(question, profiles, num_others=_NUM_OTHERS, near=_NEAR))
+    if question.chooses_order:
+        # How long work waits is known only by simulation, and it is not the same in both orders.
+        (order,) = {UpdateOrder.ACTIVE, UpdateOrder.KEPT} - {fastest.costs.job.update_order}
+        in_order = replace(question.changed(update_order=order), chooses_order=False)
+        found = _search(in_order, profiles, num_others=_NUM_OTHERS, near=_NEAR)
+        if found.best.step_s < step_s:
+            rival, rival_s = _fastest_of(in_order, profiles, found)
+            if rival_s < step_s:
+                fastest, step_s = rival, rival_s
+    return fastest.costs.job, fastest, step_s
+
+
+def _fastest_of(question: PlanQuestion, profiles: Profiles, found: Found) -> tuple[Solution, float]:
+    """Simulates the plans of a search. Returns the fastest one with its step time."""
     fastest, step_s = found.best, promised_step_s(question, profiles, found.best)
-    for other in found.others[: _MOST_SIMULATED - 1]:
+    for other in found.others[:_NUM_OTHERS]:
         if other.step_s >= step_s:
             continue
         solution, excess = counted(question, profiles, other)
         if excess <= 0 and (other_s := promised_step_s(question, profiles, solution)) < step_s:
             fastest, step_s = solution, other_s
-    job = fastest.costs.job
-    if question.chooses_order:
-        # How long work waits is known only by simulation, and it is not the same in both orders.
-        (order,) = {UpdateOrder.ACTIVE, UpdateOrder.KEPT} - {job.update_order}
-        other_order = replace(question.changed(update_order=order), chooses_order=False)
-        if _search(other_order, profiles).best.step_s < step_s:
-            rival = fastest_plan(other_order, profiles)
-            if rival[2] is not None and rival[2] < step_s:
-                return rival
-    return job, fastest, step_s
+    return fastest, step_s
 
 
 def promised_step_s(question: PlanQuestion, profiles: Profiles, solution: Solution) -> float:
