@@ -8,6 +8,7 @@ from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_estimate.dry_run import DryRun, DryRunResult
 from windlass.engine.memory_plan import (
+    NORM_ROW_NUMEL,
     NUM_PIECE_BUFFERS,
     DeviceNeed,
     Plan,
@@ -15,6 +16,7 @@ from windlass.engine.memory_plan import (
     cut_layers,
     evaluation_moments,
     grad_buffers_of_job,
+    grad_piece_numels,
     largest_piece,
     param_buffers,
     rounded_numel,
@@ -93,6 +95,7 @@ def device_need(
         resident=plan.device_blocks,
         num_groups=plan.num_groups,
         num_grad_buffers=plan.num_grad_buffers,
+        in_pieces=plan.grad_streamed_blocks,
         lanes=LaneDivision(num_lanes, num_microbatches),
         group_size=plan.group_size,
     )
@@ -102,7 +105,8 @@ def device_need(
     batch_nbytes = sum(2 * torch.int64.itemsize * num_examples * num_tokens for num_examples, num_tokens in shapes)
     return DeviceNeed(
         params_nbytes=_params_numel(partition, plan, num_ahead, formats) * TORCH_DTYPE[formats.precision].itemsize,
-        grads_nbytes=sum(numel * itemsize * number for (numel, itemsize), number in grads.items()),
+        grads_nbytes=sum(numel * itemsize * number for (numel, itemsize), number in grads.items())
+        + _grad_pieces_nbytes(partition, plan, TORCH_DTYPE[grad_precision].itemsize, is_summed=num_microbatches > 1),
         states_nbytes=sum(layout.blocks[block].numel for block in plan.device_blocks) * formats.update_itemsize,
         constants_nbytes=sum(buffer.nbytes for buffer in partition.model.buffers())
         + batch_nbytes
@@ -125,6 +129,17 @@ def _units(
     needs = {shape: rehearsal.units(*shape, train=train) for shape in dict.fromkeys(shapes)}
     by_microbatch = [needs[shape][0] for shape in shapes]
     return [list(row) for row in zip(*by_microbatch, strict=True)], [needs[shape][1] for shape in shapes]
+
+
+def _grad_pieces_nbytes(partition: Partition, plan: Plan, itemsize: int, *, is_summed: bool) -> int:
+    """Returns the bytes of the buffers for pieces of gradients, and of the norms of their rows during an operation."""
+    if not plan.grad_streamed_blocks:
+        return 0
+    blocks = [partition.layout.blocks[block] for block in plan.grad_streamed_blocks]
+    numels = [block.numel for block in blocks]
+    bounds = cut_layers([block.decay_numels_by_module for block in blocks])
+    pieces, rests = grad_piece_numels(bounds, numels, is_summed=is_summed)
+    return itemsize * (sum(pieces) + sum(rests)) + torch.float64.itemsize * (max(numels) // NORM_ROW_NUMEL)
 
 
 def _params_numel(partition: Partition, plan: Plan, num_ahead: int, formats: Formats) -> int:

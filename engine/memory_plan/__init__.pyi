@@ -30,8 +30,10 @@ from windlass.engine.memory_plan.example_lengths import ExampleLengths as Exampl
 from windlass.engine.memory_plan.example_lengths import evaluation_shapes as evaluation_shapes
 from windlass.engine.memory_plan.example_lengths import tokens_in_words as tokens_in_words
 from windlass.engine.memory_plan.memory_tier import MemoryTier as MemoryTier
+from windlass.engine.memory_plan.param_slices import NORM_ROW_NUMEL as NORM_ROW_NUMEL
 from windlass.engine.memory_plan.param_slices import NUM_PIECE_BUFFERS as NUM_PIECE_BUFFERS
 from windlass.engine.memory_plan.param_slices import cut_layers as cut_layers
+from windlass.engine.memory_plan.param_slices import grad_piece_numels as grad_piece_numels
 from windlass.engine.memory_plan.param_slices import largest_piece as largest_piece
 from windlass.engine.memory_plan.plan import ACTIVATION_PART_SLOTS as ACTIVATION_PART_SLOTS
 from windlass.engine.memory_plan.plan import ACTIVATION_SLOT_NBYTES as ACTIVATION_SLOT_NBYTES

@@ -51,6 +51,7 @@ def grad_buffers_of_job(
     resident: Collection[int],
     num_groups: int,
     num_grad_buffers: int = MAX_GRAD_BUFFERS,
+    in_pieces: Collection[int] = (),
     lanes: LaneDivision | None = None,
     group_size: int = 1,
 ) -> Counter[tuple[int, int]]:
@@ -66,6 +67,7 @@ def grad_buffers_of_job(
         resident: blocks whose states are on the device.
         num_groups: the groups of micro-batches of a step.
         num_grad_buffers: blocks whose gradients may be in flight to the host.
+        in_pieces: blocks whose gradients leave in pieces, which have other buffers (`grad_piece_numels`).
         lanes: the lanes of a step; None if there is only one.
         group_size: the micro-batches of a group; it matters only with several lanes.
     """
@@ -76,7 +78,7 @@ def grad_buffers_of_job(
     # 16-bit sums a tied embedding takes 4 + 4 + 2 bytes an element instead of 8, and a head in slices 4 + 2 instead of
     # 4. Where these are most of a model, a job fits with fp32 sums and not with 16-bit sums.
     for element_nbytes, blocks in ((itemsize, range(len(block_numels))), (4, summed_in_fp32)):
-        numels = {block: block_numels[block] for block in blocks}
+        numels = {block: block_numels[block] for block in blocks if block not in in_pieces}
         numbers = grad_buffers(numels, resident=resident, num_waiting=num_waiting)
         most |= Counter({(numel, element_nbytes): number for numel, number in numbers.items()})
     # The sum of a tied use keeps its buffer until the block's last use has run.
