@@ -117,5 +117,6 @@ def costs_of(question: PlanQuestion, profiles: Profiles, running: RunningJob) ->
         spills=running.spills_grads,
         overflows=placement.ssd_activation_nbytes > 0,
         num_grad_buffers=placement.num_grad_buffers,
+        streams_grads=placement.streams_grads,
         depths=placement.depths,
     )

@@ -126,23 +126,36 @@ class _MemorySaver:
     spills: bool  # kept gradients go to the SSDs
     num_grad_buffers: int
     streams: bool  # layers are copied to the device in pieces
+    streams_grads: bool = False  # their gradients leave it in pieces
 
     def num_changes(self, costs: StepCosts) -> int:
         """Returns how many of the options that save device memory differ from those of `costs`."""
-        return [self.num_grad_buffers != costs.num_grad_buffers, self.streams != costs.streams].count(True)
+        is_layers_changed = (self.streams, self.streams_grads) != (costs.streams, costs.streams_grads)
+        return [self.num_grad_buffers != costs.num_grad_buffers, is_layers_changed].count(True)
 
     def of(self, costs: StepCosts) -> StepCosts:
         """Returns the costs with these options."""
-        return replace(costs, spills=self.spills, num_grad_buffers=self.num_grad_buffers, streams=self.streams)
+        return replace(
+            costs,
+            spills=self.spills,
+            num_grad_buffers=self.num_grad_buffers,
+            streams=self.streams,
+            streams_grads=self.streams_grads,
+        )
 
 
-def _memory_savers(*, spills: bool) -> tuple[_MemorySaver, ...]:
+def _memory_savers(job: PlannedJob, *, spills: bool) -> tuple[_MemorySaver, ...]:
     """Returns the combinations of options, those that cost least time first."""
-    return tuple(
-        _MemorySaver(spills=spills, num_grad_buffers=num_grad_buffers, streams=streams)
-        for num_grad_buffers in (MAX_GRAD_BUFFERS, 1)
+    whole, streamed = (
+        [
+            _MemorySaver(spills=spills, num_grad_buffers=num_grad_buffers, streams=streams)
+            for num_grad_buffers in (MAX_GRAD_BUFFERS, 1)
+        ]
         for streams in (False, True)
     )
+    with_grads = replace(streamed[0], streams_grads=True)
+    may_stream_grads = job.lanes.num_lanes == 1 and job.num_ranks == 1
+    return (whole[0], streamed[0], *([with_grads] if may_stream_grads else []), whole[1], streamed[1])
 
 
 def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
@@ -165,7 +178,7 @@ def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution
     for spills in _spills(job):
         if solutions_found and min(solutions_found, key=lambda solution: solution.cost).has_room:
             break
-        savers = _memory_savers(spills=spills)
+        savers = _memory_savers(job, spills=spills)
         for number, saver in enumerate(savers, start=1):
             solutions = _solutions(job, speeds, limits, saver, missing)
             if solutions:
@@ -256,7 +269,7 @@ def sizes_at_the_border(job: PlannedJob) -> list[int]:
 
 
 def _all_memory_savers(job: PlannedJob) -> list[_MemorySaver]:
-    return [saver for spills in _spills(job) for saver in _memory_savers(spills=spills)]
+    return [saver for spills in _spills(job) for saver in _memory_savers(job, spills=spills)]
 
 
 def _spills(job: PlannedJob) -> tuple[bool, ...]:
@@ -434,6 +447,7 @@ def _placement(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) 
         num_cached_params=sum(map(costs.job.size.num_chunks, cached)) if cached else None,
         group_size=costs.group_size,
         num_grad_buffers=costs.num_grad_buffers,
+        streams_grads=costs.streams_grads,
         depths=_letting_tensors_leave(costs, [way for _, way in layers], num_stores=2 if num_on_ssd else 1),
         activations=tuple(chosen),
         host_activation_nbytes=(num_slots - num_on_ssd) * ACTIVATION_SLOT_NBYTES,

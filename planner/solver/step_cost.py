@@ -17,6 +17,7 @@ from windlass.engine.memory_plan import (
     ACTIVATION_SLOT_NBYTES,
     COMMIT_EVERY,
     MAX_GRAD_BUFFERS,
+    NUM_PIECE_BUFFERS,
     PARTIAL_GRAD_ITEMSIZE,
     TRANSIT_DEPTH,
     MemoryTier,
@@ -25,6 +26,7 @@ from windlass.engine.memory_plan import (
     QueueDepths,
     UpdateOrder,
     grad_buffers,
+    grad_piece_numels,
     lane_buffers,
     make_plan,
     param_buffers,
@@ -179,7 +181,8 @@ class StepCosts:
     Compute, and all that passes a link, are those of one GPU worker: several compute at the same time, and each has its
     own link. The params that a round of groups needs are read from the SSDs once. All else is as with one GPU worker.
 
-    `streams`: all layers are copied to the device in pieces. `spills`: kept gradients go to the SSDs; then no states
+    `streams`: all layers are copied to the device in pieces. `streams_grads`: their gradients leave it in pieces, too,
+    and come back for each further micro-batch. `spills`: kept gradients go to the SSDs; then no states
     are resident in memory. `overflows`: swapped activations may continue to the SSDs, so staging buffers exist.
     """
 
@@ -191,6 +194,7 @@ class StepCosts:
     spills: bool = False
     overflows: bool = True
     num_grad_buffers: int = MAX_GRAD_BUFFERS
+    streams_grads: bool = False
     depths: QueueDepths = field(default_factory=QueueDepths)
 
     @property
@@ -326,8 +330,11 @@ class StepCosts:
         is_tied = block in job.model.shared_blocks
         partial_itemsize = PARTIAL_GRAD_ITEMSIZE if is_tied else job.grad_itemsize
         sum_nbytes = numel * partial_itemsize
-        in_nbytes = self.num_partial_sums * sum_nbytes
-        out_nbytes = max(in_nbytes, self.num_sums_beside_gradient * sum_nbytes + grad_nbytes)
+        num_sums, num_partial, num_beside = self._num_sums, self.num_partial_sums, self.num_sums_beside_gradient
+        if self.streams_grads and block in self.streamed_blocks:
+            num_sums = num_partial = num_beside = self.num_successive - 1
+        in_nbytes = num_partial * sum_nbytes
+        out_nbytes = max(in_nbytes, num_beside * sum_nbytes + grad_nbytes)
         seconds[Part.H2D_BACKWARD] += in_nbytes / speeds.h2d_bytes
         seconds[Part.D2H_BACKWARD] = out_nbytes / speeds.d2h_bytes
         seconds[Part.OPTIMIZER] = numel / speeds.optimizer_params
@@ -341,7 +348,7 @@ class StepCosts:
         if self.spills:
             seconds[Part.SSD_BACKWARD] = seconds.get(Part.SSD_BACKWARD, 0.0) + grad_nbytes / speeds.write_bytes
             seconds[Part.SSD_UPDATE] += grad_nbytes / speeds.read_bytes
-        moved_nbytes = self._in_host_memory(block, tier, 2 * self._num_sums * sum_nbytes + grad_nbytes)
+        moved_nbytes = self._in_host_memory(block, tier, 2 * num_sums * sum_nbytes + grad_nbytes)
         seconds[Part.HOST_MEMORY] = moved_nbytes / speeds.host_memory_bytes
         if block == 0:
             read_s = seconds.get(Part.SSD_UPDATE, 0.0) / 2
@@ -522,11 +529,15 @@ class StepCosts:
         resident = self.streamed_blocks  # streamed layers have no buffers of their own
         params = param_buffers(numels, model.shared, resident=resident, num_ahead=job.num_prefetched)
         num_waiting = self.num_grad_buffers + (1 if self.num_groups > 1 else 0)
-        grads = grad_buffers(dict(enumerate(numels)), resident=(), num_waiting=num_waiting)
+        whole = {block: numel for block, numel in enumerate(numels) if not (self.streams_grads and block in resident)}
+        grads = grad_buffers(whole, resident=(), num_waiting=num_waiting)
         grads += lane_buffers(numels, model.shared, grads, lanes=job.lanes, group_size=self.group_size)
-        pieces = 2 * max((model.layers[block - 1].largest_param_numel for block in self.streamed_blocks), default=0)
-        param_numel = sum(numel * count for numel, count in params.items()) + pieces
+        piece = max((model.layers[block - 1].largest_param_numel for block in self.streamed_blocks), default=0)
+        param_numel = sum(numel * count for numel, count in params.items()) + NUM_PIECE_BUFFERS * piece
         grad_numel = sum(numel * count for numel, count in grads.items())
+        if self.streams_grads and piece:
+            pieces, _ = grad_piece_numels([(0, piece)], [piece], is_summed=job.num_microbatches > 1)
+            grad_numel += sum(pieces)
         peak = max(block.peak_nbytes for block in model.blocks)
         return param_numel * job.param_itemsize + grad_numel * job.grad_itemsize + peak
 

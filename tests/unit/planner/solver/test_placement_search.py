@@ -353,6 +353,27 @@ def test_one_buffer_for_gradients_and_layers_in_pieces_compete_where_the_device_
     assert (len(plain) == len(found)) == (device_mib == 4000)
 
 
+def test_gradients_in_pieces_fit_where_whole_ones_do_not_and_are_as_fast_as_two_buffers() -> None:
+    job = make_job(keeps_grads=True)
+    layers = tuple(replace(layer, largest_param_numel=layer.numel // 8) for layer in job.model.layers)
+    job = replace(job, model=replace(job.model, layers=layers))
+    smallest = {}
+    for streams_grads, num_grad_buffers in ((True, 2), (False, 1), (False, 2)):
+        costs = StepCosts(job=job, speeds=make_speeds(), limits=limits(4000, 2000), group_size=1, streams=True)
+        costs = replace(costs, streams_grads=streams_grads, num_grad_buffers=num_grad_buffers)
+        program = costs.program(costs.kinds())
+        assert (assignment := solve(program)) is not None
+        smallest[streams_grads, num_grad_buffers] = program.nbytes[0], outcome_of(program, assignment).step_s
+    in_pieces, one, two = smallest.values()
+    assert in_pieces[0] < one[0] < two[0]
+    assert in_pieces[1] == pytest.approx(two[1], rel=1e-6)
+    least = least_nbytes(job, make_speeds(), limits(1, 2000), MemoryTier.DEVICE)
+    assert least is not None
+    tight = solve_job(job, make_speeds(), limits(least / MIB + 0.1, 2000))
+    assert tight.placement.streams_grads
+    assert tight.plan.grad_streamed_blocks == tight.plan.streamed_blocks
+
+
 def test_several_ranks_divide_the_compute_and_none_keeps_states() -> None:
     job, speeds = (
         make_job(num_microbatches=8),
