@@ -14,7 +14,7 @@ import torch
 
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads, host_and_device
 from windlass.actors.gpu_worker.streamed_grads import StreamedGrads
-from windlass.actors.job import JobContext, grad_precision
+from windlass.actors.job import JobContext, grad_precision, piece_bounds
 from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import (
     ComputeBlock,
@@ -28,8 +28,18 @@ from windlass.actors.messages import (
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import FROM_DEVICE, SpanRecorder
 from windlass.actors.worker_policy import Countdown, GradSums, OffloadQueue, SumSource, Use
-from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, TensorArena, copy_all
-from windlass.engine.memory_plan import batches_to_copy, grad_buffers_of_job
+from windlass.engine.device import (
+    TORCH_DTYPE,
+    BufferClass,
+    Device,
+    DeviceBuffers,
+    Event,
+    OverlaidBuffers,
+    Stream,
+    TensorArena,
+    copy_all,
+)
+from windlass.engine.memory_plan import batches_to_copy, grad_buffers_of_job, grad_overlay_of_job
 from windlass.engine.model import GradBuffer, GradSink, LaneSums
 from windlass.engine.optimizer import NormInParts
 from windlass.storage.cancellation import Permits, TaskQueue
@@ -111,9 +121,11 @@ class GradOffload:
         self._flats = DeviceBuffers(device, planned, name="gradients")
         self._partials = PartialGrads(context, device, self._flats, arena, spans, send, rank=rank)
         self._in_pieces = frozenset(context.plan.grad_streamed_blocks)
+        self._overlay: OverlaidBuffers | None = None
         self._pieces: StreamedGrads | None = None
         if self._in_pieces:
-            self._pieces = StreamedGrads(context, device, arena, self._slots, spans, self._dtype)
+            self._overlay = OverlaidBuffers(device, self._plan_overlay(summed_in_fp32), name="gradients")
+            self._pieces = StreamedGrads(context, device, arena, self._slots, spans, self._dtype, self._overlay)
         self._committed = -1
         self._uncommitted: list[_Offload] = []  # streamed gradients that spill after the next commit
 
@@ -155,7 +167,7 @@ class GradOffload:
             self._buffers[use] = self._partials.take(operation, use)
         elif source is SumSource.NEW_BUFFER:
             numel = self._context.layout.blocks[block].numel
-            self._buffers[use] = GradBuffer(self._flats.take(numel, dtype, self._device.compute))
+            self._buffers[use] = GradBuffer(self._take(use, numel, dtype))
         total = self._buffers[use]
         return total if self._lanes.num_lanes == 1 else self._in_lanes(operation, block, total)
 
@@ -210,11 +222,11 @@ class GradOffload:
         compute.run(finish)
         flat, unused = grad.flat, [other.flat for other in others]
         if flat.dtype is not self._dtype:
-            flat = self._flats.take(flat.numel(), self._dtype, compute)
+            flat = self._take((block, block), flat.numel(), self._dtype)
             compute.run(functools.partial(flat.copy_, grad.flat))
             unused.append(grad.flat)
         for buffer in unused:
-            self._flats.give(buffer, compute)
+            self._give(buffer, compute)
         compute.run(functools.partial(on_complete, flat))
         with self._lock:
             self._complete[block] = _Complete(flat, compute.record())
@@ -261,6 +273,33 @@ class GradOffload:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    def _take(self, use: Use, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Acquires a buffer for a sum of a use of a block, or for its gradient; see `DeviceBuffers.take`."""
+        user, block = use
+        if self._overlay is not None and user == block and block in self._context.plan.grad_overlaid_blocks:
+            return self._overlay.take(block, numel, dtype, self._device.compute)
+        return self._flats.take(numel, dtype, self._device.compute)
+
+    def _give(self, flat: torch.Tensor, stream: Stream) -> None:
+        """Releases a buffer; see `DeviceBuffers.give`."""
+        if self._overlay is not None and self._overlay.has(flat):
+            self._overlay.give(flat, stream)
+        else:
+            self._flats.give(flat, stream)
+
+    def _plan_overlay(self, summed_in_fp32: Collection[int]) -> dict[int | None, list[BufferClass]]:
+        context, cuts = self._context, piece_bounds(self._context)
+        users = grad_overlay_of_job(
+            [block.numel for block in context.layout.blocks],
+            {block: cuts[BlockIndex(block)] for block in context.plan.grad_streamed_blocks},
+            context.plan.grad_overlaid_blocks,
+            itemsize=self._dtype.itemsize,
+            summed_in_fp32=summed_in_fp32,
+            is_summed=context.spec.training.num_microbatches > 1,
+        )
+        dtypes = {self._dtype.itemsize: self._dtype, torch.float32.itemsize: torch.float32}
+        return {user: [(numel, dtypes[itemsize]) for numel, itemsize in classes] for user, classes in users.items()}
+
     def _plan_buffers(self, summed_in_fp32: Collection[int]) -> dict[BufferClass, int]:
         layout, plan = self._context.layout, self._context.plan
         planned = grad_buffers_of_job(
@@ -271,7 +310,7 @@ class GradOffload:
             resident=plan.device_blocks,
             num_groups=plan.num_groups,
             num_grad_buffers=plan.num_grad_buffers,
-            in_pieces=plan.grad_streamed_blocks,
+            elsewhere=(*plan.grad_streamed_blocks, *plan.grad_overlaid_blocks),
             lanes=self._lanes,
             group_size=plan.group_size,
         )
@@ -336,7 +375,7 @@ class GradOffload:
 
     def _release_buffer_and_permit(self, flat: torch.Tensor, use: Use) -> None:
         """Releases a buffer after its copies were queued, and its permit, if it has one."""
-        self._flats.give(flat, self._device.d2h)
+        self._give(flat, self._device.d2h)
         if self._sums.needs_permit(use):
             self._permits.release()
 

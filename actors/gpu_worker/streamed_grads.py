@@ -4,6 +4,7 @@ Such a gradient has no buffer of its own, and so waits for none. Its slots in ho
 operation. Between two groups of micro-batches its sums are in the slots for partial sums.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -12,8 +13,8 @@ import torch
 from windlass.actors.job import JobContext, piece_bounds
 from windlass.actors.messages import ComputeBlock, SpanKind
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK, SpanRecorder
-from windlass.engine.device import Device, Event, TensorArena, copy_all
-from windlass.engine.memory_plan import grad_piece_numels
+from windlass.engine.device import Device, Event, OverlaidBuffers, TensorArena, copy_all
+from windlass.engine.memory_plan import NUM_REST_BUFFERS
 from windlass.engine.model import GradPieceBuffers, ModelLayout, PieceSums, StreamedGrad
 from windlass.engine.optimizer import NormInParts
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
@@ -75,8 +76,9 @@ class StreamedGrads:
         slots: SlotPool,
         spans: SpanRecorder,
         dtype: torch.dtype,
+        memory: OverlaidBuffers,
     ) -> None:
-        """Allocates the buffers. `slots`: for complete gradients, of type `dtype`."""
+        """`slots`: for complete gradients, of type `dtype`. `memory`: has the buffers, of user None."""
         blocks = [BlockIndex(block) for block in context.plan.grad_streamed_blocks]
         self._context = context
         self._device = device
@@ -87,19 +89,17 @@ class StreamedGrads:
         self._partial_slots = context.partial_slots()
         self._sums: dict[BlockIndex, PieceSums] = {}
         self._last: StreamedGrad | None = None
-        numels = {block: context.layout.blocks[block].numel for block in blocks}
         cuts = piece_bounds(context)
-        self._bounds = {block: (*cuts[block], numel) for block, numel in numels.items()}
-        pieces, rests = grad_piece_numels(
-            [cuts[block] for block in blocks],
-            list(numels.values()),
-            is_summed=context.spec.training.num_microbatches > 1,
-        )
-        self._buffers = GradPieceBuffers(device, pieces, rests, dtype)
+        self._bounds = {block: (*cuts[block], context.layout.blocks[block].numel) for block in blocks}
+        self._memory = memory
+        flats = memory.buffers[None]
+        self._buffers = GradPieceBuffers(device, flats[:-NUM_REST_BUFFERS], flats[-NUM_REST_BUFFERS:])
         self._complete: dict[BlockIndex, dict[ChunkKey, Span]] = {}
 
     def begin(self, operation: ComputeBlock) -> StreamedGrad:
-        """Returns the place to which an operation adds. `end` must follow. May wait for slots."""
+        """Returns the place to which an operation adds. `end` must follow. May wait for slots and for memory."""
+        others = self._memory.enter(None)
+        self._device.compute.run(functools.partial(self._buffers.wait_for_others, others))
         block = operation.block
         is_complete = operation.group == self._context.plan.num_groups - 1
         keys = self._context.layout.chunk_keys(block)
@@ -127,6 +127,7 @@ class StreamedGrads:
         assert grad is not None, "an operation has begun"
         self._last = None
         self._device.compute.run(grad.end)
+        self._device.compute.run(lambda: self._memory.leave(self._buffers.ends))
         if grad.norm is not None:
             del self._sums[block]
         return grad.norm

@@ -13,6 +13,7 @@ from windlass.engine.device.dtypes import TORCH_DTYPE as TORCH_DTYPE
 from windlass.engine.device.dtypes import state_dtype as state_dtype
 from windlass.engine.device.malloc import retain_freed_memory as retain_freed_memory
 from windlass.engine.device.openmp import release_team as release_team
+from windlass.engine.device.overlaid_buffers import OverlaidBuffers as OverlaidBuffers
 from windlass.engine.device.param_loader import BlockLoad as BlockLoad
 from windlass.engine.device.param_loader import OnArrival as OnArrival
 from windlass.engine.device.param_loader import ParamLoader as ParamLoader

@@ -1,6 +1,6 @@
 """Estimates the peak of a job's device memory, from shapes alone."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -8,7 +8,6 @@ from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_estimate.dry_run import DryRun, DryRunResult
 from windlass.engine.memory_plan import (
-    NORM_ROW_NUMEL,
     NUM_PIECE_BUFFERS,
     DeviceNeed,
     Plan,
@@ -16,11 +15,11 @@ from windlass.engine.memory_plan import (
     cut_layers,
     evaluation_moments,
     grad_buffers_of_job,
-    grad_piece_numels,
     largest_piece,
     param_buffers,
     rounded_numel,
     step_moments,
+    streamed_grads_nbytes,
 )
 from windlass.engine.model import Partition
 from windlass.engine.optimizer import NORM_SCRATCH_NBYTES, update_scratch_nbytes
@@ -95,7 +94,7 @@ def device_need(
         resident=plan.device_blocks,
         num_groups=plan.num_groups,
         num_grad_buffers=plan.num_grad_buffers,
-        in_pieces=plan.grad_streamed_blocks,
+        elsewhere=(*plan.grad_streamed_blocks, *plan.grad_overlaid_blocks),
         lanes=LaneDivision(num_lanes, num_microbatches),
         group_size=plan.group_size,
     )
@@ -106,7 +105,13 @@ def device_need(
     return DeviceNeed(
         params_nbytes=_params_numel(partition, plan, num_ahead, formats) * TORCH_DTYPE[formats.precision].itemsize,
         grads_nbytes=sum(numel * itemsize * number for (numel, itemsize), number in grads.items())
-        + _grad_pieces_nbytes(partition, plan, TORCH_DTYPE[grad_precision].itemsize, is_summed=num_microbatches > 1),
+        + _streamed_grads_nbytes(
+            partition,
+            plan,
+            itemsize=TORCH_DTYPE[grad_precision].itemsize,
+            summed_in_fp32=rehearsal.summed_in_fp32(max_tokens),
+            is_summed=num_microbatches > 1,
+        ),
         states_nbytes=sum(layout.blocks[block].numel for block in plan.device_blocks) * formats.update_itemsize,
         constants_nbytes=sum(buffer.nbytes for buffer in partition.model.buffers())
         + batch_nbytes
@@ -131,15 +136,20 @@ def _units(
     return [list(row) for row in zip(*by_microbatch, strict=True)], [needs[shape][1] for shape in shapes]
 
 
-def _grad_pieces_nbytes(partition: Partition, plan: Plan, itemsize: int, *, is_summed: bool) -> int:
-    """Returns the bytes of the buffers for pieces of gradients, and of the norms of their rows during an operation."""
-    if not plan.grad_streamed_blocks:
-        return 0
-    blocks = [partition.layout.blocks[block] for block in plan.grad_streamed_blocks]
-    numels = [block.numel for block in blocks]
-    bounds = cut_layers([block.decay_numels_by_module for block in blocks])
-    pieces, rests = grad_piece_numels(bounds, numels, is_summed=is_summed)
-    return itemsize * (sum(pieces) + sum(rests)) + torch.float64.itemsize * (max(numels) // NORM_ROW_NUMEL)
+def _streamed_grads_nbytes(
+    partition: Partition, plan: Plan, *, itemsize: int, summed_in_fp32: Collection[int], is_summed: bool
+) -> int:
+    """Returns the bytes of the memory in which gradients in pieces lie."""
+    layout, streamed = partition.layout, plan.streamed_blocks
+    bounds = cut_layers([layout.blocks[block].decay_numels_by_module for block in streamed])
+    return streamed_grads_nbytes(
+        [block.numel for block in layout.blocks],
+        dict(zip(streamed, bounds, strict=True)) if plan.grad_streamed_blocks else {},
+        plan.grad_overlaid_blocks,
+        itemsize=itemsize,
+        summed_in_fp32=summed_in_fp32,
+        is_summed=is_summed,
+    )
 
 
 def _params_numel(partition: Partition, plan: Plan, num_ahead: int, formats: Formats) -> int:

@@ -13,6 +13,8 @@ NUM_PIECE_BUFFERS = 2
 NORM_ROW_NUMEL = 2**10
 # Buffers for pieces of gradients: one is filled while another is copied to the host. One more brings sums back.
 _NUM_GRAD_PIECES = 2
+# Buffers for the gradients of a layer's norms and biases: one is filled while another is copied to the host.
+NUM_REST_BUFFERS = 2
 
 
 def cut_layers(layers: Sequence[Sequence[Sequence[int]]]) -> list[tuple[int, ...]]:
@@ -51,4 +53,4 @@ def grad_piece_numels(
     """
     number = _NUM_GRAD_PIECES + is_summed
     rest = max((numel - bounds[-1] for bounds, numel in zip(layers, numels, strict=True)), default=0)
-    return [largest_piece(layers) + NORM_ROW_NUMEL] * number, [rest + NORM_ROW_NUMEL] * _NUM_GRAD_PIECES
+    return [largest_piece(layers) + NORM_ROW_NUMEL] * number, [rest + NORM_ROW_NUMEL] * NUM_REST_BUFFERS

@@ -153,6 +153,8 @@ class Plan:
     num_grad_buffers: int  # blocks whose gradients may be on the device, in flight to the host
     # Blocks whose gradients leave the device in pieces while they are computed. They need no buffer of their size.
     grad_streamed_blocks: tuple[int, ...]
+    # Blocks whose gradients lie in the memory of those pieces, before and after them: the embedding and the head.
+    grad_overlaid_blocks: tuple[int, ...]
     num_fetched_params: int  # chunks that may be in flight from the SSDs, and their slots of `params`
     leaving_nbytes: int  # swapped activations that may still be on the device
 
@@ -513,6 +515,12 @@ def _lay_out(
         num_ssd_activations=num_ssd_activations,
         num_grad_buffers=placement.num_grad_buffers,
         grad_streamed_blocks=tuple(sorted(placement.streamed_blocks)) if placement.streams_grads else (),
+        # In several groups their sums would come back ahead of time, while the pieces need the memory.
+        grad_overlaid_blocks=tuple(
+            block
+            for block in (model.blocks[0], model.blocks[-1])
+            if placement.streams_grads and num_groups == 1 and block not in placement.device_blocks
+        ),
         num_fetched_params=num_fetched,
         leaving_nbytes=placement.depths.leaving_nbytes,
     )

@@ -56,19 +56,30 @@ class GradPieceBuffers:
     throughout an operation. All methods except the constructor and `then` run as work of the compute stream.
     """
 
-    def __init__(self, device: Device, pieces: Sequence[int], rests: Sequence[int], dtype: torch.dtype) -> None:
-        """Allocates the buffers. `pieces` and `rests` have the elements of each: see `grad_piece_numels`."""
+    def __init__(self, device: Device, pieces: Sequence[torch.Tensor], rests: Sequence[torch.Tensor]) -> None:
+        """`pieces` and `rests` are the flat memory of each buffer, of the sizes in `grad_piece_numels`."""
         self.device = device
-        self.dtype = dtype
+        self.dtype = pieces[0].dtype
         # Streams of their own, because in the others copies of other operations wait for their turn.
         self.h2d, self.d2h = device.open_stream(), device.open_stream()
-        self.pieces, self.rests = self._allocate(pieces), self._allocate(rests)
-
-    def _allocate(self, numels: Sequence[int]) -> list[_Buffer]:
-        flats = [torch.empty(numel, dtype=self.dtype, device=self.device.device) for numel in numels]
         # Recorded after the allocations, because earlier kernels may still use the same memory.
-        usable = self.device.compute.record()
-        return [_Buffer(flat, usable) for flat in flats]
+        usable = device.compute.record()
+        self.pieces = [_Buffer(flat, usable) for flat in pieces]
+        self.rests = [_Buffer(flat, usable) for flat in rests]
+
+    def wait_for_others(self, events: Sequence[Event]) -> None:
+        """Makes the next operation wait for others' work in the same memory."""
+        for event in events:
+            self.device.compute.wait(event)
+        if events:
+            usable = self.device.compute.record()
+            for buffer in (*self.pieces, *self.rests):
+                buffer.usable = usable
+
+    @property
+    def ends(self) -> dict[int, Event]:
+        """The ends of the last work in each buffer, between two operations."""
+        return {number: buffer.usable for number, buffer in enumerate((*self.pieces, *self.rests))}
 
     def then(self, callback: Callable[[], None]) -> None:
         """Calls back when all pieces that have left until now are in host memory."""

@@ -74,15 +74,18 @@ class NormInParts:
         """
         self._waits = device.type == "cpu" if waits is None else waits
         self._num_whole = bounds[-1] // _ROW_NUMEL
-        self._squares = torch.zeros(self._num_whole, dtype=torch.float64, device=device)
-        self._num_overflowed = torch.zeros(len(bounds), dtype=torch.int64, device=device)  # by part; last: gathered
+        self._squares = torch.empty(self._num_whole, dtype=torch.float64, device=device)
+        # By part, and of gathered rows. The whole tensor needs no count.
+        self._num_overflowed: torch.Tensor | None = None
+        if len(bounds) > 2:
+            self._num_overflowed = torch.zeros(len(bounds), dtype=torch.int64, device=device)
         self._bounds = tuple(bounds)
         cut = {bound // _ROW_NUMEL for bound in bounds[1:-1] if bound % _ROW_NUMEL} - {self._num_whole}
         if len(bounds) > 2 and self._num_whole < _MIN_ROWS:
             cut = set(range(self._num_whole))
         self._cut = sorted(cut)
-        self._gathered = torch.zeros(len(cut), _ROW_NUMEL, dtype=dtype, device=device)
-        self._last = torch.zeros(bounds[-1] % _ROW_NUMEL, dtype=dtype, device=device)
+        self._gathered = torch.empty(len(cut), _ROW_NUMEL, dtype=dtype, device=device)
+        self._last = torch.empty(bounds[-1] % _ROW_NUMEL, dtype=dtype, device=device)
 
     def put(self, part: torch.Tensor, start: int) -> None:
         """Adds a part that begins at element `start`, which is one of the bounds.
@@ -99,18 +102,20 @@ class NormInParts:
                 whole[low - row * _ROW_NUMEL : high - row * _ROW_NUMEL].copy_(part[low - start : high - start])
         if first < last and first not in self._cut:
             rows = part[first * _ROW_NUMEL - start : last * _ROW_NUMEL - start].view(last - first, _ROW_NUMEL)
-            self._reduce(rows, self._squares[first:last], self._num_overflowed[index])
+            self._reduce(rows, self._squares[first:last], index)
 
     def total(self) -> torch.Tensor:
         """Returns the sum of squares of all parts, as a 0-dim fp64 tensor on their device."""
         if self._cut:
             squares = torch.empty(len(self._cut), dtype=torch.float64, device=self._squares.device)
-            self._reduce(self._gathered, squares, self._num_overflowed[-1])
+            self._reduce(self._gathered, squares, -1)
             for row, square in zip(self._cut, squares.unbind(), strict=True):  # few, and the host must not wait
                 self._squares[row].copy_(square)
         if self._waits:
             return self._total_on_cpu()
         total = self._squares.sum() + self._last.to(torch.float64).square_().sum()
+        if self._num_overflowed is None:
+            return total
         # A row that overflows is exact only if it is one of the largest of all rows.
         return torch.where(self._num_overflowed.sum() > _NUM_CANDIDATES, total + torch.inf, total)
 
@@ -125,8 +130,8 @@ class NormInParts:
             return torch.zeros((), dtype=torch.float64)
         return torch.stack([part.sum() for part in torch.split(squares, _SERIAL_NUMEL)]).sum()
 
-    def _reduce(self, rows: torch.Tensor, squares: torch.Tensor, num_overflowed: torch.Tensor) -> None:
-        """Writes the sum of squares of each row, and without waiting how many rows overflow fp32."""
+    def _reduce(self, rows: torch.Tensor, squares: torch.Tensor, index: int) -> None:
+        """Writes the sum of squares of each row, and how many rows overflow fp32 if the host must not wait."""
         if self._waits:
             _reduce_on_cpu(rows, squares)
             return
@@ -140,7 +145,8 @@ class NormInParts:
         exact = rows.index_select(0, candidates).to(torch.float64).square_().sum(dim=1)
         known = squares.index_select(0, candidates)
         squares.index_copy_(0, candidates, torch.where(known.isfinite(), known, exact))
-        num_overflowed.copy_(norms.isfinite().logical_not_().sum())
+        if self._num_overflowed is not None:
+            self._num_overflowed[index].copy_(norms.isfinite().logical_not_().sum())
 
 
 def _reduce_on_cpu(rows: torch.Tensor, squares: torch.Tensor) -> None:

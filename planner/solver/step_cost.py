@@ -29,6 +29,7 @@ from windlass.engine.memory_plan import (
     grad_piece_numels,
     lane_buffers,
     make_plan,
+    overlay_nbytes,
     param_buffers,
 )
 from windlass.engine.training_config import TrainingConfig
@@ -484,7 +485,9 @@ class StepCosts:
         model, num = self.job.model, self.num_successive
         embedding, head = self.compute_s(model.embedding), self.compute_s(model.head)
         yield Part.FORWARD, num * (embedding[0] + sum(head))
-        yield Part.BACKWARD, num * embedding[1]
+        # The layers' backward pass waits until the head's gradient has left the memory that both use.
+        leaving = sum(model.blocks[block].numel for block in self._overlaid_blocks if block > 0)
+        yield Part.BACKWARD, num * embedding[1] + leaving * self.job.grad_itemsize / self.speeds.d2h_bytes
 
     def _always_nbytes(self) -> tuple[float, ...]:
         job = self.job
@@ -529,17 +532,32 @@ class StepCosts:
         resident = self.streamed_blocks  # streamed layers have no buffers of their own
         params = param_buffers(numels, model.shared, resident=resident, num_ahead=job.num_prefetched)
         num_waiting = self.num_grad_buffers + (1 if self.num_groups > 1 else 0)
-        whole = {block: numel for block, numel in enumerate(numels) if not (self.streams_grads and block in resident)}
+        elsewhere = {*resident, *self._overlaid_blocks} if self.streams_grads else ()
+        whole = {block: numel for block, numel in enumerate(numels) if block not in elsewhere}
         grads = grad_buffers(whole, resident=(), num_waiting=num_waiting)
         grads += lane_buffers(numels, model.shared, grads, lanes=job.lanes, group_size=self.group_size)
         piece = max((model.layers[block - 1].largest_param_numel for block in self.streamed_blocks), default=0)
         param_numel = sum(numel * count for numel, count in params.items()) + NUM_PIECE_BUFFERS * piece
         grad_numel = sum(numel * count for numel, count in grads.items())
-        if self.streams_grads and piece:
-            pieces, _ = grad_piece_numels([(0, piece)], [piece], is_summed=job.num_microbatches > 1)
-            grad_numel += sum(pieces)
         peak = max(block.peak_nbytes for block in model.blocks)
-        return param_numel * job.param_itemsize + grad_numel * job.grad_itemsize + peak
+        overlay = self._overlay_nbytes(piece) if self.streams_grads else 0
+        return param_numel * job.param_itemsize + grad_numel * job.grad_itemsize + overlay + peak
+
+    @property
+    def _overlaid_blocks(self) -> tuple[int, ...]:
+        """The blocks whose gradients lie in the memory of gradients in pieces: see `Plan.grad_overlaid_blocks`."""
+        return (0, len(self.job.model.layers) + 1) if self.streams_grads and self.num_groups == 1 else ()
+
+    def _overlay_nbytes(self, piece: int) -> int:
+        """Returns the bytes of that memory. `piece`: elements of the largest one."""
+        job = self.job
+        pieces, _ = grad_piece_numels([(0, piece)], [piece], is_summed=job.num_microbatches > 1)
+        users = [[numel * job.grad_itemsize for numel in pieces]]
+        for block in self._overlaid_blocks:
+            is_wide = block in job.model.shared_blocks  # summed in fp32, whatever type it travels in
+            itemsizes = {job.grad_itemsize, PARTIAL_GRAD_ITEMSIZE if is_wide else job.grad_itemsize}
+            users.append([job.model.blocks[block].numel * itemsize for itemsize in itemsizes])
+        return overlay_nbytes(users)
 
     def compute_s(self, block: BlockProfile) -> tuple[float, float]:
         """Returns seconds of one micro-batch: forward, and backward without recomputation."""

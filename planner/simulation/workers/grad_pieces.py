@@ -10,7 +10,7 @@ from collections import Counter
 import simpy
 
 from windlass.actors.messages import ComputeBlock, SpanKind
-from windlass.engine.memory_plan import grad_piece_numels
+from windlass.engine.memory_plan import grad_piece_numels, streamed_grads_nbytes
 from windlass.planner.simulation import GRADIENTS, Process, Signal, SimulatedGpu
 from windlass.storage.ids import BlockIndex
 
@@ -29,9 +29,19 @@ class GradPieces:
         pieces, rests = grad_piece_numels(
             [gpu.world.bounds[block] for block in numels], list(numels.values()), is_summed=self._is_summed
         )
-        pieces = pieces if self.blocks else []
-        nbytes = (sum(pieces) + sum(rests)) * gpu.world.grad_itemsize if pieces else 0
+        pieces, rests = (pieces, rests) if self.blocks else ([], [])
+        nbytes = (sum(pieces) + sum(rests)) * gpu.world.grad_itemsize
         self._buffers = gpu.slots(GRADIENTS, nbytes // max(1, len(pieces)), len(pieces))
+        # The memory that these buffers do not have, or share with those of other blocks.
+        needed_nbytes = streamed_grads_nbytes(
+            [block.numel for block in context.layout.blocks],
+            {block: gpu.world.bounds[block] for block in numels},
+            context.plan.grad_overlaid_blocks,
+            itemsize=gpu.world.grad_itemsize,
+            summed_in_fp32=[block for shared in context.layout.shared for block in shared[1:]],
+            is_summed=self._is_summed,
+        )
+        gpu.allocate(GRADIENTS, needed_nbytes - nbytes // max(1, len(pieces)) * len(pieces))
         self._sums: dict[BlockIndex, list[simpy.Event]] = {}  # by block: the pieces that come back
         self._num_leaving: Counter[BlockIndex] = Counter()
         self._changed = Signal(gpu.world.env)
@@ -55,9 +65,10 @@ class GradPieces:
         self._num_leaving[block] += 1
         self.world.env.process(self._copy_out(operation, (stop - start) * self.world.grad_itemsize))
 
-    def all_left(self, block: BlockIndex) -> Process:
-        """Waits until all pieces of a block are in host memory."""
-        yield from self._changed.until(lambda: not self._num_leaving[block])
+    def all_left(self, block: BlockIndex | None = None) -> Process:
+        """Waits until all pieces of a block are in host memory; None: of all blocks."""
+        leaving = self._num_leaving
+        yield from self._changed.until(lambda: not (leaving.total() if block is None else leaving[block]))
 
     def _bring(self, operation: ComputeBlock, nbytes: list[int], events: list[simpy.Event]) -> Process:
         for piece_nbytes, event in zip(nbytes, tuple(events), strict=True):

@@ -47,6 +47,8 @@ class Grads:
         self._resident = frozenset(map(BlockIndex, plan.device_blocks))
         self.pieces = GradPieces(gpu)
         self._committed = -1
+        # Of these blocks' gradients, those that are in the memory for gradients in pieces.
+        self._overlaid_blocks, self._num_overlaid = frozenset(plan.grad_overlaid_blocks), 0
         self._to_offload: Queue[ComputeBlock | _Partial] = Queue(env)
         self._permits = Slots(env, plan.num_grad_buffers)
         whole = [block for block in layout.blocks if block.index not in self.pieces.blocks]
@@ -70,6 +72,8 @@ class Grads:
         self._flats = {
             numel: gpu.slots(GRADIENTS, self._flat_nbytes[numel], number) for numel, number in numbers.items()
         }
+        for block in self._overlaid_blocks:
+            gpu.allocate(GRADIENTS, -self._flat_nbytes[layout.blocks[block].numel])
         if gpu.rank == 0:  # for all ranks
             world.allocate(MemoryTier.HOST, _PARTIALS, plan.partial_grads.nbytes + plan.open_lanes.nbytes)
         self._with_lane: set[Use] = set()  # sums that have the sum of a lane beside them, on the device
@@ -107,9 +111,13 @@ class Grads:
     def take(self, operation: ComputeBlock) -> Process:
         """Acquires buffers for an operation's sums, with the partial sums of the previous group."""
         if operation.block in self.pieces.blocks:
+            yield from self._changed.until(lambda: not self._num_overlaid)
             if operation.group == self.world.context.plan.num_groups - 1:
                 yield from self.world.grad_slots.take(len(self.world.context.layout.chunk_keys(operation.block)))
             return
+        if operation.block in self._overlaid_blocks:
+            yield from self.pieces.all_left()
+            self._num_overlaid += 1
         for block in operation.blocks:
             use = (operation.block, block)
             source = self._sums.begin(operation, block)
@@ -223,6 +231,9 @@ class Grads:
                 nbytes = world.grad_itemsize * world.chunk_numel(key)
                 yield from self.gpu.copy_out(nbytes, SpanKind.COPY_GRAD_OUT, request.step, key.block, key.chunk)
             self._flat(request.block).give_back()
+            if request.block in self._overlaid_blocks:
+                self._num_overlaid -= 1
+                self._changed.notify()
             self._copied(request, keys)
 
     def _end_pieces(self, operation: ComputeBlock) -> Process:

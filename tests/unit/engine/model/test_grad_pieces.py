@@ -56,7 +56,8 @@ class Layer:
         self.numel, self.dtype, self.device = sum(numels), dtype, device
         (self.cuts,) = cut_layers([MODULES])
         pieces, rests = grad_piece_numels([self.cuts], [self.numel], is_summed=True)
-        self.buffers = GradPieceBuffers(device, pieces[:num_pieces], rests, dtype)
+        flats = [[torch.empty(n, dtype=dtype) for n in numels] for numels in (pieces[:num_pieces], rests)]
+        self.buffers = GradPieceBuffers(device, *flats)
         self.sums = PieceSums()
         self.whole = GradBuffer(torch.full((self.numel,), torch.nan, dtype=dtype))
 

@@ -147,3 +147,14 @@ def test_gradients_in_pieces_that_spill_wait_for_the_commit() -> None:
     spans = job(num_steps=3, **options | {"training": {"clip_norm": 1.0}}).spans()
     written = [s for s in spans if s.kind is SpanKind.WRITE_GRAD and s.block in LAYERS]
     assert {s.step for s in written} == {1, 2, 3}
+
+
+def test_layers_begin_backward_when_the_gradient_of_the_head_has_left_their_memory() -> None:
+    spans = job(machine=rates(d2h_bytes=1e4), compute_s=1e-3, num_steps=2, **grads_streamed(1)).spans()
+    head, last = len(LAYERS) + 1, len(LAYERS)
+    copied = max(s.end_s for s in spans if (s.kind, s.block, s.step) == (SpanKind.COPY_GRAD_OUT, head, 1))
+    begun = min(s.start_s for s in spans if (s.kind, s.block, s.step) == (SpanKind.BACKWARD, last, 1))
+    assert begun >= copied
+    left = max(s.end_s for s in spans if (s.kind, s.block, s.step) == (SpanKind.COPY_GRAD_OUT, 1, 1))
+    embedding = min(s.start_s for s in spans if (s.kind, s.block, s.step) == (SpanKind.BACKWARD, 0, 1))
+    assert embedding >= left

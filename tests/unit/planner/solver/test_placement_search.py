@@ -362,7 +362,8 @@ def test_gradients_in_pieces_fit_where_whole_ones_do_not_and_are_as_fast_as_two_
         costs = StepCosts(job=job, speeds=make_speeds(), limits=limits(4000, 2000), group_size=1, streams=True)
         costs = replace(costs, streams_grads=streams_grads, num_grad_buffers=num_grad_buffers)
         program = costs.program(costs.kinds())
-        assert (assignment := solve(program)) is not None
+        assignment = solve(program)
+        assert assignment is not None
         smallest[streams_grads, num_grad_buffers] = program.nbytes[0], outcome_of(program, assignment).step_s
     in_pieces, one, two = smallest.values()
     assert in_pieces[0] < one[0] < two[0]
