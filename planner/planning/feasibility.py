@@ -24,6 +24,7 @@ from windlass.planner.solver import (
     largest,
     least_nbytes,
     may_fit,
+    may_stream_grads,
     plan_of,
     processes_nbytes,
     sizes_at_the_border,
@@ -145,7 +146,9 @@ def _least_need(question: PlanQuestion, profiles: Profiles, job: PlannedJob, gro
         num_cached_params=0,
         depths=costs.depths,
     )
-    return profiles.device_need_of_plan(question, job, plan_of(costs, placement, None))
+    ways = [placement, *([replace(placement, streams_grads=True)] if may_stream_grads(job) else [])]
+    needs = [profiles.device_need_of_plan(question, job, plan_of(costs, way, None)) for way in ways]
+    return min(needs, key=lambda need: need.nbytes)
 
 
 def numbers_of_microbatches(question: PlanQuestion) -> Iterator[int]:

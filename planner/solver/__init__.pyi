@@ -14,6 +14,7 @@ from windlass.planner.solver.placement_search import Solution as Solution
 from windlass.planner.solver.placement_search import candidates as candidates
 from windlass.planner.solver.placement_search import least_nbytes as least_nbytes
 from windlass.planner.solver.placement_search import may_fit as may_fit
+from windlass.planner.solver.placement_search import may_stream_grads as may_stream_grads
 from windlass.planner.solver.placement_search import plan_of as plan_of
 from windlass.planner.solver.placement_search import sizes_at_the_border as sizes_at_the_border
 from windlass.planner.solver.placement_search import solution_of as solution_of

@@ -154,8 +154,12 @@ def _memory_savers(job: PlannedJob, *, spills: bool) -> tuple[_MemorySaver, ...]
         for streams in (False, True)
     )
     with_grads = replace(streamed[0], streams_grads=True)
-    may_stream_grads = job.lanes.num_lanes == 1 and job.num_ranks == 1
-    return (whole[0], streamed[0], *([with_grads] if may_stream_grads else []), whole[1], streamed[1])
+    return (whole[0], streamed[0], *([with_grads] if may_stream_grads(job) else []), whole[1], streamed[1])
+
+
+def may_stream_grads(job: PlannedJob) -> bool:
+    """Checks whether gradients of streamed layers may leave the device in pieces."""
+    return job.lanes.num_lanes == 1 and job.num_ranks == 1
 
 
 def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
