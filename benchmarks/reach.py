@@ -6,6 +6,7 @@ Nothing is measured, so the page is the same on every machine. The full form tak
 from collections.abc import Iterator
 from functools import cache
 
+from benchmarks.largest_models import add_largest_models
 from benchmarks.papers.published_models import RATEL_SHAPES
 from benchmarks.reporting.page import Page, write_page
 from windlass.amounts import GIB
@@ -48,7 +49,7 @@ def page(quick: bool) -> tuple[str, dict[str, float]]:
     )
     figures = {}
     if not quick:
-        figures = dict(_add_largest(text)) | dict(_add_ratels(text))
+        figures = dict(add_largest_models(text)) | dict(_add_largest(text)) | dict(_add_ratels(text))
     text.add(
         "## Step time over the number of SSDs",
         f"With {_RAM_OF_SSDS_GIB} GiB of RAM. All SSDs together do at most 32 GB/s there, as Ratel says of its twelve.",

@@ -41,6 +41,11 @@ class Precision(StrEnum):
     FP16 = "fp16"  # with dynamic loss scaling
     FP32 = "fp32"
 
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return 4 if self is Precision.FP32 else 2
+
 
 class StatePrecision(StrEnum):
     """The format in which the optimizer's states are stored."""

@@ -46,3 +46,6 @@ from windlass.actors.job.pace import pace_of_attempt as pace_of_attempt
 from windlass.actors.job.pace import pace_of_metrics as pace_of_metrics
 from windlass.actors.job.spec import JobCore as JobCore
 from windlass.actors.job.spec import JobSpec as JobSpec
+from windlass.actors.job.spread import factor_of_nine_in_ten as factor_of_nine_in_ten
+from windlass.actors.job.step_times import NUM_RECENT_STEPS as NUM_RECENT_STEPS
+from windlass.actors.job.step_times import StepTimes as StepTimes

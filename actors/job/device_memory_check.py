@@ -4,7 +4,7 @@ from windlass.actors.job.context import JobContext, evaluation_batch_size, grad_
 from windlass.actors.job.device_budget import require_planned_device_room, too_little_device_memory
 from windlass.actors.job.spec import JobSpec
 from windlass.engine.data import PreparedDataset
-from windlass.engine.memory_estimate import device_need
+from windlass.engine.memory_estimate import TracedFacts, device_need
 from windlass.engine.memory_plan import DeviceNeed
 from windlass.engine.memory_plan import evaluation_shapes as shapes_of_evaluation
 from windlass.engine.model import Partition
@@ -22,7 +22,7 @@ def device_need_of_job(context: JobContext, partition: Partition, *, device: str
     dataset = PreparedDataset.open(spec.dataset_dir, "train")
     shapes = dataset.largest_shapes(hyper.batch_size, hyper.num_microbatches)
     return device_need(
-        partition,
+        TracedFacts(partition, device=device),
         context.plan,
         shapes[: context.plan.group_size],
         formats=context.formats,
@@ -33,7 +33,6 @@ def device_need_of_job(context: JobContext, partition: Partition, *, device: str
         max_tokens=evaluation_batch_size(spec) * hyper.sequence_length,
         head_slices=hyper.head_slices,
         evaluation_shapes=evaluation_shapes(spec) if spec.has_validation else (),
-        device=device,
         on_gpu=device != "cpu",
     )
 

@@ -118,6 +118,18 @@ class SchedulerConfig:
         """Returns the first commit step after this one."""
         return min(self.total_steps, *((step // every + 1) * every for every in self._commit_intervals))
 
+    def is_evaluated(self, step: int) -> bool:
+        """Returns whether an evaluation follows a step."""
+        is_due = step == self.total_steps or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
+        return self.num_evaluation_groups > 0 and is_due
+
+    def num_evaluations_from(self, step: int) -> int:
+        """Returns the number of evaluations that follow this step and later ones."""
+        if not self.num_evaluation_groups:
+            return 0
+        last = self.total_steps - 1
+        return 1 + (last // self.evaluate_every - (step - 1) // self.evaluate_every if self.evaluate_every else 0)
+
     @property
     def _commit_intervals(self) -> tuple[int, ...]:
         decides = self.evaluation_decides and self.num_evaluation_groups > 0
@@ -192,7 +204,7 @@ def _afterwards(shape: SchedulerConfig, step: int) -> Iterator[tuple[Phase | Non
     """Yields the operations of a step's evaluation and export, if they are due."""
     head = shape.num_blocks - 1
     last = step == shape.total_steps
-    if shape.num_evaluation_groups and (last or (shape.evaluate_every and step % shape.evaluate_every == 0)):
+    if shape.is_evaluated(step):
         for group in range(shape.num_evaluation_groups):
             for block in range(head):
                 yield Phase.EVALUATE, block, group, step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.actors.job import NUM_FIRST_STEPS, Journal, Pace, pace_of_attempt, read_journal
+from windlass.actors.job import NUM_FIRST_STEPS, Journal, Pace, StepTimes, pace_of_attempt, read_journal
 from windlass.actors.lifecycle import ReportTimer
 from windlass.actors.messages import (
     BlockComputed,
@@ -123,8 +123,7 @@ class Progress:
         self._load_timer = ReportTimer()
         self._export_timers: dict[int, ReportTimer] = {}  # by step
         self._measured = Measured(self._first_step, self._history.measured)
-        # The remaining time is estimated from the steps after this one; the second number is the time when it was over.
-        self._paced_from = (self._first_step - 1, 0.0)
+        self._step_times = StepTimes()  # of the first steps, and from the first steady step on of the steady ones
         self._num_tokens = 0  # trained on in all steps that are over
         self.trained_tokens = 0  # trained on in all reported steps
         self._last_reported = initial_step or 0  # the last reported step
@@ -159,7 +158,6 @@ class Progress:
         """
         self._started_s = self._step_began_s = time.monotonic()
         self._timeline.begin(self._started_s)
-        self._paced_from = (self._first_step - 1, self._started_s)
         if resumed is None:
             self._journal.append("message", "Loading the model's weights into the tensor store")
             return
@@ -229,7 +227,6 @@ class Progress:
                 text = f"Loaded {self._num_params:,} parameters in {now_s - self._started_s:.1f} s; training begins"
                 self._journal.append("message", text)
                 self._step_began_s = now_s
-                self._paced_from = (self._first_step - 1, now_s)
                 self._timeline.begin(now_s)
             case SpansReported():
                 self._timeline.add(event.spans)
@@ -388,7 +385,7 @@ class Progress:
         self._swapped = {later: nbytes for later, nbytes in self._swapped.items() if later > step}
         data |= {name: swapped.get(kind, 0) for kind, name in _ACTIVATION_BYTES.items()}
         data["elapsed_s"] = elapsed_s
-        data |= self._time_left(step)
+        data |= self._time_left(step, data["step_s"])
         data |= self._ssd_metrics() | self._where_time_went(step)
         data["measured"] = self._measured.data
         self._last_metrics = data
@@ -400,23 +397,29 @@ class Progress:
             self._journal.append("message", text, level="warn")
         self._journal.append("metrics", self._step_message(data), **data)
 
-    def _time_left(self, step: int) -> dict[str, Any]:
-        """Returns the metrics of the remaining time, from the mean time of the last steps including evaluations.
+    def _time_left(self, step: int, step_s: float) -> dict[str, Any]:
+        """Returns the metrics of the remaining time, from the times of the last steps, and of evaluations.
 
         Loading does not count. The first steps count only until there are later ones. `remaining_s` is null if no
         number is reliable. `remaining_is_estimate` is true if it is not based on enough measured steps.
         """
-        now_s, (paced_from, began_s) = time.monotonic(), self._paced_from
-        if step == self._first_step + NUM_FIRST_STEPS - 1:
-            self._paced_from = (step, now_s)
-        mean_s = (now_s - began_s) / (step - paced_from)
-        pace = pace_of_attempt(step - self._first_step + 1, mean_s, self._expected_pace)
+        if step == self._first_step + NUM_FIRST_STEPS:
+            self._step_times = StepTimes()
+        evaluated = step > self._first_step and self._shape.is_evaluated(step - 1)
+        self._step_times.note(step_s, evaluated=evaluated)
         num_left = self._shape.total_steps - step
         if not num_left:
             return {"remaining_s": 0.0, "remaining_is_estimate": False}
+        # The very first steady steps may all have evaluations.
+        mean_s = step_s if self._step_times.mean_s is None else self._step_times.mean_s
+        pace = pace_of_attempt(step - self._first_step + 1, mean_s, self._expected_pace)
         if pace is None:
             return {"remaining_s": None, "remaining_is_estimate": True}
-        return {"remaining_s": pace.step_s * num_left, "remaining_is_estimate": not pace.is_measured}
+        evaluations_s = self._shape.num_evaluations_from(step) * self._step_times.evaluation_s
+        return {
+            "remaining_s": pace.step_s * num_left + evaluations_s,
+            "remaining_is_estimate": not pace.is_measured,
+        }
 
     def _ssd_metrics(self) -> dict[str, Any]:
         """Returns the SSD traffic as of the last commit. The totals cover all attempts, including repeated steps.

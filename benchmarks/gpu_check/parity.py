@@ -47,7 +47,7 @@ from windlass.actors.worker_policy import Ordering
 from windlass.amounts import GIB
 from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_plan import ActivationChoice, Placement
-from windlass.engine.model import build_meta_model, grad_buffer, head_slices, kernels_here, load_config
+from windlass.engine.model import build_meta_model, kernels_here, load_config, slice_sizes
 from windlass.storage.ids import ActorName, Kernel, ModelKernel, Precision
 
 PLACES = ("SSD", "host", "device")
@@ -213,11 +213,11 @@ def _kernels_here(precision: Precision, setting: Setting) -> tuple[ModelKernel, 
 def _sliced_head() -> Iterator[None]:
     """Lets the head go over small slices in its context, and over parts of each slice's loss and gradient."""
     small = (
-        (head_slices, "MIN_SLICE_TOKENS", _SLICE_TOKENS),
-        (head_slices, "MAX_SLICE_TOKENS", _SLICE_TOKENS),
-        (head_slices, "MAX_PIECE_NUMEL", _PIECE_TOKENS * VOCABULARY),
-        (grad_buffer, "MAX_PRODUCT_NUMEL", 1),
-        (grad_buffer, "ROWS_UNIT", _PRODUCT_ROWS),
+        (slice_sizes, "MIN_SLICE_TOKENS", _SLICE_TOKENS),
+        (slice_sizes, "MAX_SLICE_TOKENS", _SLICE_TOKENS),
+        (slice_sizes, "MAX_PIECE_NUMEL", _PIECE_TOKENS * VOCABULARY),
+        (slice_sizes, "MAX_PRODUCT_NUMEL", 1),
+        (slice_sizes, "ROWS_UNIT", _PRODUCT_ROWS),
     )
     usual = [(module, name, getattr(module, name)) for module, name, _ in small]
     for module, name, value in small:

@@ -22,7 +22,7 @@ from benchmarks.peers.schedules import System
 from benchmarks.peers.workload import model_config
 from tests.support.training import TRAINING
 from windlass.amounts import GIB
-from windlass.engine.memory_estimate import device_need
+from windlass.engine.memory_estimate import TracedFacts, device_need
 from windlass.engine.memory_plan import (
     ACTIVATION_SLOT_NBYTES,
     ActivationChoice,
@@ -38,7 +38,7 @@ from windlass.engine.training_config import Initialization, TrainingConfig
 from windlass.planner.cost import ActivationOption, AgainTimes, ModelProfile, Speeds, speeds_of, ways_of_layer
 from windlass.planner.profiling import BlockTimes, Profiler, measure_blocks, with_times
 from windlass.planner.solver import Limits, PlannedJob, Solution, StepCosts, largest, solution_of
-from windlass.planner.solver.placement_search import group_sizes
+from windlass.planner.solver.family import group_sizes
 from windlass.storage.ids import Kernel, Precision
 
 _FEW_LAYERS = 2  # of the model that is profiled; all layers are alike
@@ -156,8 +156,9 @@ class Predictor:
         while number:
             deep = case.with_num_layers(number)
             partition = Partition(build_meta_model(model_config(deep.shape, case.sequence_length), Precision.BF16))
+            facts = TracedFacts(partition)
             for choice, solution in ways(number):
-                need = _need(deep, partition, solution)
+                need = _need(deep, facts, solution)
                 if need.reserved_nbytes <= room.gpu_nbytes:
                     return CasePlan(case=deep, choice=choice, solution=solution, need=need, layout=partition.layout)
             number = number * 3 // 4  # the exact count of device memory is larger than that of the closed form
@@ -255,10 +256,10 @@ def _placement(case: SpeedCase, choice: ActivationChoice, group_size: int, num_s
     )
 
 
-def _need(case: SpeedCase, partition: Partition, solution: Solution) -> DeviceNeed:
+def _need(case: SpeedCase, facts: TracedFacts, solution: Solution) -> DeviceNeed:
     training, (num_examples, num_tokens) = training_of(case), case.microbatch
     return device_need(
-        partition,
+        facts,
         solution.plan,
         [case.microbatch] * solution.plan.group_size,
         formats=training.formats,

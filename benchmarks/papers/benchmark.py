@@ -7,6 +7,7 @@ from benchmarks.papers import largest_table as papers_largest
 from benchmarks.papers import memory_table as papers_memory
 from benchmarks.papers import several_gpus as papers_several
 from benchmarks.papers import stages_table as papers_stages
+from benchmarks.papers import throughput_table as papers_throughput
 from benchmarks.reporting.page import Page, write_page
 
 _INTRODUCTION = (
@@ -22,6 +23,8 @@ def page(quick: bool) -> tuple[str, dict[str, float]]:
     text.add(_INTRODUCTION, "`python -m benchmarks.papers` writes this page.")
     figures = {"stage_error_max": papers_stages.add_stages(text)}
     papers_stages.add_statements(text)
+    if not quick:
+        figures |= papers_throughput.add_throughputs(text)
     papers_stages.add_amounts(text)
     papers_stages.add_systems(text)
     if not quick:

@@ -15,7 +15,7 @@ _STATE_ITEMSIZE = 14  # bytes of all states of a parameter: param, fp32 master a
 
 def kv_size(shape: ModelShape) -> int:
     """Returns the number of elements of a token's keys."""
-    return shape.hidden_size // shape.num_heads * (shape.num_kv_heads or shape.num_heads)
+    return shape.head_size * (shape.num_kv_heads or shape.num_heads)
 
 
 def mlp_size(shape: ModelShape) -> int:
@@ -28,22 +28,27 @@ def layer_matrices(shape: ModelShape) -> tuple[int, ...]:
     hidden, kv, mlp = shape.hidden_size, kv_size(shape), mlp_size(shape)
     if shape.is_gpt:
         return (3 * hidden * hidden, hidden * hidden, hidden * mlp, mlp * hidden)
-    return (hidden * hidden, kv * hidden, kv * hidden, hidden * hidden, mlp * hidden, mlp * hidden, hidden * mlp)
+    queries = shape.num_heads * shape.head_size
+    return (queries * hidden, kv * hidden, kv * hidden, hidden * queries, mlp * hidden, mlp * hidden, hidden * mlp)
 
 
 def block_numels(shape: ModelShape, *, num_tokens: int, is_tied: bool | None = None) -> tuple[int, ...]:
     """Returns the number of parameters of each block: the embedding, the layers, the head.
 
     `num_tokens`: positions that GPT's shape has embeddings for. `is_tied`: the head uses the embedding's matrix, which
-    counts for the embedding. None: as usual, which is tied for GPT's shape and not for Llama's.
+    counts for the embedding. None: as the shape says.
     """
     hidden = shape.hidden_size
     table = shape.vocab_size * hidden
     embedding, small, norm = table, 2 * hidden, hidden
+    if shape.qkv_bias:
+        small += shape.num_heads * shape.head_size + 2 * kv_size(shape)
+    if shape.qk_norm:
+        small += 2 * shape.head_size
     if shape.is_gpt:
         # Position embeddings; norms with bias, and the biases of four matrices.
         embedding, small, norm = table + num_tokens * hidden, 13 * hidden, 2 * hidden
-    head = norm if (shape.is_gpt if is_tied is None else is_tied) else norm + table
+    head = norm if (shape.is_tied if is_tied is None else is_tied) else norm + table
     return (embedding, *(sum(layer_matrices(shape)) + small,) * shape.num_layers, head)
 
 

@@ -26,8 +26,7 @@ from windlass.engine.memory_plan import (
     make_plan,
     param_buffers,
 )
-from windlass.engine.model.grad_buffer import MAX_PRODUCT_NUMEL
-from windlass.engine.model.head_slices import MAX_PIECE_NUMEL
+from windlass.engine.model.slice_sizes import MAX_PIECE_NUMEL, MAX_PRODUCT_NUMEL
 from windlass.planner.cost import ModelProfile
 from windlass.planner.hardware import ModelShape
 

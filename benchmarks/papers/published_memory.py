@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks.papers.decoder_sizes import block_numels, kv_size, layer_matrices, mlp_size
 from windlass.amounts import GIB
-from windlass.planner.hardware import ModelShape
+from windlass.planner.hardware import ModelShape, load, published_models
 
 _FP16_NBYTES = 2
 _FP32_NBYTES = 4
@@ -56,37 +56,32 @@ class PublishedPeak:
     memascend_gib: float
 
 
-# Shapes: the models' public configurations.
+def _shape(name: str) -> ModelShape:
+    return load(ModelShape, published_models()[name])
+
+
 PUBLISHED_PEAKS = (
     PublishedPeak(
         model="Llama3.1-8B",
-        shape=ModelShape(
-            num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, intermediate_size=14336, vocab_size=128256
-        ),
+        shape=_shape("llama-3.1-8b"),
         zero_infinity_gib=91.06,
         memascend_gib=44.71,
     ),
     PublishedPeak(
         model="Qwen2.5-7B",
-        shape=ModelShape(
-            num_layers=28, hidden_size=3584, num_heads=28, num_kv_heads=4, intermediate_size=18944, vocab_size=152064
-        ),
+        shape=_shape("qwen2.5-7b"),
         zero_infinity_gib=109.06,
         memascend_gib=43.67,
     ),
     PublishedPeak(
         model="Qwen2.5-14B",
-        shape=ModelShape(
-            num_layers=48, hidden_size=5120, num_heads=40, num_kv_heads=8, intermediate_size=13824, vocab_size=152064
-        ),
+        shape=_shape("qwen2.5-14b"),
         zero_infinity_gib=174.5,
         memascend_gib=76.1,
     ),
     PublishedPeak(
         model="Qwen2.5-32B",
-        shape=ModelShape(
-            num_layers=64, hidden_size=5120, num_heads=40, num_kv_heads=8, intermediate_size=27648, vocab_size=152064
-        ),
+        shape=_shape("qwen2.5-32b"),
         zero_infinity_gib=322.3,
         memascend_gib=143.6,
     ),

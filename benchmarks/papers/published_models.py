@@ -2,23 +2,14 @@
 
 from dataclasses import dataclass
 
-from windlass.planner.hardware import ModelShape
+from windlass.planner.hardware import ModelShape, load, published_models
 
 _VOCAB_SIZE = 50257  # Ratel, section V-A; AutoHete prints none for its GPT-like models
 
-# By billions of parameters. Source: Ratel (arXiv 2403.06504), table IV.
+# By billions of parameters.
 RATEL_SHAPES: dict[int, ModelShape] = {
-    size: ModelShape(num_layers=num_layers, num_heads=num_heads, hidden_size=hidden_size, vocab_size=_VOCAB_SIZE)
-    for size, num_layers, num_heads, hidden_size in (
-        (6, 28, 32, 4096),
-        (13, 40, 40, 5120),
-        (30, 48, 56, 7168),
-        (70, 80, 64, 8192),
-        (135, 88, 88, 11264),
-        (175, 96, 96, 12288),
-        (276, 112, 112, 14336),
-        (412, 128, 128, 16384),
-    )
+    billions: load(ModelShape, published_models()[f"ratel-{billions}b"])
+    for billions in (6, 13, 30, 70, 135, 175, 276, 412)
 }
 # The two models of its figure 8. Source: AutoHete, table 1, which does not print heads; here they have 128 elements.
 AUTOHETE_SHAPES: dict[int, ModelShape] = {

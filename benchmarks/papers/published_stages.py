@@ -17,7 +17,7 @@ NUM_EXAMPLES = 32
 _CHUNK_NUMEL = 2**24
 
 # Section III-C: the forward pass computes for 5.96 s. With the shape's operations this gives 146 TFLOPS.
-_FORWARD_COMPUTE_S = 5.96
+FORWARD_COMPUTE_S = 5.96
 # Section IV-D leaves the CPU's Adam out, "because its time is shorter than reading/writing the optimizer states": 28
 # bytes a parameter. This is the slowest Adam for which that is true. The real one may be faster.
 _STATE_TRAFFIC_NBYTES = 28
@@ -66,7 +66,7 @@ def ratel_server() -> Hardware:
     hardware = load(Hardware, example_machines()["rtx4090-server"])
     assert hardware.ssds.combined_gb_per_s is not None
     adam_params_per_s = hardware.ssds.combined_gb_per_s * GB / _STATE_TRAFFIC_NBYTES
-    tflops = ratel_profile().num_flops / 1e12 / _FORWARD_COMPUTE_S
+    tflops = ratel_profile().num_flops / 1e12 / FORWARD_COMPUTE_S
     return hardware.model_copy(
         update={
             "gpus": hardware.gpus.model_copy(update={"tflops": tflops}),

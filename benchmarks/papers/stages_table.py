@@ -73,14 +73,16 @@ def add_stages(page: Page) -> float:
     ratel = computed_stages("Ratel", swapped_nbytes=RATEL_SWAPPED_NBYTES)
     full_rate = _infinity_at_full_rate()
     page.add(
-        "ZeRO-Infinity and G10 are within 15 percent. For Ratel its 34 GiB are swapped; with them the arithmetic does "
-        "not explain its stages. Forward: the published 5 s are less than the 5.96 s that the same paper gives for the "
-        "compute alone, so the two cannot both be exact. Backward: the GPU is busy for "
-        f"{ratel.backward.gpu_s:.1f} s, the SSDs for {ratel.backward.ssd_s:.1f} s and Adam for "
-        f"{ratel.backward.cpu_s:.1f} s, and nothing that equation 5 knows takes longer; in the measured 20 s they "
-        "probably did not overlap as fully as the equation assumes. Read the computed times of systems that overlap as "
-        "what is left when nothing waits. Simulated, where blocks wait for each other, Ratel's whole step comes within "
-        "15 percent of the published one, and G10's, which Ratel's authors computed, is longer.",
+        "ZeRO-Infinity and G10 are within 15 percent. For Ratel its 34 GiB are swapped. Its stages are as computed "
+        "only "
+        "if they are read with the paper's other figures ([below](#what-papers-reach-and-what-windlass-plans)): "
+        "forward, "
+        "the published 5 s are less than the 5.96 s that the same paper gives for the compute alone; backward, the GPU "
+        f"is busy for {ratel.backward.gpu_s:.1f} s, the SSDs for {ratel.backward.ssd_s:.1f} s and Adam for "
+        f"{ratel.backward.cpu_s:.1f} s, and nothing that equation 5 knows takes longer. Read the computed times of "
+        "systems that overlap as what is left when nothing waits. Simulated, where blocks wait for each other, Ratel's "
+        "whole step comes within 15 percent of the published one, and G10's, which Ratel's authors computed, is "
+        "longer.",
         f"What the last two rates are worth: with the shipped profile's Adam, {_shipped_adam() / 1e9:.0f} billion "
         f"parameters a second, ZeRO-Infinity's optimizer stage would take {_infinity_with_shipped_adam():.1f} s, not "
         f"{full_rate[2]:.1f} s; with params read as fast as all SSDs can, its forward and backward passes "

@@ -1,26 +1,32 @@
 """Measures the planner's speed and the accuracy of its predictions: `python -m benchmarks.planner [--quick]`
 
-- The time of the integer programs for Ratel's shapes (its table IV).
+- The time of `windlass plan` for Ratel's shapes (its table IV), and of the same plans in a running service after a
+  setting was changed; the time of their integer programs.
 - Jobs on this machine. The machine is measured right before each plan, because a virtual machine's pace changes within
   minutes. The job's own blocks are measured and the plan is simulated. The prediction is written to disk before the job
-  runs, in its own process, with the planned memory. Peaks are those of the kernel. The device is the CPU, so its memory
-  is that process's private memory.
+  runs, in its own process, with the planned memory. The blocks are measured again right before and after it, because
+  a prediction holds for the pace at which it was made. Peaks are those of the kernel. The device is the CPU, so its
+  memory is that process's private memory.
 - For three batch sizes, whether another amount of swapped activations would have been faster
   (`benchmarks/planner/swaps.py`).
 """
 
+import shutil
 import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.papers.published_models import RATEL_SHAPES
 from benchmarks.planner.case import MIB, Case, Predicted, predict, question_of
-from benchmarks.planner.run import Measured, run_planned
+from benchmarks.planner.cases import CASES, QUICK_CASES
+from benchmarks.planner.pace import Pace, blocks_s, planned_blocks_s
+from benchmarks.planner.plan_times import PlanTime, service_times, shell_times
+from benchmarks.planner.run import Measured, run_timed, with_memory
 from benchmarks.planner.swaps import QUICK_SWAPS, SWAPS, add_swaps, sweep
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import Report, parse_options
@@ -38,39 +44,8 @@ from windlass.service.machine import measure_hardware
 
 _NUM_TOKENS = 1024
 _BATCH_SIZE = 8
+_AGAIN_SIZES = (13, 70, 175, 412)  # billions of parameters of the models that a service plans again
 _NUM_SOLVES = 3  # repetitions, of which the median counts
-
-
-CASES = (
-    Case(title="all on the device", hidden=512, num_layers=16, batch_size=8, sequence_length=256),
-    Case(
-        title="deep and narrow, clipping", hidden=384, num_layers=32, batch_size=8, sequence_length=256, clip_norm=1.0
-    ),
-    Case(title="wide", hidden=1280, num_layers=6, batch_size=4, sequence_length=256),
-    Case(title="little device memory", hidden=768, num_layers=12, batch_size=4, sequence_length=256, device_mib=500),
-    Case(title="little memory: SSDs", hidden=1024, num_layers=10, batch_size=4, sequence_length=256, memory_mib=1100),
-    Case(
-        title="little memory, clipping",
-        hidden=768,
-        num_layers=16,
-        batch_size=4,
-        sequence_length=256,
-        memory_mib=1100,
-        clip_norm=1.0,
-    ),
-    Case(title="micro-batches", hidden=640, num_layers=16, batch_size=16, sequence_length=128, num_microbatches=4),
-    Case(
-        title="micro-batches, little memory",
-        hidden=896,
-        num_layers=10,
-        batch_size=8,
-        sequence_length=256,
-        num_microbatches=2,
-        memory_mib=1300,
-    ),
-    Case(title="long sequences", hidden=512, num_layers=12, batch_size=2, sequence_length=1024, device_mib=700),
-)
-QUICK_CASES = (Case(title="small", hidden=128, num_layers=4, batch_size=2, sequence_length=64),)
 
 
 # Recomputation times as shares of a layer's forward pass: all recomputed, one output held, all useful outputs held. The
@@ -122,21 +97,34 @@ def _with_times(job: PlannedJob, speeds: Speeds, shares: tuple[float, float, flo
     return replace(job, model=replace(job.model, layers=tuple(map(timed, job.model.layers))))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One job: its prediction, what was measured, and the machine's pace meanwhile."""
+
+    case: Case
+    predicted: Predicted
+    measured: Measured
+    pace: Pace
+
+
 def errors_of(predicted: Predicted, measured: Measured) -> dict[str, float]:
     """Returns the relative errors: measured / predicted - 1."""
     names = ("step_s", "device_nbytes", "arena_nbytes", "ssd_nbytes")
     return {name: getattr(measured, name) / getattr(predicted, name) - 1 for name in names}
 
 
-def add_promises(report: Report, cases: list[tuple[Case, Predicted, Measured]]) -> dict[str, float]:
+def add_promises(report: Report, results: Sequence[Result]) -> dict[str, float]:
     """Adds the table of predicted and measured values. Returns the largest errors."""
-    rows, step_errors, peak_errors = [], [], []
-    for case, predicted, measured in cases:
+    rows, step_errors, raw_errors, peak_errors = [], [], [], []
+    for result in results:
+        predicted, measured, slowdown = result.predicted, result.measured, result.pace.slowdown
         if measured.error is not None:
-            rows.append((case.title, f"failed: {measured.error}", *[""] * 10))
+            rows.append((result.case.title, f"failed: {measured.error}", *[""] * 12))
             continue
         errors = errors_of(predicted, measured)
-        step_errors.append(abs(errors["step_s"]))
+        at_pace = (1 + errors["step_s"]) / slowdown - 1
+        step_errors.append(abs(at_pace))
+        raw_errors.append(abs(errors["step_s"]))
         peak_errors += [abs(error) for name, error in errors.items() if name != "step_s"]
         cells = [
             f"{predicted.bound_s:.3f}",
@@ -144,11 +132,13 @@ def add_promises(report: Report, cases: list[tuple[Case, Predicted, Measured]]) 
             f"{predicted.step_s:.3f}",
             f"{measured.step_s:.3f}",
             f"{errors['step_s']:+.1%}",
+            f"{slowdown:.3f}",
+            f"{at_pace:+.1%}",
         ]
         for name in ("device_nbytes", "arena_nbytes", "ssd_nbytes"):
             sizes = (getattr(predicted, name) / MIB, getattr(measured, name) / MIB)
             cells += [f"{sizes[0]:.0f} / {sizes[1]:.0f}", f"{errors[name]:+.1%}"]
-        rows.append((case.title, *cells))
+        rows.append((result.case.title, *cells))
     header = (
         "job",
         "bound, s",
@@ -156,13 +146,45 @@ def add_promises(report: Report, cases: list[tuple[Case, Predicted, Measured]]) 
         "predicted, s",
         "measured, s",
         "error",
+        "slowdown",
+        "error at this pace",
         "device, MiB",
         "error",
         "arena, MiB",
         "error",
     )
     report.add_table((*header, "SSD, MiB", "error"), rows)
-    return {"step_error_max": max(step_errors, default=1.0), "peak_error_max": max(peak_errors, default=1.0)}
+    if not step_errors or len(step_errors) < len(results):  # a job that failed keeps no promise
+        step_errors, raw_errors, peak_errors = [*step_errors, 1.0], [*raw_errors, 1.0], [*peak_errors, 1.0]
+    return {
+        "step_error_max": max(step_errors),
+        "step_error_median": statistics.median(step_errors),
+        "step_error_raw_max": max(raw_errors),
+        "step_error_raw_median": statistics.median(raw_errors),
+        "peak_error_max": max(peak_errors),
+    }
+
+
+def add_paces(report: Report, results: Sequence[Result]) -> None:
+    """Adds the table of the seconds of a micro-batch in all blocks, measured independently of the jobs."""
+    rows = [
+        (result.case.title, *(f"{seconds:.3f}" for seconds in (pace.planned_s, pace.before_s, pace.after_s)))
+        for result in results
+        for pace in (result.pace,)
+    ]
+    report.add("", "Seconds of one micro-batch in all blocks, for the plan, and right before and after the job:")
+    report.add_table(("job", "for the plan", "before the job", "after it"), rows)
+
+
+def add_plan_times(report: Report, title: str, times: Sequence[PlanTime]) -> float:
+    """Adds the table of how long plans took. Returns the longest wall time."""
+    report.add("", title)
+    rows = [
+        (each.title, f"{each.wall_s:.2f}", f"{each.cpu_s:.2f}" if each.cpu_s else "", "yes" if each.fits else "no")
+        for each in times
+    ]
+    report.add_table(("plan", "wall, s", "CPU, s", "fits"), rows)
+    return max(each.wall_s for each in times)
 
 
 def add_choices(report: Report, cases: Sequence[tuple[Case, Predicted]]) -> None:
@@ -222,6 +244,19 @@ def _add_machines(report: Report, cases: Sequence[Case], machines: Sequence[Hard
     report.add_table(("before", *columns), rows)
 
 
+def _run(case: Case, folder: Path, kernels: Path, *, num_timed_steps: int) -> tuple[Result, Hardware]:
+    """Predicts a job, runs it, and measures the machine's pace before and after it."""
+    case.workload(num_timed_steps=num_timed_steps).write(folder)
+    machine = _measured(folder)
+    question = question_of(case, machine)
+    predicted, job = predict(case, question, Profiles(question), folder, kernels)
+    planned_s, before_s = planned_blocks_s(job), blocks_s(question, job)
+    timed = run_timed(folder)
+    pace = Pace(planned_s=planned_s, before_s=before_s, after_s=blocks_s(question, job))
+    measured = timed if timed.error is not None else with_memory(timed, folder)
+    return Result(case=case, predicted=predicted, measured=measured, pace=pace), machine
+
+
 def main() -> None:
     """Solves, predicts, runs, reports, and prints the ratios as the last line."""
     options = parse_options("planner", __doc__, quick="one small model, one small job")
@@ -230,6 +265,12 @@ def main() -> None:
     report = Report(
         "The planner", options.directory, {"form": "quick" if options.quick else "full", "training": "bf16"}
     )
+    sizes = sorted(RATEL_SHAPES)[: 1 if options.quick else None]
+    with scratch_folder(options.directory) as directory:
+        of_shell = shell_times(sizes, directory)
+        plan_s = add_plan_times(report, "`windlass plan`, each in a process and a home of its own:", of_shell)
+        again = service_times(sizes[:1] if options.quick else _AGAIN_SIZES, directory)
+        again_s = add_plan_times(report, "A running service, asked again with one setting changed:", again)
     times = solve_times(quick=options.quick)
     report.add("", f"Solving, seconds (Ratel's shapes, batch {_BATCH_SIZE} x {_NUM_TOKENS}, its server):")
     report.add_table(
@@ -242,23 +283,25 @@ def main() -> None:
         retain_freed_memory()  # as in jobs
         results, machines = [], []
         for i, case in enumerate(cases):
-            folder = directory / str(i)
-            case.workload(num_timed_steps=num_timed_steps).write(folder)
-            machines.append(_measured(folder))
-            question = question_of(case, machines[-1])
-            predicted = predict(case, question, Profiles(question), folder, directory / "kernels")
-            results.append((case, predicted, run_planned(folder)))
+            result, machine = _run(case, directory / str(i), directory / "kernels", num_timed_steps=num_timed_steps)
+            results.append(result)
+            machines.append(machine)
+            shutil.rmtree(directory / str(i))
         swaps = sweep(QUICK_SWAPS if options.quick else SWAPS, _measured(directory), directory)
     _add_machines(report, cases, machines)
-    add_choices(report, [(case, predicted) for case, predicted, _ in results])
+    add_choices(report, [(result.case, result.predicted) for result in results])
+    add_paces(report, results)
     ratios = add_promises(report, results)
     report.add(
         "Predicted / measured. What is predicted of a step is the larger of its bound, by the cost model, and of the",
-        "simulated step. Each prediction was on disk before its job ran. Arena and SSD: what the kernel has given them",
-        "in the last step.",
+        "simulated step. Each prediction was on disk before its job ran. Slowdown: the blocks' time around it, over",
+        "that for the plan. The error at this pace is the planner's; the one before it is also the machine's.",
+        "Arena and SSD: what the kernel has given them in the last step.",
     )
     ratios |= add_swaps(report, swaps)
-    report.finish({"solve_s_max": max(map(max, times.values())), **ratios})
+    report.finish(
+        {"plan_s_max": plan_s, "plan_again_s_max": again_s, "solve_s_max": max(map(max, times.values())), **ratios}
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Jobs on this machine that are planned. Predictions are written to disk before a job runs."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from benchmarks.peers.workload import ModelShape, Workload, model_config
 from benchmarks.planner.run import JOB_FILE
 from benchmarks.reporting.machine import num_cores
 from windlass.amounts import GIB
-from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, MemoryTier
+from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, EVERY_OPERATOR, MemoryTier
 from windlass.engine.training_config import TrainingConfig
+from windlass.planner.cost import ActivationOption, LayerProfile, Ways, ways_of_layer
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning import JobPlan, PlanQuestion
 from windlass.planner.planning.feasibility import with_part
@@ -18,7 +20,7 @@ from windlass.planner.planning.planner import fastest_plan
 from windlass.planner.planning.profiles import Profiles
 from windlass.planner.planning.report import choices_of, report_of
 from windlass.planner.simulation import simulated_step_s
-from windlass.planner.solver import limits_of
+from windlass.planner.solver import PlannedJob, limits_of
 
 MIB = 2**20
 
@@ -36,6 +38,8 @@ class Case:
     clip_norm: float | None = None
     device_mib: int | None = None
     memory_mib: int | None = None  # budget of the device and the arena together
+    # Every layer swaps its input and the outputs of so many operators, if it has them; None: as the planner chooses.
+    num_swapped: int | None = None
 
     def workload(self, *, num_timed_steps: int) -> Workload:
         """Returns the workload of the job."""
@@ -54,6 +58,20 @@ class Case:
             num_threads=num_cores(),
             seed=1,
         )
+
+
+def only(number: int | None) -> Ways:
+    """Restricts all layers to swapping their input and the outputs of `number` operators."""
+
+    def ways(layer: LayerProfile) -> Iterable[ActivationOption]:
+        of_layer = list(ways_of_layer(layer))
+        if number is None:
+            return [way for way in of_layer if way.choice.swapped == {EVERY_OPERATOR}]
+        swapping = [way for way in of_layer if way.choice.recompute and not way.choice.kept]
+        most = max(len(way.choice.swapped) for way in swapping)
+        return [way for way in swapping if len(way.choice.swapped) == min(number, most)]
+
+    return ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +106,16 @@ def question_of(case: Case, machine: Hardware) -> PlanQuestion:
         ),
         device_memory_nbytes=None if case.device_mib is None else case.device_mib * MIB,
         measures=True,
+        ways=ways_of_layer if case.num_swapped is None else only(case.num_swapped),
     )
 
 
-def predict(case: Case, question: PlanQuestion, profiles: Profiles, folder: Path, kernel_dir: Path) -> Predicted:
+def predict(
+    case: Case, question: PlanQuestion, profiles: Profiles, folder: Path, kernel_dir: Path
+) -> tuple[Predicted, PlannedJob]:
     """Plans a job, and writes the plan and the prediction to its folder, beside its workload.
+
+    Returns the prediction, and the job with the times of its blocks.
 
     Raises:
         DoesNotFitError: nothing fits.
@@ -122,4 +145,4 @@ def predict(case: Case, question: PlanQuestion, profiles: Profiles, folder: Path
         "predicted": asdict(predicted),
     }
     (folder / JOB_FILE).write_text(json.dumps(planned))
-    return predicted
+    return predicted, job

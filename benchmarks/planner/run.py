@@ -36,17 +36,15 @@ class Measured:
     ssd_nbytes: int = 0
 
 
-def run_planned(folder: Path) -> Measured:
-    """Trains the job of a folder in its own process: once for the time, and a few steps again for the memory.
+def with_memory(timed: Measured, folder: Path) -> Measured:
+    """Trains the job of a folder again for its memory, in its own process, and returns both measurements.
 
-    The memory run returns freed memory to the system at once, so that private memory is live memory. This doubles the
-    step time.
+    The process returns freed memory to the system at once, so that private memory is live memory. This doubles the
+    step time. It trains the job for a step before. So the kernels that oneDNN compiles for each shape of a matrix
+    product, half a MiB each, are not counted as the job's memory.
     """
     from benchmarks.activations.run import MALLOC
 
-    timed = run_timed(folder)
-    if timed.error is not None:
-        return timed
     return replace(_run("memory", folder, MALLOC), step_s=timed.step_s)
 
 
@@ -58,11 +56,15 @@ def run_timed(folder: Path) -> Measured:
 def _run(what: str, folder: Path, environment: dict[str, str]) -> Measured:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.planner.run", what, str(folder)]
     process = subprocess.run(command, cwd=Path.cwd(), env=os.environ | environment, capture_output=True, text=True)
-    for name in (_HOME, _SSD):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    _clean(folder)
     if process.returncode != 0:
         raise RuntimeError(f"{folder.name} failed:\n{process.stderr[-4000:]}")
     return Measured(**json.loads(process.stdout.splitlines()[-1]))
+
+
+def _clean(folder: Path) -> None:
+    for name in (_HOME, _SSD):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def planned_spec(folder: Path, num_steps: int | None = None) -> "JobSpec":
@@ -139,6 +141,14 @@ def train(folder: Path, num_steps: int | None = None, *, watches_memory: bool = 
     )
 
 
+def _compile_kernels(folder: Path) -> None:
+    """Trains for one step, which compiles the kernels of all shapes in this process."""
+    from windlass.actors.runtime.local_runner import run_local
+
+    run_local(planned_spec(folder, 1))
+    _clean(folder)
+
+
 def _used_nbytes(folder: Path, pattern: str) -> int:
     return sum(path.stat().st_blocks * _BLOCK_NBYTES for path in folder.glob(pattern) if path.is_file())
 
@@ -150,6 +160,8 @@ def main() -> None:
     retain_freed_memory()  # as in a service's worker process
     what, folder = sys.argv[1:]
     asks_memory = what == "memory"
+    if asks_memory:
+        _compile_kernels(Path(folder))
     measured = train(Path(folder), _NUM_MEMORY_STEPS if asks_memory else None, watches_memory=asks_memory)
     print(json.dumps(asdict(measured)))
 

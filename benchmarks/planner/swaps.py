@@ -12,11 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.planner.case import MIB, Case, Predicted, predict, question_of
+from benchmarks.planner.case import MIB, Case, Predicted, only, predict, question_of
 from benchmarks.planner.run import run_timed
 from benchmarks.reporting.report import Report
-from windlass.engine.memory_plan import EVERY_OPERATOR
-from windlass.planner.cost import ActivationOption, LayerProfile, Ways, ways_of_layer
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning.profiles import Profiles
 from windlass.planner.solver import DoesNotFitError
@@ -61,7 +59,7 @@ def sweep(cases: Iterable[Case], machine: Hardware, directory: Path) -> list[Swa
             folder = directory / f"{case.title} {title}"
             case.workload(num_timed_steps=_NUM_TIMED_STEPS).write(folder)
             try:
-                predicted = predict(case, replace(question, ways=ways), profiles, folder, directory / "kernels")
+                predicted, _ = predict(case, replace(question, ways=ways), profiles, folder, directory / "kernels")
             except DoesNotFitError:
                 continue
             planned.append((title, folder, predicted))
@@ -69,20 +67,6 @@ def sweep(cases: Iterable[Case], machine: Hardware, directory: Path) -> list[Swa
         for (title, _, predicted), taken in zip(planned, zip(*turns, strict=True), strict=True):
             swaps.append(Swap(case=case, title=title, predicted=predicted, step_s=statistics.median(taken)))
     return swaps
-
-
-def only(number: int | None) -> Ways:
-    """Restricts all layers to swapping their input and the outputs of `number` operators."""
-
-    def ways(layer: LayerProfile) -> Iterable[ActivationOption]:
-        of_layer = list(ways_of_layer(layer))
-        if number is None:
-            return [way for way in of_layer if way.choice.swapped == {EVERY_OPERATOR}]
-        swapping = [way for way in of_layer if way.choice.recompute and not way.choice.kept]
-        most = max(len(way.choice.swapped) for way in swapping)
-        return [way for way in swapping if len(way.choice.swapped) == min(number, most)]
-
-    return ways
 
 
 def add_swaps(report: Report, swaps: Sequence[Swap]) -> dict[str, float]:

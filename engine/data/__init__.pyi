@@ -2,7 +2,6 @@
 
 from windlass.engine.data.data_check import MAX_CHECK_S as MAX_CHECK_S
 from windlass.engine.data.data_check import check_data as check_data
-from windlass.engine.data.dataset import WIDTH_GRANULE as WIDTH_GRANULE
 from windlass.engine.data.dataset import DatasetError as DatasetError
 from windlass.engine.data.dataset import MicroBatch as MicroBatch
 from windlass.engine.data.dataset import PreparedDataset as PreparedDataset

@@ -4,17 +4,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from windlass.engine.data.examples import FORMAT_VERSION, NO_TARGET
-from windlass.engine.memory_plan import ExampleLengths
+from windlass.engine.memory_plan import WIDTH_GRANULE, ExampleLengths
 
-# Tokens: widths of micro-batches are multiples of this, for few different shapes and aligned matrix products.
-WIDTH_GRANULE = 8
+if TYPE_CHECKING:  # the planner reads lengths only, and loads no torch for them
+    import torch
+
 # Steps of a job whose batches give the mean widths. Batches are random, so more steps would not change the means.
 MAX_SAMPLED_STEPS = 1000
 
@@ -31,8 +31,8 @@ class MicroBatch:
     positions have no target, so their outputs are unused.
     """
 
-    input_ids: torch.Tensor  # (B, T) int64
-    targets: torch.Tensor  # (B, T) int64: the token to predict after each position, or -100
+    input_ids: "torch.Tensor"  # (B, T) int64
+    targets: "torch.Tensor"  # (B, T) int64: the token to predict after each position, or -100
 
     @property
     def num_targets(self) -> int:
@@ -164,6 +164,8 @@ class PreparedDataset(ExampleOrder):
             yield self._microbatch(np.arange(place * batch_size, stop))
 
     def _microbatch(self, examples: npt.NDArray[np.int64]) -> MicroBatch:
+        import torch
+
         starts, stops = self._offsets[examples], self._offsets[examples + 1]
         width = self._width(self._longest(examples))
         # Any id can serve as padding; 0 is in every vocabulary.

@@ -15,9 +15,9 @@ from windlass.engine.memory_plan import OVERLAY_ALIGNMENT_NBYTES, overlay_nbytes
 class OverlaidBuffers:
     """Each user has buffers of its own, which begin at the start of the same memory.
 
-    A user enters only when all others have left. All users enter in the order in which the compute stream uses their
-    buffers, from the thread that queues operations, else there may be a deadlock. The next user's work waits for the
-    last work of the others on the device, not in a thread.
+    A user enters only when all others have left. The thread that queues operations enters all users, in the order in
+    which the compute stream uses their buffers. Otherwise there may be a deadlock. The next user's work waits on the
+    device for the last work of the others.
     """
 
     def __init__(self, device: Device, users: Mapping[int | None, Sequence[BufferClass]], *, name: str) -> None:

@@ -2,11 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
-import torch
-
-from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.lanes import LaneDivision
-from windlass.engine.memory_estimate.dry_run import DryRun, DryRunResult
+from windlass.engine.memory_estimate.model_facts import ModelFacts, Passes, PassNeeds
 from windlass.engine.memory_plan import (
     NUM_PIECE_BUFFERS,
     DeviceNeed,
@@ -20,14 +17,18 @@ from windlass.engine.memory_plan import (
     rounded_numel,
     step_moments,
     streamed_grads_nbytes,
+    summed_in_fp32,
 )
-from windlass.engine.model import Partition
+from windlass.engine.model import ModelLayout, num_slice_tokens
 from windlass.engine.optimizer import NORM_SCRATCH_NBYTES, update_scratch_nbytes
 from windlass.storage.ids import BlockIndex, Formats, HeadSlices, Precision
 
+# Bytes of a token id or a target, which are int64.
+_TOKEN_NBYTES = 8
+
 
 def device_need(
-    partition: Partition,
+    facts: ModelFacts,
     plan: Plan,
     shapes: Sequence[tuple[int, int]],
     *,
@@ -39,16 +40,12 @@ def device_need(
     max_tokens: int,
     head_slices: HeadSlices,
     evaluation_shapes: Sequence[tuple[int, int]] = (),
-    device: str = "cpu",
     on_gpu: bool = False,
-    rehearsed: DryRunResult | None = None,
 ) -> DeviceNeed:
     """Returns the device memory of a job at the worst moment of a step or of an evaluation.
 
-    No other runner of the partition may be in use.
-
     Args:
-        partition: the model's blocks.
+        facts: those of the model.
         plan: the plan that the job obeys.
         shapes: (examples, tokens) of the micro-batches of a step's largest group.
         formats: the number formats of the model states.
@@ -59,38 +56,41 @@ def device_need(
         max_tokens: the largest number of tokens of any micro-batch, evaluations included; sizes the buffers.
         head_slices: the way in which the head goes over tokens.
         evaluation_shapes: (examples, tokens) of the micro-batches of an evaluation's group.
-        device: the device type, because operators choose their kernels by it.
-        on_gpu: the job runs on a GPU, whatever device the dry run is for.
-        rehearsed: results of earlier dry runs; new ones are added.
+        on_gpu: the job runs on a GPU, whatever device the facts are for.
 
     Raises:
         DeviceNeedUnknownError: a block cannot be run by shapes alone.
     """
-    layout = partition.layout
+    layout = facts.layout
     choices = {BlockIndex(i): choice for i, choice in enumerate(plan.layer_activations, start=1)}
-    rehearsal = DryRun(
-        partition,
-        choices,
-        grad_dtype=TORCH_DTYPE[grad_precision],
-        is_summed=num_microbatches > 1,
-        head_slices=head_slices,
-        device=device,
-        rehearsed=rehearsed,
-    )
+
+    def needs(num_examples: int, num_tokens: int, *, train: bool) -> PassNeeds:
+        passes = Passes(
+            num_examples=num_examples,
+            num_tokens=num_tokens,
+            train=train,
+            grad_precision=grad_precision,
+            is_summed=num_microbatches > 1,
+            head_slices=head_slices,
+        )
+        return facts.needs(choices if train else {}, passes)
+
     moments = [
         *step_moments(
-            *_units(rehearsal, shapes),
+            *_by_unit([needs(*shape, train=True) for shape in shapes]),
             leaving_nbytes=plan.leaving_nbytes,
             has_ssd_store=plan.num_ssd_activations > 0,
         ),
-        *evaluation_moments(*_units(rehearsal, evaluation_shapes, train=False)),
+        *evaluation_moments(*_by_unit([needs(*shape, train=False) for shape in evaluation_shapes])),
     ]
     moment, activations = max(moments, key=lambda each: each[1].nbytes)
+    is_sliced = max_tokens > num_slice_tokens(head_slices, facts.vocab_size)
+    in_fp32 = summed_in_fp32(layout.shared, is_sliced=is_sliced)
     grads = grad_buffers_of_job(
         [block.numel for block in layout.blocks],
         layout.shared,
-        itemsize=TORCH_DTYPE[grad_precision].itemsize,
-        summed_in_fp32=rehearsal.summed_in_fp32(max_tokens),
+        itemsize=grad_precision.itemsize,
+        summed_in_fp32=in_fp32,
         resident=plan.device_blocks,
         num_groups=plan.num_groups,
         num_grad_buffers=plan.num_grad_buffers,
@@ -100,61 +100,49 @@ def device_need(
     )
     updates_on_gpu = on_gpu and bool(plan.device_blocks)
     rounded = rounded_numel(formats, layout.chunk_numel, resident=plan.device_blocks, on_gpu=on_gpu)
-    # Token ids and targets are int64.
-    batch_nbytes = sum(2 * torch.int64.itemsize * num_examples * num_tokens for num_examples, num_tokens in shapes)
+    batch_nbytes = sum(2 * _TOKEN_NBYTES * num_examples * num_tokens for num_examples, num_tokens in shapes)
     return DeviceNeed(
-        params_nbytes=_params_numel(partition, plan, num_ahead, formats) * TORCH_DTYPE[formats.precision].itemsize,
+        params_nbytes=_params_numel(layout, plan, num_ahead, formats) * formats.precision.itemsize,
         grads_nbytes=sum(numel * itemsize * number for (numel, itemsize), number in grads.items())
         + _streamed_grads_nbytes(
-            partition,
-            plan,
-            itemsize=TORCH_DTYPE[grad_precision].itemsize,
-            summed_in_fp32=rehearsal.summed_in_fp32(max_tokens),
-            is_summed=num_microbatches > 1,
+            layout, plan, itemsize=grad_precision.itemsize, in_fp32=in_fp32, is_summed=num_microbatches > 1
         ),
         states_nbytes=sum(layout.blocks[block].numel for block in plan.device_blocks) * formats.update_itemsize,
-        constants_nbytes=sum(buffer.nbytes for buffer in partition.model.buffers())
+        constants_nbytes=facts.buffers_nbytes
         + batch_nbytes
         + (update_scratch_nbytes(formats.states) if updates_on_gpu else 0)
         + (NORM_SCRATCH_NBYTES if num_lanes > 1 else 0)
-        + rounded * TORCH_DTYPE[formats.precision].itemsize,
+        + rounded * formats.precision.itemsize,
         activations=activations,
         moment=moment,
         settled_activations_nbytes=max(need.settled_nbytes for _, need in moments),
     )
 
 
-def _units(
-    rehearsal: DryRun, shapes: Sequence[tuple[int, int]], *, train: bool = True
-) -> tuple[list[list[UnitNeed]], list[int]]:
-    """Returns the needs of the embedding and each layer, per micro-batch, and the head's peaks, per micro-batch.
-
-    Micro-batches of the same shape have the same needs.
-    """
-    needs = {shape: rehearsal.units(*shape, train=train) for shape in dict.fromkeys(shapes)}
-    by_microbatch = [needs[shape][0] for shape in shapes]
-    return [list(row) for row in zip(*by_microbatch, strict=True)], [needs[shape][1] for shape in shapes]
+def _by_unit(microbatches: Sequence[PassNeeds]) -> tuple[list[list[UnitNeed]], list[int]]:
+    """Returns the needs of the embedding and each layer, per micro-batch, and the head's peaks, per micro-batch."""
+    by_microbatch = [needs.units for needs in microbatches]
+    return [list(row) for row in zip(*by_microbatch, strict=True)], [needs.head_peak_nbytes for needs in microbatches]
 
 
 def _streamed_grads_nbytes(
-    partition: Partition, plan: Plan, *, itemsize: int, summed_in_fp32: Collection[int], is_summed: bool
+    layout: ModelLayout, plan: Plan, *, itemsize: int, in_fp32: Collection[int], is_summed: bool
 ) -> int:
     """Returns the bytes of the memory in which gradients in pieces lie."""
-    layout, streamed = partition.layout, plan.streamed_blocks
+    streamed = plan.streamed_blocks
     bounds = cut_layers([layout.blocks[block].decay_numels_by_module for block in streamed])
     return streamed_grads_nbytes(
         [block.numel for block in layout.blocks],
         dict(zip(streamed, bounds, strict=True)) if plan.grad_streamed_blocks else {},
         plan.grad_overlaid_blocks,
         itemsize=itemsize,
-        summed_in_fp32=summed_in_fp32,
+        summed_in_fp32=in_fp32,
         is_summed=is_summed,
     )
 
 
-def _params_numel(partition: Partition, plan: Plan, num_ahead: int, formats: Formats) -> int:
+def _params_numel(layout: ModelLayout, plan: Plan, num_ahead: int, formats: Formats) -> int:
     """Returns the elements of all buffers for params: whole blocks, unstreamed parts of streamed blocks, and pieces."""
-    layout = partition.layout
     bounds = cut_layers([layout.blocks[block].decay_numels_by_module for block in plan.streamed_blocks])
     in_pieces = {block: cuts[-1] for block, cuts in zip(plan.streamed_blocks, bounds, strict=True)}
     buffers = param_buffers(

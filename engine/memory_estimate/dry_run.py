@@ -13,14 +13,11 @@ import torch
 from torch._functorch import config as functorch_config
 
 from windlass.engine.activations import NOTHING_SWAPPED, SwapCounts, SwapHandle
-from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
+from windlass.engine.memory_estimate.live_storages import LiveStorageTracker, SizeArithmetic
+from windlass.engine.memory_estimate.model_facts import DeviceNeedUnknownError
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, UnitNeed
 from windlass.engine.model import BlockRunner, GradBuffer, LossSums, Partition, fake_tensors
 from windlass.storage.ids import BlockIndex, HeadSlices
-
-
-class DeviceNeedUnknownError(RuntimeError):
-    """A block cannot be run by shapes alone."""
 
 
 class _ImaginedStore:
@@ -109,6 +106,7 @@ class DryRun:
         head_slices: HeadSlices = HeadSlices.LARGE,
         device: str = "cpu",
         rehearsed: DryRunResult | None = None,
+        sizes: SizeArithmetic | None = None,
     ) -> None:
         """Prepares a dry run.
 
@@ -120,6 +118,7 @@ class DryRun:
             head_slices: the way in which the head goes over tokens, as for a BlockRunner.
             device: the device type of the job, because operators choose their kernels by it.
             rehearsed: cached results for the partition; new ones are added.
+            sizes: the numbers in which it counts bytes; None: plain integers.
         """
         self._partition = partition
         self._activations = activations
@@ -133,7 +132,7 @@ class DryRun:
         self._runner = BlockRunner(
             partition, self._device, seed=0, activations=activations, store=self._store, head_slices=head_slices
         )
-        self._living = LiveStorageTracker(self._device)
+        self._living = LiveStorageTracker(self._device, sizes)
         # Without the patch, a custom kernel of the model would get invalid addresses.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             self._fake = fake_tensors()
@@ -153,9 +152,7 @@ class DryRun:
             DeviceNeedUnknownError: a block has operators whose output shapes torch cannot derive without computing, or
                 a Python autograd function that launches its own kernels.
         """
-        self._in_fp32 = self.summed_in_fp32(num_examples * num_tokens)
-        in_fp32 = frozenset(self._in_fp32)
-        passes = _Passes(num_examples, num_tokens, train, self._grad_dtype, self._is_summed, in_fp32, self._head_slices)
+        passes = self._passes(num_examples, num_tokens, train)
         rehearsed, choices = self._rehearsed, [self._choice(block) for block in range(1, self._partition.head)]
         found = rehearsed.found.get(passes)
         if found is None or any(
@@ -164,6 +161,18 @@ class DryRun:
             found = self._go_through(passes)
         layers = [rehearsed.layers[passes, kind, choice] for kind, choice in zip(found.kinds, choices, strict=True)]
         return [found.embedding, *layers], found.head_peak_nbytes
+
+    def kinds(self, num_examples: int, num_tokens: int, *, train: bool = True) -> list[object]:
+        """Returns the kind of each layer in passes that `units` has run.
+
+        Layers of equal kind and choice need the same memory.
+        """
+        return self._rehearsed.found[self._passes(num_examples, num_tokens, train)].kinds
+
+    def _passes(self, num_examples: int, num_tokens: int, train: bool) -> _Passes:
+        self._in_fp32 = self.summed_in_fp32(num_examples * num_tokens)
+        in_fp32 = frozenset(self._in_fp32)
+        return _Passes(num_examples, num_tokens, train, self._grad_dtype, self._is_summed, in_fp32, self._head_slices)
 
     def _go_through(self, passes: _Passes) -> _Found:
         """Runs all operations whose results are not cached yet."""
@@ -214,7 +223,7 @@ class DryRun:
     def _forward_of_embedding(self, batch: list[torch.Tensor], *, keep: bool) -> tuple[int, int, int]:
         """Returns the embedding's output bytes, held bytes and peak bytes."""
         before_nbytes, peak_nbytes = self._watch_forward(BlockIndex(0), batch, keep=keep)
-        output_nbytes = _storage_nbytes(self._runner.inputs[-1][0])
+        output_nbytes = self._living.size_of(self._runner.inputs[-1][0])
         return output_nbytes, self._living.nbytes - before_nbytes - output_nbytes, peak_nbytes
 
     def _layer(self, block: BlockIndex, hidden: torch.Tensor, batch: list[torch.Tensor]) -> UnitNeed:
@@ -223,16 +232,18 @@ class DryRun:
         # Twice, because a runner knows only after the first forward pass whether a layer has Python autograd functions.
         for _ in range(2 if policy.recompute and policy.needs_grad else 1):
             self._enter(hidden)
-            input_nbytes = _storage_nbytes(self._runner.inputs[0][0])
+            input_nbytes = self._living.size_of(self._runner.inputs[0][0])
             before_nbytes, forward_peak_nbytes = self._watch_forward(block, batch)
             output = self._runner.inputs.pop()[0]
-            output_nbytes = _storage_nbytes(output)
+            output_nbytes = self._living.size_of(output)
             held_nbytes = self._living.nbytes - before_nbytes + input_nbytes - output_nbytes
             with self._living:
                 swapped = self._store.bring_back()
             like_output = output.to("meta")
             del output
             backward_peak_nbytes = self._backward(block, like_output, batch)
+            if not self._runner.has_function(block):
+                break  # the second pass would be as the first
         return UnitNeed(
             output_nbytes=output_nbytes,
             held_nbytes=held_nbytes,
@@ -246,7 +257,7 @@ class DryRun:
         self._enter(hidden)
         _, forward_peak_nbytes = self._watch_forward(block, batch, keep=False)
         return UnitNeed(
-            output_nbytes=_storage_nbytes(self._runner.inputs[-1][0]),
+            output_nbytes=self._living.size_of(self._runner.inputs[-1][0]),
             held_nbytes=0,
             swapped=(),
             forward_peak_nbytes=forward_peak_nbytes,
@@ -318,10 +329,6 @@ def _unknown_where(block: int) -> Iterator[None]:
             f"how much device memory block {block} needs is not known before it is computed: {type(error).__name__}: "
             f"{error}"
         ) from error
-
-
-def _storage_nbytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
 
 
 def _kind_of(value: Any) -> object:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,6 +13,28 @@ from windlass.engine.activations import storage_ref, tensors_in
 _aten = torch.ops.aten
 
 
+class SizeArithmetic(Protocol):
+    """The numbers in which a tracker counts. A recorder counts in numbers that know the formula they came from."""
+
+    def of(self, nbytes: int) -> int:
+        """Returns the size of one storage."""
+
+    def larger(self, one: int, other: int) -> int:
+        """Returns the larger one of two sums of sizes."""
+
+
+class PlainSizes:
+    """Counts in plain integers."""
+
+    def of(self, nbytes: int) -> int:
+        """See SizeArithmetic."""
+        return nbytes
+
+    def larger(self, one: int, other: int) -> int:
+        """See SizeArithmetic."""
+        return max(one, other)
+
+
 class LiveStorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tracks each storage that an operator makes on a device while the mode is on, until the storage is freed.
 
@@ -21,11 +43,16 @@ class LiveStorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Source: PyTorch, aten/src/ATen/TensorIterator.cpp.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, sizes: SizeArithmetic | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
+        self._sizes = PlainSizes() if sizes is None else sizes
         self._alive: dict[StorageWeakRef, int] = {}
         self._nbytes = self._peak_nbytes = 0
+
+    def size_of(self, tensor: torch.Tensor) -> int:
+        """Returns the bytes of a tensor's storage."""
+        return self._sizes.of(tensor.untyped_storage().nbytes())
 
     @property
     def nbytes(self) -> int:
@@ -42,7 +69,7 @@ class LiveStorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def peak_nbytes(self) -> int:
         """The largest number of bytes alive at once since `begin`."""
-        return max(self._peak_nbytes, self.nbytes)
+        return self._sizes.larger(self._peak_nbytes, self.nbytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -54,13 +81,14 @@ class LiveStorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in made:
             ref = storage_ref(tensor)
             if tensor.device.type == self._device.type and ref not in given and ref not in self._alive:
-                self._alive[ref] = tensor.untyped_storage().nbytes()
+                self._alive[ref] = self.size_of(tensor)
                 self._nbytes += self._alive[ref]
         # Without a dispatch mode the autograd engine adds gradients in place if it holds the only reference to the
         # first one. Under a mode it does not (`can_accumulate_inplace`, torch/csrc/autograd/input_buffer.cpp). So such
         # a sum does not count in addition to its summand.
         if not (func is _aten.add.Tensor and _is_in_node_of_torch()):
-            self._peak_nbytes = max(self._peak_nbytes, self._nbytes + self._nbytes_of_casts(func, args, kwargs))
+            nbytes = self._nbytes + self._nbytes_of_casts(func, args, kwargs)
+            self._peak_nbytes = self._sizes.larger(self._peak_nbytes, nbytes)
         return result
 
     def _nbytes_of_casts(self, func: Any, args: Any, kwargs: Any) -> int:
@@ -71,7 +99,9 @@ class LiveStorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(types) < 2:
             return 0
         common = functools.reduce(torch.promote_types, types)
-        return sum(tensor.numel() * common.itemsize for tensor in operands if tensor.dtype is not common)
+        return sum(
+            self._sizes.of(tensor.numel() * common.itemsize) for tensor in operands if tensor.dtype is not common
+        )
 
 
 def _is_in_node_of_torch() -> bool:

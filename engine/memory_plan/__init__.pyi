@@ -30,6 +30,7 @@ from windlass.engine.memory_plan.device_moments import DeviceNeed as DeviceNeed
 from windlass.engine.memory_plan.device_moments import UnitNeed as UnitNeed
 from windlass.engine.memory_plan.device_moments import evaluation_moments as evaluation_moments
 from windlass.engine.memory_plan.device_moments import step_moments as step_moments
+from windlass.engine.memory_plan.example_lengths import WIDTH_GRANULE as WIDTH_GRANULE
 from windlass.engine.memory_plan.example_lengths import ExampleLengths as ExampleLengths
 from windlass.engine.memory_plan.example_lengths import evaluation_shapes as evaluation_shapes
 from windlass.engine.memory_plan.example_lengths import tokens_in_words as tokens_in_words
@@ -42,7 +43,9 @@ from windlass.engine.memory_plan.param_slices import grad_piece_numels as grad_p
 from windlass.engine.memory_plan.param_slices import largest_piece as largest_piece
 from windlass.engine.memory_plan.plan import ACTIVATION_PART_SLOTS as ACTIVATION_PART_SLOTS
 from windlass.engine.memory_plan.plan import ACTIVATION_SLOT_NBYTES as ACTIVATION_SLOT_NBYTES
+from windlass.engine.memory_plan.plan import CACHED_BLOCKS as CACHED_BLOCKS
 from windlass.engine.memory_plan.plan import COMMIT_EVERY as COMMIT_EVERY
+from windlass.engine.memory_plan.plan import MIN_PASSING_BLOCKS as MIN_PASSING_BLOCKS
 from windlass.engine.memory_plan.plan import PARTIAL_GRAD_ITEMSIZE as PARTIAL_GRAD_ITEMSIZE
 from windlass.engine.memory_plan.plan import TRANSIT_DEPTH as TRANSIT_DEPTH
 from windlass.engine.memory_plan.plan import ModelSize as ModelSize
@@ -51,6 +54,7 @@ from windlass.engine.memory_plan.plan import Plan as Plan
 from windlass.engine.memory_plan.plan import PlanError as PlanError
 from windlass.engine.memory_plan.plan import Pool as Pool
 from windlass.engine.memory_plan.plan import make_plan as make_plan
+from windlass.engine.memory_plan.plan import most_passing_blocks as most_passing_blocks
 from windlass.engine.memory_plan.queue_depths import FETCH_DEPTH as FETCH_DEPTH
 from windlass.engine.memory_plan.queue_depths import LEAVING_ACTIVATION_NBYTES as LEAVING_ACTIVATION_NBYTES
 from windlass.engine.memory_plan.queue_depths import MIN_STATE_DEPTH as MIN_STATE_DEPTH

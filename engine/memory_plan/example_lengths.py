@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+# Tokens: widths of micro-batches are multiples of this, for few different shapes and aligned matrix products.
+WIDTH_GRANULE = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleLengths:

@@ -6,6 +6,7 @@ memory of the plan.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 from windlass.amounts import bytes_text, describe_largest, least_gib
@@ -46,7 +47,7 @@ class PlanError(ValueError):
         self.param = param
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSize:
     """The sizes of a model that the planner uses: elements of each block's flat vector, embedding first, head last."""
 
@@ -58,22 +59,27 @@ class ModelSize:
 
     def num_chunks(self, block: int) -> int:
         """Returns the number of chunks of a block."""
-        return max(1, -(-self.block_numels[block] // self.chunk_numel))
+        return self._nums_chunks[block]
 
-    @property
+    @cached_property
+    def _nums_chunks(self) -> tuple[int, ...]:
+        """The number of chunks of each block. Cached, because the planner makes hundreds of plans of a model."""
+        return tuple(max(1, -(-numel // self.chunk_numel)) for numel in self.block_numels)
+
+    @cached_property
     def total_chunks(self) -> int:
         """The number of chunks of the model."""
-        return sum(self.num_chunks(block) for block in self.blocks)
+        return sum(self._nums_chunks)
 
     @property
     def blocks(self) -> range:
         """The indices of all blocks."""
         return range(len(self.block_numels))
 
-    @property
+    @cached_property
     def typical_chunks(self) -> int:
         """The median number of chunks of a block."""
-        return sorted(self.num_chunks(block) for block in self.blocks)[len(self.block_numels) // 2]
+        return sorted(self._nums_chunks)[len(self.block_numels) // 2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +93,8 @@ class Placement:
     device_blocks: tuple[int, ...] = ()  # blocks whose model states are resident on the device
     streamed_blocks: tuple[int, ...] = ()  # layers whose params are copied to the device in pieces, to save its memory
     num_host_grad_blocks: int | None = None  # first blocks whose kept gradients stay in host memory; others' spill
+    # Typical blocks whose gradients may wait for their update, if gradients are not kept; None: as many as fit.
+    num_passing_blocks: int | None = None
     num_cached_params: int | None = None  # first chunks on the SSDs whose params stay in host memory too
     commit_every: int | None = None  # steps; None: 1, or COMMIT_EVERY if states are resident in memory
     group_size: int | None = None  # micro-batches that pass each block together; None: all of a step
@@ -287,6 +295,11 @@ def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
         raise PlanError(
             f"num_grad_buffers is {placement.num_grad_buffers}; at least 1 block's gradient needs room on the device"
         )
+    if placement.num_passing_blocks is not None and placement.num_passing_blocks < MIN_PASSING_BLOCKS:
+        raise PlanError(
+            f"num_passing_blocks is {placement.num_passing_blocks}; gradients of at least {MIN_PASSING_BLOCKS} blocks "
+            "need room in host memory, because one arrives while another is updated"
+        )
     room_nbytes = placement.host_activation_nbytes + placement.ssd_activation_nbytes
     if not room_nbytes and any(choice.swaps for choice in placement.activations):
         raise PlanError(
@@ -357,7 +370,9 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
     )
     has_room = keep_grads or placement.num_host_grad_blocks is not None
     choice = _Choice(depth=depths[0], num_cached=min(wanted, total), num_host_grad_blocks=kept if has_room else None)
-    if not has_room:
+    if placement.num_passing_blocks is not None:
+        choice = replace(choice, num_passing_blocks=placement.num_passing_blocks)
+    elif not has_room:
         for num_passing in range(most_passing_blocks(num_blocks), MIN_PASSING_BLOCKS, -1):
             yield replace(choice, num_passing_blocks=num_passing)
     yield choice

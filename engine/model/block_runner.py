@@ -39,8 +39,6 @@ from windlass.engine.model.head_slices import (
     IGNORED_TARGET,
     LossSums,
     add_loss,
-    num_piece_tokens,
-    num_slice_tokens,
     projections_in_place,
 )
 from windlass.engine.model.partition import (
@@ -53,6 +51,7 @@ from windlass.engine.model.partition import (
     run_on_meta,
     swap_buffers_to_meta,
 )
+from windlass.engine.model.slice_sizes import num_piece_tokens, num_slice_tokens
 from windlass.engine.model.streamed_layer import StreamedLayer
 from windlass.engine.model.streamed_params import StreamedParams
 from windlass.storage.ids import BlockIndex, HeadSlices, ModelKernel
@@ -160,6 +159,10 @@ class BlockRunner:
     @property
     def _vocab_size(self) -> int:
         return int(self.model.config.vocab_size)
+
+    def has_function(self, block: BlockIndex) -> bool:
+        """Returns whether a layer has a Python autograd function, as far as its forward passes have shown."""
+        return block in self._with_functions
 
     def _check_activations(self) -> None:
         for block, policy in self.activations.items():

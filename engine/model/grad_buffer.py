@@ -5,10 +5,7 @@ from typing import Protocol
 
 import torch
 
-# Elements: limit of the part of a product that is made before it is added to a buffer of another dtype.
-MAX_PRODUCT_NUMEL = 16 * 2**20
-# Rows: such a part has a multiple of this, because kernels for matrix products are slow on rows that are not aligned.
-ROWS_UNIT = 128
+from windlass.engine.model.slice_sizes import num_product_rows
 
 
 class GradBuffer:
@@ -56,7 +53,7 @@ class GradBuffer:
             else:
                 torch.mm(left.t(), right, out_dtype=torch.float32, out=sums)
             return
-        num_rows_at_once = max(1, MAX_PRODUCT_NUMEL // width // ROWS_UNIT) * ROWS_UNIT
+        num_rows_at_once = num_product_rows(width)
         factors = torch.split(left, num_rows_at_once, dim=1)
         for part, factor in zip(torch.split(sums, num_rows_at_once), factors, strict=True):
             if is_touched:

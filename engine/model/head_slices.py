@@ -1,4 +1,4 @@
-"""The size of the head's slices, the loss of a slice, and the gradient of the head's projections.
+"""The loss of a slice of the head, and the gradient of the head's projections.
 
 Logits are a model's largest activations. So the head goes over the tokens of a micro-batch slice by slice, and the loss
 over the logits of a slice piece by piece.
@@ -18,34 +18,9 @@ from torch.nn import functional as F
 
 from windlass.engine.model.grad_buffer import GradSink
 from windlass.engine.model.partition import ParamSite
-from windlass.storage.ids import BlockIndex, HeadSlices
+from windlass.storage.ids import BlockIndex
 
 IGNORED_TARGET = -100
-# Elements: limit of the logits of one small slice.
-MAX_LOGITS_NUMEL = 64 * 2**20
-# Elements: limit of the logits of one large slice. They take 512 MiB in bf16, and their gradient as much.
-_MAX_LARGE_NUMEL = 256 * 2**20
-# Tokens: limits of a large slice, which have priority over the limit of its logits. More tokens would not be faster.
-# Fewer would add the projection's gradient, vocabulary times hidden, more often.
-MIN_SLICE_TOKENS, MAX_SLICE_TOKENS = 1024, 4096
-_TOKENS_UNIT = 128  # because kernels for matrix products work on tiles of up to 128 rows
-# Elements: limit of the fp32 logits for which the loss is computed at once. Three such tensors are alive: 384 MiB.
-MAX_PIECE_NUMEL = 32 * 2**20
-
-
-def num_slice_tokens(slices: HeadSlices, vocab_size: int) -> int:
-    """Returns the number of tokens whose logits exist at the same time."""
-    if slices is HeadSlices.SMALL:
-        return max(64, MAX_LOGITS_NUMEL // vocab_size)
-    units = _MAX_LARGE_NUMEL // vocab_size // _TOKENS_UNIT
-    return min(max(units * _TOKENS_UNIT, MIN_SLICE_TOKENS), MAX_SLICE_TOKENS)
-
-
-def num_piece_tokens(slices: HeadSlices, vocab_size: int) -> int:
-    """Returns the number of tokens for which the loss is computed at once."""
-    if slices is HeadSlices.SMALL:
-        return num_slice_tokens(slices, vocab_size)
-    return max(1, MAX_PIECE_NUMEL // vocab_size)
 
 
 @dataclass(slots=True)

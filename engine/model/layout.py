@@ -12,6 +12,10 @@ from windlass.storage.ids import BlockIndex, ChunkIndex, ChunkKey
 
 # The base module of all models. transformers loads it when the first model is built, which takes a second or two.
 MODELS_MODULE = "transformers.modeling_utils"
+MIN_CHUNK_NUMEL = 8 * 2**20  # elements of a chunk, except in smaller layers
+# Elements: chunk sizes are multiples of this, because O_DIRECT needs regions of 4096 bytes, and bf16 states are the
+# smallest.
+CHUNK_GRANULE = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +111,18 @@ class ModelLayout:
             last = min(stop, param.offset + param.numel)
             if first < last:
                 yield param, first - param.offset, last - first, first - start
+
+
+def choose_chunk_numel(block_numels: list[int]) -> int:
+    """Returns a chunk size that divides layers evenly, so that little of a slot or an extent is unused.
+
+    It is between 8 and 16 Mi elements if layers are that large. Small chunks need less memory, large ones fewer
+    messages.
+    """
+    largest = max(block_numels)
+    # Layers are nearly all of a model, so the most common size is theirs.
+    common = max(set(block_numels), key=lambda numel: (block_numels.count(numel) * numel, numel))
+    parts = max(1, common // MIN_CHUNK_NUMEL)
+    chunk = -(-common // parts)
+    chunk = min(chunk, largest)
+    return -(-chunk // CHUNK_GRANULE) * CHUNK_GRANULE

@@ -18,17 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 from transformers.initialization import no_init_weights
 
 from windlass.engine.device import TORCH_DTYPE
-from windlass.engine.model.layout import BlockLayout, ModelLayout, ParamSlice
+from windlass.engine.model.layout import BlockLayout, ModelLayout, ParamSlice, choose_chunk_numel
+from windlass.engine.model.unsupported import UnsupportedArchitectureError
 from windlass.storage.ids import BlockIndex, Precision
-
-MIN_CHUNK_NUMEL = 8 * 2**20  # elements of a chunk, except in smaller layers
-# Elements: chunk sizes are multiples of this, because O_DIRECT needs regions of 4096 bytes, and bf16 states are the
-# smallest.
-CHUNK_GRANULE = 2048
-
-
-class UnsupportedArchitectureError(Exception):
-    """The model cannot be trained exactly block by block. The message names the model and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +85,6 @@ def dropouts_of(model: nn.Module) -> list[str]:
     config: dict[str, Any] = model.config.to_dict()  # type: ignore[union-attr, operator]
     fields = [name for name, value in config.items() if "drop" in name and type(value) in (int, float) and value]
     return fields + [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]
-
-
-def choose_chunk_numel(block_numels: list[int]) -> int:
-    """Returns a chunk size that divides layers evenly, so that little of a slot or an extent is unused.
-
-    It is between 8 and 16 Mi elements if layers are that large. Small chunks need less memory, large ones fewer
-    messages.
-    """
-    largest = max(block_numels)
-    # Layers are nearly all of a model, so the most common size is theirs.
-    common = max(set(block_numels), key=lambda numel: (block_numels.count(numel) * numel, numel))
-    parts = max(1, common // MIN_CHUNK_NUMEL)
-    chunk = -(-common // parts)
-    chunk = min(chunk, largest)
-    return -(-chunk // CHUNK_GRANULE) * CHUNK_GRANULE
 
 
 class StandIn(nn.Module):

@@ -9,26 +9,18 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from windlass.engine.optimizer.adam_formulas import AdamSettings, Format
+from windlass.engine.optimizer.scratch_sizes import DEVICE_SLICE_NUMEL
 from windlass.engine.optimizer.split_states import join_master, plain_exp_avg_sq, split_master
 from windlass.engine.optimizer.stochastic_rounding import NUMEL_PER_KEY, random_halves, rounded
 from windlass.storage.ids import StatePrecision
 
 # Elements of a slice: 1 MiB of fp32, so that five arrays fit the caches. It was the fastest of all measured sizes.
 _SLICE_NUMEL = 2**18
-# Elements of a slice on a GPU: 16 MiB of fp32. A slice takes longer than its launches, and its copies stay small.
-_DEVICE_SLICE_NUMEL = 2**22
-# Bytes of temporary tensors for each element of a slice.
-_SCRATCH_ITEMSIZE = {StatePrecision.FP32: 8, StatePrecision.SPLIT: 25, StatePrecision.BF16: 34}
 _LOW_HALF = 0xFFFF
 _TIE = 0x8000
 _SIGN = -(1 << 31)
 # Elements: a multiple of the length of PyTorch's SIMD vectors.
 _VECTOR_NUMEL = 64
-
-
-def update_scratch_nbytes(states: StatePrecision) -> int:
-    """Returns the memory that an update on a GPU takes for temporary tensors. A compiled kernel takes none."""
-    return _SCRATCH_ITEMSIZE[states] * _DEVICE_SLICE_NUMEL
 
 
 class FusedUpdate:
@@ -52,7 +44,7 @@ class FusedUpdate:
     ) -> None:
         """Updates a chunk in place. `tensors` are in the order of the format's operands."""
         numel = tensors[0].numel()
-        slice_numel = _SLICE_NUMEL if tensors[0].device.type == "cpu" else _DEVICE_SLICE_NUMEL
+        slice_numel = _SLICE_NUMEL if tensors[0].device.type == "cpu" else DEVICE_SLICE_NUMEL
         for start, stop, decay in ((0, decay_numel, self.settings.weight_decay), (decay_numel, numel, 0.0)):
             for first, last in _slices(start, stop, position, slice_numel):
                 views = [tensor[first:last] for tensor in tensors]

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from windlass.engine.memory_plan import NORM_ROW_NUMEL
+from windlass.engine.optimizer.scratch_sizes import NUM_PIECES_AT_ONCE, PORTABLE_NUMEL
 
 # Elements of a row. The length is fixed, so that the sum does not depend on the number of threads.
 _ROW_NUMEL = NORM_ROW_NUMEL
@@ -28,13 +29,6 @@ _SERIAL_NUMEL = 2**14
 _MIN_ROWS = 64
 # Rows that a GPU may compute again. A row overflows only if it has an element above 5e17.
 _NUM_CANDIDATES = 64
-# Elements of a piece that `portable_squared_norms` squares at a time. The sums' bits depend on this number.
-_PORTABLE_NUMEL = 2**18
-# Pieces that it sums at once on a GPU: its kernels are then few, and long enough to hide their launches. On a CPU it is
-# one, whose sums stay in the caches. The bits do not depend on this number.
-_NUM_PIECES_AT_ONCE = 4
-# Bytes that it uses at most, in fp64: the sums of these pieces on a GPU, and on a CPU a piece's squares and sums.
-NORM_SCRATCH_NBYTES = 8 * _PORTABLE_NUMEL * _NUM_PIECES_AT_ONCE
 
 
 def squared_norm(grad: torch.Tensor) -> torch.Tensor:
@@ -180,7 +174,7 @@ def portable_squared_norms(grad: torch.Tensor, piece_numel: int) -> list[torch.T
 
     Each piece has `piece_numel` elements, and the last one may have fewer. A GPU sums several pieces in one kernel.
     """
-    at_once = _NUM_PIECES_AT_ONCE if _is_on_gpu(grad) else 1
+    at_once = NUM_PIECES_AT_ONCE if _is_on_gpu(grad) else 1
     num_whole = grad.numel() // piece_numel
     whole, rest = grad[: num_whole * piece_numel].view(num_whole, piece_numel), grad[num_whole * piece_numel :]
     norms: list[torch.Tensor] = []
@@ -194,7 +188,7 @@ def portable_squared_norms(grad: torch.Tensor, piece_numel: int) -> list[torch.T
 def _portable_sums(pieces: torch.Tensor) -> torch.Tensor:
     """Returns the sum of squares of each row; see `portable_squared_norm`."""
     num_pieces, numel = pieces.shape
-    width = max(1, min(numel, _PORTABLE_NUMEL))
+    width = max(1, min(numel, PORTABLE_NUMEL))
     sums = torch.zeros(num_pieces, width, dtype=torch.float64, device=pieces.device)
     # A GPU's kernel converts each element that it reads. On a CPU, PyTorch would make new tensors for that.
     scratch = None if _is_on_gpu(pieces) else torch.empty_like(sums)

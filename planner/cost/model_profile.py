@@ -132,6 +132,14 @@ class LayerProfile(BlockProfile):
         return sum(operator.nbytes for operator in self.saved)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimesFacts:
+    """Tells how reliable measured times are."""
+
+    standard_error: float  # of the sum over all blocks, relative
+    pace_s: float | None = None  # the machine's pace when they were measured; None: unknown
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """The costs of all blocks for micro-batches of one shape."""
@@ -147,6 +155,7 @@ class ModelProfile:
     # Mean tokens of a row, with padding, if micro-batches differ in width. It scales times. `num_tokens` is then that
     # of the widest micro-batch, which decides all sizes.
     mean_tokens: float | None = None
+    times: TimesFacts | None = None  # about the blocks' times; None: none were measured
 
     @property
     def size_share(self) -> float:
@@ -250,6 +259,7 @@ def for_lengths(widest: ModelProfile, near_mean: ModelProfile, lengths: ExampleL
         layers=tuple(merged[pair] for pair in pairs),
         head=timed(widest.head, near_mean.head, round(rows * near_mean.head.num_flops), rows),
         mean_tokens=lengths.mean,
+        times=near_mean.times,
     )
 
 

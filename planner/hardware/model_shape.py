@@ -1,5 +1,7 @@
-"""The sizes of a model, for users who plan a model that does not exist yet."""
+"""The sizes of a model, for users who plan a model that does not exist yet or that is not here."""
 
+import difflib
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -8,6 +10,7 @@ from windlass.planner.hardware.yaml_files import Part
 
 # Limits against typing errors, far beyond any model, because a larger search would not end.
 _MOST_LAYERS = 10_000
+_MOST_NEAR_NAMES = 3
 _Size = Annotated[int, Field(ge=1, le=2**24)]
 
 
@@ -15,7 +18,7 @@ class ModelShape(Part):
     """The sizes of a decoder.
 
     With neither `num_kv_heads` nor `intermediate_size` it has GPT's shape, with an MLP of 4 x hidden. Otherwise it has
-    Llama's shape.
+    Llama's shape, with the two additions of Qwen2 (`qkv_bias`) or Qwen3 (`qk_norm`) if they are set.
     """
 
     num_layers: Annotated[int, Field(ge=1, le=_MOST_LAYERS)]
@@ -24,21 +27,64 @@ class ModelShape(Part):
     vocab_size: _Size
     num_kv_heads: _Size | None = None
     intermediate_size: _Size | None = None
+    head_dim: _Size | None = None  # elements of a head; None: hidden_size / num_heads
+    # The head uses the embedding's matrix. None: as usual, which is tied for GPT's shape and not for Llama's.
+    tied_embeddings: bool | None = None
+    qkv_bias: bool = False  # queries, keys and values have biases
+    qk_norm: bool = False  # each head's queries and keys are normalized
+    max_tokens: _Size | None = None  # longest sequence of the published model; None: as long as is planned
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
-        if self.hidden_size % self.num_heads:
+        if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size: {self.hidden_size} is no multiple of num_heads, {self.num_heads}")
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads: {self.num_heads} is no multiple of num_kv_heads, {self.num_kv_heads}")
-        if not self.is_gpt and self.hidden_size // self.num_heads % 2:
+        if self.head_dim is not None and self.head_dim % 2:
+            raise ValueError(f"head_dim: heads of {self.head_dim} elements cannot be rotated in pairs; it must be even")
+        if not self.is_gpt and self.head_size % 2:
             raise ValueError(
-                f"hidden_size: heads of {self.hidden_size // self.num_heads} elements cannot be rotated in pairs; "
+                f"hidden_size: heads of {self.head_size} elements cannot be rotated in pairs; "
                 "hidden_size over num_heads must be even"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _is_one_kind(self) -> Self:
+        of_llama = {"head_dim": self.head_dim is not None, "qkv_bias": self.qkv_bias, "qk_norm": self.qk_norm}
+        if self.is_gpt and any(of_llama.values()):
+            key = next(key for key, is_set in of_llama.items() if is_set)
+            raise ValueError(f"{key}: GPT's shape has no such field; give num_kv_heads or intermediate_size, too")
+        if self.qkv_bias and self.qk_norm:
+            raise ValueError("qk_norm: no model that windlass knows has both qkv_bias and qk_norm")
         return self
 
     @property
     def is_gpt(self) -> bool:
         """True if the model has GPT's shape, False if it has Llama's."""
         return self.num_kv_heads is None and self.intermediate_size is None
+
+    @property
+    def head_size(self) -> int:
+        """The number of elements of a head's queries for a token."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the head uses the embedding's matrix."""
+        return self.is_gpt if self.tied_embeddings is None else self.tied_embeddings
+
+
+def published_models() -> dict[str, Path]:
+    """Returns the shapes of published models that ship with windlass, by name."""
+    return {path.stem: path for path in (Path(__file__).parent / "models").glob("*.yaml")}
+
+
+def similar_models(name: str) -> list[str]:
+    """Returns the published models whose names are near to a name, the nearest first. A Hugging Face id is one, too."""
+    names = sorted(published_models())
+    last = name.rpartition("/")[2].lower()
+    if near := difflib.get_close_matches(last, names, n=_MOST_NEAR_NAMES):
+        return near
+    family = last.partition("-")[0]
+    return [each for each in names if family and each.startswith(family)]

@@ -1,83 +1,160 @@
-"""The best plan for a number of micro-batches whose device memory, counted exactly, fits."""
+"""The best plan whose device memory, counted exactly, fits."""
 
-from dataclasses import replace
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from windlass.engine.memory_plan import (
-    MemoryTier,
-)
+from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.cost import Speeds
 from windlass.planner.planning.profiles import Profiles
 from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.solver import (
     DoesNotFitError,
+    Found,
     Limits,
-    MarginSearch,
     PlannedJob,
     Solution,
-    candidates,
+    StepCosts,
+    search,
+    solved,
 )
 
-# Maximum number of times that the program is solved again with a smaller limit, because the exact count was larger.
+# Limits of device memory that a program is solved with are powers of this number, whatever the machine has. So a
+# machine with more memory has the plans of one with less.
+_LIMIT_STEP = 1.002
+# Maximum number of times that a program is solved with another limit, because the exact count was larger.
 _MAX_CORRECTIONS = 10
-# Share of the device memory: the search for the right limit stops when its interval is smaller.
-_NEAR = 0.005
 
 
 def solve_exactly(question: PlanQuestion, num_microbatches: int, profiles: Profiles) -> Solution:
-    """Returns the best solution for a number of micro-batches; see `solutions_exactly`."""
-    return solutions_exactly(question, num_microbatches, profiles)[1]
+    """Returns the best solution for a number of micro-batches, with exact device memory.
 
-
-def solutions_exactly(
-    question: PlanQuestion, num_microbatches: int, profiles: Profiles
-) -> tuple[PlannedJob, Solution, list[Solution]]:
-    """Returns the best solution by the cost model, with exact device memory, and further candidates that may not fit.
-
-    The program's estimate is lower than the exact count. The difference is subtracted from the program's memory limit
-    until the solution fits.
+    Raises:
+        DoesNotFitError: no plan fits.
     """
-    job = profiles.job(question, num_microbatches)
-    speeds, limits = question.speeds, question.limits
-    search = MarginSearch(near=_NEAR * limits.device_nbytes)
-    best: tuple[PlannedJob, Solution, list[Solution]] | None = None
-    for _ in range(_MAX_CORRECTIONS):
-        try:
-            solution, *others = candidates(job, speeds, _less(limits, search.margin, speeds))
-        except DoesNotFitError:
-            if not search.margin:
-                raise
-            if search.found_none():
-                continue
-            break
-        if question.num_layers is not None:  # hypothetical layers cannot be counted exactly
-            return job, solution, others
-        exact, excess = counted(question, profiles, job, solution)
-        left_out = exact.nbytes[MemoryTier.DEVICE] - solution.nbytes[MemoryTier.DEVICE]
+    return search_exactly(question, (num_microbatches,), profiles).best
+
+
+def search_exactly(
+    question: PlanQuestion,
+    numbers: Iterable[int],
+    profiles: Profiles,
+    *,
+    num_others: int = 0,
+    near: float = 0.0,
+    any_plan: bool = False,
+) -> Found:
+    """Returns the best solution for any of these numbers of micro-batches, with exact device memory; see `search`.
+
+    Raises:
+        DoesNotFitError: no plan fits.
+    """
+    counter = _Counter(question, profiles)
+    jobs = [counter.with_constants(profiles.job(question, number)) for number in numbers]
+    return search(
+        jobs,
+        question.speeds,
+        question.limits,
+        exactly=counter.solved,
+        num_others=num_others,
+        near=near,
+        any_plan=any_plan,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Counter:
+    """Solves programs so that the exact device memory fits."""
+
+    question: PlanQuestion
+    profiles: Profiles
+
+    def with_constants(self, job: PlannedJob) -> PlannedJob:
+        """Returns the job with the exact device memory of what its plans have in common.
+
+        Hypothetical layers cannot be counted.
+        """
+        if self.question.num_layers is not None:
+            return job
+        known: dict[tuple[int, bool, bool, int], float] = {}
+
+        def left_out_nbytes(costs: StepCosts) -> float:
+            key = (costs.group_size, costs.streams, costs.streams_grads, costs.num_grad_buffers)
+            if key not in known:
+                plain = replace(costs, job=replace(costs.job, left_out_nbytes=job.left_out_nbytes))
+                known[key] = self.profiles.left_out_nbytes(self.question, plain)
+            return known[key]
+
+        return replace(job, left_out_nbytes=left_out_nbytes)
+
+    def solved(self, costs: StepCosts) -> Solution:
+        """Returns the best solution with these costs, with exact device memory.
+
+        The program's estimate may be lower than the exact count. Then the program is solved with smaller limits.
+
+        Raises:
+            DoesNotFitError: no plan fits.
+        """
+        if self.question.num_layers is not None:
+            return solved(costs)
+        solution, excess = self._counted(costs)
+        if excess <= 0:
+            return solution
+        # Indices of limits: with `short` there is no plan, or one that fits; with `excessive`, the plan is too large.
+        limit_nbytes = costs.limits.device_nbytes
+        short, least_excess = 0, excess
+        excessive = math.floor(math.log(limit_nbytes, _LIMIT_STEP)) + 1
+        tried = _index_below(limit_nbytes - excess)
+        best: Solution | None = None
+        for _ in range(_MAX_CORRECTIONS):
+            tried = max(short + 1, min(tried, excessive - 1))
+            try:
+                solution, excess = self._counted(_less(costs, limit_nbytes - _LIMIT_STEP**tried))
+            except DoesNotFitError:
+                short = tried
+                tried = (short + excessive) // 2
+            else:
+                if excess > 0:
+                    excessive, least_excess = tried, min(least_excess, excess)
+                    tried = _index_below(_LIMIT_STEP**tried - excess)
+                else:
+                    best, short = solution, tried
+                    # What the plan leaves free may be enough for a better one.
+                    tried = max(tried + 1, min(_index_below(_LIMIT_STEP**tried - excess), (tried + excessive) // 2))
+            if excessive - short <= 1:
+                break
         if best is not None:
-            return (job, exact, others) if excess <= 0 and exact.cost < best[1].cost else best
-        if excess > 0:
-            search.exceeded(excess, left_out)
-            continue
-        best = job, exact, others
-        if not search.fitted(left_out):  # else more was subtracted than it needs, so a better one may exist
             return best
-    if best is not None:
-        return best
-    # On a CPU the device's memory is the host's, unless a budget makes it smaller.
-    short = MemoryTier.HOST if speeds.shares_cores and limits.device_nbytes >= limits.host_nbytes else MemoryTier.DEVICE
-    raise DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 0) | {short: int(search.least_excess)})
+        short_tier = _short_tier(costs.speeds, costs.limits)
+        raise DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 0) | {short_tier: int(least_excess)})
+
+    def _counted(self, costs: StepCosts) -> tuple[Solution, float]:
+        """Solves the program. Returns the solution with exact memory, and the bytes by which it exceeds the limit."""
+        return counted(self.question, self.profiles, solved(costs))
 
 
-def _less(limits: Limits, margin: float, speeds: Speeds) -> Limits:
-    """Returns the limits with less device memory. On a CPU, that is the host's memory."""
-    less = replace(limits, device_nbytes=limits.device_nbytes - margin)
-    return replace(less, host_nbytes=limits.host_nbytes - margin) if speeds.shares_cores else less
+def _index_below(nbytes: float) -> int:
+    return math.floor(math.log(max(1.0, nbytes), _LIMIT_STEP))
 
 
-def counted(question: PlanQuestion, profiles: Profiles, job: PlannedJob, solution: Solution) -> tuple[Solution, float]:
+def _less(costs: StepCosts, nbytes: float) -> StepCosts:
+    """Returns costs with a smaller limit of device memory. On a CPU, that is the host's memory."""
+    limits = costs.limits
+    less = replace(limits, device_nbytes=limits.device_nbytes - nbytes)
+    if costs.speeds.shares_cores:
+        less = replace(less, host_nbytes=limits.host_nbytes - nbytes)
+    return replace(costs, limits=less)
+
+
+def _short_tier(speeds: Speeds, limits: Limits) -> MemoryTier:
+    """Returns the memory that is short. On a CPU it is the host's, unless a budget makes the device's smaller."""
+    return MemoryTier.HOST if speeds.shares_cores and limits.device_nbytes >= limits.host_nbytes else MemoryTier.DEVICE
+
+
+def counted(question: PlanQuestion, profiles: Profiles, solution: Solution) -> tuple[Solution, float]:
     """Returns the solution with exact device memory, and the bytes by which it exceeds the limit."""
     shares_cores, limits = solution.costs.speeds.shares_cores, question.limits
-    need = profiles.device_need(question, job, solution)
+    need = profiles.device_need(question, solution.costs.job, solution)
     # The CPU finishes its copies before it computes the next layer, so no bytes are on their way out then.
     nbytes = need.settled_nbytes if shares_cores else need.nbytes
     together = solution.costs.num_devices_in_host * nbytes + solution.plan.arena_nbytes if shares_cores else 0

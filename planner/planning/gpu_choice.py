@@ -41,24 +41,49 @@ def _largest_share(num_microbatches: int, number: int) -> float:
 def choose_gpus(question: PlanQuestion) -> ChosenGpus:
     """Plans a job for 1 to `question.num_ranks` GPUs, and chooses the number of `fewest_of_fastest`.
 
-    If the job fits with none, the report is that for one GPU.
+    If the job fits with none, the report is that for one GPU. The number of micro-batches decides the last bits of the
+    results. So if it is chosen, too, all plans have that of the chosen number of GPUs.
     """
-    profiles, training = Profiles(question), question.training
-    num_microbatches = None if question.chooses_microbatches else training.num_microbatches
-    found = dict[int, _Found]()
-    for number in numbers_of_gpus(question.num_ranks, num_microbatches):
-        with contextlib.suppress(DoesNotFitError):
-            found[number] = _find(replace(question, num_ranks=number, chooses_ranks=False), profiles)
+    profiles = Profiles(question)
+    found = _by_number(question, profiles)
     if not found:
         return ChosenGpus(planned=answer(replace(question, num_ranks=1, chooses_ranks=False)))
-    plans = {number: each.planned(profiles, advises=False) for number, each in found.items()}
-    step_s = {number: plan.report.step_s or math.inf for number, plan in plans.items()}
+    chosen = fewest_of_fastest({number: each.step_s or each.solution.step_s for number, each in found.items()})
+    if question.chooses_microbatches:
+        job = found[chosen].job
+        fixed = _by_number(question.changed(num_microbatches=job.num_microbatches), profiles)
+        found = {number: each for number, each in fixed.items() if number != chosen} | {chosen: found[chosen]}
+    plans = {number: found[number].planned(profiles, advises=False) for number in sorted(found)}
     rates = {number: plan.report.tokens_per_s or 0.0 for number, plan in plans.items()}
-    chosen = fewest_of_fastest(step_s)
     best = found[chosen].planned(profiles, advises=True)
     told = in_words(chosen, rates, most=question.num_ranks)
     best = replace(best, report=_with_reason(best.report, told))
     return ChosenGpus(planned=best, others=tuple(plan for number, plan in plans.items() if number != chosen))
+
+
+def plan_without_advice(question: PlanQuestion, profiles: Profiles) -> Planned:
+    """Returns the plan of `answer` or of `choose_gpus`, without what would be faster or what would fit.
+
+    Raises:
+        DoesNotFitError: nothing fits.
+    """
+    if not question.chooses_ranks:
+        return _find(question, profiles).planned(profiles, advises=False)
+    found = _by_number(question, profiles)
+    if not found:
+        found = {1: _find(replace(question, num_ranks=1, chooses_ranks=False), profiles)}
+    chosen = fewest_of_fastest({number: each.step_s or each.solution.step_s for number, each in found.items()})
+    return found[chosen].planned(profiles, advises=False)
+
+
+def _by_number(question: PlanQuestion, profiles: Profiles) -> "dict[int, _Found]":
+    """Returns the fastest plan for each number of GPUs with which the job fits."""
+    num_microbatches = None if question.chooses_microbatches else question.training.num_microbatches
+    found = dict[int, _Found]()
+    for number in numbers_of_gpus(question.num_ranks, num_microbatches):
+        with contextlib.suppress(DoesNotFitError):
+            found[number] = _find(replace(question, num_ranks=number, chooses_ranks=False), profiles)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

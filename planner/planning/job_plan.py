@@ -65,6 +65,9 @@ class JobPlan(BaseModel):
     # The service adds:
     corrected: bool = False  # made by the measurements of the job's first steps
     measured: bool = False  # these steps were measured, for this plan or an earlier one; a job is corrected only once
+    # The time that later steps are expected to take, as it was measured, and the last measured step. None: unknown.
+    expected_step_s: float | None = None
+    expected_from_step: int | None = None
     from_attempt: int | None = None  # the first attempt that runs with this plan, if it differs from the previous one
     hardware: Hardware | None = None
     num_ranks: int = 1  # read with `num_optimizers`; 1 in plans of older releases

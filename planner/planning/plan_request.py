@@ -24,6 +24,7 @@ class ReplanRequest:
     plan: Annotated[JobPlan, PlainSerializer(JobPlan.to_json)]  # the plan that the job runs with
     num_steps_left: int
     restart_s: float  # seconds that another attempt costs
+    may_change: bool = True  # search another plan; else only the prediction is made again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class PlanRequest:
     hardware: Hardware
     training: TrainingConfig
     chooses_microbatches: bool = False  # search the fastest number of micro-batches, instead of the config's
+    chooses_order: bool = False  # choose the order of updates, of those that give the same parameters
     # The prepared data that the job trains on; None: every example has the maximum length.
     dataset_dir: Path | None = None
     num_validation_examples: int = 0
@@ -50,6 +52,7 @@ class PlanRequest:
     kept_times_dir: Path | None = None  # folder of stored block times; None: times are not stored
     is_alone: bool = False  # no other job computes on this machine, so new measurements are reliable
     simulation_s: float = 0.0  # maximum seconds of the plan's simulation; 0: do not simulate
+    what_if: bool = False  # also plan the job with one more SSD, more RAM and so on
     running: ReplanRequest | None = None  # plan again with the measurements of a running job
 
     @classmethod

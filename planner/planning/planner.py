@@ -7,26 +7,26 @@ from windlass.engine.memory_plan import (
     MemoryTier,
 )
 from windlass.engine.model import ModelLayout
-from windlass.planner.planning.exact_search import counted, solutions_exactly
+from windlass.planner.planning.at_present import at_present
+from windlass.planner.planning.exact_search import counted, search_exactly
 from windlass.planner.planning.faster import what_is_faster
-from windlass.planner.planning.feasibility import (
-    numbers_of_microbatches,
-    what_takes_memory,
-    what_would_fit,
-    with_enough_device_memory,
-)
+from windlass.planner.planning.feasibility import least_memory, numbers_of_microbatches
 from windlass.planner.planning.profiles import Profiles
 from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.planning.remedies import what_would_fit
 from windlass.planner.planning.report import ExampleTokens, PlanReport, report_of, with_limits
+from windlass.planner.planning.shortfall import least_gpu, limits_for_plans, shortfall_of, what_takes_memory
 from windlass.planner.simulation import simulated_step_s
 from windlass.planner.solver import (
     DoesNotFitError,
+    Found,
     PlannedJob,
     Solution,
 )
 
-# Number of plans to simulate, the best ones by the cost model.
+# Number of plans to simulate at most: the best one by the cost model, and others whose cost is at most so much larger.
 _MOST_SIMULATED = 4
+_NEAR = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +43,29 @@ def answer(question: PlanQuestion) -> Planned:
     profiles = Profiles(question)
     try:
         job, solution, step_s = fastest_plan(question, profiles)
-    except DoesNotFitError as error:
+    except DoesNotFitError:
         # Times do not matter here, so do not measure any.
-        profiles = profiles.unmeasured()
-        error = with_enough_device_memory(question, profiles, error)
-        reasons = (str(error), *what_takes_memory(question, profiles, error), *what_would_fit(question, profiles))
-        missing = {tier.value: error.missing[tier] for tier in MemoryTier}
-        report = PlanReport(feasible=False, reasons=reasons, missing_bytes=missing)
+        report = _report_of_shortfall(question, profiles.unmeasured())
         return Planned(report=with_limits(report, question.budgets))
     return planned(question, job, solution, profiles, step_s=step_s)
+
+
+def _report_of_shortfall(question: PlanQuestion, profiles: Profiles) -> PlanReport:
+    """Reports what a job lacks that does not fit, and the changes with which it fits."""
+    least = least_memory(question, profiles)
+    shortfall, gpu = shortfall_of(question, least), least_gpu(question, least)
+    missing = shortfall.missing
+    reasons = [shortfall.in_words()]
+    if missing[MemoryTier.DEVICE]:
+        reasons.append(what_takes_memory(shortfall.needs[MemoryTier.DEVICE], on_gpu=question.has_gpu))
+    return PlanReport(
+        feasible=False,
+        reasons=(*reasons, *what_would_fit(question, profiles, shortfall)),
+        missing_bytes={tier.value: nbytes for tier, nbytes in missing.items()},
+        missing_together=shortfall.is_together,
+        least_gpu_gib=None if gpu is None else gpu.gib,
+        least_gpu_reason=None if gpu is None else gpu.reason,
+    )
 
 
 def planned(
@@ -65,14 +79,15 @@ def planned(
 ) -> Planned:
     """Builds the answer from a solution. `step_s`: simulated. `advises`: also report what would be faster."""
     report = report_of(job, solution, is_cpu=not question.has_gpu, step_s=step_s)
-    report = replace(with_limits(report, question.budgets), example_tokens=_tokens_of(question))
+    report = replace(with_limits(report, question.budgets), example_tokens=_tokens_of(question, job.num_microbatches))
+    report = at_present(question, job, report)
     if advises:
         report = replace(report, reasons=(*report.reasons, *what_is_faster(question, job, solution)))
     return Planned(report=report, solution=solution, layout=None if question.num_layers else profiles.layout)
 
 
-def _tokens_of(question: PlanQuestion) -> ExampleTokens:
-    lengths = question.lengths
+def _tokens_of(question: PlanQuestion, num_microbatches: int) -> ExampleTokens:
+    lengths = question.lengths_in(num_microbatches)
     return ExampleTokens(
         limit=question.training.sequence_length,
         widest=question.widest,
@@ -89,8 +104,8 @@ def best_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, S
     Raises:
         DoesNotFitError: nothing fits.
     """
-    job, solution, _ = min(_by_microbatches(question, profiles), key=lambda result: result[1].cost)
-    return job, solution
+    best = _search(question, profiles).best
+    return best.costs.job, best
 
 
 def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, Solution, float | None]:
@@ -104,25 +119,15 @@ def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob
     """
     if question.num_layers is not None:
         return *best_plan(question, profiles), None
-    options = [
-        (job, candidate, candidate is solution)
-        for job, solution, others in _by_microbatches(question, profiles)
-        for candidate in (solution, *others)
-    ]
-    best: tuple[PlannedJob, Solution, float] | None = None
-    num_left = _MOST_SIMULATED
-    for job, option, is_counted in sorted(options, key=lambda option: option[1].cost):
-        if best is not None and (option.step_s >= best[2] or not num_left):
-            break
-        solution, excess = (option, 0.0) if is_counted else counted(question, profiles, job, option)
-        if excess > 0:
+    found = _search(question, profiles, num_others=_MOST_SIMULATED - 1, near=_NEAR)
+    fastest, step_s = found.best, promised_step_s(question, profiles, found.best)
+    for other in found.others[: _MOST_SIMULATED - 1]:
+        if other.step_s >= step_s:
             continue
-        num_left -= 1
-        step_s = promised_step_s(question, profiles, solution)
-        if best is None or step_s < best[2]:
-            best = job, solution, step_s
-    assert best is not None, "the first of each number of micro-batches fits"
-    return best
+        solution, excess = counted(question, profiles, other)
+        if excess <= 0 and (other_s := promised_step_s(question, profiles, solution)) < step_s:
+            fastest, step_s = solution, other_s
+    return fastest.costs.job, fastest, step_s
 
 
 def promised_step_s(question: PlanQuestion, profiles: Profiles, solution: Solution) -> float:
@@ -132,19 +137,16 @@ def promised_step_s(question: PlanQuestion, profiles: Profiles, solution: Soluti
     return max(solution.step_s, simulated_s)
 
 
-def _by_microbatches(question: PlanQuestion, profiles: Profiles) -> list[tuple[PlannedJob, Solution, list[Solution]]]:
-    """Solves for each number of micro-batches. If none is requested, doubles it while the solution improves."""
-    results: list[tuple[PlannedJob, Solution, list[Solution]]] = []
-    missing: DoesNotFitError | None = None
-    for number in numbers_of_microbatches(question):
-        try:
-            results.append(solutions_exactly(question, number, profiles))
-        except DoesNotFitError as error:
-            missing = error
-        else:
-            if len(results) > 1 and results[-1][1].cost >= results[-2][1].cost:
-                break
-    if not results:
-        assert missing is not None, "a batch has at least one example"
-        raise missing
-    return results
+def _search(question: PlanQuestion, profiles: Profiles, *, num_others: int = 0, near: float = 0.0) -> Found:
+    """Returns the best plan for any number of micro-batches; see `search`.
+
+    Where memory is just enough, it may be the plan that needs least.
+    """
+    try:
+        numbers = numbers_of_microbatches(question)
+        return search_exactly(question, numbers, profiles, num_others=num_others, near=near)
+    except DoesNotFitError:
+        need = least_memory(question, profiles).fitting(limits_for_plans(question))
+        if need is None:
+            raise
+        return Found(best=need.solution(question.limits), others=[])

@@ -4,23 +4,27 @@ import contextlib
 import copy
 from dataclasses import replace
 
-import torch
-
-from windlass.engine.data import WIDTH_GRANULE
-from windlass.engine.memory_estimate import DryRunResult, device_need
+from windlass.engine.memory_estimate import device_need
 from windlass.engine.memory_plan import (
+    RECOMPUTE_ALL,
+    WIDTH_GRANULE,
     DeviceNeed,
     ExampleLengths,
+    MemoryTier,
+    Placement,
     Plan,
     evaluation_shapes,
 )
 from windlass.engine.model import ModelLayout
+from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import ModelProfile, for_lengths
 from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.profiling import BlockTimes, MeasuredBlocks, Profiler, measure_blocks, with_times
+from windlass.planner.profiling import BlockTimes, MeasuredBlocks, facts_of, profile_of, with_times
 from windlass.planner.solver import (
     PlannedJob,
     Solution,
+    StepCosts,
+    solution_of,
 )
 
 
@@ -32,6 +36,7 @@ def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches:
         num_ranks=question.num_ranks,
         num_optimizers=question.num_optimizers,
         ways=question.ways,
+        chooses_order=question.chooses_order,
     )
 
 
@@ -40,16 +45,11 @@ class Profiles:
 
     def __init__(self, question: PlanQuestion) -> None:
         self._measures, self._question = question.measures, question
-        self._profiler = Profiler(
-            question.config,
-            question.training.precision,
-            for_gpu=question.has_gpu,
-            head_slices=question.training.head_slices,
-        )
+        self._facts = facts_of(question.config, question.training.precision, question.kept_facts_dir)
         self._untimed: dict[tuple[int, int], ModelProfile] = {}
         self._known: dict[tuple[int, int], ModelProfile] = {}
         self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}
-        self._rehearsed = DryRunResult()
+        self._speedup = 1.0
 
     def unmeasured(self) -> "Profiles":
         """Returns a copy that measures nothing more, and uses the times that are known."""
@@ -63,21 +63,50 @@ class Profiles:
         profiles._question, profiles._known, profiles._of_lengths = question, {}, {}
         return profiles
 
+    def of_question(self, question: PlanQuestion, *, speedup: float = 1.0) -> "Profiles":
+        """Returns a copy for another question about the same model. `speedup`: of a device, over the measured one."""
+        profiles = copy.copy(self)
+        profiles._question, profiles._known, profiles._of_lengths, profiles._speedup = question, {}, {}, speedup
+        return profiles
+
     @property
     def layout(self) -> ModelLayout:
         """The layout of the model's blocks."""
-        return self._profiler.layout
+        return self._facts.layout
 
     def device_need(self, question: PlanQuestion, job: PlannedJob, solution: Solution) -> DeviceNeed:
         """Returns the device memory of a planned job, as its GPU worker allocates it."""
         return self.device_need_of_plan(question, job, solution.plan)
 
-    def device_need_of_plan(self, question: PlanQuestion, job: PlannedJob, plan: Plan) -> DeviceNeed:
-        """Returns the same as `device_need`, for a plan."""
+    def left_out_nbytes(self, question: PlanQuestion, costs: StepCosts) -> float:
+        """Returns the bytes of device memory that the cost model leaves out of a plan whose layers are all recomputed.
+
+        Plans with the same buffers and group size need them, too. They are sums in fp32, hidden states and constants.
+        """
+        if any(
+            RECOMPUTE_ALL not in {way.choice for way in kind.activations} for kind in costs.kinds() if not kind.tiers
+        ):
+            return 0.0
+        placement = Placement(
+            activations=(RECOMPUTE_ALL,) * len(costs.job.model.layers),
+            group_size=costs.group_size,
+            streamed_blocks=costs.streamed_blocks,
+            num_grad_buffers=costs.num_grad_buffers,
+            streams_grads=costs.streams_grads,
+            num_cached_params=0,
+        )
+        solution = solution_of(costs, placement)
+        need = self.device_need_of_plan(question, costs.job, solution.plan, evaluates=False)
+        return need.nbytes - solution.nbytes[MemoryTier.DEVICE]
+
+    def device_need_of_plan(
+        self, question: PlanQuestion, job: PlannedJob, plan: Plan, *, evaluates: bool = True
+    ) -> DeviceNeed:
+        """Returns the same as `device_need`, for a plan. `evaluates`: the memory of evaluations counts, too."""
         shape = (job.model.num_examples, job.model.num_tokens)
-        lengths = question.lengths
+        lengths = question.lengths_in(job.num_microbatches)
         return device_need(
-            self._profiler.rehearsed,
+            self._facts,
             plan,
             [shape] * plan.group_size,
             formats=job.training.formats,
@@ -88,20 +117,23 @@ class Profiles:
             max_tokens=shape[0] * question.training.sequence_length,  # the size that the engine allocates
             head_slices=job.training.head_slices,
             # Evaluation examples may be longer than training examples.
-            evaluation_shapes=evaluation_shapes(
+            evaluation_shapes=()
+            if not evaluates
+            else evaluation_shapes(
                 question.num_validation_examples, question.training.sequence_length, shape[0], job.num_microbatches
             )
             if lengths is None
             else lengths.evaluation_shapes(shape[0], job.num_microbatches),
             on_gpu=question.has_gpu,
-            rehearsed=self._rehearsed,
         )
 
     def job(self, question: PlanQuestion, num_microbatches: int) -> PlannedJob:
         """Builds the solver's view of the job, with the given number of micro-batches."""
-        profile = self._of_job(question, -(-question.training.batch_size // num_microbatches))
+        profile = self._of_job(question, num_microbatches)
         if question.num_layers is not None:
             profile = profile.with_num_layers(question.num_layers)
+        if self._speedup != 1:
+            profile = profile.sped_up(self._speedup)
         return planned_job(question, profile, num_microbatches)
 
     def of(self, num_examples: int, num_tokens: int) -> ModelProfile:
@@ -111,11 +143,13 @@ class Profiles:
             self._known[shape] = self._question.correction.of_model(self._timed(*shape))
         return self._known[shape]
 
-    def _of_job(self, question: PlanQuestion, num_examples: int) -> ModelProfile:
+    def _of_job(self, question: PlanQuestion, num_microbatches: int) -> ModelProfile:
         """Returns the profile for a job's micro-batches: memory for the widest one, time for the mean one."""
-        if question.lengths is None:
+        num_examples = -(-question.training.batch_size // num_microbatches)
+        lengths = question.lengths_in(num_microbatches)
+        if lengths is None:
             return self.of(num_examples, question.training.sequence_length)
-        lengths = question.lengths.cut(question.training.sequence_length)
+        lengths = lengths.cut(question.training.sequence_length)
         key = (num_examples, lengths)
         if key not in self._of_lengths:
             widest = self._by_shapes(num_examples, question.widest)
@@ -126,7 +160,12 @@ class Profiles:
     def _by_shapes(self, num_examples: int, num_tokens: int) -> ModelProfile:
         shape = (num_examples, num_tokens)
         if shape not in self._untimed:
-            self._untimed[shape] = self._profiler.profile(*shape)
+            self._untimed[shape] = profile_of(
+                self._facts,
+                *shape,
+                for_gpu=self._question.has_gpu,
+                head_slices=self._question.training.head_slices,
+            )
         return self._untimed[shape]
 
     def _timed(self, num_examples: int, num_tokens: int) -> ModelProfile:
@@ -138,22 +177,9 @@ class Profiles:
     def _times(self, profile: ModelProfile) -> dict[int, BlockTimes] | None:
         """Returns measured or stored block times. None: times must be computed from the machine's rates."""
         question = self._question
-        device = torch.device("cuda", 0) if question.has_gpu else torch.device("cpu")
         num_microbatches = -(-question.training.batch_size // profile.num_examples)
         sums_grads, has_lanes = num_microbatches > 1, question.training.lanes > 1
         training = replace(question.training, num_microbatches=num_microbatches, lanes=1)
-
-        def measure() -> MeasuredBlocks:
-            return measure_blocks(
-                profile,
-                question.config,
-                training.precision,
-                device,
-                sums_grads=sums_grads,
-                has_lanes=has_lanes,
-                grad_precision=training.grad_precision,
-                head_slices=training.head_slices,
-            )
 
         kept = question.kept_times
         facts = {
@@ -163,13 +189,51 @@ class Profiles:
             "has_lanes": has_lanes,
             "grad_precision": training.grad_precision,
             "head_slices": training.head_slices,
-            "device": device.type,
+            "device": "cuda" if question.has_gpu else "cpu",
         }
-        if not self._measures:
-            return None if kept is None else kept.known(question.config, facts)
+        known = None if kept is None else kept.known(question.config, facts)
+        if known is not None or not self._measures or not self._has_device():
+            return known
+
+        def measure() -> MeasuredBlocks:
+            return self._measure(profile, training, sums_grads=sums_grads, has_lanes=has_lanes)
+
         with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here
             return measure().times if kept is None else kept.of(question.config, facts, measure)
         return None
+
+    def _has_device(self) -> bool:
+        """Returns whether this process can use the device that the job will compute on."""
+        if not self._question.has_gpu:
+            return True
+        import torch
+
+        return torch.cuda.is_available()
+
+    def _measure(
+        self, profile: ModelProfile, training: TrainingConfig, *, sums_grads: bool, has_lanes: bool
+    ) -> MeasuredBlocks:
+        """Measures block times as a job's GPU worker would compute them."""
+        import torch
+
+        from windlass.engine.device import retain_freed_memory
+        from windlass.planner.profiling import loaded, measure_blocks
+
+        question = self._question
+        if question.measure_threads is not None:
+            torch.set_num_threads(question.measure_threads)
+            if not question.has_gpu:
+                retain_freed_memory()
+        return measure_blocks(
+            profile,
+            loaded(question.config),
+            training.precision,
+            torch.device("cuda", 0) if question.has_gpu else torch.device("cpu"),
+            sums_grads=sums_grads,
+            has_lanes=has_lanes,
+            grad_precision=training.grad_precision,
+            head_slices=training.head_slices,
+        )
 
 
 def _near(mean: float) -> int:

@@ -1,6 +1,8 @@
 """The question to the planner: a job on a machine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from windlass.engine.lanes import rounded_to_lanes
@@ -11,6 +13,7 @@ from windlass.engine.memory_plan import (
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import Speeds, Ways, speeds_of, ways_of_layer
 from windlass.planner.hardware import Hardware
+from windlass.planner.planning.past_predictions import PastPredictions
 from windlass.planner.planning.rate_correction import Correction
 from windlass.planner.profiling import TimingCache
 from windlass.planner.solver import (
@@ -21,13 +24,16 @@ from windlass.planner.solver import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuestion:
-    """A job on a machine. `config`: a transformers config."""
+    """A job on a machine. `config`: a transformers config, or one that is not loaded yet."""
 
     config: Any
     hardware: Hardware
     training: TrainingConfig
     chooses_microbatches: bool = False  # search the fastest number of micro-batches, instead of the config's
-    lengths: ExampleLengths | None = None  # of the job's data; None: every example is as long as `sequence_length`
+    # Choose the order of updates, of those that give the same parameters, instead of the config's.
+    chooses_order: bool = False
+    # Of the job's data, by batch size and number of micro-batches; None: every example is as long as `sequence_length`.
+    lengths: Callable[[int, int], ExampleLengths] | None = None
     num_validation_examples: int = 0  # an evaluation computes as many micro-batches at once as a step
     num_ranks: int = 1  # GPU workers, each with a GPU of its own
     chooses_ranks: bool = False  # `choose_gpus` searches the fastest number up to `num_ranks`
@@ -35,8 +41,11 @@ class PlanQuestion:
     num_layers: int | None = None  # pretend this number of layers, all like the first; None: those of the config
     host_memory_nbytes: int | None = None  # budget of the arena; None: all of the machine's
     device_memory_nbytes: int | None = None  # budget; None: all of the device's
+    measure_threads: int | None = None  # of torch while it measures; None: as many as it has
     measures: bool = False  # time the blocks on this machine's device; `hardware` must then describe this machine
+    kept_facts_dir: Path | None = None  # of traced models; None: they are not stored
     kept_times: TimingCache | None = None  # stored block times; None: blocks are always measured
+    past: PastPredictions | None = None  # of this machine's jobs; None: another machine, or none are known
     ways: Ways = ways_of_layer  # options for a layer's activations
     # From the job's own steps, with the same number of micro-batches. If set, no blocks are measured.
     correction: Correction = field(default_factory=Correction)
@@ -66,8 +75,13 @@ class PlanQuestion:
         The engine pads a micro-batch to its longest example, not to `sequence_length`. If all examples are shorter, the
         plan needs no memory and no time for `sequence_length` tokens.
         """
-        length = self.training.sequence_length
-        return length if self.lengths is None else min(self.lengths.longest, length)
+        # The widest is as wide with any number of micro-batches.
+        length, lengths = self.training.sequence_length, self.lengths_in(self.training.num_microbatches)
+        return length if lengths is None else min(lengths.longest, length)
+
+    def lengths_in(self, num_microbatches: int) -> ExampleLengths | None:
+        """Returns the lengths of the job's examples for this number of micro-batches, or None without data."""
+        return None if self.lengths is None else self.lengths(self.training.batch_size, num_microbatches)
 
     @property
     def budgets(self) -> Limits:

@@ -30,6 +30,7 @@ class RunningJob:
     peak_gib: Mapping[str, float]
     num_steps_left: int
     restart_s: float  # seconds that another attempt costs
+    may_change: bool = True  # else only its prediction is made again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,9 @@ def correct(
     old = solution_of(costs, running.placement, running.arena_nbytes)
     measured = "; ".join(correction.in_words) or "the machine does what its profile says"
     message = f"Measured: {measured}. So a step takes {old.step_s:.3g} s; the plan said {running.step_s:.3g} s"
+    if not running.may_change:
+        same = _unchanged(question, costs.job, old, profiles, running)
+        return CorrectedPlan(planned=same, changes=False, in_words=message)
     job, new = _best(question, profiles, costs.job, old)
     others = tuple(_of_other_numbers(question, profiles, other_numbers))
     share = 1 - new.step_s / old.step_s
@@ -78,9 +82,16 @@ def correct(
         )
     else:
         message += "; no other plan is worth a change"
-    same = _planned(question, costs.job, old, profiles)
-    same = replace(same, report=replace(same.report, peak_gib=dict(running.peak_gib)))
+    same = _unchanged(question, costs.job, old, profiles, running)
     return CorrectedPlan(planned=same, changes=False, in_words=message, others=others)
+
+
+def _unchanged(
+    question: PlanQuestion, job: PlannedJob, old: Solution, profiles: Profiles, running: RunningJob
+) -> Planned:
+    """Returns the plan that the job runs with, with corrected times."""
+    same = _planned(question, job, old, profiles)
+    return replace(same, report=replace(same.report, peak_gib=dict(running.peak_gib)))
 
 
 def _of_other_numbers(question: PlanQuestion, profiles: Profiles, numbers: Iterable[int]) -> Iterator[Planned]:
@@ -118,5 +129,6 @@ def costs_of(question: PlanQuestion, profiles: Profiles, running: RunningJob) ->
         overflows=placement.ssd_activation_nbytes > 0,
         num_grad_buffers=placement.num_grad_buffers,
         streams_grads=placement.streams_grads,
+        num_passing_blocks=placement.num_passing_blocks,
         depths=placement.depths,
     )

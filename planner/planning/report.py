@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from windlass.amounts import GB, GIB
 from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations, MemoryTier, Plan, reserved_nbytes
 from windlass.planner.cost import LayerProfile, ways_of_layer
+from windlass.planner.planning.confidence import StepInterval
 from windlass.planner.solver import DRIVER_NBYTES, Limits, PlannedJob, Solution, processes_nbytes
 
 _Any = TypeVar("_Any")
@@ -24,12 +25,29 @@ class ExampleTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """The plan of a job that has one thing changed. Without a plan, the numbers are None."""
+
+    key: str  # the kind of change: ssds, ram, gpus, card or batch
+    change: str  # in words
+    feasible: bool
+    step_s: float | None
+    tokens_per_s: float | None
+    gain: float | None  # of tokens per second: 0.5 are half as many more. None: the job does not fit as it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
     """The properties of a plan, which the user sees before the job runs. Times in seconds, GiB 2^30, GB 10^9 bytes."""
 
     feasible: bool
     reasons: tuple[str, ...]  # why the job does not fit and what would fit; or the bottleneck and what would be faster
     step_s: float | None = None  # simulated; the cost model's bound if the model's layers are hypothetical
+    # Between these times the step of nine of ten jobs lies, as far as is known; see `planner.planning.confidence`.
+    step_s_low: float | None = None
+    step_s_high: float | None = None
+    times_from: str | None = None  # the source of the times that are added up, a `TimesFrom`
+    num_compared: int | None = None  # finished jobs of this machine that tell how sure the step time is
     bound_s: float | None = None  # lower bound by the cost model
     tokens_per_s: float | None = None
     tflops: float | None = None  # 10^12 operations per second of the model, without recomputation
@@ -38,10 +56,14 @@ class PlanReport:
     peak_gib: dict[str, float] | None = None  # by tier, with the memory of processes, the driver and its allocator
     engine_gib: dict[str, float] | None = None  # by tier, allocated by the job itself, as can be measured
     limit_gib: dict[str, float] | None = None  # by tier, for `engine_gib`: what the machine and the job's budgets allow
-    missing_bytes: dict[str, int] | None = None  # by tier, if nothing fits
+    missing_bytes: dict[str, int] | None = None  # by tier, if nothing fits: by which its limit must grow
+    missing_together: bool | None = None  # all of `missing_bytes` are needed; False: one of them is enough
+    least_gpu_gib: float | None = None  # of a card on which the job has a plan, with the driver's and the allocator's
+    least_gpu_reason: str | None = None  # the largest parts of it
     ssd_write_gb_per_step: float | None = None
     choices: dict[str, Any] | None = None
     example_tokens: ExampleTokens | None = None
+    what_if: tuple[WhatIf, ...] | None = None  # if it was asked for; the largest gain first
 
 
 def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: float | None = None) -> PlanReport:
@@ -79,6 +101,36 @@ def with_limits(report: PlanReport, limits: Limits) -> PlanReport:
     return replace(report, limit_gib={tier.value: nbytes / GIB for tier, nbytes in limits.by_tier.items()})
 
 
+def slowed_down(report: PlanReport, factor: float) -> PlanReport:
+    """Returns the report for a machine that is so much slower than the times in it say; faster, if less than 1."""
+    if factor == 1.0:
+        return report
+    assert report.step_s is not None, "it fits"
+    assert report.bound_s is not None, "it fits"
+    slower = f"{factor:.2f} times slower" if factor > 1 else f"{1 / factor:.2f} times faster"
+    told = f"the machine computes {slower} now than when the model's blocks were measured"
+    return replace(
+        report,
+        reasons=(*report.reasons, told),
+        step_s=factor * report.step_s,
+        bound_s=factor * report.bound_s,
+        tokens_per_s=None if report.tokens_per_s is None else report.tokens_per_s / factor,
+        tflops=None if report.tflops is None else report.tflops / factor,
+        busy_s={name: factor * seconds for name, seconds in (report.busy_s or {}).items()},
+    )
+
+
+def with_interval(report: PlanReport, interval: StepInterval) -> PlanReport:
+    """Returns the report with the interval of its step time."""
+    return replace(
+        report,
+        step_s_low=interval.low_s,
+        step_s_high=interval.high_s,
+        times_from=interval.times_from,
+        num_compared=interval.num_compared,
+    )
+
+
 def ssd_written_nbytes(job: PlannedJob, solution: Solution) -> float:
     """Returns the bytes that a step writes to the SSDs: states, activations, and kept gradients."""
     plan, blocks = solution.plan, job.model.blocks
@@ -101,6 +153,7 @@ def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
         "gpus": plan.num_ranks,
         "num_microbatches": job.num_microbatches,
         "group_size": plan.group_size,
+        "gradient_updates": job.update_order.value,
         "states_on_gpu": len(plan.device_blocks),
         "states_on_host": len(plan.host_blocks),
         "states_on_ssd": num_blocks - in_memory,

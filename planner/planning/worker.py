@@ -1,30 +1,33 @@
 """Plans a job in a process of its own: `python -m windlass.planner.planning.worker --question FILE --result FILE`."""
 
 import argparse
+import functools
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from windlass.actors.lifecycle import NICENESS_BESIDE_COMPUTE
 from windlass.actors.timeline import SIMULATED_FOLDER, keep_step
 from windlass.engine.data import DatasetError, example_lengths
-from windlass.engine.device import retain_freed_memory
 from windlass.engine.memory_plan import ExampleLengths
-from windlass.engine.model import UnsupportedArchitectureError, load_config
+from windlass.engine.model import UnsupportedArchitectureError
 from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus
 from windlass.planner.planning.job_plan import JobPlan, SimulatedStep
 from windlass.planner.planning.measured_steps import MIN_STEPS, load_measured
+from windlass.planner.planning.past_predictions import PastPredictions
 from windlass.planner.planning.plan_request import PlanRequest, ReplanRequest
 from windlass.planner.planning.planner import Planned, answer
 from windlass.planner.planning.profiles import Profiles
 from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.replan import RunningJob, correct, costs_of
-from windlass.planner.profiling import TimingCache
+from windlass.planner.planning.what_if import with_what_if
+from windlass.planner.profiling import FolderConfig, TimingCache
 from windlass.planner.simulation import Stuck, TooLong, simulate_planned
+
+_FACTS_FOLDER = "traced"  # in the folder of block times: the facts of models that were traced
 
 
 def plan_job(request: PlanRequest, folder: Path, marker: Path | None = None) -> JobPlan:
@@ -37,11 +40,12 @@ def plan_job(request: PlanRequest, folder: Path, marker: Path | None = None) -> 
         DatasetError: the job's data is missing.
         RuntimeError: the model cannot be planned by shapes alone, or too few steps were measured.
     """
-    question = question_of(request, load_config(request.model_dir), marker)
+    question = question_of(request, FolderConfig.read(request.model_dir), marker)
     if request.running is not None:
         return _plan_again(question, request.running)
-    measure_as_worker(request)
     chosen = choose_gpus(question) if request.chooses_ranks else ChosenGpus(planned=answer(question))
+    if request.what_if:
+        chosen = replace(chosen, planned=with_what_if(question, chosen.planned))
     planned, plan = chosen.planned, _job_plan(chosen.planned)
     if chosen.others:
         plan = plan.model_copy(update={"others": tuple(_job_plan(other) for other in chosen.others)})
@@ -53,7 +57,8 @@ def plan_job(request: PlanRequest, folder: Path, marker: Path | None = None) -> 
 def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -> PlanQuestion:
     """Builds the planner's question about a model.
 
-    `config`: a transformers config. `marker`: a file to be there while blocks of the model are measured.
+    `config`: a transformers config, or one that is not loaded yet. `marker`: a file to be there while blocks of the
+    model are measured.
     """
     kept_times = None
     if request.kept_times_dir is not None:
@@ -61,13 +66,15 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         kept_times = TimingCache(
             folder=request.kept_times_dir, machine=machine, is_alone=request.is_alone, marker=marker
         )
-    device_is_present = request.hardware.gpus.count == 0 or torch.cuda.is_available()
-    measures = request.may_measure and request.compute_threads is not None
-    return PlanQuestion(
+    past = None
+    if request.kept_times_dir is not None and request.compute_threads is not None:
+        past = PastPredictions(folder=request.kept_times_dir)
+    question = PlanQuestion(
         config=config,
         hardware=request.hardware,
         training=request.training,
         chooses_microbatches=request.chooses_microbatches,
+        chooses_order=request.chooses_order,
         lengths=_lengths_of(request),
         num_validation_examples=request.num_validation_examples,
         num_ranks=request.num_ranks,
@@ -75,37 +82,42 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         num_optimizers=request.num_optimizers,
         host_memory_nbytes=request.host_memory_nbytes,
         device_memory_nbytes=request.device_memory_nbytes,
-        measures=measures and device_is_present,
+        measures=request.may_measure and request.compute_threads is not None,
+        measure_threads=request.compute_threads,
         kept_times=kept_times,
+        past=past,
+        kept_facts_dir=None if request.kept_times_dir is None else request.kept_times_dir / _FACTS_FOLDER,
     )
+    if not question.chooses_microbatches:
+        return question
+    # So that the question does not depend on the number that the request happens to have.
+    number = min(question.least_microbatches, question.training.batch_size)
+    return replace(question, training=replace(question.training, num_microbatches=number))
 
 
-def _lengths_of(request: PlanRequest) -> ExampleLengths | None:
-    if request.dataset_dir is None:
+def _lengths_of(request: PlanRequest) -> Callable[[int, int], ExampleLengths] | None:
+    """Returns a function that reads the lengths of the job's examples, once for each pair of its arguments."""
+    if (folder := request.dataset_dir) is None:
         return None
     training = request.training
-    if request.chooses_microbatches:
-        raise ValueError("num_microbatches is missing: with the job's data, it decides how wide micro-batches are")
-    return example_lengths(
-        request.dataset_dir,
-        batch_size=training.batch_size,
-        num_microbatches=training.num_microbatches,
-        seed=training.seed,
-        num_steps=training.total_steps,
-    )
 
+    @functools.cache
+    def lengths(batch_size: int, num_microbatches: int) -> ExampleLengths:
+        return example_lengths(
+            folder,
+            batch_size=batch_size,
+            num_microbatches=num_microbatches,
+            seed=training.seed,
+            num_steps=training.total_steps,
+        )
 
-def measure_as_worker(request: PlanRequest) -> None:
-    """Configures this process to compute like a job's GPU worker, if it is to measure."""
-    if request.compute_threads is not None:
-        torch.set_num_threads(request.compute_threads)
-        if request.hardware.gpus.count == 0:
-            retain_freed_memory()
+    return lengths
 
 
 def _plan_again(question: PlanQuestion, request: ReplanRequest) -> JobPlan:
     number = request.plan.num_gpus if question.chooses_ranks else question.num_ranks
-    question = replace(question, num_ranks=number, chooses_ranks=False)
+    # The job keeps the order of updates that it began with.
+    question = replace(question, num_ranks=number, chooses_ranks=False, chooses_order=False)
     profiles, running = Profiles(question), _running_job(request)
     is_cpu = question.hardware.gpus.count == 0
     steps = load_measured(
@@ -147,6 +159,7 @@ def _running_job(request: ReplanRequest) -> RunningJob:
         peak_gib=report.peak_gib,
         num_steps_left=request.num_steps_left,
         restart_s=request.restart_s,
+        may_change=request.may_change,
     )
 
 

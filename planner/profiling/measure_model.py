@@ -10,8 +10,8 @@ Source: AutoHete, section 3.1 (times of a model of one block).
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -22,8 +22,9 @@ from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.model import BlockRunner, GradBuffer, Partition, build_meta_model
 from windlass.engine.optimizer import portable_squared_norms, squared_norm
-from windlass.planner.cost import AgainTimes, BlockProfile, LayerProfile, ModelProfile, holding_ways
-from windlass.planner.profiling.model_profiler import kinds_of_layers
+from windlass.planner.cost import AgainTimes, LayerProfile, ModelProfile, TimesFacts, holding_ways
+from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
+from windlass.planner.profiling.profiled_facts import kinds_of_layers
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 # Rounds are repeated until the standard error of the mean is low, or the time is over, because a machine's pace varies.
@@ -40,24 +41,6 @@ _KEEP_ALL = BlockActivations(recompute=False)
 
 _Taken = dict[BlockIndex, tuple[float, float]]  # seconds of one pass, forward and backward
 _Round = list[_Taken]  # one for each choice of activations
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockTimes:
-    """The mean times of a block for one micro-batch."""
-
-    forward_s: float  # the head's includes its backward pass
-    backward_s: float  # without recomputation; the embedding's includes its forward pass
-    again: AgainTimes | None = None  # only for layers
-    norms_s: float | None = None  # of the norms of the whole gradient's chunks, once a step; only with several lanes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredBlocks:
-    """The measured times, with their error."""
-
-    times: dict[int, BlockTimes]
-    standard_error: float  # of the sum over all blocks, relative; large if other work ran meanwhile
 
 
 def measure_blocks(
@@ -91,22 +74,6 @@ def measure_blocks(
     ).measure(_MAX_S if max_s is None else max_s)
 
 
-def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelProfile:
-    """Returns the profile with the given block times."""
-
-    def timed(block: int, untimed: BlockProfile) -> Any:
-        measured = times[block]
-        return replace(untimed, forward_s=measured.forward_s, backward_s=measured.backward_s, norms_s=measured.norms_s)
-
-    def timed_layer(block: int, untimed: LayerProfile) -> LayerProfile:
-        timed_block: LayerProfile = timed(block, untimed)
-        return replace(timed_block, again=times[block].again)
-
-    layers = tuple(timed_layer(block, layer) for block, layer in enumerate(profile.layers, start=1))
-    head = len(layers) + 1
-    return replace(profile, embedding=timed(0, profile.embedding), layers=layers, head=timed(head, profile.head))
-
-
 class _Bench:
     def __init__(
         self,
@@ -121,7 +88,7 @@ class _Bench:
         head_slices: HeadSlices,
     ) -> None:
         self._partition = Partition(build_meta_model(config, precision))
-        self._kinds = kinds_of_layers(self._partition)
+        self._kinds = kinds_of_layers(self._partition.layout)
         choices: dict[BlockIndex, tuple[BlockActivations, ...]] = {}
         for kind in self._kinds:
             layer = profile.layers[kind[0] - 1]
@@ -149,7 +116,10 @@ class _Bench:
             again = AgainTimes(all_s=longer[0], one_held_s=longer[1], most_held_s=longer[2]) if longer else None
             of_kind = BlockTimes(forward_s=kept[0], backward_s=kept[1], again=again, norms_s=self._norms_s(kind[0]))
             times.update(dict.fromkeys(kind, of_kind))
-        return MeasuredBlocks(times=times, standard_error=_standard_error(rounds))
+        error = _standard_error(rounds)
+        facts = TimesFacts(standard_error=error)
+        times = {block: replace(block_times, facts=facts) for block, block_times in times.items()}
+        return MeasuredBlocks(times=times, standard_error=error)
 
     def _rounds(self, max_s: float) -> list[_Round]:
         start_s = time.perf_counter()

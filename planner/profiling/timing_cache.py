@@ -4,13 +4,15 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from windlass.engine.fingerprint import code_fingerprint
-from windlass.planner.cost import AgainTimes
-from windlass.planner.profiling.measure_model import BlockTimes, MeasuredBlocks
+from windlass.planner.cost import AgainTimes, TimesFacts
+from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
+from windlass.planner.profiling.machine_pace import this_machine
+from windlass.planner.profiling.model_config import content_of
 from windlass.storage.files import ResultCache
 
 _MOST_KEPT = 256  # files in the folder; the oldest are deleted
@@ -33,17 +35,21 @@ class TimingCache:
     def of(self, config: Any, facts: Mapping[str, Any], measure: Measure) -> dict[int, BlockTimes]:
         """Returns the times by block, and measures them if they are not stored.
 
-        `config`: a transformers config. `facts`: all else that the times depend on.
+        `config`: a transformers config, or one that is not loaded yet. `facts`: all else that the times depend on.
         """
         stored = self.known(config, facts)
         if stored is not None:
             return stored
         with self._marked():
             measured = measure()
-        if self.is_alone and measured.standard_error <= _LARGEST_ERROR:
-            times = {str(block): asdict(block_times) for block, block_times in measured.times.items()}
-            self._results.keep(self._fingerprint(config, facts), times)
-        return measured.times
+        if not self.is_alone or measured.standard_error > _LARGEST_ERROR:
+            return measured.times
+        # With the machine's pace, the times can be used when it computes faster or slower.
+        about = TimesFacts(standard_error=measured.standard_error, pace_s=this_machine().now_s())
+        times = {block: replace(block_times, facts=about) for block, block_times in measured.times.items()}
+        as_json = {str(block): asdict(block_times) for block, block_times in times.items()}
+        self._results.keep(self._fingerprint(config, facts), as_json)
+        return times
 
     def known(self, config: Any, facts: Mapping[str, Any]) -> dict[int, BlockTimes] | None:
         """Returns the stored times, or None."""
@@ -69,11 +75,14 @@ class TimingCache:
         return ResultCache(folder=self.folder, max_results=_MOST_KEPT)
 
     def _fingerprint(self, config: Any, facts: Mapping[str, Any]) -> str:
-        model = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
-        hashed = [model, dict(facts), dict(self.machine), code_fingerprint(Path(__file__).parent)]
+        hashed = [content_of(config), dict(facts), dict(self.machine), code_fingerprint(Path(__file__).parent)]
         return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _times_of(saved: dict[str, Any]) -> BlockTimes:
-    again = saved["again"]
-    return BlockTimes(**saved | {"again": None if again is None else AgainTimes(**again)})
+    again, facts = saved["again"], saved["facts"]
+    parts = {
+        "again": None if again is None else AgainTimes(**again),
+        "facts": None if facts is None else TimesFacts(**facts),
+    }
+    return BlockTimes(**saved | parts)

@@ -1,40 +1,42 @@
-"""Chooses how many transfers may be in flight, from the rates of the SSDs, the links and the optimizers."""
+"""The depths of queues that a plan may have. They are fixed numbers, so that a better machine has no fewer of them."""
 
-import math
+from collections.abc import Iterator
 
-from windlass.engine.memory_plan import FETCH_DEPTH, STAGED_ACTIVATIONS, STATE_DEPTH, QueueDepths
-from windlass.planner.cost import Speeds
+from windlass.engine.memory_plan import (
+    ACTIVATION_PART_SLOTS,
+    FETCH_DEPTH,
+    MIN_STATE_DEPTH,
+    STAGED_ACTIVATIONS,
+    QueueDepths,
+)
 
-# Factor over the number of transfers that would keep all SSDs busy if each always had its share. About half of the
-# transfers wait for an SSD that is busy with another one.
+# Numbers of SSDs that queues may be deep enough for. A plan may use fewer queues than there are SSDs, to save memory.
+_NUMBERS_OF_SSDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# Transfers for each SSD: one in progress, one queued. About half of the transfers wait for an SSD that is busy with
+# another one.
 _SPARE = 2
 
 
-def depths_of(
-    speeds: Speeds, *, param_nbytes: int, part_slots: int, slot_nbytes: int, num_optimizers: int
-) -> QueueDepths:
-    """Returns depths at which either the SSDs or the links behind them are always busy.
+def depths_for(num_ssds: int, *, num_optimizers: int, leaving_nbytes: int) -> QueueDepths:
+    """Returns depths at which so many SSDs, or the links behind them, are always busy, whatever their rates.
 
-    A depth is throughput times latency of one transfer. `param_nbytes`: params of a chunk. Activations move in parts of
-    `part_slots` slots of `slot_nbytes`.
+    A depth is throughput times latency of one transfer. If the SSDs are the slower ones, a transfer takes at most twice
+    its time at an SSD. If the link is, at most one transfer for each SSD waits for it.
     """
-    num_ssds, part_nbytes = speeds.num_ssds, part_slots * slot_nbytes
-    # An update is far shorter than reading and writing its chunk's states.
-    states = -(-_SPARE * num_ssds // num_optimizers) + 1
-    # For each SSD one part in transfer and one queued, and one part copied in each direction.
-    parts = max(
-        2 * num_ssds + 2,
-        _in_flight(num_ssds, part_nbytes / speeds.ssd_write_bytes, part_nbytes / speeds.d2h_bytes),
-        _in_flight(num_ssds, part_nbytes / speeds.ssd_read_bytes, part_nbytes / speeds.h2d_bytes),
-    )
-    params = _in_flight(num_ssds, param_nbytes / speeds.ssd_read_bytes, param_nbytes / speeds.h2d_bytes)
     return QueueDepths(
-        params=max(FETCH_DEPTH, params),
-        states=max(STATE_DEPTH, states),
-        staged_activations=max(STAGED_ACTIVATIONS, parts * part_slots),
+        params=max(FETCH_DEPTH, 2 * _SPARE * num_ssds),
+        # An update is far shorter than reading and writing its chunk's states.
+        states=-(-_SPARE * num_ssds // num_optimizers) + 1,
+        staged_activations=max(STAGED_ACTIVATIONS, 2 * _SPARE * num_ssds * ACTIVATION_PART_SLOTS),
+        leaving_nbytes=leaving_nbytes,
     )
 
 
-def _in_flight(num_ssds: int, ssd_s: float, link_s: float) -> int:
-    """Returns the number of transfers that keeps the SSDs or the link busy. Each one uses first one, then the other."""
-    return _SPARE * math.ceil(min(num_ssds / ssd_s, 1 / link_s) * (ssd_s + link_s))
+def depths_to_try(num_ssds: int, *, num_optimizers: int, leaving_nbytes: int) -> Iterator[QueueDepths]:
+    """Yields depths for a machine, the deepest first. The last ones are the least that a job runs with."""
+    deepest = next((number for number in _NUMBERS_OF_SSDS if number >= num_ssds), _NUMBERS_OF_SSDS[-1])
+    numbers = [number for number in reversed(_NUMBERS_OF_SSDS) if number <= deepest]
+    for leaving in dict.fromkeys((leaving_nbytes, 0)):
+        for number in numbers:
+            yield depths_for(number, num_optimizers=num_optimizers, leaving_nbytes=leaving)
+    yield QueueDepths(states=MIN_STATE_DEPTH, leaving_nbytes=0)

@@ -24,7 +24,7 @@ from windlass.planner.solver.native_stdout import suppress_native_stdout
 # better.
 SPARE_WEIGHT = 1e-4
 # Relative gap to the best possible value at which HiGHS stops: an optimum.
-_GAP = 1e-6
+OPTIMUM_GAP = 1e-6
 # Limits for programs with many nearly equal assignments. A proof would take thousands of nodes, and would change only
 # the fourth digit of the step time. After `_MAX_NODES` nodes the wider gap is enough.
 _MAX_NODES = 150
@@ -137,12 +137,12 @@ def outcome_of(program: Program, assignment: Assignment) -> Outcome:
     return Outcome(step_s=step_s, seconds=tuple(seconds), nbytes=tuple(nbytes), cost=cost)
 
 
-def solve(program: Program) -> Assignment | None:
-    """Returns the best assignment that fits, or None."""
+def solve(program: Program, *, gap: float = OPTIMUM_GAP) -> Assignment | None:
+    """Returns the best assignment that fits, or None. `gap`: relative distance to the optimum that is near enough."""
     usual = replace(program, bounds=tuple(bound for bound in program.bounds if not bound.is_rare))
-    result = _Variables(usual).minimize()
+    result = _Variables(usual).minimize(gap=gap)
     if result is not None and outcome_of(program, result[0]).step_s > outcome_of(usual, result[0]).step_s:
-        result = _Variables(program).minimize()
+        result = _Variables(program).minimize(gap=gap)
     return None if result is None else result[0]
 
 
@@ -160,6 +160,12 @@ def shortfall_of(program: Program, tier: int, *, beside: Collection[int] = ()) -
     """
     result = _Variables(program).minimize(elastic=(tier, *beside), only=tier)
     return None if result is None else result[1][tier]
+
+
+def least_assignment(program: Program, tier: int, *, elastic: Collection[int]) -> Assignment | None:
+    """Returns the assignment that takes least of a tier, or None. The limits of tiers in `elastic` do not count."""
+    result = _Variables(program).minimize(elastic=elastic, only=tier)
+    return None if result is None else result[0]
 
 
 class _Variables:
@@ -201,22 +207,23 @@ class _Variables:
         self._most_buffered = np.array([buffer.most_nbytes for buffer in program.buffers]) / units
 
     def minimize(
-        self, *, elastic: Collection[int] = (), only: int | None = None
+        self, *, elastic: Collection[int] = (), only: int | None = None, gap: float = OPTIMUM_GAP
     ) -> tuple[Assignment, tuple[float, ...]] | None:
         """Minimizes the step time. If tiers are `elastic`, minimizes their missing bytes, of all or of `only` one."""
         program, num_options = self._program, self._num_options
         num_tiers, num_buffers = len(program.limits), len(program.buffers)
         step = num_options + 1
         width = step + 1 + num_tiers + 2 * num_buffers
-        constraints = [
-            *self._one_option_per_block(width),
-            *self._bounds(width),
-            self._tiers(width),
-            *self._buffers(width),
-        ]
         movable = np.zeros((1, width))
         movable[0, :num_options], movable[0, num_options] = -self._movable, 1.0
-        constraints.append(scipy.optimize.LinearConstraint(movable, ub=[0.0]))
+        sums, numbers = self._one_option_per_block(width)
+        at_most = (self._bounds(width), self._tiers(width), *self._buffers(width), (movable, np.zeros(1)))
+        upper_sums = np.concatenate([numbers, *(limits for _, limits in at_most)])
+        lower_sums = np.full(len(upper_sums), -np.inf)
+        lower_sums[: len(numbers)] = numbers
+        # One matrix, because SciPy converts each one.
+        rows = np.vstack([sums, *(each for each, _ in at_most)])
+        constraints = scipy.optimize.LinearConstraint(rows, lower_sums, upper_sums)
         costs = np.zeros(width)
         counted = np.delete(self._seconds, program.uncounted_parts, axis=0)
         costs[: num_options + 1] = SPARE_WEIGHT * counted.sum(axis=0)
@@ -238,7 +245,7 @@ class _Variables:
             scipy.optimize.milp, costs, constraints=constraints, integrality=integrality, bounds=bounds
         )
         with suppress_native_stdout():
-            result = search(options={"mip_rel_gap": _GAP, "node_limit": _MAX_NODES})
+            result = search(options={"mip_rel_gap": gap, "node_limit": _MAX_NODES})
             if (result.mip_node_count or 0) >= _MAX_NODES and (result.x is None or result.mip_gap > _WIDE_GAP):
                 result = search(options={"mip_rel_gap": _WIDE_GAP})
         if result.x is None:
@@ -251,25 +258,26 @@ class _Variables:
         moved = float(result.x[num_options] * self._moved_unit)
         return Assignment(counts=by_kind, moved_nbytes=moved), tuple(lacking.tolist())
 
-    def _one_option_per_block(self, width: int) -> "list[scipy.optimize.LinearConstraint]":
+    # Each of the following returns rows, and the largest sum of each.
+
+    def _one_option_per_block(self, width: int) -> "tuple[np.ndarray, np.ndarray]":
         rows = np.zeros((len(self._program.blocks), width))
         start = 0
         for row, group in enumerate(self._program.blocks):
             rows[row, start : start + len(group.options)] = 1.0
             start += len(group.options)
-        numbers = [group.count for group in self._program.blocks]
-        return [scipy.optimize.LinearConstraint(rows, lb=numbers, ub=numbers)] if numbers else []
+        return rows, np.array([group.count for group in self._program.blocks], dtype=float)
 
-    def _bounds(self, width: int) -> "list[scipy.optimize.LinearConstraint]":
+    def _bounds(self, width: int) -> "tuple[np.ndarray, np.ndarray]":
         program, num_columns = self._program, self._num_options + 1
         weights = np.array([bound.weights for bound in program.bounds])
         rows = np.zeros((len(program.bounds), width))
         rows[:, :num_columns] = weights @ self._seconds
         rows[:, num_columns] = -1.0
         constants = [bound.constant_s for bound in program.bounds]
-        return [scipy.optimize.LinearConstraint(rows, ub=-(weights @ np.array(program.seconds) + constants))]
+        return rows, -(weights @ np.array(program.seconds) + constants)
 
-    def _tiers(self, width: int) -> "scipy.optimize.LinearConstraint":
+    def _tiers(self, width: int) -> "tuple[np.ndarray, np.ndarray]":
         program, num_columns = self._program, self._num_options + 1
         num_tiers, num_buffers = len(program.limits), len(program.buffers)
         first_buffer = num_columns + 1 + num_tiers
@@ -279,9 +287,9 @@ class _Variables:
         for buffer in range(num_buffers):
             rows[program.buffers[buffer].tier, first_buffer + buffer] = 1.0
         free = (np.array(program.limits) - np.array(program.nbytes)) / self._units
-        return scipy.optimize.LinearConstraint(rows, ub=free)
+        return rows, free
 
-    def _buffers(self, width: int) -> "list[scipy.optimize.LinearConstraint]":
+    def _buffers(self, width: int) -> "list[tuple[np.ndarray, np.ndarray]]":
         """The constraints of buffers: each holds all bytes added to it, or it is full and holds its maximum."""
         num = len(self._program.buffers)
         if not num:
@@ -299,4 +307,4 @@ class _Variables:
         rows = np.vstack([all_there, full])
         # The "full" columns are 0 or 1 to limited precision only. Scale the rows so that this error stays small.
         rows /= np.maximum(np.abs(rows).max(axis=1, keepdims=True), 1.0)
-        return [scipy.optimize.LinearConstraint(rows, ub=np.zeros(2 * num))]
+        return [(rows, np.zeros(2 * num))]

@@ -7,10 +7,11 @@ needed first, so updates overlap only with the next step's forward pass. Then th
 Sources: Ratel, equations 1 to 8 (a stage takes as long as its slowest resource); AutoHete, equations 1 to 6.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cached_property
+from typing import Any, TypeVar
 
 from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_plan import (
@@ -29,6 +30,7 @@ from windlass.engine.memory_plan import (
     grad_piece_numels,
     lane_buffers,
     make_plan,
+    most_passing_blocks,
     overlay_nbytes,
     param_buffers,
 )
@@ -45,24 +47,9 @@ from windlass.planner.cost import (
     ways_of_layer,
 )
 from windlass.planner.solver.integer_program import BlockGroup, Bound, Buffer, Option, Overflow, Program
+from windlass.planner.solver.step_bounds import Part, WaitingUpdates, bounding_parts, once
 
-
-class Part(IntEnum):
-    """A part of a step's time. The link has two directions. Each SSD does one transfer at a time."""
-
-    FORWARD = 0  # compute, with the head's forward and backward
-    BACKWARD = 1
-    H2D_FORWARD = 2
-    H2D_BACKWARD = 3
-    D2H_FORWARD = 4
-    D2H_BACKWARD = 5
-    SSD_FORWARD = 6  # reads of params, writes of activations
-    SSD_BACKWARD = 7  # reads of params and activations, writes of kept gradients
-    SSD_UPDATE = 8  # reads and writes of states in an optimizer's slots
-    OPTIMIZER = 9
-    FIRST_UPDATE = 10  # from the last gradient to the first block's new params; nothing computes meanwhile
-    SSD_FLUSH = 11  # writes of states resident in memory, for a commit
-    HOST_MEMORY = 12  # all that the other parts read and write in the host's memory, of all GPU workers
+_Any = TypeVar("_Any")
 
 
 # Numbers of the tiers in the program.
@@ -83,7 +70,7 @@ class StateTier(IntEnum):
     SSD = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlannedJob:
     """The planner's view of a job."""
 
@@ -93,6 +80,25 @@ class PlannedJob:
     num_optimizers: int = 1
     num_prefetched: int = 2  # operations whose params are on the device at once
     ways: Ways = ways_of_layer  # options for activations
+    # The planner may choose the order of updates, of those that give the same parameters; else it is the config's.
+    chooses_order: bool = False
+    # Bytes of device memory that every plan with the same buffers and group size needs beyond the cost model's formula.
+    left_out_nbytes: "Callable[[StepCosts], float]" = lambda costs: 0.0
+
+    @cached_property
+    def by_order(self) -> "tuple[PlannedJob, ...]":
+        """The job with each order of updates that the planner may choose. Each of them has only one order."""
+        if not self.chooses_order:
+            return (self,)
+        orders = dict.fromkeys((self.update_order, UpdateOrder.KEPT))
+        return tuple(
+            replace(self, training=replace(self.training, update_order=order), chooses_order=False) for order in orders
+        )
+
+    @cached_property
+    def known(self) -> dict[Any, Any]:
+        """Parts of cost models that several plans share, so that they are computed once; see `StepCosts`."""
+        return {}
 
     @property
     def num_microbatches(self) -> int:
@@ -104,12 +110,12 @@ class PlannedJob:
         """The most micro-batches that a GPU worker may compute together, so that each has a group if possible."""
         return -(-self.num_microbatches // self.num_ranks)
 
-    @property
+    @cached_property
     def lanes(self) -> LaneDivision:
         """The lanes of a step."""
         return self.training.lane_division
 
-    @property
+    @cached_property
     def update_order(self) -> UpdateOrder:
         """The order of the blocks' updates."""
         return self.training.order_of_updates
@@ -119,28 +125,28 @@ class PlannedJob:
         """True if all gradients must be known before any block is updated."""
         return self.update_order.keeps_grads
 
-    @property
+    @cached_property
     def param_itemsize(self) -> int:
         """The bytes of a parameter."""
         formats = self.training.formats
         return formats.itemsizes[formats.param_kind]
 
-    @property
+    @cached_property
     def state_itemsize(self) -> int:
         """The bytes of all stored states of one parameter."""
         return sum(self.training.formats.itemsizes.values())
 
-    @property
+    @cached_property
     def read_itemsize(self) -> int:
         """The bytes of those states that an update reads. Only these are resident on a device."""
         return self.training.formats.update_itemsize
 
-    @property
+    @cached_property
     def grad_itemsize(self) -> int:
         """The bytes of an element of a gradient in transit to the optimizer."""
         return self.training.grad_itemsize
 
-    @property
+    @cached_property
     def size(self) -> ModelSize:
         """The sizes that the arena depends on."""
         return ModelSize(
@@ -185,6 +191,8 @@ class StepCosts:
     `streams`: all layers are copied to the device in pieces. `streams_grads`: their gradients leave it in pieces, too,
     and come back for each further micro-batch. `spills`: kept gradients go to the SSDs; then no states
     are resident in memory. `overflows`: swapped activations may continue to the SSDs, so staging buffers exist.
+    `num_passing_blocks`: typical blocks whose gradients may wait for their update, if gradients are not kept; None: as
+    many as are useful.
     """
 
     job: PlannedJob
@@ -196,7 +204,17 @@ class StepCosts:
     overflows: bool = True
     num_grad_buffers: int = MAX_GRAD_BUFFERS
     streams_grads: bool = False
+    num_passing_blocks: int | None = None
     depths: QueueDepths = field(default_factory=QueueDepths)
+
+    def _once_known(self, what: str, compute: Callable[[], _Any]) -> _Any:
+        """Returns a part of the cost model that depends on the group size, what streams and what spills only."""
+        key = (what, self.speeds, self.group_size, self.streams, self.streams_grads, self.spills)
+        known = self.job.known
+        if key not in known:
+            known[key] = compute()
+        value: _Any = known[key]
+        return value
 
     @property
     def num_groups(self) -> int:
@@ -256,6 +274,9 @@ class StepCosts:
 
     def kinds(self) -> list[Kind]:
         """Returns the groups of blocks in the program's order: first by states, then by activations."""
+        return self._once_known("kinds", self._kinds)
+
+    def _kinds(self) -> list[Kind]:
         layers = self.job.model.blocks_of_layers
         head = len(self.job.model.layers) + 1
         groups = [(0,), *layers.values(), (head,)]
@@ -269,7 +290,7 @@ class StepCosts:
     def program(self, kinds: list[Kind]) -> Program:
         """Builds the integer program."""
         return Program(
-            blocks=tuple(self._block_group(kind) for kind in kinds),
+            blocks=self._once_known("blocks", lambda: tuple(self._block_group(kind) for kind in kinds)),
             seconds=self._seconds(dict(self._always())),
             nbytes=self._always_nbytes(),
             limits=tuple(self.limits.by_tier.values()),
@@ -461,9 +482,12 @@ class StepCosts:
 
         The result has room for the largest tensors of the option whose tensors are smallest: see `num_leaving`.
         """
-        ways = (way for layer in self.job.model.blocks_of_layers for way in self.job.ways(layer))
-        largest = min((max(way.out_nbytes) for way in ways if way.out_nbytes), default=0)
+        largest = self._once_known("least leaving", self._least_leaving_nbytes)
         return max(self.depths.leaving_nbytes, self.num_leaving * largest)
+
+    def _least_leaving_nbytes(self) -> int:
+        ways = (way for layer in self.job.model.blocks_of_layers for way in self.job.ways(layer))
+        return min((max(way.out_nbytes) for way in ways if way.out_nbytes), default=0)
 
     @property
     def num_leaving(self) -> int:
@@ -505,6 +529,7 @@ class StepCosts:
                 group_size=self.group_size,
                 num_cached_params=0,
                 num_host_grad_blocks=0 if self.spills else None,
+                num_passing_blocks=self.num_passing_blocks,
                 streamed_blocks=self.streamed_blocks,
                 depths=self.depths,
                 # The staging buffers do not depend on the amount.
@@ -516,7 +541,7 @@ class StepCosts:
             host -= plan.partial_grads.nbytes + plan.open_lanes.nbytes
         if job.keeps_grads and not self.spills:
             host -= plan.grads.nbytes
-        device = self._always_on_device()
+        device = self._always_on_device() + self.job.left_out_nbytes(self)
         return (device, host + self.num_devices_in_host * device, plan.ssd_nbytes)
 
     @property
@@ -527,6 +552,9 @@ class StepCosts:
 
     def _always_on_device(self) -> float:
         """Returns the bytes of the device's buffers and of the largest operation."""
+        return self._once_known(f"device, {self.num_grad_buffers}", self._count_always_on_device)
+
+    def _count_always_on_device(self) -> float:
         job, model = self.job, self.job.model
         numels = [block.numel for block in model.blocks]
         resident = self.streamed_blocks  # streamed layers have no buffers of their own
@@ -616,24 +644,43 @@ class StepCosts:
 
     def _bounds(self) -> Iterator[Bound]:
         head_s = self.num_successive * sum(self.compute_s(self.job.model.head))
-        if self.num_grad_buffers == 1:  # the backward pass waits while a gradient is copied out
+        if (
+            self.num_grad_buffers == 1 and not self.streams_grads
+        ):  # the backward pass waits while a gradient is copied out
             alone = (Part.FORWARD, Part.BACKWARD, Part.D2H_BACKWARD)
-            yield self._bound(_once(*alone))
-        for parts, constant_s in _bounding_parts(
+            yield self._bound(once(*alone))
+        for parts, constant_s in bounding_parts(
             head_s,
             self._slots_of_updates(),
             order=self.job.update_order,
             ssd_cores=self._ssd_cores() if self.speeds.shares_cores else None,
             slowed_by_other_way=1 / self.speeds.duplex_share - 1,
+            num_rounds=self.num_rounds,
+            waiting=self._waiting,
         ):
             yield self._bound(parts, constant_s)
-        yield replace(self._bound(_once(Part.HOST_MEMORY)), is_rare=True)
+        yield replace(self._bound(once(Part.HOST_MEMORY)), is_rare=True)
 
     def _bound(self, parts: dict[Part, float], constant_s: float = 0.0) -> Bound:
         """Returns a bound. The backward pass ends with that of the last GPU worker."""
         if Part.BACKWARD in parts:
             parts = {**parts, Part.BACKWARD: parts[Part.BACKWARD] * (1.0 + self.lag)}
         return Bound(weights=self._seconds(parts), constant_s=constant_s)
+
+    @property
+    def _waiting(self) -> WaitingUpdates | None:
+        """The updates whose gradients have room while they wait. None: all gradients wait."""
+        job, size, speeds, number = self.job, self.job.size, self.speeds, self.num_passing_blocks
+        if job.keeps_grads:
+            return None
+        if number is None:
+            number = most_passing_blocks(len(size.blocks))
+        numel = size.chunk_numel * max(max(map(size.num_chunks, size.blocks)), number * size.typical_chunks)
+        optimizer_s = numel / speeds.optimizer_params
+        ssd_s = numel * (job.read_itemsize / speeds.read_bytes + job.state_itemsize / speeds.write_bytes)
+        slots = self._slots_of_updates()
+        slots_s = slots[Part.OPTIMIZER] * optimizer_s + slots[Part.SSD_UPDATE] * ssd_s
+        return WaitingUpdates(optimizer_s=optimizer_s, slots_s=slots_s, ssd_s=ssd_s)
 
     def _ssd_cores(self) -> float:
         """Returns the core time that the SSDs take while all of them are busy, as a share of that time."""
@@ -650,59 +697,3 @@ class StepCosts:
             Part.SSD_UPDATE: self.speeds.num_ssds / num_slots,
             Part.OPTIMIZER: self.job.num_optimizers / num_slots,
         }
-
-
-def _bounding_parts(
-    head_s: float,
-    slots_of_updates: dict[Part, float],
-    *,
-    order: UpdateOrder,
-    ssd_cores: float | None,
-    slowed_by_other_way: float,
-) -> Iterator[tuple[dict[Part, float], float]]:
-    """Yields the weights of parts, and seconds to add, of each bound.
-
-    `ssd_cores`: see `_ssd_cores`, if the device is the CPU. `slowed_by_other_way`: additional seconds of a transfer for
-    each second in which the other direction of the link is busy.
-    """
-    p = Part
-    compute, ssd = (p.FORWARD, p.BACKWARD), (p.SSD_FORWARD, p.SSD_BACKWARD, p.SSD_UPDATE, p.SSD_FLUSH)
-    h2d, d2h = (p.H2D_FORWARD, p.H2D_BACKWARD), (p.D2H_FORWARD, p.D2H_BACKWARD)
-    for busy in (ssd, (p.OPTIMIZER,)):
-        yield _once(*busy), 0.0
-    # In the best case, all transfers in the less busy direction overlap with the other direction.
-    for way, other in ((h2d, d2h), (d2h, h2d)):
-        yield _once(*way) | dict.fromkeys(other, slowed_by_other_way), 0.0
-    yield _once(*compute, p.FIRST_UPDATE), 0.0
-    if ssd_cores is not None:
-        # Matrix products are split evenly over the cores: while one core does other work, all wait for it.
-        yield _once(*compute, *h2d, *d2h, p.OPTIMIZER) | dict.fromkeys(ssd, ssd_cores), 0.0
-    of_forward = [p.FORWARD, p.D2H_FORWARD]
-    of_backward = [p.BACKWARD, p.H2D_BACKWARD]
-    # Blocks needed first are updated first, so the head's update is the last. It cannot overlap with the head's
-    # compute.
-    updates = [_once(p.OPTIMIZER), slots_of_updates]
-    if order.keeps_grads:
-        of_forward.append(p.H2D_FORWARD)
-        of_backward += [p.D2H_BACKWARD, p.SSD_BACKWARD]
-        updates.append(_once(p.SSD_FORWARD, p.SSD_UPDATE, p.SSD_FLUSH))
-    else:
-        updates.append(_once(p.SSD_UPDATE, p.SSD_FLUSH))
-        for update in updates:
-            yield update, head_s
-    for backward in of_backward:
-        for forward in of_forward:
-            yield _once(forward, backward), 0.0
-        if order.keeps_grads:
-            for update in updates:
-                yield update | _once(backward), head_s
-    if not order.overlaps_steps:
-        # The next forward pass waits for all updates, and these wait for all gradients. So the three do not overlap.
-        passes = itertools.product((*of_forward, p.SSD_FORWARD), of_backward)
-        alone = (_once(p.OPTIMIZER), _once(p.SSD_UPDATE), slots_of_updates)
-        for (forward, backward), update in itertools.product(passes, alone):
-            yield update | _once(forward, backward), 0.0
-
-
-def _once(*parts: Part) -> dict[Part, float]:
-    return dict.fromkeys(parts, 1.0)

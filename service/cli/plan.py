@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,19 +14,22 @@ from windlass.actors.lifecycle import WAIT_POLICY
 from windlass.amounts import GIB, bytes_text
 from windlass.engine.memory_plan import UpdateOrder, tokens_in_words
 from windlass.engine.training_config import Optimizer
-from windlass.planner.hardware import Hardware, ModelShape, example_machines, load, unusual
+from windlass.planner.hardware import (
+    Hardware,
+    unusual,
+)
 from windlass.planner.solver import DEFAULT_SLACK, Goal
 from windlass.service.cli.arguments import gpus_option
 from windlass.service.cli.errors import CommandError
+from windlass.service.cli.plan_inputs import MEASURED, config_of, hardware_of, is_id
 from windlass.service.cli.table import print_columns
-from windlass.service.installation import HARDWARE_FILE, Settings, load_settings, num_cores
+from windlass.service.installation import Settings, load_settings, num_cores
 from windlass.service.validation import (
     DEFAULT_CLIP_NORM,
     ApiError,
     WindlassSettings,
     default_microbatches,
     hypothetical_config,
-    model_dir,
     plain_reason,
 )
 from windlass.storage.ids import Precision, StatePrecision
@@ -34,18 +37,24 @@ from windlass.storage.ids import Precision, StatePrecision
 if TYPE_CHECKING:
     from windlass.planner.planning import Comparison, Planned, PlanQuestion, PlanReport
 
-_MEASURED = "measured"
 _MOST_EXAMPLES, _MOST_TOKENS = 1 << 16, 1 << 22
+_MODEL_HELP = (
+    "A model's folder or name, the name of a published model whose shape is known (such as llama-3.1-70b; nothing is "
+    "downloaded), or a YAML file with a shape's numbers."
+)
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="A model's folder or name, or a YAML file with a shape's numbers.")],
+    model: Annotated[str, typer.Option(help=_MODEL_HELP)],
     batch_size: Annotated[int, typer.Option(min=1, max=_MOST_EXAMPLES, help="Examples per step.")],
     seq_len: Annotated[int, typer.Option(min=8, max=_MOST_TOKENS, help="Tokens per example.")],
     hardware: Annotated[
         str,
-        typer.Option(help="A YAML file, the name of a published machine, or 'measured': this one, and its settings."),
-    ] = _MEASURED,
+        typer.Option(
+            help="A YAML file, 'measured' (this one, and its settings), the name of a published machine, or a desktop "
+            "such as rtx4090:gpus=2,ram=128,ssds=2 (docs/hardware.md)."
+        ),
+    ] = MEASURED,
     num_microbatches: Annotated[
         int | None, typer.Option(min=1, help="Parts a step is computed in (default: what is fastest).")
     ] = None,
@@ -86,12 +95,19 @@ def plan(
     compare: Annotated[
         bool, typer.Option("--compare", help="Also estimate the systems of the papers (docs/papers.md).")
     ] = False,
+    what_if: Annotated[
+        bool,
+        typer.Option(
+            "--what-if",
+            help="Also plan the job with one more SSD, 64 GiB more RAM, a faster card, one more GPU, twice the batch.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     home: Annotated[Path | None, typer.Option(help="The home directory; else WINDLASS_HOME, else ~/.windlass.")] = None,
 ) -> None:
     """Tell whether a job fits a machine, how long a step takes, what bounds it, what to change. Exit code 2 if not."""
     settings = load_settings(home)
-    machine = _hardware(settings, hardware)
+    machine = hardware_of(settings, hardware)
     if find is Goal.LARGEST_BATCH:  # the smallest batch that is searched has an example for each lane and GPU
         batch_size = max(batch_size, lanes or 1, 1 if gpus == "auto" else gpus)
     if num_microbatches is not None and num_microbatches > batch_size:
@@ -104,9 +120,11 @@ def plan(
     if gpus != "auto":
         if gpus > most:
             raise CommandError(f"--gpus: {gpus} GPUs for at most {most} micro-batches; each computes at least one")
-        _check_gpus(settings, gpus, other=None if hardware == _MEASURED else machine)
+        _check_gpus(settings, gpus, other=None if hardware == MEASURED else machine)
     elif find is not None:
         raise CommandError("--gpus: a search (--find) is for a number of GPUs; name one")
+    if what_if and find is not None:
+        raise CommandError("--what-if: a search (--find) changes the job or the machine itself; leave one of them out")
     _check_order_of_updates(gradient_updates, clip=clip)
     asked = _settings(
         precision=precision,
@@ -125,7 +143,7 @@ def plan(
             model,
             machine,
             asked,
-            is_local=hardware == _MEASURED,
+            is_local=hardware == MEASURED,
             batch_size=batch_size,
             num_microbatches=num_microbatches,
             sequence_length=seq_len,
@@ -134,6 +152,9 @@ def plan(
         if find is not None:
             status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")
         number, num_params, question, planned = _answer(question, find, slack)
+        if what_if:
+            status.update("planning the job with one thing changed: five plans more")
+            planned = _with_what_if(question, planned)
         found = planned.report
         if trace is not None and planned.solution is not None:
             _trace(planned, trace)
@@ -153,10 +174,13 @@ def plan(
         _print(found)
         if job_settings is not None:
             print()
-            submitted = model if _is_id(settings, model) else "MODEL"
+            submitted = model if is_id(settings, model) else "MODEL"
             _print_job_settings(
                 submitted, job_settings, most_gpus=question.num_ranks, is_default=num_microbatches is None
             )
+        if found.what_if is not None:
+            print()
+            _print_what_if(found)
         if compared is not None:
             print()
             _print_comparison(found, compared)
@@ -198,21 +222,6 @@ def _settings(**asked: Any) -> WindlassSettings:
         raise CommandError(f"--{option}: {plain_reason(first)}") from None
 
 
-def _hardware(settings: Settings, name: str) -> Hardware:
-    if name == _MEASURED:
-        path = settings.home / HARDWARE_FILE
-        if not path.exists():
-            raise CommandError(f"--hardware: nothing was measured yet; run `windlass doctor`, which writes {path}")
-        return load(Hardware, path)
-    examples = example_machines()
-    if name not in examples and not Path(name).exists():
-        raise CommandError(
-            f"--hardware: there is no file {name}, and no published machine of that name; there are "
-            f"{', '.join(sorted(examples))}, and '{_MEASURED}'"
-        )
-    return load(Hardware, examples.get(name, Path(name)))
-
-
 def _question(
     settings: Settings,
     model: str,
@@ -226,12 +235,12 @@ def _question(
     num_validation_examples: int,
 ) -> "PlanQuestion":
     """Makes the question that a job's preparation would send to the planner. The answer then holds for such a job."""
-    os.environ.update(WAIT_POLICY)  # before torch is imported
-    from windlass.planner.planning import measure_as_worker, question_of
+    os.environ.update(WAIT_POLICY)  # before torch is imported, where it is
+    from windlass.planner.planning import question_of
     from windlass.service.jobs import MachineResources, most_gpus_of, plan_request
     from windlass.service.processes import is_box_free
 
-    config = _config(settings, model, sequence_length)
+    config = config_of(settings, model, sequence_length)
     resources = MachineResources.here(settings) if is_local else None
     most = asked.with_most_gpus(most_gpus_of(machine, resources), num_microbatches or batch_size)
     training = hypothetical_config(
@@ -251,36 +260,8 @@ def _question(
         num_validation_examples=num_validation_examples,
         has_gpus=is_local and machine.gpus.count > 0 and is_box_free(settings),
     )
-    measure_as_worker(request)
+    request = replace(request, chooses_order=training.leaves_order_open)
     return question_of(request, config)
-
-
-def _config(settings: Settings, model: str, sequence_length: int) -> Any:
-    """Loads the transformers config of a model's folder or of a shape's YAML file."""
-    from windlass.engine.model import load_config
-    from windlass.planner.profiling import config_of_shape
-
-    if model.endswith((".yaml", ".yml")):
-        return config_of_shape(load(ModelShape, Path(model)), num_tokens=sequence_length)
-    folder = Path(model)
-    if not (folder / "config.json").exists():
-        try:
-            folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-        except ApiError as error:
-            raise CommandError(f"--model: {error}") from None
-    if not (folder / "config.json").exists():
-        raise CommandError(
-            f"--model: there is no model in {folder}; name a folder with a config.json, or a YAML file with "
-            f"{', '.join(ModelShape.model_fields)}"
-        )
-    try:
-        config = load_config(str(folder))
-    except ValueError as error:
-        raise CommandError(f"--model: {folder}: {' '.join(str(error).split())}") from None
-    longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and sequence_length > longest:
-        raise CommandError(f"--seq-len: {sequence_length}: the model in {folder} takes at most {longest} tokens")
-    return config
 
 
 def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "PlanQuestion", "Planned"]:
@@ -318,19 +299,10 @@ def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "Pla
         "optimizer": question.training.optimizer,
         "clip_norm": question.training.clip_norm,
         "accumulation_precision": question.training.accumulation_precision,
-        "gradient_updates": asked.gradient_updates,
+        "gradient_updates": found.choices["gradient_updates"],
         "lanes": question.training.lanes,
         "gpus": asked.gpus,
     }
-
-
-def _is_id(settings: Settings, model: str) -> bool:
-    """Returns whether a job can name the planned model so. It cannot name a shape, or a folder elsewhere."""
-    try:
-        folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-    except ApiError:
-        return False
-    return (folder / "config.json").exists()
 
 
 def _print_job_settings(model: str, job_settings: dict[str, Any], *, most_gpus: int, is_default: bool) -> None:
@@ -372,6 +344,28 @@ def _trace(planned: "Planned", path: Path) -> None:
         raise CommandError(f"--trace: {path} cannot be written: {error}") from None
 
 
+def _with_what_if(question: "PlanQuestion", planned: "Planned") -> "Planned":
+    from windlass.planner.planning import with_what_if
+
+    return with_what_if(question, planned)
+
+
+def _print_what_if(found: "PlanReport") -> None:
+    rows: list[tuple[str, ...]] = [("what if", "step, s", "tokens a second", "gain")]
+    if found.step_s is not None and found.tokens_per_s is not None:
+        rows.append(("as it is", f"{found.step_s:.3g}", f"{found.tokens_per_s:.4g}", ""))
+    else:
+        rows.append(("as it is", "-", "-", "does not fit"))
+    for row in found.what_if or ():
+        if row.step_s is None or row.tokens_per_s is None:
+            rows.append((row.change, "-", "-", "does not fit"))
+        else:
+            gain = "it fits" if row.gain is None else f"{row.gain:+.0%}"
+            rows.append((row.change, f"{row.step_s:.3g}", f"{row.tokens_per_s:.4g}", gain))
+    print_columns(rows)
+    print("gain: of tokens a second. A second box is not among them, because a job runs on one box")
+
+
 def _compare(question: "PlanQuestion", planned: "Planned") -> "Comparison":
     from windlass.planner.planning import comparison
 
@@ -407,6 +401,7 @@ def _print(found: "PlanReport") -> None:
     print_columns(
         [
             ("step", f"{numbers['step_s']:.3g} s; no resource alone takes more than {numbers['bound_s']:.3g} s"),
+            ("how sure", _interval(found)),
             ("tokens a second", f"{numbers['tokens_per_s']:.4g}"),
             ("model's TFLOPS", f"{numbers['tflops']:.4g}"),
             ("written to SSDs a step", f"{numbers['ssd_write_gb_per_step']:.4g} GB"),
@@ -428,6 +423,14 @@ def _print(found: "PlanReport") -> None:
     for reason in found.reasons:
         print(reason)
     print(f"planned for {tokens_in_words(numbers['example_tokens'])}")
+
+
+def _interval(found: "PlanReport") -> str:
+    from windlass.planner.planning import interval_in_words
+
+    assert found.step_s_low is not None, "it is a new plan"
+    assert found.step_s_high is not None, "it is a new plan"
+    return interval_in_words(found.step_s_low, found.step_s_high, found.times_from or "", found.num_compared or 0)
 
 
 def _shown(value: object) -> str:

@@ -14,7 +14,7 @@ from windlass.actors.job import JournalReader, JournalRecord
 from windlass.actors.scheduler import INTERRUPTED, PAUSED
 from windlass.service.data import output_dir
 from windlass.service.installation import Settings, about, node_of
-from windlass.service.jobs import journal_path, keep_plan, plans_of
+from windlass.service.jobs import journal_path, keep_plan, plans_of, record_prediction
 from windlass.service.machine.fleet import read_hold, result_file_id
 from windlass.storage.files import sync_path
 from windlass.storage.sql import Database, Job, JobStatus, StatusConflict
@@ -126,6 +126,7 @@ def import_records(
             return False
         else:
             when_lost(session, job, lost)
+    record_prediction(database, settings, job)
     return True
 
 

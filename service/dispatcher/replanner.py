@@ -4,6 +4,7 @@ The job keeps running or waiting meanwhile. All state is in the job's row and it
 the dispatcher dies meanwhile.
 """
 
+import math
 import shutil
 import statistics
 from collections.abc import Callable, Collection
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from windlass.actors.job import NUM_RECENT_STEPS
 from windlass.actors.timeline import FOLDER
 from windlass.engine.memory_plan import reserved_nbytes
 from windlass.planner.planning import MIN_STEPS, ChangedInputs, JobPlan, PlanRequest, ReplanRequest
@@ -38,6 +40,11 @@ from windlass.storage.sql.repositories import EventRepository, JobFields, JobRep
 _NUM_FIRST_STEPS = 2
 # Minimum remaining seconds of a job for a correction. Planning takes some ten seconds, and so does a restart.
 _MIN_LEFT_S = 60.0
+# Relative change of the time of a step, since it was last measured for the plan, from which its prediction is renewed.
+_MIN_CHANGE = 0.15
+# Minimum seconds of steps between two renewals of a prediction, because planning takes time from the job.
+_MIN_BETWEEN_S = 600.0
+_NUM_LAST_STEPS = 5  # that a renewed prediction is made by; the timelines of no more than eight are kept
 # Cost of a restart, in times of the attempt's start: one for the new attempt's start and one for the old one's end.
 _STARTS_A_RESTART = 2
 
@@ -176,7 +183,8 @@ def _feasible_plan(answer: dict[str, Any]) -> tuple[JobPlan | None, str]:
 class MeasuredSteps:
     """Corrects the plan of a running job once, by the measured times of its first steps.
 
-    If the new plan is worth a restart, the running attempt ends at its next commit and the next one runs with it.
+    If the new plan is worth a restart, the running attempt ends at its next commit and the next one runs with it. If
+    later steps take another time for long, only the prediction is made again, by the last steps.
     """
 
     database: Database
@@ -192,8 +200,10 @@ class MeasuredSteps:
         if gpus_of(job) > 1 and not self.has_gpus:
             return None
         plan = load_plan(self.settings, job)
-        if plan is None or plan.placement is None or plan.measured or plan.corrected:
+        if plan is None or plan.placement is None:
             return None
+        if plan.measured or plan.corrected:
+            return self._renewed_prediction(job, plan)
         with self.database.read() as session:
             events = EventRepository(session)
             # One more row, because a resumed attempt may report the last step again.
@@ -203,12 +213,14 @@ class MeasuredSteps:
         if began is None or len(steps) < num_needed:
             return None
         num_left = job.total_steps - job.step
-        if num_left * statistics.median(_step_s(row) for row in steps[_NUM_FIRST_STEPS:]) < _MIN_LEFT_S:
+        measured_s = statistics.median(_step_s(row) for row in steps[_NUM_FIRST_STEPS:])
+        if num_left * measured_s < _MIN_LEFT_S:
             return None
         if (request := load_plan_request(self.settings, job)) is None:
             return None
         start_s = steps[0].created_at - _step_s(steps[0]) - began.created_at
         folder = job_dir(self.settings, job.id)
+        about: dict[str, Any] = {"expected_step_s": measured_s, "expected_from_step": steps[-1].step}
         running = ReplanRequest(
             timeline_dir=folder / FOLDER,
             first_step=steps[_NUM_FIRST_STEPS].step,
@@ -220,8 +232,59 @@ class MeasuredSteps:
             work_dir=folder / "correction",
             # The planner must not measure blocks while the job computes. It uses the job's own steps.
             request=replace(request, may_measure=False, simulation_s=0.0, running=running),
-            accept=lambda answer: _corrected(plan, answer, job.attempt),
-            reject=lambda why: _uncorrected(plan, why),
+            accept=lambda answer: _corrected(plan, answer, job.attempt).model_copy(
+                # With another plan, steps take what it says.
+                update=about | ({"expected_step_s": answer.report.step_s} if answer.changes else {})
+            ),
+            reject=lambda why: _uncorrected(plan, why).model_copy(update=about),
+            reports_step_time=True,
+        )
+
+    def _renewed_prediction(self, job: Job, plan: JobPlan) -> Replan | None:
+        """Returns the renewal of a prediction that the last steps contradict, or None."""
+        before_s, from_step = plan.expected_step_s, plan.expected_from_step
+        # Plans of older releases lack both. A plan that waits for its first attempt has no steps yet.
+        if before_s is None or from_step is None or (plan.from_attempt or 0) > job.attempt:
+            return None
+        assert job.total_steps is not None, "it runs"
+        num_left = job.total_steps - job.step
+        if (job.step - from_step) * before_s < _MIN_BETWEEN_S or num_left * before_s < _MIN_LEFT_S:
+            return None
+        with self.database.read() as session:
+            events = EventRepository(session)
+            first = events.first_metrics(job.id, job.attempt, limit=1)
+            recent = (events.last_measured(job.id) or {}).get("recent")
+        if recent is None or recent["num_steps"] < NUM_RECENT_STEPS:
+            return None
+        # The last steps must be those of this attempt, because an earlier one may have had another plan.
+        if not first or job.step - first[0].step < _NUM_FIRST_STEPS + NUM_RECENT_STEPS:
+            return None
+        now_s: float = recent["step_s"]
+        if abs(math.log(now_s / before_s)) < math.log1p(_MIN_CHANGE):
+            return None
+        if (request := load_plan_request(self.settings, job)) is None:
+            return None
+        folder = job_dir(self.settings, job.id)
+        running = ReplanRequest(
+            timeline_dir=folder / FOLDER,
+            first_step=job.step - _NUM_LAST_STEPS + 1,
+            plan=plan,
+            num_steps_left=num_left,
+            restart_s=0.0,
+            may_change=False,
+        )
+        about = {"measured": True, "expected_step_s": now_s, "expected_from_step": job.step}
+        changed = (
+            f"The last {recent['num_steps']} steps took {now_s:.3g} s each; since step {from_step}, {before_s:.3g} s "
+            "were expected"
+        )
+        return Replan(
+            work_dir=folder / "correction",
+            request=replace(request, may_measure=False, simulation_s=0.0, running=running),
+            accept=lambda answer: _with_renewed_prediction(plan, answer, changed).model_copy(update=about),
+            reject=lambda why: plan.model_copy(
+                update=about | {"message": f"{changed}. The prediction could not be made again: {why}"}
+            ),
             reports_step_time=True,
         )
 
@@ -244,6 +307,11 @@ def _corrected(before: JobPlan, answer: JobPlan, attempt: int) -> JobPlan:
         from_attempt=attempt + 1 if answer.changes else None,
     )
     return plan.made_for(before.changed_inputs)
+
+
+def _with_renewed_prediction(before: JobPlan, answer: JobPlan, changed: str) -> JobPlan:
+    """Makes the plan that the job runs with, with the times of the planner's answer."""
+    return before.model_copy(update={"report": answer.report, "message": f"{changed}. {answer.message}"})
 
 
 def _uncorrected(before: JobPlan, why: str) -> JobPlan:

@@ -24,6 +24,7 @@ from windlass.service.jobs.plan_files import plans_of as plans_of
 from windlass.service.jobs.plan_files import seconds_left as seconds_left
 from windlass.service.jobs.plan_view import in_words as in_words
 from windlass.service.jobs.plan_view import view_of as view_of
+from windlass.service.jobs.prediction_record import record_prediction as record_prediction
 from windlass.service.jobs.restart import end_for_restart as end_for_restart
 from windlass.service.jobs.restart import note_restart as note_restart
 from windlass.service.jobs.restart import plan_restart as plan_restart

@@ -7,9 +7,11 @@ from typing import Any
 from windlass.actors.job import MIN_MEASURED_STEPS
 from windlass.amounts import GIB, bytes_text
 from windlass.engine.memory_plan import MemoryTier, tokens_in_words
-from windlass.planner.planning import JobPlan, PlanReport
+from windlass.planner.planning import JobPlan, PlanReport, interval_in_words
 
 _TIERS = tuple(tier.value for tier in MemoryTier)
+# Relative difference between the last steps and all steps from which it is told in words.
+_MIN_SHOWN_CHANGE = 0.03
 _NAMES = {"gpu": "device memory", "host": "host buffers", "ssd": "SSD space"}
 
 
@@ -33,7 +35,13 @@ def predicted_of(plan: JobPlan | None) -> dict[str, Any] | None:
     """Returns the predicted values that can be measured, or None without a plan that fits."""
     if plan is None or not plan.report.feasible:
         return None
-    return {"step_s": plan.report.step_s, "peak_gib": plan.report.engine_gib or dict.fromkeys(_TIERS)}
+    report = plan.report
+    return {
+        "step_s": report.step_s,
+        "step_s_low": report.step_s_low,
+        "step_s_high": report.step_s_high,
+        "peak_gib": report.engine_gib or dict.fromkeys(_TIERS),
+    }
 
 
 def measured_of(measured: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -44,6 +52,7 @@ def measured_of(measured: dict[str, Any] | None) -> dict[str, Any] | None:
     return {
         "step_s": measured["step_s"],
         "num_steps": measured["num_steps"],
+        "recent": measured.get("recent"),  # missing in measurements of older releases
         "peak_gib": {name: gib.get(name) for name in _TIERS},
         "gpu_reserved_gib": gib.get("gpu_reserved"),
     }
@@ -61,7 +70,11 @@ def _error_of(predicted: dict[str, Any] | None, measured: dict[str, Any] | None)
     if predicted is None or measured is None:
         return None
     peaks = {name: _error(predicted["peak_gib"][name], measured["peak_gib"][name]) for name in _TIERS}
-    return {"step_s": _error(predicted["step_s"], measured["step_s"]), "peak_gib": peaks}
+    return {
+        "step_s": _error(predicted["step_s"], measured["step_s"]),
+        "recent_step_s": _error(predicted["step_s"], (measured["recent"] or {}).get("step_s")),
+        "peak_gib": peaks,
+    }
 
 
 def _error(predicted: float | None, measured: float | None) -> float | None:
@@ -71,8 +84,11 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 def in_words(view: dict[str, Any]) -> dict[str, str]:
     """Describes each predicted or measured number, and the difference, for users."""
     predicted, measured, error = (view[name] or {} for name in ("predicted", "measured", "error"))
-    step_s = (values.get("step_s") for values in (predicted, measured, error))
-    lines = {"step time": _line("{:.3g} s".format, *step_s)}
+    lines = {"step time": _step_in_words(predicted, measured, error)}
+    # Once steps are measured, they say more than earlier jobs.
+    if predicted.get("step_s_low") is not None and (view["is_estimate"] or not measured):
+        low_s, high_s, compared = predicted["step_s_low"], predicted["step_s_high"], view["num_compared"]
+        lines["step time"] += f"; {interval_in_words(low_s, high_s, view['times_from'], compared)}"
     if lines["step time"] and view["is_estimate"]:
         lines["step time"] += f"; an estimate until {MIN_MEASURED_STEPS} steps are measured"
     if (tokens := view.get("example_tokens")) is not None:
@@ -81,6 +97,18 @@ def in_words(view: dict[str, Any]) -> dict[str, str]:
         peak_gib = ((values.get("peak_gib") or {}).get(tier) for values in (predicted, measured, error))
         lines[name] = _line(lambda gib: bytes_text(gib * GIB), *peak_gib)
     return {name: line for name, line in lines.items() if line}
+
+
+def _step_in_words(predicted: dict[str, Any], measured: dict[str, Any], error: dict[str, Any]) -> str:
+    """Describes the step time. The last steps are told apart if their time differs from that of all."""
+    line = _line("{:.3g} s".format, *(values.get("step_s") for values in (predicted, measured, error)))
+    recent, mean_s = measured.get("recent") or {}, measured.get("step_s")
+    if not mean_s or not recent or abs(recent["step_s"] / mean_s - 1) < _MIN_SHOWN_CHANGE:
+        return line
+    line += f"; the last {recent['num_steps']} steps {recent['step_s']:.3g} s"
+    if recent["step_s_low"] is not None:
+        line += f", the next ones likely {recent['step_s_low']:.3g} to {recent['step_s_high']:.3g} s"
+    return line
 
 
 def _line(text: Callable[[float], str], predicted: float | None, measured: float | None, error: float | None) -> str:

@@ -26,6 +26,14 @@ def bytes_text(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
+def least_text(nbytes: float) -> str:
+    """Formats an amount as `bytes_text`, rounded up: so much is enough where `nbytes` are needed."""
+    for _, size, least_nbytes in _UNITS:
+        if nbytes >= least_nbytes:
+            return bytes_text(math.ceil(nbytes * 100 / size) * size / 100)
+    return bytes_text(math.ceil(nbytes))
+
+
 def describe_largest(parts: Mapping[str, float], *, most: int = 4) -> str:
     """Lists the largest parts of an amount by name, the largest first, without those that are 0."""
     named = sorted(((nbytes, name) for name, nbytes in parts.items() if nbytes), reverse=True)

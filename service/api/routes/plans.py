@@ -4,7 +4,7 @@ import contextlib
 import logging
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,6 +63,7 @@ class CreatePlan(JsonNumbers):
     hardware: Hardware | None = None
     num_validation_examples: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     windlass: WindlassSettings = WindlassSettings()
+    what_if: bool = False  # also answer what one more SSD, more RAM and so on would give
 
 
 @router.post("/plans", response_model=PlanObject)
@@ -106,7 +107,7 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
     )
     try:
         with context.limits.plans.entered(caller.user or ""):
-            report, warnings = _run(settings, request)
+            report, warnings = _run(settings, replace(request, what_if=body.what_if))
     except BusyError as error:
         raise ApiError(
             f"plans are made one by one: {error}", status=429, code="plan_in_progress", kind="requests"

@@ -15,6 +15,10 @@ class PlanFields(BaseModel):
     feasible: bool | None = None
     reasons: list[str] | None = None
     step_s: float | None = None
+    step_s_low: float | None = None  # between this and the next the step of nine of ten jobs lies
+    step_s_high: float | None = None
+    times_from: str | None = None
+    num_compared: int | None = None
     bound_s: float | None = None
     tokens_per_s: float | None = None
     tflops: float | None = None
@@ -24,9 +28,13 @@ class PlanFields(BaseModel):
     engine_gib: dict[str, float] | None = None
     limit_gib: dict[str, float] | None = None
     missing_bytes: dict[str, float] | None = None
+    missing_together: bool | None = None
+    least_gpu_gib: float | None = None
+    least_gpu_reason: str | None = None
     ssd_write_gb_per_step: float | None = None
     choices: dict[str, Any] | None = None
     example_tokens: dict[str, Any] | None = None
+    what_if: list[dict[str, Any]] | None = None
 
 
 class PlanObject(PlanFields):

@@ -30,7 +30,7 @@ from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.amounts import GIB
 from windlass.engine.device.cuda_streams import CudaStreams
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
-from windlass.engine.model import head_slices
+from windlass.engine.model import slice_sizes
 from windlass.engine.model.block_runner import BlockRunner
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, HeadSlices, Kernel, ModelKernel, Precision
@@ -112,7 +112,7 @@ def test_a_variant_of_each_precision_has_a_sliced_head(
     setting: Setting, precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, lambda each: each.is_sliced)
-    usual = head_slices.num_slice_tokens(HeadSlices.LARGE, 128)
+    usual = slice_sizes.num_slice_tokens(HeadSlices.LARGE, 128)
     num_slices: Counter[int] = Counter()
     num_parts: set[int] = set()
     head, slice_, split = BlockRunner.head, BlockRunner._head_of_slice, torch.split
@@ -138,7 +138,7 @@ def test_a_variant_of_each_precision_has_a_sliced_head(
     assert (run["reason"], run["is_wrong"], run["is_sliced"]) == ("", False, True)
     assert num_slices[1] > num_slices[0] > 0
     assert max(num_parts) > 1  # of a slice's loss, and of its gradient
-    assert head_slices.num_slice_tokens(HeadSlices.LARGE, 128) == usual
+    assert slice_sizes.num_slice_tokens(HeadSlices.LARGE, 128) == usual
     assert ", head in slices" in "\n".join(report_lines(setting.results.read(), cases(), Path(), "tiny"))
 
 
@@ -248,8 +248,8 @@ def test_compute_only_sums_gradients_as_a_job_does(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(BlockRunner, "install", note_install)
     monkeypatch.setattr(gpu_peak, "_pass", note_pass)
-    monkeypatch.setattr(head_slices, "MIN_SLICE_TOKENS", 64)
-    monkeypatch.setattr(head_slices, "MAX_SLICE_TOKENS", 64)
+    monkeypatch.setattr(slice_sizes, "MIN_SLICE_TOKENS", 64)
+    monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 64)
     case = tiny()
 
     def peak(num_microbatches: int, batch_size: int) -> None:

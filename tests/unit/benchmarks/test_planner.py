@@ -6,10 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner.benchmark import CASES, QUICK_CASES, add_choices, add_promises, errors_of, solve_times
-from benchmarks.planner.case import Predicted, predict, question_of
+from benchmarks.planner.benchmark import (
+    Result,
+    add_choices,
+    add_paces,
+    add_plan_times,
+    add_promises,
+    errors_of,
+    solve_times,
+)
+from benchmarks.planner.case import Predicted, only, predict, question_of
+from benchmarks.planner.cases import CASES, QUICK_CASES
+from benchmarks.planner.pace import Pace, blocks_s, planned_blocks_s
+from benchmarks.planner.plan_times import PlanTime, shell_times
 from benchmarks.planner.run import JOB_FILE, Measured, planned_spec
-from benchmarks.planner.swaps import QUICK_SWAPS, SWAPS, Swap, add_swaps, only
+from benchmarks.planner.swaps import QUICK_SWAPS, SWAPS, Swap, add_swaps
 from tests.unit.benchmarks.tables import Tables
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.hardware.yaml_files import parse
@@ -59,9 +70,34 @@ def test_errors_are_of_what_was_predicted() -> None:
         {"step_s": 0.1, "device_nbytes": -0.05, "arena_nbytes": 0.0, "ssd_nbytes": 0.01}, abs=1e-9
     )
     report = Tables()
-    ratios = add_promises(report, [(CASES[0], PREDICTED, measured)])
-    assert ratios == {"step_error_max": pytest.approx(0.1), "peak_error_max": pytest.approx(0.05)}
+    ratios = add_promises(report, [result_of(measured, slowdown=1.0)])
+    assert ratios == pytest.approx(
+        {
+            "step_error_max": 0.1,
+            "step_error_median": 0.1,
+            "step_error_raw_max": 0.1,
+            "step_error_raw_median": 0.1,
+            "peak_error_max": 0.05,
+        }
+    )
     assert report.rows[0][:6] == (CASES[0].title, "1.500", "2.000", "2.000", "2.200", "+10.0%")
+
+
+def result_of(measured: Measured, *, slowdown: float) -> Result:
+    pace = Pace(planned_s=1.0, before_s=slowdown - 0.1, after_s=slowdown + 0.1)
+    return Result(case=CASES[0], predicted=PREDICTED, measured=measured, pace=pace)
+
+
+def test_errors_of_steps_are_told_at_the_pace_around_the_job_and_as_they_are() -> None:
+    measured = Measured(step_s=2.5, device_nbytes=100, arena_nbytes=200, ssd_nbytes=400)
+    report = Tables()
+    results = [result_of(measured, slowdown=1.25), result_of(measured, slowdown=1.0)]
+    ratios = add_promises(report, results)
+    assert ratios["step_error_median"] == pytest.approx(0.125)
+    assert ratios["step_error_max"] == ratios["step_error_raw_max"] == pytest.approx(0.25)
+    assert report.rows[0][5:8] == ("+25.0%", "1.250", "+0.0%")
+    add_paces(report, results)
+    assert report.rows[-1] == (CASES[0].title, "1.000", "0.900", "1.100")
 
 
 def test_planned_tiers_are_counted_by_blocks_and_layers() -> None:
@@ -72,8 +108,8 @@ def test_planned_tiers_are_counted_by_blocks_and_layers() -> None:
 
 def test_a_job_that_failed_is_told_and_keeps_no_promise() -> None:
     report = Tables()
-    ratios = add_promises(report, [(CASES[0], PREDICTED, Measured(error="no room"))])
-    assert ratios == {"step_error_max": 1.0, "peak_error_max": 1.0}
+    ratios = add_promises(report, [result_of(Measured(error="no room"), slowdown=1.0)])
+    assert set(ratios.values()) == {1.0}
     assert report.rows[0][1] == "failed: no room"
 
 
@@ -82,7 +118,7 @@ def test_prediction_is_on_disk_before_its_plan_runs(tmp_path: Path) -> None:
     (case,), folder = QUICK_CASES, tmp_path / "0"
     case.workload(num_timed_steps=2).write(folder)
     question = question_of(case, MACHINE)
-    found = predict(case, question, Profiles(question), folder, tmp_path / "kernels")
+    found, job = predict(case, question, Profiles(question), folder, tmp_path / "kernels")
     planned = json.loads((folder / JOB_FILE).read_text())
     assert planned["predicted"]["step_s"] == found.step_s == max(found.bound_s, found.simulated_s)
     add_choices(Tables(), [(case, found)])
@@ -90,6 +126,23 @@ def test_prediction_is_on_disk_before_its_plan_runs(tmp_path: Path) -> None:
     assert spec.host_memory_nbytes == found.arena_nbytes
     assert len(spec.placement.activations) == case.num_layers
     assert spec.training.total_steps == 4
+    assert blocks_s(question, job) == pytest.approx(planned_blocks_s(job), rel=2.0)
+
+
+def test_longest_plan_counts() -> None:
+    times = [
+        PlanTime(title=title, wall_s=s, cpu_s=c, fits=True) for title, s, c in (("6B", 2.0, 1.5), ("13B", 3.0, 0.0))
+    ]
+    report = Tables()
+    assert add_plan_times(report, "plans", times) == 3.0
+    assert report.rows == [("6B", "2.00", "1.50", "yes"), ("13B", "3.00", "", "yes")]
+
+
+@pytest.mark.long
+def test_plans_from_the_shell_are_timed(tmp_path: Path) -> None:
+    times = shell_times([6], tmp_path)
+    assert [each.title for each in times] == ["6B, clipping", "6B"]
+    assert all(each.fits and each.wall_s > 0.0 and each.cpu_s > 0.0 for each in times)
 
 
 def test_all_layers_of_a_sweep_swap_equally() -> None:
@@ -117,11 +170,12 @@ def test_chosen_plan_is_compared_with_best_of_its_case() -> None:
     assert len(report.rows) == 9
 
 
-def test_at_least_eight_jobs_of_different_kinds_are_promised() -> None:
-    assert len(CASES) >= 8
-    assert len({(case.hidden, case.num_layers) for case in CASES}) >= 6
-    assert {case.clip_norm is None for case in CASES} == {True, False}
+def test_at_least_twelve_jobs_of_different_kinds_are_promised() -> None:
+    assert len(CASES) >= 12
+    assert len({(case.hidden, case.num_layers) for case in CASES}) >= 10
+    assert len([case for case in CASES if case.clip_norm is not None]) >= 4
     assert {case.num_microbatches for case in CASES} > {1, 2}
+    assert len([case for case in CASES if case.num_swapped]) >= 2
 
 
 @pytest.mark.long

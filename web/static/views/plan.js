@@ -43,6 +43,8 @@ function renderRefusal({ missing_bytes: missing, reasons }) {
 function renderNumbers(plan, measured) {
   const predicted = plan?.predicted ?? null;
   const rows = [cellsOf("A step", seconds, predicted?.step_s, measured?.step_s)];
+  const recent = measured?.recent;
+  if (recent) rows.push(cellsOf(`The last ${recent.num_steps} steps`, seconds, predicted?.step_s, recent.step_s));
   for (const [tier, name] of Object.entries(TIERS)) {
     const [promised, limit] = [predicted?.peak_gib[tier], plan?.limit_gib?.[tier]].map((gib) => gib && gib * GIB);
     rows.push(cellsOf(name, format.bytes, promised, measured?.peak_bytes[tier], limit));
@@ -59,7 +61,10 @@ function renderNumbers(plan, measured) {
   const notes = [
     predicted && steps < plan.min_measured_steps &&
       `The predicted step is an estimate until ${plan.min_measured_steps} steps are measured.`,
+    predicted?.step_s_low != null && steps < plan.min_measured_steps &&
+      `It likely takes ${range(predicted)}.`,
     steps > 0 && `The measured step is the mean of ${format.whole(steps)} steps.`,
+    recent?.step_s_low != null && `The next steps likely take ${range(recent)}.`,
     isOnCpu(measured) && "Measured device memory of a CPU includes what the worker's process needs for itself.",
   ];
   setOptional(byId("plan-note"), notes.filter(Boolean).join(" ") || null);
@@ -169,6 +174,7 @@ function cellsOf(name, show, promised, found, limit = null) {
 }
 
 const seconds = (value) => (value == null ? format.small(null) : `${format.small(value)} s`);
+const range = ({ step_s_low: low, step_s_high: high }) => `${format.small(low)} to ${format.small(high)} s`;
 const percent = (share) => `${Math.round(100 * share)} %`;
 
 function difference(promised, found) {

@@ -24,7 +24,7 @@ def test_the_first_steps_and_those_with_an_evaluation_do_not_count() -> None:
     measured = Measured(1, None)
     for number in range(1, NUM_FIRST_STEPS + 1):
         measured.note_step(step_of(number, 50.0))
-    assert measured.data == {"step_s": None, "num_steps": 0, "peak_bytes": {}}
+    assert measured.data == {"step_s": None, "num_steps": 0, "recent": None, "peak_bytes": {}}
     measured.note_step(step_of(3, 2.0))
     measured.note_step(step_of(4, 9.0, evaluation(101.0)))
     measured.note_step(step_of(5, 4.0, evaluation(104.5)))  # after its end
@@ -62,4 +62,25 @@ def test_next_attempt_continues_from_reported_usage() -> None:
     second.note_step(step_of(7, 9.0))
     second.note_memory(told("gpu-0", MemoryKind.DEVICE, 6))
     second.note_memory(told("ssd-0", MemoryKind.SSD, 31))
-    assert second.data == {"step_s": pytest.approx(5.0), "num_steps": 3, "peak_bytes": {"gpu": 7, "ssd": 31}}
+    assert second.data["peak_bytes"] == {"gpu": 7, "ssd": 31}
+    assert (second.data["step_s"], second.data["num_steps"]) == (pytest.approx(5.0), 3)
+
+
+def test_recent_time_is_that_of_the_last_steps_and_of_the_attempt_before_until_there_are_enough() -> None:
+    first = Measured(1, None)
+    for number in range(3, 40):
+        first.note_step(step_of(number, 2.0 if number < 30 else 3.0))
+    assert first.data["step_s"] == pytest.approx(84 / 37)
+    assert first.data["recent"] | {"step_s_low": 0, "step_s_high": 0} == {
+        "step_s": 3.0,
+        "num_steps": 9,
+        "step_s_low": 0,
+        "step_s_high": 0,
+    }
+    assert first.data["recent"]["step_s_low"] < 3.0 < first.data["recent"]["step_s_high"]
+    second = Measured(40, first.data)
+    for number in (42, 43):
+        second.note_step(step_of(number, 4.0))
+    assert second.data["recent"] == first.data["recent"]
+    second.note_step(step_of(44, 4.0))
+    assert second.data["recent"] == {"step_s": 4.0, "num_steps": 3, "step_s_low": 4.0, "step_s_high": 4.0}

@@ -12,7 +12,8 @@ from windlass.engine.checkpoint import check_model as module
 from windlass.engine.checkpoint.check_model import check_model, main
 from windlass.engine.checkpoint.reader import CheckpointError
 from windlass.engine.model.layout import ModelLayout
-from windlass.engine.model.partition import Partition, UnsupportedArchitectureError, build_meta_model
+from windlass.engine.model.partition import Partition, build_meta_model
+from windlass.engine.model.unsupported import UnsupportedArchitectureError
 from windlass.storage.ids import Precision
 
 

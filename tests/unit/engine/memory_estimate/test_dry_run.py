@@ -21,7 +21,7 @@ from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
 from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.memory_plan.buffer_counts import summed_in_fp32
 from windlass.engine.memory_plan.device_moments import Pass, evaluation_moments, step_moments
-from windlass.engine.model import head_slices
+from windlass.engine.model import slice_sizes
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.head_slices import LossSums
 from windlass.engine.model.partition import Partition, build_meta_model
@@ -287,10 +287,10 @@ def test_the_allocator_agrees(choice: str) -> None:
 def test_head_with_many_slices_computes_two_in_the_dry_run(
     monkeypatch: pytest.MonkeyPatch, shapes: tuple[tuple[int, int], ...], slices: HeadSlices
 ) -> None:
-    monkeypatch.setattr(head_slices, "MAX_LOGITS_NUMEL", 64 * VOCABULARY)
-    monkeypatch.setattr(head_slices, "MIN_SLICE_TOKENS", 64)
-    monkeypatch.setattr(head_slices, "MAX_SLICE_TOKENS", 64)
-    monkeypatch.setattr(head_slices, "MAX_PIECE_NUMEL", 20 * VOCABULARY)
+    monkeypatch.setattr(slice_sizes, "MAX_LOGITS_NUMEL", 64 * VOCABULARY)
+    monkeypatch.setattr(slice_sizes, "MIN_SLICE_TOKENS", 64)
+    monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 64)
+    monkeypatch.setattr(slice_sizes, "MAX_PIECE_NUMEL", 20 * VOCABULARY)
     case = Case(name="Llama", choice=RECOMPUTE_ALL, precision=Precision.BF16, shapes=shapes, is_sliced=True)
     expected, found = (measure(replace(case, head_slices=slices)) for measure in (predicted, followed))
     # Each piece of the logits leaves a loss of 4 bytes until the losses are on the host, and the dry run skips most.

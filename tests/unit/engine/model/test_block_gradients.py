@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.engine.architectures import ARCHITECTURES, Architecture, make_batch, make_model, plain_step
-from windlass.engine.model import block_runner, head_slices
+from windlass.engine.model import block_runner, slice_sizes
 from windlass.engine.model.block_runner import BlockRunner, random_key
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.gradient_check import block_gradients
@@ -185,8 +185,8 @@ def test_a_head_in_slices_gives_the_loss_and_gradients_of_one_slice(name: str, m
     model = make_model(architecture.config(tied=True, dropout=0.1))
     batch, targets = make_batch((4, 40), (3, 30))  # 160 and 90 tokens: three slices of at most 64, and two
     expected = plain_step(model, architecture.layers, batch, targets, seed=SEED, step=STEP)
-    monkeypatch.setattr(head_slices, "MIN_SLICE_TOKENS", 64)
-    monkeypatch.setattr(head_slices, "MAX_SLICE_TOKENS", 64)
+    monkeypatch.setattr(slice_sizes, "MIN_SLICE_TOKENS", 64)
+    monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 64)
     slices = []
     epilogue = BlockRunner._epilogue
 

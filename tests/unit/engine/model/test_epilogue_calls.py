@@ -11,7 +11,7 @@ from tests.support.engine.activation_runs import Run
 from tests.support.engine.architectures import ARCHITECTURES, make_batch, make_model
 from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
-from windlass.engine.model import block_runner, head_slices
+from windlass.engine.model import block_runner, slice_sizes
 from windlass.engine.model.epilogue_calls import EpilogueCalls
 from windlass.storage.ids import Precision
 
@@ -142,8 +142,8 @@ def head_of(name: str, precision: Precision, monkeypatch: pytest.MonkeyPatch) ->
     for block in run.layout.blocks[:-1]:
         run.forward(block.index, batch)
     with monkeypatch.context() as patch:
-        patch.setattr(head_slices, "MIN_SLICE_TOKENS", 64)
-        patch.setattr(head_slices, "MAX_SLICE_TOKENS", 64)
+        patch.setattr(slice_sizes, "MIN_SLICE_TOKENS", 64)
+        patch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 64)
         patch.setattr(block_runner, "run_on_meta", counted)
         run.head(targets)
     buffers = [run.grads[block] for block in run.layout.shared[run.partition.head]]

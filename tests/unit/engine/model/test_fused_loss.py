@@ -10,7 +10,7 @@ from tests.support.engine.architectures import ARCHITECTURES, make_batch, make_m
 from tests.support.fake_liger import FakeLiger
 from windlass.engine.memory_estimate.dry_run import DryRun
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
-from windlass.engine.model import head_slices
+from windlass.engine.model import slice_sizes
 from windlass.engine.model.block_runner import BlockRunner
 from windlass.engine.model.fused_kernels import add_fused_loss
 from windlass.engine.model.grad_buffer import GradBuffer
@@ -61,9 +61,9 @@ def test_add_fused_loss_gives_the_loss_and_gradient_of_add_loss(
 
 @pytest.mark.parametrize("name", ["Qwen2", "Gemma-2"])
 def test_a_sliced_head_has_the_same_gradients(name: str, liger: FakeLiger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_slices, "MIN_SLICE_TOKENS", 64)
-    monkeypatch.setattr(head_slices, "MAX_SLICE_TOKENS", 64)
-    monkeypatch.setattr(head_slices, "MAX_PIECE_NUMEL", 1)
+    monkeypatch.setattr(slice_sizes, "MIN_SLICE_TOKENS", 64)
+    monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 64)
+    monkeypatch.setattr(slice_sizes, "MAX_PIECE_NUMEL", 1)
     batch, targets = make_batch((4, 40), (3, 30))  # three slices, and two
     model = make_model(ARCHITECTURES[name].config(tied=True, dropout=0.1))
     expected = Run(model).step(batch, targets)
@@ -87,7 +87,7 @@ def test_a_model_whose_backward_pass_needs_its_logits_fails(liger: FakeLiger, mo
 def test_plans_count_more_than_the_kernel_needs(liger: FakeLiger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans count PyTorch's loss, because a job chooses its kernels after its plan."""
     for name in ("MIN_SLICE_TOKENS", "MAX_SLICE_TOKENS"):
-        monkeypatch.setattr(head_slices, name, 128)
+        monkeypatch.setattr(slice_sizes, name, 128)
     config = ARCHITECTURES["Qwen2"].config(tied=False, dropout=0.0)
     config.vocab_size = 4096
     planned = DryRun(

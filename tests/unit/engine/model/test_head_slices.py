@@ -10,18 +10,17 @@ from tests.support.engine.architectures import ARCHITECTURES, make_batch, make_m
 from tests.support.fake_fp32_product import FakeFp32Product
 from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
-from windlass.engine.model import grad_buffer, head_slices
+from windlass.engine.model import slice_sizes
 from windlass.engine.model.grad_buffer import GradBuffer, adds_products_in_fp32
 from windlass.engine.model.head_slices import (
     IGNORED_TARGET,
     LossSums,
     add_loss,
-    num_piece_tokens,
-    num_slice_tokens,
     projections_in_place,
 )
 from windlass.engine.model.layout import ParamSlice
 from windlass.engine.model.partition import ParamSite
+from windlass.engine.model.slice_sizes import num_piece_tokens, num_slice_tokens
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 CPU = torch.device("cpu")
@@ -112,8 +111,8 @@ def test_a_device_adds_products_in_fp32_only_if_torch_does_it_right(monkeypatch:
 def test_add_product_sums_products_in_the_type_of_the_buffer(
     factors: torch.dtype, sums: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grad_buffer, "MAX_PRODUCT_NUMEL", 16)
-    monkeypatch.setattr(grad_buffer, "ROWS_UNIT", 2)  # parts of two rows, and one of a single row
+    monkeypatch.setattr(slice_sizes, "MAX_PRODUCT_NUMEL", 16)
+    monkeypatch.setattr(slice_sizes, "ROWS_UNIT", 2)  # parts of two rows, and one of a single row
     buffer = GradBuffer(torch.full((2 + 5 * 6,), torch.nan, dtype=sums))
     expected = torch.zeros(5, 6, dtype=torch.float64)
     for seed in range(3):
@@ -156,9 +155,9 @@ def test_projection_in_place_makes_no_gradient_of_its_weight() -> None:
 def test_small_and_large_slices_differ_in_the_last_bits_only(
     precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_slices, "MAX_LOGITS_NUMEL", 64 * 96)
-    monkeypatch.setattr(head_slices, "MIN_SLICE_TOKENS", 128)
-    monkeypatch.setattr(head_slices, "MAX_SLICE_TOKENS", 128)
+    monkeypatch.setattr(slice_sizes, "MAX_LOGITS_NUMEL", 64 * 96)
+    monkeypatch.setattr(slice_sizes, "MIN_SLICE_TOKENS", 128)
+    monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 128)
     batch, targets = make_batch((4, 40), (3, 30))
     found = []
     for slices, num_tokens in ((HeadSlices.SMALL, 64), (HeadSlices.LARGE, 128)):

@@ -6,7 +6,7 @@ import torch
 from tests.support.engine.architectures import ARCHITECTURES
 from tests.support.fake_liger import FakeLiger
 from tests.support.host_waits import GPU, no_host_waits
-from windlass.engine.model import head_slices
+from windlass.engine.model import slice_sizes
 from windlass.engine.model.block_runner import BlockRunner
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.head_slices import LossSums
@@ -28,8 +28,8 @@ def test_operations_of_blocks_make_no_host_wait(
 ) -> None:
     liger = FakeLiger()
     liger.install(monkeypatch)
-    monkeypatch.setattr(head_slices, "MIN_SLICE_TOKENS", 16)
-    monkeypatch.setattr(head_slices, "MAX_SLICE_TOKENS", 16)
+    monkeypatch.setattr(slice_sizes, "MIN_SLICE_TOKENS", 16)
+    monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 16)
     config = ARCHITECTURES[name].config(tied=True, dropout=0.1)
     partition = Partition(build_meta_model(config, Precision.BF16))
     runner = BlockRunner(partition, GPU, seed=0, kernels=kernels)

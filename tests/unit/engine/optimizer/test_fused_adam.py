@@ -6,7 +6,8 @@ import torch
 from tests.support.host_waits import GPU, no_host_waits
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
 from windlass.engine.optimizer.adam_formulas import AdamSettings, Format
-from windlass.engine.optimizer.fused_adam import FusedUpdate, update_scratch_nbytes, write_rounded, write_split
+from windlass.engine.optimizer.fused_adam import FusedUpdate, write_rounded, write_split
+from windlass.engine.optimizer.scratch_sizes import update_scratch_nbytes
 from windlass.engine.optimizer.split_states import join_master, split_master
 from windlass.engine.optimizer.stochastic_rounding import random_halves, rounded
 from windlass.storage.ids import StatePrecision

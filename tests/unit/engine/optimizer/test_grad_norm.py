@@ -9,12 +9,12 @@ import torch
 from tests.support.host_waits import GPU, no_host_waits
 from windlass.engine.optimizer import grad_norm
 from windlass.engine.optimizer.grad_norm import (
-    NORM_SCRATCH_NBYTES,
     portable_squared_norm,
     portable_squared_norms,
     squared_norm,
     without_waiting,
 )
+from windlass.engine.optimizer.scratch_sizes import NORM_SCRATCH_NBYTES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [0, 1, 5, 1024, 5000, 2**19, 2**19 + 4097, 2**20 + 17]

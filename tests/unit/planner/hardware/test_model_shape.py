@@ -18,6 +18,16 @@ def test_two_optional_numbers_make_it_a_llama(tmp_path: Path) -> None:
     assert parse(ModelShape, GPT, "here").is_gpt
 
 
+def test_heads_and_ties_are_as_usual_unless_given() -> None:
+    gpt, llama = parse(ModelShape, GPT, "here"), parse(ModelShape, GPT | {"num_kv_heads": 8}, "here")
+    assert (gpt.is_tied, llama.is_tied) == (True, False)
+    assert parse(ModelShape, GPT | {"num_kv_heads": 8, "tied_embeddings": True}, "here").is_tied
+    assert (llama.head_size, parse(ModelShape, GPT | {"num_kv_heads": 8, "head_dim": 64}, "here").head_size) == (
+        128,
+        64,
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [
@@ -27,6 +37,18 @@ def test_two_optional_numbers_make_it_a_llama(tmp_path: Path) -> None:
             {"hidden_size": 120, "intermediate_size": 8},
             "shape.yaml: hidden_size: heads of 3 elements cannot be rotated in pairs; hidden_size over num_heads must "
             "be even",
+        ),
+        (
+            {"head_dim": 64},
+            "shape.yaml: head_dim: GPT's shape has no such field; give num_kv_heads or intermediate_size, too",
+        ),
+        (
+            {"num_kv_heads": 8, "head_dim": 63},
+            "shape.yaml: head_dim: heads of 63 elements cannot be rotated in pairs; it must be even",
+        ),
+        (
+            {"num_kv_heads": 8, "qkv_bias": True, "qk_norm": True},
+            "shape.yaml: qk_norm: no model that windlass knows has both qkv_bias and qk_norm",
         ),
         ({"num_layers": 0}, "shape.yaml: num_layers: 0: input should be greater than or equal to 1"),
         ({"vocab_size": -5}, "shape.yaml: vocab_size: -5: input should be greater than or equal to 1"),

@@ -1,6 +1,7 @@
 """The choice of a number of GPUs by the plans for each."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning.feasibility import with_part
 from windlass.planner.planning.gpu_choice import choose_gpus, in_words, numbers_of_gpus
 from windlass.planner.planning.job_plan import ChangedInputs, JobPlan, PlanBounds, fewest_of_fastest
+from windlass.planner.planning.planner import fastest_plan
+from windlass.planner.planning.profiles import Profiles
 from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.report import PlanReport
 from windlass.planner.profiling.model_profiler import config_of_shape
@@ -81,6 +84,17 @@ def test_chosen_gpus_have_the_fastest_plan_and_the_others_are_kept() -> None:
     assert found.planned.report is plans[2]
     assert step_s[2] < 0.6 * step_s[1]
     assert found.planned.report.reasons[1] == "2 GPUs: 1.8x of one"
+
+
+def test_chosen_number_of_microbatches_is_that_of_all_numbers_of_gpus() -> None:
+    asked = question(num_ranks=2, tflops=0.5)
+    found = choose_gpus(replace(asked, chooses_microbatches=True))
+    reports = [plan.report for plan in (found.planned, *found.others)]
+    choices = [report.choices for report in reports if report.choices is not None]
+    assert [each["gpus"] for each in choices] == [2, 1]
+    assert len({each["num_microbatches"] for each in choices}) == 1
+    alone = fastest_plan(replace(asked, num_ranks=1, chooses_ranks=False, chooses_microbatches=True), Profiles(asked))
+    assert alone[0].num_microbatches == 1 < choices[0]["num_microbatches"], "one GPU alone would have another number"
 
 
 @pytest.mark.long

@@ -1,18 +1,15 @@
 """Plans of jobs that do not exist yet, on machines that are only described."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 from benchmarks.papers.published_models import RATEL_SHAPES
-from windlass.amounts import GIB, bytes_text
+from windlass.amounts import GIB
 from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes, reserved_nbytes
-from windlass.engine.memory_plan.device_moments import DeviceNeed
 from windlass.engine.memory_plan.memory_tier import MemoryTier
-from windlass.engine.memory_plan.plan import Plan
-from windlass.engine.optimizer.fused_adam import update_scratch_nbytes
+from windlass.engine.optimizer.scratch_sizes import update_scratch_nbytes
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.cost.rates import speeds_of
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines
@@ -21,14 +18,13 @@ from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import feasibility
 from windlass.planner.planning import planner as planning
 from windlass.planner.planning.exact_search import solve_exactly
-from windlass.planner.planning.feasibility import fits, what_takes_memory, what_would_fit, with_part
+from windlass.planner.planning.feasibility import with_part
 from windlass.planner.planning.profiles import Profiles, planned_job
 from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.report import PlanReport
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
 from windlass.planner.solver.memory_limits import DRIVER_NBYTES, limits_of, processes_nbytes
-from windlass.planner.solver.placement_search import DoesNotFitError, candidates
-from windlass.planner.solver.step_cost import PlannedJob
+from windlass.planner.solver.placement_search import candidates
 from windlass.storage.ids import Precision, StatePrecision
 
 SHAPE = ModelShape(
@@ -200,22 +196,6 @@ def test_device_need_on_a_gpu_has_room_for_an_update_that_is_not_compiled() -> N
     assert more_nbytes(1) == update_scratch_nbytes(job.training.formats.states) + rounded_nbytes
 
 
-@pytest.mark.parametrize("num_gpus", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_answer_with_too_small_a_device_budget_says_what_takes_it_and_what_to_set(num_gpus: int) -> None:
-    config = config_of_shape(ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000), num_tokens=64)
-    hardware = with_part(MACHINE, gpus=with_part(MACHINE.gpus, count=num_gpus))
-    asked = question(hardware, config=config, batch_size=1, sequence_length=64, device_memory_nbytes=1 << 20)
-    report = answer(asked)
-    assert not report.feasible
-    assert "MiB of device memory" in report.reasons[0]
-    assert "the device's memory goes to: gradients " in report.reasons[1]
-    (words,) = (reason for reason in report.reasons if "(gpu_memory_gib, " in reason)
-    gib = float(words.split("a budget of ")[1].split()[0])
-    assert answer(replace(asked, device_memory_nbytes=int(gib * GIB))).feasible
-    assert report.missing_bytes is not None
-    assert report.missing_bytes["gpu"] > 0 == report.missing_bytes["host"]
-
-
 @pytest.mark.parametrize(
     ("lanes", "num_ranks", "expected"),
     [(1, 1, [1, 2, 4, 8]), (3, 1, [3, 6]), (2, 3, [4, 8]), (3, 8, [8]), (1, 3, [3, 6])],
@@ -226,104 +206,6 @@ def test_numbers_of_microbatches_to_try_have_equal_lanes_and_one_for_each_gpu(
     asked = replace(question(), num_ranks=num_ranks)
     asked = replace(asked, training=replace(asked.training, num_microbatches=8, lanes=lanes))
     assert list(feasibility.numbers_of_microbatches(asked)) == expected
-
-
-@pytest.mark.parametrize(
-    ("num_microbatches", "lanes", "num_tokens", "expected"),
-    # A cut lane, and a further group, have sums of their own. Longer micro-batches take more than these.
-    [(4, 1, 64, 4), (4, 1, 4096, 1), (6, 2, 64, 6), (6, 2, 4096, 3), (4, 4, 4096, 1)],
-)
-def test_memory_is_told_for_the_groups_that_need_least(
-    num_microbatches: int, lanes: int, num_tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = ModelShape(num_layers=2, hidden_size=1024, num_heads=16, vocab_size=1000)
-    asked = question(
-        config=config_of_shape(shape, num_tokens=num_tokens),
-        batch_size=num_microbatches,
-        num_microbatches=num_microbatches,
-        lanes=lanes,
-        sequence_length=num_tokens,
-    )
-    profiles, needs = Profiles(asked), dict[int, int]()
-    count = planning.Profiles.device_need_of_plan
-
-    def noted(self: planning.Profiles, asked: PlanQuestion, job: PlannedJob, plan: Plan) -> DeviceNeed:
-        need = count(self, asked, job, plan)
-        needs[plan.group_size] = need.nbytes
-        return need
-
-    monkeypatch.setattr(planning.Profiles, "device_need_of_plan", noted)
-    error = DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 1))
-    (told,) = what_takes_memory(asked, profiles, error)
-    assert needs[expected] == min(needs.values())
-    at_once = "one micro-batch" if expected == 1 else f"{expected} micro-batches"
-    assert told.startswith(f"with {at_once} at a time and layers in pieces the device's memory goes to: ")
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "words"),
-    [(7, "7 in 6 micro-batches"), (3, "3 in 3 micro-batches"), (2, "2 in 2 micro-batches, with lanes=2")],
-)
-def test_smaller_batches_are_proposed_with_equal_lanes(
-    batch_size: int, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[TrainingConfig] = []
-
-    def largest(ask: Callable[[int], PlanQuestion], profiles: planning.Profiles, *, most: int) -> int:
-        tried.extend(ask(number).training for number in range(1, most + 1))
-        return batch_size
-
-    monkeypatch.setattr(feasibility, "largest_fitting", largest)
-    asked = question(num_microbatches=8, lanes=3)
-    assert feasibility._smaller(asked, Profiles(asked)) == f"a batch of {words}"
-    assert len(tried) == 7
-    assert all(training.num_microbatches % training.lanes == 0 for training in tried)
-    assert all(training.microbatch_size <= 2 for training in tried)
-
-
-@pytest.mark.parametrize("budget_mib", [1, 90])
-def test_job_fits_a_gpus_budget_that_is_larger_by_the_missing_bytes(budget_mib: int) -> None:
-    config = config_of_shape(ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000), num_tokens=64)
-    asked = question(config=config, batch_size=1, sequence_length=64, device_memory_nbytes=budget_mib << 20)
-    report = answer(asked)
-    assert report.missing_bytes is not None
-    enough_nbytes = (budget_mib << 20) + report.missing_bytes["gpu"]
-    assert f"it lacks {bytes_text(report.missing_bytes['gpu'])} of device memory" in report.reasons[0]
-    assert answer(replace(asked, device_memory_nbytes=enough_nbytes)).feasible
-    assert not answer(replace(asked, device_memory_nbytes=enough_nbytes - 1024)).feasible
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("num_microbatches", "lanes"), [(1, 1), (2, 1), (2, 2)])
-def test_smaller_sums_of_gradients_are_proposed_where_a_job_fits_with_them(num_microbatches: int, lanes: int) -> None:
-    shape = ModelShape(num_layers=2, hidden_size=2048, num_heads=16, vocab_size=1000)
-    asked = question(
-        config=config_of_shape(shape, num_tokens=64),
-        batch_size=2,
-        num_microbatches=num_microbatches,
-        lanes=lanes,
-        sequence_length=64,
-        device_memory_nbytes=(430 if num_microbatches > 1 else 200) << 20,
-    )
-    profiles = Profiles(asked).unmeasured()
-    proposed = [words for words in what_would_fit(asked, profiles) if "(accumulation_precision)" in words]
-    assert bool(proposed) == (num_microbatches > 1 and lanes == 1)
-    if proposed:
-        assert fits(asked.changed(accumulation_precision=Precision.BF16), profiles)
-
-
-@pytest.mark.long
-def test_job_that_does_not_fit_gets_nearest_change_that_does() -> None:
-    """Each proposed change is tried: with it the job fits, with 1 GiB less it does not."""
-    tight = machine(host=1.7, gpus=6)
-    report = answer(question(tight))
-    assert not report.feasible
-    assert report.step_s is None
-    assert "host memory" in report.reasons[0]
-    (words,) = (reason for reason in report.reasons if "GiB of host memory" in reason and "fits with" in reason)
-    gib = int(words.split("fits with ")[1].split()[0])
-    assert answer(question(machine(host=gib, gpus=6))).feasible
-    assert not answer(question(machine(host=gib - 1, gpus=6))).feasible
 
 
 @pytest.mark.long

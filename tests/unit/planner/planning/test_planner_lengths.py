@@ -17,7 +17,7 @@ from windlass.actors.runtime.local_runner import run_local
 from windlass.amounts import GIB
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.engine.memory_estimate.device_peak import device_need
-from windlass.engine.memory_estimate.dry_run import DryRunResult
+from windlass.engine.memory_estimate.traced_facts import TracedFacts
 from windlass.engine.memory_plan.device_moments import Pass
 from windlass.engine.memory_plan.example_lengths import ExampleLengths
 from windlass.engine.memory_plan.memory_tier import MemoryTier
@@ -42,10 +42,12 @@ SHORT = ExampleLengths(longest=16, mean=16.0, mean_square=256.0)
 SLOW = with_part(MACHINE, gpus=with_part(MACHINE.gpus, tflops=0.2))
 
 
-def short(**changes: Any) -> PlanQuestion:
+def short(*, lengths: ExampleLengths | None = None, **changes: Any) -> PlanQuestion:
     """The default length, and a model that allows it."""
     config = config_of_shape(SMALL, num_tokens=2048)
     fields = {"sequence_length": 2048, "num_microbatches": 2, "hardware": SLOW}
+    if lengths is not None:
+        fields["lengths"] = lambda _batch_size, _number: lengths
     return question(config=config, **{**fields, **changes})
 
 
@@ -128,11 +130,34 @@ def test_advice_on_length_uses_lengths_of_real_examples() -> None:
     assert words is None or int(words.split()[-2]) < 128
 
 
-def test_a_question_with_data_must_name_a_number_of_microbatches(tmp_path: Path) -> None:
-    spec = make_spec(tmp_path)
-    request = request_of(spec, chooses_microbatches=True)
-    with pytest.raises(ValueError, match="num_microbatches is missing"):
-        question_of(request, load_config(spec.model_dir))
+def test_chosen_number_of_microbatches_decides_how_wide_they_are(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, batch_size=4)
+    redraw_lengths(spec, seed=0)
+    config = load_config(spec.model_dir)
+    asked = question_of(request_of(spec, chooses_microbatches=True), config)
+    means = []
+    for number in (1, 2, 4):
+        training = replace(spec.training, num_microbatches=number)
+        fixed = question_of(request_of(replace(spec, training=training)), config)
+        lengths = asked.lengths_in(number)
+        assert lengths is not None
+        assert lengths == fixed.lengths_in(number)
+        assert asked.widest == fixed.widest == lengths.longest
+        means.append(lengths.mean)
+    assert means == sorted(means, reverse=True), "the more micro-batches, the less padding"
+    assert means[0] > means[-1]
+
+
+def test_question_that_leaves_microbatches_open_does_not_depend_on_the_number_in_the_request(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, batch_size=4)
+    config = load_config(spec.model_dir)
+    trainings = [replace(spec.training, num_microbatches=number) for number in (1, 4)]
+    first, second = (
+        question_of(request_of(replace(spec, training=training), chooses_microbatches=True), config)
+        for training in trainings
+    )
+    assert first.training == second.training
+    assert first.training.num_microbatches == first.least_microbatches == 1
 
 
 # --- by the plan, with real data ----------------------------------------------------------------------------------
@@ -199,10 +224,10 @@ def test_planned_memory_suffices_for_every_batch_and_evaluation(
     evaluated = {
         tuple(each.input_ids.shape) for each in validation.evaluation_batches(hyper.batch_size // num_microbatches)
     }
-    rehearsed = DryRunResult()
+    facts = TracedFacts(partition)
     for step in shapes:
         need = device_need(
-            partition,
+            facts,
             context.plan,
             list(step)[: context.plan.group_size],
             formats=Formats(precision, StatePrecision.FP32),
@@ -212,7 +237,6 @@ def test_planned_memory_suffices_for_every_batch_and_evaluation(
             max_tokens=hyper.batch_size * 48,
             head_slices=hyper.head_slices,
             evaluation_shapes=sorted(evaluated)[:1],
-            rehearsed=rehearsed,
         )
         assert need.nbytes <= planned_nbytes, step
 

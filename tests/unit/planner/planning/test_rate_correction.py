@@ -10,7 +10,8 @@ from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.cost.activation_options import holding_ways, ways_of_layer
 from windlass.planner.cost.model_profile import AgainTimes
 from windlass.planner.planning.rate_correction import Correction, MeasuredStep, WorkDone, correction_of
-from windlass.planner.solver.placement_search import solution_of, solve_job
+from windlass.planner.solver.placement_search import solve_job
+from windlass.planner.solver.solution import solution_of
 from windlass.planner.solver.step_cost import Limits, StepCosts
 
 PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)

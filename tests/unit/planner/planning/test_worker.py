@@ -12,14 +12,15 @@ from transformers import PretrainedConfig
 
 from tests.support.engine.architectures import ARCHITECTURES
 from windlass.actors.timeline.span_files import SIMULATED_FOLDER, held_steps, load_step
+from windlass.engine.device import malloc
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
-from windlass.planner.planning import profiles as planning
 from windlass.planner.planning import worker as plan_job
 from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.profiling.measure_model import BlockTimes, MeasuredBlocks
+from windlass.planner.profiling import measure_model
+from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
 
 
 def plan(tmp_path: Path, config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
@@ -71,8 +72,8 @@ def test_measured_times_are_reused_for_the_same_model(tmp_path: Path, monkeypatc
         times = BlockTimes(forward_s=0.25, backward_s=0.5)
         return MeasuredBlocks(times=dict.fromkeys(range(len(profile.layers) + 2), times), standard_error=0.0)
 
-    monkeypatch.setattr(planning, "measure_blocks", measure)
-    monkeypatch.setattr(plan_job, "retain_freed_memory", lambda: None)
+    monkeypatch.setattr(measure_model, "measure_blocks", measure)
+    monkeypatch.setattr(malloc, "retain_freed_memory", lambda: None)
     hardware = load(Hardware, example_machines()["rtx4090-server"]).model_dump()
     hardware["gpus"]["count"] = 0
     asked = {"hardware": hardware, "compute_threads": torch.get_num_threads(), "is_alone": True}

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.support.engine.architectures import ARCHITECTURES
-from windlass.engine.model import head_slices
+from windlass.engine.model import slice_sizes
 from windlass.engine.model.block_runner import BlockRunner
 from windlass.planner.profiling import measure_model
-from windlass.planner.profiling.measure_model import measure_blocks, with_times
+from windlass.planner.profiling.block_times import with_times
+from windlass.planner.profiling.measure_model import measure_blocks
 from windlass.planner.profiling.model_profiler import profile_config
 from windlass.storage.ids import BlockIndex, Precision
 
@@ -83,8 +84,8 @@ def test_gradients_are_summed_and_converted_as_in_a_job(
     tied: bool, slice_tokens: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure_model, "_LONG_S", 0.0)  # one pass
-    monkeypatch.setattr(head_slices, "MIN_SLICE_TOKENS", slice_tokens)
-    monkeypatch.setattr(head_slices, "MAX_SLICE_TOKENS", slice_tokens)
+    monkeypatch.setattr(slice_sizes, "MIN_SLICE_TOKENS", slice_tokens)
+    monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", slice_tokens)
     config = ARCHITECTURES["Qwen2"].config(tied=tied, dropout=0.0)
     profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
     install, norm = BlockRunner.install, measure_model.squared_norm

@@ -7,7 +7,7 @@ import pytest
 from windlass.engine.memory_plan.example_lengths import ExampleLengths
 from windlass.planner.cost.model_profile import AgainTimes, ModelProfile, for_lengths
 from windlass.planner.hardware.model_shape import ModelShape
-from windlass.planner.profiling.measure_model import BlockTimes, with_times
+from windlass.planner.profiling.block_times import BlockTimes, with_times
 from windlass.planner.profiling.model_profiler import config_of_shape, profile_config
 from windlass.storage.ids import Precision
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tests.support.engine.architectures import ARCHITECTURES
-from windlass.planner.cost.model_profile import AgainTimes
+from windlass.planner.cost.model_profile import AgainTimes, TimesFacts
+from windlass.planner.profiling import MachinePace
 from windlass.planner.profiling import timing_cache as kept_times
-from windlass.planner.profiling.measure_model import BlockTimes, MeasuredBlocks
+from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
 from windlass.planner.profiling.timing_cache import TimingCache
 
 CONFIG = ARCHITECTURES["Qwen2"].config(tied=True, dropout=0.0)
@@ -127,3 +128,15 @@ def test_the_newest_are_kept(measuring: Measuring, monkeypatch: pytest.MonkeyPat
             os.utime(each, ns=(0, each.stat().st_mtime_ns - 10**9))
     assert len(measuring.files()) == 2
     assert measuring.number(asked={**ASKED, "shape": (1, 2)}) == 3
+
+
+def test_times_are_stored_with_their_error_and_the_machines_pace(
+    measuring: Measuring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace = MachinePace(lambda: 0.25)
+    monkeypatch.setattr(kept_times, "this_machine", lambda: pace)
+    measuring.number()
+    kept = TimingCache(folder=measuring.files()[0].parent, machine=MACHINE, is_alone=False)
+    stored = kept.known(CONFIG, ASKED)
+    assert stored is not None
+    assert {times.facts for times in stored.values()} == {TimesFacts(standard_error=0.01, pace_s=0.25)}

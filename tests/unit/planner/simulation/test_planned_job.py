@@ -15,7 +15,7 @@ from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.simulation import planned_job
 from windlass.planner.simulation.planned_job import simulate_planned
-from windlass.planner.solver.placement_search import Solution
+from windlass.planner.solver.solution import Solution
 
 
 def simulated_step_s(solution: Solution, layout: ModelLayout) -> float:

@@ -1,5 +1,6 @@
 """Plans: they fit, no faster plan fits, and their costs are reported."""
 
+import contextlib
 import math
 from dataclasses import replace
 
@@ -18,17 +19,12 @@ from windlass.engine.memory_plan.queue_depths import (
     STATE_DEPTH,
     QueueDepths,
 )
+from windlass.planner.solver.family import bases_of, group_sizes, kinds_of
 from windlass.planner.solver.integer_program import Assignment, outcome_of, solve
-from windlass.planner.solver.placement_search import (
-    DoesNotFitError,
-    Solution,
-    candidates,
-    group_sizes,
-    least_nbytes,
-    may_fit,
-    solve_job,
-)
-from windlass.planner.solver.step_cost import Limits, Part, PlannedJob, StateTier, StepCosts, values_by_tier
+from windlass.planner.solver.placement_search import least_nbytes, may_fit, solve_job
+from windlass.planner.solver.solution import DoesNotFitError, Solution, solved
+from windlass.planner.solver.step_bounds import Part
+from windlass.planner.solver.step_cost import Limits, PlannedJob, StateTier, StepCosts, values_by_tier
 
 PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
 MIB = 2**20
@@ -104,17 +100,16 @@ def test_staging_takes_memory_only_where_something_goes_to_the_ssds() -> None:
 
 def test_with_more_ssds_buffers_are_deeper_where_memory_allows() -> None:
     job, slow = make_job(), {"ssd_read_bytes": 1e8, "ssd_write_bytes": 1e8, "num_ssds": 8}
-    few = limits(150, 400)
-    deep = solve_job(job, make_speeds(**slow), few)
+    deep = solve_job(job, make_speeds(**slow), limits(150, 2000))
     assert deep.placement.depths.states == 2 * 8 + 1
     assert deep.plan.states[0].num_slots == 2 * 8 + 1
+    few = limits(150, 250)
     assert solve_job(job, make_speeds(), few).placement.depths.states == STATE_DEPTH
-    tried = candidates(job, make_speeds(**slow), few)
-    assert {each.placement.depths.states for each in tried} == {STATE_DEPTH, 2 * 8 + 1}
-    shallow = next(each for each in tried if each.placement.depths.states == STATE_DEPTH)
-    # Three of eight SSDs are busy at any time.
-    of_ssds = shallow.seconds[Part.SSD_UPDATE] * 8 / 3
-    assert shallow.step_s >= of_ssds
+    shallow = solve_job(job, make_speeds(**slow), few)
+    depth = shallow.placement.depths.states
+    assert STATE_DEPTH <= depth < 2 * 8 + 1
+    # Not all of the eight SSDs are busy at any time.
+    assert shallow.step_s >= shallow.seconds[Part.SSD_UPDATE] * 8 / depth
 
 
 def test_bytes_in_flight_are_a_share_of_available_device_memory() -> None:
@@ -127,7 +122,7 @@ def test_bytes_in_flight_are_a_share_of_available_device_memory() -> None:
 
     assert leaving_mib(1e6) * MIB == LEAVING_ACTIVATION_NBYTES
     assert leaving_mib(200) == 25
-    assert leaving_mib(64) == 2  # a layer's input, which is all that is swapped
+    assert leaving_mib(57) == 2  # a layer's input, which is all that is swapped
 
 
 def test_two_of_the_largest_tensors_may_leave_unless_device_memory_is_short() -> None:
@@ -183,7 +178,7 @@ def test_groups_of_microbatches_are_as_large_as_pays() -> None:
 
 
 def test_a_job_that_does_not_fit_is_told_what_is_missing() -> None:
-    with pytest.raises(DoesNotFitError, match=r"44\.00 MiB of device memory") as caught:
+    with pytest.raises(DoesNotFitError, match=r"36\.00 MiB of device memory") as caught:
         solve_job(make_job(), make_speeds(), limits(20, 1000))
     missing = caught.value.missing
     assert missing[MemoryTier.DEVICE] > 0
@@ -254,7 +249,7 @@ SPEEDS = st.builds(
 )
 
 
-def solved(job: PlannedJob, speeds: object, given_limits: Limits) -> Solution | None:
+def try_to_solve(job: PlannedJob, speeds: object, given_limits: Limits) -> Solution | None:
     try:
         return solve_job(job, speeds, given_limits)  # type: ignore[arg-type]
     except DoesNotFitError:
@@ -275,7 +270,7 @@ def test_plans_keep_to_the_limits_and_more_memory_is_never_slower(
     job: PlannedJob, speeds: object, device_mib: int, host_mib: int
 ) -> None:
     tight = limits(device_mib, host_mib)
-    solution = solved(job, speeds, tight)
+    solution = try_to_solve(job, speeds, tight)
     if solution is None:
         return
     assert solution.plan.arena_nbytes <= tight.host_nbytes
@@ -284,9 +279,9 @@ def test_plans_keep_to_the_limits_and_more_memory_is_never_slower(
     plan, placement = solution.plan, solution.placement
     assert {pool.num_slots for pool in plan.states} == {min(placement.depths.states, job.size.total_chunks)}
     assert solution.costs.spills or not plan.spilled_blocks
-    more = solved(job, speeds, limits(2 * device_mib, 2 * host_mib))
+    more = try_to_solve(job, speeds, limits(2 * device_mib, 2 * host_mib))
     assert more is not None
-    assert more.step_s <= solution.step_s * 1.001
+    assert more.cost <= solution.cost * 1.001
 
 
 @pytest.mark.long
@@ -297,7 +292,7 @@ def test_the_program_counts_the_arena_as_the_engine_lays_it_out(
 ) -> None:
     """Within the reserve for a staging area that may not be needed, and for the largest block."""
     tight = limits(device_mib, host_mib)
-    solution = solved(job, make_speeds(), tight)
+    solution = try_to_solve(job, make_speeds(), tight)
     if solution is None or solution.placement.streamed_blocks:
         return
     costs = replace(solution.costs, limits=tight)
@@ -338,19 +333,33 @@ def test_states_on_the_device_need_a_buffer_in_host_memory() -> None:
     assert resting.step_s < without.step_s
 
 
-@pytest.mark.parametrize(
-    ("device_mib", "streams", "num_grad_buffers"), [(125, True, 2), (170, False, 1), (200, False, 2), (4000, False, 2)]
-)
-def test_one_buffer_for_gradients_and_layers_in_pieces_compete_where_the_device_is_full(
-    device_mib: int, streams: bool, num_grad_buffers: int
-) -> None:
+@pytest.mark.parametrize("device_mib", [125, 170, 4000])
+def test_one_buffer_for_gradients_and_layers_in_pieces_compete_where_the_device_is_full(device_mib: int) -> None:
     """A second gradient buffer, or whole params, may be worth less than another use of the memory."""
-    found = candidates(make_job(keeps_grads=True), make_speeds(d2h_bytes=1e10), limits(device_mib, 2000))
-    best = found[0].costs
-    assert (best.streams, best.num_grad_buffers) == (streams, num_grad_buffers)
-    plain = [each for each in found if not each.costs.streams and each.costs.num_grad_buffers == 2]
-    assert plain, "there was a plan without them as well"
-    assert (len(plain) == len(found)) == (device_mib == 4000)
+    job, speeds, given = make_job(keeps_grads=True), make_speeds(d2h_bytes=1e10), limits(device_mib, 2000)
+    best = solve_job(job, speeds, given)
+    saves = best.costs.streams or best.costs.num_grad_buffers == 1
+    assert saves == (device_mib == 125)
+
+
+@settings(max_examples=examples(9), deadline=None)
+@given(
+    st.integers(1, 3), st.sampled_from([1, 2]), st.booleans(), st.booleans(), st.integers(40, 300), st.integers(40, 400)
+)
+def test_search_equals_a_search_through_all_kinds_of_plans(
+    num_layers: int, num_microbatches: int, keeps_grads: bool, chooses: bool, device_mib: int, host_mib: int
+) -> None:
+    job = make_job(num_layers, num_microbatches=num_microbatches, keeps_grads=keeps_grads)
+    job = replace(job, chooses_order=chooses)
+    speeds, given = make_speeds(num_ssds=2), limits(device_mib, host_mib)
+    costs = []
+    for kind in (kind for base in bases_of(job, speeds, given) for kind in kinds_of(base)):
+        with contextlib.suppress(DoesNotFitError):
+            costs.append(solved(kind).cost)
+    found = try_to_solve(job, speeds, given)
+    assert (found is None) == (not costs)
+    if found is not None:
+        assert found.cost <= min(costs) * 1.001
 
 
 def test_gradients_in_pieces_fit_where_whole_ones_do_not_and_are_as_fast_as_two_buffers() -> None:
@@ -358,7 +367,7 @@ def test_gradients_in_pieces_fit_where_whole_ones_do_not_and_are_as_fast_as_two_
     layers = tuple(replace(layer, largest_param_numel=layer.numel // 8) for layer in job.model.layers)
     job = replace(job, model=replace(job.model, layers=layers))
     smallest = {}
-    for streams_grads, num_grad_buffers in ((True, 2), (False, 1), (False, 2)):
+    for streams_grads, num_grad_buffers in ((True, 1), (False, 1), (False, 2)):
         costs = StepCosts(job=job, speeds=make_speeds(), limits=limits(4000, 2000), group_size=1, streams=True)
         costs = replace(costs, streams_grads=streams_grads, num_grad_buffers=num_grad_buffers)
         program = costs.program(costs.kinds())
@@ -367,7 +376,9 @@ def test_gradients_in_pieces_fit_where_whole_ones_do_not_and_are_as_fast_as_two_
         smallest[streams_grads, num_grad_buffers] = program.nbytes[0], outcome_of(program, assignment).step_s
     in_pieces, one, two = smallest.values()
     assert in_pieces[0] < one[0] < two[0]
-    assert in_pieces[1] == pytest.approx(two[1], rel=1e-6)
+    # The layers' backward pass waits until the head's gradient has left.
+    waits_s = job.model.head.numel * job.grad_itemsize / make_speeds().d2h_bytes
+    assert in_pieces[1] == pytest.approx(two[1] + waits_s, rel=1e-4)
     least = least_nbytes(job, make_speeds(), limits(1, 2000), MemoryTier.DEVICE)
     assert least is not None
     tight = solve_job(job, make_speeds(), limits(least / MIB + 0.1, 2000))

@@ -12,7 +12,8 @@ from typer.testing import CliRunner, Result
 from windlass.planner.hardware.hardware import example_machines
 from windlass.planner.planning import limits
 from windlass.service.cli.errors import reported
-from windlass.service.cli.plan import _is_id, plan
+from windlass.service.cli.plan import plan
+from windlass.service.cli.plan_inputs import config_of, is_id
 from windlass.service.installation.settings import HARDWARE_FILE, SETTINGS_FILE, load_settings
 from windlass.service.validation.hyperparameters import WindlassSettings
 
@@ -100,7 +101,7 @@ def test_only_a_model_of_the_models_directory_can_be_submitted_by_its_name(home:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     settings = load_settings()
-    assert [_is_id(settings, name) for name in ("org/small", "small", str(folder), str(shape))] == [True, *[False] * 3]
+    assert [is_id(settings, name) for name in ("org/small", "small", str(folder), str(shape))] == [True, *[False] * 3]
 
 
 def test_plan_with_settings_of_gradients_is_of_a_job_with_the_same(shape: Path, home: Path) -> None:
@@ -145,6 +146,22 @@ def test_other_systems_are_told_beside_the_plan(shape: Path, home: Path) -> None
     assert {"step_s", "gpu_share", "tokens_per_s", "bottleneck", "fits", "missing_gib"} <= set(systems["Ratel"])
 
 
+def test_what_if_is_told_as_a_table(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090:ssds=2", *JOB, "--num-microbatches", "1")
+    lines = run(*job, "--what-if").output.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("what if "))
+    assert lines[start + 1].startswith("as it is ")
+    rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[start + 2 : start + 6]}
+    more_ssds = "one more SSD, 3 in all"
+    assert set(rows) == {
+        more_ssds,
+        "64 GiB more RAM",
+        "the next card, NVIDIA GeForce RTX 5090",
+        "a batch twice as large, 8",
+    }
+    assert rows[more_ssds][-1].endswith("%")
+
+
 def test_plan_that_does_not_fit_exits_with_2(shape: Path, home: Path, tmp_path: Path) -> None:
     tiny = tmp_path / "tiny.yaml"
     text = example_machines()["rtx4090-server"].read_text()
@@ -169,12 +186,32 @@ def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
+def test_a_published_model_has_a_plan_without_its_files(home: Path) -> None:
+    job = ("--model", "qwen2.5-0.5b", "--hardware", "rtx4090:ram=128,ssds=2", *JOB)
+    result = run(*job, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["choices"]["activations"][0]["layers"] == "0-23"
+    assert "takes at most 32768 tokens" in run(*job[:-1], "40000").output
+
+
+def test_a_model_that_is_here_goes_before_the_published_one(home: Path) -> None:
+    settings = load_settings()
+    assert config_of(settings, "qwen2.5-0.5b", 64).num_hidden_layers == 24
+    folder = home / "models" / "qwen2.5-0.5b"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 3, "max_position_embeddings": 64}))
+    assert config_of(settings, "qwen2.5-0.5b", 64).num_hidden_layers == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--model", "nothing-here", "--hardware", "rtx4090-server"), "there is no model in"),
+        (("--model", "nothing-here", "--hardware", "rtx4090-server"), "there is no model nothing-here, neither"),
+        (("--model", "llama-3.1-71b", "--hardware", "rtx4090-server"), "did you mean llama-3.1-70b"),
         (("--model", "../etc", "--hardware", "rtx4090-server"), "--model: "),
-        (("--model", "{shape}", "--hardware", "no-such-machine"), "published machine"),
+        (("--model", "{shape}", "--hardware", "no-such-machine"), "no machine is named no-such-machine; there are the"),
+        (("--model", "{shape}", "--hardware", "rtx4080"), "did you mean rtx4090"),
+        (("--model", "{shape}", "--hardware", "rtx4090:ram=100"), "ram is '100'; there are 64, 128, 256"),
         (("--model", "{shape}"), "windlass doctor"),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--num-microbatches", "9"), "9 parts of a batch of 4"),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--lanes", "5"), "5 lanes of at most 4 micro-batches"),
@@ -199,6 +236,7 @@ def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
             ("--model", "{shape}", "--hardware", "rtx4090-server", "--gradient-updates", "lazy"),
             "not one of auto, active",
         ),
+        (("--model", "{shape}", "--hardware", "rtx4090", "--what-if", "--find", "fewest-ssds"), "--what-if: a search"),
         (("--model", "{short}", "--hardware", "rtx4090-server"), "--seq-len: 64: the model in"),
     ],
 )

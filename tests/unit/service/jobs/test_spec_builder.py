@@ -171,6 +171,7 @@ ABOUT_PLANNING = {
     "kept_times_dir",
     "is_alone",
     "simulation_s",
+    "what_if",
     "running",
 }
 

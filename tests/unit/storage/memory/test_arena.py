@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.support.examples import examples
 from windlass.engine.memory_plan.plan import ModelSize, make_plan
-from windlass.engine.model.partition import choose_chunk_numel
+from windlass.engine.model.layout import choose_chunk_numel
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import Attempt, JobId, Span
 from windlass.storage.memory import arena as arena_module

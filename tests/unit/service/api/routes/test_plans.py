@@ -181,7 +181,8 @@ def test_a_job_without_a_plan_says_so(client: TestClient, file_id: str) -> None:
     plan = client.get(path).json()
     assert PLAN.items() <= plan.items()
     assert (plan["object"], plan["job_id"]) == ("fine_tuning.job.plan", job["id"])
-    assert plan["predicted"] == {"step_s": 3.0, "peak_gib": {"gpu": 2.0, "host": 4.0, "ssd": 8.0}}
+    unknown = {"step_s_low": None, "step_s_high": None}  # as in plans of older releases
+    assert plan["predicted"] == {"step_s": 3.0, **unknown, "peak_gib": {"gpu": 2.0, "host": 4.0, "ssd": 8.0}}
     assert plan["measured"] is plan["error"] is plan["simulated"] is None
     assert {"corrected": False, "told": None, "from_attempt": None, "before": []}.items() <= plan.items()
     assert client.get("/v1/fine_tuning/jobs/ftjob-none/plan").status_code == 404
@@ -246,7 +247,11 @@ def test_what_was_measured_stands_beside_what_was_predicted(client: TestClient, 
     tell_measured(client, job_id, (1, measured_as(None, gpu=2 * GIB)))
     plan = client.get(path).json()
     assert plan["measured"]["step_s"] is None
-    assert plan["error"] == {"step_s": None, "peak_gib": {"gpu": 0.0, "host": None, "ssd": None}}
+    assert plan["error"] == {
+        "step_s": None,
+        "recent_step_s": None,
+        "peak_gib": {"gpu": 0.0, "host": None, "ssd": None},
+    }
     told = measured_as(5.0, gpu=3 * GIB, gpu_reserved=4 * GIB, host=4 * GIB, ssd=6 * GIB)
     tell_measured(client, job_id, (1, {}), (2, told), (3, {"valid_loss": 1.0}))
     plan = client.get(path).json()
@@ -256,10 +261,11 @@ def test_what_was_measured_stands_beside_what_was_predicted(client: TestClient, 
     assert plan["measured"] == {
         "step_s": 5.0,
         "num_steps": 7,
+        "recent": None,
         "peak_gib": {"gpu": 3.0, "host": 4.0, "ssd": 6.0},
         "gpu_reserved_gib": 4.0,
     }
-    assert plan["error"] == {"step_s": 0.25, "peak_gib": {"gpu": 0.5, "host": 0.0, "ssd": -0.25}}
+    assert plan["error"] == {"step_s": 0.25, "recent_step_s": None, "peak_gib": {"gpu": 0.5, "host": 0.0, "ssd": -0.25}}
 
 
 def test_a_job_without_a_plan_is_measured_all_the_same(client: TestClient, file_id: str) -> None:
@@ -368,7 +374,6 @@ def test_the_command_line_asks_what_a_job_would(
         raise CommandError("that is all")
 
     monkeypatch.setattr(plan_job, "question_of", note)
-    monkeypatch.setattr(plan_job, "measure_as_worker", lambda _: None)
     monkeypatch.setattr(MachineResources, "here", lambda _: MachineResources(num_cores=4, num_gpus=0))
     shape = tmp_path / "shape.yaml"
     shape.write_text("num_layers: 4\nhidden_size: 256\nnum_heads: 4\nvocab_size: 1000\n")
@@ -494,6 +499,30 @@ def test_a_prediction_is_an_estimate_until_enough_steps_are_measured() -> None:
     assert words["step time"] == "predicted 3 s; an estimate until 3 steps are measured"
     assert words["planned for"] == "examples of 14 tokens on average and 16 at most, with padding"
     assert in_words(view(3))["step time"] == "predicted 3 s, measured 1.9 s (-36.7%)"
+
+
+def test_how_sure_a_prediction_is_is_told_until_steps_are_measured() -> None:
+    sure = {"step_s_low": 2.5, "step_s_high": 3.6, "times_from": "blocks", "num_compared": 12}
+    found = plan_of(plan=PLAN | sure)
+    view = view_of(found, None)
+    assert (view["predicted"]["step_s_low"], view["predicted"]["step_s_high"]) == (2.5, 3.6)
+    told = "predicted 3 s; 2.5 to 3.6 s in nine of ten jobs, by 12 jobs of this machine"
+    assert in_words(view)["step time"] == f"{told}; an estimate until 3 steps are measured"
+    measured = {"step_s": 3.0, "num_steps": 3, "peak_bytes": {}}
+    assert in_words(view_of(found, measured))["step time"] == "predicted 3 s, measured 3 s (+0.0%)"
+
+
+def test_last_steps_are_told_apart_if_they_differ_from_all() -> None:
+    def view(recent_s: float, low_s: float | None) -> dict[str, Any]:
+        recent = {"step_s": recent_s, "num_steps": 9, "step_s_low": low_s, "step_s_high": low_s and 4.75}
+        return view_of(plan_of(), {"step_s": 3.0, "num_steps": 200, "recent": recent, "peak_bytes": {}})
+
+    assert in_words(view(3.08, 2.9))["step time"] == "predicted 3 s, measured 3 s (+0.0%)"
+    slower = view(4.5, 4.25)
+    assert slower["error"]["recent_step_s"] == pytest.approx(0.5)
+    told = "predicted 3 s, measured 3 s (+0.0%); the last 9 steps 4.5 s"
+    assert in_words(slower)["step time"] == f"{told}, the next ones likely 4.25 to 4.75 s"
+    assert in_words(view(4.5, None))["step time"] == told
 
 
 def test_a_job_runs_as_it_was_planned(stage: Stage) -> None:

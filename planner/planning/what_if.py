@@ -1,0 +1,115 @@
+"""Plans a job again with one thing changed: what one more SSD, more RAM, another GPU or a larger batch would give.
+
+Each answer is a plan by the same search as the job's own, so it is what `windlass plan` says of such a machine.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from windlass.amounts import GIB
+from windlass.engine.lanes import rounded_to_lanes
+from windlass.planner.hardware import with_faster_card, with_one_more_gpu, with_one_more_ssd
+from windlass.planner.planning.feasibility import with_part
+from windlass.planner.planning.gpu_choice import plan_without_advice
+from windlass.planner.planning.planner import Planned
+from windlass.planner.planning.profiles import Profiles
+from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.planning.report import PlanReport, WhatIf
+from windlass.planner.solver import DoesNotFitError
+
+_MORE_RAM_GIB = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A changed job or machine. `speedup`: of the device, by which measured block times are divided."""
+
+    key: str
+    words: str
+    question: PlanQuestion
+    speedup: float = 1.0
+
+
+def with_what_if(question: PlanQuestion, planned: Planned) -> Planned:
+    """Returns the answer to a question with the answers for each change, the largest gain first."""
+    profiles = Profiles(question)
+    now = planned.report.tokens_per_s if planned.report.feasible else None
+    rows = [_answer(change, profiles, now) for change in changes_of(question)]
+    rows.sort(key=lambda row: (row.tokens_per_s is None, -(row.tokens_per_s or 0.0)))
+    return replace(planned, report=replace(planned.report, what_if=tuple(rows)))
+
+
+def _answer(change: Change, profiles: Profiles, now: float | None) -> WhatIf:
+    profiles = profiles.of_question(change.question, speedup=change.speedup)
+    try:
+        report = plan_without_advice(change.question, profiles).report
+    except DoesNotFitError:
+        report = PlanReport(feasible=False, reasons=())
+    rate = report.tokens_per_s
+    return WhatIf(
+        key=change.key,
+        change=change.words,
+        feasible=report.feasible,
+        step_s=report.step_s,
+        tokens_per_s=rate,
+        gain=None if rate is None or now is None else rate / now - 1,
+    )
+
+
+def changes_of(question: PlanQuestion) -> Iterator[Change]:
+    """Yields the changes that apply to a job, each with the question that it makes."""
+    hardware, training = question.hardware, question.training
+    more = with_one_more_ssd(hardware)
+    words = f"one more SSD, {more.ssds.count} in all"
+    yield Change(key="ssds", words=words, question=replace(question, hardware=more))
+    yield Change(key="ram", words=f"{_MORE_RAM_GIB} GiB more RAM", question=_with_more_ram(question))
+    if question.has_gpu:
+        gpus = with_faster_card(hardware.gpus)
+        yield Change(
+            key="card",
+            words="a GPU twice as fast" if gpus.name is None else f"the next card, {gpus.name}",
+            question=_with_card_memory(
+                replace(question, hardware=with_part(hardware, gpus=gpus)), gpus.memory_gib - hardware.gpus.memory_gib
+            ),
+            speedup=gpus.tflops / hardware.gpus.tflops,
+        )
+        if (with_gpu := _with_one_more_gpu(question)) is not None:
+            yield Change(key="gpus", words=f"one more GPU, {with_gpu.num_ranks} in all", question=with_gpu)
+    batch_size = 2 * training.batch_size
+    number = {} if question.chooses_microbatches else {"num_microbatches": 2 * training.num_microbatches}
+    yield Change(
+        key="batch",
+        words=f"a batch twice as large, {batch_size}",
+        question=question.changed(batch_size=batch_size, **number),
+    )
+
+
+def _with_more_ram(question: PlanQuestion) -> PlanQuestion:
+    """Returns the question with more host memory, of which the job's budget gets all."""
+    host, budget = question.hardware.host, question.host_memory_nbytes
+    more = with_part(question.hardware, host=with_part(host, memory_gib=host.memory_gib + _MORE_RAM_GIB))
+    return replace(question, hardware=more, host_memory_nbytes=None if budget is None else budget + _MORE_RAM_GIB * GIB)
+
+
+def _with_card_memory(question: PlanQuestion, more_gib: float) -> PlanQuestion:
+    """Returns the question with a larger budget of the card's memory, if there is one."""
+    budget = question.device_memory_nbytes
+    return question if budget is None else replace(question, device_memory_nbytes=budget + int(more_gib * GIB))
+
+
+def _with_one_more_gpu(question: PlanQuestion) -> PlanQuestion | None:
+    """Returns the question for one more GPU; None if there would be no micro-batch for it.
+
+    The job gets a lane more if it has as many lanes as GPUs, because that is what a job gets by itself.
+    """
+    training, num_ranks = question.training, question.num_ranks + 1
+    hardware = question.hardware
+    if hardware.gpus.count < num_ranks:
+        hardware = with_one_more_gpu(hardware)
+        num_ranks = hardware.gpus.count  # some desktops have two or four, but not three
+    lanes = num_ranks if training.lanes == question.num_ranks else training.lanes
+    number = rounded_to_lanes(num_ranks, lanes) if question.chooses_microbatches else training.num_microbatches
+    if not max(lanes, num_ranks) <= number <= training.batch_size:
+        return None
+    training = replace(training, lanes=lanes, num_microbatches=number)
+    return replace(question, hardware=hardware, num_ranks=num_ranks, training=training)

@@ -1,0 +1,48 @@
+"""The measured times of a model's blocks. They are stored, and read where no torch is loaded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from windlass.planner.cost import AgainTimes, BlockProfile, LayerProfile, ModelProfile, TimesFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTimes:
+    """The mean times of a block for one micro-batch."""
+
+    forward_s: float  # the head's includes its backward pass
+    backward_s: float  # without recomputation; the embedding's includes its forward pass
+    again: AgainTimes | None = None  # only for layers
+    norms_s: float | None = None  # of the norms of the whole gradient's chunks, once a step; only with several lanes
+    facts: TimesFacts | None = None  # about the times of all blocks together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredBlocks:
+    """The measured times, with their error."""
+
+    times: dict[int, BlockTimes]
+    standard_error: float  # of the sum over all blocks, relative; large if other work ran meanwhile
+
+
+def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelProfile:
+    """Returns the profile with the given block times."""
+
+    def timed(block: int, untimed: BlockProfile) -> Any:
+        measured = times[block]
+        return replace(untimed, forward_s=measured.forward_s, backward_s=measured.backward_s, norms_s=measured.norms_s)
+
+    def timed_layer(block: int, untimed: LayerProfile) -> LayerProfile:
+        timed_block: LayerProfile = timed(block, untimed)
+        return replace(timed_block, again=times[block].again)
+
+    layers = tuple(timed_layer(block, layer) for block, layer in enumerate(profile.layers, start=1))
+    head = len(layers) + 1
+    return replace(
+        profile,
+        embedding=timed(0, profile.embedding),
+        layers=layers,
+        head=timed(head, profile.head),
+        times=times[head].facts,
+    )

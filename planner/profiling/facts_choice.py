@@ -1,0 +1,106 @@
+"""Chooses the cheapest way to the facts of a model."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass.engine.memory_estimate import Passes, PassNeeds
+from windlass.engine.memory_plan import BlockActivations
+from windlass.engine.model import ModelLayout
+from windlass.planner.profiling.kept_facts import KeptFacts
+from windlass.planner.profiling.known import KnownModel, NotKnownError, known_facts
+from windlass.planner.profiling.model_config import ShapeConfig, loaded
+from windlass.planner.profiling.profiled_facts import LayerOperators, ProfiledFacts
+from windlass.storage.ids import BlockIndex, Precision
+
+if TYPE_CHECKING:
+    from windlass.planner.profiling.record_shapes import RecordedModel
+
+
+def facts_of(config: Any, precision: Precision, folder: Path | None = None) -> ProfiledFacts:
+    """Returns the facts of a model.
+
+    Args:
+        config: a transformers config, or one that is not loaded yet.
+        precision: of the params.
+        folder: of the facts of models that were traced before; None: they are not stored.
+    """
+    if isinstance(config, ShapeConfig):
+        try:
+            known = known_facts(config.shape, precision, num_tokens=config.num_tokens)
+        except NotKnownError:
+            pass
+        else:
+            return KnownOrTraced(known, lambda: _traced(config, precision, folder))
+    return _traced(config, precision, folder)
+
+
+def _traced(config: Any, precision: Precision, folder: Path | None) -> ProfiledFacts:
+    if folder is None:
+        from windlass.planner.profiling.model_profiler import TracedModel
+
+        return TracedModel(loaded(config), precision)
+
+    def trace() -> "RecordedModel":
+        from windlass.planner.profiling.record_shapes import RecordedModel
+
+        return RecordedModel(loaded(config), precision)
+
+    return KeptFacts(config, precision, folder, trace)
+
+
+class KnownOrTraced:
+    """Implements `ProfiledFacts` for a model of a known family, and traces it for what is not known."""
+
+    def __init__(self, known: KnownModel, trace: Callable[[], ProfiledFacts]) -> None:
+        self._known, self._trace = known, trace
+        self.precision = known.precision
+
+    @property
+    def layout(self) -> ModelLayout:
+        """See ModelFacts."""
+        return self._known.layout
+
+    @property
+    def vocab_size(self) -> int:
+        """See ModelFacts."""
+        return self._known.vocab_size
+
+    @property
+    def buffers_nbytes(self) -> int:
+        """See ModelFacts."""
+        return self._known.buffers_nbytes
+
+    @property
+    def name(self) -> str:
+        """See ProfiledFacts."""
+        return self._known.name
+
+    @property
+    def hidden_size(self) -> int:
+        """See ProfiledFacts."""
+        return self._known.hidden_size
+
+    @property
+    def head_matrix_numel(self) -> int:
+        """See ProfiledFacts."""
+        return self._known.head_matrix_numel
+
+    def operators(self, block: BlockIndex, num_examples: int, num_tokens: int) -> LayerOperators:
+        """See ProfiledFacts."""
+        try:
+            return self._known.operators(block, num_examples, num_tokens)
+        except NotKnownError:
+            return self._traced.operators(block, num_examples, num_tokens)
+
+    def needs(self, choices: Mapping[BlockIndex, BlockActivations], passes: Passes) -> PassNeeds:
+        """See ModelFacts."""
+        try:
+            return self._known.needs(choices, passes)
+        except NotKnownError:
+            return self._traced.needs(choices, passes)
+
+    @cached_property
+    def _traced(self) -> ProfiledFacts:
+        return self._trace()

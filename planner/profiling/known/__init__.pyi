@@ -1,0 +1,7 @@
+"""Models whose facts are known without tracing them: formulas in their sizes, recorded from traces of small models."""
+
+from windlass.planner.profiling.known.formulas import Formula as Formula
+from windlass.planner.profiling.known.known_model import KnownModel as KnownModel
+from windlass.planner.profiling.known.known_model import NotKnownError as NotKnownError
+from windlass.planner.profiling.known.known_model import known_facts as known_facts
+from windlass.planner.profiling.known.known_model import variant_of as variant_of

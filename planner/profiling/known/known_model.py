@@ -1,0 +1,343 @@
+"""The facts of a model of a known family, from recorded formulas. It imports no torch.
+
+Sizes: B examples, T tokens, K heads of keys, G heads of queries for each of them, D head dim, H hidden size (in GPT-2
+it is K times D), I intermediate size, V vocabulary, P positions. Those of the head's loops: S and U tokens of its first
+and second slice, W of both, Q of a piece of the loss, L and M tokens of a slice's last piece, R rows of a part of the
+projection's gradient, Z of the last.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass.engine.memory_estimate import Passes, PassNeeds
+from windlass.engine.memory_plan import EVERY_OPERATOR, LEAST_SWAPPED_NBYTES, RECOMPUTE_ALL, BlockActivations, UnitNeed
+from windlass.engine.model import (
+    BlockLayout,
+    ModelLayout,
+    ParamSlice,
+    choose_chunk_numel,
+    num_piece_tokens,
+    num_product_rows,
+    num_slice_tokens,
+)
+from windlass.planner.cost import OperatorProfile
+from windlass.planner.profiling.known.formulas import Formula, Sizes, largest_value
+from windlass.planner.profiling.profiled_facts import LayerOperators
+from windlass.storage.ids import BlockIndex, HeadSlices, Precision
+
+if TYPE_CHECKING:  # it needs pydantic, which the GPU check does without
+    from windlass.planner.hardware import ModelShape
+
+PACKAGES = ("torch", "transformers")
+# Sizes for which another sequence of operators runs if they are 1.
+FLAGS = "BGK"
+# A loop that runs more often needs as much memory as with so many turns, but for the sums that it keeps.
+MOST_TURNS = 3
+
+
+class NotKnownError(Exception):
+    """The facts are not among the recorded ones. They must be traced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadLoops:
+    """The loops of the head over slices, over pieces of the loss, and over parts of the projection's gradient."""
+
+    num_pieces: int  # of the first slice
+    num_second_pieces: int = 0  # of the second slice; 0: there is one slice
+    is_full: bool = False  # the second slice has as many tokens as the first
+    num_parts: int = 1
+
+    @property
+    def key(self) -> str:
+        """The name of the recorded loops that serve for these."""
+        pieces, second = min(self.num_pieces, MOST_TURNS), min(self.num_second_pieces, MOST_TURNS)
+        return f"{pieces}.{'full' if self.is_full else second}.{min(self.num_parts, MOST_TURNS)}"
+
+    @property
+    def more_pieces(self) -> tuple[int, int]:
+        """The pieces of the first and of the second slice beyond those of the recorded loops."""
+        second = 0 if self.is_full else self.num_second_pieces
+        return max(0, self.num_pieces - MOST_TURNS), max(0, second - MOST_TURNS)
+
+
+def _flags(sizes: Sizes) -> str:
+    return "".join(name for name in FLAGS if sizes[name] == 1)
+
+
+def variant_of(passes: Passes) -> str:
+    """Returns the name of recorded passes: what decides their operators, beside shapes and the model's precision."""
+    if not passes.train:
+        return "evaluate"
+    return f"{8 * passes.grad_precision.itemsize}{'+' if passes.is_summed else ''}"
+
+
+def choice_key(choice: BlockActivations, names: Mapping[str, int]) -> str:
+    """Returns the name of a recorded choice of activations. `names`: the index of each operator in the layer.
+
+    Raises:
+        NotKnownError: it names another operator.
+    """
+    held = choice.kept | choice.swapped
+    if choice.recompute:
+        is_known = held <= names.keys() and not (choice.kept and choice.swapped)
+    else:
+        is_known = held <= {EVERY_OPERATOR}
+    if not is_known:
+        raise NotKnownError(f"choice {choice}")
+    what = ",".join(map(str, sorted(names[name] for name in held))) if choice.recompute else "all"
+    return f"{'away' if choice.swap_input else 'here'} {'swap' if choice.swapped else 'keep'} {what}".rstrip()
+
+
+@functools.cache
+def _family(name: str) -> dict[str, Any] | None:
+    """Reads a family's file. Returns None if it was recorded with other versions of the packages that are traced."""
+    stored: dict[str, Any] = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
+    same = all(version(package).partition("+")[0] == stored["versions"][package] for package in PACKAGES)
+    return stored if same else None
+
+
+@functools.cache
+def _formula(text: str) -> Formula:
+    return Formula.parse(text)
+
+
+def family_of(shape: "ModelShape") -> str:
+    """Returns the name of the family that a shape belongs to."""
+    if shape.is_gpt:
+        return "gpt2"
+    return "qwen2" if shape.qkv_bias else "qwen3" if shape.qk_norm else "llama"
+
+
+def sizes_of(shape: "ModelShape", *, num_tokens: int) -> dict[str, int]:
+    """Returns a model's sizes by letter. `num_tokens`: the model's positions."""
+    num_kv_heads = shape.num_kv_heads or shape.num_heads
+    return {
+        "K": num_kv_heads,
+        "G": shape.num_heads // num_kv_heads,
+        "H": shape.hidden_size,
+        "D": shape.head_size,
+        "I": shape.intermediate_size or 4 * shape.hidden_size,
+        "V": shape.vocab_size,
+        "P": shape.max_tokens or num_tokens,
+    }
+
+
+def known_facts(shape: "ModelShape", precision: Precision, *, num_tokens: int) -> "KnownModel":
+    """Returns the facts of a model with these sizes.
+
+    Raises:
+        NotKnownError: the family was recorded with other versions of torch or transformers.
+    """
+    family = _family(family_of(shape))
+    if family is None:
+        raise NotKnownError("other versions of torch or transformers")
+    outer = family["tied" if shape.is_tied else "untied"]
+    head = outer["head"]
+    if isinstance(head, str):
+        shared = _family(head)
+        assert shared is not None, "all files are written with the same versions"
+        head = shared["tied" if shape.is_tied else "untied"]["head"]
+    return KnownModel(
+        layers=family,
+        outer=outer,
+        head=head,
+        sizes=sizes_of(shape, num_tokens=num_tokens),
+        num_layers=shape.num_layers,
+        precision=precision,
+    )
+
+
+@dataclass(eq=False, kw_only=True)
+class KnownModel:
+    """Implements `ProfiledFacts` for a model of a known family. What was not recorded raises NotKnownError."""
+
+    layers: Mapping[str, Any]  # what was recorded of layers
+    outer: Mapping[str, Any]  # ... of the layout and the embedding
+    head: Mapping[str, Any]
+    sizes: Sizes
+    num_layers: int
+    precision: Precision
+    _units: dict[tuple[Passes, str], UnitNeed] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """See ProfiledFacts."""
+        return str(self.outer["name"])
+
+    @property
+    def hidden_size(self) -> int:
+        """See ProfiledFacts."""
+        return self._value(self.outer["hidden"])
+
+    @property
+    def head_matrix_numel(self) -> int:
+        """See ProfiledFacts."""
+        return self._value(self.outer["head_matrix_numel"])
+
+    @property
+    def vocab_size(self) -> int:
+        """See ModelFacts."""
+        return self.sizes["V"]
+
+    @property
+    def buffers_nbytes(self) -> int:
+        """See ModelFacts."""
+        return self._value(self.outer["buffers_nbytes"])
+
+    @functools.cached_property
+    def layout(self) -> ModelLayout:
+        """See ModelFacts."""
+        embedding, layer, head = self.outer["blocks"]
+        last = BlockIndex(self.num_layers + 1)
+        blocks = [self._block(BlockIndex(0), embedding)]
+        blocks += [self._block(BlockIndex(block), layer) for block in range(1, last)]
+        blocks.append(self._block(last, head))
+        tied: dict[str, str] = self.outer["tied"]
+        shared = tuple((BlockIndex(block),) for block in range(last))
+        return ModelLayout(
+            blocks=tuple(blocks),
+            tied=dict(tied),
+            chunk_numel=choose_chunk_numel([block.numel for block in blocks]),
+            shared=(*shared, (last, BlockIndex(0)) if tied else (last,)),
+        )
+
+    def operators(self, block: BlockIndex, num_examples: int, num_tokens: int) -> LayerOperators:
+        """See ProfiledFacts."""
+        sizes = self._with_shape(num_examples, num_tokens)
+        recorded = self._recorded(sizes)
+        return LayerOperators(
+            operators=tuple(
+                OperatorProfile(
+                    name=name,
+                    outputs_nbytes=tuple(_formula(nbytes).value(sizes) for nbytes in outputs),
+                    num_flops=_formula(num_flops).value(sizes),
+                    is_saved=is_saved,
+                    reads=tuple(reads),
+                )
+                for name, outputs, num_flops, is_saved, reads in recorded["operators"]
+            ),
+            saves_input=recorded["saves_input"],
+        )
+
+    def needs(self, choices: Mapping[BlockIndex, BlockActivations], passes: Passes) -> PassNeeds:
+        """See ModelFacts."""
+        if passes.head_slices is not HeadSlices.LARGE:
+            raise NotKnownError("the head's slices of earlier releases")
+        layers = [choices.get(BlockIndex(block), RECOMPUTE_ALL) for block in range(1, self.num_layers + 1)]
+        by_choice = {choice: self._unit(passes, self._key(passes, choice)) for choice in dict.fromkeys(layers)}
+        embedding = self._unit(passes, "embedding")
+        units = (embedding, *(by_choice[choice] for choice in layers))
+        return PassNeeds(units=units, head_peak_nbytes=self._head_peak_nbytes(passes))
+
+    # --- private ----------------------------------------------------------------------------------------------------
+
+    def _value(self, text: str) -> int:
+        return _formula(text).value(self.sizes)
+
+    def _block(self, index: BlockIndex, recorded: Mapping[str, Any]) -> BlockLayout:
+        number, offset, params = str(index - 1), 0, []
+        for name, dims, decay in recorded["params"]:
+            shape = tuple(self._value(dim) for dim in dims)
+            numel = 1
+            for dim in shape:
+                numel *= dim
+            params.append(
+                ParamSlice(name=name.replace("*", number), shape=shape, offset=offset, numel=numel, decay=decay)
+            )
+            offset += numel
+        return BlockLayout(index=index, name=recorded["name"].replace("*", number), params=tuple(params))
+
+    def _with_shape(self, num_examples: int, num_tokens: int) -> dict[str, int]:
+        if num_tokens < 2:
+            raise NotKnownError("one token")
+        return {**self.sizes, "B": num_examples, "T": num_tokens}
+
+    def _recorded(self, sizes: Sizes) -> Mapping[str, Any]:
+        """Returns what was recorded for the sizes that are 1 here."""
+        alike = self.layers["alike"][_flags(sizes)]
+        recorded: Mapping[str, Any] = self.layers["classes"][alike][self._bits]
+        return recorded
+
+    @property
+    def _bits(self) -> str:
+        return str(8 * self.precision.itemsize)
+
+    def _key(self, passes: Passes, choice: BlockActivations) -> str:
+        if not passes.train:
+            return "layer"
+        recorded = self._recorded(self._with_shape(passes.num_examples, passes.num_tokens))
+        names = {operator[0]: index for index, operator in enumerate(recorded["operators"])}
+        return choice_key(choice, names)
+
+    def _unit(self, passes: Passes, key: str) -> UnitNeed:
+        if (passes, key) not in self._units:
+            self._units[passes, key] = self._evaluated(passes, key)
+        return self._units[passes, key]
+
+    def _evaluated(self, passes: Passes, key: str) -> UnitNeed:
+        sizes = self._with_shape(passes.num_examples, passes.num_tokens)
+        if key == "embedding":
+            unit = self.outer["embedding"][_flags(sizes)][self._bits].get(variant_of(passes))
+        else:
+            unit = self._recorded(sizes)["units"].get(variant_of(passes), {}).get(key)
+        if unit is None:
+            raise NotKnownError(f"{variant_of(passes)}: {key}")
+        output, held, swapped, forward, backward = unit
+        sizes_out = tuple(_formula(nbytes).value(sizes) for nbytes in swapped)
+        if min(sizes_out, default=LEAST_SWAPPED_NBYTES) < LEAST_SWAPPED_NBYTES:
+            raise NotKnownError("tensors too small to be swapped")
+        return UnitNeed(
+            output_nbytes=_formula(output).value(sizes),
+            held_nbytes=_formula(held).value(sizes),
+            swapped=sizes_out,
+            forward_peak_nbytes=largest_value(map(_formula, forward), sizes),
+            backward_peak_nbytes=largest_value(map(_formula, backward), sizes),
+        )
+
+    def _head_peak_nbytes(self, passes: Passes) -> int:
+        loops, sizes = self.head_loops(passes)
+        recorded = self.head[self._bits].get(variant_of(passes), {}).get(loops.key)
+        if recorded is None:
+            raise NotKnownError(f"{variant_of(passes)}: head {loops.key}")
+        first, second = loops.more_pieces
+        peak = max(
+            _formula(nbytes).value(sizes) + first * of_first + second * of_second
+            for nbytes, of_first, of_second in recorded
+        )
+        # The gradient of the hidden state exists for all tokens, not only for the measured slices.
+        num_more = passes.num_examples * passes.num_tokens - sizes["W"] if passes.train else 0
+        return peak + num_more * self.hidden_size * self.precision.itemsize
+
+    def head_loops(self, passes: Passes) -> tuple[HeadLoops, dict[str, int]]:
+        """Returns the loops of the head for a micro-batch, and their sizes. All slices after the second equal it."""
+        num_tokens, vocab_size = passes.num_examples * passes.num_tokens, self.vocab_size
+        first = min(num_tokens, num_slice_tokens(passes.head_slices, vocab_size))
+        second = min(num_tokens - first, first)
+        piece = num_piece_tokens(passes.head_slices, vocab_size)
+        rows = num_product_rows(self.hidden_size)
+        num_first, num_second = -(-first // piece), -(-second // piece)
+        sums_in_parts = self.precision is not Precision.FP32 and (
+            bool(second) or bool(self.outer["tied"]) or passes.grad_precision is Precision.FP32
+        )
+        num_parts = -(-vocab_size // rows) if passes.train and sums_in_parts else 1
+        loops = HeadLoops(
+            num_pieces=num_first, num_second_pieces=num_second, is_full=second == first, num_parts=num_parts
+        )
+        sizes = {
+            **self.sizes,
+            "S": first,
+            "U": second,
+            "W": first + second,
+            "Q": piece,
+            "L": first - (num_first - 1) * piece,
+            "M": second - (num_second - 1) * piece if second else 0,
+            "R": rows,
+            "Z": vocab_size - (num_parts - 1) * rows,
+        }
+        return loops, sizes

@@ -1,0 +1,74 @@
+"""The configs of models that are planned. They are read without torch, and loaded by transformers only where needed."""
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # it needs pydantic, which the GPU check does without
+    from windlass.planner.hardware import ModelShape
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeConfig:
+    """A model by its sizes, without dropout, for sequences of up to `num_tokens` tokens."""
+
+    shape: "ModelShape"
+    num_tokens: int
+
+    def load(self) -> Any:
+        """Returns the transformers config."""
+        from windlass.planner.profiling.model_profiler import config_of_shape
+
+        return config_of_shape(self.shape, num_tokens=self.num_tokens)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """All that decides the model, as JSON values."""
+        return {"shape": self.shape.model_dump(mode="json"), "num_tokens": self.num_tokens}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderConfig:
+    """The config of a model's folder."""
+
+    folder: Path
+    content: Mapping[str, Any]  # of its config.json
+
+    @classmethod
+    def read(cls, folder: Path) -> "FolderConfig":
+        """Reads a folder's config. Raises OSError or ValueError if there is none that is a JSON object."""
+        content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"the config of {folder.name} cannot be used: it is no JSON object")
+        return cls(folder=folder, content=content)
+
+    def load(self) -> Any:
+        """Returns the transformers config. Raises ValueError if transformers cannot use it."""
+        return _load(self.folder, json.dumps(self.content, sort_keys=True))
+
+
+ModelConfig = ShapeConfig | FolderConfig
+
+
+@functools.lru_cache(maxsize=4)
+def _load(folder: Path, content: str) -> Any:
+    """Loads a folder's config. `content`: part of the key, because the file may change while this process lives."""
+    from windlass.engine.model import load_config
+
+    return load_config(folder)
+
+
+def loaded(config: Any) -> Any:
+    """Returns the transformers config of a model's config, which may be one already."""
+    return config.load() if isinstance(config, ModelConfig) else config
+
+
+def content_of(config: Any) -> dict[str, Any]:
+    """Returns the content of a config, or of a transformers config, as values for a cache's key."""
+    content = config.content if isinstance(config, ModelConfig) else config.to_dict()
+    return {name: value for name, value in content.items() if name != "_name_or_path"}

@@ -1,0 +1,118 @@
+"""All kinds of plans of a job: the choices that the integer program leaves open, in every combination.
+
+Two kinds that share a *base* differ only in buffers. Their programs have the same options, and nearly the same value.
+The choices are the same on every machine, or more on a better one. So a better machine has the plans of a lesser one.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from windlass.engine.memory_plan import (
+    LEAVING_ACTIVATION_NBYTES,
+    MAX_GRAD_BUFFERS,
+    MIN_PASSING_BLOCKS,
+    MIN_STATE_DEPTH,
+    QueueDepths,
+    most_passing_blocks,
+)
+from windlass.planner.cost import Speeds
+from windlass.planner.solver.depth_choice import depths_to_try
+from windlass.planner.solver.step_cost import Limits, PlannedJob, StepCosts
+
+# Maximum share of device memory for swapped activations that have not left the device yet.
+_LEAVING_SHARE = 1 / 8
+
+
+def bases_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> Iterator[StepCosts]:
+    """Yields a base for each order of updates, group size and way to save memory. Those that save least come first."""
+    for one in job.by_order:
+        sizes = reversed(all_group_sizes(one))
+        savers = itertools.product(_spills(one), _savers_of_device_memory(one))
+        for (spills, (streams, streams_grads, num_grad_buffers)), size in itertools.product(savers, list(sizes)):
+            yield StepCosts(
+                job=one,
+                speeds=speeds,
+                limits=limits,
+                group_size=size,
+                spills=spills,
+                streams=streams,
+                streams_grads=streams_grads,
+                num_grad_buffers=num_grad_buffers,
+            )
+
+
+def kinds_of(base: StepCosts) -> Iterator[StepCosts]:
+    """Yields the base with each size of its buffers, the largest first."""
+    job, limits = base.job, base.limits
+    leaving_nbytes = int(min(LEAVING_ACTIVATION_NBYTES, max(0.0, _LEAVING_SHARE * limits.device_nbytes)))
+    depths = depths_to_try(base.speeds.num_ssds, num_optimizers=job.num_optimizers, leaving_nbytes=leaving_nbytes)
+    passing: tuple[int | None, ...] = (None,) if job.keeps_grads else tuple(_numbers_passing(job))
+    for queue_depths, overflows, number in itertools.product(depths, (True, False), passing):
+        yield replace(base, depths=queue_depths, overflows=overflows, num_passing_blocks=number)
+
+
+def smallest_of(base: StepCosts, *, overflows: bool = True) -> StepCosts:
+    """Returns the base with the smallest buffers. If any of its plans fits, one of these does."""
+    return replace(
+        base,
+        depths=QueueDepths(states=MIN_STATE_DEPTH, leaving_nbytes=0),
+        overflows=overflows,
+        num_passing_blocks=None if base.job.keeps_grads else MIN_PASSING_BLOCKS,
+    )
+
+
+def all_group_sizes(job: PlannedJob) -> list[int]:
+    """Returns the sizes of groups to try."""
+    return sorted({*group_sizes(job.largest_group), smallest_uncut_group(job)})
+
+
+def group_sizes(num_microbatches: int) -> list[int]:
+    """Returns the powers of two below the number of micro-batches, and that number."""
+    sizes = [1]
+    while sizes[-1] * 2 < num_microbatches:
+        sizes.append(sizes[-1] * 2)
+    return sizes if num_microbatches == 1 else [*sizes, num_microbatches]
+
+
+def smallest_uncut_group(job: PlannedJob) -> int:
+    """Returns the smallest group that ends with a lane, or the largest one."""
+    return min(job.lanes.smallest_uncut_group, job.largest_group)
+
+
+def sizes_at_the_border(job: PlannedJob) -> list[int]:
+    """Returns the sizes of groups that need least of one tier: of device memory, of host memory, or of both."""
+    return sorted({1, smallest_uncut_group(job), job.largest_group})
+
+
+def _spills(job: PlannedJob) -> tuple[bool, ...]:
+    """Returns the choices for moving kept gradients to the SSDs. The first one takes no time.
+
+    With spilled gradients no states can be resident in host memory, but more activations can.
+    """
+    return (False, True) if job.keeps_grads else (False,)
+
+
+def _savers_of_device_memory(job: PlannedJob) -> Iterator[tuple[bool, bool, int]]:
+    """Yields whether layers, and their gradients, come in pieces, and the number of buffers for gradients.
+
+    Beside gradients in pieces, a second buffer for whole ones saves no time: between the head and the embedding, all
+    layers are computed.
+    """
+    yield from ((False, False, number) for number in (MAX_GRAD_BUFFERS, 1))
+    yield from ((True, False, number) for number in (MAX_GRAD_BUFFERS, 1))
+    if may_stream_grads(job):
+        yield True, True, 1
+
+
+def may_stream_grads(job: PlannedJob) -> bool:
+    """Checks whether gradients of streamed layers may leave the device in pieces."""
+    return job.lanes.num_lanes == 1 and job.num_ranks == 1
+
+
+def _numbers_passing(job: PlannedJob) -> Iterator[int]:
+    """Yields numbers of typical blocks whose gradients may wait for their update, the largest first."""
+    number = most_passing_blocks(len(job.model.blocks))
+    powers = (2**power for power in range(number.bit_length(), 0, -1))
+    yield number
+    yield from (power for power in powers if MIN_PASSING_BLOCKS <= power < number)

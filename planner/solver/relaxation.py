@@ -1,0 +1,149 @@
+"""Lower bounds of an integer program's value, which cost far less than its solution.
+
+- Without limits: for each bound of the step, every block takes the option that adds least to it.
+- With prices: a second of each bound and a byte of each tier have a price, and every block takes the cheapest option.
+  That is a lower bound whatever the prices are (Lagrange's relaxation). The best prices are those of the program
+  without the condition that counts are whole numbers. They are good for all programs that differ little.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import scipy  # loads its submodules on first use
+
+from windlass.planner.solver.integer_program import SPARE_WEIGHT, BlockGroup, Buffer, Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """The prices of a program's limits, in seconds of the step."""
+
+    bounds: "np.ndarray"  # of a second of each bound; their sum is 1
+    tiers: "np.ndarray"  # of a byte of each tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The options of all blocks as matrices, with a row for each option."""
+
+    counts: "np.ndarray"  # of each group of blocks
+    starts: "np.ndarray"  # the first option of each group
+    seconds: "np.ndarray"
+    nbytes: "np.ndarray"
+    movable: "np.ndarray"
+    buffered: "np.ndarray"
+
+
+@functools.lru_cache(maxsize=256)
+def _options_of(blocks: tuple[BlockGroup, ...], num_buffers: int) -> _Options:
+    options = [option for group in blocks for option in group.options]
+    nothing = (0.0,) * num_buffers
+    return _Options(
+        counts=np.array([group.count for group in blocks], dtype=float),
+        starts=np.cumsum([0, *(len(group.options) for group in blocks[:-1])]),
+        seconds=np.array([option.seconds for option in options]),
+        nbytes=np.array([option.nbytes for option in options]),
+        movable=np.array([option.movable_nbytes for option in options]),
+        buffered=np.array([option.buffered_nbytes or nothing for option in options]).reshape(len(options), num_buffers),
+    )
+
+
+def least_cost(program: Program) -> float:
+    """Returns a lower bound of a program's value that ignores its limits."""
+    options = _options_of(program.blocks, len(program.buffers))
+    weights, constants = _bounds_of(program)
+    spare = _spare_weights(program)
+    by_bound = np.minimum.reduceat(options.seconds @ weights.T, options.starts, axis=0)  # (groups, bounds)
+    work_s = np.minimum.reduceat(options.seconds @ spare, options.starts)
+    seconds = np.array(program.seconds)
+    step_s = (options.counts @ by_bound + weights @ seconds + constants).max()
+    return float(step_s + options.counts @ work_s + spare @ seconds)
+
+
+def priced_cost(program: Program, prices: Prices) -> float:
+    """Returns a lower bound of a program's value from prices of another program with the same kinds of bounds."""
+    options = _options_of(program.blocks, len(program.buffers))
+    weights, constants = _bounds_of(program)
+    per_second = prices.bounds @ weights + _spare_weights(program)  # of each part
+    costs = options.seconds @ per_second + _with_buffers(program, options) @ prices.tiers
+    if (overflow := program.overflow) is not None:
+        move = float(np.array(overflow.seconds) @ per_second) + prices.tiers[overflow.target]
+        # Bytes move where that is cheaper than their place.
+        costs += min(0.0, move - prices.tiers[overflow.source]) * options.movable
+    least = options.counts @ np.minimum.reduceat(costs, options.starts)
+    free = np.array(program.limits) - np.array(program.nbytes)
+    always = per_second @ np.array(program.seconds) + prices.bounds @ constants
+    return float(least + always - prices.tiers @ free)
+
+
+def relaxed(program: Program) -> tuple[float, Prices] | None:
+    """Returns a lower bound of the program's value, with its prices. Returns None if nothing fits."""
+    options = _options_of(program.blocks, len(program.buffers))
+    weights, constants = _bounds_of(program)
+    seconds, free = np.array(program.seconds), np.array(program.limits) - np.array(program.nbytes)
+    num_options, num_bounds, num_tiers = len(options.seconds), len(weights), len(program.limits)
+    units = np.maximum(np.maximum(program.limits, program.nbytes), 1.0)  # HiGHS compares with limited precision
+    nbytes = _with_buffers(program, options)
+    overflow, spare = program.overflow, _spare_weights(program)
+    unit = units[overflow.source] if overflow is not None else 1.0
+    moved = np.zeros(len(seconds)) if overflow is None else unit * np.array(overflow.seconds)
+    # Columns: a count of each option, moved bytes, the step.
+    rows = np.zeros((num_bounds + num_tiers + 1, num_options + 2))
+    rows[:num_bounds, :num_options] = weights @ options.seconds.T
+    rows[:num_bounds, num_options] = weights @ moved
+    rows[:num_bounds, num_options + 1] = -1.0
+    rows[num_bounds:-1, :num_options] = nbytes.T / units[:, None]
+    if overflow is not None:
+        rows[num_bounds + overflow.source, num_options] = -1.0
+        rows[num_bounds + overflow.target, num_options] = unit / units[overflow.target]
+    rows[-1, :num_options], rows[-1, num_options] = -options.movable / unit, 1.0
+    upper = np.concatenate([-(weights @ seconds + constants), free / units, [0.0]])
+    equal = np.zeros((len(options.counts), num_options + 2))
+    for group, (start, stop) in enumerate(zip(options.starts, [*options.starts[1:], num_options], strict=True)):
+        equal[group, start:stop] = 1.0
+    costs = np.concatenate([options.seconds @ spare, [moved @ spare, 1.0]])
+    most = [(0.0, None)] * num_options + [(0.0, None if overflow is not None else 0.0), (None, None)]
+    result = scipy.optimize.linprog(
+        costs, A_ub=rows, b_ub=upper, A_eq=equal, b_eq=options.counts, bounds=most, method="highs-ds"
+    )
+    if result.status == 2:
+        return None
+    if result.x is None:  # numerical trouble; the bound without limits holds in any case
+        of_bounds = np.zeros(num_bounds)
+        of_bounds[0] = 1.0
+        return least_cost(program), Prices(bounds=of_bounds, tiers=np.zeros(num_tiers))
+    duals = np.maximum(0.0, -result.ineqlin.marginals)
+    of_bounds = duals[:num_bounds] / duals[:num_bounds].sum()
+    prices = Prices(bounds=of_bounds, tiers=duals[num_bounds:-1] / units)
+    return max(priced_cost(program, prices), least_cost(program)), prices
+
+
+def _bounds_of(program: Program) -> "tuple[np.ndarray, np.ndarray]":
+    return (
+        np.array([bound.weights for bound in program.bounds]),
+        np.array([bound.constant_s for bound in program.bounds]),
+    )
+
+
+def _spare_weights(program: Program) -> "np.ndarray":
+    weights = np.full(len(program.seconds), SPARE_WEIGHT)
+    weights[list(program.uncounted_parts)] = 0.0
+    return weights
+
+
+def _with_buffers(program: Program, options: _Options) -> "np.ndarray":
+    """Returns the bytes of options, with the least share of their bytes in buffers that these take in any case."""
+    nbytes = options.nbytes
+    for index, buffer in enumerate(program.buffers):
+        share = _least_share(options, index, buffer)
+        if share:
+            nbytes = nbytes.copy()
+            nbytes[:, buffer.tier] += share * options.buffered[:, index]
+    return nbytes
+
+
+def _least_share(options: _Options, index: int, buffer: Buffer) -> float:
+    """Returns the share of all buffered bytes that a buffer takes, if as many as possible are there."""
+    most = float(options.counts @ np.maximum.reduceat(options.buffered[:, index], options.starts))
+    return min(1.0, buffer.most_nbytes / most) if most else 0.0

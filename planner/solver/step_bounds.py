@@ -1,0 +1,125 @@
+"""The parts of a step's time, and the sums of them that bound the step."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from windlass.engine.memory_plan import UpdateOrder
+
+
+class Part(IntEnum):
+    """A part of a step's time. The link has two directions. Each SSD does one transfer at a time."""
+
+    FORWARD = 0  # compute, with the head's forward and backward
+    BACKWARD = 1
+    H2D_FORWARD = 2
+    H2D_BACKWARD = 3
+    D2H_FORWARD = 4
+    D2H_BACKWARD = 5
+    SSD_FORWARD = 6  # reads of params, writes of activations
+    SSD_BACKWARD = 7  # reads of params and activations, writes of kept gradients
+    SSD_UPDATE = 8  # reads and writes of states in an optimizer's slots
+    OPTIMIZER = 9
+    FIRST_UPDATE = 10  # from the last gradient to the first block's new params; nothing computes meanwhile
+    SSD_FLUSH = 11  # writes of states resident in memory, for a commit
+    HOST_MEMORY = 12  # all that the other parts read and write in the host's memory, of all GPU workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingUpdates:
+    """The seconds of the updates whose gradients have room in host memory, at the resources of an update."""
+
+    optimizer_s: float
+    slots_s: float  # as the weights of `slots_of_updates` count them
+    ssd_s: float
+
+
+def bounding_parts(
+    head_s: float,
+    slots_of_updates: dict[Part, float],
+    *,
+    order: UpdateOrder,
+    ssd_cores: float | None,
+    slowed_by_other_way: float,
+    num_rounds: int,
+    waiting: WaitingUpdates | None,
+) -> Iterator[tuple[dict[Part, float], float]]:
+    """Yields the weights of parts, and seconds to add, of each bound.
+
+    `head_s`: of all micro-batches. `ssd_cores`: see `StepCosts`, if the device is the CPU. `slowed_by_other_way`:
+    additional seconds of a transfer for each second in which the other direction of the link is busy. `num_rounds`:
+    the groups of micro-batches that one GPU worker computes. `waiting`: the updates that may wait for the end of the
+    backward pass; None: all.
+    """
+    p = Part
+    compute, ssd = (p.FORWARD, p.BACKWARD), (p.SSD_FORWARD, p.SSD_BACKWARD, p.SSD_UPDATE, p.SSD_FLUSH)
+    h2d, d2h = (p.H2D_FORWARD, p.H2D_BACKWARD), (p.D2H_FORWARD, p.D2H_BACKWARD)
+    for busy in (ssd, (p.OPTIMIZER,)):
+        yield once(*busy), 0.0
+    # In the best case, all transfers in the less busy direction overlap with the other direction.
+    for way, other in ((h2d, d2h), (d2h, h2d)):
+        yield once(*way) | dict.fromkeys(other, slowed_by_other_way), 0.0
+    yield once(*compute, p.FIRST_UPDATE), 0.0
+    if ssd_cores is not None:
+        # Matrix products are split evenly over the cores: while one core does other work, all wait for it.
+        yield once(*compute, *h2d, *d2h, p.OPTIMIZER) | dict.fromkeys(ssd, ssd_cores), 0.0
+    of_forward = [p.FORWARD, p.D2H_FORWARD]
+    of_backward = [p.BACKWARD, p.H2D_BACKWARD]
+    # Blocks needed first are updated first, so the head's update is the last. It cannot overlap with the head's
+    # compute.
+    updates = [once(p.OPTIMIZER), slots_of_updates]
+    # Updates end before the first group's head, and begin in the last group's backward pass. So they overlap with
+    # nothing between the two.
+    between = (num_rounds - 1) / num_rounds
+    if order.keeps_grads:
+        of_forward.append(p.H2D_FORWARD)
+        of_backward += [p.D2H_BACKWARD, p.SSD_BACKWARD]
+        updates.append(once(p.SSD_FORWARD, p.SSD_UPDATE, p.SSD_FLUSH))
+    else:
+        updates.append(once(p.SSD_UPDATE, p.SSD_FLUSH))
+        for update in updates:
+            yield update | dict.fromkeys(compute, between), head_s / num_rounds
+        if waiting is not None:
+            yield from _held_back(waiting, slots_of_updates, between)
+    for backward in of_backward:
+        for forward in of_forward:
+            yield once(forward, backward), 0.0
+        if order.keeps_grads:
+            for update in updates:
+                yield update | once(backward) | _of_earlier_forwards(between, backward), head_s / num_rounds
+    if not order.overlaps_steps:
+        # The next forward pass waits for all updates, and these wait for all gradients. So the three do not overlap.
+        passes = itertools.product((*of_forward, p.SSD_FORWARD), of_backward)
+        alone = (once(p.OPTIMIZER), once(p.SSD_UPDATE), slots_of_updates)
+        for (forward, backward), update in itertools.product(passes, alone):
+            yield update | once(forward, backward), 0.0
+
+
+def _of_earlier_forwards(between: float, backward: Part) -> dict[Part, float]:
+    """Returns the compute of forward passes after the first group's, in which no update overlaps either."""
+    return {Part.FORWARD: between} if between and backward is Part.BACKWARD else {}
+
+
+def _held_back(
+    waiting: WaitingUpdates, slots_of_updates: dict[Part, float], between: float
+) -> Iterator[tuple[dict[Part, float], float]]:
+    """Yields the bounds for gradients that hold the last group's backward pass back.
+
+    When it ends, only as many gradients wait as have room. All other updates ran during that pass.
+    """
+    p = Part
+    of_update = (
+        (once(p.OPTIMIZER), waiting.optimizer_s),
+        (slots_of_updates, waiting.slots_s),
+        (once(p.SSD_UPDATE), waiting.ssd_s),
+    )
+    for update, waiting_s in of_update:
+        for forward in (p.FORWARD, p.D2H_FORWARD):
+            beside = {p.BACKWARD: between} if forward is p.FORWARD else {}
+            yield update | once(forward) | beside, -waiting_s
+
+
+def once(*parts: Part) -> dict[Part, float]:
+    """Returns weights of 1 for these parts."""
+    return dict.fromkeys(parts, 1.0)

@@ -1,0 +1,97 @@
+"""The model and the machine that the command `plan` is asked about."""
+
+from pathlib import Path
+from typing import Any
+
+from windlass.planner.hardware import (
+    Hardware,
+    ModelShape,
+    UnknownMachineError,
+    load,
+    machine_of,
+    published_models,
+    similar_models,
+)
+from windlass.service.cli.errors import CommandError
+from windlass.service.installation import HARDWARE_FILE, Settings
+from windlass.service.validation import ApiError, model_dir
+
+MEASURED = "measured"  # the name of this machine, as `windlass doctor` measured it
+
+
+def hardware_of(settings: Settings, name: str) -> Hardware:
+    """Returns the profile of a machine: measured, by name or from a file. Raises CommandError if there is none."""
+    if name == MEASURED:
+        path = settings.home / HARDWARE_FILE
+        if not path.exists():
+            raise CommandError(f"--hardware: nothing was measured yet; run `windlass doctor`, which writes {path}")
+        return load(Hardware, path)
+    try:
+        return machine_of(name)
+    except UnknownMachineError as error:
+        if Path(name).exists():
+            return load(Hardware, Path(name))
+        raise CommandError(f"--hardware: there is no file {name}, and {error}; '{MEASURED}' is this machine") from None
+
+
+def config_of(settings: Settings, model: str, sequence_length: int) -> Any:
+    """Reads the config of a model's folder or id, or makes that of a published model or of a shape's file.
+
+    A model that is here goes before a published one of the same name.
+    """
+    if model.endswith((".yaml", ".yml")):
+        return _config_of_shape_file(Path(model), sequence_length)
+    folder = _model_folder(settings, model)
+    if folder is None:
+        if (path := published_models().get(model.lower())) is not None:
+            return _config_of_shape_file(path, sequence_length)
+        raise CommandError(f"--model: {_unknown_model(settings, model)}")
+    from windlass.planner.profiling import FolderConfig
+
+    try:
+        config = FolderConfig.read(folder)
+        longest = getattr(config.load(), "max_position_embeddings", None)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--model: {folder}: {' '.join(str(error).split())}") from None
+    if isinstance(longest, int) and sequence_length > longest:
+        raise CommandError(f"--seq-len: {sequence_length}: the model in {folder} takes at most {longest} tokens")
+    return config
+
+
+def _config_of_shape_file(path: Path, sequence_length: int) -> Any:
+    from windlass.planner.profiling import ShapeConfig
+
+    shape = load(ModelShape, path)
+    if shape.max_tokens is not None and sequence_length > shape.max_tokens:
+        raise CommandError(
+            f"--seq-len: {sequence_length}: the model {path.stem} takes at most {shape.max_tokens} tokens"
+        )
+    return ShapeConfig(shape=shape, num_tokens=sequence_length)
+
+
+def _model_folder(settings: Settings, model: str) -> Path | None:
+    """Returns the folder of a model that is here: a path, or the id of a model of this installation."""
+    return Path(model) if (Path(model) / "config.json").exists() else _folder_of_id(settings, model)
+
+
+def _folder_of_id(settings: Settings, model: str) -> Path | None:
+    try:
+        folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+    except ApiError:
+        return None
+    return folder if (folder / "config.json").exists() else None
+
+
+def _unknown_model(settings: Settings, model: str) -> str:
+    near = similar_models(model)
+    known = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(published_models()))}"
+    required = [name for name, field in ModelShape.model_fields.items() if field.is_required()]
+    return (
+        f"there is no model {model}, neither in {settings.models_dir} nor among the published ones whose shapes are "
+        f"known; {known} Or name a folder with a config.json, or a YAML file with {', '.join(required)}"
+    )
+
+
+def is_id(settings: Settings, model: str) -> bool:
+    """Returns whether a job can name the planned model so. It cannot name a shape, or a folder elsewhere."""
+    return _folder_of_id(settings, model) is not None

@@ -1,0 +1,104 @@
+"""Machines by name: published ones and desktops in several sizes."""
+
+import pytest
+
+from windlass.planner.hardware.hardware import Gpus, Hardware, example_machines, unusual
+from windlass.planner.hardware.named_machines import (
+    UnknownMachineError,
+    desktops,
+    machine_of,
+    with_faster_card,
+    with_one_more_gpu,
+    with_one_more_ssd,
+)
+from windlass.planner.hardware.yaml_files import load
+
+# Bytes that an update reads and writes for a parameter with fp32 states.
+UPDATE_NBYTES = 28
+NAMES = [
+    f"{card}:gpus={gpus},ram={ram},ssds={ssds}"
+    for card, about in desktops().cards.items()
+    for gpus in desktops().sizes(about)["gpus"]
+    for ram in desktops().sizes(about)["ram"]
+    for ssds in desktops().sizes(about)["ssds"]
+]
+
+
+def test_every_desktop_is_a_usual_machine() -> None:
+    assert len(NAMES) == 108
+    for name in NAMES:
+        machine = machine_of(name)
+        assert unusual(machine) == [], name
+        assert machine.host.adam_params_per_s * UPDATE_NBYTES <= machine.host.memory_gb_per_s * 1e9, name
+        assert load(Hardware, example_machines()["rtx4090-server"]) != machine
+
+
+def test_a_name_says_the_sizes_in_any_order() -> None:
+    machine = machine_of("rtx3090:ssds=4,ram=256,gpus=2")
+    assert (machine.gpus.count, machine.gpus.memory_gib, machine.host.memory_gib, machine.ssds.count) == (2, 24, 252, 4)
+    assert machine == machine_of("rtx3090:gpus=2,ram=256,ssds=4")
+
+
+def test_a_size_that_is_left_out_is_the_smallest() -> None:
+    assert machine_of("rtx5090") == machine_of("rtx5090:gpus=1,ram=64,ssds=1")
+    assert machine_of("rtx5090:ssds=2") == machine_of("rtx5090:gpus=1,ram=64,ssds=2")
+
+
+def test_gpus_of_one_board_share_its_lanes() -> None:
+    one, two, four = (machine_of(f"rtx4090:gpus={count}").pcie.h2d_gb_per_s for count in (1, 2, 4))
+    assert one >= 2 * two >= 4 * four
+
+
+def test_a_published_machine_is_its_file() -> None:
+    assert machine_of("memascend-1") == load(Hardware, example_machines()["memascend-1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("rtx4080", "no machine is named rtx4080; did you mean rtx4090"),
+        ("nothing", "no machine is named nothing; there are the published a100-40g-server"),
+        ("RTX4090", "no machine is named RTX4090"),
+        ("rtx4090:", "nothing follows the colon; write rtx4090:gpus=4,ram=256,ssds=4"),
+        ("rtx4090:ram", "'ram' is not one of gpus=…, ram=…, ssds=…"),
+        ("rtx4090:ram=128,", "'' is not one of"),
+        ("rtx4090:cpus=2", "'cpus=2' is not one of"),
+        ("rtx4090:ram=128,ram=64", "ram is given twice"),
+        ("rtx4090:ram=96", "ram is '96'; there are 64, 128, 256"),
+        ("rtx4090:ram= 64", "ram is ' 64'; there are"),
+        ("rtx4090:gpus=3", "gpus is '3'; there are 1, 2, 4"),
+        ("rtx4090-server:ssds=2", "rtx4090-server has one size"),
+    ],
+)
+def test_a_wrong_name_says_what_there_is(name: str, words: str) -> None:
+    with pytest.raises(UnknownMachineError) as caught:
+        machine_of(name)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_faster_card_is_the_next_one_or_twice_as_fast() -> None:
+    measured = Gpus(count=2, memory_gib=23.5, tflops=75, name="NVIDIA GeForce RTX 4090")
+    faster = with_faster_card(measured)
+    assert (faster.name, faster.memory_gib, faster.tflops, faster.count) == ("NVIDIA GeForce RTX 5090", 32, 100, 2)
+    for name in ("NVIDIA GeForce RTX 5090", "NVIDIA H100 PCIe", None):
+        gpus = Gpus(count=1, memory_gib=80, tflops=600, name=name)
+        assert with_faster_card(gpus) == Gpus(count=1, memory_gib=80, tflops=1200)
+
+
+def test_one_more_part_of_a_desktop_is_its_next_size() -> None:
+    machine = machine_of("rtx5090:ram=128,ssds=3")
+    assert with_one_more_ssd(machine) == machine_of("rtx5090:ram=128,ssds=4")
+    assert with_one_more_gpu(machine) == machine_of("rtx5090:gpus=2,ram=128,ssds=3")
+    assert with_one_more_gpu(with_one_more_gpu(machine)) == machine_of("rtx5090:gpus=4,ram=128,ssds=3")
+
+
+def test_one_more_part_of_another_machine_is_like_the_others() -> None:
+    machine = machine_of("rtx4090-server")
+    assert with_one_more_gpu(machine).pcie == machine.pcie
+    assert with_one_more_gpu(machine).gpus.count == 2
+    # 32 GB/s together are far below what the SSDs could do, so something else limits them.
+    assert with_one_more_ssd(machine).ssds == machine.ssds.model_copy(update={"count": 13})
+    own = machine.ssds.model_copy(update={"count": 2, "read_gb_per_s": 7.0, "combined_gb_per_s": 13.0})
+    more = with_one_more_ssd(machine.model_copy(update={"ssds": own})).ssds
+    assert (more.count, more.combined_gb_per_s) == (3, 19.5)

@@ -1,0 +1,95 @@
+"""A job planned again with one more SSD, more RAM, another GPU or a larger batch."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from windlass.amounts import GIB
+from windlass.engine.training_config.training_config import TrainingConfig
+from windlass.planner.hardware.hardware import Hardware
+from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.hardware.named_machines import machine_of
+from windlass.planner.planning.feasibility import with_part
+from windlass.planner.planning.planner import Planned, answer
+from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.planning.report import PlanReport
+from windlass.planner.planning.what_if import changes_of, with_what_if
+from windlass.planner.profiling.model_profiler import config_of_shape
+
+# Bound by its SSD: it holds all states, and writes slowly.
+CONFIG = config_of_shape(ModelShape(num_layers=4, hidden_size=512, num_heads=4, vocab_size=1000), num_tokens=256)
+
+
+def question(hardware: Hardware, **changes: Any) -> PlanQuestion:
+    training = TrainingConfig(batch_size=4, num_microbatches=1, sequence_length=256, total_steps=1)
+    return PlanQuestion(
+        config=CONFIG,
+        hardware=hardware,
+        training=training,
+        chooses_microbatches=True,
+        host_memory_nbytes=GIB,
+        **changes,
+    )
+
+
+def small_desktop() -> Hardware:
+    machine = machine_of("rtx4090")
+    return with_part(machine, host=with_part(machine.host, memory_gib=3.0))
+
+
+def test_an_answer_is_the_plan_of_such_a_machine() -> None:
+    asked = replace(question(small_desktop()), chooses_microbatches=False)
+    report = with_what_if(asked, answer(asked)).report
+    assert report.what_if is not None
+    rows = {row.key: row for row in report.what_if}
+    for change in changes_of(asked):
+        if change.key == "ssds":
+            planned = answer(change.question).report
+            row = rows[change.key]
+            assert (row.step_s, row.tokens_per_s) == (planned.step_s, planned.tokens_per_s)
+            assert row.gain == pytest.approx(planned.tokens_per_s / report.tokens_per_s - 1)
+    rates = [row.tokens_per_s for row in report.what_if]
+    assert rates == sorted(rates, reverse=True)
+    assert rows["ssds"].gain > 0
+
+
+def test_a_job_that_does_not_fit_is_told_with_what_it_would() -> None:
+    machine = small_desktop()
+    asked = replace(
+        question(with_part(machine, host=with_part(machine.host, memory_gib=1.55))),
+        host_memory_nbytes=None,
+        chooses_microbatches=False,
+    )
+    report = with_what_if(asked, Planned(report=PlanReport(feasible=False, reasons=()))).report
+    rows = {row.key: row for row in report.what_if or ()}
+    assert (rows["ram"].feasible, rows["ram"].gain) == (True, None)
+    assert not rows["ssds"].feasible
+    assert [row.feasible for row in report.what_if or ()] == [True, False, False, False]
+
+
+def test_changes_are_of_one_thing_each() -> None:
+    asked = question(machine_of("rtx4090:ssds=3"), device_memory_nbytes=20 * GIB)
+    changes = {change.key: change.question for change in changes_of(asked)}
+    assert changes["ssds"] == replace(asked, hardware=machine_of("rtx4090:ssds=4"))
+    assert changes["ram"].host_memory_nbytes == 65 * GIB
+    assert changes["ram"].hardware.host.memory_gib == 60 + 64
+    assert changes["card"].hardware.gpus == machine_of("rtx5090").gpus
+    assert changes["card"].device_memory_nbytes == 28 * GIB
+    assert changes["gpus"].hardware == machine_of("rtx4090:gpus=2,ssds=3")
+    two = changes["gpus"]
+    assert (two.num_ranks, two.training.lanes, two.training.num_microbatches) == (2, 2, 2)
+    assert changes["batch"].training.batch_size == 8
+
+
+def test_a_fixed_number_of_microbatches_keeps_their_size_and_may_leave_a_gpu_without_one() -> None:
+    asked = replace(question(machine_of("rtx4090")), chooses_microbatches=False)
+    changes = {change.key: change.question for change in changes_of(asked)}
+    assert "gpus" not in changes
+    assert (changes["batch"].training.batch_size, changes["batch"].training.num_microbatches) == (8, 2)
+
+
+def test_a_cpu_has_no_faster_card() -> None:
+    machine = machine_of("rtx4090")
+    asked = question(with_part(machine, gpus=with_part(machine.gpus, count=0)))
+    assert [change.key for change in changes_of(asked)] == ["ssds", "ram", "batch"]
