@@ -10,11 +10,10 @@ from benchmarks.papers.published_models import RATEL_SHAPES
 from benchmarks.reporting.heat_map import Panel, heat_maps
 from benchmarks.reporting.page import DOCS, Page
 from windlass.engine.training_config import TrainingConfig
+from windlass.planner.feasibility import fits, with_part
 from windlass.planner.hardware import Hardware, ModelShape, machine_of
-from windlass.planner.planning import PlanQuestion
-from windlass.planner.planning.feasibility import fits, with_part
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.profiling import config_of_shape
+from windlass.planner.profiling import ShapeConfig
+from windlass.planner.question import PlanQuestion, Profiles
 from windlass.storage.ids import StatePrecision
 
 GPU_GIB = (12, 16, 24, 32, 48, 80)
@@ -112,7 +111,7 @@ def machine(*, gpu_gib: int, ram_gib: int) -> Hardware:
 def question_of_kind(kind: Kind, billions: int, *, gpu_gib: int, ram_gib: int) -> PlanQuestion:
     """Returns the question whether such a job fits such a machine."""
     return PlanQuestion(
-        config=config_of_shape(shape_of(billions), num_tokens=_NUM_TOKENS),
+        config=ShapeConfig(shape=shape_of(billions), num_tokens=_NUM_TOKENS),
         hardware=machine(gpu_gib=gpu_gib, ram_gib=ram_gib),
         training=TrainingConfig(
             batch_size=kind.batch_size,

@@ -11,12 +11,11 @@ from benchmarks.papers.published_models import RATEL_SHAPES
 from benchmarks.reporting.page import Page, write_page
 from windlass.amounts import GIB
 from windlass.engine.training_config import TrainingConfig
+from windlass.planner.feasibility import fits, with_part
 from windlass.planner.hardware import Hardware, example_machines, load
-from windlass.planner.planning import PlanQuestion, PlanReport
-from windlass.planner.planning.feasibility import fits, with_part
 from windlass.planner.planning.planner import fastest_plan, planned
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.profiling import config_of_shape
+from windlass.planner.profiling import ShapeConfig
+from windlass.planner.question import PlanQuestion, PlanReport, Profiles
 
 _MACHINE = "rtx4090-server"
 _NUM_EXAMPLES, _NUM_TOKENS = 32, 1024
@@ -130,7 +129,7 @@ def _profiles(size: int) -> Profiles:
 
 def _question(size: int, hardware: Hardware) -> PlanQuestion:
     return PlanQuestion(
-        config=config_of_shape(RATEL_SHAPES[size], num_tokens=_NUM_TOKENS),
+        config=ShapeConfig(shape=RATEL_SHAPES[size], num_tokens=_NUM_TOKENS),
         hardware=hardware,
         training=TrainingConfig(batch_size=_NUM_EXAMPLES, sequence_length=_NUM_TOKENS, total_steps=1),
         chooses_microbatches=True,

@@ -14,7 +14,7 @@ from benchmarks.cluster.workload import GIB, SimulatedJob, Workload
 from windlass.actors.job import JobSpec
 from windlass.engine.memory_plan import Placement
 from windlass.planner.hardware import Gpus, Hardware, Host, Pcie, Ssds
-from windlass.planner.planning import JobPlan, PlanReport
+from windlass.planner.question import JobPlan, PlanReport
 from windlass.service.dispatcher.boxes import Boxes
 from windlass.service.dispatcher.dispatcher import Dispatcher
 from windlass.service.dispatcher.lease import Lease

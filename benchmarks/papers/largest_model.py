@@ -26,7 +26,7 @@ from windlass.engine.memory_plan import (
     make_plan,
     param_buffers,
 )
-from windlass.engine.model.slice_sizes import MAX_PIECE_NUMEL, MAX_PRODUCT_NUMEL
+from windlass.engine.slices.slice_sizes import MAX_PIECE_NUMEL, MAX_PRODUCT_NUMEL
 from windlass.planner.cost import ModelProfile
 from windlass.planner.hardware import ModelShape
 

@@ -14,7 +14,8 @@ from benchmarks.papers.published_models import AUTOHETE_RESIDENT, AUTOHETE_SHAPE
 from benchmarks.reporting.page import Page, compared
 from windlass.amounts import GB, GIB
 from windlass.engine.memory_plan import MAX_GRAD_BUFFERS
-from windlass.engine.model import choose_chunk_numel, num_slice_tokens
+from windlass.engine.model import choose_chunk_numel
+from windlass.engine.slices import num_slice_tokens
 from windlass.planner.hardware import Hardware, ModelShape, example_machines, load
 from windlass.storage.ids import HeadSlices
 

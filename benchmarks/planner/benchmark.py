@@ -35,9 +35,8 @@ from windlass.engine.device import retain_freed_memory
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import AgainTimes, LayerProfile, Speeds, speeds_of
 from windlass.planner.hardware import Hardware, example_machines, load
-from windlass.planner.planning import PlanQuestion
-from windlass.planner.planning.profiles import Profiles
 from windlass.planner.profiling import config_of_shape
+from windlass.planner.question import PlanQuestion, Profiles
 from windlass.planner.solver import Limits, PlannedJob, limits_of, solve_job
 from windlass.service.installation import Settings
 from windlass.service.machine import measure_hardware

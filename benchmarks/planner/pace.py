@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from windlass.planner.cost import ModelProfile
-from windlass.planner.planning import PlanQuestion
 from windlass.planner.profiling import measure_blocks
+from windlass.planner.question import PlanQuestion
 from windlass.planner.solver import PlannedJob
 
 

@@ -70,7 +70,7 @@ def _clean(folder: Path) -> None:
 def planned_spec(folder: Path, num_steps: int | None = None) -> "JobSpec":
     """Returns the workload's job with the planned settings. `num_steps`: fewer than the workload's."""
     from benchmarks.peers.windlass_runner import job_spec
-    from windlass.planner.planning import JobPlan
+    from windlass.planner.question import JobPlan
     from windlass.storage.ids import JobId
 
     workload, planned = read_workload(folder), json.loads((folder / JOB_FILE).read_text())

@@ -16,7 +16,7 @@ from benchmarks.planner.case import MIB, Case, Predicted, only, predict, questio
 from benchmarks.planner.run import run_timed
 from benchmarks.reporting.report import Report
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning.profiles import Profiles
+from windlass.planner.question import Profiles
 from windlass.planner.solver import DoesNotFitError
 
 _NUM_TURNS = 3  # runs of each job, of which the median counts

@@ -40,7 +40,8 @@ def heat_maps(
     low, high = math.log(min(known, default=1)), math.log(max(known, default=2))
     whole = (_LEFT + width * len(panels[0]), _TOP + height * len(panels))
     lines = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {whole[0]} {whole[1]}' {_FONT} font-size='12'>",
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {whole[0]} {whole[1]}' {_FONT} font-size='12' "
+        "text-anchor='middle'>",
         f"<title>{escape(title)}</title>",
         "<rect width='100%' height='100%' fill='white'/>",
         _text(_LEFT, 24, title, size=16, anchor="start"),
@@ -83,7 +84,7 @@ def _text(
     color: str = "black",
     weight: str = "normal",
 ) -> str:
-    return (
-        f"<text x='{x:g}' y='{y:g}' font-size='{size}' text-anchor='{anchor}' fill='{color}' font-weight='{weight}'>"
-        f"{escape(words)}</text>"
-    )
+    given = {"font-size": (str(size), "12"), "text-anchor": (anchor, "middle"), "fill": (color, "black")}
+    given["font-weight"] = (weight, "normal")
+    styles = "".join(f" {name}='{value}'" for name, (value, default) in given.items() if value != default)
+    return f"<text x='{x:g}' y='{y:.4g}'{styles}>{escape(words)}</text>"

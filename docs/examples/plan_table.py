@@ -6,12 +6,11 @@ Run `python docs/examples/plan_table.py`. It takes minutes. Nothing is measured:
 from dataclasses import replace
 
 from windlass.engine.training_config import TrainingConfig
+from windlass.planner.feasibility import fits, with_part
 from windlass.planner.hardware import Hardware, ModelShape
-from windlass.planner.planning import PlanQuestion
-from windlass.planner.planning.feasibility import fits, with_part
 from windlass.planner.planning.planner import fastest_plan
-from windlass.planner.planning.profiles import Profiles
 from windlass.planner.profiling import config_of_shape
+from windlass.planner.question import PlanQuestion, Profiles
 
 # The same numbers as in docs/hardware.md, with larger SSDs and Ratel's rate of the link.
 BOX = Hardware.model_validate(

@@ -19,8 +19,9 @@ from windlass.engine.memory_plan import (
     streamed_grads_nbytes,
     summed_in_fp32,
 )
-from windlass.engine.model import ModelLayout, num_slice_tokens
+from windlass.engine.model import ModelLayout
 from windlass.engine.optimizer import NORM_SCRATCH_NBYTES, update_scratch_nbytes
+from windlass.engine.slices import num_slice_tokens
 from windlass.storage.ids import BlockIndex, Formats, HeadSlices, Precision
 
 # Bytes of a token id or a target, which are int64.

@@ -18,15 +18,12 @@ from windlass.engine.model.layout import MODELS_MODULE as MODELS_MODULE
 from windlass.engine.model.layout import BlockLayout as BlockLayout
 from windlass.engine.model.layout import ModelLayout as ModelLayout
 from windlass.engine.model.layout import ParamSlice as ParamSlice
+from windlass.engine.model.layout import UnsupportedArchitectureError as UnsupportedArchitectureError
 from windlass.engine.model.layout import choose_chunk_numel as choose_chunk_numel
 from windlass.engine.model.partition import Partition as Partition
 from windlass.engine.model.partition import build_meta_model as build_meta_model
 from windlass.engine.model.partition import dropouts_of as dropouts_of
 from windlass.engine.model.partition import load_config as load_config
 from windlass.engine.model.partition import partition_folder as partition_folder
-from windlass.engine.model.slice_sizes import num_piece_tokens as num_piece_tokens
-from windlass.engine.model.slice_sizes import num_product_rows as num_product_rows
-from windlass.engine.model.slice_sizes import num_slice_tokens as num_slice_tokens
 from windlass.engine.model.streamed_params import PieceBuffers as PieceBuffers
 from windlass.engine.model.streamed_params import StreamedParams as StreamedParams
-from windlass.engine.model.unsupported import UnsupportedArchitectureError as UnsupportedArchitectureError

@@ -51,9 +51,9 @@ from windlass.engine.model.partition import (
     run_on_meta,
     swap_buffers_to_meta,
 )
-from windlass.engine.model.slice_sizes import num_piece_tokens, num_slice_tokens
 from windlass.engine.model.streamed_layer import StreamedLayer
 from windlass.engine.model.streamed_params import StreamedParams
+from windlass.engine.slices import num_piece_tokens, num_slice_tokens
 from windlass.storage.ids import BlockIndex, HeadSlices, ModelKernel
 
 

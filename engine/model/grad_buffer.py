@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from windlass.engine.model.slice_sizes import num_product_rows
+from windlass.engine.slices import num_product_rows
 
 
 class GradBuffer:

@@ -17,9 +17,9 @@ from windlass.engine.model.block_runner import BlockRunner, random_key
 from windlass.engine.model.fused_kernels import apply_kernels, check_fused_loss
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.head_slices import IGNORED_TARGET
+from windlass.engine.model.layout import UnsupportedArchitectureError
 from windlass.engine.model.partition import Partition, build_meta_model, find_layers
 from windlass.engine.model.streamed_flats import StreamedFlats
-from windlass.engine.model.unsupported import UnsupportedArchitectureError
 from windlass.engine.optimizer import KernelUnavailable
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, ModelKernel, Precision

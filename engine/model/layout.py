@@ -18,6 +18,10 @@ MIN_CHUNK_NUMEL = 8 * 2**20  # elements of a chunk, except in smaller layers
 CHUNK_GRANULE = 2048
 
 
+class UnsupportedArchitectureError(Exception):
+    """The model cannot be trained exactly block by block. The message names the model and the reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSlice:
     """One parameter tensor inside its block's flat vector."""

@@ -18,8 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 from transformers.initialization import no_init_weights
 
 from windlass.engine.device import TORCH_DTYPE
-from windlass.engine.model.layout import BlockLayout, ModelLayout, ParamSlice, choose_chunk_numel
-from windlass.engine.model.unsupported import UnsupportedArchitectureError
+from windlass.engine.model.layout import (
+    BlockLayout,
+    ModelLayout,
+    ParamSlice,
+    UnsupportedArchitectureError,
+    choose_chunk_numel,
+)
 from windlass.storage.ids import BlockIndex, Precision
 
 

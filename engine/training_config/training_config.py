@@ -181,11 +181,6 @@ class TrainingConfig:
         return UpdateOrder.KEPT if needs_all_gradients else UpdateOrder.ACTIVE
 
     @property
-    def leaves_order_open(self) -> bool:
-        """True if any order of updates is possible and none is configured. Exact orders give the same parameters."""
-        return self.update_order is None and not self.keeps_grads
-
-    @property
     def keeps_grads(self) -> bool:
         """True if updates wait until all gradients of the step are known."""
         return self.order_of_updates.keeps_grads

@@ -4,11 +4,10 @@ from dataclasses import dataclass, replace
 
 from windlass.planner.baselines import POLICIES, ComparedSystem, compare
 from windlass.planner.cost import ModelProfile
+from windlass.planner.feasibility import with_part
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning.feasibility import with_part
 from windlass.planner.planning.planner import Planned
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.question import PlanQuestion, Profiles
 from windlass.planner.simulation import simulate_policy
 from windlass.planner.solver import Solution
 from windlass.storage.ids import Precision

@@ -3,15 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from windlass.planner.planning.feasibility import (
-    with_part,
-)
-from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.feasibility import with_part
+from windlass.planner.question import PlanQuestion
 from windlass.planner.solver import (
     DoesNotFitError,
     PlannedJob,
     Solution,
-    solve_job,
+    search,
 )
 
 # Minimum share by which a change must shorten a step to be worth mentioning.
@@ -46,8 +44,9 @@ def what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) 
         speedup = changed.gpus.tflops / gpus.tflops
         faster_job = job if speedup == 1 else replace(job, model=job.model.sped_up(speedup))
         try:
-            other = solve_job(faster_job, faster.speeds, faster.limits)
-        except DoesNotFitError:  # it fits here, so it fits there; only the search for a better plan failed
+            # By the cost model alone. Most changes are excluded by bounds, without a solution.
+            other = search((faster_job,), faster.speeds, faster.limits, below=(1 - WORTH) * solution.cost).best
+        except DoesNotFitError:  # it fits here, so it fits there; but no plan is worth mentioning
             continue
         if other.step_s < (1 - WORTH) * solution.step_s:
             reasons.append(f"with {words} a step takes about {1 - other.step_s / solution.step_s:.0%} less")

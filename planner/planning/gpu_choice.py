@@ -5,11 +5,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from windlass.planner.planning.job_plan import fewest_of_fastest
 from windlass.planner.planning.planner import Planned, answer, fastest_plan, planned
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question import PlanQuestion, PlanReport, Profiles, fewest_of_fastest
 from windlass.planner.solver import DoesNotFitError, PlannedJob, Solution
 
 

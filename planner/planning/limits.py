@@ -1,13 +1,12 @@
 """Finds the largest job that fits a machine, and the smallest machine for a job."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from windlass.planner.planning.exact_search import solve_exactly
-from windlass.planner.planning.feasibility import largest_fitting, with_part
+from windlass.planner.feasibility import largest_fitting, least_gpu, least_memory_of, with_least_gpu, with_part
 from windlass.planner.planning.planner import Planned, best_plan, fastest_plan, planned
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
+from windlass.planner.question import PlanQuestion, Profiles, solve_exactly
 from windlass.planner.solver import DEFAULT_SLACK, DoesNotFitError, Goal, Solution, smallest, solve_job
 
 _TOKENS_STEP = 256  # tokens: resolution of the search for the longest context
@@ -60,7 +59,8 @@ class Found:
 def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) -> Found:
     """Finds the largest number for which the job fits, or the smallest part of a machine that is enough.
 
-    For SSDs and host memory, "enough" means that a step takes at most `slack` longer than on the whole machine.
+    For GPU memory, any plan is enough. For SSDs and host memory, "enough" means that a step takes at most `slack` more
+    than on the whole machine.
 
     Source of the questions: Ratel, figures 6 to 10.
     """
@@ -69,6 +69,8 @@ def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) ->
     most = int(question.hardware.host.memory_gib)
     if goal is Goal.FEWEST_SSDS:
         number, extreme = _fewest(question, profiles, "ssds", "count", question.hardware.ssds.count, slack)
+    elif goal is Goal.SMALLEST_GPU:
+        number, extreme = _smallest_gpu(question, profiles)
     elif goal is Goal.SMALLEST_RAM:
         number, extreme = _fewest(question, profiles, "host", "memory_gib", most, slack)
     else:
@@ -79,13 +81,22 @@ def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) ->
     if not number:
         return Found(goal=goal, number=0, num_params=0, question=question, planned=None)
     job, solution, step_s = fastest_plan(extreme, profiles)
-    return Found(
-        goal=goal,
-        number=number,
-        num_params=job.model.numel,
-        question=extreme,
-        planned=planned(extreme, job, solution, profiles, step_s=step_s, advises=False),
-    )
+    result = planned(extreme, job, solution, profiles, step_s=step_s, advises=False)
+    if goal is Goal.SMALLEST_GPU:
+        gpu = least_gpu(extreme, least_memory_of(extreme, profiles))
+        result = replace(result, report=with_least_gpu(result.report, gpu))
+    return Found(goal=goal, number=number, num_params=job.model.numel, question=extreme, planned=result)
+
+
+def _smallest_gpu(question: PlanQuestion, profiles: Profiles) -> tuple[int, PlanQuestion]:
+    """Finds the least whole GiB of GPU memory with which a job fits on this machine, without a budget for it."""
+    question = replace(question, device_memory_nbytes=None)
+    least = least_gpu(question, least_memory_of(question, profiles))
+    if least is None or least.needs_more:
+        return 0, question
+    number = math.ceil(least.gib)
+    gpus = with_part(question.hardware.gpus, memory_gib=number)
+    return number, replace(question, hardware=with_part(question.hardware, gpus=gpus))
 
 
 def _fewest(

@@ -7,15 +7,28 @@ from windlass.engine.memory_plan import (
     MemoryTier,
 )
 from windlass.engine.model import ModelLayout
-from windlass.planner.planning.at_present import at_present
-from windlass.planner.planning.exact_search import counted, search_exactly
+from windlass.planner.feasibility import (
+    least_gpu,
+    least_memory_of,
+    limits_for_plans,
+    numbers_of_microbatches,
+    shortfall_of,
+    what_takes_memory,
+    what_would_fit,
+    with_least_gpu,
+)
 from windlass.planner.planning.faster import what_is_faster
-from windlass.planner.planning.feasibility import least_memory, numbers_of_microbatches
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.remedies import what_would_fit
-from windlass.planner.planning.report import ExampleTokens, PlanReport, report_of, with_limits
-from windlass.planner.planning.shortfall import least_gpu, limits_for_plans, shortfall_of, what_takes_memory
+from windlass.planner.question import (
+    ExampleTokens,
+    PlanQuestion,
+    PlanReport,
+    Profiles,
+    counted,
+    report_at_present,
+    report_of,
+    search_exactly,
+    with_limits,
+)
 from windlass.planner.simulation import simulated_step_s
 from windlass.planner.solver import (
     DoesNotFitError,
@@ -52,20 +65,19 @@ def answer(question: PlanQuestion) -> Planned:
 
 def _report_of_shortfall(question: PlanQuestion, profiles: Profiles) -> PlanReport:
     """Reports what a job lacks that does not fit, and the changes with which it fits."""
-    least = least_memory(question, profiles)
-    shortfall, gpu = shortfall_of(question, least), least_gpu(question, least)
+    least = least_memory_of(question, profiles)
+    shortfall = shortfall_of(question, least)
     missing = shortfall.missing
     reasons = [shortfall.in_words()]
     if missing[MemoryTier.DEVICE]:
         reasons.append(what_takes_memory(shortfall.needs[MemoryTier.DEVICE], on_gpu=question.has_gpu))
-    return PlanReport(
+    report = PlanReport(
         feasible=False,
         reasons=(*reasons, *what_would_fit(question, profiles, shortfall)),
         missing_bytes={tier.value: nbytes for tier, nbytes in missing.items()},
         missing_together=shortfall.is_together,
-        least_gpu_gib=None if gpu is None else gpu.gib,
-        least_gpu_reason=None if gpu is None else gpu.reason,
     )
+    return with_least_gpu(report, least_gpu(question, least))
 
 
 def planned(
@@ -80,9 +92,10 @@ def planned(
     """Builds the answer from a solution. `step_s`: simulated. `advises`: also report what would be faster."""
     report = report_of(job, solution, is_cpu=not question.has_gpu, step_s=step_s)
     report = replace(with_limits(report, question.budgets), example_tokens=_tokens_of(question, job.num_microbatches))
-    report = at_present(question, job, report)
+    report = report_at_present(question, job, report)
     if advises:
         report = replace(report, reasons=(*report.reasons, *what_is_faster(question, job, solution)))
+        report = with_least_gpu(report, least_gpu(question, least_memory_of(question, profiles)))
     return Planned(report=report, solution=solution, layout=None if question.num_layers else profiles.layout)
 
 
@@ -140,13 +153,14 @@ def promised_step_s(question: PlanQuestion, profiles: Profiles, solution: Soluti
 def _search(question: PlanQuestion, profiles: Profiles, *, num_others: int = 0, near: float = 0.0) -> Found:
     """Returns the best plan for any number of micro-batches; see `search`.
 
-    Where memory is just enough, it may be the plan that needs least.
+    The plan that needs least memory says whether any fits. Where memory is just enough, it may be the best one.
     """
+    least = least_memory_of(question, profiles)
+    need = least.fitting(limits_for_plans(question))
+    if need is None:
+        raise DoesNotFitError(lambda: shortfall_of(question, least).missing)
     try:
         numbers = numbers_of_microbatches(question)
         return search_exactly(question, numbers, profiles, num_others=num_others, near=near)
     except DoesNotFitError:
-        need = least_memory(question, profiles).fitting(limits_for_plans(question))
-        if need is None:
-            raise
         return Found(best=need.solution(question.limits), others=[])

@@ -12,9 +12,8 @@ from statistics import median
 from windlass.engine.memory_plan import Placement
 from windlass.planner.planning.faster import WORTH
 from windlass.planner.planning.planner import Planned, best_plan, planned, promised_step_s
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.rate_correction import MeasuredStep, correction_of
+from windlass.planner.predictions import MeasuredStep, correction_of
+from windlass.planner.question import PlanQuestion, Profiles
 from windlass.planner.solver import DoesNotFitError, PlannedJob, Solution, StepCosts, solution_of
 
 

@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 
 from windlass.amounts import GIB
 from windlass.engine.lanes import rounded_to_lanes
+from windlass.planner.feasibility import with_part
 from windlass.planner.hardware import with_faster_card, with_one_more_gpu, with_one_more_ssd
-from windlass.planner.planning.feasibility import with_part
 from windlass.planner.planning.gpu_choice import plan_without_advice
 from windlass.planner.planning.planner import Planned
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.report import PlanReport, WhatIf
+from windlass.planner.question import PlanQuestion, PlanReport, Profiles, WhatIf
 from windlass.planner.solver import DoesNotFitError
 
 _MORE_RAM_GIB = 64

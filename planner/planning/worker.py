@@ -4,7 +4,8 @@ import argparse
 import functools
 import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,25 +16,32 @@ from windlass.engine.data import DatasetError, example_lengths
 from windlass.engine.memory_plan import ExampleLengths
 from windlass.engine.model import UnsupportedArchitectureError
 from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus
-from windlass.planner.planning.job_plan import JobPlan, SimulatedStep
-from windlass.planner.planning.measured_steps import MIN_STEPS, load_measured
-from windlass.planner.planning.past_predictions import PastPredictions
-from windlass.planner.planning.plan_request import PlanRequest, ReplanRequest
 from windlass.planner.planning.planner import Planned, answer
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.replan import RunningJob, correct, costs_of
 from windlass.planner.planning.what_if import with_what_if
+from windlass.planner.predictions import MIN_STEPS, PastPredictions, load_measured
 from windlass.planner.profiling import FolderConfig, TimingCache
+from windlass.planner.question import (
+    JobPlan,
+    KeptShapes,
+    PlanQuestion,
+    PlanRequest,
+    Profiles,
+    ReplanRequest,
+    SimulatedStep,
+)
 from windlass.planner.simulation import Stuck, TooLong, simulate_planned
 
 _FACTS_FOLDER = "traced"  # in the folder of block times: the facts of models that were traced
 
 
-def plan_job(request: PlanRequest, folder: Path, marker: Path | None = None) -> JobPlan:
+def plan_job(
+    request: PlanRequest, folder: Path, marker: Path | None = None, kept_shapes: KeptShapes | None = None
+) -> JobPlan:
     """Plans a job, or plans a running job again.
 
     A simulation writes the spans of a step to `folder`. `marker`: a file that exists during measurements.
+    `kept_shapes`: of earlier plans in this process.
 
     Raises:
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
@@ -41,6 +49,7 @@ def plan_job(request: PlanRequest, folder: Path, marker: Path | None = None) -> 
         RuntimeError: the model cannot be planned by shapes alone, or too few steps were measured.
     """
     question = question_of(request, FolderConfig.read(request.model_dir), marker)
+    question = replace(question, kept_shapes=kept_shapes)
     if request.running is not None:
         return _plan_again(question, request.running)
     chosen = choose_gpus(question) if request.chooses_ranks else ChosenGpus(planned=answer(question))
@@ -116,8 +125,9 @@ def _lengths_of(request: PlanRequest) -> Callable[[int, int], ExampleLengths] | 
 
 def _plan_again(question: PlanQuestion, request: ReplanRequest) -> JobPlan:
     number = request.plan.num_gpus if question.chooses_ranks else question.num_ranks
-    # The job keeps the order of updates that it began with.
-    question = replace(question, num_ranks=number, chooses_ranks=False, chooses_order=False)
+    # The running job keeps its order of updates until its next plan for other reasons.
+    training = replace(question.training, update_order=request.plan.update_order or question.training.update_order)
+    question = replace(question, training=training, num_ranks=number, chooses_ranks=False, chooses_order=False)
     profiles, running = Profiles(question), _running_job(request)
     is_cpu = question.hardware.gpus.count == 0
     steps = load_measured(
@@ -194,7 +204,17 @@ def _with_simulation(plan: JobPlan, request: PlanRequest, planned: Planned, fold
 
 
 def main() -> None:
-    """Writes {"ok": true, ...} or {"ok": false, "error": {code, message, param}}. The exit code is 0.
+    """Answers the question that the command line names; see `_run`. The exit code is 0."""
+    _run(sys.argv[1:], None)
+
+
+def begin() -> Callable[[Sequence[str]], None]:
+    """Returns a function like `main` for one command line after the other. It keeps what it knows of the models."""
+    return functools.partial(_run, kept_shapes=KeptShapes())
+
+
+def _run(arguments: Sequence[str], kept_shapes: KeptShapes | None) -> None:
+    """Writes {"ok": true, ...} or {"ok": false, "error": {code, message, param}}.
 
     The first form has a plan, or warnings if no plan could be made.
     """
@@ -202,12 +222,13 @@ def main() -> None:
     parser.add_argument("--question", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--measuring", type=Path, help="a file to be there while blocks of the model are measured")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         request = PlanRequest.from_json(json.loads(options.question.read_text()))
         if request.running is not None:
             os.nice(NICENESS_BESIDE_COMPUTE)
-        result: dict[str, Any] = {"ok": True, **plan_job(request, options.result.parent, options.measuring).to_json()}
+        plan = plan_job(request, options.result.parent, options.measuring, kept_shapes)
+        result: dict[str, Any] = {"ok": True, **plan.to_json()}
     except UnsupportedArchitectureError as error:
         result = _refusal("model_not_supported", str(error))
     except (DatasetError, RuntimeError, MemoryError) as error:

@@ -18,36 +18,34 @@ if TYPE_CHECKING:
     from windlass.planner.profiling.record_shapes import RecordedModel
 
 
-def facts_of(config: Any, precision: Precision, folder: Path | None = None) -> ProfiledFacts:
+def facts_of(
+    config: Any, precision: Precision, folder: Path | None = None, *, on_trace: Callable[[], None] | None = None
+) -> ProfiledFacts:
     """Returns the facts of a model.
 
     Args:
         config: a transformers config, or one that is not loaded yet.
         precision: of the params.
         folder: of the facts of models that were traced before; None: they are not stored.
+        on_trace: called before torch is loaded to trace the model.
     """
-    if isinstance(config, ShapeConfig):
-        try:
-            known = known_facts(config.shape, precision, num_tokens=config.num_tokens)
-        except NotKnownError:
-            pass
-        else:
-            return KnownOrTraced(known, lambda: _traced(config, precision, folder))
-    return _traced(config, precision, folder)
 
-
-def _traced(config: Any, precision: Precision, folder: Path | None) -> ProfiledFacts:
-    if folder is None:
-        from windlass.planner.profiling.model_profiler import TracedModel
-
-        return TracedModel(loaded(config), precision)
+    def traced() -> ProfiledFacts:
+        return trace() if folder is None else KeptFacts(config, precision, folder, trace)
 
     def trace() -> "RecordedModel":
+        if on_trace is not None:
+            on_trace()
         from windlass.planner.profiling.record_shapes import RecordedModel
 
         return RecordedModel(loaded(config), precision)
 
-    return KeptFacts(config, precision, folder, trace)
+    if isinstance(config, ShapeConfig):
+        try:
+            return KnownOrTraced(known_facts(config.shape, precision, num_tokens=config.num_tokens), traced)
+        except NotKnownError:
+            pass
+    return traced()
 
 
 class KnownOrTraced:

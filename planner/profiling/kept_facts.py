@@ -7,18 +7,19 @@ trace at the asked shape gives. Otherwise its values are stored, for this shape 
 import hashlib
 import itertools
 import json
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.fingerprint import code_fingerprint
 from windlass.engine.memory_estimate import Passes, PassNeeds
 from windlass.engine.memory_plan import LEAST_SWAPPED_NBYTES, RECOMPUTE_ALL, BlockActivations, UnitNeed
-from windlass.engine.model import ModelLayout, num_slice_tokens
+from windlass.engine.model import ModelLayout
+from windlass.engine.slices import num_slice_tokens
 from windlass.planner.cost import OperatorProfile
-from windlass.planner.profiling.known import Formula, variant_of
-from windlass.planner.profiling.known.formulas import Sizes, largest_value
+from windlass.planner.profiling.known import Formula, Sizes, largest_value, variant_of
 from windlass.planner.profiling.model_config import content_of
 from windlass.planner.profiling.profiled_facts import LayerOperators
 from windlass.storage.files import ResultCache
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
 
 _MOST_KEPT = 64  # models in the folder; the oldest are deleted
 # Parts of the names of config fields at whose number of tokens a model may change its operators.
-_LIMITS = ("window", "position", "chunk", "length", "block", "context")
+_LIMITS = ("window", "position", "chunk", "length", "block", "context", "ctx", "seq", "span", "local", "sparse")
+
+
+_MANY_EXAMPLES = 10  # examples of a trace at primes have more, so that the number is no usual factor of a size
+_FAR = 1.6  # a trace at primes has at least so many times the asked tokens, or that share of them
 
 
 class KeptFacts:
@@ -43,7 +48,8 @@ class KeptFacts:
         hashed = [content, precision, code_fingerprint(Path(__file__).parent)]
         self._key = hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()
         self._limits = sorted(set(_limits_in(content)))
-        self._trace, self._traced = trace, None
+        self._trace = trace
+        self._traced: RecordedModel | None = None
         self._stored = _valid(self._cache.find(self._key))
         self._layout: ModelLayout | None = None
 
@@ -144,7 +150,7 @@ class KeptFacts:
         empty: dict[str, Any] = {"kinds": {}, "units": {}, "head": {}}
         stored = self._stored["needs"].setdefault(self._name_of(passes), empty)
         stored["kinds"].setdefault(self._general(*shape), kinds)
-        if stored["kinds"][self._general(*shape)] != kinds:
+        if self._find(stored["kinds"], *shape) != kinds:
             stored["kinds"][_exact(*shape)] = kinds
         for key, need, unit in zip(_keys(kinds, choices), needs.units, recorded, strict=True):
             entries = stored["units"].setdefault(key, {})
@@ -168,7 +174,7 @@ class KeptFacts:
     ) -> None:
         """Adds the formulas if they give what is expected, else the plain values."""
         general = self._general(num_examples, num_tokens)
-        if recorded is not None and evaluate(recorded, {"B": num_examples, "T": num_tokens}) == expected:
+        if num_tokens > 1 and evaluate(recorded, {"B": num_examples, "T": num_tokens}) == expected:
             entries.setdefault(general, recorded)
             if num_tokens in self._limits or entries[general] != recorded:
                 entries[_exact(num_examples, num_tokens)] = plain
@@ -177,7 +183,7 @@ class KeptFacts:
 
     def _find(self, entries: Mapping[str, Any], num_examples: int, num_tokens: int) -> Any:
         found = entries.get(_exact(num_examples, num_tokens))
-        if found is None and num_tokens not in self._limits:
+        if found is None and num_tokens > 1 and num_tokens not in self._limits:
             found = entries.get(self._general(num_examples, num_tokens))
         return found
 
@@ -186,13 +192,20 @@ class KeptFacts:
         return f"{'one' if num_examples == 1 else 'several'} {bisect_left(self._limits, num_tokens)}"
 
     def _primes(self, num_examples: int, num_tokens: int) -> tuple[int, int]:
-        """Returns a shape of primes for a trace, with which formulas are found."""
+        """Returns a shape of primes for a trace, with which formulas are found.
+
+        The number of tokens is far from the asked one. Else a size that is rounded up to chunks could be the same for
+        both, and look like a constant.
+        """
         dims = {dim for block in self.layout.blocks for param in block.params for dim in param.shape}
-        free = (n for n in itertools.count(2) if all(n % p for p in range(2, int(n**0.5) + 1)))
-        primes = (prime for prime in free if all(dim % prime for dim in dims))
-        examples = 1 if num_examples == 1 else next(prime for prime in primes if prime > 10)
-        above = max(num_tokens, LEAST_SWAPPED_NBYTES)
-        return examples, next(prime for prime in primes if prime > above and prime != examples)
+        sides = _FAR * num_tokens, num_tokens / _FAR
+        alike = [side for side in sides if side > LEAST_SWAPPED_NBYTES and self._is_alike(num_tokens, side)]
+        least = int(max(alike[0] if alike else sides[0], LEAST_SWAPPED_NBYTES))
+        examples = 1 if num_examples == 1 else _next_prime(_MANY_EXAMPLES, dims)
+        return examples, _next_prime(least, dims | {examples})
+
+    def _is_alike(self, num_tokens: int, other: float) -> bool:
+        return bisect_left(self._limits, num_tokens) == bisect_left(self._limits, other + _FAR)
 
     def _head_tokens(self, passes: Passes) -> tuple[int, int]:
         """Returns the tokens whose head is traced, and the number of those that only have a gradient."""
@@ -202,6 +215,15 @@ class KeptFacts:
 
     def _name_of(self, passes: Passes) -> str:
         return f"{variant_of(passes)} {passes.head_slices}"
+
+
+def _next_prime(least: int, dims: Collection[int]) -> int:
+    """Returns the first larger prime that divides none of the sizes."""
+    for number in itertools.count(least + 1):
+        is_prime = all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+        if is_prime and all(dim % number for dim in dims):
+            return number
+    raise AssertionError("there are enough primes")
 
 
 def _limits_in(content: Any) -> Iterator[int]:

@@ -13,6 +13,14 @@ if TYPE_CHECKING:  # it needs pydantic, which the GPU check does without
 CONFIG_FILE = "config.json"
 
 
+# Fields with the longest sequence that a model takes, in the families that name it.
+_LONGEST = ("max_position_embeddings", "n_positions")
+
+
+class UnusableConfigError(ValueError):
+    """The config of a model's folder cannot be used. The message says why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeConfig:
     """A model by its sizes, without dropout, for sequences of up to `num_tokens` tokens."""
@@ -41,15 +49,35 @@ class FolderConfig:
 
     @classmethod
     def read(cls, folder: Path) -> "FolderConfig":
-        """Reads a folder's config. Raises OSError or ValueError if there is none that is a JSON object."""
-        content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        """Reads a folder's config. Raises UnusableConfigError if there is none that is a JSON object."""
+        try:
+            content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UnusableConfigError(f"the config of {folder.name} cannot be used: {error}") from error
         if not isinstance(content, dict):
-            raise ValueError(f"the config of {folder.name} cannot be used: it is no JSON object")
+            raise UnusableConfigError(f"the config of {folder.name} cannot be used: it is no JSON object")
         return cls(folder=folder, content=content)
 
     def load(self) -> Any:
-        """Returns the transformers config. Raises ValueError if transformers cannot use it."""
-        return _load(self.folder, json.dumps(self.content, sort_keys=True))
+        """Returns the transformers config. Raises UnusableConfigError if transformers cannot use it."""
+        try:
+            return _load(self.folder, json.dumps(self.content, sort_keys=True))
+        except ValueError as error:
+            raise UnusableConfigError(str(error)) from error
+
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence that the model takes; None: it does not say.
+
+        It needs transformers where the file leaves it to the default of the architecture.
+        """
+        text = self.content.get("text_config")
+        for content in (self.content, text if isinstance(text, dict) else {}):
+            for name in _LONGEST:
+                if isinstance(content.get(name), int):
+                    return int(content[name])
+        longest = getattr(self.load(), "max_position_embeddings", None)
+        return longest if isinstance(longest, int) else None
 
 
 ModelConfig = ShapeConfig | FolderConfig

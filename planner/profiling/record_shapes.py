@@ -6,7 +6,7 @@ from typing import Any
 from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_estimate import DryRun, DryRunResult, Passes, PassNeeds
 from windlass.engine.memory_plan import BlockActivations
-from windlass.planner.profiling.known.recorded_sizes import RecordedSizes, operators_in, unit_of
+from windlass.planner.profiling.known import RecordedSizes, operators_in, unit_of
 from windlass.planner.profiling.model_profiler import TracedModel
 from windlass.storage.ids import BlockIndex, Precision
 

@@ -24,9 +24,11 @@ _NUM_STEPS = 4
 _NUM_FIRST_STEPS = 2
 # Seconds that a message between two processes takes.
 _MESSAGE_S = 0.0005
-# Limits of a simulation's size. Beyond them, chunks or activation slots are simulated as fewer, larger ones.
-_MAX_CHUNKS = 2000
-_MAX_ACTIVATION_SLOTS = 2000
+# Limits of a simulation's size. Beyond them, chunks or activation slots are simulated as fewer, larger ones. Each SSD
+# has at least some chunks of every block, because otherwise some of them would have nothing to read at times.
+_MAX_CHUNKS = 500
+_CHUNKS_OF_BLOCK_FOR_SSD = 2
+_MAX_ACTIVATION_SLOTS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ def simulate_planned(
 def _simulated(
     solution: Solution, layout: ModelLayout, num_cores: int
 ) -> tuple[CoreContext, SchedulerConfig, Rates, Work]:
-    spec, layout = _spec_of(solution), _in_fewer_chunks(layout)
+    spec, layout = _spec_of(solution), _in_fewer_chunks(layout, solution.costs.speeds.num_ssds)
     if layout.chunk_numel != solution.costs.job.model.chunk_numel:
         spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
     work = work_of(solution)
@@ -135,9 +137,15 @@ def _of_mean_size(work: Work, share: float) -> Work:
     return replace(work, swapped_nbytes=swapped)
 
 
-def _in_fewer_chunks(layout: ModelLayout) -> ModelLayout:
-    numel = sum(block.numel for block in layout.blocks)
-    granules = -(-numel // (_MAX_CHUNKS * CHUNK_GRANULE))
+def _in_fewer_chunks(layout: ModelLayout, num_ssds: int) -> ModelLayout:
+    """Returns the layout with larger chunks.
+
+    A typical block has a whole number of them, so that the SSDs share it evenly.
+    """
+    numels = sorted(block.numel for block in layout.blocks)
+    typical, total = numels[len(numels) // 2], sum(numels)
+    number = max(_CHUNKS_OF_BLOCK_FOR_SSD * num_ssds, _MAX_CHUNKS * typical // total)
+    granules = -(-typical // (number * CHUNK_GRANULE))
     return replace(layout, chunk_numel=max(layout.chunk_numel, granules * CHUNK_GRANULE))
 
 
@@ -150,6 +158,7 @@ def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:
         placement,
         num_cached_params=cached_nbytes // (layout.chunk_numel * solution.costs.job.param_itemsize),
         num_host_grad_blocks=num_host_grad_blocks,
+        num_passing_blocks=None if plan.spilled_blocks else placement.num_passing_blocks,
         depths=replace(placement.depths, states=plan.states[0].num_slots),
     )
 

@@ -6,6 +6,7 @@ from windlass.planner.solver.bisection import MarginSearch as MarginSearch
 from windlass.planner.solver.bisection import largest as largest
 from windlass.planner.solver.bisection import smallest as smallest
 from windlass.planner.solver.family import sizes_at_the_border as sizes_at_the_border
+from windlass.planner.solver.integer_program import Assignment as Assignment
 from windlass.planner.solver.memory_frontier import Bytes as Bytes
 from windlass.planner.solver.memory_frontier import MemoryFrontier as MemoryFrontier
 from windlass.planner.solver.memory_frontier import frontiers_of as frontiers_of

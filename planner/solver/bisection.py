@@ -16,6 +16,7 @@ class Goal(StrEnum):
     MOST_LAYERS = "most-layers"  # every layer like the model's first one
     FEWEST_SSDS = "fewest-ssds"  # with which a step takes at most `slack` longer than with all SSDs
     SMALLEST_RAM = "smallest-ram"  # GiB of host memory, with the same condition on the step
+    SMALLEST_GPU = "smallest-gpu"  # GiB of GPU memory with which the job fits at all
 
 
 def largest(holds: Callable[[int], bool], *, most: int) -> int:

@@ -1,7 +1,7 @@
 """The assignments of a program that need least memory, for every division between device and host.
 
 A program with millions of assignments has few that matter for memory: those on the lower convex hull of device bytes
-against host bytes. They form a path: it begins where the device holds least, and each step moves one block to an option
+against host bytes. They form a path, which begins where the device holds least. Each step moves one block to an option
 that takes more of the device and less of the host. The steps that save most host bytes per device byte come first.
 
 Source: the greedy method for multiple-choice knapsacks (Sinha and Zoltners, 1979).
@@ -75,15 +75,16 @@ class _Path:
     counts_movable: bool  # in the bounds: else activations that may go to the SSDs take no host memory
 
 
-def frontiers_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> "list[MemoryFrontier]":
-    """Returns the frontiers of all ways to save memory. `limits` matter only to costs of plans made from them."""
+def frontiers_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> "Iterator[MemoryFrontier]":
+    """Yields the frontiers of all ways to save memory, those that save most first.
+
+    `limits` matter only to costs of plans made from them.
+    """
     sizes = sizes_at_the_border(job)
-    return [
-        MemoryFrontier(smallest_of(base, overflows=overflows))
-        for base in bases_of(job, speeds, limits)
-        if base.group_size in sizes and base.num_grad_buffers == 1
-        for overflows in (True, False)
-    ]
+    for base in reversed(list(bases_of(job, speeds, limits))):
+        if base.group_size in sizes and base.num_grad_buffers == 1:
+            for overflows in (True, False):
+                yield MemoryFrontier(smallest_of(base, overflows=overflows))
 
 
 class MemoryFrontier:

@@ -29,8 +29,8 @@ _WORTH = 3e-4
 _MOST_OTHERS = 4
 _NEAR = 0.02
 
-# Counts a solution exactly, or solves again with less memory. Raises DoesNotFitError if no plan with these costs fits.
-Exactly = Callable[[StepCosts], Solution]
+# Solves for a kind of plan. Returns None if its cost is not below the given one. Raises DoesNotFitError if none fits.
+Solve = Callable[[StepCosts, float], Solution | None]
 
 
 def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
@@ -65,20 +65,21 @@ def search(
     speeds: Speeds,
     limits: Limits,
     *,
-    exactly: Exactly = solved,
+    solve_kind: Solve = lambda costs, below: solved(costs),
     num_others: int = 0,
     near: float = 0.0,
     any_plan: bool = False,
+    below: float = math.inf,
 ) -> Found:
     """Returns the best plan of several variants of a job, such as numbers of micro-batches.
 
-    `exactly` solves for one kind of plan. `num_others`: also solve for so many plans, of different kinds, whose bounds
+    `solve_kind` solves for one kind of plan. `num_others`: also solve for so many plans of other kinds. Their bounds
     are at most a share `near` larger than the best cost. `any_plan`: one that fits is enough.
 
     Raises:
-        DoesNotFitError: no plan fits.
+        DoesNotFitError: no plan fits, or none costs less than `below`.
     """
-    found = _Search(speeds, limits, exactly)
+    found = _Search(speeds, limits, solve_kind, below)
     best = found.run(tuple(jobs), any_plan=any_plan)
     return Found(best=best, others=found.others_near(best, near, num_others))
 
@@ -98,8 +99,8 @@ class _Entry:
 class _Search:
     """The state of a search: what is left to try, and the best plan so far."""
 
-    def __init__(self, speeds: Speeds, limits: Limits, exactly: Exactly) -> None:
-        self._speeds, self._limits, self._exactly = speeds, limits, exactly
+    def __init__(self, speeds: Speeds, limits: Limits, solve_kind: Solve, below: float) -> None:
+        self._speeds, self._limits, self._solve_kind, self._below = speeds, limits, solve_kind, below
         self._entries: list[_Entry] = []
         self._numbers = itertools.count()
         self._best: Solution | None = None
@@ -110,10 +111,12 @@ class _Search:
         """Returns the best plan."""
         for job in jobs:
             for base in bases_of(job, self._speeds, self._limits):
-                self._push(base, _least_penalty(base) * least_cost(_smallest_program(base)), is_kind=False)
+                fastest = next(kinds_of(base))
+                without_limits = fastest.program_without_buffers(fastest.kinds())
+                self._push(base, _least_penalty(base) * least_cost(without_limits), is_kind=False)
         while self._entries and not (any_plan and self._best is not None):
             entry = heapq.heappop(self._entries)
-            if self._best is not None and entry.bound >= (1 - _WORTH) * self._best.cost:
+            if entry.bound >= (self._below if self._best is None else (1 - _WORTH) * self._best.cost):
                 heapq.heappush(self._entries, entry)
                 break
             if entry.is_kind:
@@ -167,11 +170,11 @@ class _Search:
 
     def _solve(self, costs: StepCosts) -> None:
         try:
-            solution = self._exactly(costs)
+            solution = self._solve_kind(costs, self._below if self._best is None else self._best.cost)
         except DoesNotFitError as error:
             self._errors.append(error)
             return
-        if self._best is None or solution.cost < self._best.cost:
+        if solution is not None and (self._best is None or solution.cost < self._best.cost):
             self._best, solution = solution, self._best
         if solution is not None:
             self._others.append(solution)
@@ -198,7 +201,7 @@ def _smallest_program(base: StepCosts) -> Program:
     without = smallest_of(base, overflows=False)
     return replace(
         program,
-        bounds=fastest.program(fastest.kinds()).bounds,
+        bounds=fastest.program_without_buffers(fastest.kinds()).bounds,
         nbytes=tuple(map(min, program.nbytes, without.program(without.kinds()).nbytes)),
     )
 

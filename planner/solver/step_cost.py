@@ -289,12 +289,17 @@ class StepCosts:
 
     def program(self, kinds: list[Kind]) -> Program:
         """Builds the integer program."""
+        return replace(self.program_without_buffers(kinds), nbytes=self._always_nbytes())
+
+    def program_without_buffers(self, kinds: list[Kind]) -> Program:
+        """Builds the integer program as if the job's buffers took no memory."""
+        of_bounds = f"bounds, {self.num_grad_buffers}, {self.depths.states}, {self.num_passing_blocks}"
         return Program(
             blocks=self._once_known("blocks", lambda: tuple(self._block_group(kind) for kind in kinds)),
-            seconds=self._seconds(dict(self._always())),
-            nbytes=self._always_nbytes(),
+            seconds=self._once_known("seconds", lambda: self._seconds(dict(self._always()))),
+            nbytes=(0.0,) * len(MemoryTier),
             limits=tuple(self.limits.by_tier.values()),
-            bounds=tuple(self._bounds()),
+            bounds=self._once_known(of_bounds, lambda: tuple(self._bounds())),
             uncounted_parts=(Part.HOST_MEMORY,),
             overflow=Overflow(
                 source=TIER_INDEX[MemoryTier.HOST], target=TIER_INDEX[MemoryTier.SSD], seconds=self._overflow_seconds()
@@ -514,6 +519,14 @@ class StepCosts:
         yield Part.BACKWARD, num * embedding[1] + leaving * self.job.grad_itemsize / self.speeds.d2h_bytes
 
     def _always_nbytes(self) -> tuple[float, ...]:
+        depths = self.depths.params, self.depths.states, self.depths.staged_activations
+        of_host = f"host, {depths}, {self.overflows}, {self.num_passing_blocks}"
+        host, ssd = self._once_known(of_host, self._count_always_on_host)
+        device = self._always_on_device() + self.job.left_out_nbytes(self)
+        return (device, host + self.num_devices_in_host * device, ssd)
+
+    def _count_always_on_host(self) -> tuple[float, float]:
+        """Returns the bytes of the arena's buffers, and of all states on the SSDs."""
         job = self.job
         plan = make_plan(
             job.size,
@@ -541,8 +554,7 @@ class StepCosts:
             host -= plan.partial_grads.nbytes + plan.open_lanes.nbytes
         if job.keeps_grads and not self.spills:
             host -= plan.grads.nbytes
-        device = self._always_on_device() + self.job.left_out_nbytes(self)
-        return (device, host + self.num_devices_in_host * device, plan.ssd_nbytes)
+        return host, plan.ssd_nbytes
 
     @property
     def streamed_blocks(self) -> tuple[int, ...]:
@@ -638,7 +650,10 @@ class StepCosts:
 
     @staticmethod
     def _seconds(seconds: dict[Part, float]) -> tuple[float, ...]:
-        return tuple(seconds.get(part, 0.0) for part in Part)
+        by_part = [0.0] * len(Part)
+        for part, value in seconds.items():
+            by_part[part] = value
+        return tuple(by_part)
 
     # --- bounds -----------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from windlass.service.auth import require_auth_if_exposed
 from windlass.service.http import BodyLimitMiddleware, install_error_handlers
 from windlass.service.installation import Settings
 from windlass.service.machine.fleet import FactsHere
-from windlass.service.preparation import HubFiles, list_hub_files
+from windlass.service.preparation import HubFiles, list_hub_files, warm_planner
 from windlass.storage.sql import Database, migrate
 
 _MULTIPART_OVERHEAD_NBYTES = 64 * 1024
@@ -64,6 +64,7 @@ def create_app(
         migrate(settings.database_url)
         database = Database(settings.database_url)
         limits, facts = RateLimits(settings.requests_per_minute), FactsHere(settings)
+        planner = warm_planner(settings.home / "logs" / "planner.log")
         app.state.context = Context(
             settings=settings,
             database=database,
@@ -71,6 +72,7 @@ def create_app(
             limits=limits,
             news=EventFeed(database),
             facts=facts,
+            planner=planner,
         )
         app.state.request_metrics.registry.register(JobCollector(database, settings, facts))
         try:
@@ -78,6 +80,7 @@ def create_app(
                 require_auth_if_exposed(settings, database)
             yield
         finally:
+            planner.close()
             database.close()
 
     # FastAPI's interactive documentation would load scripts from other servers.

@@ -10,6 +10,7 @@ from windlass.service.api.middleware import RateLimits
 from windlass.service.installation import Settings
 from windlass.service.machine.fleet import FactsHere
 from windlass.service.preparation import HubFiles
+from windlass.service.preparation.sandbox import WarmProcess
 from windlass.storage.sql import Database
 
 
@@ -23,6 +24,7 @@ class Context:
     limits: RateLimits
     news: EventFeed
     facts: FactsHere
+    planner: WarmProcess  # makes the plans that requests ask for
 
 
 async def _context_of(request: Request) -> Context:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from windlass.actors.lifecycle import WAIT_POLICY
-from windlass.amounts import GIB, bytes_text
+from windlass.amounts import GIB, bytes_text, least_gib
 from windlass.engine.memory_plan import UpdateOrder, tokens_in_words
 from windlass.engine.training_config import Optimizer
 from windlass.planner.hardware import (
@@ -28,14 +28,13 @@ from windlass.service.validation import (
     DEFAULT_CLIP_NORM,
     ApiError,
     WindlassSettings,
-    default_microbatches,
-    hypothetical_config,
     plain_reason,
 )
 from windlass.storage.ids import Precision, StatePrecision
 
 if TYPE_CHECKING:
-    from windlass.planner.planning import Comparison, Planned, PlanQuestion, PlanReport
+    from windlass.planner.planning import Comparison, Planned
+    from windlass.planner.question import PlanQuestion, PlanReport
 
 _MOST_EXAMPLES, _MOST_TOKENS = 1 << 16, 1 << 22
 _MODEL_HELP = (
@@ -123,10 +122,13 @@ def plan(
         _check_gpus(settings, gpus, other=None if hardware == MEASURED else machine)
     elif find is not None:
         raise CommandError("--gpus: a search (--find) is for a number of GPUs; name one")
+    if find is Goal.SMALLEST_GPU and not machine.gpus.count:
+        raise CommandError(f"--find: {find} needs a machine with a GPU, and this one has none")
     if what_if and find is not None:
         raise CommandError("--what-if: a search (--find) changes the job or the machine itself; leave one of them out")
     _check_order_of_updates(gradient_updates, clip=clip)
     asked = _settings(
+        num_microbatches,
         precision=precision,
         state_precision=state_precision,
         optimizer=optimizer,
@@ -145,10 +147,11 @@ def plan(
             asked,
             is_local=hardware == MEASURED,
             batch_size=batch_size,
-            num_microbatches=num_microbatches,
             sequence_length=seq_len,
             num_validation_examples=num_validation_examples,
         )
+        traced = "tracing the model, because it was not planned before; some seconds more"
+        question = replace(question, on_trace=lambda: status.update(traced))
         if find is not None:
             status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")
         number, num_params, question, planned = _answer(question, find, slack)
@@ -175,9 +178,7 @@ def plan(
         if job_settings is not None:
             print()
             submitted = model if is_id(settings, model) else "MODEL"
-            _print_job_settings(
-                submitted, job_settings, most_gpus=question.num_ranks, is_default=num_microbatches is None
-            )
+            _print_job_settings(submitted, job_settings, most_gpus=question.num_ranks, is_open=num_microbatches is None)
         if found.what_if is not None:
             print()
             _print_what_if(found)
@@ -208,14 +209,14 @@ def _check_gpus(settings: Settings, gpus: int, *, other: Hardware | None) -> Non
         raise CommandError(f"--gpus: {error}") from None
 
 
-def _settings(**asked: Any) -> WindlassSettings:
-    """Checks settings in the same way as a request's object `windlass`.
+def _settings(num_microbatches: int | None, **asked: Any) -> WindlassSettings:
+    """Checks settings in the same way as a request's object `windlass`. A plan may have more micro-batches than a job.
 
     Raises:
         CommandError: an option is wrong; the text names it and says why.
     """
     try:
-        return WindlassSettings(**asked)
+        return WindlassSettings(**asked).model_copy(update={"num_microbatches": num_microbatches})
     except ValidationError as error:
         (first, *_) = error.errors()
         option = str(first["loc"][0]).replace("_", "-")
@@ -230,38 +231,35 @@ def _question(
     *,
     is_local: bool,
     batch_size: int,
-    num_microbatches: int | None,
     sequence_length: int,
     num_validation_examples: int,
 ) -> "PlanQuestion":
     """Makes the question that a job's preparation would send to the planner. The answer then holds for such a job."""
     os.environ.update(WAIT_POLICY)  # before torch is imported, where it is
     from windlass.planner.planning import question_of
-    from windlass.service.jobs import MachineResources, most_gpus_of, plan_request
-    from windlass.service.processes import is_box_free
+    from windlass.service.jobs import MachineResources, hypothetical_request
 
     config = config_of(settings, model, sequence_length)
-    resources = MachineResources.here(settings) if is_local else None
-    most = asked.with_most_gpus(most_gpus_of(machine, resources), num_microbatches or batch_size)
-    training = hypothetical_config(
-        most,
-        batch_size=batch_size,
-        num_microbatches=num_microbatches or max(most.num_lanes, most.least_gpus),
-        sequence_length=sequence_length,
-    )
-    request = plan_request(
+    is_alone = is_local and _is_box_free(settings)
+    request = hypothetical_request(
         settings,
         machine,
-        resources,
+        MachineResources.here(settings) if is_local else None,
         model_dir=Path(model),
         asked=asked,
-        training=training,
-        chooses_microbatches=num_microbatches is None,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
         num_validation_examples=num_validation_examples,
-        has_gpus=is_local and machine.gpus.count > 0 and is_box_free(settings),
+        has_gpus=is_alone and machine.gpus.count > 0,
+        is_alone=is_alone,
     )
-    request = replace(request, chooses_order=training.leaves_order_open)
     return question_of(request, config)
+
+
+def _is_box_free(settings: Settings) -> bool:
+    from windlass.service.processes import is_box_free  # it loads the database's library
+
+    return is_box_free(settings)
 
 
 def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "PlanQuestion", "Planned"]:
@@ -272,6 +270,7 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
     from windlass.engine.memory_estimate import DeviceNeedUnknownError
     from windlass.engine.model import UnsupportedArchitectureError
     from windlass.planner.planning import answer, choose_gpus, find
+    from windlass.planner.profiling import UnusableConfigError
 
     try:
         if question.chooses_ranks:
@@ -279,8 +278,8 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
         if goal is not None and (found := find(question, goal, slack=slack)).planned is not None:
             return found.number, found.num_params, found.question, found.planned
         return 0, 0, question, answer(question)
-    except (UnsupportedArchitectureError, DeviceNeedUnknownError) as error:
-        raise CommandError(f"--model: {error}") from None
+    except (UnsupportedArchitectureError, DeviceNeedUnknownError, UnusableConfigError) as error:
+        raise CommandError(f"--model: {' '.join(str(error).split())}") from None
 
 
 def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "PlanReport") -> dict[str, Any] | None:
@@ -288,27 +287,15 @@ def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "Pla
 
     Returns None if no such job exists.
     """
-    if found.choices is None or question.num_layers is not None:
-        return None
-    return {
-        "batch_size": question.training.batch_size,
-        "num_microbatches": found.choices["num_microbatches"],
-        "sequence_length": question.training.sequence_length,
-        "precision": question.training.precision,
-        "state_precision": question.training.state_precision,
-        "optimizer": question.training.optimizer,
-        "clip_norm": question.training.clip_norm,
-        "accumulation_precision": question.training.accumulation_precision,
-        "gradient_updates": found.choices["gradient_updates"],
-        "lanes": question.training.lanes,
-        "gpus": asked.gpus,
-    }
+    from windlass.service.jobs import settings_of_plan
+
+    return None if question.num_layers is not None else settings_of_plan(asked, question.training, found)
 
 
-def _print_job_settings(model: str, job_settings: dict[str, Any], *, most_gpus: int, is_default: bool) -> None:
+def _print_job_settings(model: str, job_settings: dict[str, Any], *, most_gpus: int, is_open: bool) -> None:
     """Prints the command for the planned job.
 
-    `most_gpus`: that the job may get. `is_default`: the user did not choose the number of micro-batches.
+    `most_gpus`: that the job may get. `is_open`: the user did not choose the number of micro-batches.
     """
     defaults = WindlassSettings()
     given = {name: value for name, value in job_settings.items() if value != getattr(defaults, name)}
@@ -317,9 +304,8 @@ def _print_job_settings(model: str, job_settings: dict[str, Any], *, most_gpus: 
         given.pop("lanes", None)
     options = " ".join(f"--set {name}={'null' if value is None else value}" for name, value in given.items())
     print(f"a job as planned: windlass submit {model} FILE {options}")
-    by_itself = default_microbatches(job_settings["batch_size"], job_settings["lanes"], most_gpus)
-    if is_default and by_itself != job_settings["num_microbatches"]:
-        print(f"(the fastest number of micro-batches that was found; a job that names none has {by_itself})")
+    if is_open:
+        print("(a job that names no number of micro-batches gets the fastest one for the lengths of its examples)")
 
 
 def _trace(planned: "Planned", path: Path) -> None:
@@ -396,6 +382,7 @@ def _print(found: "PlanReport") -> None:
         print("it does not fit:")
         for reason in found.reasons:
             print(f"  {reason}")
+        _print_least_gpu(found)
         return
     numbers = asdict(found)
     print_columns(
@@ -422,15 +409,22 @@ def _print(found: "PlanReport") -> None:
     print()
     for reason in found.reasons:
         print(reason)
+    _print_least_gpu(found)
     print(f"planned for {tokens_in_words(numbers['example_tokens'])}")
 
 
 def _interval(found: "PlanReport") -> str:
-    from windlass.planner.planning import interval_in_words
+    from windlass.planner.predictions import interval_in_words
 
     assert found.step_s_low is not None, "it is a new plan"
     assert found.step_s_high is not None, "it is a new plan"
     return interval_in_words(found.step_s_low, found.step_s_high, found.times_from or "", found.num_compared or 0)
+
+
+def _print_least_gpu(found: "PlanReport") -> None:
+    if found.least_gpu_gib is not None:
+        gib = least_gib(found.least_gpu_gib * GIB)
+        print(f"the least GPU memory for this job is {gib} GiB: {found.least_gpu_reason}")
 
 
 def _shown(value: object) -> str:

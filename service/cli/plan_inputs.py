@@ -46,14 +46,14 @@ def config_of(settings: Settings, model: str, sequence_length: int) -> Any:
         if (path := published_models().get(model.lower())) is not None:
             return _config_of_shape_file(path, sequence_length)
         raise CommandError(f"--model: {_unknown_model(settings, model)}")
-    from windlass.planner.profiling import FolderConfig
+    from windlass.planner.profiling import FolderConfig, UnusableConfigError
 
     try:
         config = FolderConfig.read(folder)
-        longest = getattr(config.load(), "max_position_embeddings", None)
-    except (OSError, ValueError) as error:
+        longest = config.longest
+    except UnusableConfigError as error:
         raise CommandError(f"--model: {folder}: {' '.join(str(error).split())}") from None
-    if isinstance(longest, int) and sequence_length > longest:
+    if longest is not None and sequence_length > longest:
         raise CommandError(f"--seq-len: {sequence_length}: the model in {folder} takes at most {longest} tokens")
     return config
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from windlass.actors.job import OUTCOME, JournalRecord
 from windlass.actors.lifecycle import has_begun, last_sign_of_life
 from windlass.actors.scheduler import ROOM
-from windlass.planner.planning import JobPlan
+from windlass.planner.question import JobPlan
 from windlass.service.data import jobs_with_states
 from windlass.service.dispatcher.box_planner import BoxPlanner
 from windlass.service.dispatcher.housekeeping import Housekeeping

@@ -15,7 +15,8 @@ from typing import Any
 from windlass.actors.job import NUM_RECENT_STEPS
 from windlass.actors.timeline import FOLDER
 from windlass.engine.memory_plan import reserved_nbytes
-from windlass.planner.planning import MIN_STEPS, ChangedInputs, JobPlan, PlanRequest, ReplanRequest
+from windlass.planner.predictions import MIN_STEPS
+from windlass.planner.question import ChangedInputs, JobPlan, PlanRequest, ReplanRequest
 from windlass.service.dispatcher.outcomes import pause_job
 from windlass.service.installation import Settings
 from windlass.service.jobs import (

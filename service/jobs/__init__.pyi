@@ -13,6 +13,11 @@ from windlass.service.jobs.box_plans import plan_for_here as plan_for_here
 from windlass.service.jobs.box_plans import plan_numbers as plan_numbers
 from windlass.service.jobs.box_plans import requests_for_kinds as requests_for_kinds
 from windlass.service.jobs.full_disk import why_it_waits_for_room as why_it_waits_for_room
+from windlass.service.jobs.hypothetical_plans import hypothetical_request as hypothetical_request
+from windlass.service.jobs.hypothetical_plans import settings_of_plan as settings_of_plan
+from windlass.service.jobs.machine_resources import MachineResources as MachineResources
+from windlass.service.jobs.machine_resources import most_gpus_of as most_gpus_of
+from windlass.service.jobs.machine_resources import threads_of as threads_of
 from windlass.service.jobs.plan_files import NoPlanForGpusError as NoPlanForGpusError
 from windlass.service.jobs.plan_files import expected_pace as expected_pace
 from windlass.service.jobs.plan_files import has_plan as has_plan
@@ -29,13 +34,11 @@ from windlass.service.jobs.restart import end_for_restart as end_for_restart
 from windlass.service.jobs.restart import note_restart as note_restart
 from windlass.service.jobs.restart import plan_restart as plan_restart
 from windlass.service.jobs.spec_builder import ARENA_DIR as ARENA_DIR
-from windlass.service.jobs.spec_builder import MachineResources as MachineResources
 from windlass.service.jobs.spec_builder import build_job_spec as build_job_spec
 from windlass.service.jobs.spec_builder import chooses_gpus as chooses_gpus
 from windlass.service.jobs.spec_builder import gpus_of as gpus_of
 from windlass.service.jobs.spec_builder import job_dir as job_dir
 from windlass.service.jobs.spec_builder import journal_path as journal_path
-from windlass.service.jobs.spec_builder import most_gpus_of as most_gpus_of
 from windlass.service.jobs.spec_builder import plan_bounds as plan_bounds
 from windlass.service.jobs.spec_builder import plan_request as plan_request
 from windlass.service.jobs.spec_builder import preparation_order as preparation_order
@@ -43,6 +46,5 @@ from windlass.service.jobs.spec_builder import resolve_job as resolve_job
 from windlass.service.jobs.spec_builder import resolve_settings as resolve_settings
 from windlass.service.jobs.spec_builder import settings_of as settings_of
 from windlass.service.jobs.spec_builder import shown_gpus_of as shown_gpus_of
-from windlass.service.jobs.spec_builder import threads_of as threads_of
 from windlass.service.jobs.spec_builder import with_gpus as with_gpus
 from windlass.service.jobs.ssd_endurance import ssd_wear as ssd_wear

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from windlass.amounts import GIB
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning import JobPlan, PlanBounds, PlanRequest
+from windlass.planner.question import JobPlan, PlanBounds, PlanRequest
 from windlass.service.installation import Settings
+from windlass.service.jobs.machine_resources import MachineResources
 from windlass.service.jobs.plan_files import load_plan
 from windlass.service.jobs.spec_builder import (
-    MachineResources,
     dataset_dir,
     does_not_fit,
     job_dir,
+    planned_microbatches,
     resolve_settings,
     settings_of,
     training_config_of,
@@ -85,7 +86,7 @@ class PlanNumbers(BaseModel):
 
     feasible: bool
     why_not: str = ""
-    missing_nbytes: int = 0  # what the box lacks, of all memory together
+    missing_nbytes: int = 0  # the least memory that the box lacks, of all kinds together
     peak_gib: dict[str, float] = {}
     arena_nbytes: int | None = None
     step_s: float | None = None
@@ -100,7 +101,7 @@ class PlanNumbers(BaseModel):
         return cls(
             feasible=plan.report.feasible and plan.placement is not None,
             why_not="" if plan.report.feasible else "; ".join(plan.report.reasons),
-            missing_nbytes=int(sum((plan.report.missing_bytes or {}).values())),
+            missing_nbytes=int(plan.report.least_missing_nbytes),
             peak_gib=dict(plan.report.peak_gib or {}),
             arena_nbytes=plan.arena_nbytes,
             step_s=plan.report.step_s,
@@ -112,13 +113,16 @@ def requests_for_kinds(
 ) -> Mapping[str, Callable[[Results], PlanRequest]]:
     """Returns functions that make the requests to the planner from the results of a preparation, by kind.
 
-    Unmeasured kinds are left out. `num_devices`: the most GPUs that a job with `gpus: auto` may get here. Its lanes and
-    micro-batches follow from it on every box.
+    Unmeasured kinds are left out. `num_devices`: the most GPUs that a job with `gpus: auto` may get here. Its lanes
+    follow from it on every box. The first plan that fits chooses the number of micro-batches, if the job leaves it
+    open. The plans after it have the same number.
     """
 
     def request(kind: BoxKind, results: Results) -> PlanRequest:
         training = resolve_settings(job, results, num_devices=num_devices).training
-        return _request(settings, job, kind, training, results[PREPARE_DATA]["num_validation_examples"])
+        is_open = settings_of(job).windlass.num_microbatches is None and planned_microbatches(results) is None
+        request = _request(settings, job, kind, training, results[PREPARE_DATA]["num_validation_examples"])
+        return replace(request, chooses_microbatches=is_open)
 
     return {kind.key: functools.partial(request, kind) for kind in kinds if kind.hardware is not None}
 
@@ -133,13 +137,15 @@ def _request(
     settings: Settings, job: Job, kind: BoxKind, training: TrainingConfig, num_validation_examples: int
 ) -> PlanRequest:
     assert kind.hardware is not None, "nothing is planned for an unmeasured box"
-    bounds = kind.bounds(settings_of(job).windlass)
+    asked = settings_of(job).windlass
+    bounds = kind.bounds(asked)
     return PlanRequest(
         model_dir=model_dir(job.model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir),
         hardware=kind.hardware,
         training=training,
         dataset_dir=dataset_dir(job_dir(settings, job.id)),
         num_validation_examples=num_validation_examples,
+        chooses_order=asked.leaves_order_open,
         num_ranks=bounds.num_ranks,
         num_optimizers=bounds.num_optimizers,
         host_memory_nbytes=bounds.host_memory_nbytes,
@@ -160,7 +166,7 @@ def check_fits_a_box(job: Job, results: Results, names: Mapping[str, str], *, ma
     if may_run_unplanned or not answers or any(report.feasible for report in reports.values()):
         return
     if reports:
-        closest = min(reports, key=lambda key: sum((reports[key].missing_bytes or {}).values()))
+        closest = min(reports, key=lambda key: reports[key].least_missing_nbytes)
         raise does_not_fit(job, reports[closest], closest=names[closest])
     key, answer = next(iter(answers.items()))
     why = PlanNumbers.of(answer).why_not

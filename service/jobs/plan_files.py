@@ -12,7 +12,7 @@ from pathlib import Path
 
 from windlass.actors.job import Pace, pace_of_metrics
 from windlass.engine.training_config import TrainingConfig
-from windlass.planner.planning import JobPlan, PlanRequest, fewest_of_fastest
+from windlass.planner.question import JobPlan, PlanRequest, fewest_of_fastest
 from windlass.service.installation import Settings
 from windlass.service.jobs.spec_builder import (
     chooses_gpus,
@@ -143,7 +143,10 @@ def load_plan_request(settings: Settings, job: Job) -> PlanRequest | None:
         return None
     # The home may have been moved since, and other jobs may run now.
     folder = model_dir(job.model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-    request = replace(request, model_dir=folder, kept_times_dir=kept_times_dir(settings), is_alone=False)
+    # The job's number of micro-batches stays, also if its first plan chose it.
+    request = replace(
+        request, model_dir=folder, kept_times_dir=kept_times_dir(settings), is_alone=False, chooses_microbatches=False
+    )
     return request if plan is None else request.with_inputs(plan.changed_inputs)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from windlass.actors.job import MIN_MEASURED_STEPS
 from windlass.amounts import GIB, bytes_text
 from windlass.engine.memory_plan import MemoryTier, tokens_in_words
-from windlass.planner.planning import JobPlan, PlanReport, interval_in_words
+from windlass.planner.predictions import interval_in_words
+from windlass.planner.question import JobPlan, PlanReport
 
 _TIERS = tuple(tier.value for tier in MemoryTier)
 # Relative difference between the last steps and all steps from which it is told in words.

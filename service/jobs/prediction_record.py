@@ -1,6 +1,6 @@
 """Records how good a job's prediction was, for the predictions of later jobs on this machine."""
 
-from windlass.planner.planning import PastPrediction, PastPredictions
+from windlass.planner.predictions import PastPrediction, PastPredictions
 from windlass.service.installation import Settings
 from windlass.service.jobs.plan_files import plans_of
 from windlass.service.jobs.spec_builder import kept_times_dir

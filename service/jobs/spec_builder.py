@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windlass.actors.job import JOURNAL_FILE, JobSpec, Pace
-from windlass.actors.lifecycle import cores_of, numa_nodes
 from windlass.engine.memory_plan import Placement
 from windlass.engine.training_config import Initialization, TrainingConfig, config_json
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning import JobPlan, PlanBounds, PlanReport, PlanRequest
-from windlass.service.installation import CORES_TO_DIVIDE, Settings, find_gpus, models_of, num_cores
+from windlass.planner.question import JobPlan, PlanBounds, PlanReport, PlanRequest
+from windlass.service.installation import Settings
+from windlass.service.jobs.machine_resources import MachineResources, most_gpus_of, threads_of
 from windlass.service.preparation import (
     CHECK_MODEL,
     PLAN_JOB,
@@ -34,20 +34,14 @@ from windlass.service.validation import (
     with_derived,
 )
 from windlass.storage.ids import Attempt, HeadSlices, JobId
-from windlass.storage.sql import Job
+
+if TYPE_CHECKING:  # it loads the database's library, which a plan does not need
+    from windlass.storage.sql import Job
 
 ARENA_DIR = Path("/dev/shm")
 
-# With a GPU, the worker's process copies data, prepares batches and launches kernels with this many threads. The
-# optimizers get the other cores, except those of the SSD servers and, with several GPUs, of the server of params.
-_GPU_WORKER_THREADS = 2
-_SSD_SERVER_THREADS = 1
-_PARAM_SERVER_THREADS = 1
 # Maximum seconds for the simulation of a job's plan, before the job is queued.
 _SIMULATION_S = 60.0
-# Without a GPU, one of this many cores updates parameters, because one core updates about as fast as the SSDs deliver
-# states.
-_CORES_TO_ONE_THAT_UPDATES = 8
 _DEADLINE_S = 120.0
 _KEPT_CHECKS, _KEPT_TIMES = "checked-models", "measured-models"  # folders in the home
 # Fields of a training config that the job's row has in its columns `windlass` and `total_steps`. The column
@@ -70,82 +64,6 @@ _IN_OTHER_COLUMNS = frozenset(
 # The number of GPUs in a row's `hyperparameters`, if the request says "auto". It is that of the current attempt, or of
 # the job's plan before the first one.
 _GPUS = "gpus"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineResources:
-    """The cores and GPUs on which jobs run."""
-
-    num_cores: int
-    num_gpus: int
-    cpu_ranks: int = 1  # devices that the CPU counts as, if there are no GPUs
-    gpu_models: tuple[str, ...] = ()  # the names of the GPUs' models, each once; empty if unknown
-
-    @property
-    def num_devices(self) -> int:
-        """The devices that jobs compute on, each with one GPU worker: the GPUs, or the CPU."""
-        return self.num_gpus or self.cpu_ranks
-
-    @property
-    def most_gpus(self) -> int:
-        """The most devices that one job may have, because several GPUs of a job must be of one model."""
-        return 1 if len(self.gpu_models) > 1 else self.num_devices
-
-    def why_too_many(self, gpus: int, *, cpu_ranks: int | None = None) -> str | None:
-        """Returns why a job cannot have so many GPUs here, or None if it can.
-
-        Several GPUs of a job must be of one model, because kernels of different models may differ in the last bit.
-
-        `cpu_ranks`: the setting; None: it is not about this machine. Ray may have been started with another value.
-        """
-        if gpus <= self.num_devices:
-            if gpus == 1 or len(self.gpu_models) <= 1:
-                return None
-            return (
-                f"windlass.gpus is {gpus}, and the machine has GPUs of several models ({', '.join(self.gpu_models)}), "
-                "whose results may differ in the last bit: ask for 1, or let the service see only GPUs of one model "
-                "(CUDA_VISIBLE_DEVICES)"
-            )
-        if self.num_gpus:
-            return f"windlass.gpus is {gpus}, and the machine has {count_text(self.num_gpus, 'GPU')}"
-        devices = count_text(self.cpu_ranks, "device")
-        if cpu_ranks not in (None, self.cpu_ranks):
-            return (
-                f"windlass.gpus is {gpus}, and Ray was started with {devices}, but cpu_ranks is {cpu_ranks} now; run "
-                "`windlass down` and `windlass up` once no job runs, and submit the job again"
-            )
-        setting = "" if cpu_ranks is None else " (setting cpu_ranks)"
-        return f"windlass.gpus is {gpus}, and the machine has no GPU: its CPU counts as {devices}{setting}"
-
-    def threads(
-        self, num_optimizers: int, compute: int | None = None, each: int | None = None, *, num_ranks: int = 1
-    ) -> tuple[int, int]:
-        """Returns the threads of each of a job's GPU workers and optimizers. Settings may fix `compute` and `each`.
-
-        Together they take at most the job's share of the cores, but at least one each. Without a GPU and with less than
-        `CORES_TO_DIVIDE` cores for a device, the optimizers share the cores of the compute (see decision 8).
-        """
-        cores = self.num_cores * num_ranks // self.num_devices
-        if self.num_gpus:
-            left = cores - num_optimizers * (each or 1)
-            compute = compute or max(1, min(_GPU_WORKER_THREADS, left // num_ranks))
-            readers = _SSD_SERVER_THREADS + (_PARAM_SERVER_THREADS if num_ranks > 1 else 0)
-            return compute, each or max(1, (cores - num_ranks * compute - readers) // num_optimizers)
-        # Sums that a CPU computes have other bits with other numbers of threads. The share of one device decides the
-        # threads, so that the bits do not depend on the job's number of devices.
-        share = self.num_cores // self.num_devices
-        update_cores = min(share // _CORES_TO_ONE_THAT_UPDATES, share - (compute or 0))
-        each_of_one = each or max(1, update_cores // num_optimizers)
-        if compute is None:
-            compute = max(1, share if share < CORES_TO_DIVIDE else share - num_optimizers * each_of_one)
-        most = max(1, cores // _CORES_TO_ONE_THAT_UPDATES // num_optimizers)
-        return compute, each or min(num_ranks * each_of_one, most)
-
-    @classmethod
-    def here(cls, settings: Settings) -> "MachineResources":
-        """Returns the resources of this machine."""
-        gpus = find_gpus()
-        return cls(num_cores=num_cores(), num_gpus=len(gpus), cpu_ranks=settings.cpu_ranks, gpu_models=models_of(gpus))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +111,7 @@ def journal_path(settings: Settings, job_id: str) -> Path:
 def preparation_order(
     settings: Settings,
     resources: MachineResources,
-    job: Job,
+    job: "Job",
     hardware: Hardware | None = None,
     *,
     filenames: Mapping[str, str],
@@ -212,7 +130,7 @@ def preparation_order(
     def request(results: Results) -> PlanRequest:
         assert hardware is not None, "nothing is requested without it"
         alone = is_alone()
-        request = plan_request(
+        return plan_request(
             settings,
             hardware,
             resources,
@@ -221,8 +139,10 @@ def preparation_order(
             training=resolve_job(job, results, num_devices=resources.most_gpus).training,
             num_validation_examples=results[PREPARE_DATA]["num_validation_examples"],
             has_gpus=alone,
+            is_alone=alone,
+            dataset_dir=dataset_dir(folder),
+            simulation_s=_SIMULATION_S,
         )
-        return replace(request, dataset_dir=dataset_dir(folder), simulation_s=_SIMULATION_S, is_alone=alone)
 
     def unplanned_spec(results: Results) -> JobSpec:
         num_validation_examples = results[PREPARE_DATA]["num_validation_examples"]
@@ -263,17 +183,20 @@ def plan_request(
     model_dir: Path,
     asked: WindlassSettings,
     training: TrainingConfig,
-    chooses_microbatches: bool = False,
     num_validation_examples: int = 0,
     has_gpus: bool = False,
+    is_alone: bool = False,
+    dataset_dir: Path | None = None,
+    simulation_s: float = 0.0,
 ) -> PlanRequest:
-    """Makes the request to the planner.
+    """Makes the request to the planner. The same settings give the same request, whether the job exists or not.
 
     `resources`: of this machine, which `hardware` then describes. If it is None, `hardware` is another machine. Nothing
-    can be measured there, and this installation's settings do not apply. `asked`: the settings of the request, for its
-    budgets. `chooses_microbatches`: the planner chooses the fastest number of micro-batches. `has_gpus`: the planner
-    has this machine's GPUs, if any, for itself.
+    can be measured there, and this installation's settings do not apply. `asked`: the settings of the request. If they
+    leave the number of micro-batches open, the planner chooses it, whatever `training` has. `has_gpus`: the planner has
+    this machine's GPUs, if any, for itself. The other arguments are fields of the request.
     """
+    chooses_microbatches = asked.num_microbatches is None
     most_microbatches = training.batch_size if chooses_microbatches else training.num_microbatches
     gpus = asked.with_most_gpus(most_gpus_of(hardware, resources), most_microbatches)
     bounds = _bounds_elsewhere(gpus) if resources is None else _bounds(settings, gpus)
@@ -282,6 +205,7 @@ def plan_request(
         hardware=hardware,
         training=training,
         chooses_microbatches=chooses_microbatches,
+        chooses_order=asked.leaves_order_open,
         num_validation_examples=num_validation_examples,
         num_ranks=bounds.num_ranks,
         chooses_ranks=asked.gpus == "auto",
@@ -291,10 +215,13 @@ def plan_request(
         compute_threads=None if resources is None else threads_of(settings, resources, num_ranks=bounds.num_ranks)[0],
         may_measure=has_gpus or hardware.gpus.count == 0,
         kept_times_dir=kept_times_dir(settings),
+        dataset_dir=dataset_dir,
+        is_alone=is_alone,
+        simulation_s=simulation_s,
     )
 
 
-def plan_bounds(settings: Settings, job: Job, *, num_devices: int = 1) -> PlanBounds:
+def plan_bounds(settings: Settings, job: "Job", *, num_devices: int = 1) -> PlanBounds:
     """Returns the parts of the planner's request that follow from the installation's settings and the job's.
 
     `num_devices`: the most that a job with `gpus: auto` may get.
@@ -305,7 +232,7 @@ def plan_bounds(settings: Settings, job: Job, *, num_devices: int = 1) -> PlanBo
     return replace(bounds, chooses_ranks=asked.gpus == "auto")
 
 
-def resolve_job(job: Job, results: Results, *, num_devices: int = 1) -> ResolvedJob:
+def resolve_job(job: "Job", results: Results, *, num_devices: int = 1) -> ResolvedJob:
     """Computes the settings that the request left open, from the results of the preparation.
 
     `num_devices`: the most GPUs that a job with `gpus: auto` may get. Without a plan it gets one.
@@ -319,7 +246,7 @@ def resolve_job(job: Job, results: Results, *, num_devices: int = 1) -> Resolved
     return resolve_settings(job, results, num_devices=num_devices)
 
 
-def does_not_fit(job: Job, report: PlanReport, *, closest: str | None = None) -> PreparationError:
+def does_not_fit(job: "Job", report: PlanReport, *, closest: str | None = None) -> PreparationError:
     """Makes the error of a job that fits no box. `closest`: the box of the report; None: there is only one."""
     param = _budget_that_lacks(settings_of(job).windlass, report.missing_bytes or {})
     reasons = "; ".join(report.reasons)
@@ -327,15 +254,20 @@ def does_not_fit(job: Job, report: PlanReport, *, closest: str | None = None) ->
     return PreparationError("does_not_fit", message, param)
 
 
-def resolve_settings(job: Job, results: Results, *, num_devices: int = 1) -> ResolvedJob:
-    """Computes the settings as `resolve_job`, whatever the plans say.
+def resolve_settings(job: "Job", results: Results, *, num_devices: int = 1) -> ResolvedJob:
+    """Computes the settings as `resolve_job`, also if no plan fits.
 
     Raises PreparationError if the batch is too small for the GPUs or the lanes.
     """
     data, model = results[PREPARE_DATA], results[CHECK_MODEL]
     num_examples: int = data["num_examples"]
     try:
-        training = resolve(settings_of(job), num_examples, num_devices=num_devices)
+        training = resolve(
+            settings_of(job),
+            num_examples,
+            num_devices=num_devices,
+            planned_microbatches=planned_microbatches(results),
+        )
     except TooFewMicrobatchesError as error:
         raise PreparationError("invalid_value", str(error), error.param) from None
     plan = JobPlan.from_json(results.get(PLAN_JOB, {}))
@@ -352,7 +284,18 @@ def resolve_settings(job: Job, results: Results, *, num_devices: int = 1) -> Res
     )
 
 
-def training_config_of(job: Job) -> TrainingConfig:
+def planned_microbatches(results: Results) -> int | None:
+    """Returns the number of micro-batches of the first plan that fits, among those in the results of a preparation.
+
+    It decides the last bits of the job's results. So if the request leaves it open, the job has this number on every
+    kind of box, and for good.
+    """
+    answers = (answer for name, answer in results.items() if name.partition("@")[0] == PLAN_JOB)
+    plans = (plan for answer in answers if (plan := JobPlan.from_json(answer)) is not None)
+    return next((number for plan in plans if (number := plan.num_microbatches) is not None), None)
+
+
+def training_config_of(job: "Job") -> TrainingConfig:
     """Returns the training config of a job whose data was counted.
 
     The numbers in its row hold, whatever this version would resolve "auto" to. Rows of older versions have fewer. Their
@@ -369,7 +312,7 @@ def training_config_of(job: Job) -> TrainingConfig:
 def build_job_spec(
     settings: Settings,
     resources: MachineResources,
-    job: Job,
+    job: "Job",
     plan: JobPlan | None = None,
     expected_pace: Pace | None = None,
 ) -> JobSpec:
@@ -383,7 +326,7 @@ def build_job_spec(
 def _job_spec(
     settings: Settings,
     resources: MachineResources,
-    job: Job,
+    job: "Job",
     training: TrainingConfig,
     num_validation_examples: int,
     plan: JobPlan | None,
@@ -394,6 +337,8 @@ def _job_spec(
     compute_threads, optimizer_threads = threads_of(settings, resources, num_ranks=num_ranks)
     if plan is not None and plan.placement is None:
         raise ValueError("the job's plan has no placement")
+    if plan is not None and plan.update_order is not None:
+        training = replace(training, update_order=plan.update_order)
     return JobSpec(
         job=JobId(job.id),
         attempt=Attempt(job.attempt),
@@ -431,7 +376,7 @@ def _budget_that_lacks(asked: WindlassSettings, missing_nbytes: Mapping[str, int
     return next((f"windlass.budgets.{name}" for name in lacking if getattr(asked.budgets, name) is not None), None)
 
 
-def settings_of(job: Job) -> JobSettings:
+def settings_of(job: "Job") -> JobSettings:
     """Returns the settings of a job's request."""
     return JobSettings.from_row(job.method, job.windlass, job.seed)
 
@@ -444,46 +389,27 @@ def _model_dir(settings: Settings, model: str) -> Path:
     return model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
 
 
-def gpus_of(job: Job) -> int:
+def gpus_of(job: "Job") -> int:
     """Returns the number of GPUs of a job: as asked for, or of its current attempt or plan if the plan chooses."""
     asked = settings_of(job).windlass.gpus
     return (job.hyperparameters or {}).get(_GPUS, 1) if asked == "auto" else asked
 
 
-def shown_gpus_of(job: Job) -> int:
+def shown_gpus_of(job: "Job") -> int:
     """Returns the same as `gpus_of`, without a check of the row's other settings."""
     asked = job.windlass.get("gpus", 1)
     number: int = (job.hyperparameters or {}).get(_GPUS, 1) if asked == "auto" else asked
     return number
 
 
-def most_gpus_of(hardware: Hardware, resources: MachineResources | None) -> int:
-    """Returns the most GPUs that a job may get on a machine. `resources`: None if it is another one than this."""
-    return max(1, hardware.gpus.count) if resources is None else resources.most_gpus
-
-
-def chooses_gpus(job: Job) -> bool:
+def chooses_gpus(job: "Job") -> bool:
     """Returns whether a job's plan chooses its number of GPUs, without a check of the row's other settings."""
     return bool(job.windlass.get("gpus") == "auto")
 
 
-def with_gpus(job: Job, gpus: int) -> dict[str, Any]:
+def with_gpus(job: "Job", gpus: int) -> dict[str, Any]:
     """Returns the `hyperparameters` of the job's row with another number of GPUs, which its plan chose."""
     return {**(job.hyperparameters or {}), _GPUS: gpus}
-
-
-def threads_of(settings: Settings, resources: MachineResources, *, num_ranks: int = 1) -> tuple[int, int]:
-    """Returns the threads of each of a job's GPU workers and of each of its optimizers."""
-    num_optimizers, compute_threads, each_threads = (
-        settings.num_cpu_optimizers,
-        settings.compute_threads,
-        settings.optimizer_threads,
-    )
-    compute, each = resources.threads(num_optimizers, compute_threads, each_threads, num_ranks=num_ranks)
-    if settings.optimizer_threads is None:  # at most the cores of the smallest share of a NUMA node
-        nodes = numa_nodes()
-        each = min(each, *(len(cores_of(index, num_optimizers, nodes)) for index in range(num_optimizers)))
-    return compute, each
 
 
 def _bounds(settings: Settings, asked: WindlassSettings) -> PlanBounds:

@@ -21,6 +21,7 @@ from windlass.service.preparation.steps import PreparationStep as PreparationSte
 from windlass.service.preparation.steps import Results as Results
 from windlass.service.preparation.steps import plan_step as plan_step
 from windlass.service.preparation.steps import step_server as step_server
+from windlass.service.preparation.steps import warm_planner as warm_planner
 from windlass.service.preparation.turns import Candidate as Candidate
 from windlass.service.preparation.turns import OwnerShares as OwnerShares
 from windlass.service.preparation.turns import choose_running as choose_running

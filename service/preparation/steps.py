@@ -16,9 +16,9 @@ from pydantic import TypeAdapter
 
 from windlass.actors.job import JobSpec
 from windlass.engine.model import MODELS_MODULE
-from windlass.planner.planning import PlanRequest
+from windlass.planner.question import PlanRequest
 from windlass.service.preparation.check_cache import CheckCache
-from windlass.service.preparation.sandbox import PASSED_ON, StepServer
+from windlass.service.preparation.sandbox import PASSED_ON, StepServer, WarmProcess
 from windlass.storage.ids import Precision
 
 DOWNLOAD_MODEL = "download_model"
@@ -133,6 +133,11 @@ def step_server(log_path: Path) -> StepServer:
     return StepServer(
         (_CHECKER, _PREPARER, _PLANNER, _BUDGETS), log_path, also=(MODELS_MODULE,)
     )  # the checker and the planner build models
+
+
+def warm_planner(log_path: Path) -> WarmProcess:
+    """Makes a process that plans one question after the other, and keeps the profiles of models between them."""
+    return WarmProcess(_PLANNER, log_path)
 
 
 def steps_of(order: PreparationOrder) -> list[PreparationStep | LaterStep]:

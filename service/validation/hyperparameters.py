@@ -1,8 +1,8 @@
 """Settings of a job: their limits, their defaults, and the values that "auto" stands for.
 
-`docs` and these numbers are one: 3 epochs; 0.2 percent of the examples a batch, but at least 8 and at most 64; at most
-4 examples a micro-batch, and as many micro-batches in each lane; a peak learning rate of 2e-5 times the multiplier; 3
-percent of the steps to warm up.
+`docs` and these numbers are one: 3 epochs; 0.2 percent of the examples a batch, but at least 8 and at most 64; the
+micro-batches of the plan, or without a plan at most 4 examples in each, and as many micro-batches in each lane; a peak
+learning rate of 2e-5 times the multiplier; 3 percent of the steps to warm up.
 """
 
 import math
@@ -77,6 +77,16 @@ def _auto_or_positive(value: Any) -> Any:
     raise ValueError('must be "auto" or a number above 0, at most 1000')
 
 
+def _auto_or_number(low: int, high: int) -> Callable[[Any], Any]:
+    """Returns a check that takes "auto" and null as one."""
+    check = _auto_or_int(low, high)
+
+    def check_or_null(value: Any) -> Any:
+        return None if value in (None, "auto") else check(value)
+
+    return check_or_null
+
+
 def _auto_or_order(value: Any) -> Any:
     if value == "auto":
         return value
@@ -138,7 +148,20 @@ class WindlassSettings(_Strict):
 
     epochs: int | None = Field(default=None, ge=1, le=1000)
     batch_size: int | None = Field(default=None, ge=1, le=_MAX_BATCH_SIZE)
-    num_microbatches: int | None = Field(default=None, ge=1, le=_MAX_BATCH_SIZE)
+    # "auto" is null in a job's row, too, as it is in those of older versions.
+    num_microbatches: Annotated[
+        int | None,
+        PlainValidator(_auto_or_number(1, _MAX_BATCH_SIZE)),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"const": "auto", "type": "string"},
+                    {"type": "integer", "minimum": 1, "maximum": _MAX_BATCH_SIZE},
+                    {"type": "null"},
+                ]
+            }
+        ),
+    ] = None
     sequence_length: int | None = Field(default=None, ge=8, le=1_048_576)
     learning_rate: float | None = Field(default=None, gt=0, le=1)
     warmup_steps: int | None = Field(default=None, ge=0, le=_MAX_STEPS)
@@ -245,6 +268,11 @@ class WindlassSettings(_Strict):
     def update_order(self) -> UpdateOrder | None:
         """The order of updates that was asked for; None: the fastest one that is exact."""
         return None if self.gradient_updates == "auto" else self.gradient_updates
+
+    @property
+    def leaves_order_open(self) -> bool:
+        """Returns whether the plan may choose the order of updates: those that are exact give the same bits."""
+        return self.gradient_updates == "auto" and self.clip_norm is None and self.precision is not Precision.FP16
 
     @property
     def num_lanes(self) -> int:
@@ -356,11 +384,13 @@ class JobSettings:
         return self.windlass.sequence_length or DEFAULT_SEQUENCE_LENGTH
 
 
-def resolve(settings: JobSettings, num_examples: int, *, num_devices: int = 1) -> TrainingConfig:
+def resolve(
+    settings: JobSettings, num_examples: int, *, num_devices: int = 1, planned_microbatches: int | None = None
+) -> TrainingConfig:
     """Turns a request's settings into a training config, once the training data has been counted.
 
     `num_devices`: the most GPUs that a job with `gpus: auto` may get. Its results depend on this number, and not on the
-    GPUs that it gets.
+    GPUs that it gets. `planned_microbatches`: the number that the job's plan chose; None: the job has no plan yet.
 
     Raises:
         TooFewMicrobatchesError: the batch is too small for the GPUs or the lanes.
@@ -369,7 +399,8 @@ def resolve(settings: JobSettings, num_examples: int, *, num_devices: int = 1) -
     asked = settings.windlass
     windlass = asked.with_most_gpus(num_devices, min(asked.num_microbatches or batch_size, batch_size))
     lanes = windlass.num_lanes
-    num_microbatches = windlass.num_microbatches or default_microbatches(batch_size, lanes, windlass.least_gpus)
+    num_microbatches = windlass.num_microbatches or planned_microbatches
+    num_microbatches = num_microbatches or default_microbatches(batch_size, lanes, windlass.least_gpus)
     num_microbatches = min(num_microbatches, batch_size)
     _check_microbatches(
         windlass,
@@ -444,7 +475,7 @@ def hypothetical_config(
 
 
 def default_microbatches(batch_size: int, lanes: int, gpus: int) -> int:
-    """Returns the number of parts that a batch is computed in unless the user sets one.
+    """Returns the number of parts that a batch is computed in if neither the user nor a plan sets one.
 
     Each GPU has at least one. Each lane has equally many, unless that takes more than the batch has examples.
     """

@@ -115,6 +115,20 @@ def test_a_plan_and_how_near_the_job_comes_to_it(service: LiveService, open_page
     expect(page.locator("#plan-note")).to_have_text("The measured step is the mean of 12 steps.")
     service.train(job_id, 3, 1.8, measured={**MEASURED, "peak_bytes": ON_CPU}, timeline=TIMELINE)
     expect(page.locator("#plan-note")).to_contain_text("of a CPU includes what the worker's process needs for itself")
+    recent = {"step_s": 9.0, "num_steps": 9, "step_s_low": 8.5, "step_s_high": 9.5}
+    service.train(job_id, 4, 1.7, measured={**MEASURED, "recent": recent}, timeline=TIMELINE)
+    expect(rows.nth(1)).to_have_text("The last 9 steps6 s9 s+50 %")
+    expect(page.locator("#plan-note")).to_contain_text("The next steps likely take 8.5 to 9.5 s.")
+
+
+def test_a_plan_says_how_sure_it_is(service: LiveService, open_page: OpenPage) -> None:
+    job_id = service.submit()
+    sure = {"step_s_low": 5.2, "step_s_high": 6.9, "times_from": "blocks", "num_compared": 0}
+    keep_plan(service, job_id, PLAN | sure)
+    resolved = {"hyperparameters": dict(HYPERPARAMETERS), "total_steps": 10}
+    service.move(job_id, JobStatus.VALIDATING_FILES, JobStatus.QUEUED, "Files validated", **resolved)
+    page = open_page(f"#/jobs/{job_id}")
+    expect(page.locator("#plan-note")).to_contain_text("It likely takes 5.2 to 6.9 s.")
 
 
 def test_a_measured_step_is_drawn_beside_the_planned_one(service: LiveService, open_page: OpenPage) -> None:

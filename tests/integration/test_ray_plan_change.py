@@ -5,8 +5,8 @@ import pytest
 from tests.integration.resume_stage import NUM_STEPS, ResumeStage, Undisturbed
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.plan import Placement
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.report import PlanReport
 from windlass.service.jobs.plan_files import keep_plan
 from windlass.storage.sql.repositories.jobs import JobRepository
 

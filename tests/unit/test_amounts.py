@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.amounts import GIB, bytes_text, describe_largest, least_gib
+from windlass.amounts import GIB, bytes_text, describe_largest, least_gib, least_text
 
 ROOT = Path(__file__).parents[2]
 FLOORS = ("actors", "engine", "planner", "service", "storage")
@@ -82,3 +82,11 @@ def test_a_raw_number_of_bytes_is_found(tmp_path: Path) -> None:
     path = tmp_path / "told.py"
     path.write_text('f"the job needs {needed_nbytes} bytes"')
     assert raw_counts(path) == ["told.py:1: needed_nbytes"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [(GIB, "1.00 GiB"), (GIB + 1, "1.01 GiB"), (2**20 * 90.001, "90.01 MiB"), (1.5, "2 bytes"), (0, "0 bytes")],
+)
+def test_amount_that_is_enough_is_rounded_up(nbytes: float, expected: str) -> None:
+    assert least_text(nbytes) == expected

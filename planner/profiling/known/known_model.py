@@ -1,9 +1,20 @@
 """The facts of a model of a known family, from recorded formulas. It imports no torch.
 
-Sizes: B examples, T tokens, K heads of keys, G heads of queries for each of them, D head dim, H hidden size (in GPT-2
-it is K times D), I intermediate size, V vocabulary, P positions. Those of the head's loops: S and U tokens of its first
-and second slice, W of both, Q of a piece of the loss, L and M tokens of a slice's last piece, R rows of a part of the
-projection's gradient, Z of the last.
+Sizes of a model and of a micro-batch:
+
+    B  examples                     H  hidden size (in GPT-2 it is K times D)
+    T  tokens of an example         I  intermediate size
+    K  heads of keys                V  vocabulary
+    G  heads of queries for each    P  positions
+    D  head dim
+
+Sizes of the head's loops:
+
+    S  tokens of its first slice    L  tokens of the last piece of the first slice
+    U  tokens of its second slice   M  tokens of the last piece of the second slice
+    W  tokens of both slices        R  rows of a part of the projection's gradient
+    Q  tokens of a piece of the loss
+    Z  rows of the last part
 """
 
 import functools
@@ -16,18 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.engine.memory_estimate import Passes, PassNeeds
 from windlass.engine.memory_plan import EVERY_OPERATOR, LEAST_SWAPPED_NBYTES, RECOMPUTE_ALL, BlockActivations, UnitNeed
-from windlass.engine.model import (
-    BlockLayout,
-    ModelLayout,
-    ParamSlice,
-    choose_chunk_numel,
-    num_piece_tokens,
-    num_product_rows,
-    num_slice_tokens,
-)
+from windlass.engine.model import BlockLayout, ModelLayout, ParamSlice, choose_chunk_numel
+from windlass.engine.slices import num_piece_tokens, num_product_rows, num_slice_tokens
 from windlass.planner.cost import OperatorProfile
+from windlass.planner.profiling import LayerOperators
 from windlass.planner.profiling.known.formulas import Formula, Sizes, largest_value
-from windlass.planner.profiling.profiled_facts import LayerOperators
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 if TYPE_CHECKING:  # it needs pydantic, which the GPU check does without
@@ -96,8 +100,15 @@ def choice_key(choice: BlockActivations, names: Mapping[str, int]) -> str:
 
 @functools.cache
 def _family(name: str) -> dict[str, Any] | None:
-    """Reads a family's file. Returns None if it was recorded with other versions of the packages that are traced."""
-    stored: dict[str, Any] = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
+    """Reads a family's file. Returns None if it was recorded with other versions of the packages that are traced.
+
+    It is None for a family without a file, too.
+    """
+    try:
+        text = (Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    stored: dict[str, Any] = json.loads(text)
     same = all(version(package).partition("+")[0] == stored["versions"][package] for package in PACKAGES)
     return stored if same else None
 
@@ -128,6 +139,7 @@ def sizes_of(shape: "ModelShape", *, num_tokens: int) -> dict[str, int]:
     }
 
 
+@functools.lru_cache(maxsize=16)
 def known_facts(shape: "ModelShape", precision: Precision, *, num_tokens: int) -> "KnownModel":
     """Returns the facts of a model with these sizes.
 
@@ -306,7 +318,7 @@ class KnownModel:
         if recorded is None:
             raise NotKnownError(f"{variant_of(passes)}: head {loops.key}")
         first, second = loops.more_pieces
-        peak = max(
+        peak: int = max(
             _formula(nbytes).value(sizes) + first * of_first + second * of_second
             for nbytes, of_first, of_second in recorded
         )

@@ -7,6 +7,8 @@ the files that it writes.
 
 import argparse
 import contextlib
+import functools
+import importlib
 import itertools
 import json
 import math
@@ -24,9 +26,9 @@ from transformers.utils import logging
 from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_estimate import DryRun, Passes
 from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations
-from windlass.engine.model import slice_sizes
 from windlass.planner.cost import LayerProfile, OperatorProfile, by_benefit
 from windlass.planner.hardware import ModelShape
+from windlass.planner.profiling import TracedModel, config_of_shape, on_gpu
 from windlass.planner.profiling.known.formulas import Factor, Formula, largest_of
 from windlass.planner.profiling.known.known_model import (
     FLAGS,
@@ -38,8 +40,6 @@ from windlass.planner.profiling.known.known_model import (
     variant_of,
 )
 from windlass.planner.profiling.known.recorded_sizes import RecordedSizes, SizedInt, formulas_of, operators_in, unit_of
-from windlass.planner.profiling.model_profiler import TracedModel, config_of_shape
-from windlass.planner.profiling.profiled_facts import on_gpu
 from windlass.storage.ids import BlockIndex, Precision
 
 # The prime of each size in a trace, and the factor that makes a head dim even, so that it can be rotated in pairs.
@@ -66,10 +66,10 @@ _NUM_SHAPES = 1000  # random shapes whose orders of operators by benefit are rec
 
 def passes_of(precision: Precision, *, num_examples: int, num_tokens: int) -> Iterator[Passes]:
     """Yields the passes that a job may have in this precision."""
-    shape = {"num_examples": num_examples, "num_tokens": num_tokens}
+    of_shape = functools.partial(Passes, num_examples=num_examples, num_tokens=num_tokens)
     for grad_precision, is_summed in dict.fromkeys(((precision, False), (precision, True), (Precision.FP32, True))):
-        yield Passes(**shape, grad_precision=grad_precision, is_summed=is_summed)
-    yield Passes(**shape, grad_precision=precision, is_summed=False, train=False)
+        yield of_shape(grad_precision=grad_precision, is_summed=is_summed)
+    yield of_shape(grad_precision=precision, is_summed=False, train=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +214,7 @@ def units_of(
     sizes, recorded = sample.sizes, sample.recorded
     # Apart, because fake tensors are slower where some are swapped.
     parts = [[choice for choice in choices if choice.swaps is swaps] for swaps in (False, True)]
+    parts = [part for part in parts if part]
     models = [sample.model(precision, num_layers=len(part)) for part in parts]
     found: dict[str, dict[str, Any]] = {}
     for passes in passes_of(precision, num_examples=sizes["B"], num_tokens=sizes["T"]):
@@ -403,6 +404,7 @@ def _patched_slices(sizes: Mapping[str, int], *, vocab_size: int, hidden_size: i
         "MAX_PRODUCT_NUMEL": rows * hidden_size,
         "ROWS_UNIT": rows,
     }
+    slice_sizes = importlib.import_module("windlass.engine.slices.slice_sizes")
     before = {name: getattr(slice_sizes, name) for name in values}
     for name, value in values.items():
         setattr(slice_sizes, name, value)

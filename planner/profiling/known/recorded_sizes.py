@@ -5,8 +5,8 @@ from fractions import Fraction
 from typing import Any
 
 from windlass.engine.memory_plan import UnitNeed
+from windlass.planner.profiling import LayerOperators
 from windlass.planner.profiling.known.formulas import Factor, Formula, largest_of
-from windlass.planner.profiling.profiled_facts import LayerOperators
 
 
 class NoProductError(ValueError):
@@ -96,8 +96,8 @@ class RecordedSizes:
                     left //= factor
         if self._max_factor is not None and left > self._max_factor * divisor:
             raise NoProductError(f"{number} is no product of {self.sizes} and a factor up to {self._max_factor}")
-        factor = Fraction(left, divisor)
-        whole: Factor = factor.numerator if factor.denominator == 1 else factor
+        share = Fraction(left, divisor)
+        whole: Factor = share.numerator if share.denominator == 1 else share
         return Formula.of({"".join(sorted(names)): whole})
 
 

@@ -13,8 +13,8 @@ _ROUNDING = 1e-6
 _FAILURES_PER_MINUTE = 60
 
 
-# Plans made over HTTP at the same time. Each takes a process and the memory for one block of its model.
-_PLANS_AT_ONCE = 2
+# Plans made over HTTP at the same time. One process makes them, because it knows the models of the last ones.
+_PLANS_AT_ONCE = 1
 # Other slow operations at the same time, such as a call of a webhook's receiver. Each holds one of the API's 40 threads
 # for seconds.
 _OTHERS_AT_ONCE = 8

@@ -13,14 +13,13 @@ from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 
 from windlass.actors.timeline import SIMULATED_FOLDER, held_steps, load_step, trace_of
-from windlass.engine.training_config import TrainingConfig
 from windlass.planner.hardware import Hardware, unusual
-from windlass.planner.planning import JobPlan, PlanReport, PlanRequest
-from windlass.service.api import CallerDep, ContextDep, is_visible, model_hint
+from windlass.planner.question import JobPlan, PlanReport, PlanRequest
+from windlass.service.api import CallerDep, Context, ContextDep, is_visible, model_hint
 from windlass.service.api.middleware import BusyError
 from windlass.service.api.schemas import JobPlanObject, PlanObject, TraceObject
-from windlass.service.installation import Settings, check_is_here
-from windlass.service.jobs import MachineResources, job_dir, most_gpus_of, plan_request, plans_of, view_of
+from windlass.service.installation import Settings, check_is_here, node_of
+from windlass.service.jobs import MachineResources, hypothetical_request, job_dir, plans_of, settings_of_plan, view_of
 from windlass.service.machine import check_gpus, measured_hardware
 from windlass.service.preparation import (
     PLAN_JOB,
@@ -37,15 +36,14 @@ from windlass.service.validation import (
     JsonNumbers,
     TooFewMicrobatchesError,
     WindlassSettings,
-    default_microbatches,
-    hypothetical_config,
     model_dir,
 )
+from windlass.storage.sql import JobStatus
 from windlass.storage.sql.repositories import EventRepository, JobRepository
 
 _LOG = logging.getLogger(__name__)
 
-_POLL_S = 0.05
+_POLL_S = 0.01
 # How long a plan waits for memory that jobs and preparations hold.
 _WAIT_FOR_MEMORY_S = 60.0
 _MOST_OUTPUT_NBYTES = 4096  # bytes of a failed planner's output that are logged
@@ -72,6 +70,9 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
     asked, settings = body.windlass, context.settings
     with context.database.read() as session:
         visible = is_visible(session, caller, body.model)
+        is_alone = not JobRepository(session).with_status(
+            JobStatus.RUNNING, JobStatus.PAUSING, node=node_of(settings.home)
+        )
     checked = check_model(
         settings,
         body.model,
@@ -95,19 +96,10 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
             param="hardware",
             code="not_measured",
         )
-    resources = MachineResources.here(settings) if body.hardware is None else None
-    request = plan_request(
-        settings,
-        hardware,
-        resources,
-        model_dir=_folder(settings, body.model),
-        asked=asked,
-        training=_training(body, sequence_length, most_gpus_of(hardware, resources)),
-        num_validation_examples=body.num_validation_examples,
-    )
+    request = _request(settings, body, hardware, sequence_length, is_alone=is_alone)
     try:
         with context.limits.plans.entered(caller.user or ""):
-            report, warnings = _run(settings, replace(request, what_if=body.what_if))
+            report, warnings = _run(context, replace(request, what_if=body.what_if))
     except BusyError as error:
         raise ApiError(
             f"plans are made one by one: {error}", status=429, code="plan_in_progress", kind="requests"
@@ -115,6 +107,7 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
     about = {
         "model": body.model,
         "hardware": hardware.model_dump(),
+        "job_settings": settings_of_plan(asked, request.training, report),
         "warnings": [*unusual(hardware), *warnings],
     }
     return {"object": "fine_tuning.plan", **about, **asdict(report)}
@@ -167,20 +160,25 @@ def _correction_of(plan: JobPlan | None) -> dict[str, Any]:
     return {"corrected": plan.corrected, "told": plan.message, "from_attempt": plan.from_attempt}
 
 
-def _training(body: CreatePlan, sequence_length: int, num_devices: int) -> TrainingConfig:
-    """Returns the training config of the planned job. Raises the ApiError that a request for the job would get.
+def _request(
+    settings: Settings, body: CreatePlan, hardware: Hardware, sequence_length: int, *, is_alone: bool
+) -> PlanRequest:
+    """Makes the request to the planner. Raises the ApiError that a request for the job would get.
 
-    `num_devices`: the most GPUs that the job may get.
+    `is_alone`: no job trains on this machine.
     """
-    asked = body.windlass
-    asked = asked.with_most_gpus(num_devices, min(asked.num_microbatches or body.batch_size, body.batch_size))
+    is_here = body.hardware is None
     try:
-        return hypothetical_config(
-            asked,
+        return hypothetical_request(
+            settings,
+            hardware,
+            MachineResources.here(settings) if is_here else None,
+            model_dir=_folder(settings, body.model),
+            asked=body.windlass,
             batch_size=body.batch_size,
-            num_microbatches=asked.num_microbatches
-            or default_microbatches(body.batch_size, asked.num_lanes, asked.least_gpus),
             sequence_length=sequence_length,
+            num_validation_examples=body.num_validation_examples,
+            is_alone=is_here and is_alone,
         )
     except TooFewMicrobatchesError as error:
         raise ApiError(str(error), param=error.param, code="invalid_value") from None
@@ -195,10 +193,11 @@ def _folder(settings: Settings, model: str) -> Path:
     return folder
 
 
-def _run(settings: Settings, request: PlanRequest) -> tuple[PlanReport, list[str]]:
+def _run(context: Context, request: PlanRequest) -> tuple[PlanReport, list[str]]:
     """Makes the plan in a child process. Returns it with warnings about processes that died meanwhile."""
-    with tempfile.TemporaryDirectory(dir=settings.home, prefix="plan-") as name:
-        preparation = Preparation([plan_step(Path(name), request)], work_dir=Path(name))
+    with tempfile.TemporaryDirectory(dir=context.settings.home, prefix="plan-") as name:
+        step = plan_step(Path(name), request)
+        preparation = Preparation([step], work_dir=Path(name), start=context.planner.start)
         memory, began_s = PreparationMemory(), time.monotonic()
         preparation.admit = lambda step: memory.grant(name, None, step, lambda: preparation.process, is_box_free=False)
         try:

@@ -43,6 +43,8 @@ class PlanObject(PlanFields):
     object: Literal["fine_tuning.plan"]
     model: str
     hardware: Hardware
+    # The object `windlass` of a job with this plan; null if nothing fits, or no job can be so large.
+    job_settings: dict[str, Any] | None
     warnings: list[str]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from windlass.actors.job import disk_of
 from windlass.amounts import GIB
-from windlass.planner.planning import JobPlan, fewest_of_fastest
+from windlass.planner.question import JobPlan, fewest_of_fastest
 from windlass.service.dispatcher.placement.queue_policy import Amounts
 from windlass.service.installation import Settings
 from windlass.service.jobs import ARENA_DIR, MachineResources

@@ -7,3 +7,4 @@ from windlass.service.preparation.sandbox.process import ServerEndedError as Ser
 from windlass.service.preparation.sandbox.process import Start as Start
 from windlass.service.preparation.sandbox.process import StepServer as StepServer
 from windlass.service.preparation.sandbox.process import start_limited as start_limited
+from windlass.service.preparation.sandbox.warm_process import WarmProcess as WarmProcess

@@ -66,6 +66,7 @@ class LimitedCommand:
     sees_gpus: bool = False  # then its address space is unlimited, because CUDA maps more than any limit
 
 
+_FORK_SERVER = "windlass.service.preparation.sandbox.fork_server"
 # The program that limits itself and then becomes a command.
 _LIMITED_EXEC = "windlass.service.preparation.sandbox.limited_exec"
 
@@ -120,6 +121,29 @@ def _start(
         stdout=log,
         stderr=log,
     )
+
+
+def start_server(
+    module_and_arguments: Sequence[str], log_path: Path
+) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+    """Starts a module that takes orders over the socket at its standard input. Returns the socket's other end, too.
+
+    The process has no limits of its own yet. The kernel ends it with the thread that called this. Raises OSError.
+    """
+    orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    orders.setblocking(False)
+    with theirs, log_path.open("ab") as log:
+        # It has no home, and its working directory can contain no user's modules.
+        process = _start(
+            (sys.executable, "-m", *module_and_arguments),
+            PASSED_ON,
+            home=Path("/nonexistent"),
+            cwd=Path("/"),
+            log=log,
+            stdin=theirs.fileno(),
+            more={"OPENBLAS_NUM_THREADS": "1"},  # otherwise NumPy's import starts threads
+        )
+    return process, orders
 
 
 class _Started:
@@ -219,19 +243,7 @@ class StepServer:
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._orders.setblocking(False)
-        with theirs, self._log_path.open("ab") as log:
-            # It has no home, and its working directory can contain no user's modules.
-            self._process = _start(
-                (sys.executable, "-m", "windlass.service.preparation.sandbox.fork_server", *self._imports),
-                PASSED_ON,
-                home=Path("/nonexistent"),
-                cwd=Path("/"),
-                log=log,
-                stdin=theirs.fileno(),
-                more={"OPENBLAS_NUM_THREADS": "1"},  # otherwise NumPy's import starts threads
-            )
+        self._process, self._orders = start_server((_FORK_SERVER, *self._imports), self._log_path)
 
     def start(self, limited: LimitedCommand, log: IO[bytes]) -> LimitedProcess:
         """Forks a process if the command is one of the modules. Otherwise, or without a server, starts a new one."""

@@ -19,16 +19,17 @@ from windlass.actors.lifecycle.attempt_lock import begin_attempt
 from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.plan import Placement
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.plan_request import PlanRequest
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.plan_request import PlanRequest
+from windlass.planner.question.report import PlanReport
 from windlass.service.dispatcher.dispatcher import Dispatcher
 from windlass.service.dispatcher.housekeeping import Housekeeping
 from windlass.service.dispatcher.lease import BEAT_S, LEASE_S, Lease
 from windlass.service.dispatcher.placement.capacity import MachineCapacity
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
-from windlass.service.jobs.spec_builder import MachineResources, resolve_job
+from windlass.service.jobs.machine_resources import MachineResources
+from windlass.service.jobs.spec_builder import resolve_job
 from windlass.service.preparation.pipeline import Preparation, PreparationError
 from windlass.service.preparation.steps import PLAN_JOB, PreparationOrder
 from windlass.storage.ids import Attempt, JobId

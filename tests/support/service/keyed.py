@@ -16,7 +16,7 @@ from tests.support.service.boxes import add_box
 from windlass.actors.job.journal import METRICS, JournalRecord
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.timeline.span_files import FOLDER, SIMULATED_FOLDER, StepSpans, keep_step
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.report import PlanReport
 from windlass.service.auth.caller import Caller
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.spec_builder import job_dir

@@ -30,8 +30,8 @@ from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.amounts import GIB
 from windlass.engine.device.cuda_streams import CudaStreams
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
-from windlass.engine.model import slice_sizes
 from windlass.engine.model.block_runner import BlockRunner
+from windlass.engine.slices import slice_sizes
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, HeadSlices, Kernel, ModelKernel, Precision
 

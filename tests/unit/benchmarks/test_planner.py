@@ -25,7 +25,7 @@ from tests.unit.benchmarks.tables import Tables
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.hardware.yaml_files import parse
 from windlass.planner.planning.planner import best_plan
-from windlass.planner.planning.profiles import Profiles
+from windlass.planner.question.profiles import Profiles
 
 CHOICES = {
     "num_microbatches": 4,

@@ -32,9 +32,12 @@ export function renderPlan(plan, measured) {
   if (isPlanned) renderDetails(plan);
 }
 
-function renderRefusal({ missing_bytes: missing, reasons }) {
+function renderRefusal({ missing_bytes: missing, missing_together: together, reasons }) {
   const pairs = Object.entries(missing ?? {}).filter(([, bytes]) => bytes > 0);
-  setPairs(byId("refusal-missing"), pairs.map(([tier, bytes]) => [TIERS[tier], `${format.bytes(bytes)} too little`]));
+  // Of several shortages either all must be made up for, or one of them is enough.
+  const or = (index) => (index > 0 && together === false ? "or " : "");
+  const texts = pairs.map(([tier, bytes], index) => [TIERS[tier], `${or(index)}${format.bytes(bytes)} too little`]);
+  setPairs(byId("refusal-missing"), texts);
   const changes = reasons.slice(1);
   byId("refusal-hint").hidden = changes.length === 0;
   setItems(byId("refusal-changes"), changes);

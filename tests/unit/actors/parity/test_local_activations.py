@@ -36,7 +36,7 @@ from windlass.engine.memory_estimate.activation_memory import ActivationNeedUnkn
 from windlass.engine.memory_plan.activation_policy import ActivationChoice, BlockActivations
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.queue_depths import QueueDepths
-from windlass.engine.model.unsupported import UnsupportedArchitectureError
+from windlass.engine.model.layout import UnsupportedArchitectureError
 from windlass.storage.ids import ActorName, Attempt, Precision
 from windlass.storage.memory.arena import SlotPool
 

@@ -24,9 +24,8 @@ from windlass.engine.device.buffer_pool import BufferClass, DeviceBuffers
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.plan import Placement, PlanError
 from windlass.engine.memory_plan.queue_depths import FETCH_DEPTH
-from windlass.engine.model.layout import BlockLayout, ParamSlice
+from windlass.engine.model.layout import BlockLayout, ParamSlice, UnsupportedArchitectureError
 from windlass.engine.model.streamed_params import PieceBuffers
-from windlass.engine.model.unsupported import UnsupportedArchitectureError
 from windlass.storage.ids import ActorName, BlockIndex, Precision
 
 pytestmark = pytest.mark.usefixtures("small_activation_slots")

@@ -11,9 +11,8 @@ from tests.support.engine.odd_models import odd_config
 from windlass.engine.checkpoint import check_model as module
 from windlass.engine.checkpoint.check_model import check_model, main
 from windlass.engine.checkpoint.reader import CheckpointError
-from windlass.engine.model.layout import ModelLayout
+from windlass.engine.model.layout import ModelLayout, UnsupportedArchitectureError
 from windlass.engine.model.partition import Partition, build_meta_model
-from windlass.engine.model.unsupported import UnsupportedArchitectureError
 from windlass.storage.ids import Precision
 
 

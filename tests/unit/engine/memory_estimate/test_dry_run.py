@@ -21,10 +21,10 @@ from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
 from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.memory_plan.buffer_counts import summed_in_fp32
 from windlass.engine.memory_plan.device_moments import Pass, evaluation_moments, step_moments
-from windlass.engine.model import slice_sizes
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.head_slices import LossSums
 from windlass.engine.model.partition import Partition, build_meta_model
+from windlass.engine.slices import slice_sizes
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 CPU = torch.device("cpu")

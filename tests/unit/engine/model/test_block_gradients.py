@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from tests.support.engine.architectures import ARCHITECTURES, Architecture, make_batch, make_model, plain_step
-from windlass.engine.model import block_runner, slice_sizes
+from windlass.engine.model import block_runner
 from windlass.engine.model.block_runner import BlockRunner, random_key
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.gradient_check import block_gradients
 from windlass.engine.model.partition import Partition, build_meta_model
+from windlass.engine.slices import slice_sizes
 from windlass.storage.ids import BlockIndex, Precision
 
 SEED, STEP = 7, 3

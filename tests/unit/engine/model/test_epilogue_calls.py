@@ -11,8 +11,9 @@ from tests.support.engine.activation_runs import Run
 from tests.support.engine.architectures import ARCHITECTURES, make_batch, make_model
 from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
-from windlass.engine.model import block_runner, slice_sizes
+from windlass.engine.model import block_runner
 from windlass.engine.model.epilogue_calls import EpilogueCalls
+from windlass.engine.slices import slice_sizes
 from windlass.storage.ids import Precision
 
 CPU = torch.device("cpu")

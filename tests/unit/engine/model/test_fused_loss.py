@@ -10,12 +10,12 @@ from tests.support.engine.architectures import ARCHITECTURES, make_batch, make_m
 from tests.support.fake_liger import FakeLiger
 from windlass.engine.memory_estimate.dry_run import DryRun
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
-from windlass.engine.model import slice_sizes
 from windlass.engine.model.block_runner import BlockRunner
 from windlass.engine.model.fused_kernels import add_fused_loss
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.head_slices import IGNORED_TARGET, LossSums, add_loss
 from windlass.engine.model.partition import Partition, build_meta_model
+from windlass.engine.slices import slice_sizes
 from windlass.storage.ids import ModelKernel, Precision
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from tests.support.engine.odd_models import odd_config
 from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, ActivationChoice, BlockActivations
 from windlass.engine.model import gradient_check as self_check
 from windlass.engine.model.gradient_check import check_architecture, tiny_config
-from windlass.engine.model.unsupported import UnsupportedArchitectureError
+from windlass.engine.model.layout import UnsupportedArchitectureError
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)

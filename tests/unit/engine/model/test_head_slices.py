@@ -10,7 +10,6 @@ from tests.support.engine.architectures import ARCHITECTURES, make_batch, make_m
 from tests.support.fake_fp32_product import FakeFp32Product
 from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
-from windlass.engine.model import slice_sizes
 from windlass.engine.model.grad_buffer import GradBuffer, adds_products_in_fp32
 from windlass.engine.model.head_slices import (
     IGNORED_TARGET,
@@ -20,7 +19,8 @@ from windlass.engine.model.head_slices import (
 )
 from windlass.engine.model.layout import ParamSlice
 from windlass.engine.model.partition import ParamSite
-from windlass.engine.model.slice_sizes import num_piece_tokens, num_slice_tokens
+from windlass.engine.slices import slice_sizes
+from windlass.engine.slices.slice_sizes import num_piece_tokens, num_slice_tokens
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 CPU = torch.device("cpu")

@@ -6,12 +6,12 @@ import torch
 from tests.support.engine.architectures import ARCHITECTURES
 from tests.support.fake_liger import FakeLiger
 from tests.support.host_waits import GPU, no_host_waits
-from windlass.engine.model import slice_sizes
 from windlass.engine.model.block_runner import BlockRunner
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.head_slices import LossSums
 from windlass.engine.model.partition import Partition, build_meta_model
 from windlass.engine.optimizer.grad_norm import squared_norm
+from windlass.engine.slices import slice_sizes
 from windlass.storage.ids import BlockIndex, ModelKernel, Precision
 
 HEAD_KERNELS = (ModelKernel.LIGER_CROSS_ENTROPY, ModelKernel.FP32_PRODUCT)

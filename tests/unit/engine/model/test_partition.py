@@ -20,7 +20,13 @@ from tests.support.engine.architectures import (
 from tests.support.engine.folders import make_config, make_model_folder
 from tests.support.engine.odd_models import odd_config
 from windlass.engine.model.gradient_check import block_gradients
-from windlass.engine.model.layout import CHUNK_GRANULE, MIN_CHUNK_NUMEL, ModelLayout, choose_chunk_numel
+from windlass.engine.model.layout import (
+    CHUNK_GRANULE,
+    MIN_CHUNK_NUMEL,
+    ModelLayout,
+    UnsupportedArchitectureError,
+    choose_chunk_numel,
+)
 from windlass.engine.model.partition import (
     Partition,
     build_meta_model,
@@ -29,7 +35,6 @@ from windlass.engine.model.partition import (
     partition_folder,
     run_beside_cache,
 )
-from windlass.engine.model.unsupported import UnsupportedArchitectureError
 from windlass.storage.ids import Precision
 
 every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)

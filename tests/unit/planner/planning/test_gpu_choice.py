@@ -8,17 +8,17 @@ import pytest
 
 from windlass.amounts import GIB
 from windlass.engine.training_config.training_config import TrainingConfig
+from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.yaml_files import load
-from windlass.planner.planning.feasibility import with_part
 from windlass.planner.planning.gpu_choice import choose_gpus, in_words, numbers_of_gpus
-from windlass.planner.planning.job_plan import ChangedInputs, JobPlan, PlanBounds, fewest_of_fastest
 from windlass.planner.planning.planner import fastest_plan
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.report import PlanReport
 from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.question.job_plan import ChangedInputs, JobPlan, PlanBounds, fewest_of_fastest
+from windlass.planner.question.profiles import Profiles
+from windlass.planner.question.question import PlanQuestion
+from windlass.planner.question.report import PlanReport
 
 MACHINE = load(Hardware, example_machines()["rtx4090-server"])
 SHAPE = ModelShape(num_layers=4, hidden_size=512, num_heads=4, vocab_size=1000)

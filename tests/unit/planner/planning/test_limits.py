@@ -7,14 +7,14 @@ import pytest
 
 from tests.unit.planner.planning.test_planner import machine, question
 from windlass.engine.memory_plan.memory_tier import MemoryTier
+from windlass.planner.feasibility.feasibility import fits, with_part
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning import limits
-from windlass.planner.planning.feasibility import fits, with_part
 from windlass.planner.planning.limits import find
 from windlass.planner.planning.planner import best_plan
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.question.profiles import Profiles
+from windlass.planner.question.question import PlanQuestion
 from windlass.planner.solver.bisection import Goal
 
 # The SSDs are the limit here: model states, and activations that fit nowhere else.
@@ -50,7 +50,7 @@ def few_layers(**changes: Any) -> PlanQuestion:
     """A job with two lanes that fits only in small micro-batches."""
     config = config_of_shape(ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000), num_tokens=256)
     sizes = {"batch_size": 8, "num_microbatches": 4, "lanes": 2, "sequence_length": 256}
-    return question(config=config, device_memory_nbytes=192 << 20, **(sizes | changes))
+    return question(config=config, **({"device_memory_nbytes": 192 << 20} | sizes | changes))
 
 
 @pytest.mark.long
@@ -116,3 +116,17 @@ def test_no_more_memory_than_is_worth_it() -> None:
 def test_find_for_job_that_never_fits_finds_nothing() -> None:
     found = find(question(machine(host=1.51)), Goal.LARGEST_BATCH)
     assert (found.number, found.planned) == (0, None)
+
+
+def test_smallest_gpu_is_the_least_whole_gib_with_which_the_job_fits() -> None:
+    asked = few_layers(device_memory_nbytes=None)
+    found = find(asked, Goal.SMALLEST_GPU)
+    assert found.number == 2
+    assert found.question.hardware.gpus.memory_gib == 2
+    assert found.planned is not None
+    assert found.planned.report.feasible
+    assert found.planned.report.least_gpu_gib is not None
+    assert 1 < found.planned.report.least_gpu_gib <= 2
+    assert not fits(replace(asked, hardware=machine(gpus=1)), Profiles(asked))
+    short = replace(asked, hardware=machine(host=1.51))
+    assert find(short, Goal.SMALLEST_GPU).number == 0

@@ -28,9 +28,9 @@ from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.actors.timeline.span_files import FOLDER
 from windlass.engine.model.partition import Partition, build_meta_model, load_config
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.plan_request import PlanRequest, ReplanRequest
 from windlass.planner.planning.worker import plan_job
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.plan_request import PlanRequest, ReplanRequest
 from windlass.storage.ids import ActorName, Attempt
 
 NUM_STEPS, NUM_MEASURED = 12, 6

@@ -12,17 +12,17 @@ from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.optimizer.scratch_sizes import update_scratch_nbytes
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.cost.rates import speeds_of
+from windlass.planner.feasibility import feasibility
+from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.yaml_files import load
-from windlass.planner.planning import feasibility
 from windlass.planner.planning import planner as planning
-from windlass.planner.planning.exact_search import solve_exactly
-from windlass.planner.planning.feasibility import with_part
-from windlass.planner.planning.profiles import Profiles, planned_job
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.report import PlanReport
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
+from windlass.planner.question.exact_search import solve_exactly
+from windlass.planner.question.profiles import Profiles, planned_job
+from windlass.planner.question.question import PlanQuestion
+from windlass.planner.question.report import PlanReport
 from windlass.planner.solver.memory_limits import DRIVER_NBYTES, limits_of, processes_nbytes
 from windlass.planner.solver.placement_search import candidates
 from windlass.storage.ids import Precision, StatePrecision

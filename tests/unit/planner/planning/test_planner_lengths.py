@@ -23,17 +23,18 @@ from windlass.engine.memory_plan.example_lengths import ExampleLengths
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.model.partition import Partition, build_meta_model, load_config
 from windlass.planner.cost.model_profile import ModelProfile
+from windlass.planner.feasibility.feasibility import with_part
+from windlass.planner.feasibility.remedies import _smaller
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning import planner as planning
-from windlass.planner.planning.exact_search import solve_exactly
-from windlass.planner.planning.feasibility import _smaller, with_part
-from windlass.planner.planning.plan_request import PlanRequest
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.report import ExampleTokens, PlanReport
 from windlass.planner.planning.worker import plan_job, question_of
 from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.question.exact_search import solve_exactly
+from windlass.planner.question.plan_request import PlanRequest
+from windlass.planner.question.profiles import Profiles
+from windlass.planner.question.question import PlanQuestion
+from windlass.planner.question.report import ExampleTokens, PlanReport
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 SMALL = ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000, num_kv_heads=4)

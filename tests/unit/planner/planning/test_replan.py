@@ -8,12 +8,12 @@ import pytest
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
-from windlass.planner.planning.measured_steps import measured_step
 from windlass.planner.planning.planner import Planned, answer, best_plan
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.replan import CorrectedPlan, RunningJob, correct
+from windlass.planner.predictions.measured_steps import measured_step
 from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.question.profiles import Profiles
+from windlass.planner.question.question import PlanQuestion
 from windlass.planner.simulation.planned_job import simulate_planned
 
 SHAPE = ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000)
@@ -48,6 +48,7 @@ def run(
     num_steps_left: int = 1000,
     restart_s: float = 10.0,
     other_numbers: tuple[int, ...] = (),
+    may_change: bool = True,
 ) -> tuple[Planned, CorrectedPlan]:
     """Plans for one machine, and replans from the simulated steps of another."""
     planned = answer(asked)
@@ -70,6 +71,7 @@ def run(
         peak_gib=report.peak_gib,
         num_steps_left=num_steps_left,
         restart_s=restart_s,
+        may_change=may_change,
     )
     profiles = Profiles(asked)
     microbatches = solution.costs.microbatches_of_ranks
@@ -89,6 +91,23 @@ def test_a_machine_that_is_as_its_profile_says_keeps_its_plan() -> None:
     before, after = planned.report, corrected.planned.report
     assert after.step_s == pytest.approx(before.step_s, rel=0.1)
     assert (after.peak_gib, after.choices) == (before.peak_gib, before.choices)
+
+
+@pytest.mark.long
+def test_prediction_alone_is_made_again_where_the_plan_may_not_change() -> None:
+    fast, slow = (
+        each.model_copy(update={"gpus": each.gpus.model_copy(update={"memory_gib": 4.0})})
+        for each in (machine(), machine(ssd_gb_per_s=0.4))
+    )
+    asked = question(fast, host_mib=1350)
+    planned, corrected = run(asked, slow, may_change=False)
+    assert not corrected.changes
+    assert corrected.in_words.endswith(f"the plan said {planned.report.bound_s:.3g} s")
+    before, after = planned.report, corrected.planned.report
+    assert before.step_s is not None
+    assert after.step_s is not None
+    assert after.step_s > 1.15 * before.step_s
+    assert (after.choices, after.times_from) == (before.choices, "steps")
 
 
 @pytest.mark.long

@@ -7,18 +7,18 @@ import pytest
 
 from windlass.amounts import GIB
 from windlass.engine.training_config.training_config import TrainingConfig
+from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.named_machines import machine_of
-from windlass.planner.planning.feasibility import with_part
 from windlass.planner.planning.planner import Planned, answer
-from windlass.planner.planning.question import PlanQuestion
-from windlass.planner.planning.report import PlanReport
 from windlass.planner.planning.what_if import changes_of, with_what_if
 from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.question.question import PlanQuestion
+from windlass.planner.question.report import PlanReport
 
 # Bound by its SSD: it holds all states, and writes slowly.
-CONFIG = config_of_shape(ModelShape(num_layers=4, hidden_size=512, num_heads=4, vocab_size=1000), num_tokens=256)
+CONFIG = config_of_shape(ModelShape(num_layers=2, hidden_size=512, num_heads=4, vocab_size=1000), num_tokens=256)
 
 
 def question(hardware: Hardware, **changes: Any) -> PlanQuestion:

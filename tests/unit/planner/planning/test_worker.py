@@ -18,9 +18,9 @@ from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import worker as plan_job
-from windlass.planner.planning.job_plan import JobPlan
 from windlass.planner.profiling import measure_model
 from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
+from windlass.planner.question.job_plan import JobPlan
 
 
 def plan(tmp_path: Path, config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.support.engine.architectures import ARCHITECTURES
-from windlass.engine.model import slice_sizes
 from windlass.engine.model.block_runner import BlockRunner
+from windlass.engine.slices import slice_sizes
 from windlass.planner.profiling import measure_model
 from windlass.planner.profiling.block_times import with_times
 from windlass.planner.profiling.measure_model import measure_blocks

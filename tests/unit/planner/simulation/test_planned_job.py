@@ -10,9 +10,9 @@ from windlass.engine.memory_plan.queue_depths import QueueDepths
 from windlass.engine.model.layout import ModelLayout
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.planning.planner import best_plan
-from windlass.planner.planning.profiles import Profiles
-from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.question.profiles import Profiles
+from windlass.planner.question.question import PlanQuestion
 from windlass.planner.simulation import planned_job
 from windlass.planner.simulation.planned_job import simulate_planned
 from windlass.planner.solver.solution import Solution

@@ -342,7 +342,7 @@ def test_one_buffer_for_gradients_and_layers_in_pieces_compete_where_the_device_
     assert saves == (device_mib == 125)
 
 
-@settings(max_examples=examples(9), deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(
     st.integers(1, 3), st.sampled_from([1, 2]), st.booleans(), st.booleans(), st.integers(40, 300), st.integers(40, 400)
 )

@@ -47,7 +47,7 @@ from tests.support.service.keyed import (
     routes_in,
 )
 from windlass.planner.hardware.hardware import Hardware, example_machines
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.report import PlanReport
 from windlass.service.api.app import create_app
 from windlass.service.installation.settings import Settings
 from windlass.storage.sql.database import Database, migrate

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.support.service.api_client import make_model, serve, upload
 from tests.unit.service.api.test_schema import describe
 from windlass.planner.hardware.hardware import Hardware, example_machines
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.report import PlanReport
 from windlass.service.api.routes import plans
 from windlass.service.installation.settings import Settings
 

@@ -84,8 +84,8 @@ def test_the_settings_of_this_installation_count_for_this_machine_only(shape: Pa
 def test_a_job_can_be_submitted_as_planned(shape: Path, home: Path) -> None:
     job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB)
     result = run(*job, "--precision", "fp16", "--optimizer", "adam", "--no-clip", "--num-microbatches", "2")
-    options = "--set batch_size=4 --set num_microbatches=2 --set sequence_length=64 --set precision=fp16"
-    options += " --set optimizer=adam --set clip_norm=null"
+    options = "--set batch_size=4 --set num_microbatches=2 --set sequence_length=64 --set clip_norm=null"
+    options += " --set optimizer=adam --set precision=fp16"
     assert f"a job as planned: windlass submit MODEL FILE {options}" in result.output
     found = json.loads(run(*job, "--json").output)
     asked = WindlassSettings.model_validate(found["job_settings"])
@@ -124,12 +124,12 @@ def test_plan_of_several_gpus_has_a_micro_batch_for_each(shape: Path, home: Path
     assert " --set lanes=1 --set gpus=3\n" in run(*job, "--lanes", "1").output
 
 
-def test_another_number_of_microbatches_than_a_jobs_own_is_told(shape: Path, home: Path) -> None:
+def test_chosen_number_of_microbatches_is_told_to_follow_from_the_data_of_a_job(shape: Path, home: Path) -> None:
     job = ("--model", str(shape), "--hardware", "rtx4090-server", "--batch-size", "8", "--seq-len", "64")
     result = run(*job)
     assert "--set num_microbatches=1 " in result.output
-    assert "a job that names none has 2" in result.output
-    assert "that names none" not in run(*job, "--num-microbatches", "1").output
+    assert "a job that names no number of micro-batches gets the fastest one" in result.output
+    assert "that names no number" not in run(*job, "--num-microbatches", "1").output
 
 
 def test_other_systems_are_told_beside_the_plan(shape: Path, home: Path) -> None:
@@ -171,6 +171,7 @@ def test_plan_that_does_not_fit_exits_with_2(shape: Path, home: Path, tmp_path: 
     assert result.exit_code == 2
     assert "it does not fit" in result.output
     assert "it fits with" in result.output
+    assert "the least GPU memory for this job is " in result.output
 
 
 def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
@@ -213,6 +214,7 @@ def test_a_model_that_is_here_goes_before_the_published_one(home: Path) -> None:
         (("--model", "{shape}", "--hardware", "rtx4080"), "did you mean rtx4090"),
         (("--model", "{shape}", "--hardware", "rtx4090:ram=100"), "ram is '100'; there are 64, 128, 256"),
         (("--model", "{shape}"), "windlass doctor"),
+        (("--model", "{shape}", "--hardware", "{cpu}", "--find", "smallest-gpu"), "needs a machine with a GPU"),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--num-microbatches", "9"), "9 parts of a batch of 4"),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--lanes", "5"), "5 lanes of at most 4 micro-batches"),
         (
@@ -241,7 +243,10 @@ def test_a_model_that_is_here_goes_before_the_published_one(home: Path) -> None:
     ],
 )
 def test_bad_input_gets_one_line(arguments: tuple[str, ...], words: str, shape: Path, home: Path) -> None:
-    names = {"shape": shape, "folder": shape.parent / "folder", "short": shape.parent / "short"}
+    names = {each: shape.parent / each for each in ("folder", "short", "cpu")} | {"shape": shape}
+    names["cpu"].write_text(
+        example_machines()["rtx4090-server"].read_text().replace("gpus: {count: 1", "gpus: {count: 0")
+    )
     for name, config in (("folder", {"model_type": "none of any library"}), ("short", LLAMA)):
         names[name].mkdir()
         (names[name] / "config.json").write_text(json.dumps(config))

@@ -20,7 +20,7 @@ from tests.unit.service.data.test_deletion import export, model_of, succeed, tra
 from windlass.engine.checkpoint import model_folder
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
-from windlass.planner.planning.plan_request import PlanRequest
+from windlass.planner.question.plan_request import PlanRequest
 from windlass.service.data import backup
 from windlass.service.data.backup import BackupError, make_backup, restore_backup
 from windlass.service.installation.home import node_of

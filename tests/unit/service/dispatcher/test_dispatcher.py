@@ -13,7 +13,8 @@ from windlass.engine.training_config.training_config import NUMERICS, Optimizer
 from windlass.service.data import job_remains as leftovers
 from windlass.service.dispatcher.job_watch import AttemptPhase, StopKind
 from windlass.service.installation.settings import Settings
-from windlass.service.jobs.spec_builder import MachineResources, build_job_spec
+from windlass.service.jobs.machine_resources import MachineResources
+from windlass.service.jobs.spec_builder import build_job_spec
 from windlass.service.preparation.pipeline import PreparationError
 from windlass.storage.ids import HeadSlices, ModelKernel, Precision, StatePrecision
 from windlass.storage.memory.capacity import InsufficientSpaceError

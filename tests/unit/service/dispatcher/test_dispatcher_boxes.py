@@ -12,8 +12,8 @@ from sqlalchemy import update
 from tests.support.service.dispatcher_stage import PREPARED, Stage, planned
 from windlass.amounts import GIB
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.report import PlanReport
 from windlass.service.dispatcher.placement.capacity import MachineCapacity
 from windlass.service.dispatcher.placement.fleet import kind_of
 from windlass.service.installation.restored import mark_restored, was_restored

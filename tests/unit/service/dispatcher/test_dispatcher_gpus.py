@@ -16,12 +16,13 @@ from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.hardware.hardware import Hardware
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.report import PlanReport
 from windlass.service.dispatcher import replanner
 from windlass.service.dispatcher.queue import Verdict
+from windlass.service.jobs.machine_resources import MachineResources
 from windlass.service.jobs.plan_files import load_plan
-from windlass.service.jobs.spec_builder import MachineResources, job_dir, plan_request, resolve_job
+from windlass.service.jobs.spec_builder import job_dir, plan_request, resolve_job
 from windlass.service.preparation.steps import PLAN_JOB, QUESTION_FILE
 from windlass.service.validation.hyperparameters import WindlassSettings
 from windlass.storage.sql.database import Database

@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.power_cut import PowerCut
 from tests.support.service.dispatcher_stage import PREPARED, Stage
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.report import PlanReport
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.plan_files import keep_plan
 from windlass.storage.sql.database import Database

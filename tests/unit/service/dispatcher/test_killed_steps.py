@@ -14,7 +14,7 @@ import pytest
 from tests.support.service.dispatcher_stage import PREPARED, Stage
 from tests.unit.service.dispatcher.test_replanner_changed_machine import Measured, machine, measured, paused_job
 from tests.unit.service.dispatcher.test_replanner_measured_steps import asked
-from windlass.planner.planning.plan_request import PlanRequest
+from windlass.planner.question.plan_request import PlanRequest
 from windlass.service.api.routes import plans
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.spec_builder import plan_request

@@ -11,12 +11,13 @@ from windlass.amounts import GIB
 from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes, reserved_nbytes
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.hardware.hardware import Hardware
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.report import PlanReport
 from windlass.planner.solver.memory_limits import DRIVER_NBYTES
 from windlass.service.dispatcher import replanner
 from windlass.service.dispatcher.placement.capacity import MachineCapacity
-from windlass.service.jobs.spec_builder import MachineResources, job_dir, plan_request, resolve_job
+from windlass.service.jobs.machine_resources import MachineResources
+from windlass.service.jobs.spec_builder import job_dir, plan_request, resolve_job
 from windlass.service.preparation.pipeline import PreparationError
 from windlass.service.preparation.steps import CHECK_MODEL, PREPARE_DATA, QUESTION_FILE
 from windlass.service.validation.hyperparameters import WindlassSettings

@@ -14,9 +14,9 @@ from windlass.actors.job.journal import Journal
 from windlass.actors.job.pace import Pace
 from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED
 from windlass.engine.memory_plan.plan import Placement
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.plan_request import PlanRequest
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.plan_request import PlanRequest
+from windlass.planner.question.report import PlanReport
 from windlass.service.jobs.spec_builder import job_dir
 from windlass.service.preparation.pipeline import PreparationError
 from windlass.service.validation.hyperparameters import WindlassSettings

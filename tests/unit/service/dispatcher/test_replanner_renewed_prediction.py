@@ -8,8 +8,8 @@ import pytest
 from tests.support.service.dispatcher_stage import Stage
 from tests.unit.service.dispatcher.test_replanner_measured_steps import BETTER, OLD, REPORT, SAME, corrected, end_paused
 from windlass.actors.job.journal import Journal
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.plan_request import PlanRequest
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.plan_request import PlanRequest
 from windlass.service.jobs.plan_files import load_plan
 from windlass.service.preparation.pipeline import PreparationError
 from windlass.storage.sql.job_status import JobStatus

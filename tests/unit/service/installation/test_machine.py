@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from windlass.service.installation.machine import find_gpus, inspect_machine, mount_point
-from windlass.service.jobs.spec_builder import MachineResources
+from windlass.service.jobs.machine_resources import MachineResources
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.service.jobs.test_spec_builder import MACHINE, RESULTS, job_of, windlass_settings
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.report import PlanReport
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.box_plans import (
     HERE,
@@ -22,8 +22,9 @@ from windlass.service.jobs.box_plans import (
     plan_numbers,
     requests_for_kinds,
 )
+from windlass.service.jobs.machine_resources import MachineResources
 from windlass.service.jobs.plan_files import keep_plan, load_plan
-from windlass.service.jobs.spec_builder import MachineResources, job_dir, resolve_job
+from windlass.service.jobs.spec_builder import job_dir, resolve_job
 from windlass.service.preparation.pipeline import PreparationError
 from windlass.service.preparation.steps import PLAN_JOB, QUESTION_FILE
 from windlass.storage.sql.models import Job
@@ -88,6 +89,18 @@ def test_request_for_another_kind_has_the_lanes_that_the_job_has_here(settings: 
     training = resolve_job(job, RESULTS, num_devices=3).training
     assert training.lanes == 3
     assert request_of(RESULTS).training == training
+
+
+def test_number_of_microbatches_is_chosen_for_one_kind_and_holds_for_all(settings: Settings) -> None:
+    job = job_of(windlass_settings(num_microbatches=None))
+    [request_of] = requests_for_kinds(settings, job, [KIND], num_devices=1).values()
+    assert request_of(RESULTS).chooses_microbatches
+    report = PlanReport(feasible=True, reasons=(), choices={"num_microbatches": 4})
+    later = request_of({**RESULTS, PLAN_JOB: {"ok": True, **JobPlan(report=report).to_json()}})
+    assert (later.chooses_microbatches, later.training.num_microbatches) == (False, 4)
+    fixed = job_of(windlass_settings(num_microbatches=2))
+    [request_of] = requests_for_kinds(settings, fixed, [KIND], num_devices=1).values()
+    assert (request_of(RESULTS).chooses_microbatches, request_of(RESULTS).training.num_microbatches) == (False, 2)
 
 
 def test_plan_of_the_chosen_box_takes_the_place_of_the_first_plan_until_the_job_stays_here(

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.service.jobs.test_spec_builder import CONFIG, RESULTS, job_of, request_of, spec_of, windlass_settings
-from windlass.planner.planning.job_plan import ChangedInputs, JobPlan, PlanBounds
-from windlass.planner.planning.plan_request import PlanRequest
-from windlass.planner.planning.report import PlanReport
 from windlass.planner.planning.worker import question_of
+from windlass.planner.question.job_plan import ChangedInputs, JobPlan, PlanBounds
+from windlass.planner.question.plan_request import PlanRequest
+from windlass.planner.question.report import PlanReport
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.plan_files import has_plan, keep_plan, load_plan, load_plan_request, plans_of
 from windlass.service.jobs.spec_builder import dataset_dir, job_dir, resolve_job
@@ -64,6 +64,15 @@ def test_load_plan_request_of_an_older_release_has_the_training_config_of_the_ro
     assert again is not None
     assert again.training == request.training
     assert again.dataset_dir == dataset_dir(job_dir(Settings(home=tmp_path), "ftjob-1"))
+
+
+def test_load_plan_request_of_a_job_has_the_number_of_microbatches_that_its_first_plan_chose(tmp_path: Path) -> None:
+    left_open = windlass_settings(num_microbatches="auto")
+    request = request_of(tmp_path, left_open)
+    assert request.chooses_microbatches
+    again = stored_request(tmp_path, left_open, request.to_json())
+    assert again is not None
+    assert (again.chooses_microbatches, again.training) == (False, request.training)
 
 
 def test_load_plan_request_without_data_is_planned_for_the_longest_examples(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from windlass.actors.job.journal import METRICS, JournalRecord
-from windlass.planner.planning import PastPredictions
-from windlass.planner.planning.confidence import TimesFrom
+from windlass.planner.predictions import PastPredictions
+from windlass.planner.predictions.confidence import TimesFrom
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.prediction_record import record_prediction
 from windlass.service.jobs.spec_builder import job_dir, kept_times_dir

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +11,32 @@ import pytest
 from tests.support.actors import specs
 from windlass.actors.job.context import grad_precision, make_context
 from windlass.actors.job.spec import JobSpec
+from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.engine.training_config import config_json
 from windlass.engine.training_config.training_config import FinalModel, TrainingConfig
 from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
-from windlass.planner.planning.plan_request import PlanRequest
 from windlass.planner.planning.planner import best_plan
-from windlass.planner.planning.profiles import Profiles, planned_job
-from windlass.planner.planning.question import PlanQuestion
 from windlass.planner.planning.worker import question_of
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.plan_request import PlanRequest
+from windlass.planner.question.profiles import Profiles, planned_job
+from windlass.planner.question.question import PlanQuestion
+from windlass.planner.question.report import PlanReport
 from windlass.planner.solver.step_cost import PlannedJob
 from windlass.service.installation.settings import Settings
+from windlass.service.jobs.machine_resources import MachineResources, threads_of
 from windlass.service.jobs.spec_builder import (
-    MachineResources,
     build_job_spec,
     gpus_of,
     job_dir,
     plan_bounds,
+    planned_microbatches,
     preparation_order,
     resolve_job,
-    threads_of,
     training_config_of,
 )
 from windlass.service.preparation.pipeline import PreparationError
@@ -219,7 +222,7 @@ def training_of(asked: WindlassSettings) -> TrainingConfig:
     return resolve(settings, NUM_EXAMPLES)
 
 
-def spec_of(home: Path, asked: WindlassSettings) -> JobSpec:
+def spec_of(home: Path, asked: WindlassSettings, plan: JobPlan | None = None) -> JobSpec:
     """The spec for the runner of such a job, built from its row and its folder."""
     job = job_of(asked)
     resolved = resolve_job(job, RESULTS)
@@ -228,7 +231,7 @@ def spec_of(home: Path, asked: WindlassSettings) -> JobSpec:
     prepared = job_dir(settings, job.id) / "prepare" / f"{PREPARE_DATA}.json"
     prepared.parent.mkdir(parents=True, exist_ok=True)
     prepared.write_text(json.dumps(RESULTS[PREPARE_DATA]))
-    return build_job_spec(settings, MachineResources(num_cores=4, num_gpus=1), job)
+    return build_job_spec(settings, MachineResources(num_cores=4, num_gpus=1), job, plan)
 
 
 @cache
@@ -242,7 +245,10 @@ def plan_facts(request: PlanRequest) -> list[object]:
     question = question_of(without_data(request), CONFIG)
     profile = profile_of(training.microbatch_size, training.sequence_length, training.precision)
     job = planned_job(question, profile, training.num_microbatches)
-    read = [getattr(job, name) for name, value in vars(PlannedJob).items() if isinstance(value, property)]
+    # The others are the job again, and a cache.
+    names = vars(PlannedJob).keys() - {"by_order", "known"}
+    facts = sorted(name for name in names if isinstance(vars(PlannedJob)[name], property | cached_property))
+    read = [getattr(job, name) for name in facts]
     batches = training.batch_size, training.num_microbatches, training.seed, training.total_steps
     return [profile, *read, question.limits, question.num_validation_examples, question.num_optimizers, data, batches]
 
@@ -282,7 +288,8 @@ def test_planner_and_runner_see_the_same_gradient_settings(
     )
     spec, question = spec_of(tmp_path, asked), question_of(without_data(request_of(tmp_path, asked)), CONFIG)
     job = planned_job(question, profile_of(2, 64, Precision.BF16), 2)
-    assert job.update_order is spec.training.order_of_updates
+    assert {each.update_order for each in job.by_order} >= {spec.training.order_of_updates}
+    assert (len(job.by_order) > 1) == (gradient_updates == "auto")
     assert job.update_order == ("active" if gradient_updates == "auto" else gradient_updates)
     assert job.grad_itemsize == spec.training.grad_itemsize == (4 if accumulation_precision == "fp32" else 2)
 
@@ -411,12 +418,15 @@ def test_plan_request_with_a_field_that_the_planner_does_not_know_is_a_defect() 
 
 def test_plan_question_has_the_request_s_values(tmp_path: Path) -> None:
     numbers = {"num_validation_examples": 3, "num_optimizers": 4, "host_memory_nbytes": 5, "device_memory_nbytes": 6}
-    numbers["num_ranks"] = 7
+    numbers["num_ranks"] = 3
     request = replace(without_data(request_of(tmp_path, windlass_settings())), chooses_microbatches=True, **numbers)
     question = question_of(request, CONFIG)
     shared = {field.name for field in fields(PlanQuestion)} & REQUEST_FIELDS
-    assert shared == {*numbers, "hardware", "training", "chooses_microbatches", "chooses_ranks"}
-    assert all(getattr(question, name) == getattr(request, name) for name in shared)
+    assert shared == {*numbers, "hardware", "training", "chooses_microbatches", "chooses_order", "chooses_ranks"}
+    # Where the search for a number of micro-batches begins follows from the rest.
+    least = replace(request.training, num_microbatches=question.least_microbatches)
+    assert question.training == least != request.training
+    assert all(getattr(question, name) == getattr(request, name) for name in shared - {"training"})
 
 
 @pytest.mark.parametrize(("budgets", "is_checked"), [({}, False), ({"gpu_memory_gib": 1.0}, True)])
@@ -430,6 +440,56 @@ def test_preparation_order_with_a_budget_has_the_job_s_spec_to_check_it(
         spec = make(RESULTS)
         assert spec.training == training_of(asked)
         assert (spec.device_memory_nbytes, spec.num_validation_examples) == (_GIB, NUM_VALIDATION_EXAMPLES)
+
+
+def planned(num_microbatches: int | None) -> dict[str, Any]:
+    """The planner's answer; None: the job does not fit."""
+    choices = None if num_microbatches is None else {"num_microbatches": num_microbatches}
+    report = PlanReport(feasible=choices is not None, reasons=(), choices=choices)
+    return {"ok": True, **JobPlan(report=report).to_json()}
+
+
+def test_number_of_microbatches_is_that_of_the_plan_unless_the_request_has_one() -> None:
+    left_open, fixed = (job_of(windlass_settings(num_microbatches=number)) for number in ("auto", 2))
+    with_plan = {**RESULTS, PLAN_JOB: planned(4)}
+    assert left_open.windlass["num_microbatches"] is None, "as in rows of older versions"
+    assert resolve_job(left_open, RESULTS).training.num_microbatches == 1
+    assert resolve_job(left_open, with_plan).training.num_microbatches == 4
+    assert resolve_job(left_open, with_plan).hyperparameters["num_microbatches"] == 4
+    assert resolve_job(fixed, with_plan).training.num_microbatches == 2
+    unplanned = {**RESULTS, PLAN_JOB: {"ok": True, "warnings": ["no plan was made"]}}
+    assert resolve_job(left_open, unplanned).training.num_microbatches == 1
+
+
+def test_first_plan_that_fits_gives_the_job_its_number_of_microbatches() -> None:
+    results = {**RESULTS, PLAN_JOB: planned(None), f"{PLAN_JOB}@a": {"ok": False, "error": {}}}
+    assert planned_microbatches(results) is None
+    results |= {f"{PLAN_JOB}@b": planned(4), f"{PLAN_JOB}@c": planned(2)}
+    assert planned_microbatches(results) == 4
+
+
+def test_attempt_updates_blocks_in_the_order_of_its_plan(tmp_path: Path) -> None:
+    left_open = windlass_settings(clip_norm=None)
+    plain = spec_of(tmp_path, left_open)
+    assert plain.training.update_order is UpdateOrder.ACTIVE
+    report = PlanReport(feasible=True, reasons=(), choices={"gradient_updates": "kept"})
+    plan = JobPlan(report=report, placement=Placement(), arena_nbytes=1)
+    spec = spec_of(tmp_path, left_open, plan)
+    assert spec.training == replace(plain.training, update_order=UpdateOrder.KEPT)
+    of_older_release = plan.model_copy(update={"report": replace(report, choices={})})
+    assert spec_of(tmp_path, left_open, of_older_release).training == plain.training
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_open"),
+    [({"clip_norm": None}, True), ({}, False), ({"clip_norm": None, "precision": "fp16"}, False)],
+)
+def test_plan_chooses_the_order_of_updates_only_where_every_order_is_exact(
+    tmp_path: Path, asked: dict[str, Any], is_open: bool
+) -> None:
+    assert request_of(tmp_path, windlass_settings(**asked)).chooses_order is is_open
+    fixed = windlass_settings(gradient_updates="kept", **asked)
+    assert not request_of(tmp_path, fixed).chooses_order
 
 
 def test_resolve_job_with_fewer_examples_than_lanes_names_the_lanes() -> None:

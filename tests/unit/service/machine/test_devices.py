@@ -9,7 +9,7 @@ from windlass.planner.hardware.yaml_files import load
 from windlass.service.installation.machine import Gpu
 from windlass.service.installation.settings import HARDWARE_FILE, Settings
 from windlass.service.jobs import spec_builder
-from windlass.service.jobs.spec_builder import MachineResources
+from windlass.service.jobs.machine_resources import MachineResources
 from windlass.service.machine.devices import check_gpus
 from windlass.service.validation.request_errors import ApiError
 

@@ -18,7 +18,7 @@ from tests.support.engine.folders import PLAIN_TEMPLATE, make_tokenizer, make_to
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
-from windlass.planner.planning.plan_request import PlanRequest
+from windlass.planner.question.plan_request import PlanRequest
 from windlass.service.preparation import pipeline as preparation
 from windlass.service.preparation import steps as preparation_steps
 from windlass.service.preparation.pipeline import Preparation, PreparationError, StepFailedError, preparation_of

@@ -11,7 +11,7 @@ from tests.support.service.api_client import context_of, make_model, serve, uplo
 from windlass.service.api.routes import jobs as routes
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
-from windlass.service.jobs.spec_builder import MachineResources
+from windlass.service.jobs.machine_resources import MachineResources
 from windlass.service.validation.hyperparameters import JobSettings, resolve
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Job

@@ -25,8 +25,8 @@ from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.training_config.training_config import Optimizer
 from windlass.planner.hardware.hardware import example_machines
 from windlass.planner.planning import worker as plan_job
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.plan_request import PlanRequest
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.plan_request import PlanRequest
 from windlass.service.api.routes import plans
 from windlass.service.cli import jobs as cli_jobs
 from windlass.service.cli import plan as cli_plan
@@ -35,9 +35,10 @@ from windlass.service.cli.errors import CommandError
 from windlass.service.installation.client import ServiceClient
 from windlass.service.installation.settings import HARDWARE_FILE, SETTINGS_FILE, Settings
 from windlass.service.jobs import plan_files as job_plans
+from windlass.service.jobs.machine_resources import MachineResources
 from windlass.service.jobs.plan_files import expected_pace
 from windlass.service.jobs.plan_view import in_words, view_of
-from windlass.service.jobs.spec_builder import MachineResources, job_dir
+from windlass.service.jobs.spec_builder import job_dir
 from windlass.service.preparation.memory import PreparationMemory
 from windlass.service.preparation.steps import Results
 from windlass.storage.ids import Precision
@@ -397,7 +398,6 @@ def test_the_command_line_asks_what_a_job_would(
         "training": training,
         "dataset_dir": None,
         "simulation_s": 0.0,
-        "is_alone": False,
     }
     assert asked[0] == replace(of_job, **others)
     # The command knows neither the data nor the seed.

@@ -14,7 +14,7 @@ from windlass.service.cli import jobs as cli_jobs
 from windlass.service.cli.arguments import ids as cli_ids
 from windlass.service.cli.errors import CommandError
 from windlass.service.installation.client import RequestRefusedError, ServiceClient
-from windlass.service.jobs.spec_builder import MachineResources
+from windlass.service.jobs.machine_resources import MachineResources
 
 Command = Callable[..., Any]
 COMMANDS = [cli_jobs.show, cli_jobs.logs, cli_jobs.cancel, cli_jobs.pause, cli_jobs.resume, cli_jobs.checkpoints]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from windlass.amounts import GIB
-from windlass.planner.planning.job_plan import JobPlan
-from windlass.planner.planning.report import PlanReport
+from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.report import PlanReport
 from windlass.service.dispatcher.placement import capacity as box
 from windlass.service.dispatcher.placement.capacity import (
     BUFFERS,
@@ -21,7 +21,7 @@ from windlass.service.dispatcher.placement.capacity import (
     read_capacity,
 )
 from windlass.service.installation.settings import Settings
-from windlass.service.jobs.spec_builder import MachineResources
+from windlass.service.jobs.machine_resources import MachineResources
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.memory.arena import Arena, arena_path
 from windlass.storage.ssd.volume import Volume

@@ -1,0 +1,170 @@
+"""The best plan whose device memory, counted exactly, fits."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from windlass.engine.memory_plan import MemoryTier
+from windlass.planner.cost import Speeds
+from windlass.planner.question.profiles import Profiles
+from windlass.planner.question.question import PlanQuestion
+from windlass.planner.solver import (
+    DoesNotFitError,
+    Found,
+    Limits,
+    PlannedJob,
+    Solution,
+    StepCosts,
+    search,
+    solved,
+)
+
+# Limits of device memory that a program is solved with are powers of this number, whatever the machine has. So a
+# machine with more memory has the plans of one with less.
+_LIMIT_STEP = 1.002
+# Maximum number of times that a program is solved with another limit, because the exact count was larger.
+_MAX_CORRECTIONS = 10
+
+
+def solve_exactly(question: PlanQuestion, num_microbatches: int, profiles: Profiles) -> Solution:
+    """Returns the best solution for a number of micro-batches, with exact device memory.
+
+    Raises:
+        DoesNotFitError: no plan fits.
+    """
+    return search_exactly(question, (num_microbatches,), profiles).best
+
+
+def search_exactly(
+    question: PlanQuestion,
+    numbers: Iterable[int],
+    profiles: Profiles,
+    *,
+    num_others: int = 0,
+    near: float = 0.0,
+    any_plan: bool = False,
+) -> Found:
+    """Returns the best solution for any of these numbers of micro-batches, with exact device memory; see `search`.
+
+    Raises:
+        DoesNotFitError: no plan fits.
+    """
+    counter = _Counter(question, profiles)
+    jobs = [counter.with_constants(profiles.job(question, number)) for number in numbers]
+    return search(
+        jobs,
+        question.speeds,
+        question.limits,
+        solve_kind=counter.solved,
+        num_others=num_others,
+        near=near,
+        any_plan=any_plan,
+    )
+
+
+class _Counter:
+    """Solves programs so that the exact device memory fits."""
+
+    def __init__(self, question: PlanQuestion, profiles: Profiles) -> None:
+        self.question, self.profiles = question, profiles
+        # By buffers and group size: the index of a limit with which a plan fitted. The next one needs about as much.
+        self._fitted: dict[tuple[object, ...], int] = {}
+
+    def with_constants(self, job: PlannedJob) -> PlannedJob:
+        """Returns the job with the exact device memory of what its plans have in common.
+
+        Hypothetical layers cannot be counted.
+        """
+        if self.question.num_layers is not None:
+            return job
+        known: dict[tuple[int, bool, bool, int], float] = {}
+
+        def left_out_nbytes(costs: StepCosts) -> float:
+            key = (costs.group_size, costs.streams, costs.streams_grads, costs.num_grad_buffers)
+            if key not in known:
+                plain = replace(costs, job=replace(costs.job, left_out_nbytes=job.left_out_nbytes))
+                known[key] = self.profiles.left_out_nbytes(self.question, plain)
+            return known[key]
+
+        return replace(job, left_out_nbytes=left_out_nbytes)
+
+    def solved(self, costs: StepCosts, below: float) -> Solution | None:
+        """Returns the best solution with these costs, with exact device memory. None: it costs no less than `below`.
+
+        The program's estimate may be lower than the exact count. Then the program is solved with smaller limits.
+
+        Raises:
+            DoesNotFitError: no plan fits.
+        """
+        solution = solved(costs)
+        if self.question.num_layers is not None or solution.cost >= below:
+            return solution if solution.cost < below else None
+        key = (costs.job.num_microbatches, costs.group_size, costs.streams, costs.num_grad_buffers)
+        limit_nbytes = costs.limits.device_nbytes
+        # Indices of limits: with `short` there is no plan of use, or one that fits; with `excessive`, the plan is too
+        # large.
+        short, excessive = 0, math.floor(math.log(limit_nbytes, _LIMIT_STEP)) + 1
+        least_excess, is_cut = math.inf, False
+        tried = self._fitted.get(key, excessive)
+        best: Solution | None = None
+        for _ in range(_MAX_CORRECTIONS):
+            try:
+                if tried < excessive:
+                    solution = solved(_less(costs, limit_nbytes - _LIMIT_STEP**tried))
+            except DoesNotFitError:
+                short, tried = tried, (tried + excessive) // 2
+            else:
+                if solution.cost >= below:
+                    is_cut = True
+                    short, tried = tried, (tried + excessive) // 2
+                else:
+                    solution, excess = counted(self.question, self.profiles, solution)
+                    # What a plan leaves free may be enough for a better one.
+                    used = _LIMIT_STEP**tried if tried < excessive else limit_nbytes
+                    if excess > 0:
+                        excessive, least_excess = min(tried, excessive), min(least_excess, excess)
+                    elif tried >= excessive:
+                        return solution
+                    else:
+                        best, short = solution, tried
+                        self._fitted[key] = tried
+                    tried = _index_below(used - excess)
+                    if best is not None and tried <= short:
+                        break
+            if excessive - short <= 1:
+                break
+            tried = max(short + 1, min(tried, excessive - 1))
+        if best is not None or is_cut:
+            return best
+        short_tier = _short_tier(costs.speeds, costs.limits)
+        missing = 0 if math.isinf(least_excess) else int(least_excess)
+        raise DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 0) | {short_tier: missing})
+
+
+def _index_below(nbytes: float) -> int:
+    return math.floor(math.log(max(1.0, nbytes), _LIMIT_STEP))
+
+
+def _less(costs: StepCosts, nbytes: float) -> StepCosts:
+    """Returns costs with a smaller limit of device memory. On a CPU, that is the host's memory."""
+    limits = costs.limits
+    less = replace(limits, device_nbytes=limits.device_nbytes - nbytes)
+    if costs.speeds.shares_cores:
+        less = replace(less, host_nbytes=limits.host_nbytes - nbytes)
+    return replace(costs, limits=less)
+
+
+def _short_tier(speeds: Speeds, limits: Limits) -> MemoryTier:
+    """Returns the memory that is short. On a CPU it is the host's, unless a budget makes the device's smaller."""
+    return MemoryTier.HOST if speeds.shares_cores and limits.device_nbytes >= limits.host_nbytes else MemoryTier.DEVICE
+
+
+def counted(question: PlanQuestion, profiles: Profiles, solution: Solution) -> tuple[Solution, float]:
+    """Returns the solution with exact device memory, and the bytes by which it exceeds the limit."""
+    shares_cores, limits = solution.costs.speeds.shares_cores, question.limits
+    need = profiles.device_need(question, solution.costs.job, solution)
+    # The CPU finishes its copies before it computes the next layer, so no bytes are on their way out then.
+    nbytes = need.settled_nbytes if shares_cores else need.nbytes
+    together = solution.costs.num_devices_in_host * nbytes + solution.plan.arena_nbytes if shares_cores else 0
+    excess = max(nbytes - limits.device_nbytes, together - limits.host_nbytes)
+    return replace(solution, nbytes={**solution.nbytes, MemoryTier.DEVICE: nbytes}), excess

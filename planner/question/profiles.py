@@ -1,0 +1,245 @@
+"""Profiles of a model for the micro-batches that a plan may have, and the device memory of a planned job."""
+
+import contextlib
+import copy
+from dataclasses import replace
+
+from windlass.engine.memory_estimate import device_need
+from windlass.engine.memory_plan import (
+    RECOMPUTE_ALL,
+    WIDTH_GRANULE,
+    DeviceNeed,
+    ExampleLengths,
+    MemoryTier,
+    Placement,
+    Plan,
+    evaluation_shapes,
+)
+from windlass.engine.model import ModelLayout
+from windlass.engine.training_config import TrainingConfig
+from windlass.planner.cost import ModelProfile, for_lengths
+from windlass.planner.profiling import BlockTimes, MeasuredBlocks, with_times
+from windlass.planner.question.kept_shapes import KeptShapes
+from windlass.planner.question.question import PlanQuestion
+from windlass.planner.solver import (
+    PlannedJob,
+    Solution,
+    StepCosts,
+    solution_of,
+)
+
+
+def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches: int) -> PlannedJob:
+    """Builds the solver's view of the job."""
+    return PlannedJob(
+        model=profile,
+        training=replace(question.training, num_microbatches=num_microbatches),
+        num_ranks=question.num_ranks,
+        num_optimizers=question.num_optimizers,
+        ways=question.ways,
+        chooses_order=question.chooses_order,
+    )
+
+
+class Profiles:
+    """Profiles of one model for micro-batches of any shape. Times are measured once for each shape."""
+
+    def __init__(self, question: PlanQuestion) -> None:
+        self._measures, self._question = question.measures, question
+        kept = question.kept_shapes or KeptShapes()
+        self._shapes = kept.of(
+            question.config, question.training.precision, question.kept_facts_dir, on_trace=question.on_trace
+        )
+        self._known: dict[tuple[int, int], ModelProfile] = {}
+        self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}
+        self._speedup = 1.0
+
+    def unmeasured(self) -> "Profiles":
+        """Returns profiles that measure nothing more, and use the times that are known."""
+        if not self._measures:
+            return self
+        profiles = copy.copy(self)
+        profiles._measures = False
+        # Else profiles without times would be taken for measured ones.
+        profiles._known, profiles._of_lengths = dict(self._known), dict(self._of_lengths)
+        return profiles
+
+    def corrected(self, question: PlanQuestion) -> "Profiles":
+        """Returns a copy with the times of the question's `correction`, which measures nothing more."""
+        profiles = copy.copy(self.unmeasured())
+        profiles._question, profiles._known, profiles._of_lengths = question, {}, {}
+        return profiles
+
+    def of_question(self, question: PlanQuestion, *, speedup: float = 1.0) -> "Profiles":
+        """Returns a copy for another question about the same model. `speedup`: of a device, over the measured one."""
+        profiles = copy.copy(self)
+        profiles._question, profiles._known, profiles._of_lengths, profiles._speedup = question, {}, {}, speedup
+        return profiles
+
+    @property
+    def layout(self) -> ModelLayout:
+        """The layout of the model's blocks."""
+        return self._shapes.facts.layout
+
+    def device_need(self, question: PlanQuestion, job: PlannedJob, solution: Solution) -> DeviceNeed:
+        """Returns the device memory of a planned job, as its GPU worker allocates it."""
+        return self.device_need_of_plan(question, job, solution.plan)
+
+    def left_out_nbytes(self, question: PlanQuestion, costs: StepCosts) -> float:
+        """Returns the bytes of device memory that the cost model leaves out of a plan whose layers are all recomputed.
+
+        Plans with the same buffers and group size need them, too. They are sums in fp32, hidden states and constants.
+        """
+        if any(
+            RECOMPUTE_ALL not in {way.choice for way in kind.activations} for kind in costs.kinds() if not kind.tiers
+        ):
+            return 0.0
+        placement = Placement(
+            activations=(RECOMPUTE_ALL,) * len(costs.job.model.layers),
+            group_size=costs.group_size,
+            streamed_blocks=costs.streamed_blocks,
+            num_grad_buffers=costs.num_grad_buffers,
+            streams_grads=costs.streams_grads,
+            num_cached_params=0,
+        )
+        solution = solution_of(costs, placement)
+        need = self.device_need_of_plan(question, costs.job, solution.plan, evaluates=False)
+        return need.nbytes - solution.nbytes[MemoryTier.DEVICE]
+
+    def device_need_of_plan(
+        self, question: PlanQuestion, job: PlannedJob, plan: Plan, *, evaluates: bool = True
+    ) -> DeviceNeed:
+        """Returns the same as `device_need`, for a plan. `evaluates`: the memory of evaluations counts, too."""
+        shape = (job.model.num_examples, job.model.num_tokens)
+        lengths = question.lengths_in(job.num_microbatches)
+        return device_need(
+            self._shapes.facts,
+            plan,
+            [shape] * plan.group_size,
+            formats=job.training.formats,
+            grad_precision=job.training.grad_precision,
+            num_microbatches=job.num_microbatches,
+            num_lanes=job.training.lanes,
+            num_ahead=job.num_prefetched,
+            max_tokens=shape[0] * question.training.sequence_length,  # the size that the engine allocates
+            head_slices=job.training.head_slices,
+            # Evaluation examples may be longer than training examples.
+            evaluation_shapes=()
+            if not evaluates
+            else evaluation_shapes(
+                question.num_validation_examples, question.training.sequence_length, shape[0], job.num_microbatches
+            )
+            if lengths is None
+            else lengths.evaluation_shapes(shape[0], job.num_microbatches),
+            on_gpu=question.has_gpu,
+        )
+
+    def job(self, question: PlanQuestion, num_microbatches: int) -> PlannedJob:
+        """Builds the solver's view of the job, with the given number of micro-batches."""
+        profile = self._of_job(question, num_microbatches)
+        if question.num_layers is not None:
+            profile = profile.with_num_layers(question.num_layers)
+        if self._speedup != 1:
+            profile = profile.sped_up(self._speedup)
+        return planned_job(question, profile, num_microbatches)
+
+    def of(self, num_examples: int, num_tokens: int) -> ModelProfile:
+        """Returns the profile for micro-batches of this shape."""
+        shape = (num_examples, num_tokens)
+        if shape not in self._known:
+            self._known[shape] = self._question.correction.of_model(self._timed(*shape))
+        return self._known[shape]
+
+    def _of_job(self, question: PlanQuestion, num_microbatches: int) -> ModelProfile:
+        """Returns the profile for a job's micro-batches: memory for the widest one, time for the mean one."""
+        num_examples = -(-question.training.batch_size // num_microbatches)
+        lengths = question.lengths_in(num_microbatches)
+        if lengths is None:
+            return self.of(num_examples, question.training.sequence_length)
+        lengths = lengths.cut(question.training.sequence_length)
+        key = (num_examples, lengths)
+        if key not in self._of_lengths:
+            widest = self._by_shapes(num_examples, question.widest)
+            near_mean = self._timed(num_examples, min(_near(lengths.mean), question.widest))
+            self._of_lengths[key] = self._question.correction.of_model(for_lengths(widest, near_mean, lengths))
+        return self._of_lengths[key]
+
+    def _by_shapes(self, num_examples: int, num_tokens: int) -> ModelProfile:
+        return self._shapes.profile(
+            num_examples,
+            num_tokens,
+            for_gpu=self._question.has_gpu,
+            head_slices=self._question.training.head_slices,
+        )
+
+    def _timed(self, num_examples: int, num_tokens: int) -> ModelProfile:
+        """Returns the profile with measured block times, if there are any."""
+        profile = self._by_shapes(num_examples, num_tokens)
+        times = self._times(profile)
+        return profile if times is None else with_times(profile, times)
+
+    def _times(self, profile: ModelProfile) -> dict[int, BlockTimes] | None:
+        """Returns measured or stored block times. None: times must be computed from the machine's rates."""
+        question = self._question
+        num_microbatches = -(-question.training.batch_size // profile.num_examples)
+        sums_grads, has_lanes = num_microbatches > 1, question.training.lanes > 1
+        training = replace(question.training, num_microbatches=num_microbatches, lanes=1)
+
+        kept = question.kept_times
+        facts = {
+            "shape": (profile.num_examples, profile.num_tokens),
+            "precision": training.precision,
+            "sums_grads": sums_grads,
+            "has_lanes": has_lanes,
+            "grad_precision": training.grad_precision,
+            "head_slices": training.head_slices,
+            "device": "cuda" if question.has_gpu else "cpu",
+        }
+        known = None if kept is None else kept.known(question.config, facts)
+        if known is not None or not self._measures or not self._has_device():
+            return known
+
+        def measure() -> MeasuredBlocks:
+            return self._measure(profile, training, sums_grads=sums_grads, has_lanes=has_lanes)
+
+        with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here
+            return measure().times if kept is None else kept.of(question.config, facts, measure)
+        return None
+
+    def _has_device(self) -> bool:
+        """Returns whether this process can use the device that the job will compute on."""
+        if not self._question.has_gpu:
+            return True
+        import torch
+
+        return torch.cuda.is_available()
+
+    def _measure(
+        self, profile: ModelProfile, training: TrainingConfig, *, sums_grads: bool, has_lanes: bool
+    ) -> MeasuredBlocks:
+        """Measures block times as a job's GPU worker would compute them."""
+        import torch
+
+        from windlass.engine.device import retain_freed_memory
+        from windlass.planner.profiling import loaded, measure_blocks
+
+        question = self._question
+        if question.measure_threads is not None:
+            torch.set_num_threads(question.measure_threads)
+            if not question.has_gpu:
+                retain_freed_memory()
+        return measure_blocks(
+            profile,
+            loaded(question.config),
+            training.precision,
+            torch.device("cuda", 0) if question.has_gpu else torch.device("cpu"),
+            sums_grads=sums_grads,
+            has_lanes=has_lanes,
+            grad_precision=training.grad_precision,
+            head_slices=training.head_slices,
+        )
+
+
+def _near(mean: float) -> int:
+    """Rounds a mean width to one that the engine computes, so that other jobs can use the stored times."""
+    return max(1, round(mean / WIDTH_GRANULE)) * WIDTH_GRANULE

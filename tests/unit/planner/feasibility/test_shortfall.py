@@ -1,0 +1,235 @@
+"""The memory that a job lacks, and the changes with which it fits."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from tests.unit.planner.planning.test_planner import MACHINE, answer, machine, question
+from windlass.amounts import GIB, least_text
+from windlass.engine.memory_plan.memory_tier import MemoryTier
+from windlass.engine.training_config.training_config import TrainingConfig
+from windlass.planner.feasibility import remedies
+from windlass.planner.feasibility.feasibility import fits, least_memory_of, with_part
+from windlass.planner.feasibility.remedies import what_would_fit
+from windlass.planner.feasibility.shortfall import MEMORIES, Shortfall, least_gpu, shortfall_of, with_limit
+from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.planning.planner import best_plan
+from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.question.profiles import Profiles
+from windlass.planner.question.question import PlanQuestion
+from windlass.planner.question.report import PlanReport
+from windlass.planner.solver.memory_limits import DRIVER_NBYTES
+from windlass.planner.solver.placement_search import DoesNotFitError
+from windlass.storage.ids import Precision
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_answer_with_too_small_a_device_budget_says_what_takes_it_and_what_to_set(num_gpus: int) -> None:
+    config = config_of_shape(ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000), num_tokens=64)
+    hardware = with_part(MACHINE, gpus=with_part(MACHINE.gpus, count=num_gpus))
+    asked = question(hardware, config=config, batch_size=1, sequence_length=64, device_memory_nbytes=1 << 20)
+    report = answer(asked)
+    assert not report.feasible
+    assert f"MiB of {'GPU' if num_gpus else 'device'} memory" in report.reasons[0]
+    assert "the device's memory goes to: " in report.reasons[1]
+    (words,) = (reason for reason in report.reasons if "(gpu_memory_gib, " in reason)
+    gib = float(words.split("a budget of ")[1].split()[0])
+    assert answer(replace(asked, device_memory_nbytes=int(gib * GIB))).feasible
+    assert report.missing_bytes is not None
+    assert report.missing_bytes["gpu"] > 0 == report.missing_bytes["host"]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "words"),
+    [(7, "7 in 6 micro-batches"), (3, "3 in 3 micro-batches"), (2, "2 in 2 micro-batches, with lanes=2")],
+)
+def test_smaller_batches_are_proposed_with_equal_lanes(
+    batch_size: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[TrainingConfig] = []
+
+    def largest(ask: Callable[[int], PlanQuestion], profiles: Profiles, *, most: int) -> int:
+        tried.extend(ask(number).training for number in range(1, most + 1))
+        return batch_size
+
+    monkeypatch.setattr(remedies, "largest_fitting", largest)
+    asked = question(num_microbatches=8, lanes=3)
+    assert remedies._smaller(asked, Profiles(asked)) == f"a batch of {words} (batch_size, num_microbatches)"
+    assert len(tried) == 7
+    assert all(training.num_microbatches % training.lanes == 0 for training in tried)
+    assert all(training.microbatch_size <= 2 for training in tried)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("num_microbatches", "lanes"), [(1, 1), (2, 1), (2, 2)])
+def test_smaller_sums_of_gradients_are_proposed_where_a_job_fits_with_them(num_microbatches: int, lanes: int) -> None:
+    shape = ModelShape(num_layers=2, hidden_size=2048, num_heads=16, vocab_size=1000)
+    asked = question(
+        config=config_of_shape(shape, num_tokens=64),
+        batch_size=2,
+        num_microbatches=num_microbatches,
+        lanes=lanes,
+        sequence_length=64,
+        device_memory_nbytes=(430 if num_microbatches > 1 else 200) << 20,
+    )
+    profiles = Profiles(asked).unmeasured()
+    shortfall = shortfall_of(asked, least_memory_of(asked, profiles))
+    proposed = [words for words in what_would_fit(asked, profiles, shortfall) if "(accumulation_precision)" in words]
+    assert bool(proposed) == (num_microbatches > 1 and lanes == 1)
+    if proposed:
+        assert fits(asked.changed(accumulation_precision=Precision.BF16), profiles)
+
+
+def planner_fits(asked: PlanQuestion, profiles: Profiles) -> bool:
+    try:
+        best_plan(asked, profiles)
+    except DoesNotFitError:
+        return False
+    return True
+
+
+def grown(asked: PlanQuestion, shortfall: Shortfall, shares: dict[MemoryTier, float]) -> PlanQuestion:
+    """The job with a share of what it needs of each of these kinds of memory."""
+    for memory in MEMORIES:
+        if memory.tier in shares:
+            asked = with_limit(asked, memory, int(shortfall.needed(memory.tier) * shares[memory.tier]))
+    return asked
+
+
+def check_shortfall(asked: PlanQuestion) -> Shortfall:
+    """With the missing memory a job fits, with 2 percent less of one of them it does not."""
+    profiles = Profiles(asked)
+    shortfall = shortfall_of(asked, least_memory_of(asked, profiles))
+    lacking = [tier for tier, nbytes in shortfall.missing.items() if nbytes]
+    assert lacking
+    for tiers in [lacking] if shortfall.is_together else [[tier] for tier in lacking]:
+        enough = dict.fromkeys(tiers, 1.0)
+        assert planner_fits(grown(asked, shortfall, enough), profiles)
+        for tier in tiers:
+            assert not planner_fits(grown(asked, shortfall, enough | {tier: 0.98}), profiles)
+    return shortfall
+
+
+def small(
+    num_layers: int = 2,
+    *,
+    gpus: float = 24.0,
+    host: float = 64.0,
+    ssds: float = 100.0,
+    num_gpus: int = 1,
+    **changes: Any,
+) -> PlanQuestion:
+    """A small model on a machine with so many GiB. `ssds`: of each of two."""
+    hardware = machine(host=host, gpus=gpus, ssds=ssds)
+    hardware = with_part(hardware, gpus=with_part(hardware.gpus, count=num_gpus))
+    hardware = with_part(hardware, ssds=with_part(hardware.ssds, count=2, combined_gb_per_s=None))
+    shape = ModelShape(num_layers=num_layers, hidden_size=256, num_heads=4, vocab_size=1000)
+    job = {"batch_size": 2, "sequence_length": 64, "config": config_of_shape(shape, num_tokens=64)}
+    return question(hardware, **(job | changes))
+
+
+@pytest.mark.parametrize(
+    ("asked", "lacking", "is_together"),
+    [
+        (small(gpus=1.55), ["gpu"], False),
+        pytest.param(small(device_memory_nbytes=10 << 20), ["gpu"], False, marks=pytest.mark.long),
+        pytest.param(small(host=1.502), ["host"], False, marks=pytest.mark.long),
+        pytest.param(small(host_memory_nbytes=2 << 20, num_gpus=0), ["host"], False, marks=pytest.mark.long),
+        pytest.param(small(ssds=0.005), ["ssd"], False, marks=pytest.mark.long),
+        pytest.param(small(gpus=1.55, ssds=0.005), ["gpu", "ssd"], True, marks=pytest.mark.long),
+        (small(gpus=1.55, host=1.502, ssds=0.005, clip_norm=None), ["gpu", "host", "ssd"], True),
+    ],
+)
+def test_job_fits_with_what_it_lacks_and_not_with_2_percent_less(
+    asked: PlanQuestion, lacking: list[str], is_together: bool
+) -> None:
+    shortfall = check_shortfall(asked)
+    assert [tier.value for tier, nbytes in shortfall.missing.items() if nbytes] == lacking
+    assert shortfall.is_together == is_together
+
+
+@pytest.mark.long
+@settings(max_examples=40)
+@given(data=st.data())
+def test_what_a_job_lacks_is_exactly_that(data: st.DataObject) -> None:
+    """The same for any machine and job."""
+    num_gpus = data.draw(st.sampled_from([0, 1, 1]))
+    budgets = {
+        name: data.draw(st.sampled_from([None, 20 << 20, 200 << 20]))
+        for name in ("device_memory_nbytes", "host_memory_nbytes")
+    }
+    asked = small(
+        data.draw(st.sampled_from([2, 6, 24])),
+        gpus=data.draw(st.floats(1.6, 3.0)),
+        host=data.draw(st.floats(1.51, 4.0)),
+        ssds=data.draw(st.floats(0.02, 2.0)),
+        num_gpus=num_gpus,
+        clip_norm=data.draw(st.sampled_from([None, 1.0])),
+        batch_size=data.draw(st.sampled_from([1, 4, 12])),
+        **budgets,
+    )
+    profiles = Profiles(asked)
+    if not fits(asked, profiles):
+        check_shortfall(asked)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"gpus": 1.55}, *(pytest.param(each, marks=pytest.mark.long) for each in ({"host": 1.502}, {"ssds": 0.005}))],
+)
+def test_each_kind_of_memory_has_one_figure(changes: dict[str, Any]) -> None:
+    asked = small(**changes)
+    report = answer(asked)
+    assert report.missing_bytes is not None
+    assert report.missing_together is False
+    ((tier, nbytes),) = ((tier, nbytes) for tier, nbytes in report.missing_bytes.items() if nbytes)
+    assert report.reasons[0].startswith(f"no plan fits; it lacks {least_text(nbytes)} of ")
+    (words,) = (reason for reason in report.reasons if " GiB o" in reason and reason.startswith("it fits with "))
+    gib = float(words.removeprefix("it fits with ").split()[0]) * (2 if tier == "ssd" else 1)
+    (before,) = changes.values()
+    assert (gib - before * (2 if tier == "ssd" else 1)) * GIB == pytest.approx(nbytes, abs=gib * GIB / 1000)
+
+
+def test_changes_without_loss_of_exactness_come_first_and_memory_last() -> None:
+    report = answer(small(24, ssds=0.24))
+    told = [reason for reason in report.reasons if reason.startswith("it fits with ")]
+    order = ["same results", "batch_size", "less exact", "GiB of host memory", "on each SSD", "GiB of GPU memory"]
+    places = [next(place for place, words in enumerate(order) if words in reason) for reason in told]
+    assert places == sorted(places)
+    assert set(places) == {0, 2, 4}
+
+
+@pytest.mark.long
+def test_least_gpu_memory_is_enough_and_2_percent_less_is_not() -> None:
+    asked = small(6)
+    profiles = Profiles(asked)
+    least = least_gpu(asked, least_memory_of(asked, profiles))
+    assert least is not None
+    (memory,) = (memory for memory in MEMORIES if memory.tier is MemoryTier.DEVICE)
+    assert planner_fits(with_limit(asked, memory, least.nbytes - DRIVER_NBYTES), profiles)
+    assert not planner_fits(with_limit(asked, memory, int(0.98 * (least.nbytes - DRIVER_NBYTES))), profiles)
+    assert "the device's memory goes to: " in least.reason
+
+
+def test_least_gpu_memory_is_told_with_each_plan_and_whatever_else_is_short() -> None:
+    fitting, short = answer(small()), answer(small(host=1.502))
+    for report in (fitting, short):
+        assert report.least_gpu_gib is not None
+        assert report.least_gpu_reason is not None
+        assert 1.5 < report.least_gpu_gib < 1.7
+    assert fitting.feasible
+    assert fitting.least_gpu_gib <= fitting.peak_gib["gpu"]  # type: ignore[index, operator]
+    assert "with enough of the other memory" in short.least_gpu_reason  # type: ignore[operator]
+    assert answer(small(num_gpus=0)).least_gpu_gib is None
+
+
+@pytest.mark.parametrize(("together", "expected"), [(True, 12), (False, 5), (None, 12)])
+def test_least_missing_memory_is_one_of_the_figures_or_all(together: bool | None, expected: int) -> None:
+    missing = {"gpu": 7, "host": 5, "ssd": 0}
+    report = PlanReport(feasible=False, reasons=(), missing_bytes=missing, missing_together=together)
+    assert report.least_missing_nbytes == expected

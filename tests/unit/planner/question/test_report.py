@@ -1,0 +1,61 @@
+"""A plan in words."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.planner.profiles import make_job, make_speeds
+from windlass.amounts import GIB
+from windlass.planner.question.report import choices_of, report_of, slowed_down
+from windlass.planner.solver.placement_search import solve_job
+from windlass.planner.solver.step_cost import Limits
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "lanes", "sizes", "equal"),
+    [
+        (4, 1, "", 0),
+        (4, 2, "", 0),
+        (4, 3, "1 or 2", 6),
+        (8, 3, "2 or 3", 6),  # nine would be more than the batch has examples
+        (8, 5, "1 or 2", 5),
+    ],
+)
+def test_unequal_lanes_are_told_with_a_number_that_makes_them_equal(
+    num_microbatches: int, lanes: int, sizes: str, equal: int
+) -> None:
+    job = make_job(num_microbatches=num_microbatches)
+    job = replace(job, training=replace(job.training, batch_size=8, lanes=lanes))
+    words = (
+        f"the {lanes} lanes have {sizes} micro-batches, so GPUs that share them would not end together; with "
+        f"num_microbatches {equal} they are equal"
+    )
+    solution = solve_job(job, make_speeds(), Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12))
+    bound, *others = report_of(job, solution, is_cpu=False).reasons
+    assert "bound by" in bound
+    assert others == ([words] if sizes else [])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_swapped_activations_are_those_of_all_gpus(num_ranks: int) -> None:
+    job = replace(make_job(num_microbatches=4), num_ranks=num_ranks)
+    solution = solve_job(job, make_speeds(), Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12))
+    placement = replace(solution.placement, host_activation_nbytes=GIB, ssd_activation_nbytes=3 * GIB)
+    choices = choices_of(job, replace(solution, placement=placement))
+    assert choices["activations_on_host_gib"] == num_ranks
+    assert choices["activations_on_ssd_gib"] == 3 * num_ranks
+
+
+def test_report_of_a_slower_machine_has_longer_times_and_says_so() -> None:
+    job = make_job()
+    solution = solve_job(job, make_speeds(), Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12))
+    report = report_of(job, solution, is_cpu=True)
+    assert slowed_down(report, 1.0) == report
+    slower = slowed_down(report, 1.25)
+    for before, after in ((report.step_s, slower.step_s), (report.bound_s, slower.bound_s)):
+        assert before is not None
+        assert after == pytest.approx(1.25 * before)
+    assert slower.tokens_per_s == pytest.approx((report.tokens_per_s or 0.0) / 1.25)
+    assert slower.busy_s == pytest.approx({name: 1.25 * busy_s for name, busy_s in (report.busy_s or {}).items()})
+    assert slower.reasons[-1] == "the machine computes 1.25 times slower now than when the model's blocks were measured"
+    assert "1.25 times faster" in slowed_down(report, 0.8).reasons[-1]
