@@ -17,8 +17,11 @@ MAX_MISS = 2.0
 class Pace:
     """The time of a step."""
 
-    step_s: float
+    step_s: float  # of one without an evaluation
     is_measured: bool  # measured over enough steps of the job; else an estimate
+    evaluation_s: float | None = None  # by which an evaluation makes a step longer; None: none was measured
+    # The mean over the remaining steps, evaluations included; None: `step_s` is all that is known.
+    mean_s: float | None = None
 
 
 def pace_of_metrics(metrics: Mapping[str, Any]) -> Pace | None:
@@ -26,8 +29,14 @@ def pace_of_metrics(metrics: Mapping[str, Any]) -> Pace | None:
     remaining_s, num_left = metrics.get("remaining_s"), metrics.get("total_steps", 0) - metrics.get("step", 0)
     if remaining_s is None or num_left <= 0:
         return None
-    # Metrics of an earlier release lack `remaining_is_estimate`.
-    return Pace(step_s=remaining_s / num_left, is_measured=not metrics.get("remaining_is_estimate", True))
+    mean_s = remaining_s / num_left
+    # Metrics of earlier releases lack `remaining_is_estimate`, or the times of a step and of an evaluation.
+    return Pace(
+        step_s=metrics.get("pace_s", mean_s),
+        is_measured=not metrics.get("remaining_is_estimate", True),
+        evaluation_s=metrics.get("evaluation_s"),
+        mean_s=mean_s,
+    )
 
 
 def pace_of_attempt(num_steps: int, mean_s: float, expected: Pace | None) -> Pace | None:

@@ -68,11 +68,11 @@ class StepTimes:
         return median(self._recent) + fmean(self._longer_s) if self._recent else None
 
     @property
-    def evaluation_s(self) -> float:
-        """The time by which an evaluation makes a step longer, or 0 before the first evaluation."""
-        if not self._evaluations_s:
-            return 0.0
-        return max(0.0, fmean(self._evaluations_s) - (self.recent_s or 0.0))
+    def evaluation_s(self) -> float | None:
+        """The time by which an evaluation makes a step longer; None before a step with one and a step without."""
+        if not self._evaluations_s or not self._recent:
+            return None
+        return max(0.0, fmean(self._evaluations_s) - median(self._recent))
 
     @property
     def interval_s(self) -> tuple[float, float] | None:

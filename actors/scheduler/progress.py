@@ -401,7 +401,8 @@ class Progress:
         """Returns the metrics of the remaining time, from the times of the last steps, and of evaluations.
 
         Loading does not count. The first steps count only until there are later ones. `remaining_s` is null if no
-        number is reliable. `remaining_is_estimate` is true if it is not based on enough measured steps.
+        number is reliable. `remaining_is_estimate` is true if it is not based on enough measured steps, or if
+        evaluations are due and none was measured. `pace_s` and `evaluation_s` are for the next attempt.
         """
         if step == self._first_step + NUM_FIRST_STEPS:
             self._step_times = StepTimes()
@@ -415,11 +416,23 @@ class Progress:
         pace = pace_of_attempt(step - self._first_step + 1, mean_s, self._expected_pace)
         if pace is None:
             return {"remaining_s": None, "remaining_is_estimate": True}
-        evaluations_s = self._shape.num_evaluations_from(step) * self._step_times.evaluation_s
+        evaluation_s, num_evaluations = self._evaluation_s(step), self._shape.num_evaluations_from(step)
         return {
-            "remaining_s": pace.step_s * num_left + evaluations_s,
-            "remaining_is_estimate": not pace.is_measured,
+            "remaining_s": pace.step_s * num_left + num_evaluations * (evaluation_s or 0.0),
+            "remaining_is_estimate": not pace.is_measured or (num_evaluations > 0 and evaluation_s is None),
+            "pace_s": pace.step_s,
+            "evaluation_s": evaluation_s,
         }
+
+    def _evaluation_s(self, step: int) -> float | None:
+        """Returns the time by which an evaluation makes a step longer; None if none was measured."""
+        if self._shape.evaluate_every == 1:
+            return 0.0  # every step has one, so the time of a step includes it
+        measured = self._step_times.evaluation_s
+        earlier = None if self._expected_pace is None else self._expected_pace.evaluation_s
+        is_steady = step - self._first_step >= NUM_FIRST_STEPS
+        first, second = (measured, earlier) if is_steady else (earlier, measured)
+        return second if first is None else first
 
     def _ssd_metrics(self) -> dict[str, Any]:
         """Returns the SSD traffic as of the last commit. The totals cover all attempts, including repeated steps.

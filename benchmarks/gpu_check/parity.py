@@ -47,7 +47,8 @@ from windlass.actors.worker_policy import Ordering
 from windlass.amounts import GIB
 from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_plan import ActivationChoice, Placement
-from windlass.engine.model import build_meta_model, kernels_here, load_config, slice_sizes
+from windlass.engine.model import build_meta_model, kernels_here, load_config
+from windlass.engine.slices import slice_sizes
 from windlass.storage.ids import ActorName, Kernel, ModelKernel, Precision
 
 PLACES = ("SSD", "host", "device")

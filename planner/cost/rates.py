@@ -1,7 +1,7 @@
 """The rates of a machine's resources, as the planner uses them."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from windlass.amounts import GB
@@ -64,6 +64,22 @@ class Speeds:
     def device_squared_params(self) -> float:
         """The number of elements per second that the device adds to the norm of several lanes' total."""
         return self.device_memory_bytes / _ADD_SQUARE_NBYTES
+
+    def with_slower_cpu(self, factor: float) -> "Speeds":
+        """Returns the rates of a machine whose device is the CPU, for cores and memory so much slower; not its SSDs."""
+        assert self.shares_cores, "the device is the CPU"
+        return replace(
+            self,
+            device_flops=self.device_flops / factor,
+            device_memory_bytes=self.device_memory_bytes / factor,
+            device_params=self.device_params / factor,
+            h2d_bytes=self.h2d_bytes / factor,
+            d2h_bytes=self.d2h_bytes / factor,
+            duplex_bytes=self.duplex_bytes / factor,
+            optimizer_params=self.optimizer_params / factor,
+            host_memory_bytes=self.host_memory_bytes / factor,
+            ssd_cpu_s_per_byte=self.ssd_cpu_s_per_byte * factor,
+        )
 
     @property
     def duplex_share(self) -> float:

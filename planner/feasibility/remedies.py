@@ -15,7 +15,7 @@ _FEW_TOKENS = 64  # tokens of an example: the search goes no shorter
 def what_would_fit(question: PlanQuestion, profiles: Profiles, shortfall: Shortfall) -> list[str]:
     """Names the nearest change of each kind that makes a job fit, the cheapest first. The job must not fit as it is.
 
-    First come settings that leave the results as they are, then those that change them, and then memory.
+    First come settings that give the same results, up to rounding, then those that change them, and then memory.
     """
     settings: tuple[Callable[[PlanQuestion, Profiles], str | None], ...] = (
         _other_microbatches,
@@ -38,7 +38,9 @@ def _other_microbatches(question: PlanQuestion, profiles: Profiles) -> str | Non
         return None
     numbers = numbers_of_microbatches(free)
     number = next((number for number in numbers if fits(question.changed(num_microbatches=number), profiles)), None)
-    return None if number is None else f"{number} micro-batches (num_microbatches)"
+    return (
+        None if number is None else f"{number} micro-batches (num_microbatches), with the same results up to rounding"
+    )
 
 
 def _kept_gradients(question: PlanQuestion, profiles: Profiles) -> str | None:

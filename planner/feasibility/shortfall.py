@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from windlass.amounts import GIB, least_gib, least_text
 from windlass.engine.memory_plan import MemoryTier, reserved_nbytes
@@ -153,25 +152,6 @@ def size_in_words(question: PlanQuestion, memory: Memory, nbytes: int) -> str:
     return f"a budget of {least_gib(nbytes)} GiB of {words} ({memory.setting}, of the job or of the settings){beside}"
 
 
-def with_limit(question: PlanQuestion, memory: Memory, nbytes: int) -> PlanQuestion:
-    """Returns the question with another limit of a memory: of the job's budget, if it has one, and of the machine.
-
-    `nbytes`: as in `PlanQuestion.budgets`. A machine that has enough for a budget stays as it is.
-    """
-    hardware, is_budget = question.hardware, memory.is_budget(question)
-    part = getattr(hardware, memory.part)
-    gib = (nbytes + memory.others_nbytes(question.num_ranks)) / GIB
-    if memory.tier is MemoryTier.SSD:
-        gib /= part.count
-    if memory.tier is MemoryTier.DEVICE and not question.has_gpu:
-        gib = 0.0  # the memory is the host's
-    if is_budget:
-        gib = max(gib, getattr(part, memory.key))
-        question = replace(question, **dict[str, Any]({str(memory.budget): nbytes}))
-    part = part.model_copy(update={memory.key: gib})
-    return replace(question, hardware=hardware.model_copy(update={memory.part: part}))
-
-
 def shortfall_of(question: PlanQuestion, least: LeastMemory) -> Shortfall:
     """Returns what a job lacks. It must not fit."""
     limits = limits_for_plans(question)
@@ -243,11 +223,12 @@ def what_takes_memory(need: Need, *, on_gpu: bool) -> str:
     """Names the largest parts of the device memory of a plan."""
     size, costs = need.placement.group_size or 1, need.frontier.costs
     at_once = "one micro-batch" if size == 1 else f"{size} micro-batches"
+    number = f"num_microbatches={need.job.num_microbatches}, {at_once} at a time"
     in_pieces = " and layers in pieces" if costs.streams else ""
     if need.on_device is None:
-        return f"the layers are hypothetical, so its parts are not counted; with {at_once} at a time{in_pieces}"
+        return f"the layers are hypothetical, so its parts are not counted; with {number}{in_pieces}"
     parts = need.on_device.in_words(on_gpu=on_gpu)
-    return f"with {at_once} at a time{in_pieces} the device's memory goes to: {parts}"
+    return f"with {number}{in_pieces} the device's memory goes to: {parts}"
 
 
 def extremes(numbers: Iterable[int]) -> list[int]:

@@ -3,9 +3,7 @@
 import os
 from dataclasses import dataclass, replace
 
-from windlass.engine.memory_plan import (
-    MemoryTier,
-)
+from windlass.engine.memory_plan import MemoryTier, UpdateOrder
 from windlass.engine.model import ModelLayout
 from windlass.planner.feasibility import (
     least_gpu,
@@ -23,10 +21,13 @@ from windlass.planner.question import (
     PlanQuestion,
     PlanReport,
     Profiles,
+    at_pace,
     counted,
-    report_at_present,
     report_of,
     search_exactly,
+    slowdown_of,
+    told_of_pace,
+    with_errors,
     with_limits,
 )
 from windlass.planner.simulation import simulated_step_s
@@ -90,9 +91,14 @@ def planned(
     advises: bool = True,
 ) -> Planned:
     """Builds the answer from a solution. `step_s`: simulated. `advises`: also report what would be faster."""
-    report = report_of(job, solution, is_cpu=not question.has_gpu, step_s=step_s)
+    slowdown = slowdown_of(question, job)
+    now = at_pace(solution, slowdown)
+    if step_s is not None and now is not solution:
+        # Simulated for the pace of the measured blocks. What waits take of a step stays the same share.
+        step_s *= now.step_s / solution.step_s
+    report = told_of_pace(report_of(job, now, is_cpu=not question.has_gpu, step_s=step_s), slowdown)
     report = replace(with_limits(report, question.budgets), example_tokens=_tokens_of(question, job.num_microbatches))
-    report = report_at_present(question, job, report)
+    report = with_errors(question, job, report)
     if advises:
         report = replace(report, reasons=(*report.reasons, *what_is_faster(question, job, solution)))
         report = with_least_gpu(report, least_gpu(question, least_memory_of(question, profiles)))
@@ -140,7 +146,16 @@ def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob
         solution, excess = counted(question, profiles, other)
         if excess <= 0 and (other_s := promised_step_s(question, profiles, solution)) < step_s:
             fastest, step_s = solution, other_s
-    return fastest.costs.job, fastest, step_s
+    job = fastest.costs.job
+    if question.chooses_order:
+        # How long work waits is known only by simulation, and it is not the same in both orders.
+        (order,) = {UpdateOrder.ACTIVE, UpdateOrder.KEPT} - {job.update_order}
+        other_order = replace(question.changed(update_order=order), chooses_order=False)
+        if _search(other_order, profiles).best.step_s < step_s:
+            rival = fastest_plan(other_order, profiles)
+            if rival[2] is not None and rival[2] < step_s:
+                return rival
+    return job, fastest, step_s
 
 
 def promised_step_s(question: PlanQuestion, profiles: Profiles, solution: Solution) -> float:

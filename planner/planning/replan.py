@@ -5,7 +5,7 @@ predicted time. A measurement includes queueing and waiting, and a prediction do
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -13,7 +13,7 @@ from windlass.engine.memory_plan import Placement
 from windlass.planner.planning.faster import WORTH
 from windlass.planner.planning.planner import Planned, best_plan, planned, promised_step_s
 from windlass.planner.predictions import MeasuredStep, correction_of
-from windlass.planner.question import PlanQuestion, Profiles
+from windlass.planner.question import PlanQuestion, Profiles, counted
 from windlass.planner.solver import DoesNotFitError, PlannedJob, Solution, StepCosts, solution_of
 
 
@@ -26,7 +26,6 @@ class RunningJob:
     spills_grads: bool  # kept gradients go to the SSDs
     step_s: float  # planned
     compute_s: float  # planned compute time of a step
-    peak_gib: Mapping[str, float]
     num_steps_left: int
     restart_s: float  # seconds that another attempt costs
     may_change: bool = True  # else only its prediction is made again
@@ -64,7 +63,7 @@ def correct(
     measured = "; ".join(correction.in_words) or "the machine does what its profile says"
     message = f"Measured: {measured}. So a step takes {old.step_s:.3g} s; the plan said {running.step_s:.3g} s"
     if not running.may_change:
-        same = _unchanged(question, costs.job, old, profiles, running)
+        same = _unchanged(question, costs.job, old, profiles)
         return CorrectedPlan(planned=same, changes=False, in_words=message)
     job, new = _best(question, profiles, costs.job, old)
     others = tuple(_of_other_numbers(question, profiles, other_numbers))
@@ -81,16 +80,14 @@ def correct(
         )
     else:
         message += "; no other plan is worth a change"
-    same = _unchanged(question, costs.job, old, profiles, running)
+    same = _unchanged(question, costs.job, old, profiles)
     return CorrectedPlan(planned=same, changes=False, in_words=message, others=others)
 
 
-def _unchanged(
-    question: PlanQuestion, job: PlannedJob, old: Solution, profiles: Profiles, running: RunningJob
-) -> Planned:
-    """Returns the plan that the job runs with, with corrected times."""
-    same = _planned(question, job, old, profiles)
-    return replace(same, report=replace(same.report, peak_gib=dict(running.peak_gib)))
+def _unchanged(question: PlanQuestion, job: PlannedJob, old: Solution, profiles: Profiles) -> Planned:
+    """Returns the plan that the job runs with, with corrected times and the exact device memory."""
+    exact, _ = counted(question, profiles, old)
+    return _planned(question, job, exact, profiles)
 
 
 def _of_other_numbers(question: PlanQuestion, profiles: Profiles, numbers: Iterable[int]) -> Iterator[Planned]:

@@ -57,9 +57,9 @@ def _answer(change: Change, profiles: Profiles, now: float | None) -> WhatIf:
 def changes_of(question: PlanQuestion) -> Iterator[Change]:
     """Yields the changes that apply to a job, each with the question that it makes."""
     hardware, training = question.hardware, question.training
-    more = with_one_more_ssd(hardware)
-    words = f"one more SSD, {more.ssds.count} in all"
-    yield Change(key="ssds", words=words, question=replace(question, hardware=more))
+    with_ssd = with_one_more_ssd(hardware)
+    words = f"one more SSD, {with_ssd.ssds.count} in all"
+    yield Change(key="ssds", words=words, question=replace(question, hardware=with_ssd))
     yield Change(key="ram", words=f"{_MORE_RAM_GIB} GiB more RAM", question=_with_more_ram(question))
     if question.has_gpu:
         gpus = with_faster_card(hardware.gpus)
@@ -72,7 +72,9 @@ def changes_of(question: PlanQuestion) -> Iterator[Change]:
             speedup=gpus.tflops / hardware.gpus.tflops,
         )
         if (with_gpu := _with_one_more_gpu(question)) is not None:
-            yield Change(key="gpus", words=f"one more GPU, {with_gpu.num_ranks} in all", question=with_gpu)
+            more = with_gpu.num_ranks - question.num_ranks
+            words = "one more GPU" if more == 1 else f"{'two' if more == 2 else more} more GPUs"
+            yield Change(key="gpus", words=f"{words}, {with_gpu.num_ranks} in all", question=with_gpu)
     batch_size = 2 * training.batch_size
     number = {} if question.chooses_microbatches else {"num_microbatches": 2 * training.num_microbatches}
     yield Change(

@@ -158,7 +158,7 @@ def _running_job(request: ReplanRequest) -> RunningJob:
     plan, report = request.plan, request.plan.report
     if plan.placement is None or plan.arena_nbytes is None:
         raise RuntimeError("the job's plan has no placement")
-    if report.choices is None or report.bound_s is None or report.busy_s is None or report.peak_gib is None:
+    if report.choices is None or report.bound_s is None or report.busy_s is None:
         raise RuntimeError("the job's plan lacks predicted values")
     return RunningJob(
         placement=plan.placement,
@@ -166,7 +166,6 @@ def _running_job(request: ReplanRequest) -> RunningJob:
         spills_grads=report.choices["kept_grads_on_ssd"] > 0,
         step_s=report.bound_s,
         compute_s=report.busy_s["compute"],
-        peak_gib=report.peak_gib,
         num_steps_left=request.num_steps_left,
         restart_s=request.restart_s,
         may_change=request.may_change,

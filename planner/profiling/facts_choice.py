@@ -1,5 +1,6 @@
 """Chooses the cheapest way to the facts of a model."""
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +39,8 @@ def facts_of(
             on_trace()
         from windlass.planner.profiling.record_shapes import RecordedModel
 
-        return RecordedModel(loaded(config), precision)
+        # A copy, because building a model changes its config, and stored facts are found by its content.
+        return RecordedModel(copy.deepcopy(loaded(config)), precision)
 
     if isinstance(config, ShapeConfig):
         try:

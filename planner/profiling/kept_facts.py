@@ -1,7 +1,7 @@
 """Stores the facts of traced models, so that a model that was planned once needs no torch again.
 
-A trace at a pair of primes gives formulas in the numbers of examples and tokens. They are stored if they give what a
-trace at the asked shape gives. Otherwise its values are stored, for this shape only.
+A trace at a pair of primes gives formulas in the numbers of examples and tokens. They are stored if they give what
+traces at the asked shape and at larger primes give. Otherwise the values at the asked shape are stored, for it only.
 """
 
 import hashlib
@@ -9,9 +9,10 @@ import itertools
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from windlass.engine.fingerprint import code_fingerprint
 from windlass.engine.memory_estimate import Passes, PassNeeds
@@ -32,9 +33,49 @@ _MOST_KEPT = 64  # models in the folder; the oldest are deleted
 # Parts of the names of config fields at whose number of tokens a model may change its operators.
 _LIMITS = ("window", "position", "chunk", "length", "block", "context", "ctx", "seq", "span", "local", "sparse")
 
-
-_MANY_EXAMPLES = 10  # examples of a trace at primes have more, so that the number is no usual factor of a size
+_MANY_EXAMPLES = 10  # a trace at primes has more, so that the number is no usual factor of a size
+# A trace at primes has more tokens. A tensor with one byte for each token is then large enough to be swapped.
+_MANY_TOKENS = LEAST_SWAPPED_NBYTES
 _FAR = 1.6  # a trace at primes has at least so many times the asked tokens, or that share of them
+_FARTHER = 4  # the next trace at primes has so many times the examples and tokens of the others
+_BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # of stored facts of another form
+
+_Shape = tuple[int, int]  # examples and tokens
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Basics:
+    """The facts that depend on no shape."""
+
+    name: str
+    hidden_size: int
+    head_matrix_numel: int
+    vocab_size: int
+    buffers_nbytes: int
+    layout: ModelLayout
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> "_Basics":
+        """Reads what `RecordedModel.basics` gives."""
+        match stored:
+            case {
+                "name": str(name),
+                "hidden_size": int(hidden_size),
+                "head_matrix_numel": int(head_matrix_numel),
+                "vocab_size": int(vocab_size),
+                "buffers_nbytes": int(buffers_nbytes),
+                "layout": layout,
+            }:
+                return cls(
+                    name=name,
+                    hidden_size=hidden_size,
+                    head_matrix_numel=head_matrix_numel,
+                    vocab_size=vocab_size,
+                    buffers_nbytes=buffers_nbytes,
+                    layout=ModelLayout.from_json(layout),
+                )
+        raise ValueError("a fact is missing, or has another type")
 
 
 class KeptFacts:
@@ -51,49 +92,48 @@ class KeptFacts:
         self._trace = trace
         self._traced: RecordedModel | None = None
         self._stored = _valid(self._cache.find(self._key))
-        self._layout: ModelLayout | None = None
+        self._known_basics: _Basics | None = None
 
     @property
     def layout(self) -> ModelLayout:
         """See ModelFacts."""
-        if self._layout is None:
-            self._layout = ModelLayout.from_json(self._basics["layout"])
-        return self._layout
+        return self._basics.layout
 
     @property
     def vocab_size(self) -> int:
         """See ModelFacts."""
-        return int(self._basics["vocab_size"])
+        return self._basics.vocab_size
 
     @property
     def buffers_nbytes(self) -> int:
         """See ModelFacts."""
-        return int(self._basics["buffers_nbytes"])
+        return self._basics.buffers_nbytes
 
     @property
     def name(self) -> str:
         """See ProfiledFacts."""
-        return str(self._basics["name"])
+        return self._basics.name
 
     @property
     def hidden_size(self) -> int:
         """See ProfiledFacts."""
-        return int(self._basics["hidden_size"])
+        return self._basics.hidden_size
 
     @property
     def head_matrix_numel(self) -> int:
         """See ProfiledFacts."""
-        return int(self._basics["head_matrix_numel"])
+        return self._basics.head_matrix_numel
 
     def operators(self, block: BlockIndex, num_examples: int, num_tokens: int) -> LayerOperators:
         """See ProfiledFacts."""
-        entries = self._stored["operators"].setdefault(str(block), {})
-        if (found := self._find(entries, num_examples, num_tokens)) is not None:
-            return _operators(found, {"B": num_examples, "T": num_tokens})
+        shape = num_examples, num_tokens
+        if (found := self._read("operators", lambda: self._found_operators(block, shape))) is not None:
+            return found
         model = self._model
-        layer = model.operators(block, num_examples, num_tokens)
-        recorded = model.recorded_operators(block, *self._primes(num_examples, num_tokens))
-        self._add(entries, num_examples, num_tokens, recorded, _json_of(layer), layer, _operators)
+        layer = model.operators(block, *shape)
+        recorded = {primes: model.recorded_operators(block, *primes) for primes in self._primes(*shape)}
+        entries = self._stored["operators"].setdefault(str(block), {})
+        self._add(entries, shape, recorded, _json_of(layer), layer, _operators)
         self._keep()
         return layer
 
@@ -101,17 +141,20 @@ class KeptFacts:
         """See ModelFacts."""
         if not passes.train:
             choices = {}
-        return self._found_needs(choices, passes) or self._traced_needs(choices, passes)
+        found = self._read("needs", lambda: self._found_needs(choices, passes))
+        return found or self._traced_needs(choices, passes)
 
     # --- private ----------------------------------------------------------------------------------------------------
 
     @property
-    def _basics(self) -> dict[str, Any]:
-        if "layout" not in self._stored["model"]:
+    def _basics(self) -> _Basics:
+        if self._known_basics is None and self._stored["model"]:
+            self._known_basics = self._read("model", lambda: _Basics.from_json(self._stored["model"]))
+        if self._known_basics is None:
             self._stored["model"] = self._model.basics()
+            self._known_basics = _Basics.from_json(self._stored["model"])
             self._keep()
-        basics: dict[str, Any] = self._stored["model"]
-        return basics
+        return self._known_basics
 
     @property
     def _model(self) -> "RecordedModel":
@@ -124,18 +167,33 @@ class KeptFacts:
         self._stored = _merged(_valid(self._cache.find(self._key)), self._stored)
         self._cache.keep(self._key, self._stored)
 
+    def _read(self, part: str, read: Callable[[], _Found | None]) -> _Found | None:
+        """Returns what is read from a part of the stored facts. If that is broken, the part is dropped."""
+        try:
+            return read()
+        except _BROKEN:
+            self._stored[part] = {}
+            self._cache.keep(self._key, self._stored)
+            return None
+
+    def _found_operators(self, block: BlockIndex, shape: _Shape) -> LayerOperators | None:
+        found = self._find(self._stored["operators"].get(str(block), {}), *shape)
+        return None if found is None else _operators(found, _sizes(shape))
+
     def _found_needs(self, choices: Mapping[BlockIndex, BlockActivations], passes: Passes) -> PassNeeds | None:
         shape = passes.num_examples, passes.num_tokens
         stored = self._stored["needs"].get(self._name_of(passes))
         kinds = None if stored is None else self._find(stored["kinds"], *shape)
         if stored is None or kinds is None:
             return None
+        if len(kinds) != len(self.layout.blocks) - 2:
+            raise ValueError("a kind for each layer")
         tokens, num_more = self._head_tokens(passes)
         head, found = stored["head"].get(str(tokens)), dict[str, UnitNeed]()
         keys = _keys(kinds, choices)
         for key in dict.fromkeys(keys):
             unit = self._find(stored["units"].get(key, {}), *shape)
-            if head is None or unit is None or (need := _unit(unit, {"B": shape[0], "T": shape[1]})) is None:
+            if head is None or unit is None or (need := _unit(unit, _sizes(shape))) is None:
                 return None
             found[key] = need
         return PassNeeds(
@@ -146,16 +204,17 @@ class KeptFacts:
     def _traced_needs(self, choices: Mapping[BlockIndex, BlockActivations], passes: Passes) -> PassNeeds:
         model, shape = self._model, (passes.num_examples, passes.num_tokens)
         needs, kinds = model.needs_and_kinds(choices, passes)
-        recorded = model.recorded_units(choices, passes, *self._primes(*shape))
+        recorded = {primes: model.recorded_units(choices, passes, *primes) for primes in self._primes(*shape)}
         empty: dict[str, Any] = {"kinds": {}, "units": {}, "head": {}}
         stored = self._stored["needs"].setdefault(self._name_of(passes), empty)
-        stored["kinds"].setdefault(self._general(*shape), kinds)
         if self._find(stored["kinds"], *shape) != kinds:
-            stored["kinds"][_exact(*shape)] = kinds
-        for key, need, unit in zip(_keys(kinds, choices), needs.units, recorded, strict=True):
+            of_primes = {primes: found for primes, (found, _) in recorded.items()}
+            self._add(stored["kinds"], shape, of_primes, kinds, kinds, lambda found, _: found)
+        for number, (key, need) in enumerate(zip(_keys(kinds, choices), needs.units, strict=True)):
             entries = stored["units"].setdefault(key, {})
             if self._find(entries, *shape) is None:
-                self._add(entries, *shape, unit, _plain(need), need, _unit)
+                units = {primes: found[number] for primes, (_, found) in recorded.items()}
+                self._add(entries, shape, units, _plain(need), need, _unit)
         tokens, num_more = self._head_tokens(passes)
         nbytes_of_more = num_more * self.hidden_size * self.precision.itemsize
         stored["head"][str(tokens)] = needs.head_peak_nbytes - nbytes_of_more
@@ -165,21 +224,27 @@ class KeptFacts:
     def _add(
         self,
         entries: dict[str, Any],
-        num_examples: int,
-        num_tokens: int,
-        recorded: Any,
+        shape: _Shape,
+        recorded: Mapping[_Shape, Any],
         plain: Any,
         expected: Any,
         evaluate: Callable[[Any, Sizes], Any],
     ) -> None:
-        """Adds the formulas if they give what is expected, else the plain values."""
-        general = self._general(num_examples, num_tokens)
-        if num_tokens > 1 and evaluate(recorded, {"B": num_examples, "T": num_tokens}) == expected:
-            entries.setdefault(general, recorded)
-            if num_tokens in self._limits or entries[general] != recorded:
-                entries[_exact(num_examples, num_tokens)] = plain
+        """Adds the formulas found at the first primes if they give what is expected, else the plain values.
+
+        They must also give what was found at the other primes. A size that is rounded up to chunks may be the same for
+        the asked tokens and the first primes. Then it looks like a constant.
+        """
+        formulas = next(iter(recorded.values()), None)
+        holds = formulas is not None and evaluate(formulas, _sizes(shape)) == expected
+        others = ((formulas, found, _sizes(primes)) for primes, found in recorded.items())
+        if holds and all(evaluate(one, sizes) == evaluate(other, sizes) for one, other, sizes in others):
+            general = self._general(*shape)
+            entries.setdefault(general, formulas)
+            if shape[1] in self._limits or entries[general] != formulas:
+                entries[_exact(*shape)] = plain
         else:
-            entries[_exact(num_examples, num_tokens)] = plain
+            entries[_exact(*shape)] = plain
 
     def _find(self, entries: Mapping[str, Any], num_examples: int, num_tokens: int) -> Any:
         found = entries.get(_exact(num_examples, num_tokens))
@@ -191,21 +256,41 @@ class KeptFacts:
         """Returns the name of all shapes that are expected to run the same operators."""
         return f"{'one' if num_examples == 1 else 'several'} {bisect_left(self._limits, num_tokens)}"
 
-    def _primes(self, num_examples: int, num_tokens: int) -> tuple[int, int]:
-        """Returns a shape of primes for a trace, with which formulas are found.
+    def _primes(self, num_examples: int, num_tokens: int) -> list[_Shape]:
+        """Returns shapes of primes for traces. The first finds formulas, the others check them.
 
-        The number of tokens is far from the asked one. Else a size that is rounded up to chunks could be the same for
-        both, and look like a constant.
+        Formulas serve all tokens between two limits. If the larger tokens of a check are beyond a limit, the tokens
+        nearest to it are checked instead, and so are few tokens. There are none for one token, whose operators differ
+        from those of several.
         """
+        if num_tokens < 2:
+            return []
         dims = {dim for block in self.layout.blocks for param in block.params for dim in param.shape}
+        examples = 1 if num_examples == 1 else _prime(itertools.count(_MANY_EXAMPLES + 1), dims)
+        more_examples = 1 if num_examples == 1 else _prime(itertools.count(_FARTHER * examples), dims)
+        dims |= {examples, more_examples}
         sides = _FAR * num_tokens, num_tokens / _FAR
-        alike = [side for side in sides if side > LEAST_SWAPPED_NBYTES and self._is_alike(num_tokens, side)]
-        least = int(max(alike[0] if alike else sides[0], LEAST_SWAPPED_NBYTES))
-        examples = 1 if num_examples == 1 else _next_prime(_MANY_EXAMPLES, dims)
-        return examples, _next_prime(least, dims | {examples})
+        alike = [side for side in sides if side > _MANY_TOKENS and self._is_alike(num_tokens, side)]
+        least = int(max(alike[0] if alike else sides[0], _MANY_TOKENS))
+        first = _prime(itertools.count(least + 1), dims)
+        checked = self._checked_tokens(num_tokens, first, dims)
+        return [(examples, first), *((more_examples, tokens) for tokens in checked if tokens != first)]
 
     def _is_alike(self, num_tokens: int, other: float) -> bool:
         return bisect_left(self._limits, num_tokens) == bisect_left(self._limits, other + _FAR)
+
+    def _checked_tokens(self, num_tokens: int, first: int, dims: Collection[int]) -> list[int]:
+        """Returns primes well above and below both numbers of tokens, within the limits around `num_tokens`."""
+        low, high = min(num_tokens, first), max(num_tokens, first)
+        above = _prime(itertools.count(_FARTHER * high), dims)
+        place = bisect_left(self._limits, num_tokens)
+        if place == bisect_left(self._limits, above):
+            return [above]
+        start = max(_MANY_TOKENS, self._limits[place - 1] if place else 0, low // _FARTHER)
+        end = self._limits[place]
+        lowest, highest = (_prime(numbers, dims) for numbers in (range(start + 1, end), range(end - 1, start, -1)))
+        # Between close limits there may be no prime.
+        return [highest, lowest] if lowest and highest else [above]
 
     def _head_tokens(self, passes: Passes) -> tuple[int, int]:
         """Returns the tokens whose head is traced, and the number of those that only have a gradient."""
@@ -217,13 +302,17 @@ class KeptFacts:
         return f"{variant_of(passes)} {passes.head_slices}"
 
 
-def _next_prime(least: int, dims: Collection[int]) -> int:
-    """Returns the first larger prime that divides none of the sizes."""
-    for number in itertools.count(least + 1):
+def _sizes(shape: _Shape) -> dict[str, int]:
+    return dict(zip("BT", shape, strict=True))
+
+
+def _prime(numbers: Iterable[int], dims: Collection[int]) -> int:
+    """Returns the first prime that divides none of the sizes, or 0."""
+    for number in numbers:
         is_prime = all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
         if is_prime and all(dim % number for dim in dims):
             return number
-    raise AssertionError("there are enough primes")
+    return 0
 
 
 def _limits_in(content: Any) -> Iterator[int]:
@@ -239,11 +328,21 @@ def _limits_in(content: Any) -> Iterator[int]:
 
 
 def _valid(stored: Any) -> dict[str, Any]:
-    """Returns stored facts, or none if they have another form."""
-    parts = ("model", "operators", "needs")
-    if isinstance(stored, dict) and all(isinstance(stored.get(part), dict) for part in parts):
-        return stored
-    return {part: {} for part in parts}
+    """Returns stored facts, or none if they have another form. Formulas and values are checked when they are read."""
+    match stored:
+        case {"model": dict(model), "operators": dict(operators), "needs": dict(needs)}:
+            if all(isinstance(each, dict) for each in operators.values()) and all(map(_are_needs, needs.values())):
+                return {"model": model, "operators": operators, "needs": needs}
+    return {part: {} for part in ("model", "operators", "needs")}
+
+
+def _are_needs(stored: Any) -> bool:
+    match stored:
+        case {"kinds": dict(), "units": dict(units), "head": dict(head)}:
+            return all(isinstance(each, dict) for each in units.values()) and all(
+                isinstance(each, int) for each in head.values()
+            )
+    return False
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -31,14 +31,21 @@ _MIN_CHANGE = 0.05
 class MachinePace:
     """The pace of this machine, measured when it is asked for, and again when it is old."""
 
-    def __init__(self, measure: Callable[[], float | None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._measure, self._clock = measure, clock
+    def __init__(
+        self,
+        measure: Callable[[], float | None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        kept_s: float = _KEPT_S,
+    ) -> None:
+        """`kept_s`: seconds for which a pace is used again, and for which a machine that was busy counts as busy."""
+        self._measure, self._clock, self._kept_s = measure, clock, kept_s
         self._pace_s: float | None = None
         self._measured_at_s = -math.inf
 
     def now_s(self) -> float | None:
         """Returns the seconds of the fixed work now, or None while other work runs on the machine."""
-        if self._clock() - self._measured_at_s >= _KEPT_S:
+        if self._clock() - self._measured_at_s >= self._kept_s:
             self._pace_s, self._measured_at_s = self._measure(), self._clock()
         return self._pace_s
 
@@ -54,6 +61,14 @@ class MachinePace:
 def this_machine() -> MachinePace:
     """Returns the pace of the machine that this process runs on."""
     return MachinePace(measure_pace)
+
+
+def pace_of_an_answer() -> MachinePace:
+    """Returns this machine's pace as it is at its first use from now on.
+
+    So all parts of an answer have one pace, whatever the machine does while they are found.
+    """
+    return MachinePace(lambda: this_machine().now_s(), kept_s=math.inf)
 
 
 def measure_pace() -> float | None:

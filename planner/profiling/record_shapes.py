@@ -1,6 +1,6 @@
 """Traces a model at shapes of primes, so that sizes show how often the numbers of examples and tokens are in them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from windlass.engine.device import TORCH_DTYPE
@@ -33,12 +33,10 @@ class RecordedModel(TracedModel):
     def needs_and_kinds(
         self, choices: Mapping[BlockIndex, BlockActivations], passes: Passes
     ) -> tuple[PassNeeds, list[int]]:
-        """Returns the needs, and a number for each layer that is equal for layers of the same needs and choice."""
+        """Returns the needs, and for each layer the first layer that has the same needs with the same choice."""
         needs = self.needs(choices, passes)
         run = self._dry_run(choices, passes, self._results)
-        kinds = run.kinds(passes.num_examples, passes.num_tokens, train=passes.train)
-        numbers: dict[object, int] = {}
-        return needs, [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+        return needs, _first_alike(run.kinds(passes.num_examples, passes.num_tokens, train=passes.train))
 
     def recorded_units(
         self,
@@ -46,12 +44,16 @@ class RecordedModel(TracedModel):
         passes: Passes,
         num_examples: int,
         num_tokens: int,
-    ) -> list[Any]:
-        """Returns the formulas of the embedding's and each layer's needs, found at this shape of primes."""
+    ) -> tuple[list[int], list[Any]]:
+        """Returns what is found at this shape of primes.
+
+        These are the first layer of the kind of each layer, and the formulas of the embedding's and each layer's needs.
+        """
         sizes, results = self._of_primes(num_examples, num_tokens)
         run = self._dry_run(choices, passes, results, sizes)
         units, _ = run.units(num_examples, num_tokens, train=passes.train)
-        return [unit_of(sizes, unit) for unit in units]
+        kinds = run.kinds(num_examples, num_tokens, train=passes.train)
+        return _first_alike(kinds), [unit_of(sizes, unit) for unit in units]
 
     def recorded_operators(self, block: BlockIndex, num_examples: int, num_tokens: int) -> dict[str, Any]:
         """Returns the formulas of a layer's operators, found at this shape of primes."""
@@ -81,3 +83,9 @@ class RecordedModel(TracedModel):
             rehearsed=results,
             sizes=sizes,
         )
+
+
+def _first_alike(kinds: Sequence[object]) -> list[int]:
+    """Returns for each layer the first one of its kind. Layers count from 1."""
+    first: dict[object, int] = {}
+    return [first.setdefault(kind, layer) for layer, kind in enumerate(kinds, start=1)]

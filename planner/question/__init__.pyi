@@ -1,6 +1,9 @@
 """The question to the planner, the facts and profiles that it is answered from, and the form of an answer."""
 
-from windlass.planner.question.at_present import report_at_present as report_at_present
+from windlass.planner.question.at_present import at_pace as at_pace
+from windlass.planner.question.at_present import slowdown_of as slowdown_of
+from windlass.planner.question.at_present import told_of_pace as told_of_pace
+from windlass.planner.question.at_present import with_errors as with_errors
 from windlass.planner.question.exact_search import counted as counted
 from windlass.planner.question.exact_search import search_exactly as search_exactly
 from windlass.planner.question.exact_search import solve_exactly as solve_exactly

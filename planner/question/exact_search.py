@@ -42,7 +42,6 @@ def search_exactly(
     *,
     num_others: int = 0,
     near: float = 0.0,
-    any_plan: bool = False,
 ) -> Found:
     """Returns the best solution for any of these numbers of micro-batches, with exact device memory; see `search`.
 
@@ -58,7 +57,6 @@ def search_exactly(
         solve_kind=counter.solved,
         num_others=num_others,
         near=near,
-        any_plan=any_plan,
     )
 
 

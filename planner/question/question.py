@@ -14,7 +14,7 @@ from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import Speeds, Ways, speeds_of, ways_of_layer
 from windlass.planner.hardware import Hardware
 from windlass.planner.predictions import Correction, PastPredictions
-from windlass.planner.profiling import TimingCache
+from windlass.planner.profiling import MachinePace, TimingCache, pace_of_an_answer
 from windlass.planner.question.kept_shapes import KeptShapes
 from windlass.planner.solver import (
     Limits,
@@ -47,6 +47,8 @@ class PlanQuestion:
     on_trace: Callable[[], None] | None = None  # called before the model is traced, which takes seconds
     kept_times: TimingCache | None = None  # stored block times; None: blocks are always measured
     kept_shapes: KeptShapes | None = None  # of earlier plans in this process; None: every model is profiled anew
+    # This machine's, as it is at its first use for this question and those made from it.
+    pace: MachinePace = field(default_factory=pace_of_an_answer, compare=False)
     past: PastPredictions | None = None  # of this machine's jobs; None: another machine, or none are known
     ways: Ways = ways_of_layer  # options for a layer's activations
     # From the job's own steps, with the same number of micro-batches. If set, no blocks are measured.

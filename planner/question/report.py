@@ -108,25 +108,6 @@ def with_limits(report: PlanReport, limits: Limits) -> PlanReport:
     return replace(report, limit_gib={tier.value: nbytes / GIB for tier, nbytes in limits.by_tier.items()})
 
 
-def slowed_down(report: PlanReport, factor: float) -> PlanReport:
-    """Returns the report for a machine that is so much slower than the times in it say; faster, if less than 1."""
-    if factor == 1.0:
-        return report
-    assert report.step_s is not None, "it fits"
-    assert report.bound_s is not None, "it fits"
-    slower = f"{factor:.2f} times slower" if factor > 1 else f"{1 / factor:.2f} times faster"
-    told = f"the machine computes {slower} now than when the model's blocks were measured"
-    return replace(
-        report,
-        reasons=(*report.reasons, told),
-        step_s=factor * report.step_s,
-        bound_s=factor * report.bound_s,
-        tokens_per_s=None if report.tokens_per_s is None else report.tokens_per_s / factor,
-        tflops=None if report.tflops is None else report.tflops / factor,
-        busy_s={name: factor * seconds for name, seconds in (report.busy_s or {}).items()},
-    )
-
-
 def with_interval(report: PlanReport, interval: StepInterval) -> PlanReport:
     """Returns the report with the interval of its step time."""
     return replace(

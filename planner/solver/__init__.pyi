@@ -2,7 +2,6 @@
 
 from windlass.planner.solver.bisection import DEFAULT_SLACK as DEFAULT_SLACK
 from windlass.planner.solver.bisection import Goal as Goal
-from windlass.planner.solver.bisection import MarginSearch as MarginSearch
 from windlass.planner.solver.bisection import largest as largest
 from windlass.planner.solver.bisection import smallest as smallest
 from windlass.planner.solver.family import sizes_at_the_border as sizes_at_the_border
@@ -15,9 +14,6 @@ from windlass.planner.solver.memory_limits import budgets_of as budgets_of
 from windlass.planner.solver.memory_limits import limits_of as limits_of
 from windlass.planner.solver.memory_limits import processes_nbytes as processes_nbytes
 from windlass.planner.solver.placement_search import Found as Found
-from windlass.planner.solver.placement_search import candidates as candidates
-from windlass.planner.solver.placement_search import least_nbytes as least_nbytes
-from windlass.planner.solver.placement_search import may_fit as may_fit
 from windlass.planner.solver.placement_search import search as search
 from windlass.planner.solver.placement_search import solve_job as solve_job
 from windlass.planner.solver.solution import DoesNotFitError as DoesNotFitError

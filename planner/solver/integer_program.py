@@ -153,15 +153,6 @@ def shortfall(program: Program) -> tuple[float, ...]:
     return result[1]
 
 
-def shortfall_of(program: Program, tier: int, *, beside: Collection[int] = ()) -> float | None:
-    """Returns the minimum bytes by which one tier's limit must grow, or None if that does not help.
-
-    The other limits stay, except those of the tiers in `beside`, which may grow by any amount.
-    """
-    result = _Variables(program).minimize(elastic=(tier, *beside), only=tier)
-    return None if result is None else result[1][tier]
-
-
 def least_assignment(program: Program, tier: int, *, elastic: Collection[int]) -> Assignment | None:
     """Returns the assignment that takes least of a tier, or None. The limits of tiers in `elastic` do not count."""
     result = _Variables(program).minimize(elastic=elastic, only=tier)

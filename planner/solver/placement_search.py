@@ -13,21 +13,17 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.cost import Speeds
 from windlass.planner.solver.family import bases_of, kinds_of, sizes_at_the_border, smallest_of
-from windlass.planner.solver.integer_program import Program, shortfall_of, solve
+from windlass.planner.solver.integer_program import Program
 from windlass.planner.solver.relaxation import Prices, least_cost, priced_cost, relaxed
 from windlass.planner.solver.solution import DoesNotFitError, Solution, penalty, shortfall_by_tier, solved
-from windlass.planner.solver.step_cost import TIER_INDEX, Limits, PlannedJob, StepCosts
+from windlass.planner.solver.step_cost import Limits, PlannedJob, StepCosts
 
 # Bounds that differ by a smaller share count as equal. Of equal ones, the plan with the larger buffers is tried first.
 _EQUAL = 1e-4
 # A plan is solved for only if its bound is smaller than the best cost by a larger share.
 _WORTH = 3e-4
-# Number of further candidates, and by how much larger their bounds may be than the best cost.
-_MOST_OTHERS = 4
-_NEAR = 0.02
 
 # Solves for a kind of plan. Returns None if its cost is not below the given one. Raises DoesNotFitError if none fits.
 Solve = Callable[[StepCosts, float], Solution | None]
@@ -40,16 +36,6 @@ def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
         DoesNotFitError: no plan fits.
     """
     return search((job,), speeds, limits).best
-
-
-def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution]:
-    """Returns the best plan, and others that may be as fast, best first.
-
-    Raises:
-        DoesNotFitError: no plan fits.
-    """
-    found = search((job,), speeds, limits, num_others=_MOST_OTHERS, near=_NEAR)
-    return [found.best, *found.others]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,19 +54,18 @@ def search(
     solve_kind: Solve = lambda costs, below: solved(costs),
     num_others: int = 0,
     near: float = 0.0,
-    any_plan: bool = False,
     below: float = math.inf,
 ) -> Found:
     """Returns the best plan of several variants of a job, such as numbers of micro-batches.
 
     `solve_kind` solves for one kind of plan. `num_others`: also solve for so many plans of other kinds. Their bounds
-    are at most a share `near` larger than the best cost. `any_plan`: one that fits is enough.
+    are at most a share `near` larger than the best cost.
 
     Raises:
         DoesNotFitError: no plan fits, or none costs less than `below`.
     """
     found = _Search(speeds, limits, solve_kind, below)
-    best = found.run(tuple(jobs), any_plan=any_plan)
+    best = found.run(tuple(jobs))
     return Found(best=best, others=found.others_near(best, near, num_others))
 
 
@@ -107,14 +92,14 @@ class _Search:
         self._others: list[Solution] = []
         self._errors: list[DoesNotFitError] = []
 
-    def run(self, jobs: tuple[PlannedJob, ...], *, any_plan: bool) -> Solution:
+    def run(self, jobs: tuple[PlannedJob, ...]) -> Solution:
         """Returns the best plan."""
         for job in jobs:
             for base in bases_of(job, self._speeds, self._limits):
                 fastest = next(kinds_of(base))
                 without_limits = fastest.program_without_buffers(fastest.kinds())
                 self._push(base, _least_penalty(base) * least_cost(without_limits), is_kind=False)
-        while self._entries and not (any_plan and self._best is not None):
+        while self._entries:
             entry = heapq.heappop(self._entries)
             if entry.bound >= (self._below if self._best is None else (1 - _WORTH) * self._best.cost):
                 heapq.heappush(self._entries, entry)
@@ -221,27 +206,6 @@ def _traits(costs: StepCosts) -> tuple[object, ...]:
     deep = costs.depths.states, costs.depths.leaving_nbytes
     streams = costs.streams, costs.streams_grads
     return job.num_microbatches, job.update_order, costs.group_size, costs.spills, streams, deep
-
-
-def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: MemoryTier) -> float | None:
-    """Returns the minimum limit of a tier with which the program has an assignment. A plan may need more.
-
-    Returns None if the other limits are too small for any value. Only groups of one micro-batch, of whole lanes and of
-    all micro-batches are tried, because sizes between them do not need less.
-    """
-    # On a CPU the device uses the host's memory, so both limits grow together.
-    beside = (TIER_INDEX[MemoryTier.DEVICE],) if speeds.shares_cores and tier is MemoryTier.HOST else ()
-    needs = [
-        limits.by_tier[tier] + lacking
-        for _, program in _programs_at_the_border(job, speeds, limits)
-        if (lacking := shortfall_of(program, TIER_INDEX[tier], beside=beside)) is not None
-    ]
-    return min(needs, default=None)
-
-
-def may_fit(job: PlannedJob, speeds: Speeds, limits: Limits) -> bool:
-    """Checks whether the program has an assignment. A plan may need more. For the groups see `least_nbytes`."""
-    return any(solve(program) is not None for _, program in _programs_at_the_border(job, speeds, limits))
 
 
 def _programs_at_the_border(job: PlannedJob, speeds: Speeds, limits: Limits) -> Iterator[tuple[StepCosts, Program]]:

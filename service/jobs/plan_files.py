@@ -189,7 +189,8 @@ def seconds_left(pace: Pace | None, job: Job) -> float | None:
     """Returns the seconds that the rest of a job takes at this pace, or None if unknown."""
     if pace is None or job.total_steps is None:
         return None
-    return pace.step_s * (job.total_steps - (job.step or 0))
+    mean_s = pace.step_s if pace.mean_s is None else pace.mean_s
+    return mean_s * (job.total_steps - (job.step or 0))
 
 
 def _path(settings: Settings, job: Job, number: int) -> Path:

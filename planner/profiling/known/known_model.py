@@ -37,6 +37,7 @@ from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 if TYPE_CHECKING:  # it needs pydantic, which the GPU check does without
     from windlass.planner.hardware import ModelShape
 
+FOLDER = Path(__file__).parent  # of the families' files
 PACKAGES = ("torch", "transformers")
 # Sizes for which another sequence of operators runs if they are 1.
 FLAGS = "BGK"
@@ -100,17 +101,22 @@ def choice_key(choice: BlockActivations, names: Mapping[str, int]) -> str:
 
 @functools.cache
 def _family(name: str) -> dict[str, Any] | None:
-    """Reads a family's file. Returns None if it was recorded with other versions of the packages that are traced.
+    """Reads a family's file.
 
-    It is None for a family without a file, too.
+    Returns None if there is none that can be read, or if it was recorded with other versions of the traced packages.
     """
     try:
-        text = (Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8")
-    except FileNotFoundError:
+        stored: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        same = all(version(package).partition("+")[0] == stored["versions"][package] for package in PACKAGES)
+    except (OSError, ValueError, LookupError, TypeError):
         return None
-    stored: dict[str, Any] = json.loads(text)
-    same = all(version(package).partition("+")[0] == stored["versions"][package] for package in PACKAGES)
     return stored if same else None
+
+
+def _known_family(name: str) -> dict[str, Any]:
+    if (family := _family(name)) is None:
+        raise NotKnownError(f"no file of {name}, or other versions of torch or transformers")
+    return family
 
 
 @functools.cache
@@ -144,17 +150,14 @@ def known_facts(shape: "ModelShape", precision: Precision, *, num_tokens: int) -
     """Returns the facts of a model with these sizes.
 
     Raises:
-        NotKnownError: the family was recorded with other versions of torch or transformers.
+        NotKnownError: the family's file is missing or broken, or was recorded with other versions of torch or
+            transformers.
     """
-    family = _family(family_of(shape))
-    if family is None:
-        raise NotKnownError("other versions of torch or transformers")
+    family = _known_family(family_of(shape))
     outer = family["tied" if shape.is_tied else "untied"]
     head = outer["head"]
     if isinstance(head, str):
-        shared = _family(head)
-        assert shared is not None, "all files are written with the same versions"
-        head = shared["tied" if shape.is_tied else "untied"]["head"]
+        head = _known_family(head)["tied" if shape.is_tied else "untied"]["head"]
     return KnownModel(
         layers=family,
         outer=outer,

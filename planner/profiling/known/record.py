@@ -2,7 +2,7 @@
 
 It traces one small model of each family, whose sizes are different primes. So each size of the trace shows of which
 sizes of the model it is the product. Run it again after a change of the engine, of torch or of transformers, and commit
-the files that it writes.
+the files that it writes. After a change of the engine that cannot change formulas, `--unchanged` is enough.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from windlass.planner.profiling import TracedModel, config_of_shape, on_gpu
 from windlass.planner.profiling.known.formulas import Factor, Formula, largest_of
 from windlass.planner.profiling.known.known_model import (
     FLAGS,
+    FOLDER,
     MOST_TURNS,
     PACKAGES,
     HeadLoops,
@@ -39,6 +39,7 @@ from windlass.planner.profiling.known.known_model import (
     choice_key,
     variant_of,
 )
+from windlass.planner.profiling.known.recorded_code import code_digest
 from windlass.planner.profiling.known.recorded_sizes import RecordedSizes, SizedInt, formulas_of, operators_in, unit_of
 from windlass.storage.ids import BlockIndex, Precision
 
@@ -430,6 +431,7 @@ def record(family: str) -> dict[str, Any]:
             classes[special.flags] = class_of(special)
     return {
         "versions": {package: version(package).partition("+")[0] for package in PACKAGES},
+        "code": code_digest(),
         "alike": alike,
         "classes": classes,
         "tied": _outer(replace(sample, is_tied=True)),
@@ -558,13 +560,28 @@ def _as_text(recorded: Mapping[str, Any]) -> str:
     return re.sub(r'(?<=[\]}]),(?="[^"]*":)', ",\n", text) + "\n"
 
 
+def _marked(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Returns a family as if it was recorded with the present code."""
+    return {"versions": recorded["versions"], "code": code_digest()} | {
+        key: value for key, value in recorded.items() if key not in ("versions", "code")
+    }
+
+
 def main() -> None:
     """Writes the files of the families."""
     parser = argparse.ArgumentParser(description="Record what is known of models without tracing them.")
     parser.add_argument("families", nargs="*", help=f"{', '.join(_SIZES)}; without one: all")
+    parser.add_argument(
+        "--unchanged",
+        action="store_true",
+        help="record nothing: mark the files as those of the present code, whose change does not affect them",
+    )
+    options = parser.parse_args()
     logging.set_verbosity_error()  # small vocabularies lack special tokens
-    for family in parser.parse_args().families or _SIZES:
-        (Path(__file__).parent / f"{family}.json").write_text(_as_text(record(family)), encoding="utf-8")
+    for family in options.families or _SIZES:
+        path = FOLDER / f"{family}.json"
+        recorded = _marked(json.loads(path.read_text(encoding="utf-8"))) if options.unchanged else record(family)
+        path.write_text(_as_text(recorded), encoding="utf-8")
 
 
 if __name__ == "__main__":

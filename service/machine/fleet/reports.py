@@ -135,6 +135,8 @@ class _Metrics(_Reported):
     trained_tokens: _LongCount | None = None
     remaining_s: _Amount | None = None
     remaining_is_estimate: bool = True
+    pace_s: _Amount | None = None
+    evaluation_s: _Amount | None = None
     step_s: _Amount | None = None
     train_loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
     valid_loss: Annotated[float, Field(allow_inf_nan=False)] | None = None

@@ -132,17 +132,21 @@ def start_server(
     """
     orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     orders.setblocking(False)
-    with theirs, log_path.open("ab") as log:
-        # It has no home, and its working directory can contain no user's modules.
-        process = _start(
-            (sys.executable, "-m", *module_and_arguments),
-            PASSED_ON,
-            home=Path("/nonexistent"),
-            cwd=Path("/"),
-            log=log,
-            stdin=theirs.fileno(),
-            more={"OPENBLAS_NUM_THREADS": "1"},  # otherwise NumPy's import starts threads
-        )
+    try:
+        with theirs, log_path.open("ab") as log:
+            # It has no home, and its working directory can contain no user's modules.
+            process = _start(
+                (sys.executable, "-m", *module_and_arguments),
+                PASSED_ON,
+                home=Path("/nonexistent"),
+                cwd=Path("/"),
+                log=log,
+                stdin=theirs.fileno(),
+                more={"OPENBLAS_NUM_THREADS": "1"},  # otherwise NumPy's import starts threads
+            )
+    except OSError:
+        orders.close()
+        raise
     return process, orders
 
 

@@ -45,9 +45,12 @@ def test_pace_of_earlier_attempts_holds_while_the_first_steps_are_slow() -> None
 
 def test_pace_of_metrics_is_what_they_tell() -> None:
     told = {"step": 4, "total_steps": 10, "remaining_s": 30.0}
-    assert pace_of_metrics(told | {"remaining_is_estimate": False}) == Pace(step_s=5.0, is_measured=True)
-    assert pace_of_metrics(told | {"remaining_is_estimate": True}) == estimate(5.0)
-    assert pace_of_metrics(told) == estimate(5.0)
+    measured, guessed = (Pace(step_s=5.0, is_measured=is_measured, mean_s=5.0) for is_measured in (True, False))
+    assert pace_of_metrics(told | {"remaining_is_estimate": False}) == measured
+    assert pace_of_metrics(told | {"remaining_is_estimate": True}) == guessed
+    assert pace_of_metrics(told) == guessed
+    with_evaluations = told | {"remaining_is_estimate": False, "pace_s": 4.0, "evaluation_s": 3.0}
+    assert pace_of_metrics(with_evaluations) == Pace(step_s=4.0, is_measured=True, evaluation_s=3.0, mean_s=5.0)
     assert pace_of_metrics(told | {"remaining_s": None}) is None
     assert pace_of_metrics({"step": 10, "total_steps": 10, "remaining_s": 0.0}) is None
     assert pace_of_metrics({"step": 3, "valid_loss": 2.0}) is None

@@ -78,3 +78,7 @@ def test_interval_is_unknown_before_the_third_step() -> None:
     assert noted([2.0, 2.1]).interval_s is None
     assert StepTimes().recent_s is None
     assert StepTimes().mean_s is None
+    assert StepTimes().evaluation_s is None
+    times = noted([])
+    times.note(7.0, evaluated=True)
+    assert times.evaluation_s is None, "what the step takes without it is unknown"

@@ -38,6 +38,7 @@ from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.storage.ids import ActorName, Attempt, ChunkKey, JobId, Precision
 from windlass.storage.io.engines import DEFAULT_IO
 from windlass.storage.ssd.volume import Volume
@@ -98,6 +99,23 @@ def test_the_same_model_whatever_cut_the_attempts_off(
     assert set(told) == {"out-step-2", "out-step-4", "out"}
     assert outcome["trained_tokens"] == trained_tokens
     assert leftovers_of(spec) == []
+
+
+def test_an_attempt_goes_on_with_another_order_of_updates(tmp_path: Path) -> None:
+    """Without clipping, each plan of a job chooses the order."""
+    results = []
+    for folder, orders in (("whole", []), ("cut", [UpdateOrder.KEPT, UpdateOrder.ACTIVE])):
+        spec = job(tmp_path / folder).with_training(clip_norm=None, update_order=UpdateOrder.ACTIVE)
+        for number, order in enumerate(orders, start=1):
+            assert run_attempt(spec, number, (UpdateStep, 2 * number)) is None
+            spec = spec.with_training(update_order=order)
+        outcome = run_attempt(spec, len(orders) + 1)
+        assert outcome is not None
+        assert outcome["status"] == "succeeded"
+        results.append((losses_of(spec), exported_params(spec)))
+    (losses, params), (other_losses, others) = results
+    assert losses == other_losses
+    assert all(torch.equal(param, others[name]) for name, param in params.items())
 
 
 def is_of_a_step(record: JournalRecord) -> bool:

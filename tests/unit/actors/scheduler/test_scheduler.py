@@ -12,6 +12,7 @@ import pytest
 from benchmarks.peers.schedules import System
 from tests.support.actors.scheduler_stage import FP16, NUM_TARGETS, Clock, Stage, failure, warnings_of
 from tests.support.training import journal_of, losses_of, metrics_of
+from windlass.actors.job.pace import pace_of_metrics
 from windlass.actors.messages import (
     CommitStore,
     ComputeBlock,
@@ -489,3 +490,34 @@ def test_time_left_is_that_of_the_last_steps(tmp_path: Path, monkeypatch: pytest
     assert left[1] <= 5 * 100.0  # a step may be reported when the next has begun
     assert left[6] == 0.0
     assert left[5] == pytest.approx(10.0, rel=0.01)
+
+
+def test_time_left_has_the_evaluations_after_a_restart_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes 10 s, and an evaluation 50 s more. The first one is after step 6."""
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    jobs = {"total_steps": 18, "num_validation_examples": 8, "evaluate_every": 6}
+
+    def look(message: Message) -> None:
+        if isinstance(message, ComputeBlock) and message.block == 0:
+            clock.now += {Phase.FORWARD: 10.0, Phase.EVALUATE: 50.0}.get(message.phase, 0.0)
+
+    def told_by(stage: Stage) -> dict[int, tuple[float, bool]]:
+        stage.before = look
+        assert stage.run()["status"] == "succeeded"
+        left = metrics_of(stage.spec, "remaining_s")
+        is_estimate = metrics_of(stage.spec, "remaining_is_estimate")
+        return {step: (left[step], is_estimate[step]) for step in left}
+
+    first = Stage(tmp_path / "first", **jobs)
+    told = told_by(first)
+    assert told[5] == (pytest.approx(130.0, rel=0.2), True), "evaluations are due, and none was measured"
+    assert told[9] == (pytest.approx(90.0 + 100.0, rel=0.1), False)
+    (last,) = (each.data for each in journal_of(first.spec) if each.data.get("step") == 9 and "pace_s" in each.data)
+    assert (last["pace_s"], last["evaluation_s"]) == (pytest.approx(10.0), pytest.approx(50.0))
+    pace = pace_of_metrics(last)
+    told = told_by(
+        Stage(tmp_path / "second", resume_from=first.commit(9), expected_pace=pace, attempt=Attempt(2), **jobs)
+    )
+    assert told[10] == (pytest.approx(80.0 + 100.0, rel=0.1), False)
+    assert told[11] == (pytest.approx(70.0 + 100.0, rel=0.1), False)

@@ -15,7 +15,7 @@ from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.feasibility import remedies
 from windlass.planner.feasibility.feasibility import fits, least_memory_of, with_part
 from windlass.planner.feasibility.remedies import what_would_fit
-from windlass.planner.feasibility.shortfall import MEMORIES, Shortfall, least_gpu, shortfall_of, with_limit
+from windlass.planner.feasibility.shortfall import MEMORIES, Memory, Shortfall, least_gpu, shortfall_of
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning.planner import best_plan
 from windlass.planner.profiling.model_profiler import config_of_shape
@@ -91,6 +91,25 @@ def planner_fits(asked: PlanQuestion, profiles: Profiles) -> bool:
     except DoesNotFitError:
         return False
     return True
+
+
+def with_limit(question: PlanQuestion, memory: Memory, nbytes: int) -> PlanQuestion:
+    """Returns the question with another limit of a memory: of the job's budget, if it has one, and of the machine.
+
+    `nbytes`: as in `PlanQuestion.budgets`. A machine that has enough for a budget stays as it is.
+    """
+    hardware, is_budget = question.hardware, memory.is_budget(question)
+    part = getattr(hardware, memory.part)
+    gib = (nbytes + memory.others_nbytes(question.num_ranks)) / GIB
+    if memory.tier is MemoryTier.SSD:
+        gib /= part.count
+    if memory.tier is MemoryTier.DEVICE and not question.has_gpu:
+        gib = 0.0  # the memory is the host's
+    if is_budget:
+        gib = max(gib, getattr(part, memory.key))
+        question = replace(question, **dict[str, Any]({str(memory.budget): nbytes}))
+    part = part.model_copy(update={memory.key: gib})
+    return replace(question, hardware=hardware.model_copy(update={memory.part: part}))
 
 
 def grown(asked: PlanQuestion, shortfall: Shortfall, shares: dict[MemoryTier, float]) -> PlanQuestion:

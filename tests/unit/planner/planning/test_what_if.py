@@ -82,6 +82,13 @@ def test_changes_are_of_one_thing_each() -> None:
     assert changes["batch"].training.batch_size == 8
 
 
+@pytest.mark.parametrize(("gpus", "words"), [(1, "one more GPU, 2 in all"), (2, "two more GPUs, 4 in all")])
+def test_change_says_how_many_gpus_more_there_are(gpus: int, words: str) -> None:
+    asked = question(machine_of(f"rtx4090:gpus={gpus}"), num_ranks=gpus)
+    asked = replace(asked, training=replace(asked.training, lanes=gpus, num_microbatches=gpus))
+    assert words in [change.words for change in changes_of(asked)]
+
+
 def test_a_fixed_number_of_microbatches_keeps_their_size_and_may_leave_a_gpu_without_one() -> None:
     asked = replace(question(machine_of("rtx4090")), chooses_microbatches=False)
     changes = {change.key: change.question for change in changes_of(asked)}
@@ -92,4 +99,6 @@ def test_a_fixed_number_of_microbatches_keeps_their_size_and_may_leave_a_gpu_wit
 def test_a_cpu_has_no_faster_card() -> None:
     machine = machine_of("rtx4090")
     asked = question(with_part(machine, gpus=with_part(machine.gpus, count=0)))
-    assert [change.key for change in changes_of(asked)] == ["ssds", "ram", "batch"]
+    changes = list(changes_of(asked))
+    assert [change.key for change in changes] == ["ssds", "ram", "batch"]
+    assert all(change.question.pace is asked.pace for change in changes), "rows of one answer can be compared"

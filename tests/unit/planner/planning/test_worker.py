@@ -21,6 +21,7 @@ from windlass.planner.planning import worker as plan_job
 from windlass.planner.profiling import measure_model
 from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
 from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.question import PlanQuestion
 
 
 def plan(tmp_path: Path, config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
@@ -150,3 +151,24 @@ def test_a_simulation_that_takes_too_long_is_left_out(tmp_path: Path, monkeypatc
     (warning,) = found["warnings"]
     assert "it takes longer than 1e-09 s" in warning
     assert not (tmp_path / SIMULATED_FOLDER).exists()
+
+
+def test_a_running_job_is_planned_again_with_the_order_that_its_plan_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {"update_order": "active", "clip_norm": None}
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, chooses_order=True)
+    questions: list[PlanQuestion] = []
+
+    def correct(question: PlanQuestion, *_: object, **__: object) -> None:
+        questions.append(question)
+        raise RuntimeError("the question is enough")
+
+    monkeypatch.setattr(plan_job, "load_measured", lambda *_, **__: [None] * plan_job.MIN_STEPS)
+    monkeypatch.setattr(plan_job, "correct", correct)
+    running: dict[str, Any] = {"timeline_dir": str(tmp_path), "first_step": 3, "num_steps_left": 100, "restart_s": 1.0}
+    found["plan"]["choices"]["gradient_updates"] = "kept"
+    running["plan"] = {name: value for name, value in found.items() if name != "ok"}
+    plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, chooses_order=True, running=running)
+    (question,) = questions
+    assert (question.training.update_order, question.chooses_order) == ("kept", False)

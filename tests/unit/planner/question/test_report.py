@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.planner.profiles import make_job, make_speeds
 from windlass.amounts import GIB
-from windlass.planner.question.report import choices_of, report_of, slowed_down
+from windlass.planner.question.report import choices_of, report_of
 from windlass.planner.solver.placement_search import solve_job
 from windlass.planner.solver.step_cost import Limits
 
@@ -44,18 +44,3 @@ def test_swapped_activations_are_those_of_all_gpus(num_ranks: int) -> None:
     choices = choices_of(job, replace(solution, placement=placement))
     assert choices["activations_on_host_gib"] == num_ranks
     assert choices["activations_on_ssd_gib"] == 3 * num_ranks
-
-
-def test_report_of_a_slower_machine_has_longer_times_and_says_so() -> None:
-    job = make_job()
-    solution = solve_job(job, make_speeds(), Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12))
-    report = report_of(job, solution, is_cpu=True)
-    assert slowed_down(report, 1.0) == report
-    slower = slowed_down(report, 1.25)
-    for before, after in ((report.step_s, slower.step_s), (report.bound_s, slower.bound_s)):
-        assert before is not None
-        assert after == pytest.approx(1.25 * before)
-    assert slower.tokens_per_s == pytest.approx((report.tokens_per_s or 0.0) / 1.25)
-    assert slower.busy_s == pytest.approx({name: 1.25 * busy_s for name, busy_s in (report.busy_s or {}).items()})
-    assert slower.reasons[-1] == "the machine computes 1.25 times slower now than when the model's blocks were measured"
-    assert "1.25 times faster" in slowed_down(report, 0.8).reasons[-1]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from tests.support.examples import examples
 from tests.support.planner.profiles import make_job, make_speeds
 from windlass.engine.memory_plan.memory_tier import MemoryTier
-from windlass.planner.solver.integer_program import shortfall_of
+from windlass.planner.solver.integer_program import least_assignment, outcome_of
 from windlass.planner.solver.memory_frontier import Bytes, MemoryFrontier, frontiers_of
 from windlass.planner.solver.step_cost import TIER_INDEX, Limits, StepCosts
 
@@ -66,11 +66,12 @@ def test_best_assignment_needs_as_little_as_the_program_says(tier: MemoryTier) -
     limits = Bytes(device=120 * MIB, host=900 * MIB, ssd=3000 * MIB)
     program = found.costs.program(found.kinds)
     program = replace(program, limits=(limits.device, limits.host, limits.ssd))
-    without = replace(program, limits=tuple(0.0 if TIER_INDEX[tier] == i else x for i, x in enumerate(program.limits)))
-    best, lacking = found.best_assignment(tier, limits), shortfall_of(without, TIER_INDEX[tier])
+    best = found.best_assignment(tier, limits)
+    least = least_assignment(program, TIER_INDEX[tier], elastic=(TIER_INDEX[tier],))
     assert best is not None
-    assert lacking is not None
-    assert found.nbytes(best).of(tier) == pytest.approx(lacking, rel=1e-4)
+    assert least is not None
+    nbytes = outcome_of(program, least).nbytes[TIER_INDEX[tier]]
+    assert found.nbytes(best).of(tier) == pytest.approx(nbytes, rel=1e-4)
 
 
 def test_frontiers_of_a_cpu_count_the_devices_bytes_as_the_hosts() -> None:

@@ -5,16 +5,22 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from transformers import LlamaConfig
 from typer.testing import CliRunner, Result
 
+from windlass.engine.device import malloc
+from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import example_machines
 from windlass.planner.planning import limits
+from windlass.planner.profiling import measure_model
+from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
 from windlass.service.cli.errors import reported
-from windlass.service.cli.plan import plan
-from windlass.service.cli.plan_inputs import config_of, is_id
+from windlass.service.cli.plan.command import plan
+from windlass.service.cli.plan.inputs import config_of, is_id
 from windlass.service.installation.settings import HARDWARE_FILE, SETTINGS_FILE, load_settings
+from windlass.service.processes import shutdown
 from windlass.service.validation.hyperparameters import WindlassSettings
 
 SHAPE = "num_layers: 4\nhidden_size: 256\nnum_heads: 4\nvocab_size: 1000\n"
@@ -96,6 +102,36 @@ def test_a_job_can_be_submitted_as_planned(shape: Path, home: Path) -> None:
     assert with_adam == found, "both take the same"
 
 
+def test_order_of_updates_is_printed_only_where_a_job_could_get_another(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--gradient-updates", "kept")
+    assert "--set sequence_length=64\n" in run(*job).output
+    assert "--set gradient_updates=kept\n" in run(*job, "--no-clip").output
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_blocks_are_measured_once_if_no_job_trains_here(
+    shape: Path, home: Path, monkeypatch: pytest.MonkeyPatch, *, is_alone: bool
+) -> None:
+    measured: list[ModelProfile] = []
+
+    def measure(profile: ModelProfile, *_: object, **__: object) -> MeasuredBlocks:
+        measured.append(profile)
+        times = BlockTimes(forward_s=0.25, backward_s=0.5)
+        return MeasuredBlocks(times=dict.fromkeys(range(len(profile.layers) + 2), times), standard_error=0.0)
+
+    monkeypatch.setattr(measure_model, "measure_blocks", measure)
+    monkeypatch.setattr(malloc, "retain_freed_memory", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _number: None)
+    monkeypatch.setattr(shutdown, "is_box_free", lambda _settings: is_alone)
+    home.mkdir()
+    machine = example_machines()["rtx4090-server"].read_text()
+    (home / HARDWARE_FILE).write_text(machine.replace("count: 1,", "count: 0,"))
+    for number in (1, 1 if is_alone else 2):
+        result = run("--model", str(shape), *JOB, "--num-microbatches", "1", "--hardware", "measured")
+        assert result.exit_code == 0, result.output
+        assert len(measured) == number
+
+
 def test_only_a_model_of_the_models_directory_can_be_submitted_by_its_name(home: Path, shape: Path) -> None:
     folder = home / "models" / "org" / "small"
     folder.mkdir(parents=True)
@@ -171,7 +207,10 @@ def test_plan_that_does_not_fit_exits_with_2(shape: Path, home: Path, tmp_path: 
     assert result.exit_code == 2
     assert "it does not fit" in result.output
     assert "it fits with" in result.output
-    assert "the least GPU memory for this job is " in result.output
+    least = (
+        r"the least GPU memory for this job is \S+ GiB: with num_microbatches=\d, (one|\d) micro-batch(es)? at a time"
+    )
+    assert re.search(least, result.output)
 
 
 def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
@@ -197,11 +236,11 @@ def test_a_published_model_has_a_plan_without_its_files(home: Path) -> None:
 
 def test_a_model_that_is_here_goes_before_the_published_one(home: Path) -> None:
     settings = load_settings()
-    assert config_of(settings, "qwen2.5-0.5b", 64).num_hidden_layers == 24
+    assert config_of(settings, "qwen2.5-0.5b", 64).load().num_hidden_layers == 24
     folder = home / "models" / "qwen2.5-0.5b"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 3, "max_position_embeddings": 64}))
-    assert config_of(settings, "qwen2.5-0.5b", 64).num_hidden_layers == 3
+    assert config_of(settings, "qwen2.5-0.5b", 64).load().num_hidden_layers == 3
 
 
 @pytest.mark.parametrize(

@@ -468,8 +468,8 @@ def test_the_plan_tells_when_a_job_will_finish(stage: Stage, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("remaining_s", "is_estimate", "found"),
     [
-        (20.0, False, Pace(step_s=10.0, is_measured=True)),
-        (20.0, True, Pace(step_s=10.0, is_measured=False)),
+        (20.0, False, Pace(step_s=10.0, is_measured=True, mean_s=10.0)),
+        (20.0, True, Pace(step_s=10.0, is_measured=False, mean_s=10.0)),
         (None, True, None),
     ],
 )

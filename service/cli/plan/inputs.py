@@ -12,7 +12,7 @@ from windlass.planner.hardware import (
     published_models,
     similar_models,
 )
-from windlass.service.cli.errors import CommandError
+from windlass.service.cli import CommandError
 from windlass.service.installation import HARDWARE_FILE, Settings
 from windlass.service.validation import ApiError, model_dir
 

@@ -1,0 +1,124 @@
+"""Printing of a plan in words, and of what it is compared with."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from windlass.amounts import GIB, bytes_text, least_gib
+from windlass.engine.memory_plan import tokens_in_words
+from windlass.service.cli import print_columns
+from windlass.service.validation import WindlassSettings
+
+if TYPE_CHECKING:
+    from windlass.planner.planning import Comparison
+    from windlass.planner.question import PlanReport
+
+
+def print_job_settings(model: str, job_settings: dict[str, Any], *, most_gpus: int, is_open: bool) -> None:
+    """Prints the command for the planned job.
+
+    `most_gpus`: that the job may get. `is_open`: the user did not choose the number of micro-batches.
+    """
+    defaults = WindlassSettings()
+    given = {name: value for name, value in job_settings.items() if value != getattr(defaults, name)}
+    if not WindlassSettings.model_validate({**given, "gradient_updates": "auto"}).leaves_order_open:
+        given.pop("gradient_updates", None)  # only one order is exact, which a job gets by itself
+    lanes_follow = {"lanes": "auto", "gpus": most_gpus}
+    if job_settings["lanes"] == defaults.model_copy(update=given | lanes_follow).num_lanes:
+        given.pop("lanes", None)
+    options = " ".join(f"--set {name}={'null' if value is None else value}" for name, value in given.items())
+    print(f"a job as planned: windlass submit {model} FILE {options}")
+    if is_open:
+        print("(a job that names no number of micro-batches gets the fastest one for the lengths of its examples)")
+
+
+def print_what_if(found: "PlanReport") -> None:
+    rows: list[tuple[str, ...]] = [("what if", "step, s", "tokens a second", "gain")]
+    if found.step_s is not None and found.tokens_per_s is not None:
+        rows.append(("as it is", f"{found.step_s:.3g}", f"{found.tokens_per_s:.4g}", ""))
+    else:
+        rows.append(("as it is", "-", "-", "does not fit"))
+    for row in found.what_if or ():
+        if row.step_s is None or row.tokens_per_s is None:
+            rows.append((row.change, "-", "-", "does not fit"))
+        else:
+            gain = "it fits" if row.gain is None else f"{row.gain:+.0%}"
+            rows.append((row.change, f"{row.step_s:.3g}", f"{row.tokens_per_s:.4g}", gain))
+    print_columns(rows)
+    print("gain: of tokens a second. A second box is not among them, because a job runs on one box")
+
+
+def print_comparison(own: "PlanReport", compared: "Comparison") -> None:
+    if compared.systems:
+        found = ("-", "-", "-", "-", "no")
+        if own.step_s is not None and own.tokens_per_s is not None and own.busy_s is not None:
+            gpu = f"{own.busy_s['compute'] / own.step_s:.0%}"
+            found = (f"{own.step_s:.3g}", f"{own.tokens_per_s:.4g}", gpu, str(own.bottleneck), "yes")
+        rows = [("system", "step, s", "tokens a second", "GPU busy", "busiest", "fits"), ("windlass", *found)]
+        for each in compared.systems:
+            lacks = ", ".join(
+                f"{bytes_text(int(gib * GIB))} of {memory} memory" for memory, gib in each.missing_gib.items()
+            )
+            fits = f"no: lacks {lacks}" if lacks else "yes"
+            gpu = f"{each.gpu_share:.0%}"
+            rows.append((each.system, f"{each.step_s:.3g}", f"{each.tokens_per_s:.4g}", gpu, each.bottleneck, fits))
+        print_columns(rows)
+    for note in compared.notes:
+        print(note)
+
+
+def print_report(found: "PlanReport") -> None:
+    if not found.feasible:
+        print("it does not fit:")
+        for reason in found.reasons:
+            print(f"  {reason}")
+        _print_least_gpu(found)
+        return
+    numbers = asdict(found)
+    print_columns(
+        [
+            ("step", f"{numbers['step_s']:.3g} s; no resource alone takes more than {numbers['bound_s']:.3g} s"),
+            ("how sure", _interval(found)),
+            ("tokens a second", f"{numbers['tokens_per_s']:.4g}"),
+            ("model's TFLOPS", f"{numbers['tflops']:.4g}"),
+            ("written to SSDs a step", f"{numbers['ssd_write_gb_per_step']:.4g} GB"),
+            *((f"peak of {name} memory", f"{gib:.2f} GiB") for name, gib in numbers["peak_gib"].items()),
+            *((f"{name} busy", f"{seconds:.3g} s") for name, seconds in numbers["busy_s"].items()),
+        ]
+    )
+    print()
+    activations = numbers["choices"]["activations"]
+    print_columns([(name, _shown(each)) for name, each in numbers["choices"].items() if not isinstance(each, list)])
+    print()
+    rows = [("layers", "input", "rest", "kept", "swapped")]
+    rows += [
+        (each["layers"], each["input"], each["rest"], *(_names(each.get(key, ())) for key in ("kept", "swapped")))
+        for each in activations
+    ]
+    print_columns(rows)
+    print()
+    for reason in found.reasons:
+        print(reason)
+    _print_least_gpu(found)
+    print(f"planned for {tokens_in_words(numbers['example_tokens'])}")
+
+
+def _interval(found: "PlanReport") -> str:
+    from windlass.planner.predictions import interval_in_words
+
+    assert found.step_s_low is not None, "it is a new plan"
+    assert found.step_s_high is not None, "it is a new plan"
+    return interval_in_words(found.step_s_low, found.step_s_high, found.times_from or "", found.num_compared or 0)
+
+
+def _print_least_gpu(found: "PlanReport") -> None:
+    if found.least_gpu_gib is not None:
+        gib = least_gib(found.least_gpu_gib * GIB)
+        print(f"the least GPU memory for this job is {gib} GiB: {found.least_gpu_reason}")
+
+
+def _shown(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _names(operators: Any) -> str:
+    return ", ".join(name.removeprefix("aten.").replace(".default", "") for name in operators) or "-"
