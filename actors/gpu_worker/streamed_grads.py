@@ -15,8 +15,9 @@ from windlass.actors.messages import ComputeBlock, SpanKind
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK, SpanRecorder
 from windlass.engine.device import Device, Event, OverlaidBuffers, TensorArena, copy_all
 from windlass.engine.memory_plan import NUM_REST_BUFFERS
-from windlass.engine.model import GradPieceBuffers, ModelLayout, PieceSums, StreamedGrad
+from windlass.engine.model import ModelLayout
 from windlass.engine.optimizer import NormInParts
+from windlass.engine.pieces import GradPieceBuffers, PieceSums, StreamedGrad
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 from windlass.storage.memory import SlotPool
 

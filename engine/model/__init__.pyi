@@ -7,9 +7,6 @@ from windlass.engine.model.fused_kernels import kernels_here as kernels_here
 from windlass.engine.model.grad_buffer import GradBuffer as GradBuffer
 from windlass.engine.model.grad_buffer import GradSink as GradSink
 from windlass.engine.model.grad_buffer import LaneSums as LaneSums
-from windlass.engine.model.grad_pieces import GradPieceBuffers as GradPieceBuffers
-from windlass.engine.model.grad_pieces import PieceSums as PieceSums
-from windlass.engine.model.grad_pieces import StreamedGrad as StreamedGrad
 from windlass.engine.model.gradient_check import check_architecture as check_architecture
 from windlass.engine.model.gradient_check import check_kernels as check_kernels
 from windlass.engine.model.head_slices import LossSums as LossSums

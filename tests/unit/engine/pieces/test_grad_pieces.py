@@ -9,8 +9,8 @@ import torch
 from windlass.engine.device import Device, Event
 from windlass.engine.memory_plan.param_slices import NORM_ROW_NUMEL, cut_layers, grad_piece_numels
 from windlass.engine.model.grad_buffer import GradBuffer
-from windlass.engine.model.grad_pieces import GradPieceBuffers, PieceSums, StreamedGrad
 from windlass.engine.optimizer.grad_norm import squared_norm
+from windlass.engine.pieces.grad_pieces import GradPieceBuffers, PieceSums, StreamedGrad
 from windlass.storage.cancellation import CancelToken
 
 # Modules of a layer, each with its matrices; then norms and biases.

@@ -17,7 +17,7 @@ import torch
 
 from windlass.engine.device import Device, Event, Stream
 from windlass.engine.memory_plan import NORM_ROW_NUMEL
-from windlass.engine.model.grad_buffer import GradBuffer
+from windlass.engine.model import GradBuffer
 from windlass.engine.optimizer import NormInParts
 
 
