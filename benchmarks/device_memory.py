@@ -51,6 +51,19 @@ CASES = (
         run=replace(_BASE, hidden=1024, intermediate=4096, num_layers=3, batch_size=16, streamed_blocks=(1, 2, 3)),
     ),
     Case(
+        title="wide, gradients in pieces, too",
+        run=replace(
+            _BASE,
+            hidden=1024,
+            intermediate=4096,
+            num_layers=3,
+            batch_size=16,
+            vocabulary=16384,
+            streamed_blocks=(1, 2, 3),
+            streams_grads=True,
+        ),
+    ),
+    Case(
         title="large vocabulary, the head in slices",
         run=replace(_BASE, num_layers=2, batch_size=20, vocabulary=16384),
     ),

@@ -76,7 +76,8 @@ class PartialGrads:
             )
             self._passing = sums, lanes
         self._changed = threading.Condition()
-        self._sums = ReturningSums(context.plan.device_blocks)
+        # Sums of blocks whose gradients leave in pieces return in pieces, too: see `streamed_grads`.
+        self._sums = ReturningSums((*context.plan.device_blocks, *context.plan.grad_streamed_blocks))
         self._left: dict[Use, SumPassed] = {}  # sums in slots, for a group of this GPU worker
         # The sums of the first expected operation, each with the event after its copy.
         self._back: dict[Use, tuple[GradBuffer, Event]] = {}

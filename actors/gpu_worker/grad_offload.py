@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads, host_and_device
-from windlass.actors.job import JobContext, grad_precision
+from windlass.actors.gpu_worker.streamed_grads import StreamedGrads
+from windlass.actors.job import JobContext, grad_precision, piece_bounds
 from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import (
     ComputeBlock,
@@ -27,9 +28,20 @@ from windlass.actors.messages import (
 from windlass.actors.ssd import SsdClient, chunk_io
 from windlass.actors.timeline import FROM_DEVICE, SpanRecorder
 from windlass.actors.worker_policy import Countdown, GradSums, OffloadQueue, SumSource, Use
-from windlass.engine.device import TORCH_DTYPE, BufferClass, Device, DeviceBuffers, Event, TensorArena, copy_all
-from windlass.engine.memory_plan import batches_to_copy, grad_buffers_of_job
+from windlass.engine.device import (
+    TORCH_DTYPE,
+    BufferClass,
+    Device,
+    DeviceBuffers,
+    Event,
+    OverlaidBuffers,
+    Stream,
+    TensorArena,
+    copy_all,
+)
+from windlass.engine.memory_plan import batches_to_copy, grad_buffers_of_job, grad_overlay_of_job
 from windlass.engine.model import GradBuffer, GradSink, LaneSums
+from windlass.engine.optimizer import NormInParts
 from windlass.storage.cancellation import Permits, TaskQueue
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
@@ -108,6 +120,14 @@ class GradOffload:
         planned = self._plan_buffers(summed_in_fp32)
         self._flats = DeviceBuffers(device, planned, name="gradients")
         self._partials = PartialGrads(context, device, self._flats, arena, spans, send, rank=rank)
+        self._in_pieces = frozenset(context.plan.grad_streamed_blocks)
+        self._overlay: OverlaidBuffers | None = None
+        self._pieces: StreamedGrads | None = None
+        if self._in_pieces:
+            self._overlay = OverlaidBuffers(device, self._plan_overlay(summed_in_fp32), name="gradients")
+            self._pieces = StreamedGrads(context, device, arena, self._slots, spans, self._dtype, self._overlay)
+        self._committed = -1
+        self._uncommitted: list[_Offload] = []  # streamed gradients that spill after the next commit
 
     # --- calls of the GPU worker ------------------------------------------------------------------------------------
 
@@ -136,6 +156,8 @@ class GradOffload:
 
         Raises the errors of `CancelToken.wait_for`.
         """
+        if block in self._in_pieces:
+            return self._streamed.begin(operation)
         use = (operation.block, block)
         source = self._sums.begin(operation, block)
         if source is not SumSource.DEVICE and self._sums.needs_permit(use):
@@ -145,7 +167,7 @@ class GradOffload:
             self._buffers[use] = self._partials.take(operation, use)
         elif source is SumSource.NEW_BUFFER:
             numel = self._context.layout.blocks[block].numel
-            self._buffers[use] = GradBuffer(self._flats.take(numel, dtype, self._device.compute))
+            self._buffers[use] = GradBuffer(self._take(use, numel, dtype))
         total = self._buffers[use]
         return total if self._lanes.num_lanes == 1 else self._in_lanes(operation, block, total)
 
@@ -155,7 +177,7 @@ class GradOffload:
         It is called after the operation is queued on the compute stream.
         """
         _, stop = self._microbatches(operation)
-        if self._lanes.has_open_lane(stop):
+        if self._lanes.num_lanes == 1 or self._lanes.has_open_lane(stop):
             return
         for block in operation.blocks:
             total = self._buffers[operation.block, block]
@@ -172,15 +194,23 @@ class GradOffload:
 
         It is called after the operation is queued on the compute stream, in all groups but the step's last.
         """
+        if operation.block in self._in_pieces:
+            self._streamed.end(operation.block)
+            return
         for use in self._sums.pass_on(operation):
             self._requests.put(_Partial(operation, use, self._buffers.pop(use), self._device.compute.record()))
 
-    def complete(self, block: BlockIndex, on_complete: Callable[[torch.Tensor], object]) -> None:
+    def complete(self, block: BlockIndex, on_complete: Callable[[torch.Tensor | NormInParts], object]) -> None:
         """Completes a block's gradient after its last operation.
 
         `on_complete` is run on the compute stream with the gradient in its final type, because the conversion may
-        overflow.
+        overflow. Of a gradient that has left in pieces it gets the norm.
         """
+        if block in self._in_pieces:
+            norm = self._streamed.end(block)
+            assert norm is not None, "the last group's operation completes the gradient"
+            self._device.compute.run(functools.partial(on_complete, norm))
+            return
         params = self._params_of(block)
         (grad, *others), compute = map(self._buffers.pop, self._sums.complete(block)), self._device.compute
 
@@ -192,11 +222,11 @@ class GradOffload:
         compute.run(finish)
         flat, unused = grad.flat, [other.flat for other in others]
         if flat.dtype is not self._dtype:
-            flat = self._flats.take(flat.numel(), self._dtype, compute)
+            flat = self._take((block, block), flat.numel(), self._dtype)
             compute.run(functools.partial(flat.copy_, grad.flat))
             unused.append(grad.flat)
         for buffer in unused:
-            self._flats.give(buffer, compute)
+            self._give(buffer, compute)
         compute.run(functools.partial(on_complete, flat))
         with self._lock:
             self._complete[block] = _Complete(flat, compute.record())
@@ -219,20 +249,56 @@ class GradOffload:
 
         `operation` is the last one of its block, whose states are not resident on the device.
         """
+        request = _Offload(operation, sq_sums)
+        if operation.block in self._in_pieces:
+            self._streamed_computed(request)
+            return
         with self._lock:
-            self._waiting[(operation.step, operation.block)] = _Offload(operation, sq_sums)
+            self._waiting[(operation.step, operation.block)] = request
             self._start_offloads(self._offload_queue.push(operation.step, operation.block))
 
     def commit_reached(self, step: Step) -> None:
         """Records a commit, after which gradients may overwrite the states of earlier ones."""
         with self._lock:
+            self._committed = step
             self._start_offloads(self._offload_queue.commit_reached(step))
+            ready = [request for request in self._uncommitted if request.operation.step <= step + 1]
+            self._uncommitted = [request for request in self._uncommitted if request not in ready]
+        for request in ready:
+            self._streamed_computed(request)
 
     def release_slots(self, spans: tuple[Span, ...]) -> None:
         """Releases slots that an optimizer has finished reading."""
         self._slots.release(spans)
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _take(self, use: Use, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Acquires a buffer for a sum of a use of a block, or for its gradient; see `DeviceBuffers.take`."""
+        user, block = use
+        if self._overlay is not None and user == block and block in self._context.plan.grad_overlaid_blocks:
+            return self._overlay.take(block, numel, dtype, self._device.compute)
+        return self._flats.take(numel, dtype, self._device.compute)
+
+    def _give(self, flat: torch.Tensor, stream: Stream) -> None:
+        """Releases a buffer; see `DeviceBuffers.give`."""
+        if self._overlay is not None and self._overlay.has(flat):
+            self._overlay.give(flat, stream)
+        else:
+            self._flats.give(flat, stream)
+
+    def _plan_overlay(self, summed_in_fp32: Collection[int]) -> dict[int | None, list[BufferClass]]:
+        context, cuts = self._context, piece_bounds(self._context)
+        users = grad_overlay_of_job(
+            [block.numel for block in context.layout.blocks],
+            {block: cuts[BlockIndex(block)] for block in context.plan.grad_streamed_blocks},
+            context.plan.grad_overlaid_blocks,
+            itemsize=self._dtype.itemsize,
+            summed_in_fp32=summed_in_fp32,
+            is_summed=context.spec.training.num_microbatches > 1,
+        )
+        dtypes = {self._dtype.itemsize: self._dtype, torch.float32.itemsize: torch.float32}
+        return {user: [(numel, dtypes[itemsize]) for numel, itemsize in classes] for user, classes in users.items()}
 
     def _plan_buffers(self, summed_in_fp32: Collection[int]) -> dict[BufferClass, int]:
         layout, plan = self._context.layout, self._context.plan
@@ -244,6 +310,7 @@ class GradOffload:
             resident=plan.device_blocks,
             num_groups=plan.num_groups,
             num_grad_buffers=plan.num_grad_buffers,
+            elsewhere=(*plan.grad_streamed_blocks, *plan.grad_overlaid_blocks),
             lanes=self._lanes,
             group_size=plan.group_size,
         )
@@ -264,6 +331,26 @@ class GradOffload:
         if total.lane is None and self._lanes.needs_lane_sum(stop):
             total.lane = GradBuffer(self._flats.take(total.flat.numel(), total.flat.dtype, self._device.compute))
         return LaneSums(total, self._params_of(block), is_first_lane=self._lanes.lane_of(start) == 0)
+
+    @property
+    def _streamed(self) -> StreamedGrads:
+        assert self._pieces is not None, "the plan has gradients in pieces"
+        return self._pieces
+
+    def _streamed_computed(self, request: _Offload) -> None:
+        """Continues after the operation of a gradient that leaves in pieces, whose last ones may be on their way.
+
+        It holds its slots since before its operation. So it does not wait for its turn behind gradients that wait for
+        slots: there could be a deadlock.
+        """
+        operation = request.operation
+        with self._lock:
+            spills = operation.block in self._context.plan.spilled_blocks
+            if spills and self._committed < operation.step - 1:
+                self._uncommitted.append(request)
+                return
+        spans = self._streamed.slots_of(operation.block)
+        self._streamed.then(working_at(operation, functools.partial(self._copied, request, spans)))
 
     def _run(self) -> None:
         while (request := self._requests.take()) is not None:
@@ -288,7 +375,7 @@ class GradOffload:
 
     def _release_buffer_and_permit(self, flat: torch.Tensor, use: Use) -> None:
         """Releases a buffer after its copies were queued, and its permit, if it has one."""
-        self._flats.give(flat, self._device.d2h)
+        self._give(flat, self._device.d2h)
         if self._sums.needs_permit(use):
             self._permits.release()
 
@@ -357,5 +444,6 @@ class GradOffload:
                 GradOffloaded(job=operation.job, step=operation.step, block=operation.block, chunks=tuple(share)),
             )
         self._report(operation, request.sq_sums)
-        with self._lock:
-            self._start_offloads(self._offload_queue.offload_finished())
+        if operation.block not in self._in_pieces:
+            with self._lock:
+                self._start_offloads(self._offload_queue.offload_finished())

@@ -83,7 +83,7 @@ from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, release_tea
 from windlass.engine.memory_estimate import ActivationNeedUnknownError, DeviceNeedUnknownError
 from windlass.engine.memory_plan import RECOMPUTE_ALL
 from windlass.engine.model import BlockRunner, GradSink, Partition, check_architecture
-from windlass.engine.optimizer import portable_squared_norms, squared_norm
+from windlass.engine.optimizer import NormInParts, portable_squared_norms, squared_norm
 from windlass.storage.cancellation import CancelToken, TaskQueue
 from windlass.storage.ids import ActorName, BlockIndex, Step
 from windlass.storage.memory import Arena
@@ -408,8 +408,11 @@ class GpuWorker:
         else:
             self._grads.computed(message, sq_sums)
 
-    def _sum_squares(self, operation: LaunchedOperation, grad: torch.Tensor) -> None:
+    def _sum_squares(self, operation: LaunchedOperation, grad: torch.Tensor | NormInParts) -> None:
         """Computes the sums of squares of a complete gradient, on the compute stream."""
+        if isinstance(grad, NormInParts):
+            operation.sq_sums = [grad.total()]
+            return
         if self.hyper.lanes == 1:
             operation.sq_sums = [squared_norm(grad)]
             return

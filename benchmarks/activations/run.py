@@ -48,6 +48,7 @@ class ActivationRun:
     group_size: int | None = None  # of micro-batches; None: all
     device_blocks: tuple[int, ...] = ()
     streamed_blocks: tuple[int, ...] = ()
+    streams_grads: bool = False
 
     def activations(self) -> tuple[BlockActivations, ...]:
         """Returns the choice of each layer."""
@@ -204,6 +205,7 @@ def job_spec(run: ActivationRun, folder: Path) -> "JobSpec":
             group_size=run.group_size,
             device_blocks=tuple(run.device_blocks),
             streamed_blocks=tuple(run.streamed_blocks),
+            streams_grads=run.streams_grads,
         ),
     )
 

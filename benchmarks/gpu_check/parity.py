@@ -83,7 +83,7 @@ class Variant:
     is_tied: bool
     kernel: Kernel | None  # None: compiled if there is a compiler
     num_ahead: int  # operations in flight
-    is_streamed: bool = False  # layers are copied to the device in pieces
+    is_streamed: bool = False  # layers are copied to the device in pieces, and their gradients leave it in pieces
     is_sliced: bool = False  # the head goes over several slices of tokens
     model_kernels: tuple[ModelKernel, ...] = ()  # on both sides; empty: torch's own
 
@@ -107,6 +107,7 @@ class Variant:
             host_blocks=blocks if self.place == "host" else (),
             device_blocks=blocks if self.place == "device" else (),
             streamed_blocks=blocks[1:-1] if self.is_streamed else (),
+            streams_grads=self.is_streamed,
             activations=self.activations.of_layers(num_blocks - 2),
         )
         nbytes = room_for_activations(spec, placement, device)

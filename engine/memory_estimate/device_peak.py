@@ -1,6 +1,6 @@
 """Estimates the peak of a job's device memory, from shapes alone."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_estimate.model_facts import ModelFacts, Passes, PassNeeds
@@ -16,6 +16,7 @@ from windlass.engine.memory_plan import (
     param_buffers,
     rounded_numel,
     step_moments,
+    streamed_grads_nbytes,
     summed_in_fp32,
 )
 from windlass.engine.model import ModelLayout
@@ -84,16 +85,17 @@ def device_need(
         *evaluation_moments(*_by_unit([needs(*shape, train=False) for shape in evaluation_shapes])),
     ]
     moment, activations = max(moments, key=lambda each: each[1].nbytes)
+    is_sliced = max_tokens > num_slice_tokens(head_slices, facts.vocab_size)
+    in_fp32 = summed_in_fp32(layout.shared, is_sliced=is_sliced)
     grads = grad_buffers_of_job(
         [block.numel for block in layout.blocks],
         layout.shared,
         itemsize=grad_precision.itemsize,
-        summed_in_fp32=summed_in_fp32(
-            layout.shared, is_sliced=max_tokens > num_slice_tokens(head_slices, facts.vocab_size)
-        ),
+        summed_in_fp32=in_fp32,
         resident=plan.device_blocks,
         num_groups=plan.num_groups,
         num_grad_buffers=plan.num_grad_buffers,
+        elsewhere=(*plan.grad_streamed_blocks, *plan.grad_overlaid_blocks),
         lanes=LaneDivision(num_lanes, num_microbatches),
         group_size=plan.group_size,
     )
@@ -102,7 +104,10 @@ def device_need(
     batch_nbytes = sum(2 * _TOKEN_NBYTES * num_examples * num_tokens for num_examples, num_tokens in shapes)
     return DeviceNeed(
         params_nbytes=_params_numel(layout, plan, num_ahead, formats) * formats.precision.itemsize,
-        grads_nbytes=sum(numel * itemsize * number for (numel, itemsize), number in grads.items()),
+        grads_nbytes=sum(numel * itemsize * number for (numel, itemsize), number in grads.items())
+        + _streamed_grads_nbytes(
+            layout, plan, itemsize=grad_precision.itemsize, in_fp32=in_fp32, is_summed=num_microbatches > 1
+        ),
         states_nbytes=sum(layout.blocks[block].numel for block in plan.device_blocks) * formats.update_itemsize,
         constants_nbytes=facts.buffers_nbytes
         + batch_nbytes
@@ -119,6 +124,22 @@ def _by_unit(microbatches: Sequence[PassNeeds]) -> tuple[list[list[UnitNeed]], l
     """Returns the needs of the embedding and each layer, per micro-batch, and the head's peaks, per micro-batch."""
     by_microbatch = [needs.units for needs in microbatches]
     return [list(row) for row in zip(*by_microbatch, strict=True)], [needs.head_peak_nbytes for needs in microbatches]
+
+
+def _streamed_grads_nbytes(
+    layout: ModelLayout, plan: Plan, *, itemsize: int, in_fp32: Collection[int], is_summed: bool
+) -> int:
+    """Returns the bytes of the memory in which gradients in pieces lie."""
+    streamed = plan.streamed_blocks
+    bounds = cut_layers([layout.blocks[block].decay_numels_by_module for block in streamed])
+    return streamed_grads_nbytes(
+        [block.numel for block in layout.blocks],
+        dict(zip(streamed, bounds, strict=True)) if plan.grad_streamed_blocks else {},
+        plan.grad_overlaid_blocks,
+        itemsize=itemsize,
+        summed_in_fp32=in_fp32,
+        is_summed=is_summed,
+    )
 
 
 def _params_numel(layout: ModelLayout, plan: Plan, num_ahead: int, formats: Formats) -> int:

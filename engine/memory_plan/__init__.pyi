@@ -13,11 +13,15 @@ from windlass.engine.memory_plan.allocator_reserve import reserved_nbytes as res
 from windlass.engine.memory_plan.block_buffers import Acquired as Acquired
 from windlass.engine.memory_plan.block_buffers import BlockBuffers as BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import MAX_GRAD_BUFFERS as MAX_GRAD_BUFFERS
+from windlass.engine.memory_plan.buffer_counts import OVERLAY_ALIGNMENT_NBYTES as OVERLAY_ALIGNMENT_NBYTES
 from windlass.engine.memory_plan.buffer_counts import grad_buffers as grad_buffers
 from windlass.engine.memory_plan.buffer_counts import grad_buffers_of_job as grad_buffers_of_job
+from windlass.engine.memory_plan.buffer_counts import grad_overlay_of_job as grad_overlay_of_job
 from windlass.engine.memory_plan.buffer_counts import lane_buffers as lane_buffers
+from windlass.engine.memory_plan.buffer_counts import overlay_nbytes as overlay_nbytes
 from windlass.engine.memory_plan.buffer_counts import param_buffers as param_buffers
 from windlass.engine.memory_plan.buffer_counts import rounded_numel as rounded_numel
+from windlass.engine.memory_plan.buffer_counts import streamed_grads_nbytes as streamed_grads_nbytes
 from windlass.engine.memory_plan.buffer_counts import summed_in_fp32 as summed_in_fp32
 from windlass.engine.memory_plan.copy_batches import COPY_BATCH_NBYTES as COPY_BATCH_NBYTES
 from windlass.engine.memory_plan.copy_batches import batches_to_copy as batches_to_copy
@@ -31,8 +35,11 @@ from windlass.engine.memory_plan.example_lengths import ExampleLengths as Exampl
 from windlass.engine.memory_plan.example_lengths import evaluation_shapes as evaluation_shapes
 from windlass.engine.memory_plan.example_lengths import tokens_in_words as tokens_in_words
 from windlass.engine.memory_plan.memory_tier import MemoryTier as MemoryTier
+from windlass.engine.memory_plan.param_slices import NORM_ROW_NUMEL as NORM_ROW_NUMEL
 from windlass.engine.memory_plan.param_slices import NUM_PIECE_BUFFERS as NUM_PIECE_BUFFERS
+from windlass.engine.memory_plan.param_slices import NUM_REST_BUFFERS as NUM_REST_BUFFERS
 from windlass.engine.memory_plan.param_slices import cut_layers as cut_layers
+from windlass.engine.memory_plan.param_slices import grad_piece_numels as grad_piece_numels
 from windlass.engine.memory_plan.param_slices import largest_piece as largest_piece
 from windlass.engine.memory_plan.plan import ACTIVATION_PART_SLOTS as ACTIVATION_PART_SLOTS
 from windlass.engine.memory_plan.plan import ACTIVATION_SLOT_NBYTES as ACTIVATION_SLOT_NBYTES

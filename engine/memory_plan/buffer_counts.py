@@ -4,14 +4,17 @@ Two buffers of a size allow one to be filled during the computation with the oth
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from windlass.engine.lanes import LaneDivision
+from windlass.engine.memory_plan.param_slices import NORM_ROW_NUMEL, grad_piece_numels
 from windlass.storage.ids import Formats
 
 # Default number of blocks whose gradients may be on the device: one is summed while another is copied to the host. With
 # only one, the next block's backward pass would wait for the copies.
 MAX_GRAD_BUFFERS = 2
+# Buffers in the same memory begin at multiples of this, as those of PyTorch's allocator do.
+OVERLAY_ALIGNMENT_NBYTES = 512
 
 
 def param_buffers(
@@ -51,6 +54,7 @@ def grad_buffers_of_job(
     resident: Collection[int],
     num_groups: int,
     num_grad_buffers: int = MAX_GRAD_BUFFERS,
+    elsewhere: Collection[int] = (),
     lanes: LaneDivision | None = None,
     group_size: int = 1,
 ) -> Counter[tuple[int, int]]:
@@ -66,6 +70,7 @@ def grad_buffers_of_job(
         resident: blocks whose states are on the device.
         num_groups: the groups of micro-batches of a step.
         num_grad_buffers: blocks whose gradients may be in flight to the host.
+        elsewhere: blocks whose own gradients have other buffers (`grad_overlay_of_job`).
         lanes: the lanes of a step; None if there is only one.
         group_size: the micro-batches of a group; it matters only with several lanes.
     """
@@ -76,7 +81,7 @@ def grad_buffers_of_job(
     # 16-bit sums a tied embedding takes 4 + 4 + 2 bytes an element instead of 8, and a head in slices 4 + 2 instead of
     # 4. Where these are most of a model, a job fits with fp32 sums and not with 16-bit sums.
     for element_nbytes, blocks in ((itemsize, range(len(block_numels))), (4, summed_in_fp32)):
-        numels = {block: block_numels[block] for block in blocks}
+        numels = {block: block_numels[block] for block in blocks if block not in elsewhere}
         numbers = grad_buffers(numels, resident=resident, num_waiting=num_waiting)
         most |= Counter({(numel, element_nbytes): number for numel, number in numbers.items()})
     # The sum of a tied use keeps its buffer until the block's last use has run.
@@ -86,6 +91,63 @@ def grad_buffers_of_job(
         of_lanes = lane_buffers(block_numels, shared, totals, lanes=lanes, group_size=group_size)
         most.update({(numel, 4): number for numel, number in of_lanes.items()})
     return most
+
+
+def grad_overlay_of_job(
+    block_numels: Sequence[int],
+    pieces: Mapping[int, Sequence[int]],
+    blocks: Collection[int],
+    *,
+    itemsize: int,
+    summed_in_fp32: Collection[int],
+    is_summed: bool,
+) -> dict[int | None, list[tuple[int, int]]]:
+    """Returns the gradient buffers that lie in the same memory, by user: (number of elements, bytes of an element).
+
+    The users are all layers whose gradients leave in pieces together (None), and blocks that are computed before and
+    after all layers.
+
+    Args:
+        block_numels: the elements of each block.
+        pieces: the bounds of the pieces of each layer whose gradient leaves in pieces.
+        blocks: the other users: see `Plan.grad_overlaid_blocks`.
+        itemsize: bytes of an element of a gradient that leaves the device.
+        summed_in_fp32: blocks whose gradients are always summed in fp32.
+        is_summed: several micro-batches are summed.
+    """
+    numels = [block_numels[layer] for layer in pieces]
+    in_pieces, rests = grad_piece_numels(list(pieces.values()), numels, is_summed=is_summed)
+    users: dict[int | None, list[tuple[int, int]]] = {None: [(numel, itemsize) for numel in (*in_pieces, *rests)]}
+    for block in blocks:
+        # A sum in fp32 is copied to a second buffer if it leaves in another format.
+        itemsizes = sorted({itemsize, *([4] if block in summed_in_fp32 else [])})
+        users[block] = [(block_numels[block], each) for each in itemsizes]
+    return users
+
+
+def streamed_grads_nbytes(
+    block_numels: Sequence[int],
+    pieces: Mapping[int, Sequence[int]],
+    blocks: Collection[int],
+    *,
+    itemsize: int,
+    summed_in_fp32: Collection[int],
+    is_summed: bool,
+) -> int:
+    """Returns the bytes of the buffers of `grad_overlay_of_job`, and of a layer's norms by row during an operation."""
+    if not pieces:
+        return 0
+    users = grad_overlay_of_job(
+        block_numels, pieces, blocks, itemsize=itemsize, summed_in_fp32=summed_in_fp32, is_summed=is_summed
+    )
+    num_rows = max(block_numels[layer] for layer in pieces) // NORM_ROW_NUMEL
+    return overlay_nbytes([numel * size for numel, size in buffers] for buffers in users.values()) + 8 * num_rows
+
+
+def overlay_nbytes(users: Iterable[Sequence[int]]) -> int:
+    """Returns the bytes of memory in which each user has its buffers from the start. `users`: bytes of each buffer."""
+    unit = OVERLAY_ALIGNMENT_NBYTES
+    return max((sum(-(-nbytes // unit) * unit for nbytes in buffers) for buffers in users), default=0)
 
 
 def lane_buffers(

@@ -9,6 +9,12 @@ from collections.abc import Sequence
 
 # Buffers for pieces on the device: one piece is used while the next one is copied.
 NUM_PIECE_BUFFERS = 2
+# Elements of a row of a gradient's norm. The buffer of a piece has so many more, because its rows must be aligned.
+NORM_ROW_NUMEL = 2**10
+# Buffers for pieces of gradients: one is filled while another is copied to the host. One more brings sums back.
+_NUM_GRAD_PIECES = 2
+# Buffers for the gradients of a layer's norms and biases: one is filled while another is copied to the host.
+NUM_REST_BUFFERS = 2
 
 
 def cut_layers(layers: Sequence[Sequence[Sequence[int]]]) -> list[tuple[int, ...]]:
@@ -35,3 +41,16 @@ def _cut(modules: Sequence[Sequence[int]], limit: int) -> tuple[int, ...]:
 def largest_piece(layers: Sequence[Sequence[int]]) -> int:
     """Returns the elements of the largest piece, which is the size of a buffer. `layers`: bounds of `cut_layers`."""
     return max((stop - start for bounds in layers for start, stop in itertools.pairwise(bounds)), default=0)
+
+
+def grad_piece_numels(
+    layers: Sequence[Sequence[int]], numels: Sequence[int], *, is_summed: bool
+) -> tuple[list[int], list[int]]:
+    """Returns the elements of each buffer for pieces of gradients, and for the rest of a layer after its pieces.
+
+    `layers`: bounds of `cut_layers`. `numels`: all elements of each layer. `is_summed`: several micro-batches are
+    summed, so pieces come back.
+    """
+    number = _NUM_GRAD_PIECES + is_summed
+    rest = max((numel - bounds[-1] for bounds, numel in zip(layers, numels, strict=True)), default=0)
+    return [largest_piece(layers) + NORM_ROW_NUMEL] * number, [rest + NORM_ROW_NUMEL] * NUM_REST_BUFFERS

@@ -103,6 +103,7 @@ class Placement:
     host_activation_nbytes: int = 0  # host memory for swapped activations, which is filled first
     ssd_activation_nbytes: int = 0  # space for swapped activations on all SSDs together, which is filled second
     num_grad_buffers: int = MAX_GRAD_BUFFERS  # blocks whose gradients may be on the device, in flight to the host
+    streams_grads: bool = False  # gradients of `streamed_blocks` leave the device in pieces, during their operation
     depths: QueueDepths = field(default_factory=QueueDepths)  # the sizes of buffers for data in flight
 
 
@@ -158,6 +159,10 @@ class Plan:
     num_staged_activations: int  # slots of `activations` in flight to or from the SSDs; the last ones
     num_ssd_activations: int  # slots of the same size on all SSDs together, for each GPU worker
     num_grad_buffers: int  # blocks whose gradients may be on the device, in flight to the host
+    # Blocks whose gradients leave the device in pieces while they are computed. They need no buffer of their size.
+    grad_streamed_blocks: tuple[int, ...]
+    # Blocks whose gradients lie in the memory of those pieces, before and after them: the embedding and the head.
+    grad_overlaid_blocks: tuple[int, ...]
     num_fetched_params: int  # chunks that may be in flight from the SSDs, and their slots of `params`
     leaving_nbytes: int  # swapped activations that may still be on the device
 
@@ -223,6 +228,11 @@ def make_plan(
     limit_nbytes = free_nbytes if host_memory_nbytes is None else host_memory_nbytes
     _check(model, placement, keep_grads)
     _check_ranks(placement, num_ranks, num_microbatches)
+    if placement.streams_grads and (num_lanes > 1 or num_ranks > 1):
+        raise PlanError(
+            f"streams_grads is set, and the job has {num_lanes} lanes and {num_ranks} GPUs: gradients leave the device "
+            "in pieces only with one lane and one GPU; leave it out"
+        )
     lanes = LaneDivision(num_lanes, num_microbatches)
     for choice in _choices(model, placement, keep_grads=keep_grads, is_naive=is_naive):
         plan = _lay_out(model, placement, num_optimizers, grad_itemsize, lanes, num_ranks, choice)
@@ -519,6 +529,13 @@ def _lay_out(
         num_staged_activations=num_staged,
         num_ssd_activations=num_ssd_activations,
         num_grad_buffers=placement.num_grad_buffers,
+        grad_streamed_blocks=tuple(sorted(placement.streamed_blocks)) if placement.streams_grads else (),
+        # In several groups their sums would come back ahead of time, while the pieces need the memory.
+        grad_overlaid_blocks=tuple(
+            block
+            for block in (model.blocks[0], model.blocks[-1])
+            if placement.streams_grads and num_groups == 1 and block not in placement.device_blocks
+        ),
         num_fetched_params=num_fetched,
         leaving_nbytes=placement.depths.leaving_nbytes,
     )

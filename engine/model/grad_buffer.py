@@ -1,6 +1,7 @@
 """The buffers in which a block's gradient is summed."""
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -123,5 +124,13 @@ def adds_products_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
         return False
 
 
-# The places to which a block's gradients are added.
-GradSink = GradBuffer | LaneSums
+class GradSink(Protocol):
+    """A place to which a block's gradients are added."""
+
+    def add(self, name: str, offset: int, grad: torch.Tensor) -> None:
+        """See GradBuffer."""
+
+    def add_product(
+        self, name: str, offset: int, left: torch.Tensor, right: torch.Tensor, *, in_fp32: bool = False
+    ) -> None:
+        """See GradBuffer."""

@@ -67,9 +67,10 @@ class _Counting:
         return self.frontier.costs.job
 
     @property
-    def is_like(self) -> tuple[int, bool, UpdateOrder]:
+    def is_like(self) -> tuple[int, bool, bool, UpdateOrder]:
         """Frontiers with the same value leave out nearly the same bytes."""
-        return self.job.num_microbatches, self.frontier.costs.streams, self.job.update_order
+        costs = self.frontier.costs
+        return self.job.num_microbatches, costs.streams, costs.streams_grads, self.job.update_order
 
     def left(self, limits: Bytes) -> Bytes:
         """Returns the limits without what the program leaves out."""

@@ -124,6 +124,7 @@ def costs_of(question: PlanQuestion, profiles: Profiles, running: RunningJob) ->
         spills=running.spills_grads,
         overflows=placement.ssd_activation_nbytes > 0,
         num_grad_buffers=placement.num_grad_buffers,
+        streams_grads=placement.streams_grads,
         num_passing_blocks=placement.num_passing_blocks,
         depths=placement.depths,
     )

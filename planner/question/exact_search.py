@@ -75,10 +75,10 @@ class _Counter:
         """
         if self.question.num_layers is not None:
             return job
-        known: dict[tuple[int, bool, int], float] = {}
+        known: dict[tuple[int, bool, bool, int], float] = {}
 
         def left_out_nbytes(costs: StepCosts) -> float:
-            key = (costs.group_size, costs.streams, costs.num_grad_buffers)
+            key = (costs.group_size, costs.streams, costs.streams_grads, costs.num_grad_buffers)
             if key not in known:
                 plain = replace(costs, job=replace(costs.job, left_out_nbytes=job.left_out_nbytes))
                 known[key] = self.profiles.left_out_nbytes(self.question, plain)

@@ -99,6 +99,7 @@ class Profiles:
             group_size=costs.group_size,
             streamed_blocks=costs.streamed_blocks,
             num_grad_buffers=costs.num_grad_buffers,
+            streams_grads=costs.streams_grads,
             num_cached_params=0,
         )
         solution = solution_of(costs, placement)

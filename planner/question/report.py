@@ -149,6 +149,7 @@ def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
         "cached_params_gib": plan.num_cached_params * plan.params.slot_nbytes / GIB,
         "layers_in_pieces": len(plan.streamed_blocks),
         "grad_buffers_on_gpu": plan.num_grad_buffers,
+        "grads_in_pieces": len(plan.grad_streamed_blocks),
         "commit_every": plan.commit_every,
         "states": _states_of_blocks(solution, num_blocks),
         "activations": [

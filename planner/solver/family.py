@@ -28,8 +28,8 @@ def bases_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> Iterator[StepCo
     """Yields a base for each order of updates, group size and way to save memory. Those that save least come first."""
     for one in job.by_order:
         sizes = reversed(all_group_sizes(one))
-        savers = itertools.product(_spills(one), (False, True), (MAX_GRAD_BUFFERS, 1))
-        for (spills, streams, num_grad_buffers), size in itertools.product(savers, list(sizes)):
+        savers = itertools.product(_spills(one), _savers_of_device_memory(one))
+        for (spills, (streams, streams_grads, num_grad_buffers)), size in itertools.product(savers, list(sizes)):
             yield StepCosts(
                 job=one,
                 speeds=speeds,
@@ -37,6 +37,7 @@ def bases_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> Iterator[StepCo
                 group_size=size,
                 spills=spills,
                 streams=streams,
+                streams_grads=streams_grads,
                 num_grad_buffers=num_grad_buffers,
             )
 
@@ -90,6 +91,23 @@ def _spills(job: PlannedJob) -> tuple[bool, ...]:
     With spilled gradients no states can be resident in host memory, but more activations can.
     """
     return (False, True) if job.keeps_grads else (False,)
+
+
+def _savers_of_device_memory(job: PlannedJob) -> Iterator[tuple[bool, bool, int]]:
+    """Yields whether layers, and their gradients, come in pieces, and the number of buffers for gradients.
+
+    Beside gradients in pieces, a second buffer for whole ones saves no time: between the head and the embedding, all
+    layers are computed.
+    """
+    yield from ((False, False, number) for number in (MAX_GRAD_BUFFERS, 1))
+    yield from ((True, False, number) for number in (MAX_GRAD_BUFFERS, 1))
+    if may_stream_grads(job):
+        yield True, True, 1
+
+
+def may_stream_grads(job: PlannedJob) -> bool:
+    """Checks whether gradients of streamed layers may leave the device in pieces."""
+    return job.lanes.num_lanes == 1 and job.num_ranks == 1
 
 
 def _numbers_passing(job: PlannedJob) -> Iterator[int]:

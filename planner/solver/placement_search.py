@@ -204,7 +204,8 @@ def _traits(costs: StepCosts) -> tuple[object, ...]:
     """Returns the choices of a kind of plan by which its simulated step may differ much from others'."""
     job = costs.job
     deep = costs.depths.states, costs.depths.leaving_nbytes
-    return job.num_microbatches, job.update_order, costs.group_size, costs.spills, costs.streams, deep
+    streams = costs.streams, costs.streams_grads
+    return job.num_microbatches, job.update_order, costs.group_size, costs.spills, streams, deep
 
 
 def _programs_at_the_border(job: PlannedJob, speeds: Speeds, limits: Limits) -> Iterator[tuple[StepCosts, Program]]:

@@ -108,7 +108,7 @@ def penalty(costs: StepCosts) -> float:
 
     It depends on the plan's own choices only, so that no plan costs more on a better machine.
     """
-    saves = [costs.streams, costs.num_grad_buffers == 1, not costs.depths.leaving_nbytes]
+    saves = [costs.streams, costs.num_grad_buffers == 1 and not costs.streams_grads, not costs.depths.leaving_nbytes]
     return 1 + _MEMORY_SAVER_PENALTY * saves.count(True) + _SLOTS_PENALTY / costs.depths.states
 
 
@@ -277,6 +277,7 @@ def placement_of(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment
         num_cached_params=sum(map(costs.job.size.num_chunks, cached)) if cached else None,
         group_size=costs.group_size,
         num_grad_buffers=costs.num_grad_buffers,
+        streams_grads=costs.streams_grads,
         num_passing_blocks=costs.num_passing_blocks,
         depths=_letting_tensors_leave(costs, [way for _, way in layers], num_stores=2 if num_on_ssd else 1),
         activations=tuple(chosen),

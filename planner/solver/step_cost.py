@@ -18,6 +18,7 @@ from windlass.engine.memory_plan import (
     ACTIVATION_SLOT_NBYTES,
     COMMIT_EVERY,
     MAX_GRAD_BUFFERS,
+    NUM_PIECE_BUFFERS,
     PARTIAL_GRAD_ITEMSIZE,
     TRANSIT_DEPTH,
     MemoryTier,
@@ -26,9 +27,11 @@ from windlass.engine.memory_plan import (
     QueueDepths,
     UpdateOrder,
     grad_buffers,
+    grad_piece_numels,
     lane_buffers,
     make_plan,
     most_passing_blocks,
+    overlay_nbytes,
     param_buffers,
 )
 from windlass.engine.training_config import TrainingConfig
@@ -185,7 +188,8 @@ class StepCosts:
     Compute, and all that passes a link, are those of one GPU worker: several compute at the same time, and each has its
     own link. The params that a round of groups needs are read from the SSDs once. All else is as with one GPU worker.
 
-    `streams`: all layers are copied to the device in pieces. `spills`: kept gradients go to the SSDs; then no states
+    `streams`: all layers are copied to the device in pieces. `streams_grads`: their gradients leave it in pieces, too,
+    and come back for each further micro-batch. `spills`: kept gradients go to the SSDs; then no states
     are resident in memory. `overflows`: swapped activations may continue to the SSDs, so staging buffers exist.
     `num_passing_blocks`: typical blocks whose gradients may wait for their update, if gradients are not kept; None: as
     many as are useful.
@@ -199,12 +203,13 @@ class StepCosts:
     spills: bool = False
     overflows: bool = True
     num_grad_buffers: int = MAX_GRAD_BUFFERS
+    streams_grads: bool = False
     num_passing_blocks: int | None = None
     depths: QueueDepths = field(default_factory=QueueDepths)
 
     def _once_known(self, what: str, compute: Callable[[], _Any]) -> _Any:
-        """Returns a part of the cost model that depends on the group size, `streams` and `spills` only."""
-        key = (what, self.speeds, self.group_size, self.streams, self.spills)
+        """Returns a part of the cost model that depends on the group size, what streams and what spills only."""
+        key = (what, self.speeds, self.group_size, self.streams, self.streams_grads, self.spills)
         known = self.job.known
         if key not in known:
             known[key] = compute()
@@ -352,8 +357,11 @@ class StepCosts:
         is_tied = block in job.model.shared_blocks
         partial_itemsize = PARTIAL_GRAD_ITEMSIZE if is_tied else job.grad_itemsize
         sum_nbytes = numel * partial_itemsize
-        in_nbytes = self.num_partial_sums * sum_nbytes
-        out_nbytes = max(in_nbytes, self.num_sums_beside_gradient * sum_nbytes + grad_nbytes)
+        num_sums, num_partial, num_beside = self._num_sums, self.num_partial_sums, self.num_sums_beside_gradient
+        if self.streams_grads and block in self.streamed_blocks:
+            num_sums = num_partial = num_beside = self.num_successive - 1
+        in_nbytes = num_partial * sum_nbytes
+        out_nbytes = max(in_nbytes, num_beside * sum_nbytes + grad_nbytes)
         seconds[Part.H2D_BACKWARD] += in_nbytes / speeds.h2d_bytes
         seconds[Part.D2H_BACKWARD] = out_nbytes / speeds.d2h_bytes
         seconds[Part.OPTIMIZER] = numel / speeds.optimizer_params
@@ -367,7 +375,7 @@ class StepCosts:
         if self.spills:
             seconds[Part.SSD_BACKWARD] = seconds.get(Part.SSD_BACKWARD, 0.0) + grad_nbytes / speeds.write_bytes
             seconds[Part.SSD_UPDATE] += grad_nbytes / speeds.read_bytes
-        moved_nbytes = self._in_host_memory(block, tier, 2 * self._num_sums * sum_nbytes + grad_nbytes)
+        moved_nbytes = self._in_host_memory(block, tier, 2 * num_sums * sum_nbytes + grad_nbytes)
         seconds[Part.HOST_MEMORY] = moved_nbytes / speeds.host_memory_bytes
         if block == 0:
             read_s = seconds.get(Part.SSD_UPDATE, 0.0) / 2
@@ -506,7 +514,9 @@ class StepCosts:
         model, num = self.job.model, self.num_successive
         embedding, head = self.compute_s(model.embedding), self.compute_s(model.head)
         yield Part.FORWARD, num * (embedding[0] + sum(head))
-        yield Part.BACKWARD, num * embedding[1]
+        # The layers' backward pass waits until the head's gradient has left the memory that both use.
+        leaving = sum(model.blocks[block].numel for block in self._overlaid_blocks if block > 0)
+        yield Part.BACKWARD, num * embedding[1] + leaving * self.job.grad_itemsize / self.speeds.d2h_bytes
 
     def _always_nbytes(self) -> tuple[float, ...]:
         depths = self.depths.params, self.depths.states, self.depths.staged_activations
@@ -562,13 +572,32 @@ class StepCosts:
         resident = self.streamed_blocks  # streamed layers have no buffers of their own
         params = param_buffers(numels, model.shared, resident=resident, num_ahead=job.num_prefetched)
         num_waiting = self.num_grad_buffers + (1 if self.num_groups > 1 else 0)
-        grads = grad_buffers(dict(enumerate(numels)), resident=(), num_waiting=num_waiting)
+        elsewhere = {*resident, *self._overlaid_blocks} if self.streams_grads else ()
+        whole = {block: numel for block, numel in enumerate(numels) if block not in elsewhere}
+        grads = grad_buffers(whole, resident=(), num_waiting=num_waiting)
         grads += lane_buffers(numels, model.shared, grads, lanes=job.lanes, group_size=self.group_size)
-        pieces = 2 * max((model.layers[block - 1].largest_param_numel for block in self.streamed_blocks), default=0)
-        param_numel = sum(numel * count for numel, count in params.items()) + pieces
+        piece = max((model.layers[block - 1].largest_param_numel for block in self.streamed_blocks), default=0)
+        param_numel = sum(numel * count for numel, count in params.items()) + NUM_PIECE_BUFFERS * piece
         grad_numel = sum(numel * count for numel, count in grads.items())
         peak = max(block.peak_nbytes for block in model.blocks)
-        return param_numel * job.param_itemsize + grad_numel * job.grad_itemsize + peak
+        overlay = self._overlay_nbytes(piece) if self.streams_grads else 0
+        return param_numel * job.param_itemsize + grad_numel * job.grad_itemsize + overlay + peak
+
+    @property
+    def _overlaid_blocks(self) -> tuple[int, ...]:
+        """The blocks whose gradients lie in the memory of gradients in pieces: see `Plan.grad_overlaid_blocks`."""
+        return (0, len(self.job.model.layers) + 1) if self.streams_grads and self.num_groups == 1 else ()
+
+    def _overlay_nbytes(self, piece: int) -> int:
+        """Returns the bytes of that memory. `piece`: elements of the largest one."""
+        job = self.job
+        pieces, _ = grad_piece_numels([(0, piece)], [piece], is_summed=job.num_microbatches > 1)
+        users = [[numel * job.grad_itemsize for numel in pieces]]
+        for block in self._overlaid_blocks:
+            is_wide = block in job.model.shared_blocks  # summed in fp32, whatever type it travels in
+            itemsizes = {job.grad_itemsize, PARTIAL_GRAD_ITEMSIZE if is_wide else job.grad_itemsize}
+            users.append([job.model.blocks[block].numel * itemsize for itemsize in itemsizes])
+        return overlay_nbytes(users)
 
     def compute_s(self, block: BlockProfile) -> tuple[float, float]:
         """Returns seconds of one micro-batch: forward, and backward without recomputation."""
@@ -630,7 +659,9 @@ class StepCosts:
 
     def _bounds(self) -> Iterator[Bound]:
         head_s = self.num_successive * sum(self.compute_s(self.job.model.head))
-        if self.num_grad_buffers == 1:  # the backward pass waits while a gradient is copied out
+        if (
+            self.num_grad_buffers == 1 and not self.streams_grads
+        ):  # the backward pass waits while a gradient is copied out
             alone = (Part.FORWARD, Part.BACKWARD, Part.D2H_BACKWARD)
             yield self._bound(once(*alone))
         for parts, constant_s in bounding_parts(

@@ -38,6 +38,18 @@ JOBS: dict[str, dict[str, Any]] = {
             host_activation_nbytes=4 << 20,
         ),
     },
+    "streamed gradients": {
+        "precision": Precision.BF16,
+        "num_microbatches": 3,
+        "clip_norm": 0.5,
+        "placement": Placement(streamed_blocks=(1, 2, 3), streams_grads=True, group_size=2, num_cached_params=2),
+    },
+    "gradients in one memory": {
+        "precision": Precision.BF16,
+        "num_microbatches": 2,
+        "tied": True,
+        "placement": Placement(streamed_blocks=(1, 2, 3), streams_grads=True, num_cached_params=2),
+    },
     "swapped": {
         "num_microbatches": 2,
         "dropout": 0.1,

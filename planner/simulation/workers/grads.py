@@ -18,6 +18,7 @@ from windlass.actors.messages import (
 from windlass.actors.worker_policy import GradSums, OffloadQueue, ReturningSums, SumSource, Use, rank_of
 from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE, MemoryTier, grad_buffers, lane_buffers
 from windlass.planner.simulation import GRADIENTS, Process, Queue, Signal, SimulatedGpu, Slots
+from windlass.planner.simulation.workers.grad_pieces import GradPieces
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, Step
 
 _PARTIALS = "partial gradients"
@@ -44,9 +45,14 @@ class Grads:
         env, layout, plan = world.env, world.context.layout, world.context.plan
         self._tied = {block for shared in layout.shared for block in shared[1:]}
         self._resident = frozenset(map(BlockIndex, plan.device_blocks))
+        self.pieces = GradPieces(gpu)
+        self._committed = -1
+        # Of these blocks' gradients, those that are in the memory for gradients in pieces.
+        self._overlaid_blocks, self._num_overlaid = frozenset(plan.grad_overlaid_blocks), 0
         self._to_offload: Queue[ComputeBlock | _Partial] = Queue(env)
         self._permits = Slots(env, plan.num_grad_buffers)
-        numels: dict[int, int] = {block.index: block.numel for block in layout.blocks}
+        whole = [block for block in layout.blocks if block.index not in self.pieces.blocks]
+        numels: dict[int, int] = {block.index: block.numel for block in whole}
         num_waiting = plan.num_grad_buffers + (1 if plan.num_groups > 1 else 0)
         numbers = grad_buffers(numels, resident=self._resident, num_waiting=num_waiting)
         numbers += Counter(numels[block] for shared in layout.shared for block in shared[1:])
@@ -66,6 +72,8 @@ class Grads:
         self._flats = {
             numel: gpu.slots(GRADIENTS, self._flat_nbytes[numel], number) for numel, number in numbers.items()
         }
+        for block in self._overlaid_blocks:
+            gpu.allocate(GRADIENTS, -self._flat_nbytes[layout.blocks[block].numel])
         if gpu.rank == 0:  # for all ranks
             world.allocate(MemoryTier.HOST, _PARTIALS, plan.partial_grads.nbytes + plan.open_lanes.nbytes)
         self._with_lane: set[Use] = set()  # sums that have the sum of a lane beside them, on the device
@@ -76,7 +84,7 @@ class Grads:
             sums, lanes = (Slots(env, pool.num_slots) for pool in world.context.passing_pools(gpu.rank))
             self._passing = sums, lanes
         self._sums = GradSums(layout.shared, self._resident)
-        self._returning = ReturningSums(self._resident)
+        self._returning = ReturningSums(self._resident | self.pieces.blocks)
         self._back: set[Use] = set()
         self._changed = Signal(env)
         env.process(self._run())
@@ -102,6 +110,14 @@ class Grads:
 
     def take(self, operation: ComputeBlock) -> Process:
         """Acquires buffers for an operation's sums, with the partial sums of the previous group."""
+        if operation.block in self.pieces.blocks:
+            yield from self._changed.until(lambda: not self._num_overlaid)
+            if operation.group == self.world.context.plan.num_groups - 1:
+                yield from self.world.grad_slots.take(len(self.world.context.layout.chunk_keys(operation.block)))
+            return
+        if operation.block in self._overlaid_blocks:
+            yield from self.pieces.all_left()
+            self._num_overlaid += 1
         for block in operation.blocks:
             use = (operation.block, block)
             source = self._sums.begin(operation, block)
@@ -136,12 +152,17 @@ class Grads:
 
     def queue_partial_sums(self, operation: ComputeBlock) -> None:
         """Offloads an operation's partial sums, which the next group will continue."""
+        if operation.block in self.pieces.blocks:
+            return
         for use in self._sums.pass_on(operation):
             self._to_offload.put(_Partial(operation, use))
 
     def complete(self, operation: ComputeBlock) -> None:
         """Completes a block's gradient, by adding the sums of other operations that use its params, and offloads it."""
         block = operation.block
+        if block in self.pieces.blocks:
+            self.world.env.process(self._end_pieces(operation))
+            return
         _, *others = self._sums.complete(block)
         if block in self._resident:
             self._stays(block, -len(others))
@@ -158,6 +179,8 @@ class Grads:
 
     def commit_reached(self, step: Step) -> None:
         """Records a commit, after which gradients may overwrite the states of earlier ones."""
+        self._committed = step
+        self._changed.notify()
         self._start_offloads(self._offload_queue.commit_reached(step))
 
     def _start_offloads(self, keys: Sequence[tuple[Step, BlockIndex]]) -> None:
@@ -208,10 +231,23 @@ class Grads:
                 nbytes = world.grad_itemsize * world.chunk_numel(key)
                 yield from self.gpu.copy_out(nbytes, SpanKind.COPY_GRAD_OUT, request.step, key.block, key.chunk)
             self._flat(request.block).give_back()
-            if request.block in world.context.plan.spilled_blocks:
-                world.env.process(self._spill(request, keys))
-            else:
-                self._offloaded(request, tuple(GradChunk(key, Span(0, 0)) for key in keys))
+            if request.block in self._overlaid_blocks:
+                self._num_overlaid -= 1
+                self._changed.notify()
+            self._copied(request, keys)
+
+    def _end_pieces(self, operation: ComputeBlock) -> Process:
+        """Continues with a gradient in pieces when all have left, and the place to which it may spill is free."""
+        yield from self.pieces.all_left(operation.block)
+        if operation.block in self.world.context.plan.spilled_blocks:
+            yield from self._changed.until(lambda: self._committed >= operation.step - 1)
+        self._copied(operation, self.world.context.layout.chunk_keys(operation.block))
+
+    def _copied(self, request: ComputeBlock, keys: Sequence[ChunkKey]) -> None:
+        if request.block in self.world.context.plan.spilled_blocks:
+            self.world.env.process(self._spill(request, keys))
+        else:
+            self._offloaded(request, tuple(GradChunk(key, Span(0, 0)) for key in keys))
 
     def _spill(self, request: ComputeBlock, keys: Sequence[ChunkKey]) -> Process:
         world = self.world
@@ -232,7 +268,8 @@ class Grads:
                 name, GradOffloaded(job=operation.job, step=operation.step, block=operation.block, chunks=share)
             )
         self._report(operation)
-        self._start_offloads(self._offload_queue.offload_finished())
+        if operation.block not in self.pieces.blocks:
+            self._start_offloads(self._offload_queue.offload_finished())
 
     # --- between groups ---------------------------------------------------------------------------------------------
 

@@ -144,6 +144,9 @@ class Operations:
         passed_s, back = 0.0, list[Away]()
         passes = self._passes(operation.phase, operation.block, compute_s)
         points = self._points_of_pieces(operation, passes)
+        if operation.phase is Phase.BACKWARD and operation.block in self._grads.pieces.blocks:
+            self._grads.pieces.begin(operation, microbatch)
+            points += self._points_of_grads(operation, passes)
         if operation.phase is Phase.FORWARD:
             points += self._points_out(operation.block, microbatch, compute_s)
         elif operation.phase is Phase.BACKWARD:
@@ -180,6 +183,16 @@ class Operations:
             for piece in _in_order(len(shares), is_back=is_back):
                 points.append((start_s, functools.partial(self._pieces.hold, operation)))
                 start_s += seconds * shares[piece]
+        return points
+
+    def _points_of_grads(self, operation: ComputeBlock, passes: list[tuple[bool, float]]) -> list[_Point]:
+        """Returns the ends of the pieces' shares of the backward pass, which is the last one."""
+        shares = self._pieces.shares(operation.block)
+        points = list[_Point]()
+        end_s = sum(seconds for _, seconds in passes[:-1])
+        for piece in _in_order(len(shares), is_back=True):
+            end_s += passes[-1][1] * shares[piece]
+            points.append((end_s, functools.partial(self._grads.pieces.leave, operation, piece)))
         return points
 
     def _points_out(self, block: int, microbatch: int, compute_s: float) -> list[_Point]:

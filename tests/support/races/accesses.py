@@ -1,5 +1,6 @@
 """Tells the checker of all other accesses: of copies, update kernels, SSD transfers, and owners of slots."""
 
+import functools
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ from windlass.engine.device.tensor_arena import TensorArena
 from windlass.engine.model.block_runner import BlockRunner
 from windlass.engine.model.streamed_params import PieceBuffers
 from windlass.engine.optimizer.adam_kernel import ChunkStates, OptimizerKernel
-from windlass.engine.optimizer.grad_norm import squared_norm
+from windlass.engine.optimizer.grad_norm import NormInParts, squared_norm
 from windlass.storage.ids import Span
 from windlass.storage.io_scheduler.scheduler import IoScheduler
 from windlass.storage.io_scheduler.transfer_jobs import Piece, TransferJob
@@ -108,6 +109,9 @@ def _follow_norms(memory: Memory, patch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("windlass.") and getattr(module, "__dict__", {}).get("squared_norm") is squared_norm:
             patch.setattr(module, "squared_norm", norm_noted)
+    # The norm of a gradient in pieces is followed by its operators, which are then those of a GPU.
+    init = NormInParts.__init__
+    patch.setattr(NormInParts, "__init__", functools.partialmethod(init, waits=False))
 
 
 def _follow_arenas(memory: Memory, patch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,25 @@ def train(spec: JobSpec, **options: Any) -> Run:
 def test_job_with_streamed_layers_gives_bits_of_whole_layers(tmp_path: Path, name: str) -> None:
     whole = train(spec_of(tmp_path / "whole", (), **JOBS[name]))
     train(spec_of(tmp_path / "pieces", LAYERS, **JOBS[name])).assert_equals(whole)
+    job = JOBS[name] | {"placement": replace(JOBS[name]["placement"], streams_grads=True)}
+    train(spec_of(tmp_path / "grads", LAYERS, **job)).assert_equals(whole)
+
+
+@pytest.mark.usefixtures("unchecked_activations")
+def test_streamed_gradients_that_spill_give_bits_of_whole_ones(tmp_path: Path) -> None:
+    """Groups of one, one of which is not full, one layer whose gradient is not streamed, and little host memory."""
+    job = {"precision": Precision.BF16, "num_microbatches": 3, "clip_norm": 0.5, "total_steps": 3}
+    placement = Placement(num_host_grad_blocks=2, num_cached_params=0)
+    whole = train(spec_of(tmp_path / "whole", (), placement=placement, **job))
+    placement = replace(placement, group_size=1, streams_grads=True, num_grad_buffers=1)
+    train(spec_of(tmp_path / "grads", (2, 3), placement=placement, **job)).assert_equals(whole)
+
+
+def test_gradients_are_streamed_only_with_one_lane_and_one_gpu(tmp_path: Path) -> None:
+    placement = Placement(streams_grads=True)
+    spec = make_plain_spec(placement=placement, num_microbatches=2, batch_size=2, lanes=2)
+    with pytest.raises(PlanError, match=r"2 lanes and 1 GPUs: .* leave it out"):
+        make_context(spec, make_layout(2048, 3 * 2048, 2048), "/arena")
 
 
 def test_job_with_streamed_layers_agrees_with_plain_pytorch(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_attempt_resumes_with_states_in_any_tier(
         pytest.param((HOST, MIXED, Placement(group_size=1)), marks=pytest.mark.long),
         (
             dataclasses.replace(swapping(ActivationChoice.SWAP), group_size=1, ssd_activation_nbytes=8 << 20),
-            Placement(streamed_blocks=(1, 2, 3)),
+            Placement(streamed_blocks=(1, 2, 3), streams_grads=True),
             dataclasses.replace(MIXED, group_size=1, num_grad_buffers=1),
         ),
     ],

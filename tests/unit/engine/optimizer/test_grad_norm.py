@@ -1,5 +1,6 @@
 """The squared norm equals that in fp64, and is finite exactly if the gradient is."""
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from tests.support.host_waits import GPU, no_host_waits
 from windlass.engine.optimizer import grad_norm
 from windlass.engine.optimizer.grad_norm import (
+    NormInParts,
     portable_squared_norm,
     portable_squared_norms,
     squared_norm,
@@ -105,6 +107,32 @@ def test_norm_on_a_gpu_makes_no_host_wait_and_no_copy_of_the_gradient(dtype: tor
         squared_norm(grad)
     assert launches.num_launches < 30
     assert launches.max_nbytes <= 2**20
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "bounds",
+    [(0, 2**16, 2**17), (0, 7, 1000, 2**16 + 5, 2**17 + 900), (0, 2**17 - 1, 2**17), (0, 3000, 5000), (0, 0, 100, 500)],
+)
+def test_norm_in_parts_in_any_order_has_the_bits_of_the_whole(
+    bounds: tuple[int, ...], dtype: torch.dtype, waits: bool
+) -> None:
+    grad = torch.randn(bounds[-1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    grad[bounds[1]] = 3e4
+    norm = NormInParts(bounds, dtype, grad.device, waits=waits)
+    for start, stop in [*reversed(list(itertools.pairwise(bounds))), bounds[:2]]:
+        norm.put(grad[start:stop], start)
+    assert norm.total().equal((squared_norm if waits else without_waiting)(grad))
+
+
+def test_norm_in_parts_with_many_rows_that_overflow_is_that_of_the_whole() -> None:
+    grad = torch.full((200 * 1024,), 1e19)
+    norm = NormInParts((0, 100 * 1024, 200 * 1024), grad.dtype, grad.device, waits=False)
+    for start in (0, 100 * 1024):
+        norm.put(grad[start : start + 100 * 1024], start)
+    assert norm.total().equal(without_waiting(grad))
+    assert norm.total() == torch.inf
 
 
 # --- the norm that has the same bits everywhere -----------------------------------------------------------------------

@@ -112,3 +112,49 @@ def test_chunks_stay_in_host_memory_while_their_layer_is_computed(num_held: int)
     (before,) = (span.end_s for span in spans if span.kind is SpanKind.FORWARD and span.block == 1)
     is_late = reads[chunks_of_layer - 1] > before
     assert is_late == (num_held == 1)
+
+
+def grads_streamed(num_microbatches: int, group_size: int | None = None, **changes: Any) -> dict[str, Any]:
+    options = streamed(num_microbatches)
+    placement = replace(options["placement"], streams_grads=True, group_size=group_size, **changes)
+    return options | {"placement": placement}
+
+
+@pytest.mark.parametrize(("num_microbatches", "group_size"), [(1, None), (4, 1), (4, 2), (4, None)])
+def test_gradients_in_pieces_go_out_for_each_micro_batch_and_come_back_for_the_next(
+    num_microbatches: int, group_size: int | None
+) -> None:
+    found = job(**grads_streamed(num_microbatches, group_size))
+    spans, layers = found.spans(), len(LAYERS) * found.context.spec.training.grad_itemsize * (3 * PIECE + NORMS)
+    out = [SpanKind.COPY_GRAD_OUT, SpanKind.COPY_PARTIAL_OUT]
+    moves = [(span.kind, span.step, span.nbytes) for span in spans if span.block in LAYERS]
+    for step in range(1, 5):
+        assert sum(n for kind, at, n in moves if at == step and kind in out) == num_microbatches * layers
+        back = sum(n for kind, at, n in moves if at == step and kind is SpanKind.COPY_PARTIAL_IN)
+        assert back == (num_microbatches - 1) * layers
+
+
+def test_a_gradient_in_pieces_leaves_while_its_layer_is_computed() -> None:
+    spans = job(compute_s=3.0, num_steps=2, **grads_streamed(1)).spans()
+    (layer,) = (s for s in spans if (s.kind, s.block, s.step) == (SpanKind.BACKWARD, 2, 1))
+    leaving = [s.start_s for s in spans if (s.kind, s.block, s.step) == (SpanKind.COPY_GRAD_OUT, 2, 1)]
+    assert len(leaving) == 3
+    assert min(leaving) < layer.end_s <= max(leaving)
+
+
+def test_gradients_in_pieces_that_spill_wait_for_the_commit() -> None:
+    options = grads_streamed(1, num_host_grad_blocks=1)
+    spans = job(num_steps=3, **options | {"training": {"clip_norm": 1.0}}).spans()
+    written = [s for s in spans if s.kind is SpanKind.WRITE_GRAD and s.block in LAYERS]
+    assert {s.step for s in written} == {1, 2, 3}
+
+
+def test_layers_begin_backward_when_the_gradient_of_the_head_has_left_their_memory() -> None:
+    spans = job(machine=rates(d2h_bytes=1e4), compute_s=1e-3, num_steps=2, **grads_streamed(1)).spans()
+    head, last = len(LAYERS) + 1, len(LAYERS)
+    copied = max(s.end_s for s in spans if (s.kind, s.block, s.step) == (SpanKind.COPY_GRAD_OUT, head, 1))
+    begun = min(s.start_s for s in spans if (s.kind, s.block, s.step) == (SpanKind.BACKWARD, last, 1))
+    assert begun >= copied
+    left = max(s.end_s for s in spans if (s.kind, s.block, s.step) == (SpanKind.COPY_GRAD_OUT, 1, 1))
+    embedding = min(s.start_s for s in spans if (s.kind, s.block, s.step) == (SpanKind.BACKWARD, 0, 1))
+    assert embedding >= left
