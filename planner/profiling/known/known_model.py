@@ -32,6 +32,7 @@ from windlass.engine.slices import num_piece_tokens, num_product_rows, num_slice
 from windlass.planner.cost import OperatorProfile
 from windlass.planner.profiling import LayerOperators
 from windlass.planner.profiling.known.formulas import Formula, Sizes, largest_value
+from windlass.planner.profiling.known.sharing import without_shared_parts
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 if TYPE_CHECKING:  # it needs pydantic, which the GPU check does without
@@ -106,11 +107,16 @@ def _family(name: str) -> dict[str, Any] | None:
     Returns None if there is none that can be read, or if it was recorded with other versions of the traced packages.
     """
     try:
-        stored: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        stored = read_family(name)
         same = all(version(package).partition("+")[0] == stored["versions"][package] for package in PACKAGES)
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     return stored if same else None
+
+
+def read_family(name: str) -> dict[str, Any]:
+    """Returns what was recorded of a family. Raises an error of any kind if its file is missing or broken."""
+    return without_shared_parts(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")))
 
 
 def _known_family(name: str) -> dict[str, Any]:

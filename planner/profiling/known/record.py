@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import random
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -37,10 +36,12 @@ from windlass.planner.profiling.known.known_model import (
     HeadLoops,
     KnownModel,
     choice_key,
+    read_family,
     variant_of,
 )
 from windlass.planner.profiling.known.recorded_code import code_digest
 from windlass.planner.profiling.known.recorded_sizes import RecordedSizes, SizedInt, formulas_of, operators_in, unit_of
+from windlass.planner.profiling.known.sharing import SHARED, with_shared_parts
 from windlass.storage.ids import BlockIndex, Precision
 
 # The prime of each size in a trace, and the factor that makes a head dim even, so that it can be rotated in pairs.
@@ -555,9 +556,15 @@ def _sum(formulas: Iterable[Formula]) -> Formula:
 
 
 def _as_text(recorded: Mapping[str, Any]) -> str:
-    """Returns JSON with a line for each formula's owner, so that a difference is easy to see."""
-    text = json.dumps(recorded, separators=(",", ":"))
-    return re.sub(r'(?<=[\]}]),(?="[^"]*":)', ",\n", text) + "\n"
+    """Returns JSON with a line for each key and for each shared part, so that a difference is easy to see."""
+    values = with_shared_parts(recorded)
+    lines = [f"{json.dumps(key)}:{_short(value)}" for key, value in values.items() if key != SHARED]
+    shared = ",\n".join(map(_short, values[SHARED]))
+    return "{" + ",\n".join([*lines, f"{json.dumps(SHARED)}:[\n{shared}\n]"]) + "}\n"
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _marked(recorded: dict[str, Any]) -> dict[str, Any]:
@@ -580,7 +587,7 @@ def main() -> None:
     logging.set_verbosity_error()  # small vocabularies lack special tokens
     for family in options.families or _SIZES:
         path = FOLDER / f"{family}.json"
-        recorded = _marked(json.loads(path.read_text(encoding="utf-8"))) if options.unchanged else record(family)
+        recorded = _marked(read_family(family)) if options.unchanged else record(family)
         path.write_text(_as_text(recorded), encoding="utf-8")
 
 

@@ -36,8 +36,7 @@ KEPT_NAME = "aten.add.Tensor#0"
 
 
 def file_of(family: str) -> dict[str, Any]:
-    stored: dict[str, Any] = json.loads((Path(known_model.__file__).parent / f"{family}.json").read_text())
-    return stored
+    return known_model.read_family(family)
 
 
 @st.composite
