@@ -38,6 +38,7 @@ from windlass.engine.device import (
     Stream,
     TensorArena,
     copy_all,
+    round_in_place,
 )
 from windlass.engine.memory_plan import batches_to_copy, grad_buffers_of_job, grad_overlay_of_job
 from windlass.engine.model import GradBuffer, GradSink, LaneSums
@@ -222,9 +223,8 @@ class GradOffload:
         compute.run(finish)
         flat, unused = grad.flat, [other.flat for other in others]
         if flat.dtype is not self._dtype:
-            flat = self._take((block, block), flat.numel(), self._dtype)
-            compute.run(functools.partial(flat.copy_, grad.flat))
-            unused.append(grad.flat)
+            flat = self._narrow(flat)
+            compute.run(functools.partial(round_in_place, grad.flat, flat))
         for buffer in unused:
             self._give(buffer, compute)
         compute.run(functools.partial(on_complete, flat))
@@ -279,6 +279,11 @@ class GradOffload:
         if self._overlay is not None and user == block and block in self._context.plan.grad_overlaid_blocks:
             return self._overlay.take(block, numel, dtype, self._device.compute)
         return self._flats.take(numel, dtype, self._device.compute)
+
+    def _narrow(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns the start of an fp32 buffer in the type in which gradients leave, to be released instead."""
+        buffers = self._overlay if self._overlay is not None and self._overlay.has(flat) else self._flats
+        return buffers.narrow(flat, self._dtype)
 
     def _give(self, flat: torch.Tensor, stream: Stream) -> None:
         """Releases a buffer; see `DeviceBuffers.give`."""

@@ -108,9 +108,10 @@ def device_memory(
     params = param_buffers(whole, shared, resident=(), num_ahead=2)
     num_tokens = profile.num_examples * profile.num_tokens
     is_sliced = num_tokens > model.num_head_tokens
-    grads = grad_buffers(dict(enumerate(numels)), resident=resident, num_waiting=num_grad_buffers)
-    # Sums over slices of the head. A tied matrix has one for each use, and one in the type in which it is sent.
+    # Sums over slices of the head, and of a tied matrix, which has one for each use. They are rounded in place.
     summed = [*(shared[-1] if is_sliced else ()), *([0] if model.is_tied and not is_sliced else ())]
+    rounded = {block: numel for block, numel in enumerate(numels) if block not in summed}
+    grads = grad_buffers(rounded, resident=resident, num_waiting=num_grad_buffers)
     sums = sum(numels[block] for block in summed) + (numels[0] if model.is_tied else 0)
     layer = profile.layers[0]
     num_logits = min(num_tokens, model.num_head_tokens) * model.shape.vocab_size

@@ -2,6 +2,7 @@
 
 from windlass.engine.device.buffer_pool import BufferClass as BufferClass
 from windlass.engine.device.buffer_pool import DeviceBuffers as DeviceBuffers
+from windlass.engine.device.buffer_pool import round_in_place as round_in_place
 from windlass.engine.device.device import Device as Device
 from windlass.engine.device.device import copy as copy
 from windlass.engine.device.device import copy_all as copy_all

@@ -16,6 +16,23 @@ from windlass.engine.memory_plan import BlockBuffers
 BufferClass = tuple[int, torch.dtype]
 
 
+# Elements that are rounded at once: they take 16 MiB beside the buffer.
+_ROUNDED_NUMEL = 2**23
+
+
+def narrowed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns as many elements of a smaller dtype, in the memory of a buffer's start."""
+    return flat.view(dtype)[: flat.numel()]
+
+
+def round_in_place(flat: torch.Tensor, target: torch.Tensor) -> None:
+    """Rounds all elements of a buffer to `narrowed(flat, dtype)`."""
+    for start in range(0, flat.numel(), _ROUNDED_NUMEL):
+        # A part is written after it and all parts before it were read, and takes less memory than these.
+        part = flat[start : start + _ROUNDED_NUMEL].to(target.dtype)
+        target[start : start + part.numel()].copy_(part)
+
+
 class DeviceBuffers:
     """The planned number of buffers of each class. All methods are thread-safe."""
 
@@ -26,7 +43,8 @@ class DeviceBuffers:
         self._changed = threading.Condition()
         self._uses: BlockBuffers[BufferClass, Hashable] = BlockBuffers(planned)
         self._flats = [torch.empty(numel, dtype=dtype, device=device.device) for numel, dtype in self._uses.sizes]
-        self._index = {id(flat): index for index, flat in enumerate(self._flats)}
+        self._views: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # of a buffer's start, by index and dtype
+        self._index = {id(flat): index for index, flat in enumerate(self._flats)}  # of buffers and views
         for flat in self._flats:
             device.poison(flat, device.compute)
         self._unused: list[Event] = [device.compute.record() for _ in self._flats]  # the end of each buffer's last use
@@ -34,8 +52,12 @@ class DeviceBuffers:
     def take(self, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         """Acquires a buffer with undefined contents, for work that is queued on `stream` from now on.
 
+        Where no buffer of this class is planned, it is the start of an fp32 buffer.
+
         Raises the errors of `CancelToken.wait_for`.
         """
+        if (numel, dtype) not in self._uses.sizes and (numel, torch.float32) in self._uses.sizes:
+            return self.narrow(self.take(numel, torch.float32, stream), dtype)
         return self.take_with(None, numel, dtype, stream)[0]
 
     def take_with(
@@ -61,9 +83,20 @@ class DeviceBuffers:
             self._device.poison(flat, stream)
         return flat, acquired.has_contents
 
+    def narrow(self, buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the start of an acquired buffer in a smaller dtype. It is released instead of the buffer."""
+        with self._changed:
+            index = self._index[id(buffer)]
+            if (index, dtype) not in self._views:
+                view = self._views[index, dtype] = narrowed(self._flats[index], dtype)
+                self._index[id(view)] = index
+            return self._views[index, dtype]
+
     def give(self, buffer: torch.Tensor, stream: Stream) -> None:
         """Releases a buffer. Only work that is already queued on `stream` may still use it."""
-        index = self._index[id(buffer)]
+        with self._changed:
+            index = self._index[id(buffer)]
+        buffer = self._flats[index]
         with self._changed:
             is_reusable = self._uses.contents(index) is not None
         if not is_reusable:

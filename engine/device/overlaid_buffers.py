@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from windlass.engine.device.buffer_pool import BufferClass
+from windlass.engine.device.buffer_pool import BufferClass, narrowed
 from windlass.engine.device.device import Device
 from windlass.engine.device.streams import Event, Stream
 from windlass.engine.memory_plan import OVERLAY_ALIGNMENT_NBYTES, overlay_nbytes
@@ -37,7 +37,8 @@ class OverlaidBuffers:
         self._num_entered = 0
         allocated = device.compute.record()
         self._ended: dict[Any, Event] = {None: allocated}  # by key: the end of work that used the memory
-        self._taken: dict[int, tuple[int | None, int]] = {}  # by id: the user, and the number of its buffer
+        # By id: the user, the number of its buffer, and the buffer or its start in a smaller dtype.
+        self._taken: dict[int, tuple[int | None, int, torch.Tensor]] = {}
 
     def _cut(self, classes: Sequence[BufferClass]) -> list[torch.Tensor]:
         buffers, start = [], 0
@@ -75,23 +76,36 @@ class OverlaidBuffers:
     def take(self, user: int | None, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         """Acquires a buffer with undefined contents, for work that is queued on `stream` from now on.
 
+        Where the user has none of this class, it is the start of an fp32 buffer.
+
         Raises the errors of `enter`.
         """
+        classes = [(flat.numel(), flat.dtype) for flat in self.buffers[user]]
+        if (numel, dtype) not in classes and (numel, torch.float32) in classes:
+            return self.narrow(self.take(user, numel, torch.float32, stream), dtype)
         for event in self.enter(user):
             stream.wait(event)
         with self._changed:
-            taken = {number for by, number in self._taken.values() if by == user}
+            taken = {number for by, number, _ in self._taken.values() if by == user}
             number = next(
                 number
                 for number, flat in enumerate(self.buffers[user])
                 if number not in taken and (flat.numel(), flat.dtype) == (numel, dtype)
             )
             flat = self.buffers[user][number]
-            self._taken[id(flat)] = user, number
+            self._taken[id(flat)] = user, number, flat
             before = self._ended.get((user, number))
         if before is not None:
             stream.wait(before)
         return flat
+
+    def narrow(self, buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the start of an acquired buffer in a smaller dtype. It is released instead of the buffer."""
+        view = narrowed(buffer, dtype)
+        with self._changed:
+            user, number, _ = self._taken.pop(id(buffer))
+            self._taken[id(view)] = user, number, view
+        return view
 
     def has(self, flat: torch.Tensor) -> bool:
         """Returns whether a buffer was acquired here and not released."""
@@ -99,8 +113,10 @@ class OverlaidBuffers:
 
     def give(self, flat: torch.Tensor, stream: Stream) -> None:
         """Releases a buffer. Only work that is already queued on `stream` may still use it."""
-        self._device.poison(flat, stream)
+        with self._changed:
+            user, number, _ = self._taken[id(flat)]
+        self._device.poison(self.buffers[user][number], stream)
         unused = stream.record()
         with self._changed:
-            key = self._taken.pop(id(flat))
-        self.leave({key: unused})
+            del self._taken[id(flat)]
+        self.leave({(user, number): unused})

@@ -15,6 +15,7 @@ from windlass.storage.ids import Formats
 MAX_GRAD_BUFFERS = 2
 # Buffers in the same memory begin at multiples of this, as those of PyTorch's allocator do.
 OVERLAY_ALIGNMENT_NBYTES = 512
+_FP32_NBYTES = 4
 
 
 def param_buffers(
@@ -77,19 +78,20 @@ def grad_buffers_of_job(
     # One more buffer, because the next group's partial sum arrives while others are summed and copied out.
     num_waiting = num_grad_buffers + (1 if num_groups > 1 else 0)
     most: Counter[tuple[int, int]] = Counter()
-    # A gradient that is always summed in fp32 is copied to a second buffer if it leaves in another format. So with
-    # 16-bit sums a tied embedding takes 4 + 4 + 2 bytes an element instead of 8, and a head in slices 4 + 2 instead of
-    # 4. Where these are most of a model, a job fits with fp32 sums and not with 16-bit sums.
-    for element_nbytes, blocks in ((itemsize, range(len(block_numels))), (4, summed_in_fp32)):
+    # A gradient that is always summed in fp32 is rounded in place if it leaves in another format. So it has no second
+    # buffer, and 16-bit sums never take more memory than fp32 sums.
+    wide = summed_in_fp32 if itemsize < _FP32_NBYTES else ()
+    narrow = [block for block in range(len(block_numels)) if block not in wide]
+    for element_nbytes, blocks in ((itemsize, narrow), (_FP32_NBYTES, wide)):
         numels = {block: block_numels[block] for block in blocks if block not in elsewhere}
         numbers = grad_buffers(numels, resident=resident, num_waiting=num_waiting)
         most |= Counter({(numel, element_nbytes): number for numel, number in numbers.items()})
     # The sum of a tied use keeps its buffer until the block's last use has run.
-    most.update((block_numels[block], 4) for blocks in shared for block in blocks[1:])
+    most.update((block_numels[block], _FP32_NBYTES) for blocks in shared for block in blocks[1:])
     if lanes is not None and lanes.num_lanes > 1:  # then all sums are fp32
         totals = Counter({numel: number for (numel, _), number in most.items()})
         of_lanes = lane_buffers(block_numels, shared, totals, lanes=lanes, group_size=group_size)
-        most.update({(numel, 4): number for numel, number in of_lanes.items()})
+        most.update({(numel, _FP32_NBYTES): number for numel, number in of_lanes.items()})
     return most
 
 
@@ -119,9 +121,8 @@ def grad_overlay_of_job(
     in_pieces, rests = grad_piece_numels(list(pieces.values()), numels, is_summed=is_summed)
     users: dict[int | None, list[tuple[int, int]]] = {None: [(numel, itemsize) for numel in (*in_pieces, *rests)]}
     for block in blocks:
-        # A sum in fp32 is copied to a second buffer if it leaves in another format.
-        itemsizes = sorted({itemsize, *([4] if block in summed_in_fp32 else [])})
-        users[block] = [(block_numels[block], each) for each in itemsizes]
+        # A sum in fp32 is rounded in place if it leaves in another format.
+        users[block] = [(block_numels[block], _FP32_NBYTES if block in summed_in_fp32 else itemsize)]
     return users
 
 

@@ -595,8 +595,7 @@ class StepCosts:
         users = [[numel * job.grad_itemsize for numel in pieces]]
         for block in self._overlaid_blocks:
             is_wide = block in job.model.shared_blocks  # summed in fp32, whatever type it travels in
-            itemsizes = {job.grad_itemsize, PARTIAL_GRAD_ITEMSIZE if is_wide else job.grad_itemsize}
-            users.append([job.model.blocks[block].numel * itemsize for itemsize in itemsizes])
+            users.append([job.model.blocks[block].numel * (PARTIAL_GRAD_ITEMSIZE if is_wide else job.grad_itemsize)])
         return overlay_nbytes(users)
 
     def compute_s(self, block: BlockProfile) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from tests.support.races.checker import ROOT
 
 # Rooms whose code queues work on a device.
 ROOMS = (
-    *("engine/device", "engine/activations", "engine/model", "engine/optimizer"),
+    *("engine/device", "engine/activations", "engine/model", "engine/optimizer", "engine/pieces"),
     *("actors/gpu_worker", "actors/activations", "actors/offload"),
 )
 _METHODS = frozenset(

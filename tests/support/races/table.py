@@ -62,6 +62,27 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
         "HostActivations.prefetch: self._inward.record (3)": "part: activations",
         "HostActivations.drop: self._outward.then": "part: activations",
     },
+    "engine/device/overlaid_buffers.py": {
+        "OverlaidBuffers.__init__: device.compute.record": "job: gradients in one memory",
+        "OverlaidBuffers.take: stream.wait": "job: gradients in one memory",
+        "OverlaidBuffers.give: stream.record": "job: gradients in one memory",
+    },
+    "engine/pieces/grad_pieces.py": {
+        "GradPieceBuffers.__init__: device.compute.record": "job: streamed gradients",
+        "GradPieceBuffers.wait_for_others: self.device.compute.wait": "job: gradients in one memory",
+        "GradPieceBuffers.wait_for_others: self.device.compute.record": "job: gradients in one memory",
+        "GradPieceBuffers.then: self.d2h.then": "job: streamed gradients",
+        "StreamedGrad._open: self._buffers.device.compute.wait": "job: streamed gradients",
+        "StreamedGrad._fill: stream.wait": "job: streamed gradients",
+        "StreamedGrad._fill: stream.wait (2)": "job: streamed gradients",
+        "StreamedGrad._store: device.compute.wait": "job: streamed gradients",
+        "StreamedGrad._store: stream.wait": "job: streamed gradients",
+        "StreamedGrad._store: device.compute.record": "job: streamed gradients",
+        "StreamedGrad._store: stream.record": "job: streamed gradients",
+        "StreamedGrad._copy: stream.record": "job: streamed gradients",
+        "StreamedGrad._copy: stream.record (2)": "job: streamed gradients",
+        "StreamedGrad._copy: stream.then": "job: streamed gradients",
+    },
     "engine/model/streamed_params.py": {
         "PieceBuffers.__init__: device.compute.record": "part: pieces",
         "PieceBuffers.end: self._device.compute.wait": "part: pieces",
@@ -94,6 +115,7 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
     "actors/gpu_worker/grad_offload.py": {
         "GradOffload.queue_partial_sums: self._device.compute.record": "job: groups",
         "GradOffload.complete: compute.record": "job: early gradients",
+        "GradOffload._streamed_computed: self._streamed.then": "job: streamed gradients",
         "GradOffload._run: self._device.d2h.then": "job: early gradients",
         "GradOffload._copy_out_partial: self._device.d2h.wait": "job: groups",
         "GradOffload._copy_out: d2h.wait": "job: early gradients",
@@ -107,6 +129,9 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
     "actors/gpu_worker/param_prefetcher.py": {
         "ParamFeed.wait_for: self._device.compute.wait": "job: active",
         "ParamFeed.release: self._device.compute.then": "job: streamed",
+    },
+    "actors/gpu_worker/streamed_grads.py": {
+        "StreamedGrads.then: self._buffers.then": "job: streamed gradients",
     },
     "actors/gpu_worker/worker.py": {
         "GpuWorker._launch: compute.record": "job: active",
@@ -142,9 +167,13 @@ _CPU = "streams of a CPU, whose threads wait for each other; tests/unit/engine/d
 _THREADS = "a thread waits for another one, not for a device"
 _QUEUE = "puts a part in a queue"
 _NOT_SHOWN = "the tensor is held elsewhere too, unless it is dropped during its copy, which no scenario does"
+_OTHERS_BETWEEN = "in jobs other users have the memory between two uses of a buffer, and their end is waited for"
 
 # By file and call: the reason.
 NOT_OF_THE_DEVICE: dict[str, dict[str, str]] = {
+    "engine/device/overlaid_buffers.py": {
+        "OverlaidBuffers.take: stream.wait (2)": _OTHERS_BETWEEN,
+    },
     "engine/device/streams.py": {
         "DirectStream.wait: event.wait": _CPU,
         "_ThreadEvent.wait: self._completed.wait": _CPU,

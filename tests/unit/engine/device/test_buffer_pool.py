@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.support.late_streams import LateStreams
+from windlass.engine.device import buffer_pool
 from windlass.engine.device import device as device_module
-from windlass.engine.device.buffer_pool import DeviceBuffers
+from windlass.engine.device.buffer_pool import DeviceBuffers, narrowed, round_in_place
 from windlass.engine.device.device import Device
 from windlass.storage.cancellation import CancelToken
 
@@ -160,3 +161,31 @@ def test_streams_wait_for_what_used_a_buffer_before(order: object, monkeypatch: 
     poisoned, written = seen[::2], seen[1::2]
     assert all(value != value for values in poisoned for value in values)
     assert written == [[float(i)] * 3 for i in range(len(chain))]
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_in_place_has_the_bits_of_rounding(
+    device: Device, dtype: torch.dtype, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer_pool, "_ROUNDED_NUMEL", 8)
+    values = torch.randn(numel, device=device.device) * 10.0 ** torch.randint(-9, 9, (numel,), device=device.device)
+    values[:1] = torch.inf
+    expected, target = values.to(dtype), narrowed(values, dtype)
+    round_in_place(values, target)
+    assert target.data_ptr() == values.data_ptr()
+    assert torch.equal(target, expected)
+
+
+def test_the_start_of_a_buffer_is_released_instead_of_it(device: Device) -> None:
+    buffers = DeviceBuffers(device, {(3, F32): 1, (2, F32): 1, (2, torch.float16): 1}, name="gradients")
+    wide = buffers.take(3, F32, device.compute)
+    narrow = buffers.narrow(wide, torch.float16)
+    assert (narrow.data_ptr(), narrow.numel()) == (wide.data_ptr(), 3)
+    buffers.give(narrow, device.compute)
+    device.compute.record().wait()
+    assert wide.isnan().all()
+    assert buffers.take(3, torch.float16, device.compute) is narrow  # because no buffer of this class is planned
+    buffers.give(narrow, device.compute)
+    assert buffers.take(3, F32, device.compute) is wide
+    assert buffers.take(2, torch.float16, device.compute).data_ptr() != buffers.take(2, F32, device.compute).data_ptr()

@@ -63,11 +63,25 @@ def test_a_user_waits_for_the_others_and_its_work_for_theirs(device: Device) -> 
     assert other.isnan().all()
 
 
+def test_the_start_of_a_buffer_is_released_instead_of_it(device: Device) -> None:
+    overlaid = OverlaidBuffers(device, {LAYERS: [], HEAD: [(500, torch.float32)]}, name="gradients")
+    wide = overlaid.take(HEAD, 500, torch.float32, device.compute)
+    narrow = overlaid.narrow(wide, torch.bfloat16)
+    assert overlaid.has(narrow)
+    assert not overlaid.has(wide)
+    assert (narrow.data_ptr(), narrow.numel()) == (wide.data_ptr(), 500)
+    overlaid.give(narrow, device.compute)
+    device.compute.record().wait()
+    assert wide.isnan().all()
+    overlaid.give(overlaid.take(HEAD, 500, torch.bfloat16, device.compute), device.compute)
+    assert len(overlaid.enter(LAYERS)) == 1
+
+
 def test_the_memory_is_that_of_the_user_that_needs_most() -> None:
     assert overlay_nbytes([(512, 1), (1000,), ()]) == 1024
     assert overlay_nbytes([]) == 0
-    # A tied embedding is summed in fp32 and leaves in 16 bit; the head's own norm is summed as it leaves.
+    # A tied embedding is summed in fp32 and rounded in place; the head's own norm is summed as it leaves.
     users = grad_overlay_of_job(
         [1000, 700, 20], {1: (0, 400, 690)}, (0, 2), itemsize=2, summed_in_fp32={0}, is_summed=False
     )
-    assert users == {None: [(1424, 2)] * 2 + [(1034, 2)] * 2, 0: [(1000, 2), (1000, 4)], 2: [(20, 2)]}
+    assert users == {None: [(1424, 2)] * 2 + [(1034, 2)] * 2, 0: [(1000, 4)], 2: [(20, 2)]}
