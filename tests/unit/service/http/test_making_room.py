@@ -1,4 +1,4 @@
-"""Where all places are taken, connections that keep the service waiting make room for other clients."""
+"""Connections that keep the service waiting make room for other clients when all places are taken."""
 
 import contextlib
 import socket
