@@ -63,8 +63,8 @@ class ConnectionBounds:
 class Displaceable(Protocol):
     """A connection that may be closed for another one."""
 
-    def may_be_cut(self, now_s: float) -> bool:
-        """Tells whether the client keeps the service waiting; `now_s`: of the monotonic clock."""
+    def may_be_cut(self) -> bool:
+        """Tells whether the client keeps the service waiting."""
 
     def cut(self) -> None:
         """Close it now, and forget it."""
@@ -126,10 +126,9 @@ class OpenConnections:
 
     def _make_room(self) -> bool:
         """Cut that which has waited longest, of the client for which most wait; False where none may be cut."""
-        now_s = time.monotonic()
         for client in sorted(self._waiting, key=self._num_waiting, reverse=True):
             for connection in self._waiting[client]:
-                if connection.may_be_cut(now_s):
+                if connection.may_be_cut():
                     self._log("connections make room for others", client, "max_connections", self.bounds.most)
                     connection.cut()
                     return True
@@ -183,7 +182,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_unsent_bytes = 0  # when the write timer was set
-        self._unread_since_s = 0.0  # of the monotonic clock: when it was
+        self._unread_since_s = 0.0  # of the loop's clock: when it was
         self._socket: asyncio.Transport | None = None  # below TLS, if there is any
         self._counted_for: str | None = None
         self._refusal: str | None = None
@@ -237,7 +236,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.counts.forget(self._counted_for, self)
             self._counted_for = None
 
-    def may_be_cut(self, now_s: float) -> bool:
+    def may_be_cut(self) -> bool:
         """Tells whether it waits for its client while no request of it is being answered."""
         if self.transport is None:
             return True  # its handshake is not done
@@ -245,8 +244,8 @@ class BoundedConnection(HttpToolsProtocol):
         if num_unsent:
             if num_unsent < self._num_unsent_bytes:
                 self._await_reader()
-            return now_s - self._unread_since_s >= self.bounds.stall_s
-        return not self._is_being_asked() or self._body_stalls(now_s)
+            return self.loop.time() - self._unread_since_s >= self.bounds.stall_s
+        return not self._is_being_asked() or self._body_stalls()
 
     def cut(self) -> None:
         """Close it with what waits to be sent, as its client takes nothing of that."""
@@ -258,13 +257,13 @@ class BoundedConnection(HttpToolsProtocol):
         """Tells whether a request is not answered in full."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _body_stalls(self, now_s: float) -> bool:
+    def _body_stalls(self) -> bool:
         if self._is_in_head:
             return False  # all of it is there
         is_held_up = self.flow.read_paused or self.cycle.waiting_for_100_continue
         if is_held_up or self._is_body_held_up:
-            self._is_body_held_up, self._body_moved_s = is_held_up, now_s
-        return now_s - self._body_moved_s >= self.bounds.stall_s
+            self._is_body_held_up, self._body_moved_s = is_held_up, self.loop.time()
+        return self.loop.time() - self._body_moved_s >= self.bounds.stall_s
 
     def _count_unsent(self) -> int:
         num_unsent = self.transport.get_write_buffer_size()
@@ -331,14 +330,14 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_in_head = False
         self._await_body()
         super().on_headers_complete()
-        self._body_moved_s, self._num_bytes_since = time.monotonic(), 0
+        self._body_moved_s, self._num_bytes_since = self.loop.time(), 0
         self._is_body_held_up = self.cycle.waiting_for_100_continue
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
         self._num_bytes_since += len(body)
         if self._num_bytes_since >= self.bounds.min_body_nbytes:
-            self._body_moved_s, self._num_bytes_since = time.monotonic(), 0
+            self._body_moved_s, self._num_bytes_since = self.loop.time(), 0
         super().on_body(body)
         self._is_body_held_up |= self.flow.read_paused
 
@@ -359,7 +358,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _await_reader(self) -> None:
         self._stop_write_timer()
-        self._num_unsent_bytes, self._unread_since_s = self._count_unsent(), time.monotonic()
+        self._num_unsent_bytes, self._unread_since_s = self._count_unsent(), self.loop.time()
         if self._num_unsent_bytes:
             self._write_timer = self.loop.call_later(self.bounds.write_s, self._on_reader_late)
 

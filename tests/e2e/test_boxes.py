@@ -49,6 +49,8 @@ def test_a_head_that_does_not_answer_is_named(boxes: BoxService) -> None:
     assert f"{boxes.network[HEAD].address}:{CLUSTER_PORT}" in line
 
 
+# Without `long`, tests/integration/test_boxes.py has a joined box, with stand-ins for Ray's runners.
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_box_joins_and_trains_while_its_link_is_cut_for_a_moment(tmp_path: Path) -> None:
     with box_service(tmp_path, "left") as boxes:

@@ -4,6 +4,7 @@ import shutil
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -28,16 +29,28 @@ def upgraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Instal
     shutil.rmtree(tmp_path / "home")
 
 
-@pytest.mark.timeout(400)
-def test_upgraded_installation_goes_on_with_its_jobs(upgraded: Installation, tmp_path: Path) -> None:
-    upgraded.ok("up", "--detach")
+def _jobs(upgraded: Installation) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The paused job, and the one that was training."""
     jobs = httpx.get(f"{upgraded.url}/v1/fine_tuning/jobs", trust_env=False).json()["data"]
     (paused,) = (job for job in jobs if job["status"] == "paused")
     (running,) = (job for job in jobs if job["status"] in ("queued", "running"))
-    killed_at = running["windlass"]["step"]
+    return paused, running
 
+
+@pytest.mark.timeout(400)
+def test_upgraded_installation_goes_on_with_its_training_job(upgraded: Installation) -> None:
+    upgraded.ok("up", "--detach")
+    _, running = _jobs(upgraded)
+    killed_at = running["windlass"]["step"]
     upgraded.await_job(running["id"], lambda job: job["windlass"]["step"] > killed_at + 3, "gone on", timeout_s=300)
     assert "Resuming after step" in upgraded.ok("logs", running["id"])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_upgraded_installation_ends_its_paused_job_with_a_model(upgraded: Installation, tmp_path: Path) -> None:
+    upgraded.ok("up", "--detach")
+    paused, running = _jobs(upgraded)
     upgraded.ok("cancel", running["id"])
     upgraded.ok("resume", paused["id"])
     done = upgraded.await_job(paused["id"], lambda job: job["status"] == "succeeded", "succeeded", timeout_s=300)

@@ -85,11 +85,15 @@ def create_job(
     digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
     with context.database.read() as session:
         if (job := _made_before(session, caller, idempotency_key, digest)) is not None:
-            return JobObject.of(job, box=_boxes(context, session).get(job.node))
+            return JobObject.of(
+                job, box=_boxes(context, session).get(job.node), is_here=is_local(context.settings, job)
+            )
     new = _new_job(context, caller, body, idempotency_key, digest)
     with context.database.write() as session:
         if (job := _made_before(session, caller, idempotency_key, digest)) is not None:
-            return JobObject.of(job, box=_boxes(context, session).get(job.node))
+            return JobObject.of(
+                job, box=_boxes(context, session).get(job.node), is_here=is_local(context.settings, job)
+            )
         for param, file_id in (("training_file", new.training_file), ("validation_file", new.validation_file)):
             if file_id is not None:
                 _check_file(context, session, caller, param, file_id)
@@ -349,6 +353,7 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
             has_plan=has_plan(context.settings, job),
             room_reason=why_it_waits_for_room(context.settings, job),
             box=boxes.get(job.node),
+            is_here=is_local(context.settings, job),
         )
         for job in rows
     ]

@@ -257,6 +257,7 @@ class JobExtras(BaseModel):
     last_metrics: dict[str, Any] | None
     ssd_wear: dict[str, Any] | None
     box: str | None  # the box that has its files and states; null: of another service with the same database
+    is_here: bool  # whether this service has its files, so that it can tell their size, plan and timeline
 
 
 class JobObject(BaseModel):
@@ -294,6 +295,7 @@ class JobObject(BaseModel):
         has_plan: bool = False,
         room_reason: str | None = None,
         box: str | None = None,
+        is_here: bool = True,
     ) -> "JobObject":
         """Converts a job's row, with the metrics of its last step and the SSD wear that they imply.
 
@@ -338,6 +340,7 @@ class JobObject(BaseModel):
                 last_metrics=last_metrics,
                 ssd_wear=None if last_metrics is None else _ssd_wear(job, last_metrics, ssd_endurance_nbytes),
                 box=box,
+                is_here=is_here,
             ),
         )
 

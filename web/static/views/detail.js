@@ -136,6 +136,7 @@ export class Detail {
   }
 
   async #readStorage(id) {
+    if (!this.#jobs.get(id)?.job.windlass.is_here) return; // another box has its files
     const storage = await api.getStorage(id).catch(() => null);
     if (storage === null || this.id !== id) return;
     this.#storage = storage;

@@ -115,6 +115,7 @@ def test_layers_choose_for_themselves_and_nothing_else_changes(tmp_path: Path, w
     assert [name for name, param in exported_params(swapped).items() if not torch.equal(param, expected[name])] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "depths",
     [

@@ -145,13 +145,15 @@ def test_the_size_of_the_groups_changes_no_bit(
         run(tmp_path / f"groups-of-{size}", size, **changes).assert_equals(whole)
 
 
-@pytest.mark.parametrize("precision", [Precision.BF16, pytest.param(Precision.FP16, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
 def test_sums_in_half_precision_go_on_where_they_were(tmp_path: Path, precision: Precision) -> None:
     """The sums of tied tensors are fp32 nevertheless."""
     changes = {"precision": precision, "accumulation_precision": precision, "tied": True}
     run(tmp_path / "groups", 1, **changes).assert_equals(run(tmp_path / "whole", None, **changes))
 
 
+@pytest.mark.long
 def test_steps_that_are_skipped_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if only the first group had an infinity, and the last ones are finite."""
     broken = set[int]()
@@ -271,6 +273,7 @@ def test_no_more_micro_batches_than_a_group_has_are_held_at_once(
     assert held == {3: 2 * num_forward, 1: 2 * num_forward}
 
 
+@pytest.mark.long
 def test_swapped_activations_need_room_for_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "ACTIVATION_SLOT_NBYTES", 4096)  # small, as the model is
     swaps = Placement(activations=ActivationChoice.SWAP.of_layers(3), host_activation_nbytes=4096)

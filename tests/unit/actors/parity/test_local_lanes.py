@@ -151,6 +151,7 @@ def cut_off(spec: JobSpec) -> None:
         train(grouped(spec, 1), on_message=cut)
 
 
+@pytest.mark.long
 def test_an_attempt_goes_on_with_other_groups(tmp_path: Path) -> None:
     changes = {"precision": Precision.BF16, "tied": True, "clip_norm": 0.5, "evaluate_every": None, "lanes": 3}
     whole = run(tmp_path / "whole", **changes)

@@ -111,8 +111,13 @@ def test_the_number_of_gpu_workers_changes_no_bit(
     "placement",
     [
         Placement(streamed_blocks=(1, 2, 3), num_cached_params=0),
-        Placement(
-            activations=ActivationChoice.SWAP.of_layers(3), host_activation_nbytes=65536, ssd_activation_nbytes=4 << 20
+        pytest.param(
+            Placement(
+                activations=ActivationChoice.SWAP.of_layers(3),
+                host_activation_nbytes=65536,
+                ssd_activation_nbytes=4 << 20,
+            ),
+            marks=pytest.mark.long,
         ),
     ],
     ids=["layers in pieces", "activations on SSDs"],

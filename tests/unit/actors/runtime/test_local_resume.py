@@ -101,6 +101,7 @@ def test_the_same_model_whatever_cut_the_attempts_off(
     assert leftovers_of(spec) == []
 
 
+@pytest.mark.long
 def test_an_attempt_goes_on_with_another_order_of_updates(tmp_path: Path) -> None:
     """Without clipping, each plan of a job chooses the order."""
     results = []

@@ -165,6 +165,7 @@ def test_removed_box_gives_back_what_has_not_begun_and_strands_the_rest(open_cli
     jobs = {job["id"]: job for job in client.get(JOBS).json()["data"]}
     assert (jobs[fresh]["windlass"]["box"], jobs[fresh]["windlass"]["waiting_reason"]) == ("head", None)
     assert {jobs[job]["windlass"]["box"] for job in (running, pausing, paused)} == {"attic"}
+    assert (jobs[fresh]["windlass"]["is_here"], jobs[running]["windlass"]["is_here"]) == (True, False)
     assert [jobs[job]["status"] for job in (running, pausing, paused, ending)] == [
         "queued",
         "paused",
