@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -30,8 +29,8 @@ class Run:
 
     gb_per_s: float
     cpu_s_per_gb: float | None  # of both sides together
-    link_nbytes: int  # that the sender's interface has sent
-    nbytes: int
+    link_nbytes: int  # that the sender's interface has sent and received
+    nbytes: int  # of data
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ def run_endpoints(kind: str, streams: int) -> Callable[[Rig, int], Run]:
             where = [listening.address, str(_PORT), str(nbytes), str(streams)]
             return [sys.executable, program, kind, side, *where]
 
-        before, _ = rig.sender.link_nbytes()
+        before = sum(rig.sender.link_nbytes())
         log = rig.receiver.folder / f"{kind}.log"
         log.unlink(missing_ok=True)
         receiver = rig.receiver.start(*command("receive"), log=log.name, environment=rig.environment)
@@ -83,7 +82,7 @@ def run_endpoints(kind: str, streams: int) -> Callable[[Rig, int], Run]:
         finally:
             receiver.kill()
             receiver.wait()
-        after, _ = rig.sender.link_nbytes()
+        after = sum(rig.sender.link_nbytes())
         sent, received = json.loads(done.stdout.splitlines()[-1]), json.loads(log.read_text().splitlines()[-1])
         cpu_s = sent["cpu_s"] + received["cpu_s"]
         nbytes = received["nbytes"]
@@ -91,7 +90,7 @@ def run_endpoints(kind: str, streams: int) -> Callable[[Rig, int], Run]:
             gb_per_s=nbytes / _GB / received["seconds"],
             cpu_s_per_gb=cpu_s / (nbytes / _GB),
             link_nbytes=after - before,
-            nbytes=nbytes,
+            nbytes=received["all_nbytes"],
         )
 
     return run
@@ -106,10 +105,10 @@ def run_iperf3(streams: int) -> Callable[[Rig, int], Run]:
         server = rig.receiver.start("iperf3", "-s", "-1", "--forceflush", log=log.name)
         try:
             _await_ready(log, server.poll, text="listening")
-            before, _ = rig.sender.link_nbytes()
+            before = sum(rig.sender.link_nbytes())
             command = ("iperf3", "-c", rig.receiver.address, "-n", str(nbytes), "-P", str(streams), "-J", "-l", "1M")
             done = rig.sender.run(*command, timeout_s=_TIMEOUT_S)
-            after, _ = rig.sender.link_nbytes()
+            after = sum(rig.sender.link_nbytes())
         finally:
             server.kill()
             server.wait()
@@ -132,7 +131,7 @@ def run_ucx(rig: Rig, nbytes: int) -> Run:
     """Runs UCX's own benchmark with tagged messages of 1 MiB over TCP. It waits in a busy loop on both sides."""
     environment = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
     count = nbytes >> 20
-    before, _ = rig.sender.link_nbytes()
+    before = sum(rig.sender.link_nbytes())
     server = rig.receiver.start("ucx_perftest", "-p", str(_PORT), log="ucx.log", environment=environment)
     try:
         command = ("ucx_perftest", rig.receiver.address, "-p", str(_PORT), "-t", "tag_bw", "-s", str(1 << 20))
@@ -145,7 +144,7 @@ def run_ucx(rig: Rig, nbytes: int) -> Run:
     finally:
         server.kill()
         server.wait()
-    after, _ = rig.sender.link_nbytes()
+    after = sum(rig.sender.link_nbytes())
     # The last line: iterations, three latencies, two bandwidths in MiB/s, two message rates.
     words = [line.split() for line in done.stdout.splitlines() if line.split()[:1] and line.split()[0][0].isdigit()][-1]
     return Run(
@@ -155,12 +154,13 @@ def run_ucx(rig: Rig, nbytes: int) -> Run:
 
 LINK = "the link, AES-128-GCM, 4 streams"
 PLAIN_LINK = "the link, plain, 4 streams"
+IPERF3 = "iperf3, 4 streams"
 
 CONTENDERS: dict[str, Callable[[Rig, int], Run]] = {
     LINK: run_endpoints("link-aes_gcm", 4),
     PLAIN_LINK: run_endpoints("link-plain", 4),
     "iperf3, 1 stream": run_iperf3(1),
-    "iperf3, 4 streams": run_iperf3(4),
+    IPERF3: run_iperf3(4),
     "plain sockets, 1 stream": run_endpoints("plain", 1),
     "plain sockets, 4 streams": run_endpoints("plain", 4),
     "TLS 1.3 of Python's ssl, 1 stream": run_endpoints("tls", 1),
@@ -176,16 +176,17 @@ CONTENDERS: dict[str, Callable[[Rig, int], Run]] = {
 }
 
 
-def median_of(runs: list[Run]) -> float:
-    """Returns the median rate, GB/s."""
-    return statistics.median(run.gb_per_s for run in runs)
-
-
 def _await_ready(log: Path, poll: Callable[[], int | None], *, text: str = "ready") -> None:
     while text not in (log.read_text() if log.exists() else ""):
         if poll() is not None:
             raise Unavailable(log.read_text().strip().splitlines()[-1])
         time.sleep(0.02)
+
+
+def open_rig(folder: Path) -> Rig:
+    """Starts the boxes. The caller closes the network. Raises NamespaceError."""
+    network = Network(folder, ("receiver", "sender"))
+    return Rig(network, folder, endpoint_environment(folder, network["receiver"].address))
 
 
 def endpoint_environment(folder: Path, receiver: str) -> dict[str, str]:

@@ -44,7 +44,10 @@ def main(kind: str, side: str, host: str, port: str, nbytes: str, streams: str) 
     else:
         move = functools.partial(_MOVES[kind][side], nbytes=share)
         run_s, cpu_s = _run_sockets(side, address, count, move, kind=frame)
-    print(json.dumps({"seconds": run_s, "cpu_s": cpu_s, "nbytes": share * count}))
+    nbytes_measured = share * count
+    unmeasured = _KEY_NBYTES if frame == "link" else 0
+    numbers = {"nbytes": nbytes_measured, "all_nbytes": nbytes_measured + unmeasured}
+    print(json.dumps({"seconds": run_s, "cpu_s": cpu_s, **numbers}))
 
 
 class _Meter:
