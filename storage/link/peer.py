@@ -278,9 +278,10 @@ class Peer:
         with self._lock:
             overdue = [(pull, self._overdue_text(pull, now_s)) for pull in self._incoming.take_overdue(now_s)]
             silent_s = now_s - self._last_heard_s
+            limit_s = self._settings.silence_s if self._instance else self._settings.connect_s
         for pull, text in overdue:
             _fail(pull.future, PullOverdue(text))
-        if silent_s > self._settings.silence_s:
+        if silent_s > limit_s:
             self.lose(f"was silent for {silent_s:.1f} s (last: {self._last_error})")
 
     def next_deadline_s(self) -> float | None:

@@ -32,6 +32,7 @@ class LinkSettings:
     heartbeat_s: float = 1.0
     stall_s: float = 5.0  # without a byte of the control connection, after which it is made anew
     silence_s: float = 30.0  # without an answer, after which the peer is lost
+    connect_s: float = 120.0  # the same, until the first connection: boxes start at different times
     max_messages: int = 1024  # to a peer that has not confirmed them
 
     def __post_init__(self) -> None:
@@ -42,8 +43,8 @@ class LinkSettings:
             raise ValueError(f"piece_nbytes must be 1 to {_MAX_PIECE_NBYTES}, not {self.piece_nbytes}")
         if self.window_nbytes < self.piece_nbytes:
             raise ValueError(f"window_nbytes is {self.window_nbytes}, less than a piece of {self.piece_nbytes}")
-        if not 0 < self.heartbeat_s < self.stall_s <= self.silence_s:
-            raise ValueError("must be 0 < heartbeat_s < stall_s <= silence_s")
+        if not 0 < self.heartbeat_s < self.stall_s <= self.silence_s <= self.connect_s:
+            raise ValueError("must be 0 < heartbeat_s < stall_s <= silence_s <= connect_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from windlass.storage.link.codec import HEADER, Heartbeat, Offered, Pulled, Want
 from windlass.storage.link.handshake import Hello, Keys, Refusal, Welcome
 
 LEFT, RIGHT = BoxName("left"), BoxName("right")
-PATIENCE = quick(silence_s=1.0, stall_s=0.9)
+PATIENCE = quick(stall_s=0.9, silence_s=1.0, connect_s=1.0)
 
 
 @pytest.mark.parametrize(
