@@ -266,7 +266,7 @@ class Peer:
             pull = self._incoming.arrived(number)
             if pull is not None:
                 self._post(Pulled(key=pull.key))
-            else:
+            elif self._incoming.has_wants:
                 self._wake()
         if pull is not None:
             _settle(pull.future, _result(pull.start_s, pull.into.nbytes))

@@ -89,9 +89,19 @@ class IncomingTransfers:
         """Returns whether the peer has offered a key that is not finished."""
         return key in self._offers
 
+    @property
+    def has_wants(self) -> bool:
+        """Returns whether pieces should be asked for now. A quarter of the window is asked for at once.
+
+        Single pieces would cost the control connection a message each, and several threads a wake-up.
+        """
+        return bool(self._ready) and self._asked_nbytes <= self._window_nbytes * 3 // 4
+
     def take_wants(self) -> list[Want]:
         """Returns the pieces to ask the peer for now."""
-        wants = []
+        wants: list[Want] = []
+        if not self.has_wants:
+            return wants
         while self._ready:
             pull = self._ready.first
             piece = pull.pieces[0]
