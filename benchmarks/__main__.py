@@ -16,6 +16,7 @@ NAMES = (
     "dispatch",
     "fairness",
     "memory",
+    "network",
     "optimizer",
     "overflow",
     "planner",

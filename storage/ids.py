@@ -21,6 +21,8 @@ SsdIndex = NewType("SsdIndex", int)
 CorrelationId = NewType("CorrelationId", int)
 # An actor's name within its job: "scheduler", "gpu-0", "optimizer-0", "ssd-1".
 ActorName = NewType("ActorName", str)
+# A box's name within its cluster.
+BoxName = NewType("BoxName", str)
 
 
 class StateKind(StrEnum):

@@ -1,6 +1,7 @@
 """Checksums, checksummed records, and the errors of stores."""
 
 from windlass.storage.integrity.checksum import GRANULE_NBYTES as GRANULE_NBYTES
+from windlass.storage.integrity.checksum import buffer_digest as buffer_digest
 from windlass.storage.integrity.checksum import granule_digests as granule_digests
 from windlass.storage.integrity.errors import DirectIoRefused as DirectIoRefused
 from windlass.storage.integrity.errors import StaleAttempt as StaleAttempt

@@ -15,11 +15,12 @@ def granule_digests(buffer: memoryview) -> list[int]:
 
     Digests are comparable only if both buffers begin at a multiple of GRANULE_NBYTES from the start of a region.
     """
-    return [_digest(buffer[start : start + GRANULE_NBYTES]) for start in range(0, buffer.nbytes, GRANULE_NBYTES)]
+    return [buffer_digest(buffer[start : start + GRANULE_NBYTES]) for start in range(0, buffer.nbytes, GRANULE_NBYTES)]
 
 
-def _digest(granule: memoryview) -> int:
+def buffer_digest(buffer: memoryview) -> int:
+    """Returns XXH3 (64 bits, no seed) of a buffer, as an unsigned integer."""
     state = xxhash.xxh3_64()
-    for start in range(0, granule.nbytes, _UPDATE_NBYTES):
-        state.update(granule[start : start + _UPDATE_NBYTES])
+    for start in range(0, buffer.nbytes, _UPDATE_NBYTES):
+        state.update(buffer[start : start + _UPDATE_NBYTES])
     return state.intdigest()

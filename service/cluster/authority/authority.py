@@ -21,6 +21,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from windlass.service.installation import SettingsError, address_of
 from windlass.service.validation import ReportedError
 from windlass.storage.files import sync_path, sync_tree
+from windlass.storage.ids import BoxName
+from windlass.storage.link import server_name
 
 # The name of every head in its certificate. Boxes expect it, whatever address they reach the head by.
 HEAD_SERVER_NAME = "head.windlass.internal"
@@ -30,6 +32,7 @@ _BACKDATED = timedelta(days=1)  # boxes' clocks may be behind
 _AUTHORITY_LASTS = timedelta(days=30 * 365)
 _BOX_LASTS = timedelta(days=20 * 365)  # a box is excluded by its row, not by its certificate's end
 _SERVER_LASTS = timedelta(days=365)
+_LINK_LASTS = timedelta(days=30)  # for the attempts of one job; each may ask for a new one
 _RENEWED_BEFORE = timedelta(days=120)
 
 
@@ -80,17 +83,20 @@ class Authority:
 
         Only the public key is taken from the request. Raises ValueError if it is no request for a key on P-256.
         """
-        try:
-            request = x509.load_pem_x509_csr(request_pem.encode())
-            key = request.public_key()
-        except (ValueError, InvalidSignature, TypeError) as error:
-            raise ValueError(f"must be a certificate request as PEM ({error})") from None
-        if not (isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1)):
-            raise ValueError("must be a request for a key on the curve P-256")
-        if not request.is_signature_valid:
-            raise ValueError("must be signed with its own key")
-        certificate = self._sign(_builder(box_name, key, _BOX_LASTS), ExtendedKeyUsageOID.CLIENT_AUTH)
+        # It serves clients only, so that no box can take the head's place.
+        certificate = self._sign(_builder(box_name, _key_of(request_pem), _BOX_LASTS), ExtendedKeyUsageOID.CLIENT_AUTH)
         return _pem_of(certificate), digest_of_certificate(certificate.public_bytes(serialization.Encoding.DER))
+
+    def sign_link(self, request_pem: str, box_name: BoxName) -> str:
+        """Signs the request for a certificate of a box's link, and returns it as PEM. Raises ValueError, as `sign_box`.
+
+        It serves clients and servers, because boxes connect to each other. Its only name is that of the link, so
+        neither a head nor a box's row goes by it.
+        """
+        name = server_name(box_name)
+        names = x509.SubjectAlternativeName([x509.DNSName(name)])
+        builder = _builder(name, _key_of(request_pem), _LINK_LASTS).add_extension(names, critical=False)
+        return _pem_of(self._sign(builder, ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH))
 
     def ensure_server_certificate(self, host: str) -> tuple[Path, Path]:
         """Returns the files of the head's own certificate and key. It is renewed in time, and for another address."""
@@ -119,17 +125,29 @@ class Authority:
             return False
         return certificate.not_valid_after_utc - datetime.now(UTC) > _RENEWED_BEFORE
 
-    def _sign(self, builder: x509.CertificateBuilder, purpose: x509.ObjectIdentifier) -> x509.Certificate:
+    def _sign(self, builder: x509.CertificateBuilder, *purposes: x509.ObjectIdentifier) -> x509.Certificate:
         identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         return (
             builder.issuer_name(self.certificate.subject)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            # A box's certificate serves clients only, so that no box can take the head's place.
-            .add_extension(x509.ExtendedKeyUsage([purpose]), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(purposes), critical=True)
             .add_extension(_key_usage(signs=False), critical=True)
             .add_extension(identifier, critical=False)
             .sign(self._key, hashes.SHA256())
         )
+
+
+def _key_of(request_pem: str) -> ec.EllipticCurvePublicKey:
+    try:
+        request = x509.load_pem_x509_csr(request_pem.encode())
+        key = request.public_key()
+    except (ValueError, InvalidSignature, TypeError) as error:
+        raise ValueError(f"must be a certificate request as PEM ({error})") from None
+    if not (isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1)):
+        raise ValueError("must be a request for a key on the curve P-256")
+    if not request.is_signature_valid:
+        raise ValueError("must be signed with its own key")
+    return key
 
 
 def digest_of_certificate(der: bytes) -> str:

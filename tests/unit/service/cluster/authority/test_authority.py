@@ -1,8 +1,11 @@
 """The authority of a head, join codes and the wheel."""
 
+import socket
+import ssl
 import stat
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -10,11 +13,20 @@ import pytest
 from cryptography import x509
 
 from windlass.service.cluster.authority import wheel
-from windlass.service.cluster.authority.authority import Authority, AuthorityError, check_cluster_host, make_box_request
+from windlass.service.cluster.authority.authority import (
+    HEAD_SERVER_NAME,
+    Authority,
+    AuthorityError,
+    check_cluster_host,
+    make_box_request,
+)
 from windlass.service.cluster.authority.codes import CodeError, JoinCode, join_commands, new_join_code
 from windlass.service.cluster.authority.wheel import digest_of_wheel, ensure_wheel
 from windlass.service.data.backup import make_backup, restore_backup
 from windlass.service.installation.settings import Settings, SettingsError
+from windlass.storage.ids import BoxName
+from windlass.storage.link import Certificates, Refused, server_name
+from windlass.storage.link.handshake import require_certificate_of
 from windlass.storage.sql.database import Database, migrate
 
 
@@ -55,6 +67,35 @@ def test_server_certificate_is_renewed_before_it_expires(tmp_path: Path, monkeyp
 def test_sign_box_text_that_is_no_request_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be a certificate request"):
         Authority.of(tmp_path).sign_box("no request", "one")
+
+
+def test_link_certificates_connect_boxes_and_no_head(tmp_path: Path) -> None:
+    authority = Authority.of(tmp_path)
+    (tmp_path / "authority.pem").write_text(authority.pem)
+    certificates = {}
+    for box in ("a", "b_2"):
+        key, request = make_box_request()
+        path = tmp_path / f"{box}.pem"
+        path.write_bytes(key + authority.sign_link(request, BoxName(box)).encode())
+        certificates[box] = Certificates(certificate=path, authority=tmp_path / "authority.pem")
+    ends = socket.socketpair()
+    with ends[0] as client, ends[1] as server:
+        accepted: list[ssl.SSLSocket] = []
+        context = certificates["b_2"].context(is_server=True)
+        accept = threading.Thread(target=lambda: accepted.append(context.wrap_socket(server, server_side=True)))
+        accept.start()
+        name = server_name(BoxName("b_2"))
+        connection = certificates["a"].context(is_server=False).wrap_socket(client, server_hostname=name)
+        accept.join()
+        require_certificate_of(accepted[0], "a")
+        with pytest.raises(Refused):
+            require_certificate_of(accepted[0], "c")
+        connection.close()
+        accepted[0].close()
+    for path in (each.certificate for each in certificates.values()):
+        certificate = x509.load_pem_x509_certificates(path.read_bytes())[0]
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert HEAD_SERVER_NAME not in names.get_values_for_type(x509.DNSName)
 
 
 def test_backup_and_restore_keep_the_authority(tmp_path: Path) -> None:

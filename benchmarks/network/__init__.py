@@ -1,0 +1,1 @@
+"""The benchmark of the link between boxes."""

@@ -1,0 +1,396 @@
+"""The state of one peer, which outlives its connections: pulls, offers, and messages that it has not confirmed."""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, Protocol
+
+from windlass.storage.cancellation import CancelToken
+from windlass.storage.ids import BoxName
+from windlass.storage.io_scheduler import IoResult
+from windlass.storage.link.codec import Closing, Codec, Heartbeat, Offered, Pulled, Want
+from windlass.storage.link.errors import LinkClosed, LinkError, PeerLost, ProtocolError, PullOverdue
+from windlass.storage.link.keys import LinkKey
+from windlass.storage.link.settings import LinkSettings
+from windlass.storage.link.traffic import Traffic
+from windlass.storage.link.transfers import IncomingTransfers, Offer, OutgoingTransfers, Pull
+
+
+class Connections(Protocol):
+    """The connections to a peer, as its state sees them."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Returns whether they have ended."""
+
+    def wake(self) -> None:
+        """Makes the control thread look for messages to send."""
+
+
+class Peer:
+    """One peer. All methods may be called by any thread. Callbacks and futures run without its lock."""
+
+    def __init__(
+        self,
+        name: BoxName,
+        settings: LinkSettings,
+        codec: Codec,
+        token: CancelToken,
+        on_message: Callable[[BoxName, Any], None],
+        on_lost: Callable[[BoxName, PeerLost], None],
+    ) -> None:
+        """`token` ends the waits of `send`. `on_lost` is called once, by the thread that finds out."""
+        self.name = name
+        self._settings = settings
+        self._codec = codec
+        self._token = token
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._to_send = threading.Condition(self._lock)  # senders of data frames wait here
+        # All attributes below are protected by `_lock`.
+        piece_nbytes = settings.piece_nbytes
+        self._incoming = IncomingTransfers(window_nbytes=settings.window_nbytes, piece_nbytes=piece_nbytes)
+        self._outgoing = OutgoingTransfers(piece_nbytes=piece_nbytes)
+        self._connections: Connections | None = None
+        self._unconfirmed: deque[tuple[int, bytes]] = deque()
+        self._num_sent = 0  # of these, over the present connection
+        self._ordinal = 0
+        self._received = 0
+        self._confirmed = 0  # of the received ones, told to the peer
+        self._instance: bytes | None = None
+        self._traffic = Traffic()
+        self._lost: PeerLost | None = None
+        self._last_heard_s = time.monotonic()
+        self._last_error = "it was never reached"
+        self._last_heartbeat_s = 0.0
+
+    # --- the caller's side ---
+
+    def pull(self, pull: Pull) -> None:
+        """Adds a pull. Raises PeerLost, or the errors of `IncomingTransfers.add`."""
+        with self._lock:
+            self._require(str(pull.key))
+            self._incoming.add(pull)
+            self._wake()
+
+    def offer(self, offer: Offer) -> None:
+        """Adds an offer and tells the peer. Raises PeerLost, or ValueError if it is there already."""
+        with self._lock:
+            self._require(str(offer.key))
+            self._outgoing.add(offer)
+            self._post(Offered(key=offer.key, nbytes=offer.buffer.nbytes))
+
+    def send(self, message: object, *, may_wait: bool = True) -> None:
+        """Sends a message, which arrives once and in order. Waits while too many are unconfirmed.
+
+        Raises:
+            PeerLost: the peer is lost.
+            ValueError: the message is of no registered type, or too large.
+        """
+        with self._changed:
+            if may_wait and not self._has_room():
+                self._token.wait_for(self._changed, self._has_room, lambda: f"box {self.name!r} to confirm messages")
+            self._require("a message")
+            self._post(message)
+
+    def traffic(self) -> Traffic:
+        """Returns the traffic so far, with its spans, which are removed here."""
+        with self._lock:
+            return self._traffic.taken()
+
+    @property
+    def lost(self) -> PeerLost | None:
+        """The error that ended the peer."""
+        return self._lost
+
+    def finish(self, until_s: float) -> None:
+        """Waits until the peer has confirmed all messages, and then tells it that this box ends its link."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._lost is not None or not self._unconfirmed, max(0.0, until_s - time.monotonic())
+            )
+            if self._lost is None and self._connections is not None:
+                self._post(Closing())
+                self._changed.wait_for(
+                    lambda: self._connections is None or not self._unconfirmed, max(0.0, until_s - time.monotonic())
+                )
+
+    # --- connections ---
+
+    @property
+    def received(self) -> int:
+        """The ordinal of the last message that has arrived."""
+        with self._lock:
+            return self._received
+
+    def check_instance(self, instance: bytes) -> None:
+        """Raises ProtocolError if the peer's link is another object than before: it has lost its state."""
+        with self._lock:
+            if self._instance is None:
+                self._instance = instance
+            elif self._instance != instance:
+                raise ProtocolError("it was started anew within the attempt")
+
+    def connected(self, connections: Connections, received: int) -> None:
+        """Goes on over new connections. `received`: the ordinal that the peer has received."""
+        with self._lock:
+            self._confirm(received)
+            self._num_sent = 0
+            self._connections = connections
+            self._last_error = "its connection ended"
+            self._traffic.num_connections += 1
+            self._heard()
+            self._wake()
+
+    def disconnected(self, error: Exception | None) -> None:
+        """Forgets the connections, whose threads have ended."""
+        with self._changed:
+            self._connections = None
+            self._incoming.ask_again()
+            self._outgoing.forget_wants()
+            if error is not None:
+                self._last_error = str(error) or type(error).__name__
+            self._changed.notify_all()
+
+    def await_disconnected(self, timeout_s: float) -> None:
+        """Waits until there are no connections. Raises TimeoutError."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._connections is None, timeout_s):
+                raise TimeoutError(f"the connections to box {self.name!r} do not end")
+
+    def stop_senders(self) -> None:
+        """Ends the waits of `next_piece` of connections that are broken."""
+        with self._lock:
+            self._to_send.notify_all()
+
+    def note(self, error: Exception) -> None:
+        """Records why there is no connection, for the text of a later loss."""
+        with self._lock:
+            self._last_error = str(error) or type(error).__name__
+
+    def heard_s(self) -> float:
+        """The moment of the last sign of life."""
+        return self._last_heard_s
+
+    # --- the control thread ---
+
+    def control_bytes(self, now_s: float) -> bytes:
+        """Returns what the control connection must send now, "" if nothing."""
+        with self._lock:
+            parts = [self._codec.encode(want) for want in self._incoming.take_wants()]
+            while self._num_sent < len(self._unconfirmed):
+                parts.append(self._unconfirmed[self._num_sent][1])
+                self._num_sent += 1
+            is_due = now_s - self._last_heartbeat_s >= self._settings.heartbeat_s
+            if is_due or self._confirmed < self._received:
+                self._last_heartbeat_s = now_s
+                self._confirmed = self._received
+                parts.append(self._codec.encode(Heartbeat(received=self._received)))
+            self._traffic.num_messages_out += len(parts)
+        return b"".join(parts)
+
+    def take(self, ordinal: int, message: Any) -> None:
+        """Carries out a message of the control connection. Raises ProtocolError."""
+        finished: Offer | None = None
+        failed: tuple[Pull, Exception] | None = None
+        with self._changed:
+            self._heard()
+            self._traffic.num_messages_in += 1
+            if isinstance(message, Want | Heartbeat) == bool(ordinal):
+                raise ProtocolError(f"a {type(message).__name__} with ordinal {ordinal}")
+            if ordinal:
+                if ordinal <= self._received:
+                    return
+                if ordinal != self._received + 1:
+                    raise ProtocolError(f"message {ordinal} after message {self._received}")
+                self._received = ordinal
+            match message:
+                case Want():
+                    self._outgoing.wanted(message)
+                    self._to_send.notify()
+                case Heartbeat(received=received):
+                    self._confirm(received)
+                case Offered(key=key, nbytes=nbytes):
+                    failed = self._offered(key, nbytes)
+                    self._wake()
+                case Pulled(key=key):
+                    finished = self._outgoing.pulled(key)
+                    finished.readers.discard(self.name)
+                    if finished.readers:
+                        finished = None
+        if finished is not None:
+            _settle(finished.future, _result(finished.start_s, finished.buffer.nbytes))
+        if failed is not None:
+            _fail(failed[0].future, failed[1])
+        if isinstance(message, Closing):
+            self.lose("ended its link")
+        elif not isinstance(message, Want | Heartbeat | Offered | Pulled):
+            self._on_message(self.name, message)
+
+    # --- threads of data connections ---
+
+    def next_piece(self, connections: Connections) -> tuple[int, memoryview] | None:
+        """Waits for a piece that the peer wants. Returns its number and its bytes; None if the connections ended."""
+        with self._to_send:
+            while not connections.is_broken:
+                if (taken := self._outgoing.take()) is not None:
+                    want, offer, piece = taken
+                    if offer.start_s is None:
+                        offer.start_s = time.monotonic()
+                    return want.number, piece
+                self._to_send.wait()
+        return None
+
+    def sent(self, start_s: float, nbytes: int) -> None:
+        """Counts a piece that was sent."""
+        with self._lock:
+            self._traffic.add(is_incoming=False, start_s=start_s, end_s=time.monotonic(), nbytes=nbytes)
+
+    def place(self, number: int, nbytes: int) -> memoryview:
+        """Returns the memory for a piece that arrives. Raises ProtocolError if it was not asked for."""
+        with self._lock:
+            piece = self._incoming.expected(number, nbytes)
+            if piece.pull.start_s is None:
+                piece.pull.start_s = time.monotonic()
+            return piece.into
+
+    def arrived(self, number: int, start_s: float, nbytes: int) -> None:
+        """Records that a piece has arrived whole."""
+        with self._lock:
+            self._traffic.add(is_incoming=True, start_s=start_s, end_s=time.monotonic(), nbytes=nbytes)
+            pull = self._incoming.arrived(number)
+            if pull is not None:
+                self._post(Pulled(key=pull.key))
+            elif self._incoming.has_wants:
+                self._wake()
+        if pull is not None:
+            _settle(pull.future, _result(pull.start_s, pull.into.nbytes))
+
+    # --- the watch ---
+
+    def watch(self, now_s: float) -> None:
+        """Fails overdue pulls, and loses a silent peer."""
+        with self._lock:
+            overdue = [(pull, self._overdue_text(pull, now_s)) for pull in self._incoming.take_overdue(now_s)]
+            silent_s = now_s - self._last_heard_s
+            limit_s = self._settings.silence_s if self._instance else self._settings.connect_s
+        for pull, text in overdue:
+            _fail(pull.future, PullOverdue(text))
+        if silent_s > limit_s:
+            self.lose(f"was silent for {silent_s:.1f} s (last: {self._last_error})")
+
+    def next_deadline_s(self) -> float | None:
+        """Returns the earliest deadline of a pull."""
+        with self._lock:
+            return self._incoming.next_deadline_s()
+
+    def lose(self, why: str) -> None:
+        """Ends the peer: all its pulls and offers fail. Only the first call has an effect."""
+        told = f"box {self.name!r} {why}"
+        lost = PeerLost(told)
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._lost = lost
+        self._fail_all(PeerLost, told)
+        self._on_lost(self.name, lost)
+
+    def close(self) -> None:
+        """Fails all pulls and offers, because this box's link was closed and its threads have ended."""
+        self._fail_all(LinkClosed, "the link was closed")
+
+    def _fail_all(self, kind: type[LinkError], told: str) -> None:
+        with self._changed:
+            pulls, offers = self._incoming.take_all(), self._outgoing.take_all()
+            self._wake()
+            self._to_send.notify_all()
+            self._changed.notify_all()
+        for pull in pulls:
+            _fail(pull.future, kind(f"{told}: {pull.key} did not come from box {self.name!r}"))
+        for offer in offers:
+            _fail(offer.future, kind(f"{told}: box {self.name!r} has not pulled {offer.key}"))
+
+    def describe(self) -> str:
+        """Describes the oldest pull that waits for this peer; "" if there is none."""
+        now_s = time.monotonic()
+        with self._lock:
+            oldest = min(self._incoming.pulls.values(), key=lambda pull: pull.since_s, default=None)
+            return (
+                ""
+                if oldest is None
+                else f"{self._state_of(oldest, now_s)}, the first of {len(self._incoming.pulls)} pulls"
+            )
+
+    # --- inside ---
+
+    def _offered(self, key: LinkKey, nbytes: int) -> tuple[Pull, Exception] | None:
+        try:
+            self._incoming.offered(key, nbytes)
+        except ProtocolError:
+            raise
+        except LinkError as error:
+            return self._incoming.pulls.pop(key), error
+        return None
+
+    def _post(self, message: object) -> None:
+        self._unconfirmed.append((self._ordinal + 1, self._codec.encode(message, self._ordinal + 1)))
+        self._ordinal += 1
+        self._wake()
+
+    def _confirm(self, received: int) -> None:
+        if received > self._ordinal:
+            raise ProtocolError(f"a confirmation of message {received}, but {self._ordinal} were sent")
+        while self._unconfirmed and self._unconfirmed[0][0] <= received:
+            self._unconfirmed.popleft()
+            self._num_sent = max(0, self._num_sent - 1)
+        self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        return self._lost is not None or len(self._unconfirmed) < self._settings.max_messages
+
+    def _require(self, what: str) -> None:
+        if self._lost is not None:
+            raise PeerLost(f"{self._lost}: {what} cannot be exchanged with it")
+
+    def _heard(self) -> None:
+        self._last_heard_s = time.monotonic()
+
+    def _wake(self) -> None:
+        if self._connections is not None:
+            self._connections.wake()
+
+    def _overdue_text(self, pull: Pull, now_s: float) -> str:
+        return f"{self._state_of(pull, now_s)}; its deadline is over"
+
+    def _state_of(self, pull: Pull, now_s: float) -> str:
+        pieces = -(-pull.into.nbytes // self._settings.piece_nbytes)
+        if pull.start_s is not None:
+            state = f"{pieces - pull.num_missing} of {pieces} pieces have come"
+        else:
+            state = "it is offered" if self._incoming.is_offered(pull.key) else "it is not offered"
+        if self._connections is None:
+            state += f", and there is no connection ({self._last_error})"
+        return (
+            f"{pull.key} has not come from box {self.name!r} after {now_s - pull.since_s:.1f} s: {state}, last heard "
+            f"{now_s - self._last_heard_s:.1f} s ago"
+        )
+
+
+def _result(start_s: float | None, nbytes: int) -> IoResult:
+    end_s = time.monotonic()
+    return IoResult(start_s=end_s if start_s is None else start_s, end_s=end_s, nbytes=nbytes)
+
+
+def _settle(future: "Future[IoResult]", result: IoResult) -> None:
+    with contextlib.suppress(InvalidStateError):  # the caller has cancelled it
+        future.set_result(result)
+
+
+def _fail(future: "Future[IoResult]", error: Exception) -> None:
+    with contextlib.suppress(InvalidStateError):  # also if it failed before: an offer has several readers
+        future.set_exception(error)

@@ -1,0 +1,109 @@
+"""The link over a network that fails: what was on its way arrives, once, and a peer that stays away is lost."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.storage.cutting_relay import CuttingRelay
+from tests.support.storage.links import WAIT_S, Note, key, linked, quick
+from windlass.storage.ids import BoxName
+from windlass.storage.link import PeerLost, Protection, PullOverdue
+
+LEFT, RIGHT = BoxName("left"), BoxName("right")
+
+
+class Relays:
+    """The relays before the boxes of a test."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self.all: list[CuttingRelay] = []
+
+    def via(self, _: str, port: int) -> int:
+        """Puts a relay before a port."""
+        relay = CuttingRelay(port)
+        self._stack.callback(relay.close)
+        self.all.append(relay)
+        return relay.port
+
+    @property
+    def used(self) -> CuttingRelay:
+        """The relay of "right", to which "left" connects."""
+        return self.all[1]
+
+
+@pytest.fixture
+def relays() -> Iterator[Relays]:
+    with ExitStack() as stack:
+        yield Relays(stack)
+
+
+@pytest.mark.parametrize("protection", list(Protection))
+@pytest.mark.parametrize("nbytes", [1, 5_000, 77_777])
+def test_transfer_that_is_cut_in_mid_frame_goes_on(
+    tmp_path: Path, relays: Relays, protection: Protection, nbytes: int
+) -> None:
+    content, answer = os.urandom(300_000), os.urandom(300_000)
+    slot, answer_slot = bytearray(300_000), bytearray(300_000)
+    with linked(tmp_path, settings=quick(protection=protection), via=relays.via) as ends:
+        ends["left"].send(RIGHT, Note("connected"))
+        ends.wait(lambda: ends.messages["right"])
+        relays.used.cut_after(nbytes)
+        pulls = [
+            ends["right"].pull(key(0), memoryview(slot), source=LEFT),
+            ends["left"].pull(key(0), memoryview(answer_slot), source=RIGHT),
+        ]
+        offers = [
+            ends["left"].offer(key(0), memoryview(content), {RIGHT}),
+            ends["right"].offer(key(0), memoryview(answer), {LEFT}),
+        ]
+        for future in (*pulls, *offers):
+            future.result(WAIT_S)
+        assert relays.used.num_cuts == 1
+        assert ends["left"].traffic()[RIGHT].num_connections == 2
+    assert slot == content
+    assert answer_slot == answer
+
+
+def test_messages_arrive_once_and_in_order_over_cuts(tmp_path: Path, relays: Relays) -> None:
+    with linked(tmp_path, via=relays.via) as ends:
+        for round_number in range(4):
+            for number in range(50):
+                ends["left"].send(RIGHT, Note("n", 50 * round_number + number))
+                ends["right"].send(LEFT, Note("m", 50 * round_number + number))
+            ends.wait(lambda: len(ends.messages["right"]) > 50 * round_number)  # noqa: B023  called at once
+            relays.used.cut()
+        ends.wait(lambda: len(ends.messages["right"]) == len(ends.messages["left"]) == 200)
+    assert [message.number for _, message in ends.messages["right"]] == list(range(200))
+    assert [message.number for _, message in ends.messages["left"]] == list(range(200))
+
+
+def test_peer_that_stays_away_is_lost_on_both_sides(tmp_path: Path, relays: Relays) -> None:
+    settings = quick(silence_s=0.8, stall_s=0.5)
+    with linked(tmp_path, settings=settings, via=relays.via) as ends:
+        pull = ends["right"].pull(key(3), memoryview(bytearray(8)), source=LEFT)
+        offer = ends["left"].offer(key(4), memoryview(bytes(8)), {RIGHT})
+        ends["left"].send(RIGHT, Note("connected"))
+        ends.wait(lambda: ends.messages["right"])
+        relays.used.cut(stay_down=True)
+        with pytest.raises(PeerLost, match=r"box 'left' was silent for .* s .*block 3, part 0 did not come"):
+            pull.result(WAIT_S)
+        with pytest.raises(PeerLost, match=r"box 'right' was silent for .* has not pulled activation of step 1"):
+            offer.result(WAIT_S)
+        ends.wait(lambda: ends.losses["left"] and ends.losses["right"])
+        with pytest.raises(PeerLost):
+            ends["left"].send(RIGHT, Note("too late"))
+    assert len(ends.losses["left"]) == len(ends.losses["right"]) == 1
+
+
+def test_deadline_holds_while_there_is_no_connection(tmp_path: Path, relays: Relays) -> None:
+    with linked(tmp_path, via=relays.via) as ends:
+        ends["left"].send(RIGHT, Note("connected"))
+        ends.wait(lambda: ends.messages["right"])
+        relays.used.cut(stay_down=True)
+        pull = ends["right"].pull(key(3), memoryview(bytearray(8)), source=LEFT, deadline_s=0.3)
+        with pytest.raises(PullOverdue, match=r"block 3, part 0 has not come from box 'left' after .*no connection"):
+            pull.result(WAIT_S)
