@@ -44,8 +44,8 @@ class Operations:
         self._pieces = pieces
         self._activations = Activations(gpu)
         self._away: dict[tuple[int, int], list[Away]] = {}  # by block and micro-batch
-        self._to_compute: Queue[ComputeBlock] = Queue(gpu.world.env)
-        gpu.world.env.process(self._run())
+        self._to_compute: Queue[ComputeBlock] = Queue(gpu.world.clock)
+        gpu.world.clock.process(self._run())
 
     def compute(self, operation: ComputeBlock) -> None:
         """Queues an operation."""
@@ -63,17 +63,17 @@ class Operations:
     def _run(self) -> Process:
         world = self.world
         while True:
-            start_s = world.env.now
+            start_s = world.clock.now
             operation = yield from self._to_compute.get()
             self._note(SpanKind.WAIT_OPERATION, operation, operation.block, start_s)
             fetches: list[Fetch] = []
             for block in operation.blocks:
-                start_s = world.env.now
+                start_s = world.clock.now
                 fetches.append((yield from self._feed.wait_for(operation, block)))
                 self._note(SpanKind.WAIT_PARAMS, operation, block, start_s)
             goes_backward = _goes_backward(operation)
             if goes_backward:
-                start_s = world.env.now
+                start_s = world.clock.now
                 yield from self._grads.take(operation)
                 self._note(SpanKind.WAIT_GRAD_BUFFER, operation, operation.block, start_s)
             computing = self._compute(operation, fetches)

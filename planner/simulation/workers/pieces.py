@@ -10,11 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import simpy
-
 from windlass.actors.messages import ComputeBlock, ParamRequest, SpanKind
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece
-from windlass.planner.simulation import Process, Queue, SimulatedGpu
+from windlass.planner.simulation import Future, Process, Queue, SimulatedGpu
 from windlass.storage.ids import BlockIndex
 
 _PIECES = "pieces of params"
@@ -25,8 +23,8 @@ class _Use:
     """One use of a piece in an operation."""
 
     piece: int
-    copied: simpy.Event
-    over: simpy.Event
+    copied: Future
+    over: Future
     nbytes: int  # freed after this use
 
 
@@ -36,8 +34,8 @@ class _Copy:
 
     request: ParamRequest
     nbytes: int
-    free: simpy.Event | None  # set when the buffer is free
-    copied: simpy.Event
+    free: Future | None  # set when the buffer is free
+    copied: Future
 
 
 class Pieces:
@@ -46,7 +44,7 @@ class Pieces:
     def __init__(self, gpu: SimulatedGpu) -> None:
         self.gpu, self.world = gpu, gpu.world
         world = gpu.world
-        self._to_copy: Queue[_Copy] = Queue(world.env)
+        self._to_copy: Queue[_Copy] = Queue(world.clock)
         # The last use of each buffer's piece, the least recently used buffer first.
         self._last: list[_Use | None] = [None] * NUM_PIECE_BUFFERS
         self._uses: dict[int, deque[_Use]] = {}  # by operation: uses still to come
@@ -54,7 +52,7 @@ class Pieces:
         if world.bounds:
             piece_nbytes = largest_piece(list(world.bounds.values())) * world.param_itemsize
             gpu.allocate(_PIECES, NUM_PIECE_BUFFERS * piece_nbytes)
-        world.env.process(self._run())
+        world.clock.process(self._run())
 
     def shares(self, block: BlockIndex) -> list[float]:
         """Returns each piece's share of a pass through a block; empty if the block is not streamed."""
@@ -63,7 +61,7 @@ class Pieces:
 
     def begin(self, request: ParamRequest, order: Sequence[int]) -> None:
         """Plans the copies for an operation that will use pieces in this order."""
-        bounds, env = self.world.bounds[request.block], self.world.env
+        bounds, clock = self.world.bounds[request.block], self.world.clock
         uses = self._uses[request.operation.op] = deque()
         lying: list[_Use | None] = [None] * len(self._last)  # pieces of this operation
         for piece in order:
@@ -71,10 +69,10 @@ class Pieces:
             loaded, last = lying.pop(place), self._last.pop(place)
             nbytes = (bounds[piece + 1] - bounds[piece]) * self.world.param_itemsize
             if loaded is not None and loaded.piece == piece:
-                use = _Use(piece, loaded.copied, env.event(), nbytes)
+                use = _Use(piece, loaded.copied, clock.future(), nbytes)
                 loaded.nbytes = 0
             else:
-                use = _Use(piece, env.event(), env.event(), nbytes)
+                use = _Use(piece, clock.future(), clock.future(), nbytes)
                 self._to_copy.put(_Copy(request, nbytes, None if last is None else last.over, use.copied))
             lying.append(use)
             self._last.append(use)
@@ -94,7 +92,7 @@ class Pieces:
 
     def _release_held(self) -> None:
         if self._held is not None:
-            self._held.over.succeed()
+            self._held.over.set_done()
             self.gpu.level(_PIECES, -self._held.nbytes)
             self._held = None
 
@@ -106,4 +104,4 @@ class Pieces:
             request = copy.request
             self.gpu.level(_PIECES, copy.nbytes)
             yield from self.gpu.copy_in(copy.nbytes, SpanKind.COPY_PARAMS_IN, request.step, request.block)
-            copy.copied.succeed()
+            copy.copied.set_done()
