@@ -6,6 +6,7 @@ what follows from it.
 """
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
@@ -51,10 +52,16 @@ class Clock:
         """Makes `run` return after the current call."""
         self._is_paused = True
 
-    def run(self, max_calls: int | None = None) -> bool:
-        """Lets time pass until nothing is left to happen, `pause` is called, or so many functions were called.
+    @property
+    def pending_s(self) -> list[float]:
+        """The seconds until each later call, in order."""
+        return sorted(at_s - self.now for at_s, _, _ in self._later)
 
-        Returns whether something is left.
+    def run(self, *, until_s: float = math.inf, max_calls: int | None = None) -> bool:
+        """Lets time pass until nothing is left to happen, or `pause` is called.
+
+        Also returns before the time `until_s` is over, and when `max_calls` functions were called. Returns whether
+        something is left.
         """
         ready, later, num_calls = self._ready, self._later, 0
         self._is_paused = False
@@ -62,6 +69,8 @@ class Clock:
             if not ready:
                 if not later:
                     return False
+                if later[0][0] > until_s:
+                    return True
                 # All calls for this time come before those that they cause.
                 self.now, _, call = heapq.heappop(later)
                 ready.append(call)

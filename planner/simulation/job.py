@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 from windlass.actors.job import CoreContext
@@ -58,7 +59,7 @@ class SimulatedJob:
 
     def run(self, is_late: Callable[[], bool] = lambda: False) -> list[WorkSpan]:
         """Runs until the last step is committed, and returns all spans. Raises `Stuck`, or `TooLong` if `is_late`."""
-        while self._world.clock.run(_LOOK_EVERY):
+        while self._world.clock.run(max_calls=_LOOK_EVERY):
             if is_late():
                 raise TooLong
         if not self._pipeline.finished:
@@ -70,16 +71,25 @@ class SimulatedJob:
         """The memory levels from the start until now; empty without `keeps_spans`."""
         return self._world.levels
 
-    def period_s(self, step: int) -> float:
-        """Returns the time between the ends of two backward passes, the second one being `step`'s. Raises `Stuck`.
+    def next_period_s(self, limit_s: float = math.inf) -> float:
+        """Runs the next step. Returns the time from the end of the backward pass before it to that of its own.
 
-        Runs the simulation until that step has ended.
+        Returns infinity as soon as more than `limit_s` of it have passed. Raises `Stuck`.
         """
         ends_s = self._world.step_ends_s
-        while len(ends_s) < step:
-            if not self._world.clock.run() and len(ends_s) < step:
-                raise self._stuck()
-        return ends_s[step - 1] - (ends_s[step - 2] if step > 1 else 0.0)
+        num_ended, since_s = len(ends_s), ends_s[-1] if ends_s else 0.0
+        is_left = self._world.clock.run(until_s=since_s + limit_s)
+        if len(ends_s) > num_ended:
+            return ends_s[-1] - since_s
+        if is_left:
+            return math.inf
+        raise self._stuck()
+
+    @property
+    def pending(self) -> list[float]:
+        """What is going on: the seconds until each call to come, and the numbers of what waits."""
+        waits = self._pipeline.waits.outstanding
+        return [float(len(waits)), *self._world.nums_waiting, *self._world.clock.pending_s]
 
     def _send_to_scheduler(self, event: Event) -> None:
         self._later(lambda: self._issue(self._pipeline.handle(event, self._world.clock.now)))

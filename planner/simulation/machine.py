@@ -125,6 +125,11 @@ class SimulatedMachine(Log):
         start, stop = self.chunk_ranges[key]
         return stop - start
 
+    @property
+    def nums_waiting(self) -> list[float]:
+        """The number of transfers that wait at each SSD, and of free slots for gradients."""
+        return [*(float(ssd.num_waiting) for ssd in self._ssds), float(self.grad_slots.num_free)]
+
     def end_step(self) -> None:
         """Records that a step's backward pass has ended."""
         self.step_ends_s.append(self.clock.now)

@@ -243,6 +243,11 @@ class Ssd:
                 self._cut_short(self._moving)
         return transfer.over
 
+    @property
+    def num_waiting(self) -> int:
+        """The number of transfers that wait for their turn."""
+        return len(self._waiting)
+
     def _begin(self, moving: _Transfer) -> None:
         self._moving = moving
         self._since_s = self._clock.now

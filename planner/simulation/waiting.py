@@ -67,13 +67,13 @@ class Slots:
     def __init__(self, clock: Clock, num_free: int, note: Callable[[int], None] | None = None) -> None:
         """`note` is called with the number of slots acquired, or a negative number of slots released."""
         self._clock = clock
-        self._num_free = num_free
+        self.num_free = num_free
         self._note = note
         self._waiting: deque[tuple[int, Future]] = deque()
 
     def take(self, count: int = 1) -> Process:
         """Returns when the caller has the slots."""
-        if self._waiting or count > self._num_free:
+        if self._waiting or count > self.num_free:
             taken = Future(self._clock)
             self._waiting.append((count, taken))
             yield taken
@@ -83,12 +83,12 @@ class Slots:
     def give_back(self, count: int = 1) -> None:
         """Releases slots."""
         self._acquire(-count)
-        while self._waiting and self._waiting[0][0] <= self._num_free:
+        while self._waiting and self._waiting[0][0] <= self.num_free:
             count, taken = self._waiting.popleft()
             self._acquire(count)
             taken.set_done()
 
     def _acquire(self, count: int) -> None:
-        self._num_free -= count
+        self.num_free -= count
         if self._note is not None:
             self._note(count)
