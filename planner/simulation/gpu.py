@@ -26,7 +26,7 @@ class SimulatedGpu:
         self._compute, to_device, from_device = (
             own_resource(name, self.name) for name in (COMPUTE, TO_DEVICE, FROM_DEVICE)
         )
-        self._has_levels = self.name == world.context.grads_worker
+        self._has_levels = world.keeps_spans and self.name == world.context.grads_worker
         rates, spend = world.rates, None
         if rates.num_cores is None and rates.duplex_share < 1:
             both_ways = SharedCores(world.clock, 2 * rates.duplex_share)

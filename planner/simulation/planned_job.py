@@ -30,7 +30,10 @@ _MAX_CHUNKS = 500
 _CHUNKS_OF_BLOCK_FOR_SSD = 2
 _MAX_ACTIVATION_SLOTS = 500
 # The SSDs carry the same load. So for a step's time alone, they are simulated as so many faster ones at most.
-_MAX_SSDS = 2
+_MAX_SSDS = 64
+# Micro-batches of a group are merged, but so many remain, and so many of their tensors have room on their way out.
+_MIN_MICROBATCHES = 1 << 30
+_MIN_LEAVING = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +52,19 @@ class SimulatedSteps:
         return memory_of(self.steps[-1].levels)
 
 
-def simulated_step_s(solution: Solution, layout: ModelLayout, *, num_cores: int) -> float:
+def simulated_step_s(
+    solution: Solution, layout: ModelLayout, *, num_cores: int, limit_step_s: float = math.inf
+) -> float:
     """Returns the steady step time of a planned job on its machine; see `simulate_planned`.
+
+    Where it is more than `limit_step_s`, the simulation ends as soon as that is known, and infinity is returned.
 
     Raises:
         Stuck: the job would not end.
     """
     num_ssds = min(_MAX_SSDS, solution.costs.speeds.num_ssds)
-    return steady_step_s(*_simulated(solution, layout, num_cores, num_ssds))
+    simulated = _simulated(solution, layout, num_cores, num_ssds, num_merged(solution))
+    return steady_step_s(*simulated, limit_s=limit_step_s)
 
 
 def simulate_planned(
@@ -76,15 +84,21 @@ def simulate_planned(
 
 
 def _simulated(
-    solution: Solution, layout: ModelLayout, num_cores: int, num_ssds: int
+    solution: Solution, layout: ModelLayout, num_cores: int, num_ssds: int, num_merged: int = 1
 ) -> tuple[CoreContext, SchedulerConfig, Rates, Work]:
-    """Returns what is simulated. `num_ssds`: at most the machine's; each stands for an equal share of its SSDs."""
+    """Returns what is simulated.
+
+    `num_ssds`: at most the machine's; each stands for an equal share of its SSDs. `num_merged`: micro-batches for which
+    each simulated one stands.
+    """
     speeds, spec = solution.costs.speeds, _spec_of(solution)
     scale = speeds.num_ssds / num_ssds if num_ssds else 1.0
     layout = _in_fewer_chunks(layout, num_ssds)
     if scale > 1 or layout.chunk_numel != solution.costs.job.model.chunk_numel:
         spec = replace(spec, placement=_in_larger_chunks(solution, layout, scale), host_memory_nbytes=None)
-    work = work_of(solution)
+    if num_merged > 1:
+        spec = _with_fewer_microbatches(spec, solution, num_merged)
+    work = _merged(work_of(solution), num_merged)
     context = _with_fewer_slots(make_core_context(spec, layout, num_ssds), work, scale)
     # Slots have the size of the widest micro-batches; the transfers have that of the mean one.
     work = _of_mean_size(work, solution.costs.job.model.size_share)
@@ -147,6 +161,36 @@ def _of_mean_size(work: Work, share: float) -> Work:
     """Returns the work with swapped bytes multiplied by `share`."""
     swapped = {block: [max(1, int(share * nbytes)) for nbytes in out] for block, out in work.swapped_nbytes.items()}
     return replace(work, swapped_nbytes=swapped)
+
+
+def num_merged(solution: Solution) -> int:
+    """Returns the number of micro-batches that can be simulated as one.
+
+    Several of their tensors must have room on their way to the host.
+    """
+    plan, training = solution.plan, solution.costs.job.training
+    largest = max((nbytes for out in work_of(solution).swapped_nbytes.values() for nbytes in out), default=0)
+    most = plan.group_size // _MIN_MICROBATCHES
+    if training.lanes > 1:
+        return 1
+    if largest:
+        most = min(most, plan.max_leaving_nbytes // (_MIN_LEAVING * largest))
+    divides = math.gcd(plan.group_size, training.num_microbatches)
+    return max((number for number in range(1, most + 1) if divides % number == 0), default=1)
+
+
+def _with_fewer_microbatches(spec: JobCore, solution: Solution, num_merged: int) -> JobCore:
+    """Fixes the size of a group, and merges micro-batches in it."""
+    training = replace(spec.training, num_microbatches=spec.training.num_microbatches // num_merged)
+    placement = replace(spec.placement or solution.placement, group_size=solution.plan.group_size // num_merged)
+    return replace(spec, training=training, placement=placement)
+
+
+def _merged(work: Work, number: int) -> Work:
+    """Returns the work with tensors of so many micro-batches as one."""
+    swapped = {block: [number * nbytes for nbytes in out] for block, out in work.swapped_nbytes.items()}
+    held = {block: number * nbytes for block, nbytes in work.held_nbytes.items()}
+    return replace(work, swapped_nbytes=swapped, held_nbytes=held, num_merged=number)
 
 
 def _in_fewer_chunks(layout: ModelLayout, num_ssds: int) -> ModelLayout:

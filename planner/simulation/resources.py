@@ -58,6 +58,8 @@ class Work:
     # By block: seconds for the norms of a complete gradient, once a step. For missing blocks they are part of an
     # operation's time.
     norms_s: Mapping[int, float] = field(default_factory=dict)
+    # The real micro-batches for which each simulated one stands. The bytes above are of one simulated micro-batch.
+    num_merged: int = 1
 
 
 class Stuck(RuntimeError):
@@ -83,7 +85,8 @@ class Log:
     def spend(self, duration_s: float) -> Process:
         """Waits for `duration_s` of work on all cores, and longer if they are shared."""
         if self._cores is None:
-            yield duration_s
+            if duration_s:
+                yield duration_s
         else:
             yield from self._cores.work(duration_s, self._cores.num_cores)
 
