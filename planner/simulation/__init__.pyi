@@ -1,5 +1,8 @@
 """Simulates a plan with the scheduler's real policy, on resources with given rates."""
 
+from windlass.planner.simulation.clock import Future as Future
+from windlass.planner.simulation.clock import Process as Process
+from windlass.planner.simulation.clock import ProcessReturning as ProcessReturning
 from windlass.planner.simulation.compared import simulate_policy as simulate_policy
 from windlass.planner.simulation.gpu import SimulatedGpu as SimulatedGpu
 from windlass.planner.simulation.machine import ACTIVATIONS as ACTIVATIONS
@@ -12,8 +15,6 @@ from windlass.planner.simulation.planned_job import simulated_step_s as simulate
 from windlass.planner.simulation.resources import Resource as Resource
 from windlass.planner.simulation.simulate import Stuck as Stuck
 from windlass.planner.simulation.simulate import TooLong as TooLong
-from windlass.planner.simulation.waiting import Process as Process
-from windlass.planner.simulation.waiting import ProcessReturning as ProcessReturning
 from windlass.planner.simulation.waiting import Queue as Queue
 from windlass.planner.simulation.waiting import Signal as Signal
 from windlass.planner.simulation.waiting import Slots as Slots

@@ -8,15 +8,14 @@ thing at a time. A step begins after the previous one has ended.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import simpy
-
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.timeline import COMPUTE, FROM_DEVICE, TO_DEVICE
 from windlass.planner.baselines import Policy, Rest, StageRates, StageTimes, nbytes_on_ssd, stage_rates, stage_times
 from windlass.planner.cost import LayerProfile, ModelProfile
 from windlass.planner.hardware import Hardware
+from windlass.planner.simulation.clock import Future, Process
 from windlass.planner.simulation.resources import Log, Resource
-from windlass.planner.simulation.waiting import Process, Queue, Slots
+from windlass.planner.simulation.waiting import Queue, Slots
 
 _SSDS, _OPTIMIZER = "ssds", "optimizer"  # resource names: all SSDs together, all cores together
 _NUM_BUFFERS = 3  # for transfers in each direction
@@ -53,9 +52,9 @@ def simulate_policy(
     rates = stage_rates(policy, hardware, one_by_one_gb_per_s=one_by_one_gb_per_s)
     times = stage_times(policy, hardware, profile, swapped_nbytes=swapped_nbytes)
     step = _SimulatedStep(policy, rates, list(_works(policy, hardware, profile, times)))
-    step.log.env.process(step.run())
-    step.log.env.run()
-    return ComparedStep(step_s=step.log.env.now, spans=step.log.spans)
+    step.log.clock.process(step.run())
+    step.log.clock.run()
+    return ComparedStep(step_s=step.log.clock.now, spans=step.log.spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,7 @@ class _SimulatedStep:
         self._compute = Resource(self.log, COMPUTE)
         self._h2d, self._d2h = Resource(self.log, TO_DEVICE), Resource(self.log, FROM_DEVICE)
         self._ssds, self._cores = Resource(self.log, _SSDS), Resource(self.log, _OPTIMIZER)
-        self._updating = Slots(self.log.env, _NUM_UPDATES)
+        self._updating = Slots(self.log.clock, _NUM_UPDATES)
 
     def run(self) -> Process:
         """Runs one step, until its last update has ended."""
@@ -100,33 +99,33 @@ class _SimulatedStep:
 
         `come` copies to the device, `compute` computes there, `leave` copies to the host, and `go_on` works there.
         """
-        env = self.log.env
+        clock = self.log.clock
         if not self._policy.overlaps:
             for block in blocks:
                 for part in (come, compute, leave, go_on):
                     yield from part(block)
             return
-        coming, leaving = Slots(env, _NUM_BUFFERS), Slots(env, _NUM_BUFFERS)
-        started = Queue[simpy.Event](env)  # `come` processes in the order of the blocks
+        coming, leaving = Slots(clock, _NUM_BUFFERS), Slots(clock, _NUM_BUFFERS)
+        started = Queue[Future](clock)  # `come` processes in the order of the blocks
 
         def feed() -> Process:
             for block in blocks:
                 yield from coming.take()
-                started.put(env.process(come(block)))
+                started.put(clock.process(come(block)))
 
         def let_go(block: _BlockWork) -> Process:
             yield from leave(block)
             leaving.give_back()
             yield from go_on(block)
 
-        env.process(feed())
-        left: list[simpy.Event] = []
+        clock.process(feed())
+        left: list[Future] = []
         for block in blocks:
             yield (yield from started.get())
             yield from leaving.take()
             yield from compute(block)
             coming.give_back()
-            left.append(env.process(let_go(block)))
+            left.append(clock.process(let_go(block)))
         yield from left
 
     # --- forward ------------------------------------------------------------------------------------------------------

@@ -7,36 +7,34 @@ slow down alike, because the kernel gives every thread the same share. A task on
 for that time. Matrix products are split evenly, so all cores wait for the one that started late.
 """
 
-from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
 
-import simpy
+from windlass.planner.simulation.clock import Clock, Future, Process
 
 
 @dataclass(slots=True, eq=False)
 class _Task:
     num_threads: float
     left_s: float  # remaining seconds at full speed
-    done: simpy.Event
+    done: Future
 
 
 class SharedCores:
     """A pool of cores in simulated time."""
 
-    def __init__(self, env: simpy.Environment, num_cores: float) -> None:
-        self._env = env
+    def __init__(self, clock: Clock, num_cores: float) -> None:
+        self._clock = clock
         self.num_cores = num_cores
         self._tasks: list[_Task] = []
-        self._since_s = env.now
+        self._since_s = clock.now
         self._num_changes = 0
 
-    def work(self, duration_s: float, num_threads: float) -> Generator[simpy.Event, Any, None]:
+    def work(self, duration_s: float, num_threads: float) -> Process:
         """Takes `duration_s` if all its threads have a core, and longer if they must share."""
         if duration_s <= 0:
             return
         self._go_on()
-        task = _Task(num_threads, duration_s, self._env.event())
+        task = _Task(num_threads, duration_s, self._clock.future())
         self._tasks.append(task)
         self._wake_at_next_end()
         yield task.done
@@ -48,8 +46,8 @@ class SharedCores:
 
     def _go_on(self) -> None:
         """Accounts for the work of all tasks since the last change."""
-        done_s = (self._env.now - self._since_s) * self._speed
-        self._since_s = self._env.now
+        done_s = (self._clock.now - self._since_s) * self._speed
+        self._since_s = self._clock.now
         for task in self._tasks:
             task.left_s -= done_s
 
@@ -57,13 +55,13 @@ class SharedCores:
         self._num_changes += 1
         if self._tasks:
             soonest = min(self._tasks, key=lambda task: task.left_s)
-            end, change = self._env.timeout(max(0.0, soonest.left_s) / self._speed), self._num_changes
-            end.callbacks.append(lambda _: self._end(soonest, change))
+            end_s, change = max(0.0, soonest.left_s) / self._speed, self._num_changes
+            self._clock.after(end_s, lambda: self._end(soonest, change))
 
     def _end(self, task: _Task, change: int) -> None:
         if change != self._num_changes:
             return  # another task began or ended in the meantime
         self._go_on()
         self._tasks.remove(task)
-        task.done.succeed()
+        task.done.set_done()
         self._wake_at_next_end()

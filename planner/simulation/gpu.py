@@ -6,10 +6,11 @@ from windlass.actors.job import gpu_worker_name
 from windlass.actors.messages import SpanKind
 from windlass.actors.timeline import COMPUTE, FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK, own_resource
 from windlass.engine.memory_plan import MemoryTier
+from windlass.planner.simulation.clock import Process
 from windlass.planner.simulation.cores import SharedCores
 from windlass.planner.simulation.machine import SimulatedMachine
 from windlass.planner.simulation.resources import Resource
-from windlass.planner.simulation.waiting import Process, Slots
+from windlass.planner.simulation.waiting import Slots
 
 
 class SimulatedGpu:
@@ -25,10 +26,10 @@ class SimulatedGpu:
         self._compute, to_device, from_device = (
             own_resource(name, self.name) for name in (COMPUTE, TO_DEVICE, FROM_DEVICE)
         )
-        self._has_levels = self.name == world.context.grads_worker
+        self._has_levels = world.keeps_spans and self.name == world.context.grads_worker
         rates, spend = world.rates, None
         if rates.num_cores is None and rates.duplex_share < 1:
-            both_ways = SharedCores(world.env, 2 * rates.duplex_share)
+            both_ways = SharedCores(world.clock, 2 * rates.duplex_share)
             spend = functools.partial(both_ways.work, num_threads=1)
         self.compute = Resource(world, self._compute)
         self._to_device = Resource(world, to_device, world.through_memory(rates.h2d_bytes, spend))
@@ -59,4 +60,4 @@ class SimulatedGpu:
     def slots(self, what: str, slot_nbytes: int, num_slots: int) -> Slots:
         """Creates slots on the device for one use of memory."""
         self.allocate(what, num_slots * slot_nbytes)
-        return Slots(self.world.env, num_slots, lambda num_taken: self.level(what, num_taken * slot_nbytes))
+        return Slots(self.world.clock, num_slots, lambda num_taken: self.level(what, num_taken * slot_nbytes))

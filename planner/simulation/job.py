@@ -25,10 +25,10 @@ from windlass.actors.messages import (
 )
 from windlass.actors.policy import Action, EndStep, Pipeline, SchedulerConfig, TrainerState
 from windlass.actors.timeline import NO_BLOCK, WHOLE_BLOCK, Level
+from windlass.planner.simulation.clock import Process
 from windlass.planner.simulation.gpu import SimulatedGpu
 from windlass.planner.simulation.machine import SimulatedMachine
 from windlass.planner.simulation.resources import Rates, Stuck, TooLong, Work
-from windlass.planner.simulation.waiting import Process
 from windlass.planner.simulation.workers import Optimizer, ParamServer, Worker
 from windlass.storage.ids import ActorName, Step
 
@@ -59,13 +59,9 @@ class SimulatedJob:
 
     def run(self, is_late: Callable[[], bool] = lambda: False) -> list[WorkSpan]:
         """Runs until the last step is committed, and returns all spans. Raises `Stuck`, or `TooLong` if `is_late`."""
-        env = self._world.env
-        while env.peek() < math.inf:
+        while self._world.clock.run(max_calls=_LOOK_EVERY):
             if is_late():
                 raise TooLong
-            for _ in range(_LOOK_EVERY):
-                if env.peek() < math.inf:
-                    env.step()
         if not self._pipeline.finished:
             raise self._stuck()
         return self._world.spans
@@ -75,23 +71,28 @@ class SimulatedJob:
         """The memory levels from the start until now; empty without `keeps_spans`."""
         return self._world.levels
 
-    def period_s(self, step: int) -> float:
-        """Returns the time between the ends of two backward passes, the second one being `step`'s. Raises `Stuck`.
+    def next_period_s(self, limit_s: float = math.inf) -> float:
+        """Runs the next step. Returns the time from the end of the backward pass before it to that of its own.
 
-        Runs the simulation until that step has ended.
+        Returns infinity as soon as more than `limit_s` of it have passed. Raises `Stuck`.
         """
         ends_s = self._world.step_ends_s
-        while len(ends_s) < step:
-            try:
-                self._world.env.run(until=self._world.step_ended.next)
-            except RuntimeError:
-                if self._world.env.peek() < math.inf:
-                    raise
-                raise self._stuck() from None  # no event is left
-        return ends_s[step - 1] - (ends_s[step - 2] if step > 1 else 0.0)
+        num_ended, since_s = len(ends_s), ends_s[-1] if ends_s else 0.0
+        is_left = self._world.clock.run(until_s=since_s + limit_s)
+        if len(ends_s) > num_ended:
+            return ends_s[-1] - since_s
+        if is_left:
+            return math.inf
+        raise self._stuck()
+
+    @property
+    def pending(self) -> list[float]:
+        """What is going on: the seconds until each call to come, and the numbers of what waits."""
+        waits = self._pipeline.waits.outstanding
+        return [float(len(waits)), *self._world.nums_waiting, *self._world.clock.pending_s]
 
     def _send_to_scheduler(self, event: Event) -> None:
-        self._later(lambda: self._issue(self._pipeline.handle(event, self._world.env.now)))
+        self._later(lambda: self._issue(self._pipeline.handle(event, self._world.clock.now)))
 
     def _issue(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -102,15 +103,15 @@ class SimulatedJob:
         self._later(functools.partial(self._deliver, to, message))
 
     def _later(self, call: Callable[[], None]) -> None:
-        self._world.env.timeout(self._world.rates.message_s).callbacks.append(lambda _: call())
+        self._world.clock.after(self._world.rates.message_s, call)
 
     def _deliver(self, to: ActorName, message: Message) -> None:
-        env = self._world.env
+        clock = self._world.clock
         match message:
             case CommitStore():
-                env.process(self._commit(message, to))
+                clock.process(self._commit(message, to))
             case FlushBlock() if to in self._optimizers:
-                env.process(self._optimizers[to].flush(message))
+                clock.process(self._optimizers[to].flush(message))
             case RestoreStates():
                 self._send_to_scheduler(StatesRestored(job=message.job, step=message.step, actor=to))
             case ExportModel():
@@ -129,8 +130,8 @@ class SimulatedJob:
         return Stuck(f"the simulated job ends at step {pipeline.committed} and waits for: {waits or 'nothing'}")
 
     def _commit(self, message: CommitStore, ssd: ActorName) -> Process:
-        start_s = self._world.env.now
-        yield self._world.env.timeout(self._world.rates.commit_s)
+        start_s = self._world.clock.now
+        yield self._world.rates.commit_s
         self._world.note(ssd, SpanKind.COMMIT, message.step, NO_BLOCK, WHOLE_BLOCK, start_s)
         self._world.committed(ssd)
         self._send_to_scheduler(

@@ -10,9 +10,10 @@ from windlass.actors.messages import Event, Message, SpanKind
 from windlass.actors.policy import SchedulerConfig
 from windlass.actors.timeline import WHOLE_BLOCK
 from windlass.engine.memory_plan import MemoryTier, Pool
+from windlass.planner.simulation.clock import Future, Process
 from windlass.planner.simulation.cores import SharedCores
 from windlass.planner.simulation.resources import Log, Rates, Ssd, Work
-from windlass.planner.simulation.waiting import Process, Signal, Slots
+from windlass.planner.simulation.waiting import Slots
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey
 
 # Names of memory uses that occur on several tiers.
@@ -40,7 +41,6 @@ class SimulatedMachine(Log):
         """`send_to_scheduler` sends an actor's event to the scheduler, `send` a message to another actor."""
         super().__init__(rates.num_cores, keeps_spans=keeps_spans)
         self.step_ends_s: list[float] = []  # by step: time at which its backward pass ended
-        self.step_ended = Signal(self.env)
         self.context = context
         self.shape = shape
         self.rates = rates
@@ -64,7 +64,7 @@ class SimulatedMachine(Log):
         self._keep(MemoryTier.HOST, PARAMS, cached_nbytes, cached_nbytes)
         self.grad_slots = self.pool(GRADIENTS, plan.grads)
         ssd_cpu_s = 0.0 if rates.num_cores is None else rates.ssd_cpu_s_per_byte
-        self._memory = SharedCores(self.env, 1.0) if self._memory_may_be_short(context) else None
+        self._memory = SharedCores(self.clock, 1.0) if self._memory_may_be_short(context) else None
         in_memory = None if self._memory is None else self._in_memory
         self._ssds = [Ssd(self, ssd_name(index), ssd_cpu_s, in_memory) for index in range(len(context.ssds))]
         self._geometry = context.geometry(0) if context.ssds else None
@@ -101,7 +101,7 @@ class SimulatedMachine(Log):
         yield from self._memory.work(duration_s, bytes_per_s / self.rates.host_memory_bytes)
 
     def _both(self, one: Process, other: Process) -> Process:
-        yield self.env.all_of([self.env.process(one), self.env.process(other)])
+        yield from [self.clock.process(one), self.clock.process(other)]
 
     def _memory_may_be_short(self, context: CoreContext) -> bool:
         """Returns whether all that uses the host's memory at once may take more than it has."""
@@ -115,7 +115,7 @@ class SimulatedMachine(Log):
         """Creates slots of the arena, and records how many bytes are taken."""
         self.allocate(MemoryTier.HOST, what, pool.nbytes)
         return Slots(
-            self.env,
+            self.clock,
             pool.num_slots,
             lambda num_taken: self.level(MemoryTier.HOST, what, num_taken * pool.slot_nbytes),
         )
@@ -125,10 +125,15 @@ class SimulatedMachine(Log):
         start, stop = self.chunk_ranges[key]
         return stop - start
 
+    @property
+    def nums_waiting(self) -> list[float]:
+        """The number of transfers that wait at each SSD, and of free slots for gradients."""
+        return [*(float(ssd.num_waiting) for ssd in self._ssds), float(self.grad_slots.num_free)]
+
     def end_step(self) -> None:
         """Records that a step's backward pass has ended."""
-        self.step_ends_s.append(self.env.now)
-        self.step_ended.notify()
+        self.step_ends_s.append(self.clock.now)
+        self.clock.pause()
 
     def ssd_of(self, key: ChunkKey) -> int:
         """Returns the index of the SSD that stores a chunk's states."""
@@ -144,14 +149,14 @@ class SimulatedMachine(Log):
         priority: tuple[int, int],
         block: int,
         chunk: int = WHOLE_BLOCK,
-    ) -> Process:
-        """Writes to an SSD or reads from it, as `kind` says."""
+    ) -> Future:
+        """Writes to an SSD or reads from it, as `kind` says. Returns the event of the transfer's end."""
         is_read = kind.startswith("read_")
         rate = (self.rates.ssd_read_bytes if is_read else self.rates.ssd_write_bytes)[ssd]
         num_pieces = max(1, -(-nbytes // self.context.ssds[ssd].io.piece_nbytes))
         return self._ssds[ssd].move(nbytes / rate, num_pieces, priority, kind, step, block, chunk, nbytes)
 
-    def chunk_move(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> Process:
+    def chunk_move(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> Future:
         """Moves a chunk's states to or from their SSD. A gradient goes to the same place as the states of its step."""
         uncommitted = self._uncommitted[ssd_name(self.ssd_of(key))]
         if kind.startswith("write_") and key not in uncommitted:

@@ -1,17 +1,16 @@
 """The resources of a simulated machine, each of which does one thing at a time, and the work for them."""
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import simpy
-
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
 from windlass.actors.timeline import WHOLE_BLOCK, Level
 from windlass.engine.memory_plan import MemoryTier
+from windlass.planner.simulation.clock import Clock, Future, Process
 from windlass.planner.simulation.cores import SharedCores
-from windlass.planner.simulation.waiting import Process
 from windlass.storage.priority_queue import PriorityQueue
 
 # Share of a piece: a shorter rest of a transfer counts as nothing, because times are sums with rounding errors.
@@ -59,6 +58,8 @@ class Work:
     # By block: seconds for the norms of a complete gradient, once a step. For missing blocks they are part of an
     # operation's time.
     norms_s: Mapping[int, float] = field(default_factory=dict)
+    # The real micro-batches for which each simulated one stands. The bytes above are of one simulated micro-batch.
+    num_merged: int = 1
 
 
 class Stuck(RuntimeError):
@@ -74,17 +75,18 @@ class Log:
 
     def __init__(self, num_cores: int | None = None, *, keeps_spans: bool = True) -> None:
         """`num_cores`: cores shared by the resources that use them; None: every resource has its own."""
-        self._keeps_spans = keeps_spans
-        self.env = simpy.Environment()
+        self.keeps_spans = keeps_spans
+        self.clock = Clock()
         self.spans: list[WorkSpan] = []
         self._allocated: dict[tuple[MemoryTier, str], int] = {}
         self._points: dict[tuple[MemoryTier, str], list[tuple[float, int]]] = {}
-        self._cores = None if num_cores is None else SharedCores(self.env, num_cores)
+        self._cores = None if num_cores is None else SharedCores(self.clock, num_cores)
 
     def spend(self, duration_s: float) -> Process:
         """Waits for `duration_s` of work on all cores, and longer if they are shared."""
         if self._cores is None:
-            yield self.env.timeout(duration_s)
+            if duration_s:
+                yield duration_s
         else:
             yield from self._cores.work(duration_s, self._cores.num_cores)
 
@@ -92,21 +94,21 @@ class Log:
         self, resource: str, kind: SpanKind, step: int, block: int, chunk: int, start_s: float, nbytes: int = 0
     ) -> None:
         """Records a span that began at `start_s` and ends now."""
-        if self._keeps_spans:
-            self.spans.append(WorkSpan(resource, kind, step, block, chunk, start_s, self.env.now, nbytes))
+        if self.keeps_spans:
+            self.spans.append(WorkSpan(resource, kind, step, block, chunk, start_s, self.clock.now, nbytes))
 
     def allocate(self, tier: MemoryTier, what: str, nbytes: int) -> None:
         """Records that `nbytes` more are reserved for a use of memory, from the start to the end."""
-        if self._keeps_spans and nbytes:
+        if self.keeps_spans and nbytes:
             self._allocated[tier, what] = self._allocated.get((tier, what), 0) + nbytes
             self._points.setdefault((tier, what), [(0.0, 0)])
 
     def level(self, tier: MemoryTier, what: str, nbytes: int) -> None:
         """Changes the level of a use of memory by `nbytes` from now on."""
-        if not self._keeps_spans or not nbytes:
+        if not self.keeps_spans or not nbytes:
             return
         points = self._points.setdefault((tier, what), [(0.0, 0)])
-        now_s, (last_s, before) = self.env.now, points[-1]
+        now_s, (last_s, before) = self.clock.now, points[-1]
         if now_s == last_s:
             points.pop()
         if not points or points[-1][1] != before + nbytes:
@@ -127,35 +129,39 @@ class Resource:
     def __init__(self, log: Log, name: str, spend: Callable[[float], Process] | None = None) -> None:
         """`spend(duration_s)` lets the time of a piece of work pass; None: the log's."""
         self._log = log
+        self._clock = log.clock
         self._name = name
         self._spend = log.spend if spend is None else spend
         self._is_busy = False
-        self._waiting: deque[simpy.Event] = deque()
+        self._waiting: deque[Future] = deque()
 
     def work(
         self, duration_s: float, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK, nbytes: int = 0
     ) -> Process:
         """Occupies the resource for `duration_s`, or longer if the cores are shared."""
-        yield from self._take_turn()
-        start_s = self._log.env.now
+        if self._is_busy:
+            yield self._turn()
+        self._is_busy = True
+        start_s = self._clock.now
         yield from self._spend(duration_s)
         self._end_turn()
         self._log.note(self._name, kind, step, block, chunk, start_s, nbytes)
 
     def carry_out(self, process: Process, kind: SpanKind, step: int, block: int) -> Process:
         """Occupies the resource while `process` runs, which takes its own time and may wait for others."""
-        yield from self._take_turn()
-        start_s = self._log.env.now
+        if self._is_busy:
+            yield self._turn()
+        self._is_busy = True
+        start_s = self._clock.now
         yield from process
         self._end_turn()
         self._log.note(self._name, kind, step, block, WHOLE_BLOCK, start_s)
 
-    def _take_turn(self) -> Process:
-        if self._is_busy:
-            turn = self._log.env.event()
-            self._waiting.append(turn)
-            yield turn
-        self._is_busy = True
+    def _turn(self) -> Future:
+        """Returns the event of the caller's turn."""
+        turn = Future(self._clock)
+        self._waiting.append(turn)
+        return turn
 
     def _end_turn(self) -> None:
         """Passes the turn to the next waiting process.
@@ -163,7 +169,7 @@ class Resource:
         The resource stays busy, because that process continues at once.
         """
         if self._waiting:
-            self._waiting.popleft().succeed()
+            self._waiting.popleft().set_done()
         else:
             self._is_busy = False
 
@@ -176,9 +182,10 @@ class _Transfer:
     left_s: float
     piece_s: float
     cpu_s: float
-    over: simpy.Event
+    over: Future
     nbytes: int
-    in_memory: simpy.Process | None = None  # the same transfer, at the host's memory
+    place: tuple[SpanKind, int, int, int]  # kind, step, block and chunk of its span
+    in_memory: Future | None = None  # the end of the same transfer at the host's memory
     start_s: float | None = None
 
 
@@ -199,6 +206,7 @@ class Ssd:
         """
         self._in_memory = in_memory
         self._log = log
+        self._clock = log.clock
         self._name = name
         self._cpu_s_per_byte = cpu_s_per_byte
         self._waiting: PriorityQueue[_Transfer] = PriorityQueue()
@@ -218,38 +226,46 @@ class Ssd:
         block: int,
         chunk: int,
         nbytes: int,
-    ) -> Process:
-        """Returns when the whole transfer has ended."""
+    ) -> Future:
+        """Begins a transfer, or lets it wait for its turn. Returns the event of its end."""
         self._num_arrived += 1
-        over = self._log.env.event()
-        cpu_s = nbytes * self._cpu_s_per_byte
-        transfer = _Transfer((*priority, self._num_arrived), duration_s, duration_s / num_pieces, cpu_s, over, nbytes)
-        self._waiting.push(transfer.rank, transfer)
+        transfer = _Transfer(
+            (*priority, self._num_arrived),
+            duration_s,
+            duration_s / num_pieces,
+            nbytes * self._cpu_s_per_byte,
+            Future(self._clock),
+            nbytes,
+            (kind, step, block, chunk),
+        )
         if self._moving is None:
-            self._begin()
-        elif transfer.rank < self._moving.rank:
-            self._cut_short(self._moving)
-        yield over
-        if transfer.in_memory is not None:  # the next transfer begins, but this one's bytes are not all there yet
-            yield transfer.in_memory
-        assert transfer.start_s is not None, "it is over"
-        self._log.note(self._name, kind, step, block, chunk, transfer.start_s, nbytes)
+            self._begin(transfer)
+        else:
+            self._waiting.push(transfer.rank, transfer)
+            if transfer.rank < self._moving.rank:
+                self._cut_short(self._moving)
+        return transfer.over
 
-    def _begin(self) -> None:
-        self._moving = moving = self._waiting.pop()
-        self._since_s = self._log.env.now
+    @property
+    def num_waiting(self) -> int:
+        """The number of transfers that wait for their turn."""
+        return len(self._waiting)
+
+    def _begin(self, moving: _Transfer) -> None:
+        self._moving = moving
+        self._since_s = self._clock.now
         if moving.start_s is None:
             moving.start_s = self._since_s
             if moving.cpu_s:
-                self._log.env.process(self._log.spend(moving.cpu_s))
+                self._clock.process(self._log.spend(moving.cpu_s))
             if self._in_memory is not None and moving.left_s:
                 in_memory = self._in_memory(moving.left_s, moving.nbytes / moving.left_s)
-                moving.in_memory = self._log.env.process(in_memory)
+                moving.in_memory = self._clock.process(in_memory)
         self._end_after(moving.left_s, is_whole=True)
 
     def _cut_short(self, moving: _Transfer) -> None:
         """Stops the current transfer at the end of its piece."""
-        passed_s = self._log.env.now - self._since_s
+        passed_s = self._clock.now - self._since_s
         piece_end_s = max(1, math.ceil(passed_s / moving.piece_s)) * moving.piece_s if moving.piece_s else 0.0
         is_whole = piece_end_s >= moving.left_s - _ROUNDING * moving.piece_s
         end_s = moving.left_s if is_whole else piece_end_s
@@ -258,19 +274,25 @@ class Ssd:
     def _end_after(self, duration_s: float, *, is_whole: bool) -> None:
         self._num_ends += 1
         self._ends_whole = is_whole
-        end = self._log.env.timeout(duration_s, self._num_ends)
-        end.callbacks.append(self._end)
+        self._clock.after(duration_s, functools.partial(self._end, self._num_ends))
 
-    def _end(self, end: simpy.Event) -> None:
+    def _end(self, number: int) -> None:
         moving = self._moving
-        if end.value != self._num_ends or moving is None:
+        if number != self._num_ends or moving is None:
             return  # a more urgent transfer has changed the end
         # Do not compare remaining seconds: late in a long job the clock is too coarse for a short transfer.
-        if self._ends_whole:
-            moving.over.succeed()
-        else:
-            moving.left_s -= self._log.env.now - self._since_s
+        if not self._ends_whole:
+            moving.left_s -= self._clock.now - self._since_s
             self._waiting.push(moving.rank, moving)
+        elif moving.in_memory is None:
+            self._over(moving)
+        else:  # the next transfer begins, but this one's bytes are not all there yet
+            moving.in_memory.then(functools.partial(self._over, moving))
         self._moving = None
         if self._waiting:
-            self._begin()
+            self._begin(self._waiting.pop())
+
+    def _over(self, transfer: _Transfer) -> None:
+        assert transfer.start_s is not None, "it is over"
+        self._log.note(self._name, *transfer.place, transfer.start_s, transfer.nbytes)
+        transfer.over.set_done()

@@ -8,7 +8,7 @@ follows from them, and the memory in use on each tier.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -22,11 +22,12 @@ from windlass.planner.simulation.resources import Rates, Stuck, TooLong, Work
 
 __all__ = ["Rates", "Stuck", "TooLong", "Work", "simulate", "steady_step_s"]
 
-# Minimum and maximum number of steps to simulate. The first step differs from the others, because none precedes it.
-_LEAST_STEPS = 3
+# Maximum number of steps to simulate. The first step differs from the others, because none precedes it.
 _MOST_STEPS = 6
 # Relative difference to the previous step, up to which a step is steady.
 _STEADY = 0.01
+# Share of a step: times that differ by less count as the same.
+_SAME = 1e-4
 
 
 def simulate(
@@ -73,8 +74,12 @@ def simulate(
     return steps
 
 
-def steady_step_s(context: CoreContext, shape: SchedulerConfig, rates: Rates, work: Work) -> float:
+def steady_step_s(
+    context: CoreContext, shape: SchedulerConfig, rates: Rates, work: Work, *, limit_s: float = math.inf
+) -> float:
     """Returns the step time in steady state, whatever the number of steps of the job.
+
+    Ends early, and returns infinity, if it is more than `limit_s`.
 
     Raises:
         ValueError, Stuck: as `simulate`.
@@ -82,12 +87,23 @@ def steady_step_s(context: CoreContext, shape: SchedulerConfig, rates: Rates, wo
     # One step more than is measured, because the end of a job commits everything.
     shape = replace(shape, num_evaluation_groups=0, total_steps=_MOST_STEPS + 1)
     job = _job(context, shape, rates, work, keeps_spans=False)
-    periods_s = [job.period_s(step) for step in range(1, _LEAST_STEPS)]
-    while len(periods_s) < _MOST_STEPS:
-        periods_s.append(job.period_s(len(periods_s) + 1))
-        if abs(periods_s[-1] - periods_s[-2]) <= _STEADY * periods_s[-1]:
+    job.next_period_s()
+    before, period_s, last_s = job.pending, math.inf, math.inf
+    for _ in range(1, _MOST_STEPS):
+        last_s, period_s = period_s, job.next_period_s(limit_s * (1 + _STEADY))
+        if period_s == math.inf or _is_alike(before, now := job.pending, _SAME * period_s):
+            return period_s
+        if abs(period_s - last_s) <= _STEADY * period_s:
             break
-    return (periods_s[-1] + periods_s[-2]) / 2
+        before = now
+    return (period_s + last_s) / 2
+
+
+def _is_alike(before: Sequence[float], now: Sequence[float], tolerance: float) -> bool:
+    """Returns whether the same goes on after a step as after the step before: then the next one will be the same."""
+    return len(before) == len(now) and all(
+        abs(one - other) <= tolerance for one, other in zip(before, now, strict=True)
+    )
 
 
 def _job(

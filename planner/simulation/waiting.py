@@ -1,34 +1,29 @@
 """Primitives that simulated processes wait for.
 
-They are like SimPy's stores and containers, but create no event if nothing must be waited for. Events are most of the
-cost of simulating a large job.
+They create no event if nothing must be waited for.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
-import simpy
+from windlass.planner.simulation.clock import Clock, Future, Process, ProcessReturning
 
-_Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
-# A process that waits for events and returns a result.
-ProcessReturning = Generator[simpy.Event, Any, _Result]
-Process = ProcessReturning[None]
 
 
 class Signal:
     """A condition variable: several processes may wait for each change."""
 
-    def __init__(self, env: simpy.Environment) -> None:
-        self._env = env
-        self._next: simpy.Event | None = None  # the event that processes wait for now
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._next: Future | None = None  # the event that processes wait for now
 
     def notify(self) -> None:
         """Notifies all waiting processes of a change."""
-        event, self._next = self._next, None
-        if event is not None:
-            event.succeed()
+        if self._next is not None:
+            event, self._next = self._next, None
+            event.set_done()
 
     def until(self, condition: Callable[[], bool]) -> Process:
         """Waits until `condition` is true."""
@@ -36,32 +31,32 @@ class Signal:
             yield self.next
 
     @property
-    def next(self) -> simpy.Event:
+    def next(self) -> Future:
         """The event of the next change."""
         if self._next is None:
-            self._next = self._env.event()
+            self._next = Future(self._clock)
         return self._next
 
 
 class Queue(Generic[_Item]):
     """A FIFO queue with one receiver."""
 
-    def __init__(self, env: simpy.Environment) -> None:
-        self._env = env
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._items: deque[_Item] = deque()
-        self._arrived: simpy.Event | None = None  # the event that the receiver waits for
+        self._arrived: Future | None = None  # the event that the receiver waits for
 
     def put(self, item: _Item) -> None:
         """Appends an item."""
         self._items.append(item)
         if self._arrived is not None:
-            self._arrived.succeed()
-            self._arrived = None
+            event, self._arrived = self._arrived, None
+            event.set_done()
 
     def get(self) -> ProcessReturning[_Item]:
         """Returns the first item, and waits if there is none."""
         if not self._items:
-            self._arrived = self._env.event()
+            self._arrived = Future(self._clock)
             yield self._arrived
         return self._items.popleft()
 
@@ -69,31 +64,31 @@ class Queue(Generic[_Item]):
 class Slots:
     """A pool of equal slots. A request for several gets all of them at once; requests are served in order."""
 
-    def __init__(
-        self, env: simpy.Environment, num_free: int, note: Callable[[int], None] = lambda num_taken: None
-    ) -> None:
+    def __init__(self, clock: Clock, num_free: int, note: Callable[[int], None] | None = None) -> None:
         """`note` is called with the number of slots acquired, or a negative number of slots released."""
-        self._env = env
-        self._num_free = num_free
+        self._clock = clock
+        self.num_free = num_free
         self._note = note
-        self._waiting: deque[tuple[int, simpy.Event]] = deque()
+        self._waiting: deque[tuple[int, Future]] = deque()
 
     def take(self, count: int = 1) -> Process:
         """Returns when the caller has the slots."""
-        if self._waiting or count > self._num_free:
-            taken = self._env.event()
+        if self._waiting or count > self.num_free:
+            taken = Future(self._clock)
             self._waiting.append((count, taken))
             yield taken
         else:
-            self._num_free -= count
-            self._note(count)
+            self._acquire(count)
 
     def give_back(self, count: int = 1) -> None:
         """Releases slots."""
-        self._num_free += count
-        self._note(-count)
-        while self._waiting and self._waiting[0][0] <= self._num_free:
+        self._acquire(-count)
+        while self._waiting and self._waiting[0][0] <= self.num_free:
             count, taken = self._waiting.popleft()
-            self._num_free -= count
+            self._acquire(count)
+            taken.set_done()
+
+    def _acquire(self, count: int) -> None:
+        self.num_free -= count
+        if self._note is not None:
             self._note(count)
-            taken.succeed()

@@ -2,12 +2,19 @@
 
 from dataclasses import dataclass
 
-import simpy
-
 from windlass.actors.activations import Moment, SsdSwap
 from windlass.actors.messages import SpanKind
 from windlass.engine.memory_plan import MemoryTier
-from windlass.planner.simulation import ACTIVATIONS, LEAVING, Process, ProcessReturning, Queue, Signal, SimulatedGpu
+from windlass.planner.simulation import (
+    ACTIVATIONS,
+    LEAVING,
+    Future,
+    Process,
+    ProcessReturning,
+    Queue,
+    Signal,
+    SimulatedGpu,
+)
 from windlass.planner.simulation.workers.ssd_activations import SsdActivations
 
 _BACK = "activations back, or coming"
@@ -20,8 +27,8 @@ class _HostSwap:
     nbytes: int
     num_slots: int
     left_in: Moment
-    left: simpy.Event  # set when it has left the device
-    back: simpy.Event
+    left: Future  # set when it has left the device
+    back: Future
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +56,7 @@ class Activations:
 
     def put(self, nbytes: int) -> ProcessReturning[Away]:
         """Swaps a tensor out. Waits while too many bytes are on their way."""
-        start_s, host_nbytes, ssd, host = self.world.env.now, nbytes, None, None
+        start_s, host_nbytes, ssd, host = self.world.clock.now, nbytes, None, None
         if self._ssds is not None:
             host_nbytes = yield from self._host.room_nbytes(nbytes)
             if host_nbytes < nbytes:
@@ -72,7 +79,7 @@ class Activations:
 
     def get(self, away: Away) -> Process:
         """Waits until the tensor is back on the device."""
-        start_s = self.world.env.now
+        start_s = self.world.clock.now
         self.prefetch(away)
         if away.ssd is not None and self._ssds is not None:
             yield from self._ssds.wait_for(away.ssd)
@@ -85,7 +92,7 @@ class Activations:
         self.gpu.level(_BACK, -away.nbytes)
 
     def _note_wait(self, start_s: float) -> None:
-        if start_s < self.world.env.now:
+        if start_s < self.world.clock.now:
             step, _, block = self._now
             self.gpu.note(SpanKind.WAIT_ACTIVATIONS, step, block, start_s)
 
@@ -100,12 +107,12 @@ class _HostActivations:
         self._num_free = world.context.plan.num_host_activations
         self._num_returning = 0
         self._leaving_nbytes = 0
-        self._outward: Queue[_HostSwap] = Queue(world.env)
-        self._inward: Queue[_HostSwap] = Queue(world.env)
-        self._changed = Signal(world.env)
+        self._outward: Queue[_HostSwap] = Queue(world.clock)
+        self._inward: Queue[_HostSwap] = Queue(world.clock)
+        self._changed = Signal(world.clock)
         world.allocate(MemoryTier.HOST, ACTIVATIONS, self._num_free * self._slot_nbytes)
-        world.env.process(self._run_outward())
-        world.env.process(self._run_inward())
+        world.clock.process(self._run_outward())
+        world.clock.process(self._run_inward())
 
     def room_nbytes(self, wanted_nbytes: int) -> ProcessReturning[int]:
         """Returns how many of the wanted bytes fit into host memory. Waits for slots that are about to become free."""
@@ -115,11 +122,11 @@ class _HostActivations:
 
     def put(self, nbytes: int, now: Moment) -> ProcessReturning[_HostSwap]:
         """Queues the copy of a tensor to host memory, and returns its swap."""
-        env, limit = self.world.env, self.world.context.plan.max_leaving_nbytes
+        clock, limit = self.world.clock, self.world.context.plan.max_leaving_nbytes
         num_slots = -(-nbytes // self._slot_nbytes)
         yield from self._changed.until(lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= limit)
         yield from self._changed.until(lambda: self._num_free >= num_slots)
-        swap = _HostSwap(nbytes, num_slots, now, env.event(), env.event())
+        swap = _HostSwap(nbytes, num_slots, now, clock.future(), clock.future())
         self._num_free -= num_slots
         self._leaving_nbytes += nbytes
         self.world.level(MemoryTier.HOST, ACTIVATIONS, num_slots * self._slot_nbytes)
@@ -139,7 +146,7 @@ class _HostActivations:
             yield from self.gpu.copy_out(swap.nbytes, SpanKind.COPY_ACTIVATIONS_OUT, step, block)
             self._leaving_nbytes -= swap.nbytes
             self.gpu.level(LEAVING, -swap.nbytes)
-            swap.left.succeed()
+            swap.left.set_done()
             self._changed.notify()
 
     def _run_inward(self) -> Process:
@@ -151,5 +158,5 @@ class _HostActivations:
             self._num_free += swap.num_slots
             self.world.level(MemoryTier.HOST, ACTIVATIONS, -swap.num_slots * self._slot_nbytes)
             self._num_returning -= 1
-            swap.back.succeed()
+            swap.back.set_done()
             self._changed.notify()

@@ -7,11 +7,9 @@ before, in the order of the pieces.
 import itertools
 from collections import Counter
 
-import simpy
-
 from windlass.actors.messages import ComputeBlock, SpanKind
 from windlass.engine.memory_plan import grad_piece_numels, streamed_grads_nbytes
-from windlass.planner.simulation import GRADIENTS, Process, Signal, SimulatedGpu
+from windlass.planner.simulation import GRADIENTS, Future, Process, Signal, SimulatedGpu
 from windlass.storage.ids import BlockIndex
 
 
@@ -42,17 +40,17 @@ class GradPieces:
             is_summed=self._is_summed,
         )
         gpu.allocate(GRADIENTS, needed_nbytes - nbytes // max(1, len(pieces)) * len(pieces))
-        self._sums: dict[BlockIndex, list[simpy.Event]] = {}  # by block: the pieces that come back
+        self._sums: dict[BlockIndex, list[Future]] = {}  # by block: the pieces that come back
         self._num_leaving: Counter[BlockIndex] = Counter()
-        self._changed = Signal(gpu.world.env)
+        self._changed = Signal(gpu.world.clock)
 
     def begin(self, operation: ComputeBlock, microbatch: int) -> None:
         """Begins a micro-batch of a backward operation: sums of earlier ones come back."""
         if self._is_summed and (operation.group or microbatch):
             pieces = list(itertools.pairwise(self._bounds[operation.block]))[::-1]
-            self._sums[operation.block] = [self.world.env.event() for _ in pieces]
+            self._sums[operation.block] = [self.world.clock.future() for _ in pieces]
             nbytes = [(stop - start) * self.world.grad_itemsize for start, stop in pieces]
-            self.world.env.process(self._bring(operation, nbytes, self._sums[operation.block]))
+            self.world.clock.process(self._bring(operation, nbytes, self._sums[operation.block]))
 
     def leave(self, operation: ComputeBlock, piece: int) -> Process:
         """Adds to a piece and has it copied out. Waits for its buffer, or for its sum to be there."""
@@ -63,18 +61,18 @@ class GradPieces:
             yield from self._buffers.take()
         start, stop = self._bounds[block][piece : piece + 2]
         self._num_leaving[block] += 1
-        self.world.env.process(self._copy_out(operation, (stop - start) * self.world.grad_itemsize))
+        self.world.clock.process(self._copy_out(operation, (stop - start) * self.world.grad_itemsize))
 
     def all_left(self, block: BlockIndex | None = None) -> Process:
         """Waits until all pieces of a block are in host memory; None: of all blocks."""
         leaving = self._num_leaving
         yield from self._changed.until(lambda: not (leaving.total() if block is None else leaving[block]))
 
-    def _bring(self, operation: ComputeBlock, nbytes: list[int], events: list[simpy.Event]) -> Process:
+    def _bring(self, operation: ComputeBlock, nbytes: list[int], events: list[Future]) -> Process:
         for piece_nbytes, event in zip(nbytes, tuple(events), strict=True):
             yield from self._buffers.take()
             yield from self.gpu.copy_in(piece_nbytes, SpanKind.COPY_PARTIAL_IN, operation.step, operation.block)
-            event.succeed()
+            event.set_done()
 
     def _copy_out(self, operation: ComputeBlock, nbytes: int) -> Process:
         is_last = operation.group == self.world.context.plan.num_groups - 1

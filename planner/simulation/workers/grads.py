@@ -42,15 +42,15 @@ class Grads:
         self._report = report
         self._offload_queue = OffloadQueue(world.shape.ordering, frozenset(world.context.plan.spilled_blocks))
         self._waiting: dict[tuple[Step, BlockIndex], ComputeBlock] = {}
-        env, layout, plan = world.env, world.context.layout, world.context.plan
+        clock, layout, plan = world.clock, world.context.layout, world.context.plan
         self._tied = {block for shared in layout.shared for block in shared[1:]}
         self._resident = frozenset(map(BlockIndex, plan.device_blocks))
         self.pieces = GradPieces(gpu)
         self._committed = -1
         # Of these blocks' gradients, those that are in the memory for gradients in pieces.
         self._overlaid_blocks, self._num_overlaid = frozenset(plan.grad_overlaid_blocks), 0
-        self._to_offload: Queue[ComputeBlock | _Partial] = Queue(env)
-        self._permits = Slots(env, plan.num_grad_buffers)
+        self._to_offload: Queue[ComputeBlock | _Partial] = Queue(clock)
+        self._permits = Slots(clock, plan.num_grad_buffers)
         whole = [block for block in layout.blocks if block.index not in self.pieces.blocks]
         numels: dict[int, int] = {block.index: block.numel for block in whole}
         num_waiting = plan.num_grad_buffers + (1 if plan.num_groups > 1 else 0)
@@ -81,14 +81,14 @@ class Grads:
         # The slots of sums, and of unfinished lanes, that the next rank takes at once.
         self._passing: tuple[Slots, Slots] | None = None
         if plan.passes_sums_at_once and gpu.rank < plan.num_groups - 1:
-            sums, lanes = (Slots(env, pool.num_slots) for pool in world.context.passing_pools(gpu.rank))
+            sums, lanes = (Slots(clock, pool.num_slots) for pool in world.context.passing_pools(gpu.rank))
             self._passing = sums, lanes
         self._sums = GradSums(layout.shared, self._resident)
         self._returning = ReturningSums(self._resident | self.pieces.blocks)
         self._back: set[Use] = set()
-        self._changed = Signal(env)
-        env.process(self._run())
-        env.process(self._bring_back())
+        self._changed = Signal(clock)
+        clock.process(self._run())
+        clock.process(self._bring_back())
 
     def expect(self, operation: ComputeBlock) -> None:
         """Prefetches the partial sums that an earlier group left for an operation."""
@@ -161,7 +161,7 @@ class Grads:
         """Completes a block's gradient, by adding the sums of other operations that use its params, and offloads it."""
         block = operation.block
         if block in self.pieces.blocks:
-            self.world.env.process(self._end_pieces(operation))
+            self.world.clock.process(self._end_pieces(operation))
             return
         _, *others = self._sums.complete(block)
         if block in self._resident:
@@ -245,7 +245,7 @@ class Grads:
 
     def _copied(self, request: ComputeBlock, keys: Sequence[ChunkKey]) -> None:
         if request.block in self.world.context.plan.spilled_blocks:
-            self.world.env.process(self._spill(request, keys))
+            self.world.clock.process(self._spill(request, keys))
         else:
             self._offloaded(request, tuple(GradChunk(key, Span(0, 0)) for key in keys))
 
@@ -254,10 +254,10 @@ class Grads:
 
         def spill(key: ChunkKey) -> Process:
             nbytes, step = world.grad_itemsize * world.chunk_numel(key), request.step
-            yield from world.chunk_move(key, nbytes, SpanKind.WRITE_GRAD, step, (step, request.block))
+            yield world.chunk_move(key, nbytes, SpanKind.WRITE_GRAD, step, (step, request.block))
             world.grad_slots.give_back()
 
-        yield world.env.all_of([world.env.process(spill(key)) for key in keys])
+        yield from [world.clock.process(spill(key)) for key in keys]
         self._offloaded(request, tuple(GradChunk(key, None) for key in keys))
 
     def _offloaded(self, operation: ComputeBlock, chunks: tuple[GradChunk, ...]) -> None:

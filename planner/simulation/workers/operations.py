@@ -12,14 +12,14 @@ from operator import itemgetter
 from windlass.actors.activations import Moment
 from windlass.actors.messages import BlockComputed, ComputeBlock, Loss, ParamRequest, Phase, SpanKind
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations
-from windlass.planner.simulation import Process, Queue, SimulatedGpu
+from windlass.planner.simulation import Future, Process, Queue, SimulatedGpu
 from windlass.planner.simulation.workers.activations import Activations, Away
 from windlass.planner.simulation.workers.grads import Grads
 from windlass.planner.simulation.workers.params import Fetch, ParamFeed
 from windlass.planner.simulation.workers.pieces import Pieces
 
-# An action within a micro-batch: seconds since its beginning, and the action.
-_Point = tuple[float, Callable[[], Process]]
+# An action within a micro-batch: seconds since its beginning, and the action. It returns what to wait for.
+_Point = tuple[float, Callable[[], Process | tuple[Future, ...]]]
 
 _HELD = "activations held"
 _RUNNING = "running operation"
@@ -44,8 +44,8 @@ class Operations:
         self._pieces = pieces
         self._activations = Activations(gpu)
         self._away: dict[tuple[int, int], list[Away]] = {}  # by block and micro-batch
-        self._to_compute: Queue[ComputeBlock] = Queue(gpu.world.env)
-        gpu.world.env.process(self._run())
+        self._to_compute: Queue[ComputeBlock] = Queue(gpu.world.clock)
+        gpu.world.clock.process(self._run())
 
     def compute(self, operation: ComputeBlock) -> None:
         """Queues an operation."""
@@ -56,24 +56,24 @@ class Operations:
         num_pieces = len(self._pieces.shares(request.block))
         operation = request.operation
         passes = self._passes(operation.phase, request.block, 1.0)
-        unit = [piece for is_back, _ in passes for piece in _in_order(num_pieces, is_back=is_back)]
-        if unit:
-            self._pieces.begin(request, unit * self._num_microbatches(operation.group))
+        order = [piece for is_back, _ in passes for piece in _in_order(num_pieces, is_back=is_back)]
+        if order:
+            self._pieces.begin(request, order, self._num_microbatches(operation.group))
 
     def _run(self) -> Process:
         world = self.world
         while True:
-            start_s = world.env.now
+            start_s = world.clock.now
             operation = yield from self._to_compute.get()
             self._note(SpanKind.WAIT_OPERATION, operation, operation.block, start_s)
             fetches: list[Fetch] = []
             for block in operation.blocks:
-                start_s = world.env.now
+                start_s = world.clock.now
                 fetches.append((yield from self._feed.wait_for(operation, block)))
                 self._note(SpanKind.WAIT_PARAMS, operation, block, start_s)
             goes_backward = _goes_backward(operation)
             if goes_backward:
-                start_s = world.env.now
+                start_s = world.clock.now
                 yield from self._grads.take(operation)
                 self._note(SpanKind.WAIT_GRAD_BUFFER, operation, operation.block, start_s)
             computing = self._compute(operation, fetches)
@@ -141,7 +141,7 @@ class Operations:
             self._pieces.end(operation)
 
     def _microbatch(self, operation: ComputeBlock, microbatch: int, compute_s: float) -> Process:
-        passed_s, back = 0.0, list[Away]()
+        passed_s, back, spend = 0.0, list[Away](), self.world.spend
         passes = self._passes(operation.phase, operation.block, compute_s)
         points = self._points_of_pieces(operation, passes)
         if operation.phase is Phase.BACKWARD and operation.block in self._grads.pieces.blocks:
@@ -153,10 +153,12 @@ class Operations:
             back = self._away.pop((operation.block, microbatch), [])
             points += self._points_back(operation.block, back, passes[0][1])
         for at_s, act in sorted(points, key=itemgetter(0)):
-            yield from self.world.spend(max(0.0, at_s - passed_s))
-            passed_s = max(passed_s, at_s)
+            if at_s > passed_s:
+                yield from spend(at_s - passed_s)
+                passed_s = at_s
             yield from act()
-        yield from self.world.spend(max(0.0, compute_s - passed_s))
+        if compute_s > passed_s:
+            yield from spend(compute_s - passed_s)
         held_nbytes = self.world.work.held_nbytes.get(operation.block, 0)
         if operation.phase is Phase.FORWARD:
             self.gpu.level(_HELD, held_nbytes)
@@ -179,9 +181,13 @@ class Operations:
     def _points_of_pieces(self, operation: ComputeBlock, passes: list[tuple[bool, float]]) -> list[_Point]:
         points: list[_Point] = []
         shares, start_s = self._pieces.shares(operation.block), 0.0
+
+        def hold() -> tuple[Future, ...]:
+            return (self._pieces.hold(operation),)
+
         for is_back, seconds in passes:
             for piece in _in_order(len(shares), is_back=is_back):
-                points.append((start_s, functools.partial(self._pieces.hold, operation)))
+                points.append((start_s, hold))
                 start_s += seconds * shares[piece]
         return points
 

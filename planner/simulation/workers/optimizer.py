@@ -37,14 +37,14 @@ class Optimizer:
         self._queue: ChunkQueue[_Chunk] = ChunkQueue(
             world.shape.ordering.queues, lambda chunk: chunk.grad.key in world.host_slots
         )
-        self._arrived: Queue[QueuedChunk[_Chunk]] = Queue(world.env)
-        self._changed = Signal(world.env)
+        self._arrived: Queue[QueuedChunk[_Chunk]] = Queue(world.clock)
+        self._changed = Signal(world.clock)
         self._grad_releases = GradReleases(world.context.plan.grads.num_slots, world.context.spec.num_cpu_optimizers)
         ordering = world.shape.ordering
         num_blocks = sum(name in world.shape.holders(block) for block in range(world.shape.num_blocks))
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating, num_blocks)
-        world.env.process(self._feed())
-        world.env.process(self._run_updates())
+        world.clock.process(self._feed())
+        world.clock.process(self._run_updates())
 
     def take(self, message: GradOffloaded | UpdateStep) -> None:
         """Takes in a gradient, or that a step may be updated."""
@@ -74,7 +74,7 @@ class Optimizer:
             for key in world.context.layout.chunk_keys(message.block)
             if world.shape.optimizer_of(key) == self.name
         ]
-        yield world.env.all_of([world.env.process(write) for write in writes])
+        yield from writes
         world.send_to_scheduler(BlockFlushed(job=message.job, step=message.step, block=message.block, actor=self.name))
 
     def _feed(self) -> Process:
@@ -90,7 +90,7 @@ class Optimizer:
             if chunk.is_resident:
                 self._arrive(chunk)
             else:
-                self.world.env.process(self._read(chunk))
+                self.world.clock.process(self._read(chunk))
 
     def _arrive(self, chunk: QueuedChunk[_Chunk]) -> None:
         self._queue.arrived()
@@ -108,7 +108,7 @@ class Optimizer:
             moves.append((world.grad_itemsize * numel, SpanKind.READ_GRAD))
         # Both reads are from the same SSD with the same priority, so they run one after the other.
         for nbytes, kind in moves:
-            yield from world.chunk_move(key, nbytes, kind, update.how.from_step, (update.step, key.block))
+            yield world.chunk_move(key, nbytes, kind, update.how.from_step, (update.step, key.block))
         self._arrive(chunk)
 
     def _run_updates(self) -> Process:
@@ -128,12 +128,12 @@ class Optimizer:
             if chunk.is_resident:
                 self._done(chunk)
             else:
-                world.env.process(self._write_back(chunk))
+                world.clock.process(self._write_back(chunk))
 
     def _write_back(self, chunk: QueuedChunk[_Chunk]) -> Process:
         world, update, key = self.world, chunk.item.update, chunk.item.grad.key
         nbytes = world.state_itemsize * world.chunk_numel(key)
-        yield from world.chunk_move(key, nbytes, SpanKind.WRITE_STATES, update.step, (update.step, key.block))
+        yield world.chunk_move(key, nbytes, SpanKind.WRITE_STATES, update.step, (update.step, key.block))
         self._slots.give_back()
         self._done(chunk)
 

@@ -38,9 +38,9 @@ class ParamServer:
             self._tell(actor, use, chunks)
         for read in actions.reads:
             for key in read.spans:
-                self.world.env.process(self._read(read.use, read.step, key))
+                self.world.clock.process(self._read(read.use, read.step, key))
 
     def _read(self, use: ParamUse, step: Step, key: ChunkKey) -> Process:
         nbytes = self.world.param_itemsize * self.world.chunk_numel(key)
-        yield from self.world.chunk_move(key, nbytes, SpanKind.READ_PARAMS, step, (step, 0))
+        yield self.world.chunk_move(key, nbytes, SpanKind.READ_PARAMS, step, (step, 0))
         self._carry_out(self._turns.arrived(use, key))

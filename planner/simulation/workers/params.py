@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import simpy
-
 from windlass.actors.messages import (
     ComputeBlock,
     ParamChunk,
@@ -16,7 +14,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.ssd import ParamRequests
 from windlass.engine.memory_plan import Acquired, BlockBuffers, param_buffers
-from windlass.planner.simulation import PARAMS, Process, ProcessReturning, Queue, Signal, SimulatedGpu
+from windlass.planner.simulation import PARAMS, Future, Process, ProcessReturning, Queue, Signal, SimulatedGpu
 from windlass.storage.ids import BlockIndex, ChunkKey, Step
 
 # A block's params, by the step under which they are stored.
@@ -28,7 +26,7 @@ class _Load:
     """A transfer of one block's params to a buffer, or to host memory if the block is streamed."""
 
     request: ParamRequest  # the first one for these params
-    arrived: simpy.Event
+    arrived: Future
     num_missing: int
     held: list[ChunkKey] = field(default_factory=list)  # chunks of a streamed block in slots until it is computed
 
@@ -38,7 +36,7 @@ class Fetch:
     """The params of one block for one operation."""
 
     request: ParamRequest
-    ready: simpy.Event  # set after their arrival, when `on_params_ready` has been called
+    ready: Future  # set after their arrival, when `on_params_ready` has been called
     buffer: int | None = None  # None: the params are resident
     load: _Load | None = None  # None: no transfer is needed
     num_rounded: int = 0  # elements that are derived on the device from the resident master, when they are needed
@@ -62,15 +60,15 @@ class ParamFeed:
         self._ask = ask
         self._messages = ParamRequests(world.context, gpu.rank)
         self._on_params_ready = on_params_ready
-        env, context = world.env, world.context
-        self._requests: Queue[ParamRequest] = Queue(env)
+        clock, context = world.clock, world.context
+        self._requests: Queue[ParamRequest] = Queue(clock)
         self._arriving: dict[ParamUse, tuple[int, _Load]] = {}  # the number of chunks to come, and for which load
-        self._arrived: Queue[tuple[_Load, ChunkKey, bool]] = Queue(env)  # True: the chunk is in a slot
+        self._arrived: Queue[tuple[_Load, ChunkKey, bool]] = Queue(clock)  # True: the chunk is in a slot
         self._filled: set[ChunkKey] = set()  # cached params that were read
-        self._fetching: Queue[Fetch] = Queue(env)
+        self._fetching: Queue[Fetch] = Queue(clock)
         self._fetches: dict[tuple[int, BlockIndex], Fetch] = {}
         self._loads: dict[BlockIndex, _Load] = {}  # the last ones
-        self._created = Signal(env)
+        self._created = Signal(clock)
         numbers = param_buffers(
             [block.numel - self._first(block.index) for block in context.layout.blocks],
             context.layout.shared,
@@ -78,10 +76,10 @@ class ParamFeed:
             num_ahead=context.spec.effective_ordering.max_prefetched,
         )
         self._buffers: BlockBuffers[int, _Params] = BlockBuffers(numbers)
-        self._released = Signal(env)
+        self._released = Signal(clock)
         gpu.allocate(PARAMS, sum(map(self._nbytes, range(len(self._buffers.sizes)))))
         for loop in (self._run_requests, self._run_arrivals, self._tell):
-            env.process(loop())
+            clock.process(loop())
 
     def request(self, operation: ComputeBlock) -> None:
         """Begins to prefetch an operation's params."""
@@ -141,7 +139,7 @@ class ParamFeed:
     def _fetch(self, request: ParamRequest) -> ProcessReturning[Fetch]:
         """Returns an operation's params in a buffer, and waits for a free one if no buffer has them."""
         world, block = self.world, request.block
-        fetch = Fetch(request, world.env.event())
+        fetch = Fetch(request, world.clock.future())
         is_resident = block in world.context.plan.device_blocks
         if is_resident and not world.context.formats.derives_param:
             return fetch
@@ -152,7 +150,7 @@ class ParamFeed:
             fetch.num_rounded = 0 if acquired.has_contents else numel
             return fetch
         if not acquired.has_contents:
-            self._loads[block] = _Load(request, world.env.event(), world.context.layout.num_chunks(block))
+            self._loads[block] = _Load(request, world.clock.future(), world.context.layout.num_chunks(block))
         fetch.load = self._loads[block]
         return fetch
 
@@ -188,7 +186,7 @@ class ParamFeed:
                 self._ask(self._messages.copied(load.request, (key,)))
             load.num_missing -= 1
             if not load.num_missing:
-                load.arrived.succeed()
+                load.arrived.set_done()
 
     def _tell(self) -> Process:
         while True:
@@ -196,4 +194,4 @@ class ParamFeed:
             if fetch.load is not None:
                 yield fetch.load.arrived
             self._on_params_ready(fetch)
-            fetch.ready.succeed()
+            fetch.ready.set_done()

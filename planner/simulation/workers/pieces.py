@@ -10,11 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import simpy
-
 from windlass.actors.messages import ComputeBlock, ParamRequest, SpanKind
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece
-from windlass.planner.simulation import Process, Queue, SimulatedGpu
+from windlass.planner.simulation import Future, Process, Queue, SimulatedGpu
 from windlass.storage.ids import BlockIndex
 
 _PIECES = "pieces of params"
@@ -25,8 +23,8 @@ class _Use:
     """One use of a piece in an operation."""
 
     piece: int
-    copied: simpy.Event
-    over: simpy.Event
+    copied: Future
+    over: Future
     nbytes: int  # freed after this use
 
 
@@ -36,8 +34,9 @@ class _Copy:
 
     request: ParamRequest
     nbytes: int
-    free: simpy.Event | None  # set when the buffer is free
-    copied: simpy.Event
+    num_times: int
+    free: Future | None  # done when the buffer is free
+    copied: Future
 
 
 class Pieces:
@@ -46,45 +45,53 @@ class Pieces:
     def __init__(self, gpu: SimulatedGpu) -> None:
         self.gpu, self.world = gpu, gpu.world
         world = gpu.world
-        self._to_copy: Queue[_Copy] = Queue(world.env)
+        self._to_copy: Queue[_Copy] = Queue(world.clock)
         # The last use of each buffer's piece, the least recently used buffer first.
         self._last: list[_Use | None] = [None] * NUM_PIECE_BUFFERS
         self._uses: dict[int, deque[_Use]] = {}  # by operation: uses still to come
         self._held: _Use | None = None
+        self._shares = {
+            block: [(stop - start) / bounds[-1] for start, stop in itertools.pairwise(bounds) if bounds[-1]]
+            for block, bounds in world.bounds.items()
+        }
         if world.bounds:
             piece_nbytes = largest_piece(list(world.bounds.values())) * world.param_itemsize
             gpu.allocate(_PIECES, NUM_PIECE_BUFFERS * piece_nbytes)
-        world.env.process(self._run())
+        world.clock.process(self._run())
 
     def shares(self, block: BlockIndex) -> list[float]:
         """Returns each piece's share of a pass through a block; empty if the block is not streamed."""
-        bounds = self.world.bounds.get(block, (0,))
-        return [(stop - start) / bounds[-1] for start, stop in itertools.pairwise(bounds) if bounds[-1]]
+        return self._shares.get(block, [])
 
-    def begin(self, request: ParamRequest, order: Sequence[int]) -> None:
-        """Plans the copies for an operation that will use pieces in this order."""
-        bounds, env = self.world.bounds[request.block], self.world.env
+    def begin(self, request: ParamRequest, order: Sequence[int], num_microbatches: int) -> None:
+        """Plans the copies for an operation that will use pieces in this order in each micro-batch.
+
+        A micro-batch that stands for several copies a piece as often as these would.
+        """
+        bounds, clock, itemsize = self.world.bounds[request.block], self.world.clock, self.world.param_itemsize
+        merged, first, again = self.world.work.num_merged, len(order), kept_pieces(order)
         uses = self._uses[request.operation.op] = deque()
         lying: list[_Use | None] = [None] * len(self._last)  # pieces of this operation
-        for piece in order:
-            place = next((i for i, use in enumerate(lying) if use is not None and use.piece == piece), 0)
-            loaded, last = lying.pop(place), self._last.pop(place)
-            nbytes = (bounds[piece + 1] - bounds[piece]) * self.world.param_itemsize
+        for place, piece in enumerate(list(order) * num_microbatches):
+            buffer = next((i for i, use in enumerate(lying) if use is not None and use.piece == piece), 0)
+            loaded, last = lying.pop(buffer), self._last.pop(buffer)
+            nbytes = (bounds[piece + 1] - bounds[piece]) * itemsize
             if loaded is not None and loaded.piece == piece:
-                use = _Use(piece, loaded.copied, env.event(), nbytes)
+                use = _Use(piece, loaded.copied, Future(clock), nbytes)
                 loaded.nbytes = 0
             else:
-                use = _Use(piece, env.event(), env.event(), nbytes)
-                self._to_copy.put(_Copy(request, nbytes, None if last is None else last.over, use.copied))
+                use = _Use(piece, Future(clock), Future(clock), nbytes)
+                num_times = 1 if place < first and place in again else merged
+                self._to_copy.put(_Copy(request, nbytes, num_times, None if last is None else last.over, use.copied))
             lying.append(use)
             self._last.append(use)
             uses.append(use)
 
-    def hold(self, operation: ComputeBlock) -> Process:
-        """Waits for the operation's next piece, and frees the previous one."""
+    def hold(self, operation: ComputeBlock) -> Future:
+        """Frees the previous piece, and returns the future of the operation's next one."""
         self._release_held()
         self._held = self._uses[operation.op].popleft()
-        yield self._held.copied
+        return self._held.copied
 
     def end(self, operation: ComputeBlock) -> None:
         """Frees the last piece of an operation."""
@@ -94,7 +101,7 @@ class Pieces:
 
     def _release_held(self) -> None:
         if self._held is not None:
-            self._held.over.succeed()
+            self._held.over.set_done()
             self.gpu.level(_PIECES, -self._held.nbytes)
             self._held = None
 
@@ -105,5 +112,19 @@ class Pieces:
                 yield copy.free
             request = copy.request
             self.gpu.level(_PIECES, copy.nbytes)
-            yield from self.gpu.copy_in(copy.nbytes, SpanKind.COPY_PARAMS_IN, request.step, request.block)
-            copy.copied.succeed()
+            nbytes = copy.num_times * copy.nbytes
+            yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, request.step, request.block)
+            copy.copied.set_done()
+
+
+def kept_pieces(order: Sequence[int]) -> set[int]:
+    """Returns the places in the order at which the pass before, in the same order, has left the piece in a buffer."""
+    kept, left = set(), list(dict.fromkeys(reversed(order)))[:NUM_PIECE_BUFFERS][::-1]
+    for place, piece in enumerate(order):
+        if piece in left:
+            kept.add(place)
+            left.remove(piece)
+        elif len(left) == NUM_PIECE_BUFFERS:
+            left.pop(0)
+        left.append(piece)
+    return kept

@@ -6,7 +6,16 @@ from windlass.actors.activations import At, BufferQueue, Moment, Part, ScratchSl
 from windlass.actors.job import aligned
 from windlass.actors.messages import SpanKind
 from windlass.engine.memory_plan import MemoryTier
-from windlass.planner.simulation import ACTIVATIONS, LEAVING, Process, ProcessReturning, Queue, Signal, SimulatedGpu
+from windlass.planner.simulation import (
+    ACTIVATIONS,
+    LEAVING,
+    Future,
+    Process,
+    ProcessReturning,
+    Queue,
+    Signal,
+    SimulatedGpu,
+)
 
 _STAGED = "activations to and from the SSDs"
 
@@ -24,15 +33,15 @@ class SsdActivations:
         self._slots = ScratchSlots(
             [context.num_scratch_slots(ssd) for ssd in range(num_ssds)], [each.weight for each in context.ssds]
         )
-        self._to_copy_out: Queue[Part] = Queue(world.env)
-        self._to_copy_in: Queue[Part] = Queue(world.env)
+        self._to_copy_out: Queue[Part] = Queue(world.clock)
+        self._to_copy_in: Queue[Part] = Queue(world.clock)
         self._turns = BufferQueue()
         self._leaving_nbytes = 0
-        self._changed = Signal(world.env)
+        self._changed = Signal(world.clock)
         world.allocate(MemoryTier.HOST, _STAGED, plan.num_staged_activations * self._slot_nbytes)
         world.allocate(MemoryTier.SSD, ACTIVATIONS, plan.num_ssd_activations * self._slot_nbytes)
-        world.env.process(self._run_out())
-        world.env.process(self._run_in())
+        world.clock.process(self._run_out())
+        world.clock.process(self._run_in())
 
     def put(self, nbytes: int, now: Moment) -> ProcessReturning[SsdSwap]:
         """Returns the swap of a tensor when the device has room for bytes on their way out. The copies follow."""
@@ -75,7 +84,7 @@ class SsdActivations:
                 self._to_copy_out.put(part)
             else:
                 part.at = At.RETURNING
-                self.world.env.process(self._read(part))
+                self.world.clock.process(self._read(part))
 
     def _run_out(self) -> Process:
         while True:
@@ -88,20 +97,20 @@ class SsdActivations:
             if not part.swap.num_on_device:  # the tensor is freed as a whole
                 self.gpu.level(LEAVING, -part.swap.nbytes)
             self._changed.notify()
-            self.world.env.process(self._write(part))
+            self.world.clock.process(self._write(part))
 
     def _write(self, part: Part) -> Process:
-        yield from self._move(part, SpanKind.WRITE_ACTIVATIONS)
+        yield self._move(part, SpanKind.WRITE_ACTIVATIONS)
         part.at = At.SSD
         self._take_buffers(-1)
         self._turns.wait(part)
         self._hand_out_buffers()
 
     def _read(self, part: Part) -> Process:
-        yield from self._move(part, SpanKind.READ_ACTIVATIONS)
+        yield self._move(part, SpanKind.READ_ACTIVATIONS)
         self._to_copy_in.put(part)
 
-    def _move(self, part: Part, kind: SpanKind) -> Process:
+    def _move(self, part: Part, kind: SpanKind) -> Future:
         step, block = part.asked_in.step, part.swap.left_in.block
         return self.world.ssd_move(part.ssd, aligned(part.nbytes), kind, step, part.priority, block)
 

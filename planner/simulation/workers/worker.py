@@ -45,9 +45,9 @@ class Worker:
         self._reports = ComputeReports(world.shape.job, gpu.name)
         ordering, num_blocks = world.shape.ordering, len(world.shape.device_blocks)
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating_on_device, num_blocks)
-        self._commands: Queue[UpdateBlock | FlushBlock] = Queue(world.env)
+        self._commands: Queue[UpdateBlock | FlushBlock] = Queue(world.clock)
         self._transit = world.pool("states in transit", world.context.plan.transit)
-        world.env.process(self._run_commands())
+        world.clock.process(self._run_commands())
 
     def post(self, message: Message) -> None:
         """Handles a message from the scheduler."""
@@ -81,12 +81,12 @@ class Worker:
 
     def _report_computed(self, computed: BlockComputed) -> None:
         self._begin(self._window.computed())
-        report = self._reports.computed(computed, self.world.env.now, is_idle=self._window.is_empty)
+        report = self._reports.computed(computed, self.world.clock.now, is_idle=self._window.is_empty)
         if report is not None:
             self.world.send_to_scheduler(report)
 
     def _report_grad(self, operation: ComputeBlock) -> None:
-        report = self._reports.gradient(operation, (1.0,), self.world.env.now, is_idle=self._window.is_empty)
+        report = self._reports.gradient(operation, (1.0,), self.world.clock.now, is_idle=self._window.is_empty)
         if report is not None:
             self.world.send_to_scheduler(report)
         job, step, block = operation.job, operation.step, operation.block
@@ -111,7 +111,7 @@ class Worker:
                 self._carry_out(self._update_queue.updated(command.step))
             else:
                 keys = world.context.layout.chunk_keys(block)
-                yield world.env.all_of([world.env.process(self._flush(command, key)) for key in keys])
+                yield from [world.clock.process(self._flush(command, key)) for key in keys]
                 world.send_to_scheduler(BlockFlushed(job=command.job, step=command.step, block=block, actor=name))
 
     def _flush(self, command: FlushBlock, key: ChunkKey) -> Process:
@@ -119,5 +119,5 @@ class Worker:
         nbytes = world.state_itemsize * world.chunk_numel(key)
         yield from self._transit.take()
         yield from self.gpu.copy_out(nbytes, SpanKind.COPY_STATES_OUT, step, key.block, key.chunk)
-        yield from world.chunk_move(key, nbytes, SpanKind.WRITE_STATES, step, (step, key.block))
+        yield world.chunk_move(key, nbytes, SpanKind.WRITE_STATES, step, (step, key.block))
         self._transit.give_back()

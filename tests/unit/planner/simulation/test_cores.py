@@ -4,26 +4,26 @@ import math
 
 import hypothesis.strategies as st
 import pytest
-import simpy
 from hypothesis import given
 
+from windlass.planner.simulation.clock import Clock, Process
 from windlass.planner.simulation.cores import SharedCores
 
 
 def ends_of(num_cores: int, tasks: list[tuple[float, float, float]]) -> list[float]:
     """The end of each task, given as (start, duration, threads)."""
-    env = simpy.Environment()
-    cores = SharedCores(env, num_cores)
+    clock = Clock()
+    cores = SharedCores(clock, num_cores)
     ends = [math.nan] * len(tasks)
 
-    def run(index: int, start_s: float, duration_s: float, num_threads: float) -> simpy.events.ProcessGenerator:
-        yield env.timeout(start_s)
+    def run(index: int, start_s: float, duration_s: float, num_threads: float) -> Process:
+        yield start_s
         yield from cores.work(duration_s, num_threads)
-        ends[index] = env.now
+        ends[index] = clock.now
 
     for index, task in enumerate(tasks):
-        env.process(run(index, *task))
-    env.run()
+        clock.process(run(index, *task))
+    clock.run()
     return ends
 
 

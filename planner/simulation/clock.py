@@ -1,0 +1,133 @@
+"""The time of a simulation, and the processes that wait in it.
+
+A process is a generator. It yields an `Future` to wait for it, or a number of seconds to let them pass. What happens at
+the same time happens in the order of its causes: first what was set for that time, the earliest request first, and then
+what follows from it.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+_Call = Callable[[], object]
+
+
+class Clock:
+    """Calls functions in the order of simulated time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # seconds
+        self._ready: deque[_Call] = deque()  # what happens now
+        self._later: list[tuple[float, int, _Call]] = []  # a heap by time and order of request
+        self._num_later = 0
+        self._is_paused = False
+
+    def soon(self, call: _Call) -> None:
+        """Calls a function now, after all that was to happen now already."""
+        self._ready.append(call)
+
+    def after(self, delay_s: float, call: _Call) -> None:
+        """Calls a function after `delay_s`."""
+        at_s = self.now + delay_s
+        if at_s > self.now:
+            self._num_later += 1
+            heapq.heappush(self._later, (at_s, self._num_later, call))
+        else:
+            self._ready.append(call)
+
+    def future(self) -> "Future":
+        """Returns a future that is not done."""
+        return Future(self)
+
+    def process(self, generator: "ProcessReturning[Any]") -> "Future":
+        """Starts a process soon. Returns the event of its end."""
+        process = _Process(self, generator)
+        self._ready.append(process.resume)
+        return process
+
+    def pause(self) -> None:
+        """Makes `run` return after the current call."""
+        self._is_paused = True
+
+    @property
+    def pending_s(self) -> list[float]:
+        """The seconds until each later call, in order."""
+        return sorted(at_s - self.now for at_s, _, _ in self._later)
+
+    def run(self, *, until_s: float = math.inf, max_calls: int | None = None) -> bool:
+        """Lets time pass until nothing is left to happen, or `pause` is called.
+
+        Also returns before the time `until_s` is over, and when `max_calls` functions were called. Returns whether
+        something is left.
+        """
+        ready, later, num_calls = self._ready, self._later, 0
+        self._is_paused = False
+        while not self._is_paused and num_calls != max_calls:
+            if not ready:
+                if not later:
+                    return False
+                if later[0][0] > until_s:
+                    return True
+                # All calls for this time come before those that they cause.
+                self.now, _, call = heapq.heappop(later)
+                ready.append(call)
+                while later and later[0][0] == self.now:
+                    ready.append(heapq.heappop(later)[2])
+            ready.popleft()()
+            num_calls += 1
+        return bool(ready or later)
+
+
+class Future:
+    """An event that happens once. Those that wait for it go on in the order in which they came."""
+
+    __slots__ = ("_clock", "_waiting", "is_done")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waiting: list[_Call] = []
+        self.is_done = False
+
+    def set_done(self) -> None:
+        """Lets all that wait go on soon."""
+        self.is_done = True
+        self._clock._ready.extend(self._waiting)
+
+    def then(self, call: _Call) -> None:
+        """Calls a function soon after the event."""
+        if self.is_done:
+            self._clock._ready.append(call)
+        else:
+            self._waiting.append(call)
+
+
+# A process that waits for events or seconds, and returns a result.
+ProcessReturning = Generator[Future | float, None, _Result]
+Process = ProcessReturning[None]
+
+
+class _Process(Future):
+    """The end of a process, which happens when its generator returns."""
+
+    __slots__ = ("_next",)
+
+    def __init__(self, clock: Clock, generator: ProcessReturning[Any]) -> None:
+        super().__init__(clock)
+        self._next = generator.__next__
+
+    def resume(self) -> None:
+        """Runs the process until it must wait."""
+        try:
+            cause = self._next()
+            while isinstance(cause, Future):
+                if not cause.is_done:
+                    cause._waiting.append(self.resume)
+                    return
+                cause = self._next()
+        except StopIteration:
+            self.set_done()
+        else:
+            self._clock.after(cause, self.resume)
