@@ -11,6 +11,9 @@ from typing import NewType
 JobId = NewType("JobId", str)
 # One launch of a job, counted from 1. Every record and every write carries it; the highest attempt wins.
 Attempt = NewType("Attempt", int)
+# Counts how often a job's chunks were dealt to its SSDs, from 0. States of different layout epochs never mix.
+LayoutEpoch = NewType("LayoutEpoch", int)
+FIRST_EPOCH = LayoutEpoch(0)  # also that of stores of older versions, which name none
 Rank = NewType("Rank", int)
 # The number of completed optimizer steps. The states of step 0 are the initial weights; step t updates those of t-1.
 Step = NewType("Step", int)

@@ -121,6 +121,7 @@ class CoreContext:
             formats=self.formats,
             chunk_numel=self.layout.chunk_numel,
             chunks_per_block=tuple(self.layout.num_chunks(block.index) for block in self.layout.blocks),
+            epoch=self.spec.layout_epoch,
         )
 
     @property

@@ -7,7 +7,7 @@ from windlass.actors.job.pace import Pace
 from windlass.actors.worker_policy import Ordering
 from windlass.engine.memory_plan import Placement
 from windlass.engine.training_config import FinalModel, TrainingConfig
-from windlass.storage.ids import Attempt, JobId
+from windlass.storage.ids import FIRST_EPOCH, Attempt, JobId, LayoutEpoch
 
 _FIRST_ATTEMPT = Attempt(1)
 
@@ -18,6 +18,7 @@ class JobCore:
 
     job: JobId
     attempt: Attempt = _FIRST_ATTEMPT
+    layout_epoch: LayoutEpoch = FIRST_EPOCH  # in which the chunks were dealt to the job's SSDs
     training: TrainingConfig
     num_validation_examples: int = 0  # 0: no validation data
     num_ranks: int = 1  # GPU workers, each with a GPU of its own; results do not depend on how many there are

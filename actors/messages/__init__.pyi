@@ -54,6 +54,7 @@ from windlass.actors.messages.ssd import ActivationIoDone as ActivationIoDone
 from windlass.actors.messages.ssd import ChunkIo as ChunkIo
 from windlass.actors.messages.ssd import ChunkIoDone as ChunkIoDone
 from windlass.actors.messages.ssd import ChunkPart as ChunkPart
+from windlass.actors.messages.ssd import CommitDecided as CommitDecided
 from windlass.actors.messages.ssd import CommitStore as CommitStore
 from windlass.actors.messages.ssd import ReadActivations as ReadActivations
 from windlass.actors.messages.ssd import ReadChunks as ReadChunks

@@ -80,7 +80,11 @@ class ActivationIoDone(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitStore(Message):
-    """Asks an SSD server to commit `step`: sync, append a commit record, sync again. A restart resumes from it."""
+    """Asks an SSD server to commit `step`: sync, append a commit record, sync again.
+
+    A restart resumes from it once all SSDs of the job have it. The states of the commit before stay until
+    `CommitDecided`.
+    """
 
     attempt: Attempt
     states_step: Step  # the step that produced the states; earlier than `step` if the steps between were skipped
@@ -93,3 +97,11 @@ class StoreCommitted(Event):
 
     bytes_read: int  # since the server started
     bytes_written: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitDecided(Message):
+    """Tells an SSD server that all SSDs of the job have committed `step`, and that this is noted durably.
+
+    From then on the states of the commit before may be overwritten. It has no reply.
+    """

@@ -7,6 +7,7 @@ from windlass.actors.policy.pending_replies import DeadlineMissedError as Deadli
 from windlass.actors.policy.pending_replies import Instruction as Instruction
 from windlass.actors.policy.pending_replies import UnexpectedEventError as UnexpectedEventError
 from windlass.actors.policy.scheduler_core import Action as Action
+from windlass.actors.policy.scheduler_core import DecideCommit as DecideCommit
 from windlass.actors.policy.scheduler_core import EndStep as EndStep
 from windlass.actors.policy.scheduler_core import NotFiniteError as NotFiniteError
 from windlass.actors.policy.scheduler_core import Pipeline as Pipeline

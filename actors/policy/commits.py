@@ -5,7 +5,7 @@ step under which its states are stored: the last step that changed them, or a la
 They differ between a skipped step and the next commit.
 """
 
-from windlass.actors.messages import CommitStore, FlushBlock
+from windlass.actors.messages import CommitDecided, CommitStore, FlushBlock
 from windlass.actors.policy.config import SchedulerConfig
 from windlass.actors.policy.pending_replies import Instruction
 from windlass.storage.ids import ActorName, BlockIndex, Step
@@ -13,6 +13,9 @@ from windlass.storage.ids import ActorName, BlockIndex, Step
 
 class Commits:
     """The commits of one attempt. Between commits, no state of the last commit is overwritten.
+
+    A step is committed once all SSD servers, of all boxes, have committed it and this is noted durably. A crash before
+    that may lead back to the commit before.
 
     Without SSDs there are no commits, and a step counts as committed as soon as it is over.
     """
@@ -29,6 +32,7 @@ class Commits:
         self._over: set[Step] = set()  # steps that are over but not committed
         self._flushing: dict[BlockIndex, set[ActorName]] = {}
         self._committing: set[ActorName] = set()
+        self._undecided: Step | None = None  # all SSD servers have committed it, but this is not noted durably yet
 
     def label(self, block: BlockIndex) -> Step:
         """Returns the step under which the states of a block are read."""
@@ -87,17 +91,27 @@ class Commits:
             del self._flushing[block]
             self._on_ssd[block] = self._labels[block]
 
-    def store_committed(self, step: Step, actor: ActorName) -> None:
-        """Records that one SSD server has committed the step."""
+    def store_committed(self, step: Step, actor: ActorName) -> bool:
+        """Records that one SSD server has committed the step. Returns whether all have, so that it can be decided."""
         self._committing.remove(actor)
-        if not self._committing:
-            self._mark_committed(step)
+        if self._committing:
+            return False
+        self._undecided = step
+        return True
+
+    def decided(self, step: Step) -> list[Instruction]:
+        """Records that it is noted durably that all SSDs have committed the step. Returns the messages to them."""
+        assert step == self._undecided, f"step {step} was not to be decided, but {self._undecided}"
+        self._undecided = None
+        self._mark_committed(step)
+        message = CommitDecided(job=self._config.job, step=step)
+        return [Instruction(ssd, message) for ssd in self._config.ssd_servers]
 
     # --- what to do -------------------------------------------------------------------------------------------------
 
     def advance(self, *, is_computing: bool) -> list[Instruction]:
         """Returns the flushes and commits that can begin. `is_computing`: operations run that may read params."""
-        if self._committing:
+        if self._committing or self._undecided is not None:
             return []
         due = min(filter(self._is_commit_step, self._over), default=None)
         flushes = self._flush(due)

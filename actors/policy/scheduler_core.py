@@ -79,7 +79,14 @@ class EndStep:
     trainer: dict[str, Any]  # the trainer's state after the step, which its commit must store
 
 
-Action = Instruction | EndStep
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecideCommit:
+    """Asks the scheduler's shell to note durably that all SSDs have committed a step, then to call `commit_decided`."""
+
+    step: Step
+
+
+Action = Instruction | EndStep | DecideCommit
 
 
 @dataclass(slots=True)
@@ -156,6 +163,10 @@ class Pipeline:
         actions = handler(event)
         self.waits.heard_from(event.actor, now_s)
         return self._issue([*actions, *self._advance()], now_s)
+
+    def commit_decided(self, step: Step, now_s: float) -> list[Action]:
+        """Records that a `DecideCommit` is carried out: the step is committed. Returns the next instructions."""
+        return self._issue([*self.commits.decided(step), *self._advance()], now_s)
 
     def stop_after_current_step(self, now_s: float) -> list[Action]:
         """Stops after the current step. The attempt ends with a commit of it, without an export."""
@@ -367,8 +378,8 @@ class Pipeline:
 
     def _on_store_committed(self, event: StoreCommitted) -> list[Action]:
         self.waits.resolve(StoreCommitted, event.step, event.actor)
-        self.commits.store_committed(event.step, event.actor)
-        return []
+        is_complete = self.commits.store_committed(event.step, event.actor)
+        return [DecideCommit(step=event.step)] if is_complete else []
 
     def _on_model_exported(self, event: ModelExported) -> list[Action]:
         self.waits.resolve(ModelExported, event.step, event.actor)

@@ -8,7 +8,8 @@ from typing import Any
 from windlass.actors.job import ActorKind, JobContext, index_of, keeping_kernel, kind_of
 from windlass.engine.model import MODELS_MODULE
 from windlass.storage.ids import ActorName
-from windlass.storage.store import CommitRecord, JobSpace
+from windlass.storage.store import CommitRecord, JobSpace, StoreJournal
+from windlass.storage.store import read_journal as read_store_journal
 
 # Modules that each kind of actor needs.
 _MODULES = {
@@ -33,6 +34,12 @@ def import_for(name: ActorName) -> None:
     """Imports the modules that an actor will need. These imports are most of its start-up time."""
     for module in _MODULES[kind_of(name)]:
         importlib.import_module(module)
+
+
+def read_journal(server: ActorName, context: JobContext, *, direct: bool = True) -> StoreJournal:
+    """Returns the job's commits on the SSD of a server, without opening the store. Raises StoreError."""
+    index = index_of(server)
+    return read_store_journal(context.spec.ssd_dirs[index], context.geometry(index), direct=direct)
 
 
 def open_space(server: ActorName, context: JobContext, *, direct: bool = True) -> JobSpace:

@@ -11,13 +11,13 @@ import torch
 from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts
 from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import ActorFailed, Message
-from windlass.actors.runtime.factory import LocalOptions, open_space, start_actor, stop_actor
+from windlass.actors.runtime.factory import LocalOptions, open_space, read_journal, start_actor, stop_actor
 from windlass.actors.runtime.start_up import START_DEADLINE_S, create_arena, node_of_all, plan_attempt, start_actors
 from windlass.actors.scheduler import GOES_ON, Scheduler
 from windlass.engine.device import memory_node
 from windlass.engine.model import Partition, dropouts_of, partition_folder
 from windlass.storage.ids import ActorName
-from windlass.storage.store import CommitRecord, JobSpace
+from windlass.storage.store import CommitRecord, JobSpace, StoreJournal
 
 
 def run_local(
@@ -70,9 +70,12 @@ def run_local(
         except Exception as error:  # noqa: BLE001 - the receiver's error; the sender does not wait for an answer
             send(SCHEDULER, ActorFailed.of(error, actor=to, about=message))
 
-    def open_space_of(name: ActorName) -> list[CommitRecord]:
+    def read_journal_of(name: ActorName) -> StoreJournal:
+        return read_journal(name, context, direct=direct)
+
+    def open_space_of(name: ActorName) -> StoreJournal:
         spaces[name] = open_space(name, context, direct=direct)
-        return spaces[name].commits()
+        return spaces[name].journal()
 
     def start(name: ActorName, commit: CommitRecord | None) -> None:
         actors[name] = start_actor(name, context, commit, send, space=spaces.pop(name, None), local=options)
@@ -81,7 +84,11 @@ def run_local(
     def call(
         names: Sequence[ActorName], method: str, *arguments: Any, deadline_s: float = START_DEADLINE_S
     ) -> dict[ActorName, Any]:
-        methods: dict[str, Callable[..., Any]] = {"open_space": open_space_of, "start": start}
+        methods: dict[str, Callable[..., Any]] = {
+            "read_journal": read_journal_of,
+            "open_space": open_space_of,
+            "start": start,
+        }
         return {name: methods[method](name, *arguments) for name in names}
 
     def close_spaces() -> None:

@@ -43,7 +43,7 @@ from windlass.actors.lifecycle import (
     tell_alive,
 )
 from windlass.actors.messages import ActorFailed, Message, UserMessage
-from windlass.actors.runtime.factory import gpu_node, import_for, open_space, start_actor, stop_actor
+from windlass.actors.runtime.factory import gpu_node, import_for, open_space, read_journal, start_actor, stop_actor
 from windlass.actors.runtime.outbox import Outbox
 from windlass.actors.runtime.sockets import MessageClient, MessageServer
 from windlass.actors.runtime.start_up import (
@@ -65,7 +65,7 @@ from windlass.storage.memory import (
     is_out_of_space,
     may_find_room_later,
 )
-from windlass.storage.store import CommitRecord, JobSpace
+from windlass.storage.store import CommitRecord, JobSpace, StoreJournal
 
 NAMESPACE = "windlass"
 # The Ray resource that stands for a compute device: a GPU, or the CPU of a machine without one.
@@ -145,11 +145,15 @@ class ActorShell:
         self._importing.join()
         return gpu_node(uses_gpu=self._uses_gpu)
 
-    def open_space(self) -> list[CommitRecord]:
-        """Opens the SSD of an SSD server. Returns the commits on it. Raises the errors of `JobSpace.open`."""
+    def read_journal(self) -> StoreJournal:
+        """Returns the commits on the SSD of an SSD server, without opening the store. Raises StoreError."""
         self._importing.join()
+        return read_journal(self.name, self.context)
+
+    def open_space(self) -> StoreJournal:
+        """Opens the SSD of an SSD server. Returns the commits on it. Raises the errors of `JobSpace.open`."""
         self._space = open_space(self.name, self.context)
-        return self._space.commits()
+        return self._space.journal()
 
     def start(self, commit: CommitRecord | None) -> None:
         """Starts the actor, which opens its devices and files; raises the actor's errors.

@@ -1,5 +1,6 @@
 """The start of an attempt, which is the same under Ray and in one process."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,9 +20,17 @@ from windlass.actors.job import (
     survey_ssds,
 )
 from windlass.engine.model import ModelLayout
-from windlass.storage.ids import ActorName
+from windlass.storage.ids import ActorName, Step
 from windlass.storage.memory import Arena, InsufficientSpaceError, RoomLostError, arena_path, remove_leftovers
-from windlass.storage.store import CommitRecord, last_common_commit
+from windlass.storage.store import (
+    DECISIONS_FILE,
+    CommitRecord,
+    DecisionLog,
+    Recovery,
+    StoreJournal,
+    last_decision,
+    recover,
+)
 
 START_DEADLINE_S = 120.0  # seconds until processes must have started and answered a call
 # Seconds until workers must have started. It is long because a worker may compile kernels, or wait for another process
@@ -93,11 +102,22 @@ def create_arena(context: JobContext, node: int | None, check_stop: Callable[[],
 def start_actors(spec: JobSpec, call: CallActors) -> CommitRecord | None:
     """Starts the actors of an attempt. Returns the commit from which the job resumes; None: it begins.
 
-    All SSDs are opened first, because every actor starts from the last commit that they have in common.
-    `open_space` returns the commits of a server's SSD. `start` starts an actor from a commit.
+    Every actor starts from the last commit that all SSDs have in common, so all of them are read first. `read_journal`
+    does so without a change: while an SSD is missing, starts leave no trace, however many there are. `open_space`
+    fences older attempts and returns the commits again, because such an attempt may have committed until then. `start`
+    starts an actor from a commit.
+
+    Raises:
+        StoreCorrupt: an SSD lacks a commit that all had.
     """
     servers = _server_names(spec)
-    commit = last_common_commit(list(call(servers, "open_space").values()))
+    _recover(spec, call(servers, "read_journal").values())
+    # The log is read after the fences: an older attempt's later decision is on a commit that these journals have.
+    recovery = _recover(spec, call(servers, "open_space").values())
+    commit = recovery.resume_from
+    if recovery.decision is not None:
+        with contextlib.closing(DecisionLog(_decisions_path(spec))) as log:
+            log.append(recovery.decision)
     call(servers, "start", commit)
     others = [name for name in worker_names(spec) if name not in servers]
     call(others, "start", commit, deadline_s=WORKER_DEADLINE_S)
@@ -106,3 +126,18 @@ def start_actors(spec: JobSpec, call: CallActors) -> CommitRecord | None:
 
 def _server_names(spec: JobSpec) -> Sequence[ActorName]:
     return [ssd_name(index) for index in range(len(spec.ssd_dirs))]
+
+
+def _recover(spec: JobSpec, journals: Iterable[StoreJournal]) -> Recovery:
+    return recover(tuple(journals), last_decision(_decisions_path(spec)), last_checkpoint=_last_checkpoint(spec))
+
+
+def _decisions_path(spec: JobSpec) -> Path:
+    return Path(spec.job_dir) / DECISIONS_FILE
+
+
+def _last_checkpoint(spec: JobSpec) -> Step | None:
+    """Returns the step of the last checkpoint that still exists, None without one."""
+    model = Path(spec.output_dir)
+    steps = (path.name.removeprefix(f"{model.name}-step-") for path in model.parent.glob(f"{model.name}-step-*"))
+    return max((Step(int(step)) for step in steps if step.isdigit()), default=None)

@@ -45,7 +45,9 @@ from windlass.actors.messages import (
 from windlass.actors.policy import (
     Action,
     DeadlineMissedError,
+    DecideCommit,
     EndStep,
+    Instruction,
     NotFiniteError,
     Pipeline,
     SchedulerConfig,
@@ -57,7 +59,7 @@ from windlass.actors.scheduler.progress import Progress
 from windlass.engine.checkpoint import remove_model_folder
 from windlass.engine.optimizer import learning_rate
 from windlass.storage.ids import ActorName, ModelKernel, Precision, Step
-from windlass.storage.store import CommitRecord
+from windlass.storage.store import DECISIONS_FILE, CommitRecord, Decision, DecisionLog
 
 # Seconds between two checks for timeouts and lost actors.
 _TICK_S = 1.0
@@ -147,7 +149,7 @@ def job_shape(context: CoreContext, output_dir: str) -> SchedulerConfig:
 
 
 def _is_commit(action: Action) -> bool:
-    return not isinstance(action, EndStep) and isinstance(action.message, CommitStore)
+    return isinstance(action, Instruction) and isinstance(action.message, CommitStore)
 
 
 class Scheduler:
@@ -180,6 +182,7 @@ class Scheduler:
         self._model_kernels: dict[ActorName, tuple[ModelKernel, ...]] = {}  # of each GPU worker that has told of them
         self._stop = stop or StopRequest()
         self._journal = Journal(Path(self.spec.job_dir) / JOURNAL_FILE, self.spec.attempt)
+        self._decisions = DecisionLog(Path(self.spec.job_dir) / DECISIONS_FILE)
         self._progress = Progress(
             self.pipeline.config,
             self._journal,
@@ -201,7 +204,7 @@ class Scheduler:
 
     def run(self) -> dict[str, Any]:
         """Runs the attempt to its end and returns its outcome, which is also the journal's last record."""
-        with contextlib.closing(self._journal):
+        with contextlib.closing(self._journal), contextlib.closing(self._decisions):
             try:
                 self._loop()
             except JobFailedError as error:
@@ -429,16 +432,34 @@ class Scheduler:
                 raise DeadlineMissedError(text)
 
     def _handle(self, event: Event) -> list[Action]:
+        """Passes an event to the policy. Returns its actions and, after a decided commit, those that it allows."""
         try:
-            return self.pipeline.handle(event, time.monotonic())
+            actions = self.pipeline.handle(event, time.monotonic())
         except NotFiniteError as error:
             raise JobFailedError(
                 f"{error}; {self._progress.first_not_finite(event.step)} was the first: training has diverged, or the "
                 "weights or the data are broken; try a lower learning rate, more warm-up or another precision"
             ) from error
+        for decided in [action for action in actions if isinstance(action, DecideCommit)]:
+            self._decide(decided.step)
+            actions = [action for action in actions if action is not decided]
+            actions += self.pipeline.commit_decided(decided.step, time.monotonic())
+        return actions
+
+    def _decide(self, step: Step) -> None:
+        """Notes durably that all SSDs have committed a step. Only then may any SSD overwrite the step before."""
+        decision = Decision.make(
+            step=step,
+            attempt=self.spec.attempt,
+            epoch=self.spec.layout_epoch,
+            trainer_state=self._trainer_states[step],
+        )
+        self._decisions.append(decision)
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
+            if isinstance(action, DecideCommit):
+                raise AssertionError(f"step {action.step} must be decided before anything that follows from it")
             if isinstance(action, EndStep):
                 self._end_step(action)
             elif isinstance(action.message, CommitStore):

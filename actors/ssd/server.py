@@ -13,6 +13,7 @@ from windlass.actors.messages import (
     ActorFailed,
     ChunkIo,
     ChunkIoDone,
+    CommitDecided,
     CommitStore,
     DescribeStatus,
     MemoryKind,
@@ -36,6 +37,7 @@ from windlass.storage.memory import Arena
 from windlass.storage.store import CommitRecord, JobSpace
 
 _STOP_DEADLINE_S = 60.0  # seconds that `stop` waits for the threads
+_Accepted = SsdRequest | CommitStore | CommitDecided | DescribeStatus
 _REPORT_S = 1.0  # seconds between two reports of spans; commits report them too, but may be rare
 
 
@@ -130,7 +132,7 @@ class SsdServer:
             RuntimeError: the server is stopped.
         """
         name = f"{self.name} of job {self._geometry.job}"
-        if message.job != self._geometry.job or not isinstance(message, SsdRequest | CommitStore | DescribeStatus):
+        if message.job != self._geometry.job or not isinstance(message, _Accepted):
             raise ValueError(f"{name} does not accept {type(message).__name__} of job {message.job}")
         if self._token.is_cancelled:
             raise RuntimeError(f"{name} is stopped and takes no messages")
@@ -147,6 +149,8 @@ class SsdServer:
                 self._io.write_scratch(message.slots, message.span, self._activation_terms(message))
             case CommitStore():
                 self._io.commit(self._commit_request(message))
+            case CommitDecided():
+                self._io.decide(message.step)
             case DescribeStatus():
                 self._threads.report_status(self._io.describe_open())
 

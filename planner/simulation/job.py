@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from windlass.actors.job import CoreContext
 from windlass.actors.messages import (
+    CommitDecided,
     CommitStore,
     Event,
     ExportModel,
@@ -23,7 +24,7 @@ from windlass.actors.messages import (
     UpdateStep,
     WorkSpan,
 )
-from windlass.actors.policy import Action, EndStep, Pipeline, SchedulerConfig, TrainerState
+from windlass.actors.policy import Action, DecideCommit, EndStep, Pipeline, SchedulerConfig, TrainerState
 from windlass.actors.timeline import NO_BLOCK, WHOLE_BLOCK, Level
 from windlass.planner.simulation.clock import Process
 from windlass.planner.simulation.gpu import SimulatedGpu
@@ -96,7 +97,9 @@ class SimulatedJob:
 
     def _issue(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if not isinstance(action, EndStep):
+            if isinstance(action, DecideCommit):
+                self._issue(self._pipeline.commit_decided(action.step, self._world.clock.now))
+            elif not isinstance(action, EndStep):
                 self._send(action.to, action.message)
 
     def _send(self, to: ActorName, message: Message) -> None:
@@ -110,6 +113,8 @@ class SimulatedJob:
         match message:
             case CommitStore():
                 clock.process(self._commit(message, to))
+            case CommitDecided():
+                pass  # no simulated write comes before it
             case FlushBlock() if to in self._optimizers:
                 clock.process(self._optimizers[to].flush(message))
             case RestoreStates():

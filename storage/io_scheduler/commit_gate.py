@@ -7,13 +7,17 @@ from windlass.storage.io_scheduler.requests import CommitRequest
 
 
 class CommitGate:
-    """Holds each commit back until the writes of its step and of earlier ones have ended. Not thread-safe."""
+    """Holds each commit back until the writes of its step and of earlier ones have ended. Not thread-safe.
+
+    It also knows which writes must wait: those of later steps than the last commit, until that is decided.
+    """
 
     def __init__(self) -> None:
         self._num_open_writes: Counter[Step] = Counter()
         self._waiting: list[CommitRequest] = []  # for writes
         self._ready: deque[CommitRequest] = deque()
         self._failed_step: Step | None = None
+        self._undecided: Step | None = None
 
     @property
     def failed_step(self) -> Step | None:
@@ -44,6 +48,24 @@ class CommitGate:
         if self._num_open_writes[step] == 0:
             del self._num_open_writes[step]
             self._release()
+
+    @property
+    def undecided_step(self) -> Step | None:
+        """The last committed step, until all SSDs of the job have it."""
+        return self._undecided
+
+    def holds_write(self, step: Step) -> bool:
+        """Returns whether a write of a step must wait for the decision on the last commit."""
+        return self._undecided is not None and step > self._undecided
+
+    def commit_ended(self, step: Step) -> None:
+        """Records that a step is committed on this SSD."""
+        self._undecided = step
+
+    def decide(self, step: Step) -> None:
+        """Records that all SSDs of the job have committed a step. It may come twice or late."""
+        if self._undecided is not None and step >= self._undecided:
+            self._undecided = None
 
     def add(self, commit: CommitRequest) -> None:
         """Adds a commit."""

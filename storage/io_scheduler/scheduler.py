@@ -60,6 +60,7 @@ class IoScheduler:
         self._queue: PriorityQueue[TransferJob] = PriorityQueue()
         self._open: set[TransferJob] = set()  # queued or in flight
         self._gate = CommitGate()
+        self._held: list[TransferJob] = []  # writes that wait for the decision on the last commit
         self._num_arrived = 0
         self._closing = False
         self._is_broken = False  # a thread has died, so its transfers will never be done
@@ -118,7 +119,11 @@ class IoScheduler:
         self._add(ChunkJob(is_read=True, terms=terms, key=key, step=step, parts=parts))
 
     def write(self, key: ChunkKey, step: Step, parts: Sequence[tuple[StateKind, Span]], terms: IoTerms) -> None:
-        """Requests the write of states of a chunk as those of `step`, as `read` does. A commit makes them valid."""
+        """Requests the write of states of a chunk as those of `step`, as `read` does. A commit makes them valid.
+
+        It waits until the commit before is decided. The request may come before the decision, because another actor
+        sends it.
+        """
         self._add(ChunkJob(is_read=False, terms=terms, key=key, step=step, parts=parts))
 
     def read_scratch(self, slots: Sequence[int], span: Span, terms: IoTerms) -> None:
@@ -135,6 +140,8 @@ class IoScheduler:
     def commit(self, request: CommitRequest) -> None:
         """Requests a commit. It waits for the writes of its step and of earlier ones, and fails if one has failed.
 
+        Writes of later steps then wait for `decide`.
+
         Raises:
             RuntimeError: the scheduler was closed.
         """
@@ -143,20 +150,38 @@ class IoScheduler:
             self._gate.add(request)
             self._changed.notify_all()
 
+    def decide(self, step: Step) -> None:
+        """Records that all SSDs of the job have committed a step, and releases the writes of the next one.
+
+        Raises:
+            StepNotAllowed: this SSD has not committed it.
+        """
+        self._space.store.decide(step)
+        with self._changed:
+            self._gate.decide(step)
+            if self._gate.undecided_step is None:
+                held, self._held = self._held, []
+                for job in held:
+                    self._queue.push(job.rank, job)
+                self._changed.notify_all()
+
     def describe_open(self) -> str:
         """Describes the transfers that are not done, by the one that was requested first; "" if there are none."""
         with self._changed:
             oldest = min(self._open, key=lambda job: job.since_s, default=None)
             num_open = len(self._open)
+            undecided = self._gate.undecided_step if oldest in self._held else None
         if oldest is None:
             return ""
+        if undecided is not None:
+            return f"{self._space.store.name}: {oldest} waits until all SSDs of the job have committed step {undecided}"
         return (
             f"{self._space.store.name}: {oldest} is not done after {time.monotonic() - oldest.since_s:.1f} s, as the "
             f"first of {num_open} transfers: check the disk"
         )
 
     def close(self, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
-        """Finishes all requests and ends the threads.
+        """Finishes all requests and ends the threads. Writes that wait for a decision fail.
 
         Raises:
             TimeoutError: a thread hangs in I/O. The caller must keep the space and the arena open, because the thread
@@ -164,7 +189,11 @@ class IoScheduler:
         """
         with self._changed:
             self._closing = True
+            held, self._held = self._held, []
             self._changed.notify_all()
+        for job in held:
+            self._fail(job, RuntimeError(f"{self._space.store.name}: closed before {job} was allowed"))
+            self._finish(job)
         try:
             self._threads.join(deadline_s)
         except TimeoutError as error:
@@ -186,8 +215,12 @@ class IoScheduler:
             job.since_s = time.monotonic()
             self._num_arrived += 1
             self._open.add(job)
-            self._queue.push(job.rank, job)
-            if (step := job.committed_in) is not None:
+            step = job.committed_in
+            if step is not None and self._gate.holds_write(step):
+                self._held.append(job)
+            else:
+                self._queue.push(job.rank, job)
+            if step is not None:
                 self._gate.begin_write(step)
             self._changed.notify_all()
 
@@ -375,4 +408,6 @@ class IoScheduler:
         except Exception as error:  # noqa: BLE001  the caller must learn of every error
             request.on_failed(error)
             return
+        with self._changed:
+            self._gate.commit_ended(step)  # before the report, which may lead to the next step's writes
         request.on_done(IoResult(start_s=start_s, end_s=time.monotonic()))

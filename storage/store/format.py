@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 
 from windlass.storage.ids import (
+    FIRST_EPOCH,
     Attempt,
     ChunkKey,
     Formats,
     JobId,
+    LayoutEpoch,
     Precision,
     Rank,
     SsdIndex,
@@ -50,6 +52,8 @@ CLOSED = Attempt((1 << 64) - 1)
 _SUPERBLOCK_HEAD = struct.Struct("<8s8sI")  # magic, nonce, nbytes of the JSON that follows
 _FENCE_HEAD = struct.Struct("<8s8sQ")  # magic, nonce, attempt
 _COMMIT_HEAD = struct.Struct("<8s8sQQQIIQII")
+# Follows the room for the trainer's state. Records of older versions have zeros there.
+_COMMIT_TAIL = struct.Struct("<QQ")  # the decided step + 1, or 0 if none is known; layout epoch
 _SUPERBLOCK_MAGIC = b"WNDLSTOR"
 _FENCE_MAGIC = b"WNDLFNCE"
 _COMMIT_MAGIC = b"WNDLCMMT"
@@ -69,6 +73,7 @@ class StoreGeometry:
     formats: Formats
     chunk_numel: int
     chunks_per_block: tuple[int, ...]
+    epoch: LayoutEpoch = FIRST_EPOCH  # in which the chunks were dealt to the SSDs
     _first_ordinals: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _places: tuple[tuple[SsdIndex, int], ...] = field(init=False, repr=False, compare=False)
     _region_offsets: dict[StateKind, int] = field(init=False, repr=False, compare=False)
@@ -80,6 +85,8 @@ class StoreGeometry:
             raise ValueError(f"every SSD needs a weight of at least 1, not {self.ssd_weights}")
         if not 0 <= self.ssd < self.num_ssds:
             raise ValueError(f"SSD index {self.ssd} is not one of {self.num_ssds} SSDs")
+        if self.epoch < FIRST_EPOCH:
+            raise ValueError(f"layout epoch {self.epoch} must be at least {FIRST_EPOCH}")
         if self.rank < 0 or self.attempt < 1:
             raise ValueError(f"rank {self.rank} must be at least 0 and attempt {self.attempt} at least 1")
         if self.chunk_numel <= 0 or self.chunk_numel % CHUNK_NUMEL_UNIT:
@@ -184,17 +191,21 @@ class CommitRecord:
     manifest: int  # index of the manifest with the states' places, below NUM_MANIFESTS
     manifest_digest: int
     trainer_state: str  # JSON
+    decided: Step | None = None  # the last decided step when the entry was written; None: none was known
+    epoch: LayoutEpoch = FIRST_EPOCH
 
     @property
-    def identity(self) -> tuple[Attempt, Step, str]:
+    def identity(self) -> tuple[LayoutEpoch, Attempt, Step, str]:
         """The values that must be equal on all SSDs of a job for a common commit. The highest is the newest."""
-        return (self.attempt, self.step, self.trainer_state)
+        return (self.epoch, self.attempt, self.step, self.trainer_state)
 
 
 def pack_superblock(geometry: StoreGeometry, nonce: str) -> bytes:
     """Returns the superblock's bytes."""
     facts = asdict(geometry)
     del facts["_first_ordinals"], facts["_places"], facts["_region_offsets"]
+    if geometry.epoch == FIRST_EPOCH:
+        del facts["epoch"]  # so that versions that know no epochs can read it
     text = json.dumps(facts, separators=(",", ":")).encode()
     if _SUPERBLOCK_HEAD.size + len(text) + 4 > SUPERBLOCK_NBYTES:
         raise ValueError(f"job {geometry.job}: {len(geometry.chunks_per_block)} blocks are more than a store can note")
@@ -246,7 +257,8 @@ def pack_commit(record: CommitRecord, nonce: str) -> bytes:
         0,  # reserved
         len(state),
     )
-    return seal(head + state)
+    decided = 0 if record.decided is None else record.decided + 1
+    return seal(head + state.ljust(TRAINER_STATE_MAX_NBYTES, b"\0") + _COMMIT_TAIL.pack(decided, record.epoch))
 
 
 def unpack_commit(raw: bytes, nonce: str) -> CommitRecord | None:
@@ -257,6 +269,7 @@ def unpack_commit(raw: bytes, nonce: str) -> CommitRecord | None:
     if reserved:
         return None  # an entry of another format
     at = _COMMIT_HEAD.size
+    decided, epoch = _COMMIT_TAIL.unpack_from(raw, at + TRAINER_STATE_MAX_NBYTES)
     return CommitRecord(
         sequence=sequence,
         step=step,
@@ -265,6 +278,8 @@ def unpack_commit(raw: bytes, nonce: str) -> CommitRecord | None:
         manifest=manifest,
         manifest_digest=digest,
         trainer_state=raw[at : at + state_nbytes].decode(),
+        decided=Step(decided - 1) if decided else None,
+        epoch=LayoutEpoch(epoch),
     )
 
 

@@ -1,7 +1,8 @@
 """Stores the model states of a job on one SSD without the page cache, with a commit for each step.
 
 It copies on write: a step's states go to extents that the last commit does not use. Until the next commit later steps
-overwrite them in place.
+overwrite them in place. A commit has two parts. `commit` makes a step durable on this SSD, beside the commit before.
+`decide` says that all SSDs of the job have it. Only then may the states of the commit before be overwritten.
 """
 
 import heapq
@@ -49,6 +50,15 @@ def last_attempt(volume: Volume, job: JobId) -> Attempt | None:
     return max((fence for fence in fences if fence != layout.CLOSED), default=None)
 
 
+def stored_commits(volume: Volume, job: JobId) -> list[CommitRecord]:
+    """Returns the journal's records of a job on an SSD, oldest first, without opening its store. Raises StoreCorrupt.
+
+    A running attempt may append more.
+    """
+    found = _find(volume, job)
+    return [] if found is None else _read_journal(volume, found[0])
+
+
 def _find(volume: Volume, job: JobId) -> tuple[Allocation, StoreGeometry] | None:
     allocation = volume.allocations().get(job)
     if allocation is None or not allocation.is_ready:
@@ -68,8 +78,9 @@ class TensorStore:
         self._allocation = allocation
         self._offsets = allocation.extent_offsets(geometry.demand)  # on the SSD, of every extent
         self._own_fences = len(layout.FENCE_OFFSETS) * layout.pack_fence(attempt, allocation.nonce)
-        self._records = self._read_journal()  # oldest first
+        self._records = _read_journal(volume, allocation)  # oldest first
         self._committed: tuple[CommitRecord, Manifest] | None = None
+        self._is_decided = True  # all SSDs of the job have the last commit
         self._begun = False
         self._working = UncommittedMap(geometry)  # writes since the last commit
         self._free: list[int] = []  # heap of extents
@@ -126,7 +137,9 @@ class TensorStore:
         with volume.device.lock():
             if store._check_attempt() != [attempt, attempt]:
                 store._write_fences(attempt)
-            store._records = store._read_journal()  # again: an older attempt may have appended before the fence
+            store._records = _read_journal(
+                volume, allocation
+            )  # again: an older attempt may have appended before the fence
         return store
 
     @classmethod
@@ -168,8 +181,8 @@ class TensorStore:
     def resume_from(self, commit: CommitRecord | None) -> None:
         """Sets the commit from which this attempt continues, as any SSD of the job has it; None: from the beginning.
 
-        Later writes are discarded. The call appends a record of this attempt, so that later commits never match a
-        record of an older attempt.
+        The commit must be decided. Later writes and undecided commits are discarded. The call appends a record of this
+        attempt, so that later commits never match a record of an older attempt.
 
         Raises:
             StoreCorrupt: this SSD lacks that commit, or its manifest is damaged.
@@ -187,7 +200,8 @@ class TensorStore:
                     )
                 step_map = self._read_manifest(mine.manifest, mine.manifest_digest, f"step {mine.step}")
                 if mine.attempt != self.attempt:
-                    mine = replace(mine, sequence=self._next_sequence(), attempt=self.attempt)
+                    sequence = self._sequence_of_adoption(mine)
+                    mine = replace(mine, sequence=sequence, attempt=self.attempt, decided=mine.step)
                     self._append(mine)
                 committed = (mine, step_map)
             self._committed = committed
@@ -197,7 +211,8 @@ class TensorStore:
     def commit(self, step: Step, attempt: Attempt, trainer_state: str, *, states_step: Step | None = None) -> None:
         """Commits `step` as the state for a restart: syncs its data and manifest, appends a record, syncs the record.
 
-        All writes must have returned before. Gradients are discarded.
+        All writes must have returned before. Gradients are discarded. Until `decide` is called, the states of the last
+        commit stay as well, and no later step may be written or committed.
 
         Args:
             step: the step to commit.
@@ -208,7 +223,8 @@ class TensorStore:
 
         Raises:
             StaleAttempt: a newer attempt has opened the store.
-            StepNotAllowed: `step` is not later than the last commit, or not all states are those of `states_step`.
+            StepNotAllowed: `step` is not later than the last commit, or that is not decided, or not all states are
+                those of `states_step`.
             StoreIoError: the sync failed. Nothing can be committed until the store is opened again.
         """
         if attempt != self.attempt:
@@ -227,6 +243,8 @@ class TensorStore:
                 manifest=self._free_manifest(),
                 manifest_digest=0,
                 trainer_state=trainer_state,
+                decided=None if self._committed is None else self._committed[0].step,
+                epoch=self.geometry.epoch,
             )
             raw, digest = step_map.pack(record, self._allocation.nonce)
             self._write_synced(raw, (self.geometry.manifest_offset(record.manifest),), f"the manifest of step {step}")
@@ -235,7 +253,24 @@ class TensorStore:
             # In this order, because readers without the lock must find a step's states in one of the two maps.
             self._committed = (record, step_map)
             self._working = UncommittedMap(self.geometry)
+            self._is_decided = False  # so no extent of the commit before is taken yet, although all of them are free
             self._collect_free()
+
+    def decide(self, step: Step) -> None:
+        """Frees the states of the commit before `step`, because all SSDs of the job have committed `step`.
+
+        The decision must be durable. It may come twice or late.
+
+        Raises:
+            StepNotAllowed: `step` is later than the last commit.
+        """
+        with self._lock:
+            last = self.last_commit()
+            if last is None or step > last.step:
+                done = "nothing" if last is None else f"step {last.step}"
+                raise StepNotAllowed(f"{self.name}: step {step} was decided, but {done} is the last commit here")
+            if step == last.step:
+                self._is_decided = True
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
@@ -273,8 +308,8 @@ class TensorStore:
 
         Raises:
             StaleAttempt: a newer attempt has opened the store.
-            StepNotAllowed: `step` is committed. Or it would overwrite a later step, or a gradient would overwrite
-                states.
+            StepNotAllowed: `step` is committed, or the last commit is not decided. Or it would overwrite a later step,
+                or a gradient would overwrite states.
         """
         is_gradient = any(kind is StateKind.GRAD for kind, _ in sizes)
         if is_gradient and len(sizes) > 1:
@@ -338,6 +373,11 @@ class TensorStore:
                 f"{self.name}: cannot {verb} step {step} when step {last.step} is the last commit; only later steps "
                 "may change"
             )
+        if last is not None and not self._is_decided:
+            raise StepNotAllowed(
+                f"{self.name}: cannot {verb} step {step} before step {last.step} is decided: another SSD of the job "
+                "may lack that step, and then the states of the commit before it are needed"
+            )
 
     def _check_follows_writes(self, key: ChunkKey, chunk: int, step: Step, is_gradient: bool) -> None:
         label, what = self._working.label(chunk), "gradient" if is_gradient else "states"
@@ -385,11 +425,6 @@ class TensorStore:
         for offset in sorted(known, key=lambda offset: known[offset] or 0):
             self._write_synced(raw, (offset,), "the fence")
 
-    def _read_journal(self) -> list[CommitRecord]:
-        nbytes = layout.NUM_COMMIT_RECORDS * RECORD_NBYTES
-        copies = [_read(self.volume, self._allocation, offset, nbytes) for offset in layout.JOURNAL_OFFSETS]
-        return layout.unpack_journals(copies, self._allocation.nonce, self.name)
-
     def _read_manifest(self, manifest: int, digest: int, what: str) -> Manifest:
         offset = self.geometry.manifest_offset(manifest)
         raw = _read(self.volume, self._allocation, offset, self.geometry.manifest_nbytes)
@@ -401,6 +436,16 @@ class TensorStore:
 
     def _next_sequence(self) -> int:
         return self._records[-1].sequence + 1 if self._records else 0
+
+    def _sequence_of_adoption(self, mine: CommitRecord) -> int:
+        """Returns the number of the entry by which this attempt adopts the commit of `mine`.
+
+        An adoption that is newer than `mine` is void, because another SSD lacks it. It is replaced, so that attempts
+        which fail at their start do not fill the journal.
+        """
+        newest = self._records[-1]
+        is_void = newest.sequence > mine.sequence and newest.manifest_digest == mine.manifest_digest
+        return newest.sequence if is_void else self._next_sequence()
 
     def _free_manifest(self) -> int:
         # The manifest of the previous record stays too, because another SSD may lack the last commit.
@@ -414,7 +459,8 @@ class TensorStore:
         place = record.sequence % layout.NUM_COMMIT_RECORDS * RECORD_NBYTES
         offsets = [journal + place for journal in layout.JOURNAL_OFFSETS]
         self._write_synced(raw, offsets, f"the commit of step {record.step}")
-        self._records = [*self._records[-(layout.NUM_COMMIT_RECORDS - 1) :], record]
+        older = [each for each in self._records if each.sequence < record.sequence]
+        self._records = [*older[-(layout.NUM_COMMIT_RECORDS - 1) :], record]
 
     def _write_synced(self, raw: bytes, offsets: Sequence[int], what: str) -> None:
         if self._failed_sync is not None:
@@ -437,3 +483,9 @@ def _read(volume: Volume, allocation: Allocation, offset: int, nbytes: int) -> b
         raise StoreIoError(
             f"SSD {volume.path}, job {allocation.job}: could not read its records: {error}; check the disk"
         ) from error
+
+
+def _read_journal(volume: Volume, allocation: Allocation) -> list[CommitRecord]:
+    nbytes = layout.NUM_COMMIT_RECORDS * RECORD_NBYTES
+    copies = [_read(volume, allocation, offset, nbytes) for offset in layout.JOURNAL_OFFSETS]
+    return layout.unpack_journals(copies, allocation.nonce, f"SSD {volume.path}, job {allocation.job}")

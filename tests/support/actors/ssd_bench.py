@@ -13,12 +13,14 @@ from windlass.actors.messages import (
     ChunkIo,
     ChunkIoDone,
     ChunkPart,
+    CommitDecided,
     CommitStore,
     MemoryReported,
     Message,
     ReadActivations,
     ReadChunks,
     SpansReported,
+    StoreCommitted,
     WorkSpan,
     WriteActivations,
     WriteChunks,
@@ -27,8 +29,8 @@ from windlass.actors.ssd.server import SsdServer
 from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, CorrelationId, JobId, Span, Step
 from windlass.storage.memory.arena import Arena
 from windlass.storage.store import JobSpace
-from windlass.storage.store.common_commit import last_common_commit
 from windlass.storage.store.format import CommitRecord, StoreGeometry
+from windlass.storage.store.recovery import recover
 
 WORKER = ActorName("optimizer-0")
 
@@ -64,8 +66,8 @@ class Bench:
     def start(self, choose: Callable[[list[CommitRecord]], CommitRecord | None] | None = None) -> None:
         """Starts the server as a job does, or from the commit that `choose` returns."""
         self.opened = self.open_space()
-        commits = self.opened.commits()
-        commit = last_common_commit([commits]) if choose is None else choose(commits)
+        journal = self.opened.journal()
+        commit = recover([journal], None).resume_from if choose is None else choose(list(journal.records))
         self.server = SsdServer(
             ActorName("ssd-0"),
             self.opened,
@@ -77,12 +79,18 @@ class Bench:
         )
 
     def next(self) -> tuple[ActorName, Message]:
-        """The next message, without reports of spans and of space, which come at any time."""
+        """The next message, without reports of spans and of space, which come at any time.
+
+        A commit is decided as soon as it is there, unless the server is stopped.
+        """
         while isinstance(message := (sent := self.sent.get(timeout=WAIT_S))[1], SpansReported | MemoryReported):
             if isinstance(message, SpansReported):
                 self.spans += message.spans
             else:
                 self.space.append(message)
+        if isinstance(message, StoreCommitted):
+            with contextlib.suppress(RuntimeError):
+                self.server.post(CommitDecided(job=JOB, step=message.step))
         return sent
 
     def is_silent(self) -> bool:

@@ -101,6 +101,7 @@ class Facts(Expected):
         self.content = [self.last_good(first)] * shape.num_blocks
         self.on_ssd = [self.last_good(first)] * shape.num_blocks
         self.kept: set[tuple[int, int, ActorName]] = set()  # gradients, by holder, that are neither used nor discarded
+        self.undecided: int | None = None  # the step that all SSD servers have committed, before that is durable
         self.asked_commits: list[int] = []
         self.committed = first
         self.last_complete = max(first, 0)  # last step that was reported as complete
@@ -311,12 +312,18 @@ class Facts(Expected):
             case StoreCommitted():
                 del self.committing[event.actor]
                 if not self.committing:
-                    self.committed = event.step
-                    if event.step in self.skipped:
-                        self._relabel(event.step)
+                    self.undecided = event.step
             case ModelExported():
                 self.exporting = None
                 self.exports.append((event.step, event.path))
+
+    def decide(self, step: int) -> None:
+        """Notes durably that all SSD servers have committed a step."""
+        assert step == self.undecided, "a step is decided before all SSD servers have committed it"
+        self.undecided = None
+        self.committed = step
+        if step in self.skipped:
+            self._relabel(step)
 
     @property
     def resident(self) -> frozenset[int]:

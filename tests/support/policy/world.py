@@ -19,6 +19,7 @@ from tests.support.policy.jobs import (
 )
 from windlass.actors.messages import (
     BlockFlushed,
+    CommitDecided,
     CommitReached,
     CommitStore,
     ComputeBlock,
@@ -35,7 +36,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.policy.config import SchedulerConfig
 from windlass.actors.policy.pending_replies import Instruction
-from windlass.actors.policy.scheduler_core import Action, EndStep, NotFiniteError, Pipeline
+from windlass.actors.policy.scheduler_core import Action, DecideCommit, EndStep, NotFiniteError, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
 from windlass.actors.worker_policy.worker_queues import GRANTED_AHEAD
 from windlass.storage.ids import ActorName, Step
@@ -117,9 +118,7 @@ class World(Facts):
             return []
         if self.shape.evaluation_decides and self.is_end_of_evaluation(event):
             self._decide(int(event.step))
-        actions = self.pipeline.handle(event, now_s)
-        self._take(actions)
-        return actions
+        return self._take(self.pipeline.handle(event, now_s))
 
     def _decide(self, step: int) -> None:
         """Does what the shell does before the policy receives the end of an evaluation."""
@@ -151,10 +150,14 @@ class World(Facts):
 
     # --- checking what the policy issues ----------------------------------------------------------------------------
 
-    def _take(self, actions: Sequence[Action]) -> None:
-        for action in actions:
+    def _take(self, actions: Sequence[Action]) -> list[Action]:
+        """Checks actions and carries them out. Returns them with those that follow from a decision."""
+        left = list(actions)
+        for action in left:
             if isinstance(action, EndStep):
                 self._take_end(action)
+            elif isinstance(action, DecideCommit):
+                left += self._take_decision(action)
             else:
                 assert action.message.job == JOB
                 self._take_one(action.to, action.message)
@@ -179,6 +182,19 @@ class World(Facts):
         else:
             is_stuck = any(compute.op in self.stuck for compute in self.computing)
             assert is_stuck or self.choices(), "nothing is outstanding and the job is not finished: it is stuck"
+        return left
+
+    def _take_decision(self, decision: DecideCommit) -> list[Action]:
+        """Does what the shell does: notes a decision durably, then lets the policy continue. Returns what follows."""
+        assert self.pipeline.committed == self.committed, "a step counts as committed before that is durable"
+        self.decide(int(decision.step))
+        told, others = [], []
+        for action in self.pipeline.commit_decided(decision.step, 0.0):
+            is_told = isinstance(action, Instruction) and isinstance(action.message, CommitDecided)
+            (told if is_told else others).append(action)
+        message = CommitDecided(job=JOB, step=decision.step)
+        assert told == [Instruction(ssd, message) for ssd in self.shape.ssd_servers], "every SSD server is told once"
+        return others
 
     def _take_one(self, to: ActorName, message: Message) -> None:
         match message:

@@ -1,12 +1,24 @@
 """A tensor store that a test reads and writes in its own thread, without an SSD server."""
 
-from windlass.storage.ids import ChunkKey, StateKind, Step
+from windlass.storage.ids import Attempt, ChunkKey, StateKind, Step
 from windlass.storage.store.regions import GRANULE_NBYTES, StateRegion
 from windlass.storage.store.tensor_store import TensorStore
 
 
 class DirectStore(TensorStore):
-    """Adds plain reads and writes to the store that the product drives through SSD servers."""
+    """Adds plain reads and writes to the store that the product drives through SSD servers.
+
+    Its commits are decided at once, as those of a job with one SSD. `prepare` only commits on this SSD.
+    """
+
+    def commit(self, step: Step, attempt: Attempt, trainer_state: str, *, states_step: Step | None = None) -> None:
+        """Commits a step and decides it."""
+        self.prepare(step, attempt, trainer_state, states_step=states_step)
+        self.decide(step)
+
+    def prepare(self, step: Step, attempt: Attempt, trainer_state: str, *, states_step: Step | None = None) -> None:
+        """Commits a step on this SSD, undecided."""
+        super().commit(step, attempt, trainer_state, states_step=states_step)
 
     def read(self, key: ChunkKey, kind: StateKind, step: Step, buffer: memoryview) -> None:
         """Fills `buffer` with the first bytes of a state as `step` left it, and verifies them."""

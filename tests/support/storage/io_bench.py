@@ -27,9 +27,9 @@ from windlass.storage.io.engines import Backend, IoSettings
 from windlass.storage.io_scheduler.requests import CommitRequest, IoResult, IoTerms
 from windlass.storage.io_scheduler.scheduler import IoScheduler
 from windlass.storage.memory.arena import Arena
-from windlass.storage.store.common_commit import last_common_commit
 from windlass.storage.store.format import StoreGeometry
 from windlass.storage.store.job_space import JobSpace
+from windlass.storage.store.recovery import recover
 
 JOB = JobId("ftjob-1")
 CHUNK_NUMEL = 1 << 19
@@ -108,7 +108,7 @@ class IoBench:
         self.ended: queue.SimpleQueue[End] = queue.SimpleQueue()
         self.arena = Arena.create(directory / f"arena-{len(list(directory.glob('arena-*')))}", ARENA_NBYTES)
         self.space = JobSpace.open(directory, geometry, direct=direct, num_scratch_slots=num_scratch_slots)
-        self.space.store.resume_from(last_common_commit([self.space.store.commits()]))
+        self.space.store.resume_from(recover([self.space.journal()], None).resume_from)
         self.io = IoScheduler.start(
             "ssd-0",
             self.space,
@@ -163,8 +163,12 @@ class IoBench:
     def write_scratch(self, slots: Sequence[int], span: Span, *, id: int = 1, **urgency: object) -> None:
         self.io.write_scratch(slots, span, self.terms(id, tuple(slots), **urgency))  # type: ignore[arg-type]
 
-    def commit(self, step: int, attempt: int = 1, *, states_step: int | None = None) -> None:
+    def commit(self, step: int, attempt: int = 1, *, states_step: int | None = None, is_decided: bool = True) -> None:
+        """Commits a step, and decides it as soon as it is there."""
+
         def end(outcome: IoResult | Exception) -> None:
+            if is_decided and isinstance(outcome, IoResult):
+                self.io.decide(Step(step))
             self.ended.put(End(0, step, outcome))
 
         self.io.commit(

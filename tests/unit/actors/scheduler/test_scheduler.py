@@ -1,6 +1,7 @@
 """The scheduler around the policy: actors that answer at once or not at all, and the journal's records."""
 
 import dataclasses
+import errno
 import itertools
 import json
 import math
@@ -12,8 +13,10 @@ import pytest
 from benchmarks.peers.schedules import System
 from tests.support.actors.scheduler_stage import FP16, NUM_TARGETS, Clock, Stage, failure, warnings_of
 from tests.support.training import journal_of, losses_of, metrics_of
+from windlass.actors.job.journal import METRICS
 from windlass.actors.job.pace import pace_of_metrics
 from windlass.actors.messages import (
+    CommitDecided,
     CommitStore,
     ComputeBlock,
     ExportModel,
@@ -30,6 +33,7 @@ from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.engine.training_config.training_config import NUMERICS
 from windlass.storage.ids import ActorName, Attempt, Kernel, Step
+from windlass.storage.store.decisions import DECISIONS_FILE, Decision, DecisionLog, last_decision
 from windlass.storage.store.format import CommitRecord
 
 
@@ -521,3 +525,33 @@ def test_time_left_has_the_evaluations_after_a_restart_too(tmp_path: Path, monke
     )
     assert told[10] == (pytest.approx(80.0 + 100.0, rel=0.1), False)
     assert told[11] == (pytest.approx(70.0 + 100.0, rel=0.1), False)
+
+
+def test_commit_is_in_the_log_before_an_ssd_server_hears_that_it_is_decided(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    log, found = tmp_path / DECISIONS_FILE, []
+
+    def look(message: Message) -> None:
+        if isinstance(message, CommitDecided):
+            found.append((message.step, last_decision(log)))
+
+    stage.before = look
+    assert stage.run()["status"] == "succeeded"
+    decisions = {step: Decision.of(stage.commit(step)) for step in range(5)}
+    assert found == [(step, decisions[step]) for step in range(5) for _ in stage.spec.ssd_dirs]
+
+
+def test_commit_that_cannot_be_decided_is_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, append = Stage(tmp_path), DecisionLog.append
+
+    def append_two(log: DecisionLog, decision: Decision) -> None:
+        if decision.step == 2:
+            raise OSError(errno.EIO, "the disk fails")
+        append(log, decision)
+
+    monkeypatch.setattr(DecisionLog, "append", append_two)
+    with pytest.raises(OSError, match="the disk fails"):
+        stage.run()
+    assert {message.step for message in stage.sent(CommitDecided)} == {0, 1}
+    assert {message.step for message in stage.sent(UpdateStep)} == {1, 2}
+    assert max(record.data["step"] for record in journal_of(stage.spec) if record.kind == METRICS) == 1

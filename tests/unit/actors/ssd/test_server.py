@@ -91,7 +91,7 @@ class TestAnswers:
                     bytes_written=len(KEYS) * CHUNK_NBYTES,
                 ),
             )
-        assert [record.trainer_state for record in bench.opened.commits()] == ["[0]", "[1]"]
+        assert [record.trainer_state for record in bench.opened.journal().records] == ["[0]", "[1]"]
 
     def test_first_commit_comes_with_the_space_of_the_job(self, bench: Bench) -> None:
         bench.write_all()
@@ -178,7 +178,7 @@ class TestFailures:
             bench.server.post(LoadModel(job=JOB, step=Step(0)))
         with pytest.raises(ValueError, match="does not accept CommitStore of job ftjob-2"):
             bench.server.post(commit_of(0, job=JobId("ftjob-2")))
-        assert bench.opened.commits() == []
+        assert bench.opened.journal().records == ()
 
 
 class TestSpans:
@@ -265,7 +265,7 @@ class TestLifeCycle:
         assert "cannot read" in failure_of(bench.next()).error
         bench.read(KEYS, step=0)
         bench.wait_done()
-        last = bench.opened.commits()[-1]
+        last = bench.opened.journal().records[-1]
         assert (last.step, last.attempt) == (0, 2)
         bench.server.stop(delete_store=True)
         with closing(Volume.open(tmp_path, direct=False)) as volume:

@@ -51,3 +51,17 @@ def test_failed_write_is_waited_for_and_its_step_remembered() -> None:
     assert gate.num_waiting == 1
     gate.end_write(Step(2))
     assert gate.num_ready == 1
+
+
+def test_writes_of_later_steps_wait_until_the_last_commit_is_decided() -> None:
+    gate = CommitGate()
+    assert not gate.holds_write(Step(0))
+    gate.commit_ended(Step(3))
+    assert gate.undecided_step == 3
+    assert [gate.holds_write(Step(step)) for step in (3, 4, 5)] == [False, True, True]
+    gate.decide(Step(2))  # late
+    assert gate.holds_write(Step(4))
+    for _ in range(2):
+        gate.decide(Step(3))
+        assert gate.undecided_step is None
+        assert not gate.holds_write(Step(4))

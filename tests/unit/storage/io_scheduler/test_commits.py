@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.storage.io_bench import CHUNK_NBYTES, KEYS, WAIT_S, Hang, IoBench, fail, parts_of, running
 from windlass.storage.ids import Step
-from windlass.storage.integrity.errors import StaleAttempt
+from windlass.storage.integrity.errors import StaleAttempt, StepNotAllowed
 from windlass.storage.io_scheduler.requests import IoResult, IoTerms
 from windlass.storage.ssd.volume import VOLUME_FILE
 
@@ -196,3 +196,53 @@ def test_commit_that_waits_for_the_last_write_is_done_although_the_scheduler_is_
     closing.join(WAIT_S)
     assert reported == ["written"]
     assert [end.of for end in bench.wait_done(1)] == [0]
+
+
+def test_write_of_the_next_step_that_overtakes_the_decision_waits_for_it(bench: IoBench) -> None:
+    """The scheduler tells the SSD and the optimizer, whose write may come first. Reads and scratch do not wait."""
+    content = bench.fill(1)
+    bench.write_all()
+    bench.commit(0, is_decided=False)
+    bench.wait_done(1)
+    bench.write(KEYS, step=1)
+    bench.read(KEYS, step=0, id=2)
+    assert [end.id for end in bench.wait_done()] == [2] * len(KEYS)
+    assert bench.is_silent()
+    assert bench.io.describe_open() == (
+        f"SSD {bench.directory}, job ftjob-1: the write of block 0, chunk 0, step 1 waits until all SSDs of the job "
+        "have committed step 0"
+    )
+    assert bench.content() == content
+    bench.io.decide(Step(0))
+    assert [end.id for end in bench.wait_done()] == [1] * len(KEYS)
+    bench.commit(1)
+    bench.wait_done(1)
+    assert bench.last_step() == 1
+
+
+def test_commit_waits_for_a_write_that_waits_for_a_decision(bench: IoBench) -> None:
+    bench.commit_all()
+    bench.commit(1, states_step=0, is_decided=False)
+    bench.wait_done(1)
+    bench.write(KEYS, step=2)
+    bench.commit(2)
+    assert bench.is_silent()
+    bench.io.decide(Step(1))
+    assert [end.of for end in bench.wait_done(len(KEYS) + 1)][-1] == 2
+
+
+def test_decision_on_a_step_that_is_not_committed_is_refused(bench: IoBench) -> None:
+    bench.commit_all()
+    with pytest.raises(StepNotAllowed, match="step 1 was decided, but step 0 is the last commit here"):
+        bench.io.decide(Step(1))
+    bench.io.decide(Step(0))
+
+
+def test_close_fails_writes_that_wait_for_a_decision(tmp_path: Path) -> None:
+    bench = IoBench(tmp_path)
+    bench.write_all()
+    bench.commit(0, is_decided=False)
+    bench.wait_done(1)
+    bench.write(KEYS[:1], step=1)
+    bench.close()
+    assert "closed before the write of block 0, chunk 0, step 1 was allowed" in str(bench.next().error)

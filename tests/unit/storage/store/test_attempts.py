@@ -30,8 +30,8 @@ from windlass.storage.integrity.errors import StaleAttempt, StepNotAllowed, Stor
 from windlass.storage.ssd import volume as volume_module
 from windlass.storage.ssd.volume import Volume
 from windlass.storage.store import format as layout
-from windlass.storage.store.common_commit import last_common_commit
 from windlass.storage.store.format import CommitRecord
+from windlass.storage.store.recovery import StoreJournal, recover
 from windlass.storage.store.tensor_store import last_attempt
 
 
@@ -48,6 +48,11 @@ def volume(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.M
     volume = open_volume(path)
     yield volume
     volume.close()
+
+
+def last_common_commit(stores: list[DirectStore]) -> CommitRecord | None:
+    """The commit from which a new attempt resumes, without a log of decisions."""
+    return recover([StoreJournal(store.name, tuple(store.commits())) for store in stores], None).resume_from
 
 
 def _everything_is_refused(lost: DirectStore, step: int, text: str) -> None:
@@ -258,7 +263,7 @@ class TestResume:
     @staticmethod
     def _open(volumes: list[Volume], attempt: int) -> tuple[list[DirectStore], CommitRecord]:
         stores = [DirectStore.open(each, JOB, Attempt(attempt)) for each in volumes]
-        found = last_common_commit([store.commits() for store in stores])
+        found = last_common_commit(stores)
         assert found is not None
         return stores, found
 
@@ -288,7 +293,7 @@ class TestResume:
         """The crash came between the two commits of step 3: the job resumes at the step before, and repeats step 3."""
         for store in stores:
             fill(store, 3)
-        stores[0].commit(Step(3), Attempt(1), "{}")
+        stores[0].prepare(Step(3), Attempt(1), "{}")
         again, found = self._open(volumes, attempt=2)
         assert found.step == 2
         for store in again:
@@ -298,7 +303,7 @@ class TestResume:
                 check(store, 3)
         for store in again:
             commit(store, 3)
-        assert self._open(volumes, attempt=3)[1].identity == (2, 3, '{"step": 3}')
+        assert self._open(volumes, attempt=3)[1].identity == (0, 2, 3, '{"step": 3}')
 
     def test_commit_that_this_ssd_does_not_have(self, stores: list[DirectStore], volumes: list[Volume]) -> None:
         commit(stores[0], 3)
@@ -333,10 +338,10 @@ class TestResume:
         commit(stores[0], 0)
         for attempt in (2, 3):
             stores = [DirectStore.open(each, JOB, Attempt(attempt)) for each in volumes]
-            assert last_common_commit([store.commits() for store in stores]) is None
+            assert last_common_commit(stores) is None
             for store in stores:
                 store.resume_from(None)
             commit(stores[0], 0)
             check(stores[0], 0, attempt)
         commit(stores[1], 0)
-        assert self._open(volumes, attempt=4)[1].identity == (3, 0, '{"step": 0}')
+        assert self._open(volumes, attempt=4)[1].identity == (0, 3, 0, '{"step": 0}')

@@ -1,4 +1,7 @@
-"""A power loss before every single operation of a job's disks, and the state that a restart finds."""
+"""A power loss before every single operation of a job's disks, and the state that a restart finds.
+
+The disks may be those of two boxes: the log of decisions lies on neither.
+"""
 
 import random
 from collections.abc import Iterator
@@ -13,8 +16,9 @@ from tests.support.storage.stores import keys, make_geometry, open_volume, page_
 from windlass.storage.ids import Attempt, ChunkKey, JobId, SsdIndex, StateKind, Step
 from windlass.storage.integrity.errors import StoreMissing
 from windlass.storage.ssd.volume import VOLUME_FILE, Volume
-from windlass.storage.store.common_commit import last_common_commit
+from windlass.storage.store.decisions import Decision
 from windlass.storage.store.format import CommitRecord, StoreGeometry
+from windlass.storage.store.recovery import StoreJournal, recover
 
 JOB = JobId("ftjob-1")
 # The actions of jobs in order: write all states, or gradients, of a step; commit a step with the states that were
@@ -64,13 +68,23 @@ def _write_gradients(stores: list[DirectStore], step: int, attempt: int) -> None
             store.write(key, StateKind.GRAD, Step(step), _content(key, StateKind.GRAD, step, attempt, nbytes))
 
 
-def _commit(stores: list[DirectStore], step: int, attempt: int, states_step: int) -> None:
+def _commit(
+    stores: list[DirectStore], step: int, attempt: int, states_step: int, log: list[Decision], power: Power
+) -> None:
+    """Commits a step on all SSDs, then decides it. The power may be cut before and after the decision."""
     for store in stores:
-        store.commit(Step(step), Attempt(attempt), f'{{"step": {step}}}', states_step=Step(states_step))
+        store.prepare(Step(step), Attempt(attempt), f'{{"step": {step}}}', states_step=Step(states_step))
+    record = stores[0].last_commit()
+    assert record is not None
+    power.spend()
+    log.append(Decision.of(record))
+    power.spend()
+    for store in stores:
+        store.decide(Step(step))
 
 
-def _train(directories: list[Path], disks: list[Disk], job: str, acknowledged: list[int]) -> None:
-    """Runs a job. Adds the steps that were acknowledged as committed to `acknowledged`."""
+def _train(directories: list[Path], disks: list[Disk], job: str, log: list[Decision]) -> None:
+    """Runs a job. Adds its decisions to the log."""
     volumes = [
         Volume.open(directory, direct=False, make_device=factory(disk))
         for directory, disk in zip(directories, disks, strict=True)
@@ -85,14 +99,25 @@ def _train(directories: list[Path], disks: list[Disk], job: str, acknowledged: l
             elif act == "gradient":
                 _write_gradients(stores, step, attempt=1)
             else:
-                _commit(stores, step, 1, states_step)
-                acknowledged.append(step)
+                _commit(stores, step, 1, states_step, log, disks[0].power)
     finally:
         for volume in volumes:
             volume.close()
 
 
-def _reopen(directories: list[Path], attempt: int) -> tuple[list[DirectStore], CommitRecord | None]:
+def _recover(stores: list[DirectStore], log: list[Decision]) -> CommitRecord | None:
+    """Returns the commit to resume from, and writes a lost decision. Without the log it is the same commit."""
+    journals = [StoreJournal(store.name, tuple(store.commits())) for store in stores]
+    recovery = recover(journals, max(log, key=lambda decision: decision.step, default=None))
+    assert recover(journals, None).resume_from == recovery.resume_from
+    if recovery.decision is not None:
+        log.append(recovery.decision)
+    return recovery.resume_from
+
+
+def _reopen(
+    directories: list[Path], attempt: int, log: list[Decision]
+) -> tuple[list[DirectStore], CommitRecord | None]:
     """Opens a new attempt that resumes from the stores it finds. Incomplete stores are made anew."""
     stores = []
     for directory, geometry in zip(directories, GEOMETRIES, strict=True):
@@ -101,7 +126,7 @@ def _reopen(directories: list[Path], attempt: int) -> tuple[list[DirectStore], C
             stores.append(DirectStore.open(volume, JOB, Attempt(attempt)))
         except StoreMissing:
             stores.append(DirectStore.create(volume, replace(geometry, attempt=Attempt(attempt))))
-    commit = last_common_commit([store.commits() for store in stores])
+    commit = _recover(stores, log)
     for store in stores:
         store.resume_from(commit)
     return stores, commit
@@ -131,9 +156,9 @@ def _go_on(stores: list[DirectStore], commit: CommitRecord | None, attempt: int)
     """Makes one more step after a crash, or the first one, and one skipped step."""
     step = 0 if commit is None else commit.step + 1
     _write(stores, step, attempt)
-    _commit(stores, step, attempt, step)
+    _commit(stores, step, attempt, step, [], Power())
     _check(stores, step, attempt, step)
-    _commit(stores, step + 1, attempt, step)
+    _commit(stores, step + 1, attempt, step, [], Power())
     _check(stores, step + 1, attempt, step)
 
 
@@ -167,11 +192,11 @@ def test_power_loss_before_every_operation(tmp_path: Path, name: str, part: int)
     num_operations = _count_operations(tmp_path, job)
     assert num_operations > 100
     for off_at in range(part, num_operations + 1, NUM_PARTS):
-        power, acknowledged = Power(off_at=off_at), list[int]()
+        power, log = Power(off_at=off_at), list[Decision]()
         disks = [Disk(power), Disk(power)]
         directories = _directories(tmp_path, "crashed")
         try:
-            _train(directories, disks, job, acknowledged)
+            _train(directories, disks, job, log)
         except PowerLoss:
             pass
         else:
@@ -181,15 +206,16 @@ def test_power_loss_before_every_operation(tmp_path: Path, name: str, part: int)
         for i, image in enumerate(disks[0].outcomes(seed=off_at, num_random=2)):
             write_image(after[0] / VOLUME_FILE, image)
             write_image(after[1] / VOLUME_FILE, second[(i * 5 + off_at) % len(second)])
-            _check_restart(after, job, acknowledged)
+            _check_restart(after, job, list(log))
 
 
-def _check_restart(directories: list[Path], job: str, acknowledged: list[int]) -> None:
-    stores, commit = _reopen(directories, attempt=2)
+def _check_restart(directories: list[Path], job: str, log: list[Decision]) -> None:
+    decided = log[-1].step if log else None
+    stores, commit = _reopen(directories, 2, log)
     try:
-        if acknowledged:
+        if decided is not None:
             assert commit is not None
-            assert commit.step >= acknowledged[-1]
+            assert commit.step >= decided
         if commit is not None:
             _check_commit(stores, commit.step, job)
             assert commit.trainer_state == f'{{"step": {commit.step}}}'
@@ -201,10 +227,11 @@ def _check_restart(directories: list[Path], job: str, acknowledged: list[int]) -
 def test_power_loss_while_a_new_attempt_takes_over(tmp_path: Path) -> None:
     """The second attempt is cut off at each of its operations; the third still finds the committed step."""
     # The last commit reached only one SSD: the machine loses power before the other's journal has it.
-    power = Power(off_at=_count_operations(tmp_path, JOBS["every step"]) - 3)
-    disks = [Disk(power), Disk(power)]
+    power = Power(off_at=_count_operations(tmp_path, JOBS["every step"]) - 5)
+    disks, first_log = [Disk(power), Disk(power)], list[Decision]()
     with pytest.raises(PowerLoss):
-        _train(_directories(tmp_path, "first"), disks, JOBS["every step"], [])
+        _train(_directories(tmp_path, "first"), disks, JOBS["every step"], first_log)
+    assert first_log[-1].step == LAST_STEP - 1
     images = [disk.image([]) for disk in disks]
     for off_at in range(200):
         power = Power(off_at=off_at)
@@ -212,9 +239,9 @@ def test_power_loss_while_a_new_attempt_takes_over(tmp_path: Path) -> None:
         directories = _directories(tmp_path, "second")
         for directory, image in zip(directories, images, strict=True):
             write_image(directory / VOLUME_FILE, image)
-        committed = LAST_STEP - 1
+        committed, log = LAST_STEP - 1, list(first_log)
         try:
-            _second_attempt(directories, again)
+            _second_attempt(directories, again, log)
             committed = LAST_STEP
         except PowerLoss:
             pass
@@ -222,7 +249,7 @@ def test_power_loss_while_a_new_attempt_takes_over(tmp_path: Path) -> None:
         for outcome in zip(*(disk.outcomes(off_at, 1) for disk in again), strict=False):
             for directory, image in zip(after, outcome, strict=True):
                 write_image(directory / VOLUME_FILE, image)
-            stores, commit = _reopen(after, attempt=3)
+            stores, commit = _reopen(after, 3, list(log))
             assert commit is not None
             assert committed <= commit.step <= LAST_STEP
             if commit.step < LAST_STEP:
@@ -236,19 +263,19 @@ def test_power_loss_while_a_new_attempt_takes_over(tmp_path: Path) -> None:
     pytest.fail("the second attempt never came to its end")
 
 
-def _second_attempt(directories: list[Path], disks: list[Disk]) -> None:
+def _second_attempt(directories: list[Path], disks: list[Disk], log: list[Decision]) -> None:
     volumes = [
         Volume.open(directory, direct=False, make_device=factory(disk))
         for directory, disk in zip(directories, disks, strict=True)
     ]
     try:
         stores = [DirectStore.open(volume, JOB, Attempt(2)) for volume in volumes]
-        commit = last_common_commit([store.commits() for store in stores])
+        commit = _recover(stores, log)
         for store in stores:
             store.resume_from(commit)
         assert commit is not None
         _write(stores, commit.step + 1, attempt=2)
-        _commit(stores, commit.step + 1, 2, commit.step + 1)
+        _commit(stores, commit.step + 1, 2, commit.step + 1, log, disks[0].power)
     finally:
         for volume in volumes:
             volume.close()

@@ -17,9 +17,11 @@ from windlass.storage.ids import (
     ChunkIndex,
     ChunkKey,
     Formats,
+    LayoutEpoch,
     Rank,
     SsdIndex,
     StateKind,
+    Step,
 )
 from windlass.storage.integrity.errors import StoreCorrupt
 from windlass.storage.integrity.records import RECORD_NBYTES
@@ -115,6 +117,7 @@ class TestGeometry:
             ({"ssd": -1}, "SSD index -1"),
             ({"rank": -1}, "rank -1 must be at least 0"),
             ({"attempt": 0}, "attempt 0 at least 1"),
+            ({"epoch": -1}, "layout epoch -1 must be at least 0"),
             ({"chunk_numel": 0}, "positive multiple of 2048, not 0"),
             ({"chunk_numel": 2049}, "positive multiple of 2048, not 2049"),
             ({"chunks_per_block": ()}, "at least one chunk"),
@@ -157,6 +160,14 @@ class TestSuperblock:
         assert tuple(formats.itemsizes) == found.kinds
         assert pickle.loads(pickle.dumps(found)) == geometry
 
+    def test_first_epoch_is_not_named_as_in_older_versions(self) -> None:
+        for epoch in (0, 3):
+            geometry = make_geometry(epoch=LayoutEpoch(epoch))
+            raw = pack_superblock(geometry, NONCE)
+            assert (b'"epoch":3' in raw) == (epoch == 3)
+            assert (b"epoch" in raw) == (epoch == 3)
+            assert unpack_superblock(raw, NONCE, "SSD x") == geometry
+
     @settings(max_examples=40, deadline=None)
     @given(position=st.integers(0, layout.SUPERBLOCK_NBYTES * 8 - 1))
     def test_any_flipped_bit_is_an_error(self, position: int) -> None:
@@ -193,14 +204,27 @@ class TestCommitRecord:
         step=st.integers(0, 1 << 40),
         attempt=st.integers(1, 1 << 40),
         state=st.text(max_size=400),
+        decided=st.none() | st.integers(0, 1 << 40).map(Step),
+        epoch=st.integers(0, 1 << 40).map(LayoutEpoch),
     )
-    def test_comes_back(self, sequence: int, step: int, attempt: int, state: str) -> None:
-        record = replace(make_record(0, step, attempt, state), sequence=sequence)
+    def test_comes_back(
+        self, sequence: int, step: int, attempt: int, state: str, decided: Step | None, epoch: LayoutEpoch
+    ) -> None:
+        record = replace(make_record(0, step, attempt, state), sequence=sequence, decided=decided, epoch=epoch)
         raw = pack_commit(record, NONCE)
         assert len(raw) == RECORD_NBYTES
         assert unpack_commit(raw, NONCE) == record
         assert unpack_commit(raw, OTHER_NONCE) is None
         assert pickle.loads(pickle.dumps(record)) == record
+
+    def test_older_versions_entry_repeats_no_decision(self) -> None:
+        """Those versions left zeros after the trainer's state."""
+        record = make_record(3, 2, state="{}")
+        raw = pack_commit(record, NONCE)
+        assert raw[66:-4] == bytes(len(raw) - 70)
+        assert unpack_commit(raw, NONCE) == record
+        told = pack_commit(replace(record, decided=Step(1), epoch=LayoutEpoch(4)), NONCE)
+        assert told[:3136] == raw[:3136], "older versions read the same entry"
 
     def test_longest_state_fits(self) -> None:
         longest = "é" * (TRAINER_STATE_MAX_NBYTES // 2)

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.storage.stores import JOB, make_geometry
-from windlass.storage.ids import Attempt
+from tests.support.storage.stores import JOB, make_geometry, volume_file
+from windlass.storage.ids import Attempt, LayoutEpoch
 from windlass.storage.integrity.errors import StaleAttempt, StoreError
 from windlass.storage.memory.capacity import InsufficientSpaceError
 from windlass.storage.ssd.volume import Volume
-from windlass.storage.store.job_space import JobSpace
+from windlass.storage.store.job_space import JobSpace, read_journal
+from windlass.storage.store.recovery import StoreJournal
+from windlass.storage.store.tensor_store import last_attempt
 
 GEOMETRY = make_geometry()
 
@@ -52,6 +54,29 @@ def test_store_of_another_geometry_is_refused_and_kept(tmp_path: Path) -> None:
         JobSpace.open(tmp_path, replace(GEOMETRY, chunks_per_block=(2, 1, 1)), direct=False)
     assert holds_states(tmp_path)
     assert num_open_files(tmp_path) == 0
+
+
+def test_store_of_another_layout_epoch_is_refused_before_it_is_fenced(tmp_path: Path) -> None:
+    """The chunks were dealt anew while this SSD was away, or the job's folder is an old copy."""
+    for directory, epoch in ((tmp_path / "away", 0), (tmp_path / "dealt", 1)):
+        directory.mkdir()
+        JobSpace.open(directory, replace(GEOMETRY, epoch=LayoutEpoch(epoch)), direct=False).close()
+        other = replace(GEOMETRY, epoch=LayoutEpoch(1 - epoch), attempt=Attempt(9))
+        for refused in (JobSpace.open, read_journal):
+            with pytest.raises(StoreError, match=f"are of layout epoch {epoch}, and .* in epoch {1 - epoch}"):
+                refused(directory, other, direct=False)
+        with closing(Volume.open(directory, direct=False)) as volume:
+            assert last_attempt(volume, JOB) == 1
+
+
+def test_reading_a_journal_writes_nothing(tmp_path: Path) -> None:
+    assert read_journal(tmp_path, GEOMETRY, direct=False) == StoreJournal(f"SSD {tmp_path}", ())
+    assert list(tmp_path.iterdir()) == []
+    space = open_space(tmp_path)
+    before = volume_file(tmp_path).read_bytes()
+    assert read_journal(tmp_path, replace(GEOMETRY, attempt=Attempt(7)), direct=False) == space.journal()
+    space.close()
+    assert volume_file(tmp_path).read_bytes() == before
 
 
 def test_older_attempt_is_refused(tmp_path: Path) -> None:
