@@ -152,6 +152,7 @@ class ActorShell:
 
     def open_space(self) -> StoreJournal:
         """Opens the SSD of an SSD server. Returns the commits on it. Raises the errors of `JobSpace.open`."""
+        self._importing.join()
         self._space = open_space(self.name, self.context)
         return self._space.journal()
 

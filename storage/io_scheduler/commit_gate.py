@@ -9,7 +9,7 @@ from windlass.storage.io_scheduler.requests import CommitRequest
 class CommitGate:
     """Holds each commit back until the writes of its step and of earlier ones have ended. Not thread-safe.
 
-    It also knows which writes must wait: those of later steps than the last commit, until that is decided.
+    Writes and commits of later steps than the last commit also wait until that is decided. The caller holds the writes.
     """
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class CommitGate:
 
     @property
     def num_waiting(self) -> int:
-        """The number of commits that wait for a write."""
-        return len(self._waiting)
+        """The number of commits that wait for a write, and not for a decision."""
+        return sum(not self.waits_for_decision(commit.step) for commit in self._waiting)
 
     @property
     def num_ready(self) -> int:
@@ -54,18 +54,27 @@ class CommitGate:
         """The last committed step, until all SSDs of the job have it."""
         return self._undecided
 
-    def holds_write(self, step: Step) -> bool:
-        """Returns whether a write of a step must wait for the decision on the last commit."""
+    def waits_for_decision(self, step: Step) -> bool:
+        """Returns whether a write or a commit of a step must wait for the decision on the last commit."""
         return self._undecided is not None and step > self._undecided
 
     def commit_ended(self, step: Step) -> None:
         """Records that a step is committed on this SSD."""
         self._undecided = step
+        self._waiting = [*self._ready, *self._waiting]
+        self._ready.clear()
+        self._release()
 
     def decide(self, step: Step) -> None:
         """Records that all SSDs of the job have committed a step. It may come twice or late."""
         if self._undecided is not None and step >= self._undecided:
             self._undecided = None
+            self._release()
+
+    def drain(self) -> list[CommitRequest]:
+        """Removes and returns the commits that wait."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
 
     def add(self, commit: CommitRequest) -> None:
         """Adds a commit."""
@@ -80,5 +89,5 @@ class CommitGate:
         oldest = min(self._num_open_writes, default=None)
         waiting, self._waiting = self._waiting, []
         for commit in waiting:
-            is_held = oldest is not None and oldest <= commit.step
+            is_held = self.waits_for_decision(commit.step) or (oldest is not None and oldest <= commit.step)
             (self._waiting if is_held else self._ready).append(commit)

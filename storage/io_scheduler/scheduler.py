@@ -140,7 +140,7 @@ class IoScheduler:
     def commit(self, request: CommitRequest) -> None:
         """Requests a commit. It waits for the writes of its step and of earlier ones, and fails if one has failed.
 
-        Writes of later steps then wait for `decide`.
+        Writes and commits of later steps then wait for `decide`.
 
         Raises:
             RuntimeError: the scheduler was closed.
@@ -151,7 +151,7 @@ class IoScheduler:
             self._changed.notify_all()
 
     def decide(self, step: Step) -> None:
-        """Records that all SSDs of the job have committed a step, and releases the writes of the next one.
+        """Records that all SSDs of the job have committed a step, and releases the writes and the commit of the next.
 
         Raises:
             StepNotAllowed: this SSD has not committed it.
@@ -181,7 +181,7 @@ class IoScheduler:
         )
 
     def close(self, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
-        """Finishes all requests and ends the threads. Writes that wait for a decision fail.
+        """Finishes all requests and ends the threads. Those that wait for a decision fail.
 
         Raises:
             TimeoutError: a thread hangs in I/O. The caller must keep the space and the arena open, because the thread
@@ -216,7 +216,7 @@ class IoScheduler:
             self._num_arrived += 1
             self._open.add(job)
             step = job.committed_in
-            if step is not None and self._gate.holds_write(step):
+            if step is not None and self._gate.waits_for_decision(step):
                 self._held.append(job)
             else:
                 self._queue.push(job.rank, job)
@@ -389,9 +389,12 @@ class IoScheduler:
             with self._changed:
                 self._changed.wait_for(lambda: self._gate.num_ready or self._has_ended())
                 commit = self._gate.take()
+                left = [] if commit is not None else self._gate.drain()
             if commit is None:
-                return
+                break
             self._commit(commit)
+        for request in left:
+            request.on_failed(RuntimeError(f"{self._space.store.name}: closed before {request} was allowed"))
 
     def _has_ended(self) -> bool:
         is_idle = not self._open and not self._gate.num_waiting

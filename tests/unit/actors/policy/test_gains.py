@@ -23,7 +23,7 @@ from windlass.actors.messages import (
     StoreCommitted,
     UpdateStep,
 )
-from windlass.actors.policy.scheduler_core import Action, EndStep, Pipeline
+from windlass.actors.policy.scheduler_core import Action, DecideCommit, EndStep, Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
 from windlass.actors.worker_policy.block_queue import QueueOrder
 from windlass.actors.worker_policy.worker_queues import OffloadQueue, UpdateActions, UpdateQueue
@@ -101,6 +101,9 @@ class Timed:
     def take(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, EndStep):
+                continue
+            if isinstance(action, DecideCommit):
+                self.take(self.pipeline.commit_decided(action.step, self.now_s))
                 continue
             match message := action.message:
                 case ComputeBlocks():

@@ -133,7 +133,10 @@ def test_allocator_of_a_gpu_is_set_before_torch_is_imported(tmp_path: Path, monk
 
 def test_a_shell_passes_messages_on_and_answers_back(shell: ActorShell, scheduler: Peer, tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
-    assert shell.open_space() == []
+    journal = shell.read_journal()
+    assert journal.records == ()
+    assert list((tmp_path / "ssd").iterdir()) == []
+    assert shell.open_space() == journal
     shell.start(None)
     scheduler.send(shell, commit(0))
     failed = scheduler.next_failure()

@@ -53,15 +53,34 @@ def test_failed_write_is_waited_for_and_its_step_remembered() -> None:
     assert gate.num_ready == 1
 
 
-def test_writes_of_later_steps_wait_until_the_last_commit_is_decided() -> None:
+def test_later_steps_wait_until_the_last_commit_is_decided() -> None:
     gate = CommitGate()
-    assert not gate.holds_write(Step(0))
+    assert not gate.waits_for_decision(Step(0))
     gate.commit_ended(Step(3))
     assert gate.undecided_step == 3
-    assert [gate.holds_write(Step(step)) for step in (3, 4, 5)] == [False, True, True]
+    assert [gate.waits_for_decision(Step(step)) for step in (3, 4, 5)] == [False, True, True]
     gate.decide(Step(2))  # late
-    assert gate.holds_write(Step(4))
+    assert gate.waits_for_decision(Step(4))
     for _ in range(2):
         gate.decide(Step(3))
         assert gate.undecided_step is None
-        assert not gate.holds_write(Step(4))
+        assert not gate.waits_for_decision(Step(4))
+
+
+def test_commit_of_a_later_step_waits_for_the_decision_whenever_it_was_requested() -> None:
+    gate = CommitGate()
+    gate.add(commit_of(0))
+    gate.add(commit_of(1))
+    first = gate.take()
+    assert first is not None
+    gate.commit_ended(first.step)
+    gate.add(commit_of(2))
+    assert (taken(gate), gate.num_waiting) == ([], 0)
+    gate.decide(Step(0))
+    second = gate.take()
+    assert second is not None
+    gate.commit_ended(second.step)
+    assert taken(gate) == []
+    assert [int(commit.step) for commit in gate.drain()] == [2]
+    gate.decide(Step(1))
+    assert taken(gate) == []

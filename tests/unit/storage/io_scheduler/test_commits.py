@@ -238,11 +238,25 @@ def test_decision_on_a_step_that_is_not_committed_is_refused(bench: IoBench) -> 
     bench.io.decide(Step(0))
 
 
-def test_close_fails_writes_that_wait_for_a_decision(tmp_path: Path) -> None:
+def test_close_fails_what_waits_for_a_decision(tmp_path: Path) -> None:
     bench = IoBench(tmp_path)
     bench.write_all()
     bench.commit(0, is_decided=False)
     bench.wait_done(1)
     bench.write(KEYS[:1], step=1)
+    bench.commit(2, states_step=0)
     bench.close()
-    assert "closed before the write of block 0, chunk 0, step 1 was allowed" in str(bench.next().error)
+    texts = [str(bench.next().error) for _ in range(2)]
+    assert "closed before the write of block 0, chunk 0, step 1 was allowed" in texts[0]
+    assert "closed before the commit of step 2 was allowed" in texts[1]
+
+
+def test_commit_of_a_skipped_step_waits_for_the_decision_on_the_one_before(bench: IoBench) -> None:
+    """The message about the decision may be lost. Then the scheduler's deadline ends the attempt, and not the job."""
+    bench.write_all()
+    bench.commit(0, is_decided=False)
+    bench.commit(1, states_step=0)
+    assert [end.of for end in bench.wait_done(1)] == [0]
+    assert bench.is_silent()
+    bench.io.decide(Step(0))
+    assert [end.of for end in bench.wait_done(1)] == [1]
