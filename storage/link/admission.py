@@ -107,11 +107,12 @@ class Admission:
                 reason = reason or f"box {hello.box!r} does not connect to this box in this job"
             elif not reason and peer.lost is not None:
                 reason = f"it was given up here: {peer.lost}"
+            elif not reason and not peer.is_instance(hello.instance):
+                reason = "it was started anew within the attempt, so its state is lost"
             if peer is None or reason:
                 handshake.send_handshake(control, Refusal(reason))
                 raise Refused(f"box {hello.box!r}: {reason}")
             half_open.close()  # from here on the box is known
-            peer.check_instance(hello.instance)
             self._replace(peer)
             welcome = Welcome(
                 instance=self._instance,

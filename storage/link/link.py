@@ -153,7 +153,8 @@ class Link:
     ) -> "Future[IoResult]":
         """Fills memory with the bytes of a key as soon as `source` offers them; then the future gets its result.
 
-        The smallest priority goes first; ties go in order of arrival. The buffer belongs to the link until then. If
+        The smallest priority goes first; ties go in order of arrival. Callbacks of the future run in a thread of the
+        link, and must be quick. The buffer belongs to the link until then. If
         the future fails, with PullOverdue, PeerLost or LinkClosed, it belongs to the link until `close` has returned.
 
         Raises:
@@ -314,7 +315,8 @@ class Link:
             handshake.send_handshake(control, hello)
             answer = handshake.receive_handshake(control, time.monotonic() + 2 * HANDSHAKE_S)
             welcome = handshake.expect_welcome(answer)
-            peer.check_instance(welcome.instance)
+            if not peer.is_instance(welcome.instance):
+                raise ProtocolError("it was started anew within the attempt, so its state is lost")
             keys = Keys.agreed(self._identity, hello, welcome)
             for stream in range(self._settings.num_streams):
                 data.append(handshake.connect_data(address, keys, stream))

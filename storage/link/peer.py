@@ -128,13 +128,15 @@ class Peer:
         with self._lock:
             return self._received
 
-    def check_instance(self, instance: bytes) -> None:
-        """Raises ProtocolError if the peer's link is another object than before: it has lost its state."""
+    def is_instance(self, instance: bytes) -> bool:
+        """Returns whether the peer's link is the same object as before. If not, it has lost its state.
+
+        The first one is recorded.
+        """
         with self._lock:
             if self._instance is None:
                 self._instance = instance
-            elif self._instance != instance:
-                raise ProtocolError("it was started anew within the attempt")
+            return self._instance == instance
 
     def connected(self, connections: Connections, received: int) -> None:
         """Goes on over new connections. `received`: the ordinal that the peer has received."""
