@@ -1,7 +1,7 @@
 """Plans a speed case and predicts its step time, by the planner's cost model and the rates measured in the same run.
 
-`python -m benchmarks.gpu_check.prediction RESULTS PLANS` predicts by simulation instead. It needs simpy, so it may run
-on another machine, with the results file of this one. `--plan PLANS` shows its predictions beside new measurements.
+`python -m benchmarks.gpu_check.prediction RESULTS PLANS` predicts by simulation instead. It needs pydantic, so it may
+run on another machine, with the results file of this one. `--plan PLANS` shows its predictions beside new measurements.
 """
 
 import dataclasses
@@ -281,7 +281,7 @@ def _block_times(values: Mapping[str, Any]) -> BlockTimes:
 
 def simulated(results: ResultsFile, listed: list[SpeedCase]) -> dict[str, Any]:
     """Predicts each case by simulation with the rates, the room and the block times of a results file."""
-    from windlass.planner.simulation import simulated_step_s  # needs simpy
+    from windlass.planner.simulation import simulated_step_s  # needs pydantic
 
     found = results.read()
     link = found["link"].measured

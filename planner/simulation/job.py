@@ -88,7 +88,7 @@ class SimulatedJob:
 
     @property
     def pending(self) -> list[float]:
-        """What is going on: the seconds until each call to come, and the numbers of what waits."""
+        """A description of what goes on: the seconds until each call to come, and the numbers of waiting requests."""
         waits = self._pipeline.waits.outstanding
         return [float(len(waits)), *self._world.nums_waiting, *self._world.clock.pending_s]
 

@@ -22,6 +22,7 @@ GRADIENTS = "gradients"
 STATES = "states"
 ACTIVATIONS = "activations"
 LEAVING = "activations leaving"
+_READS = frozenset(kind for kind in SpanKind if kind.startswith("read_"))
 
 
 class SimulatedMachine(Log):
@@ -49,10 +50,11 @@ class SimulatedMachine(Log):
         self.send = send
         formats, plan = context.formats, context.plan
         layout = context.layout
-        # Range of elements of a chunk in its block. Cached, because it is needed very often.
-        self.chunk_ranges: dict[ChunkKey, tuple[int, int]] = {
-            key: layout.chunk_range(key) for block in layout.blocks for key in layout.chunk_keys(block.index)
-        }
+        # By block: its elements, its chunks, and the SSD of each chunk. Cached, because they are needed very often.
+        self.numels = [block.numel for block in layout.blocks]
+        self.chunk_keys = [tuple(layout.chunk_keys(block.index)) for block in layout.blocks]
+        geometry = context.geometry(0) if context.ssds else None
+        self._ssds_of = [[geometry.ssd_of(key) for key in keys] for keys in self.chunk_keys] if geometry else []
         self.host_slots = context.host_slots()
         self.param_itemsize = formats.itemsizes[formats.param_kind]
         self.state_itemsize = sum(formats.itemsizes.values())
@@ -67,7 +69,6 @@ class SimulatedMachine(Log):
         self._memory = SharedCores(self.clock, 1.0) if self._memory_may_be_short(context) else None
         in_memory = None if self._memory is None else self._in_memory
         self._ssds = [Ssd(self, ssd_name(index), ssd_cpu_s, in_memory) for index in range(len(context.ssds))]
-        self._geometry = context.geometry(0) if context.ssds else None
         # Chunks with uncommitted data on an SSD. It takes space of its own until the commit.
         self._uncommitted: dict[ActorName, set[ChunkKey]] = {ssd_name(i): set() for i in range(len(context.ssds))}
         # The SSDs always hold one committed generation.
@@ -122,8 +123,8 @@ class SimulatedMachine(Log):
 
     def chunk_numel(self, key: ChunkKey) -> int:
         """Returns the number of elements of a chunk."""
-        start, stop = self.chunk_ranges[key]
-        return stop - start
+        chunk_numel = self.context.layout.chunk_numel
+        return min(chunk_numel, self.numels[key.block] - key.chunk * chunk_numel)
 
     @property
     def nums_waiting(self) -> list[float]:
@@ -137,8 +138,7 @@ class SimulatedMachine(Log):
 
     def ssd_of(self, key: ChunkKey) -> int:
         """Returns the index of the SSD that stores a chunk's states."""
-        assert self._geometry is not None
-        return self._geometry.ssd_of(key)
+        return self._ssds_of[key.block][key.chunk]
 
     def ssd_move(
         self,
@@ -151,18 +151,17 @@ class SimulatedMachine(Log):
         chunk: int = WHOLE_BLOCK,
     ) -> Future:
         """Writes to an SSD or reads from it, as `kind` says. Returns the event of the transfer's end."""
-        is_read = kind.startswith("read_")
-        rate = (self.rates.ssd_read_bytes if is_read else self.rates.ssd_write_bytes)[ssd]
+        rate = (self.rates.ssd_read_bytes if kind in _READS else self.rates.ssd_write_bytes)[ssd]
         num_pieces = max(1, -(-nbytes // self.context.ssds[ssd].io.piece_nbytes))
         return self._ssds[ssd].move(nbytes / rate, num_pieces, priority, kind, step, block, chunk, nbytes)
 
     def chunk_move(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> Future:
         """Moves a chunk's states to or from their SSD. A gradient goes to the same place as the states of its step."""
-        uncommitted = self._uncommitted[ssd_name(self.ssd_of(key))]
-        if kind.startswith("write_") and key not in uncommitted:
+        ssd = self.ssd_of(key)
+        if self.keeps_spans and kind not in _READS and key not in (uncommitted := self._uncommitted[ssd_name(ssd)]):
             uncommitted.add(key)
             self.level(MemoryTier.SSD, STATES, self.state_itemsize * self.context.layout.chunk_numel)
-        return self.ssd_move(self.ssd_of(key), nbytes, kind, step, priority, key.block, key.chunk)
+        return self.ssd_move(ssd, nbytes, kind, step, priority, key.block, key.chunk)
 
     def committed(self, ssd: ActorName) -> None:
         """Replaces an SSD's committed data by what was written since the last commit."""

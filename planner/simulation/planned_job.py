@@ -29,11 +29,6 @@ _MESSAGE_S = 0.0005
 _MAX_CHUNKS = 500
 _CHUNKS_OF_BLOCK_FOR_SSD = 2
 _MAX_ACTIVATION_SLOTS = 500
-# The SSDs carry the same load. So for a step's time alone, they are simulated as so many faster ones at most.
-_MAX_SSDS = 64
-# Micro-batches of a group are merged, but so many remain, and so many of their tensors have room on their way out.
-_MIN_MICROBATCHES = 1 << 30
-_MIN_LEAVING = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +57,7 @@ def simulated_step_s(
     Raises:
         Stuck: the job would not end.
     """
-    num_ssds = min(_MAX_SSDS, solution.costs.speeds.num_ssds)
-    simulated = _simulated(solution, layout, num_cores, num_ssds, num_merged(solution))
-    return steady_step_s(*simulated, limit_s=limit_step_s)
+    return steady_step_s(*_simulated(solution, layout, num_cores), limit_s=limit_step_s)
 
 
 def simulate_planned(
@@ -78,37 +71,22 @@ def simulate_planned(
     """
     # CPU time, because the process may be halted meanwhile.
     until_s = time.process_time() + limit_s
-    simulated = _simulated(solution, layout, num_cores, solution.costs.speeds.num_ssds)
+    simulated = _simulated(solution, layout, num_cores)
     steps = simulate(*simulated, is_late=lambda: time.process_time() > until_s)[_NUM_FIRST_STEPS:]
     return SimulatedSteps(step_s=statistics.fmean(step.summary["period_s"] for step in steps), steps=steps)
 
 
 def _simulated(
-    solution: Solution, layout: ModelLayout, num_cores: int, num_ssds: int, num_merged: int = 1
+    solution: Solution, layout: ModelLayout, num_cores: int
 ) -> tuple[CoreContext, SchedulerConfig, Rates, Work]:
-    """Returns what is simulated.
-
-    `num_ssds`: at most the machine's; each stands for an equal share of its SSDs. `num_merged`: micro-batches for which
-    each simulated one stands.
-    """
-    speeds, spec = solution.costs.speeds, _spec_of(solution)
-    scale = speeds.num_ssds / num_ssds if num_ssds else 1.0
-    layout = _in_fewer_chunks(layout, num_ssds)
-    if scale > 1 or layout.chunk_numel != solution.costs.job.model.chunk_numel:
-        spec = replace(spec, placement=_in_larger_chunks(solution, layout, scale), host_memory_nbytes=None)
-    if num_merged > 1:
-        spec = _with_fewer_microbatches(spec, solution, num_merged)
-    work = _merged(work_of(solution), num_merged)
-    context = _with_fewer_slots(make_core_context(spec, layout, num_ssds), work, scale)
+    spec, layout = _spec_of(solution), _in_fewer_chunks(layout, solution.costs.speeds.num_ssds)
+    if layout.chunk_numel != solution.costs.job.model.chunk_numel:
+        spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
+    work = work_of(solution)
+    context = _with_fewer_slots(make_core_context(spec, layout, solution.costs.speeds.num_ssds), work)
     # Slots have the size of the widest micro-batches; the transfers have that of the mean one.
     work = _of_mean_size(work, solution.costs.job.model.size_share)
-    speeds = replace(
-        speeds,
-        num_ssds=num_ssds,
-        ssd_read_bytes=speeds.ssd_read_bytes * scale,
-        ssd_write_bytes=speeds.ssd_write_bytes * scale,
-    )
-    rates = rates_of(speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
+    rates = rates_of(solution.costs.speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
     # A simulated job writes no files.
     return context, job_shape(context, output_dir=""), rates, work
 
@@ -163,36 +141,6 @@ def _of_mean_size(work: Work, share: float) -> Work:
     return replace(work, swapped_nbytes=swapped)
 
 
-def num_merged(solution: Solution) -> int:
-    """Returns the number of micro-batches that can be simulated as one.
-
-    Several of their tensors must have room on their way to the host.
-    """
-    plan, training = solution.plan, solution.costs.job.training
-    largest = max((nbytes for out in work_of(solution).swapped_nbytes.values() for nbytes in out), default=0)
-    most = plan.group_size // _MIN_MICROBATCHES
-    if training.lanes > 1:
-        return 1
-    if largest:
-        most = min(most, plan.max_leaving_nbytes // (_MIN_LEAVING * largest))
-    divides = math.gcd(plan.group_size, training.num_microbatches)
-    return max((number for number in range(1, most + 1) if divides % number == 0), default=1)
-
-
-def _with_fewer_microbatches(spec: JobCore, solution: Solution, num_merged: int) -> JobCore:
-    """Fixes the size of a group, and merges micro-batches in it."""
-    training = replace(spec.training, num_microbatches=spec.training.num_microbatches // num_merged)
-    placement = replace(spec.placement or solution.placement, group_size=solution.plan.group_size // num_merged)
-    return replace(spec, training=training, placement=placement)
-
-
-def _merged(work: Work, number: int) -> Work:
-    """Returns the work with tensors of so many micro-batches as one."""
-    swapped = {block: [number * nbytes for nbytes in out] for block, out in work.swapped_nbytes.items()}
-    held = {block: number * nbytes for block, nbytes in work.held_nbytes.items()}
-    return replace(work, swapped_nbytes=swapped, held_nbytes=held, num_merged=number)
-
-
 def _in_fewer_chunks(layout: ModelLayout, num_ssds: int) -> ModelLayout:
     """Returns the layout with larger chunks.
 
@@ -205,11 +153,8 @@ def _in_fewer_chunks(layout: ModelLayout, num_ssds: int) -> ModelLayout:
     return replace(layout, chunk_numel=max(layout.chunk_numel, granules * CHUNK_GRANULE))
 
 
-def _in_larger_chunks(solution: Solution, layout: ModelLayout, scale: float) -> Placement:
-    """Fixes all choices that follow from the budget, because larger chunks would change them.
-
-    Where each SSD stands for `scale` of them, there are fewer chunks in flight by as much.
-    """
+def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:
+    """Fixes all choices that follow from the budget, because larger chunks would change them."""
     plan, placement = solution.plan, solution.placement
     cached_nbytes = plan.num_cached_params * plan.params.slot_nbytes
     num_host_grad_blocks = len(layout.blocks) - len(plan.spilled_blocks) if plan.spilled_blocks else None
@@ -218,36 +163,22 @@ def _in_larger_chunks(solution: Solution, layout: ModelLayout, scale: float) -> 
         num_cached_params=cached_nbytes // (layout.chunk_numel * solution.costs.job.param_itemsize),
         num_host_grad_blocks=num_host_grad_blocks,
         num_passing_blocks=None if plan.spilled_blocks else placement.num_passing_blocks,
-        depths=replace(
-            placement.depths,
-            params=_fewer(placement.depths.params, scale),
-            # One chunk is updated, whatever the number of SSDs.
-            states=1 + _fewer(plan.states[0].num_slots - 1, scale),
-        ),
+        depths=replace(placement.depths, states=plan.states[0].num_slots),
     )
 
 
-def _fewer(number: int, scale: float) -> int:
-    """Returns the number of things in flight where each SSD stands for `scale` of them."""
-    return max(min(2, number), round(number / scale))
-
-
-def _with_fewer_slots(context: CoreContext, work: Work, scale: float) -> CoreContext:
-    """Enlarges the slots of swapped activations. Keeps the number of staged parts and the share on the SSDs.
-
-    Where each SSD stands for `scale` of them, there are fewer staged parts by as much.
-    """
+def _with_fewer_slots(context: CoreContext, work: Work) -> CoreContext:
+    """Enlarges the slots of swapped activations. Keeps the number of staged parts and the share on the SSDs."""
     plan, pool = context.plan, context.plan.activations
     tensors = [nbytes for of_layer in work.swapped_nbytes.values() for nbytes in of_layer] * plan.group_size
-    factor = max(sum(tensors) // (_MAX_ACTIVATION_SLOTS * pool.slot_nbytes), math.ceil(scale))
+    factor = sum(tensors) // (_MAX_ACTIVATION_SLOTS * pool.slot_nbytes)
     if factor <= 1:
         return context
     slot_nbytes = factor * pool.slot_nbytes
     needed = sum(-(-nbytes // slot_nbytes) for nbytes in tensors)
     share = plan.num_ssd_activations / (plan.num_host_activations + plan.num_ssd_activations)
     num_ssd = math.ceil(needed * share)
-    num_ssds = max(1, round(scale * len(context.ssds)))
-    num_staged = _fewer(plan.num_staged_activations // slots_of_part(plan.num_staged_activations, num_ssds), scale)
+    num_staged = plan.num_staged_activations // slots_of_part(plan.num_staged_activations, max(1, len(context.ssds)))
     activations = replace(pool, slot_nbytes=slot_nbytes, num_slots=needed - num_ssd + num_staged)
     changed = replace(plan, activations=activations, num_ssd_activations=num_ssd, num_staged_activations=num_staged)
     return replace(context, plan=changed)

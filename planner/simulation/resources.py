@@ -58,8 +58,6 @@ class Work:
     # By block: seconds for the norms of a complete gradient, once a step. For missing blocks they are part of an
     # operation's time.
     norms_s: Mapping[int, float] = field(default_factory=dict)
-    # The real micro-batches for which each simulated one stands. The bytes above are of one simulated micro-batch.
-    num_merged: int = 1
 
 
 class Stuck(RuntimeError):

@@ -137,8 +137,7 @@ class Grads:
         """Returns the elements of lanes that an operation adds to the totals."""
         if operation.phase not in (Phase.HEAD, Phase.BACKWARD):
             return 0
-        blocks = self.world.context.layout.blocks
-        numel = sum(blocks[block].numel for block in operation.blocks)
+        numel = sum(self.world.numels[block] for block in operation.blocks)
         return self._lanes.num_added_lanes(*self._microbatches(operation)) * numel
 
     def end_lanes(self, operation: ComputeBlock) -> None:
@@ -206,16 +205,16 @@ class Grads:
 
     def _stays(self, block: BlockIndex, number: int) -> None:
         """Adds `number` sums of a block to the level of sums that never leave the device."""
-        numel = self.world.context.layout.blocks[block].numel
+        numel = self.world.numels[block]
         self.gpu.level(GRADIENTS, number * self._flat_nbytes[numel])
 
     def _leaves_partial(self, block: BlockIndex, number: int) -> None:
         """Adds `number` partial sums of a block to the level in host memory."""
-        num_chunks = number * len(self.world.context.layout.chunk_keys(block))
+        num_chunks = number * len(self.world.chunk_keys[block])
         self.world.level(MemoryTier.HOST, _PARTIALS, num_chunks * self.world.context.plan.partial_grads.slot_nbytes)
 
     def _flat(self, block: BlockIndex) -> Slots:
-        return self._flats[self.world.context.layout.blocks[block].numel]
+        return self._flats[self.world.numels[block]]
 
     def _run(self) -> Process:
         world = self.world
@@ -224,7 +223,7 @@ class Grads:
             if isinstance(request, _Partial):
                 yield from self._copy_out_partial(request)
                 continue
-            keys = world.context.layout.chunk_keys(request.block)
+            keys = world.chunk_keys[request.block]
             yield from world.grad_slots.take(len(keys))
             self._permits.give_back()
             for key in keys:
@@ -283,12 +282,12 @@ class Grads:
         _, block = partial.use
         if self._sums.needs_permit(partial.use):
             self._permits.give_back()
-        num_flats, num_chunks = self._num_flats(partial.use), len(self.world.context.layout.chunk_keys(block))
+        num_flats, num_chunks = self._num_flats(partial.use), len(self.world.chunk_keys[block])
         if self._passing is not None:
             for slots in self._passing[:num_flats]:
                 yield from slots.take(num_chunks)
         self._leaves_partial(block, num_flats)
-        for key in num_flats * self.world.context.layout.chunk_keys(block):
+        for key in num_flats * self.world.chunk_keys[block]:
             nbytes, step = self._partial_nbytes(key), partial.operation.step
             yield from self.gpu.copy_out(nbytes, SpanKind.COPY_PARTIAL_OUT, step, key.block, key.chunk)
         for _ in range(num_flats):
@@ -299,7 +298,7 @@ class Grads:
     def _pass_on(self, partial: _Partial, *, has_lane: bool) -> None:
         """Tells the rank of the next group that a sum is in host memory."""
         operation, (user, block) = partial.operation, partial.use
-        num_chunks = len(self.world.context.layout.chunk_keys(block))
+        num_chunks = len(self.world.chunk_keys[block])
         parts = SumParts(dtype="", touched=(), slots=(Span(0, 0),) * num_chunks)  # simulated sums have no numbers
         lane = parts if has_lane else None
         message = SumPassed(job=operation.job, step=operation.step, user=user, block=block, total=parts, lane=lane)
@@ -320,7 +319,7 @@ class Grads:
                 num_flats = self._num_flats(use)
                 for _ in range(num_flats):
                     yield from self._flat(use[1]).take()
-                    for key in self.world.context.layout.chunk_keys(use[1]):
+                    for key in self.world.chunk_keys[use[1]]:
                         nbytes, step = self._partial_nbytes(key), operation.step
                         yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARTIAL_IN, step, key.block, key.chunk)
                 self._leaves_partial(use[1], -num_flats)

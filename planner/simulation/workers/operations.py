@@ -56,9 +56,9 @@ class Operations:
         num_pieces = len(self._pieces.shares(request.block))
         operation = request.operation
         passes = self._passes(operation.phase, request.block, 1.0)
-        order = [piece for is_back, _ in passes for piece in _in_order(num_pieces, is_back=is_back)]
-        if order:
-            self._pieces.begin(request, order, self._num_microbatches(operation.group))
+        unit = [piece for is_back, _ in passes for piece in _in_order(num_pieces, is_back=is_back)]
+        if unit:
+            self._pieces.begin(request, unit * self._num_microbatches(operation.group))
 
     def _run(self) -> Process:
         world = self.world

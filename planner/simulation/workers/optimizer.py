@@ -43,6 +43,11 @@ class Optimizer:
         ordering = world.shape.ordering
         num_blocks = sum(name in world.shape.holders(block) for block in range(world.shape.num_blocks))
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating, num_blocks)
+        formats = world.context.formats
+        kinds = set(formats.kinds_to_update)
+        # Bytes that an update reads for an element, and those if its params are cached in host memory.
+        self._read_itemsize = sum(formats.itemsizes[kind] for kind in kinds)
+        self._itemsize_of_cached = sum(formats.itemsizes[kind] for kind in kinds - {formats.param_kind})
         world.clock.process(self._feed())
         world.clock.process(self._run_updates())
 
@@ -71,7 +76,7 @@ class Optimizer:
                 step,
                 (step + 1, message.block),
             )
-            for key in world.context.layout.chunk_keys(message.block)
+            for key in world.chunk_keys[message.block]
             if world.shape.optimizer_of(key) == self.name
         ]
         yield from writes
@@ -99,11 +104,9 @@ class Optimizer:
     def _read(self, chunk: QueuedChunk[_Chunk]) -> Process:
         world, update, grad = self.world, chunk.item.update, chunk.item.grad
         key = grad.key
-        formats, numel = world.context.formats, world.chunk_numel(key)
-        kinds = set(formats.kinds_to_update)
-        if key in world.cached_params:
-            kinds.discard(formats.param_kind)
-        moves = [(sum(formats.itemsizes[kind] for kind in kinds) * numel, SpanKind.READ_STATES)]
+        numel = world.chunk_numel(key)
+        itemsize = self._itemsize_of_cached if key in world.cached_params else self._read_itemsize
+        moves = [(itemsize * numel, SpanKind.READ_STATES)]
         if grad.span is None:
             moves.append((world.grad_itemsize * numel, SpanKind.READ_GRAD))
         # Both reads are from the same SSD with the same priority, so they run one after the other.

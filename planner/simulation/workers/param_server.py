@@ -6,7 +6,7 @@ from windlass.actors.messages import ParamChunk, ParamsCopied, ParamUse, Request
 from windlass.actors.ssd import param_turns
 from windlass.actors.worker_policy import ParamActions
 from windlass.engine.memory_plan import MemoryTier
-from windlass.planner.simulation import PARAMS, Process, SimulatedMachine
+from windlass.planner.simulation import PARAMS, SimulatedMachine
 from windlass.storage.ids import ActorName, ChunkKey, Step
 
 
@@ -38,9 +38,9 @@ class ParamServer:
             self._tell(actor, use, chunks)
         for read in actions.reads:
             for key in read.spans:
-                self.world.clock.process(self._read(read.use, read.step, key))
+                self._read(read.use, read.step, key)
 
-    def _read(self, use: ParamUse, step: Step, key: ChunkKey) -> Process:
+    def _read(self, use: ParamUse, step: Step, key: ChunkKey) -> None:
         nbytes = self.world.param_itemsize * self.world.chunk_numel(key)
-        yield self.world.chunk_move(key, nbytes, SpanKind.READ_PARAMS, step, (step, 0))
-        self._carry_out(self._turns.arrived(use, key))
+        read = self.world.chunk_move(key, nbytes, SpanKind.READ_PARAMS, step, (step, 0))
+        read.then(lambda: self._carry_out(self._turns.arrived(use, key)))

@@ -143,14 +143,14 @@ class ParamFeed:
         is_resident = block in world.context.plan.device_blocks
         if is_resident and not world.context.formats.derives_param:
             return fetch
-        numel = world.context.layout.blocks[block].numel - self._first(block)
+        numel = world.numels[block] - self._first(block)
         acquired = yield from self._acquire(numel, None if block in world.bounds else (block, request.step))
         fetch.buffer = acquired.buffer
         if is_resident:
             fetch.num_rounded = 0 if acquired.has_contents else numel
             return fetch
         if not acquired.has_contents:
-            self._loads[block] = _Load(request, world.clock.future(), world.context.layout.num_chunks(block))
+            self._loads[block] = _Load(request, world.clock.future(), len(world.chunk_keys[block]))
         fetch.load = self._loads[block]
         return fetch
 
@@ -163,7 +163,7 @@ class ParamFeed:
 
     def _load(self, load: _Load) -> None:
         world, missing = self.world, []
-        for key in world.context.layout.chunk_keys(load.request.block):
+        for key in world.chunk_keys[load.request.block]:
             if key in world.host_slots or key in self._filled:
                 self._arrived.put((load, key, False))
             else:
@@ -176,8 +176,10 @@ class ParamFeed:
         world = self.world
         while True:
             load, key, is_slot = yield from self._arrived.get()
-            start, stop = world.chunk_ranges[key]
-            nbytes = world.param_itemsize * max(0, stop - max(start, self._first(key.block)))
+            # Of a streamed block, only the elements after its pieces are copied here.
+            start = key.chunk * world.context.layout.chunk_numel
+            in_pieces = min(max(0, self._first(key.block) - start), world.chunk_numel(key))
+            nbytes = world.param_itemsize * (world.chunk_numel(key) - in_pieces)
             if nbytes:
                 yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, load.request.step, key.block, key.chunk)
             if is_slot and key.block in world.bounds:

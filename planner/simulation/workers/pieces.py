@@ -34,7 +34,6 @@ class _Copy:
 
     request: ParamRequest
     nbytes: int
-    num_times: int
     free: Future | None  # done when the buffer is free
     copied: Future
 
@@ -63,16 +62,12 @@ class Pieces:
         """Returns each piece's share of a pass through a block; empty if the block is not streamed."""
         return self._shares.get(block, [])
 
-    def begin(self, request: ParamRequest, order: Sequence[int], num_microbatches: int) -> None:
-        """Plans the copies for an operation that will use pieces in this order in each micro-batch.
-
-        A micro-batch that stands for several copies a piece as often as these would.
-        """
+    def begin(self, request: ParamRequest, order: Sequence[int]) -> None:
+        """Plans the copies for an operation that will use pieces in this order."""
         bounds, clock, itemsize = self.world.bounds[request.block], self.world.clock, self.world.param_itemsize
-        merged, first, again = self.world.work.num_merged, len(order), kept_pieces(order)
         uses = self._uses[request.operation.op] = deque()
         lying: list[_Use | None] = [None] * len(self._last)  # pieces of this operation
-        for place, piece in enumerate(list(order) * num_microbatches):
+        for piece in order:
             buffer = next((i for i, use in enumerate(lying) if use is not None and use.piece == piece), 0)
             loaded, last = lying.pop(buffer), self._last.pop(buffer)
             nbytes = (bounds[piece + 1] - bounds[piece]) * itemsize
@@ -81,8 +76,7 @@ class Pieces:
                 loaded.nbytes = 0
             else:
                 use = _Use(piece, Future(clock), Future(clock), nbytes)
-                num_times = 1 if place < first and place in again else merged
-                self._to_copy.put(_Copy(request, nbytes, num_times, None if last is None else last.over, use.copied))
+                self._to_copy.put(_Copy(request, nbytes, None if last is None else last.over, use.copied))
             lying.append(use)
             self._last.append(use)
             uses.append(use)
@@ -112,19 +106,5 @@ class Pieces:
                 yield copy.free
             request = copy.request
             self.gpu.level(_PIECES, copy.nbytes)
-            nbytes = copy.num_times * copy.nbytes
-            yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, request.step, request.block)
+            yield from self.gpu.copy_in(copy.nbytes, SpanKind.COPY_PARAMS_IN, request.step, request.block)
             copy.copied.set_done()
-
-
-def kept_pieces(order: Sequence[int]) -> set[int]:
-    """Returns the places in the order at which the pass before, in the same order, has left the piece in a buffer."""
-    kept, left = set(), list(dict.fromkeys(reversed(order)))[:NUM_PIECE_BUFFERS][::-1]
-    for place, piece in enumerate(order):
-        if piece in left:
-            kept.add(place)
-            left.remove(piece)
-        elif len(left) == NUM_PIECE_BUFFERS:
-            left.pop(0)
-        left.append(piece)
-    return kept

@@ -1,5 +1,6 @@
 """Simulates swapped activations on the SSDs, as the real `SsdActivations` does, with the real buffer queue."""
 
+import functools
 from collections.abc import Sequence
 
 from windlass.actors.activations import At, BufferQueue, Moment, Part, ScratchSlots, SsdSwap, cut, slots_of_part
@@ -84,7 +85,7 @@ class SsdActivations:
                 self._to_copy_out.put(part)
             else:
                 part.at = At.RETURNING
-                self.world.clock.process(self._read(part))
+                self._move(part, SpanKind.READ_ACTIVATIONS).then(functools.partial(self._to_copy_in.put, part))
 
     def _run_out(self) -> Process:
         while True:
@@ -97,18 +98,13 @@ class SsdActivations:
             if not part.swap.num_on_device:  # the tensor is freed as a whole
                 self.gpu.level(LEAVING, -part.swap.nbytes)
             self._changed.notify()
-            self.world.clock.process(self._write(part))
+            self._move(part, SpanKind.WRITE_ACTIVATIONS).then(functools.partial(self._written, part))
 
-    def _write(self, part: Part) -> Process:
-        yield self._move(part, SpanKind.WRITE_ACTIVATIONS)
+    def _written(self, part: Part) -> None:
         part.at = At.SSD
         self._take_buffers(-1)
         self._turns.wait(part)
         self._hand_out_buffers()
-
-    def _read(self, part: Part) -> Process:
-        yield self._move(part, SpanKind.READ_ACTIVATIONS)
-        self._to_copy_in.put(part)
 
     def _move(self, part: Part, kind: SpanKind) -> Future:
         step, block = part.asked_in.step, part.swap.left_in.block

@@ -104,13 +104,13 @@ class Worker:
             command = yield from self._commands.get()
             block = command.block
             if isinstance(command, UpdateBlock):
-                duration_s = world.context.layout.blocks[block].numel / world.rates.device_params
+                duration_s = world.numels[block] / world.rates.device_params
                 yield from self.gpu.compute.work(duration_s, SpanKind.UPDATE, command.step, block)
                 self._grads.updated(block)
                 world.send_to_scheduler(BlockUpdated(job=command.job, step=command.step, block=block, actor=name))
                 self._carry_out(self._update_queue.updated(command.step))
             else:
-                keys = world.context.layout.chunk_keys(block)
+                keys = world.chunk_keys[block]
                 yield from [world.clock.process(self._flush(command, key)) for key in keys]
                 world.send_to_scheduler(BlockFlushed(job=command.job, step=command.step, block=block, actor=name))
 

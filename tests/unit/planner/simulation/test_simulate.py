@@ -1,6 +1,7 @@
 """Simulated jobs end, resources do one task at a time, nothing is early, and step times add up."""
 
 import itertools
+import math
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
@@ -59,6 +60,13 @@ def test_a_steady_step_is_found_without_timelines() -> None:
     found = job(num_blocks=12, machine=slow, num_steps=8)
     steps = found.steps()
     assert found.steady_step_s() == pytest.approx(steps[5].summary["period_s"], rel=0.02)
+
+
+def test_a_step_longer_than_the_limit_is_not_simulated_to_its_end() -> None:
+    found = job(num_blocks=12)
+    step_s = found.steady_step_s()
+    assert found.steady_step_s(limit_s=step_s) == step_s
+    assert found.steady_step_s(limit_s=0.9 * step_s) == math.inf
 
 
 def test_without_overlap_updates_follow_the_backward_pass_and_nothing_else() -> None:
