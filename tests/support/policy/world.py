@@ -104,7 +104,7 @@ class World(Facts):
     # --- making it happen -------------------------------------------------------------------------------------------
 
     def start(self, now_s: float = 0.0) -> None:
-        self._take(self.pipeline.start(now_s))
+        self._take(self.pipeline.start(now_s), now_s)
 
     def deliver(self, pending: Pending, now_s: float = 0.0) -> list[Action]:
         """Delivers an event, and checks the instructions that the policy answers with."""
@@ -118,7 +118,7 @@ class World(Facts):
             return []
         if self.shape.evaluation_decides and self.is_end_of_evaluation(event):
             self._decide(int(event.step))
-        return self._take(self.pipeline.handle(event, now_s))
+        return self._take(self.pipeline.handle(event, now_s), now_s)
 
     def _decide(self, step: int) -> None:
         """Does what the shell does before the policy receives the end of an evaluation."""
@@ -150,14 +150,14 @@ class World(Facts):
 
     # --- checking what the policy issues ----------------------------------------------------------------------------
 
-    def _take(self, actions: Sequence[Action]) -> list[Action]:
+    def _take(self, actions: Sequence[Action], now_s: float = 0.0) -> list[Action]:
         """Checks actions and carries them out. Returns them with those that follow from a decision."""
         left = list(actions)
         for action in left:
             if isinstance(action, EndStep):
                 self._take_end(action)
             elif isinstance(action, DecideCommit):
-                left += self._take_decision(action)
+                left += self._take_decision(action, now_s)
             else:
                 assert action.message.job == JOB
                 self._take_one(action.to, action.message)
@@ -184,12 +184,12 @@ class World(Facts):
             assert is_stuck or self.choices(), "nothing is outstanding and the job is not finished: it is stuck"
         return left
 
-    def _take_decision(self, decision: DecideCommit) -> list[Action]:
+    def _take_decision(self, decision: DecideCommit, now_s: float) -> list[Action]:
         """Does what the shell does: notes a decision durably, then lets the policy continue. Returns what follows."""
         assert self.pipeline.committed == self.committed, "a step counts as committed before that is durable"
         self.decide(int(decision.step))
         told, others = [], []
-        for action in self.pipeline.commit_decided(decision.step, 0.0):
+        for action in self.pipeline.commit_decided(decision.step, now_s):
             is_told = isinstance(action, Instruction) and isinstance(action.message, CommitDecided)
             (told if is_told else others).append(action)
         message = CommitDecided(job=JOB, step=decision.step)
