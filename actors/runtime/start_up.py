@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from windlass.actors.job import (
-    PARAM_SERVER,
     JobContext,
     JobSpec,
     SsdFacts,
@@ -13,6 +12,7 @@ from windlass.actors.job import (
     gpu_worker_name,
     make_context,
     optimizer_name,
+    param_server_name,
     require_planned_device_room,
     require_room,
     ssd_name,
@@ -44,10 +44,11 @@ class CallActors(Protocol):
 
 
 def worker_names(spec: JobSpec) -> list[ActorName]:
-    """Returns the names of a job's actors without the scheduler."""
-    optimizers = map(optimizer_name, range(spec.num_cpu_optimizers))
-    param_server = [PARAM_SERVER] if spec.num_ranks > 1 else []
-    return [*_server_names(spec), *optimizers, *param_server, *map(gpu_worker_name, range(spec.num_ranks))]
+    """Returns the names of the actors on the specification's box, without the scheduler and the link."""
+    optimizers = [optimizer_name(index, spec.box) for index in range(spec.num_cpu_optimizers)]
+    param_server = [param_server_name(spec.box)] if spec.num_ranks > 1 else []
+    gpu_workers = [gpu_worker_name(rank, spec.box) for rank in range(spec.num_ranks)]
+    return [*_server_names(spec), *optimizers, *param_server, *gpu_workers]
 
 
 def node_of_all(nodes: Iterable[int | None]) -> int | None:
@@ -90,19 +91,19 @@ def create_arena(context: JobContext, node: int | None, check_stop: Callable[[],
         raise RoomLostError(error.what, error.path, error.needed_nbytes, error.free_nbytes, _ADVICE_ON_LOSS) from error
 
 
-def start_actors(spec: JobSpec, call: CallActors) -> CommitRecord | None:
+def start_actors(specs: Sequence[JobSpec], call: CallActors) -> CommitRecord | None:
     """Starts the actors of an attempt. Returns the commit from which the job resumes; None: it begins.
 
-    All SSDs are opened first, because every actor starts from the last commit that they have in common.
-    `open_space` returns the commits of a server's SSD. `start` starts an actor from a commit.
+    `specs`: those of the job's boxes. All SSDs are opened first, because every actor starts from the last commit that
+    they have in common. `open_space` returns the commits of a server's SSD. `start` starts an actor from a commit.
     """
-    servers = _server_names(spec)
+    servers = [name for spec in specs for name in _server_names(spec)]
     commit = last_common_commit(list(call(servers, "open_space").values()))
     call(servers, "start", commit)
-    others = [name for name in worker_names(spec) if name not in servers]
+    others = [name for spec in specs for name in worker_names(spec) if name not in servers]
     call(others, "start", commit, deadline_s=WORKER_DEADLINE_S)
     return commit
 
 
 def _server_names(spec: JobSpec) -> Sequence[ActorName]:
-    return [ssd_name(index) for index in range(len(spec.ssd_dirs))]
+    return [ssd_name(index, spec.box) for index in range(len(spec.ssd_dirs))]
