@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 import time
 from collections.abc import Callable
 from itertools import product
@@ -16,18 +17,23 @@ from tests.support.cut_off import CutOff
 from tests.support.training import has_direct_io, keep_calibration, leftovers_of, make_partition, metrics_of
 from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
+from windlass.actors.gpu_worker.stage_edges import StageEdges
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import (
     CommitStore,
     ComputeBlocks,
     ComputeProgressed,
     Message,
+    OfferSpan,
     Phase,
+    PullSpan,
     SpanKind,
+    SpanPulled,
     SpansReported,
     UpdateStep,
     WorkSpan,
 )
+from windlass.actors.runtime.local_link import LocalLink
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.timeline.intervals import intersect, length, union
 from windlass.actors.worker_policy.stages import Stage
@@ -265,6 +271,40 @@ def test_boxes_compute_at_once(tmp_path: Path) -> None:
         for name in ("gpu-0", "b1/gpu-0")
     )
     assert length(intersect(here, there)) > 0
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [OfferSpan, pytest.param(PullSpan, marks=pytest.mark.long), pytest.param(SpanPulled, marks=pytest.mark.long)],
+)
+def test_result_that_the_link_loses_is_named_and_the_next_attempt_goes_on(
+    tmp_path: Path, lost: type[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"precision": Precision.BF16, "evaluate_every": None, "total_steps": 3}
+    whole, num_left = run(tmp_path / "whole", **changes), 3
+    spec = grouped(job(tmp_path / "cut", lanes=1, **changes), 2)
+
+    def losing(original: Callable[..., None]) -> Callable[..., None]:
+        def call(self: Any, message: Message, *args: Any) -> None:
+            nonlocal num_left
+            if isinstance(message, lost) and message.step == 2:
+                num_left -= 1
+                if num_left == 0:
+                    return
+            original(self, message, *args)
+
+        return call
+
+    monkeypatch.setattr(LocalLink, "post", losing(LocalLink.post))
+    monkeypatch.setattr(StageEdges, "take", losing(StageEdges.take))
+    first, *others = (dataclasses.replace(each, deadline_s=10.0) for each in boxes_of(spec, STAGES["2-3"]))
+    options: dict[str, Any] = {"partition": make_partition(spec), "direct": has_direct_io(tmp_path)}
+    outcome = run_local(first, other_boxes=others, **options)
+    assert (outcome["status"], outcome["error"]["code"]) == ("interrupted", "training_stalled")
+    told = outcome["error"]["message"]
+    assert re.search(r"the results of box \d .* in step 2, group \d; that box or the link to it is stuck", told), told
+    train(dataclasses.replace(spec, attempt=Attempt(2)), STAGES["2-3"])
+    Run.of(spec).assert_equals(whole)
 
 
 def test_tied_blocks_on_different_boxes_are_refused(tmp_path: Path) -> None:
