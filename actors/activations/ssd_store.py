@@ -15,7 +15,7 @@ import torch
 
 from windlass.actors.activations.parts import At, BufferQueue, Moment, Part, SsdSwap, cut, slots_of_part
 from windlass.actors.activations.scratch_slots import ScratchSlots
-from windlass.actors.job import JobContext, aligned, ssd_name
+from windlass.actors.job import JobContext, aligned
 from windlass.actors.messages import ReadActivations, WriteActivations
 from windlass.actors.ssd import SsdClient
 from windlass.amounts import bytes_text
@@ -55,6 +55,7 @@ class SsdActivations:
         self._token = device.token
         self._arena = arena
         self._client = client
+        self._server_of = context.ssd_server
         self._watch = watch
         self._max_leaving_nbytes = max_leaving_nbytes
         self._slot_nbytes = pool.slot_nbytes
@@ -189,7 +190,7 @@ class SsdActivations:
 
     def _missing(self, swap: SsdSwap) -> str:
         missing = [part for part in swap.parts if part.at is not At.GONE]
-        ssds = ", ".join(sorted({ssd_name(part.ssd) for part in missing}))
+        ssds = ", ".join(sorted({self._server_of(part.ssd) for part in missing}))
         return (
             f"{bytes_text(sum(part.nbytes for part in missing))} of {bytes_text(swap.nbytes)} of activations of "
             f"block {swap.left_in.block}, step {swap.left_in.step} to come back from {ssds}; see the logs of the SSD "

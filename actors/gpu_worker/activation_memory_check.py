@@ -6,7 +6,7 @@ from windlass.actors.job import JobContext
 from windlass.amounts import bytes_text
 from windlass.engine.activations import ActivationMemoryError
 from windlass.engine.memory_estimate import activation_need
-from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations
+from windlass.engine.memory_plan import EVERY_OPERATOR, RECOMPUTE_ALL, BlockActivations
 from windlass.engine.model import BlockRunner
 from windlass.storage.ids import BlockIndex
 
@@ -27,7 +27,11 @@ def require_activation_room(context: JobContext, runner: BlockRunner, shapes: Se
     """
     plan, placement = context.plan, context.spec.placement
     slot_nbytes = plan.activations.slot_nbytes
-    need = activation_need(runner, plan.layer_activations, shapes, slot_nbytes)
+    choices = [
+        choice if context.layout.is_own(block) else RECOMPUTE_ALL
+        for block, choice in enumerate(plan.layer_activations, start=1)
+    ]
+    need = activation_need(runner, choices, [*shapes] * context.num_groups_in_flight, slot_nbytes)
     num_slots = plan.num_host_activations + plan.num_ssd_activations
     if need.num_slots > num_slots:
         raise ActivationMemoryError(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from windlass.actors.job import JobContext, gpu_worker_name
+from windlass.actors.job import JobContext
 from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import ComputeBlock, Message, SpanKind, SumParts, SumPassed, SumTaken
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, SpanRecorder
@@ -68,7 +68,7 @@ class PartialGrads:
         self._slots, self._lane_slots = context.partial_slots(), context.open_lane_slots()
         self._passing: tuple[SlotPool, SlotPool] | None = None
         if context.plan.passes_sums_at_once and rank < context.plan.num_groups - 1:
-            pools, taker = context.passing_pools(rank), gpu_worker_name(rank + 1)
+            pools, taker = context.passing_pools(rank), context.gpu_worker(rank + 1)
             names = [f"slots of {what} that {taker} has not taken" for what in ("sums", "unfinished lanes")]
             sums, lanes = (
                 SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name=name, token=device.token)
@@ -95,7 +95,7 @@ class PartialGrads:
         """
         cause, sender = "the copies from and to host memory are stuck", rank_of(operation.group - 1, self._num_ranks)
         if sender != self._rank:
-            cause = f"{gpu_worker_name(sender)} has not left it, or {cause}"
+            cause = f"{self._context.gpu_worker(sender)} has not left it, or {cause}"
         what = (
             f"the gradient of block {use[1]} in step {operation.step}, as group {operation.group - 1} of its "
             f"micro-batches left it, to come back to the device; {cause}"
@@ -163,7 +163,7 @@ class PartialGrads:
         if following == self._rank:
             self.take_sum(message)
         else:
-            self._send(gpu_worker_name(following), message)
+            self._send(self._context.gpu_worker(following), message)
 
     def _bring_back(self, operation: ComputeBlock, use: Use) -> tuple[GradBuffer, Event]:
         with self._changed:
@@ -172,7 +172,7 @@ class PartialGrads:
         if left.lane is not None:
             total.lane, copied = self._bring_flat_back(operation, use, left.lane)
         if self._context.plan.passes_sums_at_once:
-            sender = gpu_worker_name(rank_of(operation.group - 1, self._num_ranks))
+            sender = self._context.gpu_worker(rank_of(operation.group - 1, self._num_ranks))
             lane_slots = () if left.lane is None else left.lane.slots
             taken = SumTaken(job=left.job, step=left.step, slots=left.total.slots, lane_slots=lane_slots)
             self._device.h2d.then(working_at(operation, functools.partial(self._send, sender, taken)))

@@ -38,12 +38,17 @@ class LaunchedOperation:
     computed: Event  # after the last use of the params
     ended: Event  # after the gradient, too, is complete
 
-    def __init__(self, message: ComputeBlock, device: Device, num_targets: int, *, is_last: bool) -> None:
+    def __init__(
+        self, message: ComputeBlock, device: Device, num_targets: int, *, is_last: bool, is_sent: bool = False
+    ) -> None:
         """`num_targets` counts the target tokens of the step, or of the evaluation's group.
 
-        `is_last`: the operation belongs to the step's last group of micro-batches.
+        `is_last`: the operation belongs to the step's last group of micro-batches. `is_sent`: another box takes its
+        results.
         """
         self.message = message
+        self.is_sent = is_sent
+        self.results: list[torch.Tensor] = []  # for another box, on the device
         self.is_last = is_last
         self.num_targets = num_targets
         # Scalar tensors on the device, set by the compute stream: "output_sq_sum" of a forward pass, "num_correct" of a

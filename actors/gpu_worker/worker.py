@@ -7,6 +7,8 @@ It has these threads; `post` only passes messages to them:
 - one copies gradient sums back (`grad_accumulation`),
 - one updates the states that are resident on the device (`device_optimizer`).
 
+If the job runs on several boxes, hidden states and their gradients come from other boxes (`stage_edges`).
+
 Messages with the scheduler are about blocks; those with SSD servers and optimizers are about chunks.
 
 None of these threads waits for a GPU. They queue work on its streams, where it waits for its inputs. The threads of the
@@ -40,12 +42,12 @@ from windlass.actors.gpu_worker.memory_usage import (
 )
 from windlass.actors.gpu_worker.operation import LaunchedOperation
 from windlass.actors.gpu_worker.param_prefetcher import Fetch, ParamFeed
+from windlass.actors.gpu_worker.stage_edges import StageEdges
 from windlass.actors.job import (
     SCHEDULER,
     JobContext,
     JobSpec,
     evaluation_batch_size,
-    gpu_worker_name,
     grad_precision,
     require_device_room,
 )
@@ -65,11 +67,13 @@ from windlass.actors.messages import (
     MemoryReported,
     Message,
     ModelKernelsChosen,
+    OfferTaken,
     ParamsArrived,
     Phase,
     RestoreStates,
     SkipStep,
     SpanKind,
+    SpanPulled,
     SumPassed,
     SumTaken,
     UpdateStep,
@@ -110,7 +114,7 @@ class GpuWorker:
         Raises:
             PlanError: the job needs more device memory than its budget.
         """
-        self.name = gpu_worker_name(rank)
+        self.name = context.gpu_worker(rank)
         self.rank = rank
         self.context = context
         self.spec = context.spec
@@ -181,7 +185,7 @@ class GpuWorker:
 
     def _prepare_model(self) -> None:
         kernels = choose_kernels(self.context, self.partition, self.device.device, self._announce)
-        if kernels or self.spec.num_ranks > 1:  # the scheduler compares those of several GPU workers
+        if kernels or self.spec.num_ranks > 1 or self.spec.stages:  # the scheduler compares those of several workers
             chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
             self.send(SCHEDULER, chosen)
         release_device_memory(self.device.device)  # of the check of the kernels, which this thread has computed
@@ -207,7 +211,8 @@ class GpuWorker:
     def _make_workers(self) -> None:
         group_size = self.context.plan.group_size
         longest = evaluation_batch_size(self.spec) * self.hyper.sequence_length
-        self._computation = Computation(self.runner, self.device, group_size, self._activations)
+        self._computation = Computation(self.runner, self.device, group_size, self._activations, self.context.stage)
+        self._edges = StageEdges(self.context, self.device, self._tensors, self.send, rank=self.rank)
         self._grads = GradOffload(
             self.context,
             self.device,
@@ -253,6 +258,8 @@ class GpuWorker:
         match message:
             case ComputeBlocks():
                 with self._lock:
+                    for operation in message.operations:  # before their turn, because networks are slow
+                        self._edges.expect(operation, self._num_microbatches_of(operation))
                     self._begin(self._window.grant(message.operations))
             case CommitReached():
                 self._grads.commit_reached(message.step)
@@ -264,6 +271,8 @@ class GpuWorker:
                 self._feed.take(message)
             case SumPassed():
                 self._grads.take_sum(message)
+            case SpanPulled() | OfferTaken():
+                self._edges.take(message)
             case SumTaken():
                 self._grads.sum_taken(message)
             case GradSlotsReleased():
@@ -292,7 +301,9 @@ class GpuWorker:
             UnsupportedArchitectureError: a tiny model of the same class is computed incorrectly.
             ActivationMemoryError: there are too few activation slots.
         """
-        config, plan = self.partition.model.config, self.context.plan
+        config, plan, stage = self.partition.model.config, self.context.plan, self.context.stage
+        if 0 < stage.first < self.partition.head:
+            self.runner.require_independent_calls()
         if plan.streamed_blocks:
             check_architecture(config, set(plan.layer_activations) or {RECOMPUTE_ALL}, True)
         choices = set(plan.layer_activations) - {RECOMPUTE_ALL}
@@ -311,6 +322,8 @@ class GpuWorker:
     def _announce(self, text: str) -> None:
         if self.spec.num_ranks > 1:
             text = f"GPU {self.rank}: {text}"
+        if len(self.spec.stages) > 1:
+            text = f"box {self.spec.box}: {text}"
         self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))
 
     def _ask_for_params(self, message: Message) -> None:
@@ -336,7 +349,9 @@ class GpuWorker:
         """Reports a finished operation, now or later, and begins those whose turn has come."""
         with self._lock:
             self._begin(self._window.computed())
-            report = self._reports.computed(computed, time.monotonic(), is_idle=self._window.is_empty)
+            # The next operation may wait for another box, and the scheduler must know that this one does not hang.
+            is_due = self._window.is_empty or self._ends_pass(computed)
+            report = self._reports.computed(computed, time.monotonic(), is_idle=is_due)
             if report is not None:
                 self.send(SCHEDULER, report)
 
@@ -357,7 +372,13 @@ class GpuWorker:
             works_at(message)
             self._device_memory.begin()
             self._load_batch(message)
-            operation = LaunchedOperation(message, self.device, self._num_targets, is_last=self._is_last(message))
+            operation = LaunchedOperation(
+                message,
+                self.device,
+                self._num_targets,
+                is_last=self._is_last(message),
+                is_sent=self._is_sent(message),
+            )
             operation.waited(SpanKind.WAIT_OPERATION, message.block, start_s)
             self._launch(operation)
             start_s = time.monotonic()
@@ -368,11 +389,13 @@ class GpuWorker:
         fetches = [self._wait_for_params(operation, block) for block in message.blocks]
         flats = {fetch.request.block: fetch.params for fetch in fetches}
         grads = self._grad_buffers(operation) if operation.goes_backward else {}
+        received = self._receive(operation)
         self._launched.append(message)
         operation.begun = compute.record()
         for fetch in fetches:
             self._feed.round_master(fetch)
-        compute.run(functools.partial(self._computation.compute, operation, self._batch, flats, grads))
+        compute.run(functools.partial(self._computation.compute, operation, self._batch, flats, grads, received))
+        del received
         operation.computed = compute.record()
         for fetch in fetches:
             self._feed.release(fetch)
@@ -384,6 +407,9 @@ class GpuWorker:
             self._grads.queue_partial_sums(message)
         compute.run(operation.download)
         operation.ended = compute.record()
+        if operation.is_sent:
+            self._edges.send(message, operation.results, self._shapes_of(message))
+            operation.results = []
         compute.then(working_at(message, functools.partial(self._has_ended, operation)))
 
     def _has_ended(self, operation: LaunchedOperation) -> None:
@@ -391,12 +417,13 @@ class GpuWorker:
         message = operation.message
         self._launched.pop(0)
         operation.note(self._spans)
-        if operation.goes_backward and message.block == 0 and self._is_last_here(message):
+        stage = self.context.stage
+        if stage.ends_group(message.phase, message.block) and self._is_last_here(message):
             if self._activations is not None:
                 self._activations.flush()
             self._grads.backward_over(message.step)
             self._report_memory(message)
-        elif message.phase is Phase.EVALUATE_HEAD and not has_group(self.rank, self.context.plan.num_groups):
+        elif self._ends_evaluation(message) and not has_group(self.rank, self.context.plan.num_groups):
             self._spans.tell(message.step)
             self._report_memory(message)
         self._report_computed(operation.report())
@@ -434,18 +461,57 @@ class GpuWorker:
 
     def _load_batch(self, message: ComputeBlock) -> None:
         """Loads the micro-batches at the first operation of a step or of an evaluation's group."""
+        if not self.context.stage.begins_group(message.phase, message.block):
+            return
         hyper = self.hyper
-        match message.phase, message.block, message.group:
-            case Phase.EVALUATE, 0, group:
-                self._batch_of = (True, group)
-                self._batch = self._evaluation[group]
-            case Phase.FORWARD, 0, _ if self._batch_of != (False, message.step):
-                self._batch_of = (False, message.step)
-                step = message.step - 1
-                self._batch = self.dataset.batch(step, hyper.batch_size, hyper.num_microbatches, hyper.seed)
-            case _:
-                return
+        if message.phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD):
+            self._batch_of = (True, message.group)
+            self._batch = self._evaluation[message.group]
+        elif self._batch_of != (False, message.step):
+            self._batch_of = (False, message.step)
+            step = message.step - 1
+            self._batch = self.dataset.batch(step, hyper.batch_size, hyper.num_microbatches, hyper.seed)
         self._num_targets = sum(microbatch.num_targets for microbatch in self._batch)
+
+    def _num_microbatches_of(self, message: ComputeBlock) -> int:
+        """Returns the number of micro-batches of an operation's group, before the group is loaded."""
+        if message.phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD):
+            return len(self._evaluation[message.group])
+        hyper, size = self.hyper, self.context.plan.group_size
+        total = self.dataset.num_microbatches_of(message.step - 1, hyper.batch_size, hyper.num_microbatches)
+        return max(0, min(size, total - message.group * size))
+
+    def _shapes_of(self, message: ComputeBlock) -> list[tuple[int, int]]:
+        """Returns the examples and tokens of the micro-batches of an operation's group, which is loaded."""
+        batch, size = self._batch, self.context.plan.group_size
+        if message.phase not in (Phase.EVALUATE, Phase.EVALUATE_HEAD):
+            batch = batch[message.group * size :][:size]
+        return [(microbatch.input_ids.shape[0], microbatch.input_ids.shape[1]) for microbatch in batch]
+
+    def _is_sent(self, message: ComputeBlock) -> bool:
+        """Returns whether another box takes the results of an operation."""
+        taker = self.context.stage.taker_of(message.phase, message.block, self.partition.num_blocks)
+        return taker is not None
+
+    def _ends_evaluation(self, message: ComputeBlock) -> bool:
+        """Returns whether an operation is the last one of an evaluation's group here."""
+        is_evaluating = message.phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD)
+        return is_evaluating and message.block == self.context.stage.stop - 1
+
+    def _ends_pass(self, computed: BlockComputed) -> bool:
+        """Returns whether an operation is the last one of a group's pass through one stage of several."""
+        stage = self.context.stage
+        last = stage.first if computed.phase is Phase.BACKWARD else stage.stop - 1
+        return len(self.spec.stages) > 1 and computed.block == last
+
+    def _receive(self, operation: LaunchedOperation) -> list[torch.Tensor]:
+        """Returns what an operation takes from another box: hidden states, or their gradients."""
+        message, start_s = operation.message, time.monotonic()
+        if self._edges.source_of(message) is None:
+            return []
+        received = self._edges.receive(message, self._shapes_of(message))
+        operation.waited(SpanKind.WAIT_BOX, message.block, start_s)
+        return received
 
     def _is_last(self, message: ComputeBlock) -> bool:
         """Returns whether an operation belongs to the last group of its step; true for evaluations."""

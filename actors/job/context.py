@@ -5,8 +5,18 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from windlass.actors.job.spec import JobCore, JobSpec
-from windlass.actors.worker_policy import rank_of
-from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, ModelSize, Plan, PlanError, Pool, cut_layers, make_plan
+from windlass.actors.worker_policy import Stage, check_stages, num_groups_ahead, rank_of
+from windlass.engine.memory_plan import (
+    NO_CROSSINGS,
+    NUM_PIECE_BUFFERS,
+    Crossings,
+    ModelSize,
+    Plan,
+    PlanError,
+    Pool,
+    cut_layers,
+    make_plan,
+)
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import (
     ActorName,
@@ -25,36 +35,60 @@ from windlass.storage.store import StoreGeometry
 SCHEDULER = ActorName("scheduler")
 GPU_WORKER = ActorName("gpu-0")  # the first one
 PARAM_SERVER = ActorName("params-0")
-
-
-def gpu_worker_name(rank: int) -> ActorName:
-    """Returns the name of a GPU worker."""
-    return ActorName(f"gpu-{rank}")
-
-
-def optimizer_name(index: int) -> ActorName:
-    """Returns the name of an optimizer of the pool."""
-    return ActorName(f"optimizer-{index}")
+# Between the name of a box and that of an actor on it. The first box has no name.
+_ON_BOX = "/"
 
 
 class ActorKind(StrEnum):
-    """The kinds of a job's actors. Names of actors begin with their kind."""
+    """The kinds of a job's actors. Names of actors have their kind, after the name of their box."""
 
     SCHEDULER = "scheduler"
     GPU_WORKER = "gpu"
     PARAM_SERVER = "params"
     OPTIMIZER = "optimizer"
     SSD_SERVER = "ssd"
+    LINK = "link"
+
+
+def _name(kind: ActorKind, index: int, box: int) -> ActorName:
+    name = f"{kind}-{index}"
+    return ActorName(f"b{box}{_ON_BOX}{name}" if box else name)
+
+
+def gpu_worker_name(rank: int, box: int = 0) -> ActorName:
+    """Returns the name of a GPU worker. `box`: the index of its box."""
+    return _name(ActorKind.GPU_WORKER, rank, box)
+
+
+def optimizer_name(index: int, box: int = 0) -> ActorName:
+    """Returns the name of an optimizer of a box's pool."""
+    return _name(ActorKind.OPTIMIZER, index, box)
+
+
+def param_server_name(box: int = 0) -> ActorName:
+    """Returns the name of the actor that reads params for several GPU workers of a box."""
+    return _name(ActorKind.PARAM_SERVER, 0, box)
+
+
+def link_name(box: int = 0) -> ActorName:
+    """Returns the name of the actor that moves bytes between a box and the others."""
+    return _name(ActorKind.LINK, 0, box)
 
 
 def kind_of(name: ActorName) -> ActorKind:
     """Returns the kind of an actor. Raises ValueError if no actor has such a name."""
-    return ActorKind(name.partition("-")[0])
+    return ActorKind(name.rpartition(_ON_BOX)[2].partition("-")[0])
 
 
 def index_of(name: ActorName) -> int:
-    """Returns an actor's index among those of its kind. The scheduler has none."""
-    return int(name.partition("-")[2])
+    """Returns an actor's index among those of its kind on its box. The scheduler has none."""
+    return int(name.rpartition("-")[2])
+
+
+def box_of(name: ActorName) -> int:
+    """Returns the index of an actor's box. The scheduler is on the first one."""
+    box, slash, _ = name.rpartition(_ON_BOX)
+    return int(box.removeprefix("b")) if slash else 0
 
 
 def optimizer_index(name: ActorName) -> int | None:
@@ -62,9 +96,9 @@ def optimizer_index(name: ActorName) -> int | None:
     return index_of(name) if kind_of(name) is ActorKind.OPTIMIZER else None
 
 
-def ssd_name(index: int) -> ActorName:
+def ssd_name(index: int, box: int = 0) -> ActorName:
     """Returns the name of an SSD's server."""
-    return ActorName(f"ssd-{index}")
+    return _name(ActorKind.SSD_SERVER, index, box)
 
 
 def grad_precision(spec: JobCore) -> Precision:
@@ -101,7 +135,7 @@ class CoreContext:
     """The facts about one attempt that follow from its settings, its model and its plan. They name no files."""
 
     spec: JobCore
-    layout: ModelLayout
+    layout: ModelLayout  # as the box sees it: only its own blocks have chunks
     plan: Plan
     ssds: tuple[SsdFacts, ...]  # one for each of the job's SSDs
 
@@ -114,7 +148,7 @@ class CoreContext:
         """Returns the geometry of the store on one SSD."""
         return StoreGeometry(
             job=self.spec.job,
-            rank=Rank(0),
+            rank=Rank(self.spec.box),
             attempt=self.spec.attempt,
             ssd=SsdIndex(ssd),
             ssd_weights=tuple(facts.weight for facts in self.ssds),
@@ -126,18 +160,42 @@ class CoreContext:
 
     @property
     def gpu_workers(self) -> tuple[ActorName, ...]:
-        """The names of the GPU workers, by rank."""
-        return tuple(map(gpu_worker_name, range(self.spec.num_ranks)))
+        """The names of the box's GPU workers, by rank."""
+        return tuple(map(self.gpu_worker, range(self.spec.num_ranks)))
+
+    def gpu_worker(self, rank: int) -> ActorName:
+        """Returns the name of a GPU worker of the box."""
+        return gpu_worker_name(rank, self.spec.box)
+
+    @property
+    def optimizers(self) -> tuple[ActorName, ...]:
+        """The names of the box's optimizers."""
+        return tuple(optimizer_name(index, self.spec.box) for index in range(self.spec.num_cpu_optimizers))
+
+    def ssd_server(self, ssd: int) -> ActorName:
+        """Returns the name of the server of one of the box's SSDs."""
+        return ssd_name(ssd, self.spec.box)
+
+    @property
+    def stage(self) -> Stage:
+        """The blocks of the box."""
+        return stage_of(self.spec, len(self.layout.blocks))
+
+    @property
+    def num_groups_in_flight(self) -> int:
+        """The number of a GPU worker's groups whose activations are on the device at once."""
+        num_rounds = -(-self.plan.num_groups // self.spec.num_ranks)
+        return num_groups_ahead(self.spec.box, max(1, len(self.spec.stages)), num_rounds)
 
     @property
     def param_server(self) -> ActorName:
         """The actor that reads params for all GPU workers. A single GPU worker reads its own."""
-        return PARAM_SERVER if self.spec.num_ranks > 1 else GPU_WORKER
+        return param_server_name(self.spec.box) if self.spec.num_ranks > 1 else self.gpu_worker(0)
 
     @property
     def grads_worker(self) -> ActorName:
-        """The GPU worker that computes a step's last group of micro-batches, and so completes all gradients."""
-        return gpu_worker_name(rank_of(self.plan.num_groups - 1, self.spec.num_ranks))
+        """The box's GPU worker that computes a step's last group of micro-batches, and so completes its gradients."""
+        return self.gpu_worker(rank_of(self.plan.num_groups - 1, self.spec.num_ranks))
 
     def num_scratch_slots(self, ssd: int) -> int:
         """Returns a GPU worker's activation slots on one SSD: its share of the plan's, in proportion to its weight."""
@@ -156,7 +214,7 @@ class CoreContext:
 
     def optimizer_of(self, key: ChunkKey) -> ActorName:
         """Returns the optimizer of a chunk whose block is not resident on the device."""
-        return optimizer_name(key.chunk % self.spec.num_cpu_optimizers)
+        return optimizer_name(key.chunk % self.spec.num_cpu_optimizers, self.spec.box)
 
     def state_offsets(self) -> dict[StateKind, int]:
         """Returns the offset in bytes of each state in a state slot; a gradient that was on an SSD comes last."""
@@ -192,6 +250,17 @@ class CoreContext:
         """Returns the activation slots of one GPU worker."""
         pool = self.plan.activations
         return replace(pool, offset=pool.offset + rank * pool.nbytes)
+
+    def crossing_pools(self, rank: int) -> list[Pool]:
+        """Returns a GPU worker's slots for what passes between boxes, in pools of equal size.
+
+        For each neighbour, the one before first, there is a pool for what is sent and one for what is received.
+        """
+        pool = self.plan.crossings
+        own = replace(pool, num_slots=self.plan.group_size)
+        num_pools = pool.num_slots // self.plan.group_size
+        offset = pool.offset + rank * pool.nbytes
+        return [replace(own, offset=offset + index * own.nbytes) for index in range(num_pools)]
 
     def partial_slots(self) -> dict[tuple[BlockIndex, ChunkKey], Span]:
         """Returns the arena spans for gradient sums between two groups of micro-batches; empty if they pass at once.
@@ -264,6 +333,34 @@ def piece_bounds(context: CoreContext) -> dict[BlockIndex, tuple[int, ...]]:
     return bounds
 
 
+def stage_of(spec: JobCore, num_blocks: int) -> Stage:
+    """Returns the blocks of the specification's box."""
+    return spec.stages[spec.box] if spec.stages else Stage(0, num_blocks)
+
+
+def layout_of_box(spec: JobCore, layout: ModelLayout) -> ModelLayout:
+    """Returns the layout as the specification's box sees it.
+
+    Raises:
+        PlanError: the stages do not divide the model's blocks, or cut between blocks that share tensors.
+    """
+    if not spec.stages:
+        return layout
+    try:
+        check_stages(spec.stages, len(layout.blocks))
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    stage = spec.stages[spec.box]
+    for blocks in layout.shared:
+        if len({stage.has(block) for block in blocks}) > 1:
+            raise PlanError(
+                f"blocks {sorted(blocks)} share tensors, and are on different boxes (box {spec.box} has blocks "
+                f"{stage.first} to {stage.stop - 1}): that is not supported yet; train a model whose embedding and "
+                "head are not tied, or on one box"
+            )
+    return layout.of_blocks(*stage)
+
+
 def make_context(
     spec: JobSpec,
     layout: ModelLayout,
@@ -280,13 +377,14 @@ def make_context(
     Raises:
         PlanError: the budget or the free memory is too small, or the job has no SSDs but needs some.
     """
-    ssds = ssds or _equal_ssds(len(spec.ssd_dirs))
+    ssds, layout = ssds or _equal_ssds(len(spec.ssd_dirs)), layout_of_box(spec, layout)
     plan = _plan_of(spec, layout, has_ssds=bool(ssds), free_nbytes=free_nbytes)
     return JobContext(spec=spec, layout=layout, plan=plan, arena_path=arena_path, ssds=ssds)
 
 
 def make_core_context(spec: JobCore, layout: ModelLayout, num_ssds: int) -> CoreContext:
     """Plans a job that has no files, as `make_context` does."""
+    layout = layout_of_box(spec, layout)
     plan = _plan_of(spec, layout, has_ssds=num_ssds > 0)
     return CoreContext(spec=spec, layout=layout, plan=plan, ssds=_equal_ssds(num_ssds))
 
@@ -305,6 +403,7 @@ def _plan_of(spec: JobCore, layout: ModelLayout, *, has_ssds: bool, free_nbytes:
         param_itemsize=itemsizes[formats.param_kind],
         state_itemsize=sum(itemsizes.values()),
         shared_blocks=tuple(block for shared in layout.shared for block in shared[1:]),
+        own=layout.own,
     )
     plan = make_plan(
         size,
@@ -318,10 +417,26 @@ def _plan_of(spec: JobCore, layout: ModelLayout, *, has_ssds: bool, free_nbytes:
         num_ranks=spec.num_ranks,
         free_nbytes=free_nbytes,
         placement=spec.placement,
+        crossings=_crossings_of(spec, layout),
     )
-    if not has_ssds and (len(plan.host_blocks) < len(layout.blocks) or plan.num_ssd_activations):
+    num_own = sum(layout.is_own(block.index) for block in layout.blocks)
+    if not has_ssds and (len(plan.host_blocks) < num_own or plan.num_ssd_activations):
         raise PlanError(
             "the job has no SSDs: then the states of all blocks must be resident in host memory, and activations must "
-            f"not go to SSDs; host_blocks names {len(plan.host_blocks)} of {len(layout.blocks)} blocks"
+            f"not go to SSDs; host_blocks names {len(plan.host_blocks)} of {num_own} blocks"
         )
     return plan
+
+
+def _crossings_of(spec: JobCore, layout: ModelLayout) -> Crossings:
+    """Returns the sizes of what passes between the specification's box and others."""
+    if len(spec.stages) <= 1:
+        return NO_CROSSINGS
+    if not layout.hidden_size:
+        raise PlanError("the size of the model's hidden state is not known, so it cannot be trained on several boxes")
+    training = spec.training
+    num_tokens = training.microbatch_size * training.sequence_length
+    return Crossings(
+        num_neighbours=(spec.box > 0) + (spec.box + 1 < len(spec.stages)),
+        microbatch_nbytes=num_tokens * layout.hidden_size * training.formats.precision.itemsize,
+    )

@@ -34,6 +34,8 @@ def device_need_of_job(context: JobContext, partition: Partition, *, device: str
         head_slices=hyper.head_slices,
         evaluation_shapes=evaluation_shapes(spec) if spec.has_validation else (),
         on_gpu=device != "cpu",
+        layout=context.layout,
+        num_groups_in_flight=context.num_groups_in_flight,
     )
 
 

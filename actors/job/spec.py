@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from windlass.actors.job.pace import Pace
-from windlass.actors.worker_policy import Ordering
+from windlass.actors.worker_policy import Ordering, Stage
 from windlass.engine.memory_plan import Placement
 from windlass.engine.training_config import FinalModel, TrainingConfig
 from windlass.storage.ids import FIRST_EPOCH, Attempt, JobId, LayoutEpoch
@@ -21,7 +21,9 @@ class JobCore:
     layout_epoch: LayoutEpoch = FIRST_EPOCH  # in which the chunks were dealt to the job's SSDs
     training: TrainingConfig
     num_validation_examples: int = 0  # 0: no validation data
-    num_ranks: int = 1  # GPU workers, each with a GPU of its own; results do not depend on how many there are
+    num_ranks: int = 1  # GPU workers of each box, each with its own GPU; results do not depend on how many there are
+    stages: tuple[Stage, ...] = ()  # the blocks of each box; empty: one box has all
+    box: int = 0  # index of the box that this specification is for
     num_cpu_optimizers: int = 1
     host_memory_nbytes: int | None = None  # budget for the arena; None: limited by the machine's free memory
     deadline_s: float  # timeout of an actor that must reply and sends neither reply nor progress; also of its end

@@ -20,6 +20,11 @@ from windlass.actors.messages.compute import Loss as Loss
 from windlass.actors.messages.compute import ParamRequest as ParamRequest
 from windlass.actors.messages.compute import Phase as Phase
 from windlass.actors.messages.compute import StoredParams as StoredParams
+from windlass.actors.messages.crossings import Crossing as Crossing
+from windlass.actors.messages.crossings import OfferSpan as OfferSpan
+from windlass.actors.messages.crossings import OfferTaken as OfferTaken
+from windlass.actors.messages.crossings import PullSpan as PullSpan
+from windlass.actors.messages.crossings import SpanPulled as SpanPulled
 from windlass.actors.messages.failures import ActorFailed as ActorFailed
 from windlass.actors.messages.failures import FailureKind as FailureKind
 from windlass.actors.messages.failures import in_words as in_words

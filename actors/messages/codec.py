@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from windlass.actors.messages import base, compute, failures, model, optimizer, params, ssd, telemetry
+from windlass.actors.messages import base, compute, crossings, failures, model, optimizer, params, ssd, telemetry
 from windlass.actors.messages.base import Event, Message
 
-_MODULES = (base, compute, failures, model, optimizer, params, ssd, telemetry)
+_MODULES = (base, compute, crossings, failures, model, optimizer, params, ssd, telemetry)
 _BASES = {Message, Event, ssd.SsdRequest}
 
 _ENCODER = msgspec.msgpack.Encoder()

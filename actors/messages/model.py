@@ -44,6 +44,7 @@ class ExportModel(Message):
 
     path: str
     copy_of: str | None = None  # path of an earlier export; if set, that one is copied instead
+    parts: tuple[str, ...] = ()  # exports of other boxes' params, which are complete; their files move to the folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,7 @@ class SpanKind(StrEnum):
     WAIT_OPERATION = "wait_operation"  # compute had no operation
     WAIT_PARAMS = "wait_params"  # compute waited for the params of its operation
     WAIT_GRAD_BUFFER = "wait_grad_buffer"  # compute waited for a free gradient buffer
+    WAIT_BOX = "wait_box"  # compute waited for results of another box
     WAIT_ACTIVATIONS = "wait_activations"  # compute waited, in an operation, for transfers of activations
 
     __hash__ = str.__hash__  # faster: Enum's hash is Python code, and a step has thousands of spans with these as keys

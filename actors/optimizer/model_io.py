@@ -20,6 +20,7 @@ class ModelTask:
     """A load of the model's first states, or an export."""
 
     export_path: str | None  # None: a load
+    parts: tuple[str, ...] = ()  # see `ExportModel`
 
 
 class ModelWorker(Protocol):
@@ -110,8 +111,9 @@ class ModelIo:
         step: Step,
         copy_of: str | None = None,
         on_progress: Callable[[float], None] = lambda share: None,
+        parts: tuple[str, ...] = (),
     ) -> None:
-        """Writes the params of `step` as a Hugging Face folder, or copies the folder `copy_of`.
+        """Writes the params of `step` as a Hugging Face folder with `parts`, or copies the folder `copy_of`.
 
         `on_progress` is called every few seconds with the share that is written; 1 while the files are synced. A
         failure leaves nothing at `path`.
@@ -129,7 +131,7 @@ class ModelIo:
             copy_model_folder(Path(copy_of), Path(path), links=True, on_progress=lambda done: note(done, nbytes))
             return
         kind, num_params, total = self.context.formats.param_kind, 0, self.context.layout.numel
-        with self._working(ModelTask(export_path=path), on_synced=lambda: note(total, total)) as worker:
+        with self._working(ModelTask(export_path=path, parts=parts), on_synced=lambda: note(total, total)) as worker:
             for key in self._keys():
                 with self._held(key, kind, step) as slot:
                     worker.move(key, slot)

@@ -55,7 +55,7 @@ class ModelMover:
         config = load_config(spec.model_dir)
         if task.export_path is not None:
             dtype = TORCH_DTYPE[precision]
-            self._exporter = ModelExporter(spec.model_dir, layout, config, task.export_path, dtype)
+            self._exporter = ModelExporter(spec.model_dir, layout, config, task.export_path, dtype, parts=task.parts)
             return
         model = build_meta_model(config, precision)
         if spec.training.initialization is Initialization.WEIGHTS:

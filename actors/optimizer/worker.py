@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from windlass.actors.job import SCHEDULER, JobContext, grad_precision, optimizer_name
+from windlass.actors.job import SCHEDULER, JobContext, grad_precision
 from windlass.actors.lifecycle import ActorThreads, ReportTimer, works_at
 from windlass.actors.messages import (
     BlockFlushed,
@@ -129,7 +129,7 @@ class CpuOptimizer:
         self._threads.resources.callback(self._tensors.release)
         self._model_io = ModelIo(self.context, self._slots, start_model_worker, self.read, self.write, self._token)
         self._threads.resources.callback(self._model_io.close)
-        if self.name == optimizer_name(0) and self.spec.attempt == 1:  # it loads the initial weights
+        if self.name == self.context.optimizers[0] and self.spec.attempt == 1:  # it loads the initial weights
             self._model_io.prepare()
         chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._updater.kernel)
         self.send(SCHEDULER, chosen)
@@ -210,7 +210,7 @@ class CpuOptimizer:
                 self.send(SCHEDULER, ModelLoaded(job=self.spec.job, step=Step(0), actor=self.name))
             case ExportModel():
                 self._model_io.export(
-                    message.path, message.step, message.copy_of, partial(self._tell_exported, message)
+                    message.path, message.step, message.copy_of, partial(self._tell_exported, message), message.parts
                 )
                 exported = ModelExported(job=self.spec.job, step=message.step, actor=self.name, path=message.path)
                 self.send(SCHEDULER, exported)

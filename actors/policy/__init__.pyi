@@ -2,6 +2,7 @@
 
 from windlass.actors.policy.clipping import clip_scale as clip_scale
 from windlass.actors.policy.config import SchedulerConfig as SchedulerConfig
+from windlass.actors.policy.config import StageActors as StageActors
 from windlass.actors.policy.folding import fold as fold
 from windlass.actors.policy.pending_replies import DeadlineMissedError as DeadlineMissedError
 from windlass.actors.policy.pending_replies import Instruction as Instruction

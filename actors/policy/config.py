@@ -5,8 +5,17 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from windlass.actors.messages import Phase
-from windlass.actors.worker_policy import Ordering, rank_of
+from windlass.actors.worker_policy import Ordering, Stage, check_stages, passes_of_step, rank_of
 from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, JobId, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageActors:
+    """A box's part of a job: its blocks, and the actors that compute and update them."""
+
+    blocks: Stage
+    gpu_workers: tuple[ActorName, ...]  # by rank
+    optimizers: tuple[ActorName, ...]  # the first one loads and exports the box's blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +34,9 @@ class SchedulerConfig:
     keeps_grads: bool  # no update before all gradients of the step are known
     max_bad_steps: int  # largest number of skipped steps in a row
     learning_rate: Callable[[int], float]  # of a step; the first step is 1
-    gpu_workers: tuple[ActorName, ...]  # by rank
-    optimizers: tuple[ActorName, ...]
-    ssd_servers: tuple[ActorName, ...]  # empty: the states of all blocks are in host memory, and there are no commits
+    stages: tuple[StageActors, ...]  # one for each box, in the order of the blocks
+    # Of all boxes. Empty: the states of all blocks are in host memory, and there are no commits.
+    ssd_servers: tuple[ActorName, ...]
     output_dir: str
     # Blocks whose states are resident in host memory or on the device. The states of all others are on the SSDs.
     host_blocks: frozenset[int] = frozenset()
@@ -44,6 +53,9 @@ class SchedulerConfig:
     deadline_s: float = 120.0
 
     def __post_init__(self) -> None:
+        check_stages(tuple(stage.blocks for stage in self.stages), self.num_blocks)
+        if len({len(stage.gpu_workers) for stage in self.stages}) > 1:
+            raise ValueError("all boxes of a job have the same number of GPU workers")
         if self.commit_every < 1:
             raise ValueError(
                 f"commit_every is {self.commit_every}; states are committed every so many steps, at least 1"
@@ -72,14 +84,32 @@ class SchedulerConfig:
         return len(self.chunks)
 
     @property
-    def num_ranks(self) -> int:
-        """The number of ranks, the job's GPU workers."""
-        return len(self.gpu_workers)
+    def gpu_workers(self) -> tuple[ActorName, ...]:
+        """The GPU workers of all boxes, by box and rank."""
+        return tuple(actor for stage in self.stages for actor in stage.gpu_workers)
 
     @property
-    def grads_worker(self) -> ActorName:
-        """The GPU worker that computes a step's last group of micro-batches, and so completes all gradients."""
-        return self.gpu_workers[rank_of(self.num_groups - 1, self.num_ranks)]
+    def optimizers(self) -> tuple[ActorName, ...]:
+        """The optimizers of all boxes."""
+        return tuple(actor for stage in self.stages for actor in stage.optimizers)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks, a box's GPU workers."""
+        return len(self.stages[0].gpu_workers)
+
+    @property
+    def model_movers(self) -> tuple[ActorName, ...]:
+        """The optimizers that load and export the blocks of their boxes: the first one of each box."""
+        return tuple(stage.optimizers[0] for stage in self.stages)
+
+    def grads_worker(self, stage: StageActors) -> ActorName:
+        """Returns the GPU worker that computes a step's last group of micro-batches, and so completes gradients."""
+        return stage.gpu_workers[rank_of(self.num_groups - 1, self.num_ranks)]
+
+    def stage_of(self, block: int) -> StageActors:
+        """Returns the stage of a block."""
+        return next(stage for stage in self.stages if stage.blocks.has(block))
 
     @property
     def resident_blocks(self) -> tuple[BlockIndex, ...]:
@@ -93,12 +123,13 @@ class SchedulerConfig:
 
     def optimizer_of(self, key: ChunkKey) -> ActorName:
         """Returns the optimizer of a chunk whose block is not resident on the device."""
-        return self.optimizers[key.chunk % len(self.optimizers)]
+        optimizers = self.stage_of(key.block).optimizers
+        return optimizers[key.chunk % len(optimizers)]
 
     def holders(self, block: int) -> tuple[ActorName, ...]:
         """Returns the actors that update a block and hold its resident states."""
         if block in self.device_blocks:
-            return self.gpu_workers[:1]
+            return self.stage_of(block).gpu_workers[:1]
         return tuple(dict.fromkeys(self.optimizer_of(key) for key in self.chunks[block]))
 
     @property
@@ -141,6 +172,12 @@ class SchedulerConfig:
         return f"{self.output_dir}-step-{step}"
 
 
+def part_of_export(path: str, step: int, actor: ActorName) -> str:
+    """Returns the folder of a box's part of an export to `path`, which the first box joins with the others."""
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/.{name}.step-{step}.{actor.replace('/', '.')}.part"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """One entry of the program: a compute operation or, if `phase` is None, an export.
@@ -166,48 +203,52 @@ class Operation:
         return self.phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD)
 
 
-def program(shape: SchedulerConfig, first_step: int, rank: int = 0) -> Iterator[Operation]:
-    """Yields the operations of a rank from `first_step` on, in the order in which they run.
+def program(shape: SchedulerConfig, first_step: int, rank: int = 0, stage: int = 0) -> Iterator[Operation]:
+    """Yields the operations of a rank of a stage from `first_step` on, in the order in which they run.
 
-    These are the groups dealt to the rank, and all exports. The numbers are those of a program of all ranks, with one
-    group after the other, so no two ranks have the same.
+    These are the groups dealt to the rank, and all exports. The numbers are those of a program of all ranks of the
+    stage, and stages take turns in them. So no two ranks of a job have the same.
 
     The evaluation and the export of the step before come first, because a runner may have been lost between that
     step's commit and them.
     """
     before = first_step - 1
-    resumed = ((before, *operation) for operation in _afterwards(shape, before)) if before > 0 else ()
+    resumed = ((before, *operation) for operation in _afterwards(shape, before, stage)) if before > 0 else ()
     trained = (
         (step, *operation)
         for step in range(first_step, shape.total_steps + 1)
-        for operation in (*_training(shape, step), *_afterwards(shape, step))
+        for operation in (*_training(shape, step, stage), *_afterwards(shape, step, stage))
     )
     for op, (step, phase, block, group, version) in enumerate(chain(resumed, trained), start=1):
         if phase is None or rank_of(group, shape.num_ranks) == rank:
             yield Operation(
-                op=op, step=Step(step), version=Step(version), phase=phase, block=BlockIndex(block), group=group
+                op=(op - 1) * len(shape.stages) + stage + 1,
+                step=Step(step),
+                version=Step(version),
+                phase=phase,
+                block=BlockIndex(block),
+                group=group,
             )
 
 
-def _training(shape: SchedulerConfig, step: int) -> Iterator[tuple[Phase | None, int, int, int]]:
-    """Yields a step's operations. Each group of micro-batches passes forward and backward through all blocks."""
-    head = shape.num_blocks - 1
-    for group in range(shape.num_groups):
-        for block in range(head):
-            yield Phase.FORWARD, block, group, step - 1
-        yield Phase.HEAD, head, group, step - 1
-        for block in reversed(range(head)):
-            yield Phase.BACKWARD, block, group, step - 1
+def _training(shape: SchedulerConfig, step: int, stage: int) -> Iterator[tuple[Phase | None, int, int, int]]:
+    """Yields a stage's operations of a step. Each group of micro-batches passes forward and backward through it."""
+    head, blocks = shape.num_blocks - 1, range(*shape.stages[stage].blocks)
+    for group, goes_forward in passes_of_step(stage, len(shape.stages), shape.num_groups, shape.num_ranks):
+        for block in blocks if goes_forward else reversed(blocks):
+            if block < head:
+                yield Phase.FORWARD if goes_forward else Phase.BACKWARD, block, group, step - 1
+            elif goes_forward:  # the head goes forward and backward in one operation
+                yield Phase.HEAD, head, group, step - 1
 
 
-def _afterwards(shape: SchedulerConfig, step: int) -> Iterator[tuple[Phase | None, int, int, int]]:
-    """Yields the operations of a step's evaluation and export, if they are due."""
+def _afterwards(shape: SchedulerConfig, step: int, stage: int) -> Iterator[tuple[Phase | None, int, int, int]]:
+    """Yields a stage's operations of a step's evaluation, and the export, if they are due."""
     head = shape.num_blocks - 1
     last = step == shape.total_steps
     if shape.is_evaluated(step):
         for group in range(shape.num_evaluation_groups):
-            for block in range(head):
-                yield Phase.EVALUATE, block, group, step
-            yield Phase.EVALUATE_HEAD, head, group, step
+            for block in range(*shape.stages[stage].blocks):
+                yield Phase.EVALUATE_HEAD if block == head else Phase.EVALUATE, block, group, step
     if last or (shape.checkpoint_every and step % shape.checkpoint_every == 0):
         yield None, 0, 0, step

@@ -1,23 +1,27 @@
-"""A rank's place in the job's program, and the gradient sums that ranks wait for."""
+"""A rank's place in its stage's program, and what ranks wait for: gradient sums, and hidden states of other boxes."""
 
 from collections.abc import Iterable
 from itertools import islice
 
-from windlass.actors.messages import BlockComputed
+from windlass.actors.messages import BlockComputed, Phase
 from windlass.actors.policy.config import Operation, SchedulerConfig, program
 from windlass.actors.policy.pending_replies import UnexpectedEventError
-from windlass.actors.worker_policy import REPORT_EVERY
+from windlass.actors.worker_policy import REPORT_EVERY, Stage
 from windlass.storage.ids import BlockIndex, Step
+
+# An operation that takes results of another box: its step, phase, block and group.
+_Taker = tuple[Step, Phase, int, int]
 
 
 class RankQueue:
     """The operations of one rank: those that are granted and not reported, and those to come."""
 
-    def __init__(self, config: SchedulerConfig, rank: int, first_step: int) -> None:
-        self.actor = config.gpu_workers[rank]
+    def __init__(self, config: SchedulerConfig, rank: int, first_step: int, stage: int = 0) -> None:
+        self.actor = config.stages[stage].gpu_workers[rank]
+        self.blocks = config.stages[stage].blocks
         self.trains = rank < config.num_groups  # False: it has no group of a step, but perhaps some of an evaluation
         self.running: dict[int, Operation] = {}  # by number, in order
-        self._program = program(config, first_step, rank)
+        self._program = program(config, first_step, rank, stage)
         self.next: Operation | None = next(self._program, None)
 
     def begin(self, operation: Operation) -> None:
@@ -49,28 +53,45 @@ class RankQueue:
         return self.next is not None and self.next.evaluates and self.next.step < before
 
 
-class PassedSums:
-    """The gradient sums that ranks have passed on, as far as their reports say.
+class PassedResults:
+    """The results that ranks have passed to others, as far as their reports say.
 
     Each group of micro-batches adds its gradient of a block to the sum of the groups before. With several ranks, a
-    rank's operation waits for that sum of another rank.
+    rank's operation waits for that sum of another rank. With several boxes, the first operation of a group on a box
+    waits for hidden states of another box, or for their gradient.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int, num_ranks: int) -> None:
+        self._num_blocks, self._num_ranks = num_blocks, num_ranks
         self._last: dict[BlockIndex, tuple[Step, int]] = {}  # of each block: the last step and group that was added
+        # The operations of which one box is known to be done, and not the other: hidden states, or their gradient,
+        # that are computed and not taken, and those that are taken, as a report has overtaken another one.
+        self._computed: set[_Taker] = set()
+        self._taken: set[_Taker] = set()
 
-    def computed(self, operation: Operation) -> None:
-        """Records the end of an operation. Reports of several ranks may come in any order."""
+    def computed(self, operation: Operation, blocks: Stage) -> None:
+        """Records the end of an operation of a stage. Reports of several ranks may come in any order."""
         if operation.adds_gradients:
             added = (operation.step, operation.group)
             self._last[operation.block] = max(added, self._last.get(operation.block, added))
+        assert operation.phase is not None
+        if blocks.takes_results(operation.phase, operation.block):
+            taker = (operation.step, operation.phase, operation.block, operation.group)
+            _move(taker, self._computed, self._taken)
+        if (found := blocks.taker_of(operation.phase, operation.block, self._num_blocks)) is not None:
+            _move((operation.step, *found, operation.group), self._taken, self._computed)
 
     def is_missed_by(self, rank: RankQueue) -> bool:
-        """Returns whether one of a rank's next operations waits for another rank's sum.
+        """Returns whether one of a rank's next operations waits for another rank's sum, or for another box.
 
-        Operations before it may be computed and not reported: fewer than `REPORT_EVERY`, because a GPU worker reports
-        so many at once.
+        Operations before one that waits for a sum may be computed and not reported: fewer than `REPORT_EVERY`, because
+        a GPU worker reports so many at once. Before one that waits for another box, all are reported.
         """
+        first = next(iter(rank.running.values()), None)
+        if first is not None and self._waits_for_box(first, rank.blocks):
+            return True
+        if self._num_ranks == 1:
+            return False  # its sums are its own
         return self._is_missed(islice(rank.running.values(), REPORT_EVERY))
 
     def _is_missed(self, operations: Iterable[Operation]) -> bool:
@@ -81,3 +102,17 @@ class PassedSums:
             and self._last.get(operation.block, nothing) < (operation.step, operation.group - 1)
             for operation in operations
         )
+
+    def _waits_for_box(self, operation: Operation, blocks: Stage) -> bool:
+        assert operation.phase is not None
+        if not blocks.takes_results(operation.phase, operation.block):
+            return False
+        return (operation.step, operation.phase, operation.block, operation.group) not in self._computed
+
+
+def _move(taker: _Taker, source: set[_Taker], target: set[_Taker]) -> None:
+    """Removes an operation from one set or, if it is not there, adds it to the other."""
+    if taker in source:
+        source.remove(taker)
+    else:
+        target.add(taker)

@@ -15,7 +15,7 @@ an evaluation whose result can request a checkpoint or end the job.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from windlass.actors.messages import (
@@ -43,7 +43,7 @@ from windlass.actors.messages import (
 from windlass.actors.policy.block_states import BlockInStep, BlockState
 from windlass.actors.policy.clipping import clip_scale
 from windlass.actors.policy.commits import Commits
-from windlass.actors.policy.config import Operation, SchedulerConfig
+from windlass.actors.policy.config import Operation, SchedulerConfig, part_of_export
 from windlass.actors.policy.folding import fold
 from windlass.actors.policy.pending_replies import (
     Instruction,
@@ -51,7 +51,7 @@ from windlass.actors.policy.pending_replies import (
     UnexpectedEventError,
     completes_gradient,
 )
-from windlass.actors.policy.rank_queue import PassedSums, RankQueue
+from windlass.actors.policy.rank_queue import PassedResults, RankQueue
 from windlass.actors.policy.trainer_state import StepResult, TrainerState
 from windlass.actors.worker_policy import GRANTED_AHEAD, REPORT_EVERY, round_of
 from windlass.storage.ids import ActorName, BlockIndex, Step
@@ -114,16 +114,22 @@ class Pipeline:
         self.commits = Commits(config, initial_step)
         self.waits = PendingReplies(config.deadline_s, config.num_groups)
         first_step = max(self.committed, 0) + 1
-        self._ranks = {actor: RankQueue(config, rank, first_step) for rank, actor in enumerate(config.gpu_workers)}
-        self._passed_sums = PassedSums()
+        self._ranks = {
+            actor: RankQueue(config, rank, first_step, index)
+            for index, stage in enumerate(config.stages)
+            for rank, actor in enumerate(stage.gpu_workers)
+        }
+        self._passed = PassedResults(config.num_blocks, config.num_ranks)
         self._early_grads: list[GradReady] = []  # gradients of the head, before all losses of their step are reported
         self._steps: dict[int, _StepUpdates] = {}
         self._updating: list[BlockInStep] = []  # blocks whose updates will be added to the pending replies
         # The actors that still have to read their resident states. They are asked to before the first operation.
         self._to_restore = {actor for block in config.flushed_blocks for actor in config.holders(block)}
         self._restoring = False
-        self._exporting = False
+        self._loading: set[ActorName] = set()  # actors that load the blocks of their boxes
+        self._exporting: set[ActorName] = set()  # actors that export the blocks of their boxes
         self._to_export: set[int] = set()  # steps to export in addition to those of the program
+        self._exported_parts: Step | None = None  # the step of which the other boxes export their parts, or have
         self._stopped = False
         self._evaluated_to = (Step(0), 0, BlockIndex(0))  # the position of the last operation that any rank has begun
         self._last_started_step = max(self.committed, 0)  # the last step with an operation granted to any rank
@@ -152,7 +158,8 @@ class Pipeline:
         """Returns the first instructions: to load the model, or to resume after the last committed step."""
         if self.committed < 0:
             message = LoadModel(job=self.config.job, step=Step(0))
-            return self._issue([Instruction(self.config.optimizers[0], message)], now_s)
+            self._loading = set(self.config.model_movers)
+            return self._issue([Instruction(actor, message) for actor in self.config.model_movers], now_s)
         return self._issue(self._advance(), now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
@@ -234,6 +241,9 @@ class Pipeline:
 
     def _on_model_loaded(self, event: ModelLoaded) -> list[Action]:
         self.waits.resolve(ModelLoaded, event.step, event.actor)
+        self._loading.remove(event.actor)
+        if self._loading:
+            return []
         self.commits.model_loaded()
         return [self._end_step(Step(0), None)]
 
@@ -254,7 +264,8 @@ class Pipeline:
 
     def _on_block_computed(self, computed: BlockComputed, actor: ActorName) -> None:
         self.waits.resolve(BlockComputed, computed.op, actor, computed.block)
-        self._passed_sums.computed(self._ranks[actor].computed(computed))
+        rank = self._ranks[actor]
+        self._passed.computed(rank.computed(computed), rank.blocks)
 
     def _on_gradient(self, grad: GradReady) -> list[Action]:
         """Processes a gradient. That of the head waits for all losses of its step, because the step's end needs them.
@@ -279,7 +290,8 @@ class Pipeline:
 
     def _misses_losses(self, grad: GradReady) -> bool:
         """Returns whether a gradient is that of the head, and other ranks have not reported all losses of the step."""
-        others = (rank for rank in self._ranks.values() if rank.actor != self.config.grads_worker)
+        last = self.config.grads_worker(self.config.stages[-1])
+        others = (rank for rank in self._ranks.values() if rank.actor != last)
         running = (operation for rank in others for operation in rank.running.values())
         return grad.block == self.config.num_blocks - 1 and any(
             operation.phase is Phase.HEAD and operation.step == grad.step for operation in running
@@ -383,7 +395,10 @@ class Pipeline:
 
     def _on_model_exported(self, event: ModelExported) -> list[Action]:
         self.waits.resolve(ModelExported, event.step, event.actor)
-        self._exporting = False
+        self._exporting.remove(event.actor)
+        if event.actor != self.config.model_movers[0]:
+            return []  # the first box joins the parts of all boxes, when each has exported its own
+        self._exported_parts = None
         self._to_export.discard(event.step)
         for rank in self._ranks.values():
             rank.exported(event.step)
@@ -399,8 +414,8 @@ class Pipeline:
                 if actor in block.missing:
                     self.waits.expect_update(block.step, block.block, actor, now_s)
         self._updating = []
-        if self.config.num_ranks > 1:
-            waiting = (actor for actor, rank in self._ranks.items() if self._passed_sums.is_missed_by(rank))
+        if len(self._ranks) > 1:
+            waiting = (actor for actor, rank in self._ranks.items() if self._passed.is_missed_by(rank))
             self.waits.excuse(frozenset(waiting), now_s)
         return actions
 
@@ -417,12 +432,12 @@ class Pipeline:
         return any(rank.running for rank in self._ranks.values())
 
     def _send_commit_reached(self) -> list[Instruction]:
-        """Reports a commit to the GPU worker that offloads gradients, if they go to the SSDs."""
+        """Reports a commit to the GPU workers that offload gradients, if some go to the SSDs."""
         if not self.config.spilled_blocks or self._last_commit_sent == self.committed:
             return []
         self._last_commit_sent = self.committed
         message = CommitReached(job=self.config.job, step=Step(self.committed))
-        return [Instruction(self.config.grads_worker, message)]
+        return [Instruction(self.config.grads_worker(stage), message) for stage in self.config.stages]
 
     def _is_beyond_end(self, operation: Operation) -> bool:
         """Returns whether an operation is left out.
@@ -437,9 +452,13 @@ class Pipeline:
     def _is_shared(self, operation: Operation) -> bool:
         """Returns whether an operation of an evaluation uses params together with one that another rank has begun.
 
-        It is granted though the attempt stops, because the params stay in their slots until all have copied them.
+        It is granted though the attempt stops, because the params stay in their slots until all have copied them. And
+        the hidden states of a group that one box has begun stay in their slots until the next box has taken them.
         """
-        return operation.evaluates and self._position(operation) <= self._evaluated_to
+        position, limit = self._position(operation), self._evaluated_to
+        if len(self.config.stages) > 1:
+            return operation.evaluates and position[:2] <= limit[:2]
+        return operation.evaluates and position <= limit
 
     def _position(self, operation: Operation) -> tuple[Step, int, BlockIndex]:
         """Returns the place of an operation of an evaluation; that of other ranks' operations with the same params."""
@@ -491,6 +510,8 @@ class Pipeline:
             begins_step = operation.step > self._last_started_step
             if len(rank.running) >= (few if begins_step else limit) or not self._has_params(operation):
                 break
+            if self._needs_result(operation) and any(step < operation.step for step in self._steps):
+                break  # only on several boxes: another box has not made all updates of the step before
             if begins_step and self._has_to_evaluate(operation.step):
                 break
             rank.begin(operation)
@@ -505,6 +526,11 @@ class Pipeline:
         overlaps = self.config.ordering.overlaps_steps
         blocks = self.config.shared[operation.block] if overlaps else range(self.config.num_blocks)
         return all(self.commits.versions[block] >= operation.version for block in blocks)
+
+    def _needs_result(self, operation: Operation) -> bool:
+        """Returns whether an operation needs the step's loss scale, or a place for a gradient that it completes."""
+        is_last = operation.group == self.config.num_groups - 1
+        return operation.phase is Phase.HEAD or (operation.adds_gradients and is_last)
 
     def _compute(self, actor: ActorName, operations: list[ComputeBlock]) -> Instruction:
         return Instruction(
@@ -525,22 +551,23 @@ class Pipeline:
             loss_scale=self._loss_scale(operation),
         )
         if completes_gradient(granted, self.config.num_groups - 1):
-            self._steps[operation.step].blocks[operation.block] = BlockInStep(operation.step, operation.block)
+            self._updates_of(operation.step).blocks[operation.block] = BlockInStep(operation.step, operation.block)
         return granted
 
     def _loss_scale(self, operation: Operation) -> float:
-        """Returns the loss scale of an operation.
+        """Returns the loss scale of an operation."""
+        return self._updates_of(operation.step).loss_scale if operation.phase is Phase.HEAD else 1.0
 
-        The head of a step that is granted first, on whichever rank, also creates the step's update record.
+    def _updates_of(self, step: Step) -> _StepUpdates:
+        """Returns the update record of a step, whose result or whose loss scale is needed.
+
+        The first operation that needs it creates it. The step before is over then, so its end is recorded.
         """
-        if operation.phase is not Phase.HEAD:
-            return 1.0
-        if operation.step in self._steps:
-            return self._steps[operation.step].loss_scale
-        updates = self._steps[operation.step] = _StepUpdates(self.trainer.next_loss_scale)
-        if not self.config.keeps_grads:
-            self._decide(updates, StepResult.UPDATED)  # a gradient that is not finite ends the job instead
-        return updates.loss_scale
+        if step not in self._steps:
+            updates = self._steps[step] = _StepUpdates(self.trainer.next_loss_scale)
+            if not self.config.keeps_grads:
+                self._decide(updates, StepResult.UPDATED)  # a gradient that is not finite ends the job instead
+        return self._steps[step]
 
     def _grant_restore(self) -> list[Instruction]:
         if self._restoring:
@@ -557,12 +584,23 @@ class Pipeline:
             return []
         if self._exporting or self._is_computing or self.committed < operation.version:
             return []
-        self._exporting = True
         is_final = operation.step == self.final_step
         path = self.config.output_dir if is_final else self.config.path_of_checkpoint(operation.step)
         copy_of = self._final_copy_of if is_final else None
-        message = ExportModel(job=self.config.job, step=operation.step, path=path, copy_of=copy_of)
-        return [Instruction(self.config.optimizers[0], message)]
+        first, *others = self.config.model_movers
+        if copy_of is not None:
+            others = []
+        parts = {actor: part_of_export(path, operation.step, actor) for actor in others}
+        whole = ExportModel(
+            job=self.config.job, step=operation.step, path=path, copy_of=copy_of, parts=tuple(parts.values())
+        )
+        if others and self._exported_parts != operation.step:
+            self._exporting = set(others)
+            self._exported_parts = operation.step  # when all of these have answered
+            messages = {actor: replace(whole, path=part, parts=()) for actor, part in parts.items()}
+            return [Instruction(actor, message) for actor, message in messages.items()]
+        self._exporting = {first}
+        return [Instruction(first, whole)]
 
     def _await_update(self, block: BlockInStep) -> list[Action]:
         """Waits for the update of a block, as its gradient is there and the actors may update it."""

@@ -2,16 +2,18 @@
 
 import contextlib
 import copy
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts
+from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts, box_of, link_name
 from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import ActorFailed, Message
 from windlass.actors.runtime.factory import LocalOptions, open_space, read_journal, start_actor, stop_actor
+from windlass.actors.runtime.local_link import LocalLinks
 from windlass.actors.runtime.start_up import START_DEADLINE_S, create_arena, node_of_all, plan_attempt, start_actors
 from windlass.actors.scheduler import GOES_ON, Scheduler
 from windlass.engine.device import memory_node
@@ -30,12 +32,16 @@ def run_local(
     ssds: tuple[SsdFacts, ...] | None = None,
     on_message: Callable[[ActorName, Message], None] | None = None,
     stop: StopRequest | None = None,
+    other_boxes: Sequence[JobSpec] = (),
 ) -> dict[str, Any]:
     """Trains a job in this process, from its last commit if it has one, and returns its outcome.
 
     Without `ssds`, the SSDs' stored measurements are used, or new ones are made. `device`: that of all GPU workers, or
     one for each. `on_message` is called with every message between actors. With `stop`, another thread can end the
     attempt early. After an exception or a pause, the job's states stay on the SSDs.
+
+    With `other_boxes`, the process stands for several boxes, and `spec` is that of the first one. Each box has SSDs, a
+    directory for its arena, and blocks of its own (`JobSpec.stages`).
 
     GPU workers on one device, or on the CPU, are threads with one random generator. So there the model may have no
     dropout. Dropout is known from the config and from modules, not if a number in the code of a layer sets it.
@@ -45,13 +51,19 @@ def run_local(
         TimeoutError: the attempt is over and its outcome is in the journal, but some of its threads hang.
     """
     partition = partition or partition_folder(spec.model_dir, spec.training.precision)
-    devices = (device,) * spec.num_ranks if isinstance(device, str) else tuple(device)
+    specs = (spec, *other_boxes)
+    if [each.box for each in specs] != list(range(max(1, len(spec.stages)))):
+        raise ValueError(f"the job has {len(spec.stages)} stages, and there are specifications for {len(specs)} boxes")
+    num_workers = sum(each.num_ranks for each in specs)
+    devices = (device,) * num_workers if isinstance(device, str) else tuple(device)
     _require_own_generators(partition, devices)
-    context = plan_attempt(spec, partition.layout, direct=direct, ssds=ssds)
-    arena = create_arena(context, node_of_all(memory_node(torch.device(each)) for each in devices))
+    contexts = [plan_attempt(each, partition.layout, direct=direct, ssds=ssds) for each in specs]
+    node = node_of_all(memory_node(torch.device(each)) for each in devices)
     # Before an actor changes the model.
-    partitions = (partition, *(copy.deepcopy(partition) for _ in range(1, spec.num_ranks)))
-    options = LocalOptions(partitions=partitions, devices=devices, poison_released=poison_released, direct=direct)
+    partitions = (partition, *(copy.deepcopy(partition) for _ in range(1, num_workers)))
+    options = _options_of_boxes(
+        specs, LocalOptions(partitions=partitions, devices=devices, poison_released=poison_released, direct=direct)
+    )
     actors: dict[ActorName, Any] = {}
     spaces: dict[ActorName, JobSpace] = {}  # of SSD servers that have not started
     early: list[Message] = []  # to the scheduler, before there is one
@@ -71,14 +83,15 @@ def run_local(
             send(SCHEDULER, ActorFailed.of(error, actor=to, about=message))
 
     def read_journal_of(name: ActorName) -> StoreJournal:
-        return read_journal(name, context, direct=direct)
+        return read_journal(name, contexts[box_of(name)], direct=direct)
 
     def open_space_of(name: ActorName) -> StoreJournal:
-        spaces[name] = open_space(name, context, direct=direct)
+        spaces[name] = open_space(name, contexts[box_of(name)], direct=direct)
         return spaces[name].journal()
 
     def start(name: ActorName, commit: CommitRecord | None) -> None:
-        actors[name] = start_actor(name, context, commit, send, space=spaces.pop(name, None), local=options)
+        box = box_of(name)
+        actors[name] = start_actor(name, contexts[box], commit, send, space=spaces.pop(name, None), local=options[box])
         ending.callback(end, name)
 
     def call(
@@ -98,13 +111,20 @@ def run_local(
     def end(name: ActorName) -> None:
         stop_actor(name, actors[name], is_over=is_over)
 
-    # If one actor hangs at the end, all others are still stopped and the arena is still removed.
+    # If one actor hangs at the end, all others are still stopped and the arenas are still removed.
     with contextlib.ExitStack() as ending:
-        ending.callback(arena.unlink)
-        ending.callback(arena.close)
+        arenas = []
+        for context in contexts:
+            arenas.append(arena := create_arena(context, node))
+            ending.callback(arena.unlink)
+            ending.callback(arena.close)
         ending.callback(close_spaces)
-        commit = start_actors(spec, call)
-        scheduler = Scheduler(context, send, resume_from=commit, stop=stop)
+        if other_boxes:
+            links = LocalLinks(contexts, arenas, send)
+            ending.callback(links.stop)
+            actors |= {link_name(box): links.of(box) for box in range(len(specs))}
+        commit = start_actors(specs, call)
+        scheduler = Scheduler(contexts[0], send, resume_from=commit, stop=stop, others=contexts[1:])
         with lock:
             for message in early:
                 scheduler.post(message)
@@ -112,6 +132,19 @@ def run_local(
         outcome = scheduler.run()
         is_over = outcome["status"] not in GOES_ON
     return outcome
+
+
+def _options_of_boxes(specs: Sequence[JobSpec], options: LocalOptions) -> list[LocalOptions]:
+    """Returns the options of each box's actors."""
+    found, start = [], 0
+    for spec in specs:
+        stop = start + spec.num_ranks
+        own = dataclasses.replace(
+            options, partitions=options.partitions[start:stop], devices=options.devices[start:stop]
+        )
+        found.append(own)
+        start = stop
+    return found
 
 
 def _require_own_generators(partition: Partition, devices: Sequence[str]) -> None:

@@ -56,6 +56,7 @@ from windlass.actors.runtime.start_up import (
     worker_names,
 )
 from windlass.actors.scheduler import CANCELLED, GOES_ON, INTERRUPTED, PAUSED, ActorLostError, Scheduler
+from windlass.engine.memory_plan import PlanError
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import ActorName, Attempt, JobId
 from windlass.storage.integrity import StoreError
@@ -315,6 +316,8 @@ class Runner:
 
     def _attempt(self) -> None:
         spec = self.spec
+        if spec.stages:
+            raise PlanError(f"the job has {len(spec.stages)} stages: jobs over several boxes do not run under Ray yet")
         layout = ModelLayout.from_json(Path(spec.layout_file).read_text())
         context = plan_attempt(spec, layout)
         with contextlib.ExitStack() as ending:
@@ -419,7 +422,7 @@ class Runner:
         names = list(self._workers)
         self._call(names, "connect", addresses)
         self._call(names, "join_attempt")
-        commit = start_actors(self.spec, self._call)
+        commit = start_actors([self.spec], self._call)
         self._alive = {handle.wait_until_stopped.remote(): name for name, handle in self._workers.items()}
         return commit
 

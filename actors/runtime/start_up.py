@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from windlass.actors.job import (
-    PARAM_SERVER,
     JobContext,
     JobSpec,
     SsdFacts,
@@ -14,6 +13,7 @@ from windlass.actors.job import (
     gpu_worker_name,
     make_context,
     optimizer_name,
+    param_server_name,
     require_planned_device_room,
     require_room,
     ssd_name,
@@ -53,10 +53,11 @@ class CallActors(Protocol):
 
 
 def worker_names(spec: JobSpec) -> list[ActorName]:
-    """Returns the names of a job's actors without the scheduler."""
-    optimizers = map(optimizer_name, range(spec.num_cpu_optimizers))
-    param_server = [PARAM_SERVER] if spec.num_ranks > 1 else []
-    return [*_server_names(spec), *optimizers, *param_server, *map(gpu_worker_name, range(spec.num_ranks))]
+    """Returns the names of the actors on the specification's box, without the scheduler and the link."""
+    optimizers = [optimizer_name(index, spec.box) for index in range(spec.num_cpu_optimizers)]
+    param_server = [param_server_name(spec.box)] if spec.num_ranks > 1 else []
+    gpu_workers = [gpu_worker_name(rank, spec.box) for rank in range(spec.num_ranks)]
+    return [*_server_names(spec), *optimizers, *param_server, *gpu_workers]
 
 
 def node_of_all(nodes: Iterable[int | None]) -> int | None:
@@ -99,8 +100,10 @@ def create_arena(context: JobContext, node: int | None, check_stop: Callable[[],
         raise RoomLostError(error.what, error.path, error.needed_nbytes, error.free_nbytes, _ADVICE_ON_LOSS) from error
 
 
-def start_actors(spec: JobSpec, call: CallActors) -> CommitRecord | None:
+def start_actors(specs: Sequence[JobSpec], call: CallActors) -> CommitRecord | None:
     """Starts the actors of an attempt. Returns the commit from which the job resumes; None: it begins.
+
+    `specs`: those of the job's boxes, the lead box's first.
 
     Every actor starts from the last commit that all SSDs have in common, so all of them are read first. `read_journal`
     does so without a change: while an SSD is missing, starts leave no trace, however many there are. `open_space`
@@ -110,22 +113,23 @@ def start_actors(spec: JobSpec, call: CallActors) -> CommitRecord | None:
     Raises:
         StoreCorrupt: an SSD lacks a commit that all had.
     """
-    servers = _server_names(spec)
-    _recover(spec, call(servers, "read_journal").values())
+    lead = specs[0]  # its folder has the log
+    servers = [name for spec in specs for name in _server_names(spec)]
+    _recover(lead, call(servers, "read_journal").values())
     # The log is read after the fences: an older attempt's later decision is on a commit that these journals have.
-    recovery = _recover(spec, call(servers, "open_space").values())
+    recovery = _recover(lead, call(servers, "open_space").values())
     commit = recovery.resume_from
     if recovery.decision is not None:
-        with contextlib.closing(DecisionLog(_decisions_path(spec))) as log:
+        with contextlib.closing(DecisionLog(_decisions_path(lead))) as log:
             log.append(recovery.decision)
     call(servers, "start", commit)
-    others = [name for name in worker_names(spec) if name not in servers]
+    others = [name for spec in specs for name in worker_names(spec) if name not in servers]
     call(others, "start", commit, deadline_s=WORKER_DEADLINE_S)
     return commit
 
 
 def _server_names(spec: JobSpec) -> Sequence[ActorName]:
-    return [ssd_name(index) for index in range(len(spec.ssd_dirs))]
+    return [ssd_name(index, spec.box) for index in range(len(spec.ssd_dirs))]
 
 
 def _recover(spec: JobSpec, journals: Iterable[StoreJournal]) -> Recovery:

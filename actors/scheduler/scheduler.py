@@ -8,7 +8,7 @@ import contextlib
 import json
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,8 +20,6 @@ from windlass.actors.job import (
     Journal,
     append_error,
     num_evaluation_groups,
-    optimizer_name,
-    ssd_name,
 )
 from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import (
@@ -51,12 +49,14 @@ from windlass.actors.policy import (
     NotFiniteError,
     Pipeline,
     SchedulerConfig,
+    StageActors,
     TrainerState,
     UnexpectedEventError,
 )
 from windlass.actors.scheduler.checkpoint_policy import Checkpoints
 from windlass.actors.scheduler.progress import Progress
 from windlass.engine.checkpoint import remove_model_folder
+from windlass.engine.memory_plan import PlanError
 from windlass.engine.optimizer import learning_rate
 from windlass.storage.ids import ActorName, ModelKernel, Precision, Step
 from windlass.storage.store import DECISIONS_FILE, CommitRecord, Decision, DecisionLog
@@ -106,9 +106,25 @@ class ActorLostError(Exception):
         return str(self.args[0])
 
 
-def job_shape(context: CoreContext, output_dir: str) -> SchedulerConfig:
-    """Returns the policy's view of a job. `output_dir`: the folder of the final model."""
+def job_shape(context: CoreContext, output_dir: str, others: Sequence[CoreContext] = ()) -> SchedulerConfig:
+    """Returns the policy's view of a job. `output_dir`: the folder of the final model. `others`: of the other boxes.
+
+    Raises:
+        PlanError: the plans of the boxes differ in what must be the same.
+    """
     spec, layout, training, plan = context.spec, context.layout, context.spec.training, context.plan
+    boxes = (context, *others)
+    if len({bool(box.ssds) for box in boxes}) > 1:
+        without = [box.spec.box for box in boxes if not box.ssds]
+        raise PlanError(f"boxes {without} of the job have no SSDs, and others have some: give SSDs to all or to none")
+    for other in others:
+        same = [(each.group_size, each.num_groups, each.commit_every) for each in (plan, other.plan)]
+        if same[0] != same[1]:
+            raise PlanError(
+                f"box {other.spec.box} has groups of {same[1][0]} micro-batches and commits every {same[1][2]} steps, "
+                f"and the first box has groups of {same[0][0]} and commits every {same[0][2]}: give all boxes of the "
+                "job the same group_size and commit_every"
+            )
 
     def rate(step: int) -> float:
         return learning_rate(
@@ -122,8 +138,10 @@ def job_shape(context: CoreContext, output_dir: str) -> SchedulerConfig:
     return SchedulerConfig(
         job=spec.job,
         attempt=spec.attempt,
-        chunks=tuple(tuple(layout.chunk_keys(block.index)) for block in layout.blocks),
-        shared=layout.shared,
+        chunks=tuple(
+            tuple(key for box in boxes for key in box.layout.chunk_keys(block.index)) for block in layout.blocks
+        ),
+        shared=tuple(max(shared, key=len) for shared in zip(*(box.layout.shared for box in boxes), strict=True)),
         total_steps=training.total_steps,
         num_evaluation_groups=num_evaluation_groups(spec),
         evaluate_every=training.evaluate_every or 0,
@@ -133,13 +151,14 @@ def job_shape(context: CoreContext, output_dir: str) -> SchedulerConfig:
         keeps_grads=training.keeps_grads,
         max_bad_steps=training.max_bad_steps,
         learning_rate=rate,
-        gpu_workers=context.gpu_workers,
-        optimizers=tuple(optimizer_name(i) for i in range(spec.num_cpu_optimizers)),
-        ssd_servers=tuple(ssd_name(i) for i in range(len(context.ssds))),
+        stages=tuple(
+            StageActors(blocks=box.stage, gpu_workers=box.gpu_workers, optimizers=box.optimizers) for box in boxes
+        ),
+        ssd_servers=tuple(box.ssd_server(ssd) for box in boxes for ssd in range(len(box.ssds))),
         output_dir=output_dir,
-        host_blocks=frozenset(plan.host_blocks),
-        device_blocks=frozenset(plan.device_blocks),
-        spilled_blocks=frozenset(plan.spilled_blocks),
+        host_blocks=frozenset(block for box in boxes for block in box.plan.host_blocks),
+        device_blocks=frozenset(block for box in boxes for block in box.plan.device_blocks),
+        spilled_blocks=frozenset(block for box in boxes for block in box.plan.spilled_blocks),
         commit_every=plan.commit_every,
         num_groups=plan.num_groups,
         has_lanes=training.lanes > 1,
@@ -163,19 +182,21 @@ class Scheduler:
         resume_from: CommitRecord | None = None,
         check_actors: Callable[[], None] | None = None,
         stop: StopRequest | None = None,
+        others: Sequence[JobContext] = (),
     ) -> None:
         """`resume_from` is the commit to resume from. `check_actors` raises ActorLostError if an actor has died.
 
-        With `stop`, another thread can cancel or pause the attempt.
+        With `stop`, another thread can cancel or pause the attempt. `others`: the contexts of the job's other boxes.
         """
         self.context = context
+        self._param_servers = [box.param_server for box in (context, *others)]
         self.spec = context.spec
         self._resumed: dict[str, Any] | None = None if resume_from is None else json.loads(resume_from.trainer_state)
         initial_step = None if resume_from is None else resume_from.step
         trainer = TrainerState(scales_loss=self.spec.training.precision is Precision.FP16)
         if self._resumed is not None:
             trainer.restore(self._resumed["trainer"])
-        self.pipeline = Pipeline(job_shape(context, context.spec.output_dir), trainer, initial_step)
+        self.pipeline = Pipeline(job_shape(context, context.spec.output_dir, others), trainer, initial_step)
         self._send = send
         self._check_actors = check_actors
         self._events: queue.Queue[Message] = queue.Queue()
@@ -186,7 +207,7 @@ class Scheduler:
         self._progress = Progress(
             self.pipeline.config,
             self._journal,
-            num_params=context.layout.numel,
+            num_params=sum(box.layout.numel for box in (context, *others)),
             initial_step=initial_step,
             scales_loss=trainer.scales_loss,
             on_evaluation=self._on_evaluation,
@@ -324,7 +345,7 @@ class Scheduler:
         The answer of an actor without work is empty. A failure that arrives meanwhile ends the attempt.
         """
         shape, answers = self.pipeline.config, dict[ActorName, str]()
-        names = (*shape.gpu_workers, self.context.param_server, *shape.optimizers, *shape.ssd_servers)
+        names = (*shape.gpu_workers, *self._param_servers, *shape.optimizers, *shape.ssd_servers)
         actors = dict.fromkeys(names)  # a single GPU worker reads params, too
         for actor in actors:
             self._send(actor, DescribeStatus(job=self.spec.job, step=Step(0)))
@@ -379,6 +400,8 @@ class Scheduler:
 
     def _on_exported(self, event: ModelExported) -> None:
         self.pipeline.waits.require(ModelExported, event.step, event.actor)
+        if event.actor != self.pipeline.config.model_movers[0]:
+            return  # a part, which the first box will join with the others
         is_last = event.path == self.spec.output_dir
         if is_last and self.pipeline.copies_final_model:
             return  # it is a copy of a checkpoint that was already reported

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from windlass.actors.job import JobContext, aligned, ssd_name
+from windlass.actors.job import JobContext, aligned
 from windlass.actors.messages import (
     ActivationIoDone,
     ChunkIo,
@@ -59,6 +59,7 @@ class SsdClient:
     def __init__(self, name: ActorName, context: JobContext, send: Callable[[ActorName, Message], None]) -> None:
         self._name = name
         self._spec = context.spec
+        self._server_of = context.ssd_server
         self._geometry = context.geometry(0) if context.ssds else None
         self._send = send
         self._lock = threading.Lock()
@@ -151,7 +152,7 @@ class SsdClient:
         return CorrelationId(next(self._correlations))
 
     def _request(self, ssd: int, request: SsdRequest, missing: dict[ChunkKey | None, Callable[[], None]]) -> None:
-        entry = _Open(time.monotonic(), ssd_name(ssd), request, missing)
+        entry = _Open(time.monotonic(), self._server_of(ssd), request, missing)
         with self._lock:  # the answer may arrive before `send` returns
             self._open[request.correlation] = entry
         self._send(entry.to, request)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from windlass.actors.job import CoreContext, gpu_worker_name, num_evaluation_groups
+from windlass.actors.job import CoreContext, num_evaluation_groups
 from windlass.actors.messages import ParamRequest, ParamsCopied, ParamUse, Phase, RequestParams
 from windlass.actors.worker_policy import ParamTurns, num_ranks_in_round, round_of
 from windlass.storage.ids import BlockIndex, ChunkKey
@@ -14,7 +14,7 @@ class ParamRequests:
     def __init__(self, context: CoreContext, rank: int) -> None:
         spec = context.spec
         self._job = spec.job
-        self._name = gpu_worker_name(rank)
+        self._name = context.gpu_worker(rank)
         self._num_ranks = spec.num_ranks
         self._num_groups = {False: context.plan.num_groups, True: num_evaluation_groups(spec)}  # by: evaluates
         self._blocks_in_slots = frozenset(key.block for key in context.chunks_in_param_slots())

@@ -93,8 +93,8 @@ def own_resource(resource: str, actor: ActorName) -> str:
 
 def worker_of(resource: str) -> str | None:
     """Returns the GPU worker that a resource is a part of; None if it is no part of one."""
-    worker, slash, _ = resource.partition("/")
-    return worker if slash else None
+    worker, slash, part = resource.rpartition("/")
+    return worker if slash and "-" not in part else None  # "b1/optimizer-0" is an actor of another box
 
 
 def transfer_kind(*, is_read: bool, states: Collection[StateKind], param_kind: StateKind) -> SpanKind:

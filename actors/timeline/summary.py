@@ -23,7 +23,13 @@ from windlass.actors.timeline.span_files import StepSpans
 # Largest number of spans that are held, for two periods. Further spans are dropped, and their number is reported.
 MAX_SPANS = 200_000
 
-_WAITS = (SpanKind.WAIT_OPERATION, SpanKind.WAIT_PARAMS, SpanKind.WAIT_GRAD_BUFFER, SpanKind.WAIT_ACTIVATIONS)
+_WAITS = (
+    SpanKind.WAIT_OPERATION,
+    SpanKind.WAIT_PARAMS,
+    SpanKind.WAIT_GRAD_BUFFER,
+    SpanKind.WAIT_BOX,
+    SpanKind.WAIT_ACTIVATIONS,
+)
 _OPERATIONS = frozenset(SpanKind(phase) for phase in Phase)
 # Spans during which their resource is not working.
 _NOT_BUSY = frozenset((*_WAITS, SpanKind.COMMIT))
@@ -52,6 +58,7 @@ class Stall(StrEnum):
     UPDATE_QUEUE = "update_queue"  # ... because updates of other blocks went first
     NO_OPERATION = "no_operation"  # ... for another reason: an export, or the scheduler's own time
     GRAD_BUFFER = "grad_buffer"  # earlier gradients had not left the device
+    OTHER_BOX = "other_box"  # another box had not computed the operation's hidden states, or their gradient
     ACTIVATIONS = "activations"  # within an operation, activations had not left the device or not come back
     BETWEEN = "between"  # the GPU worker's own time between operations
 
@@ -210,6 +217,8 @@ def _stalls(spans: Sequence[WorkSpan], period: Interval, computing: list[Interva
                 rest = Stall.NO_OPERATION
             case SpanKind.WAIT_GRAD_BUFFER:
                 rest = Stall.GRAD_BUFFER
+            case SpanKind.WAIT_BOX:
+                rest = Stall.OTHER_BOX
             case _:
                 rest = Stall.ACTIVATIONS
         for cause, when in causes:

@@ -19,6 +19,11 @@ from windlass.actors.worker_policy.ranks import has_group as has_group
 from windlass.actors.worker_policy.ranks import num_ranks_in_round as num_ranks_in_round
 from windlass.actors.worker_policy.ranks import rank_of as rank_of
 from windlass.actors.worker_policy.ranks import round_of as round_of
+from windlass.actors.worker_policy.stages import GroupPass as GroupPass
+from windlass.actors.worker_policy.stages import Stage as Stage
+from windlass.actors.worker_policy.stages import check_stages as check_stages
+from windlass.actors.worker_policy.stages import num_groups_ahead as num_groups_ahead
+from windlass.actors.worker_policy.stages import passes_of_step as passes_of_step
 from windlass.actors.worker_policy.worker_queues import GRANTED_AHEAD as GRANTED_AHEAD
 from windlass.actors.worker_policy.worker_queues import REPORT_EVERY as REPORT_EVERY
 from windlass.actors.worker_policy.worker_queues import ComputeReports as ComputeReports

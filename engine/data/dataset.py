@@ -97,6 +97,11 @@ class ExampleOrder:
                 squares += len(part) * width**2
         return tokens / (num_steps * rows_of_step), squares / (num_steps * rows_of_step)
 
+    def num_microbatches_of(self, step: int, batch_size: int, num_microbatches: int) -> int:
+        """Returns the number of micro-batches of a step, counted from 0. The last step of an epoch may have fewer."""
+        place = step % self.steps_per_epoch(batch_size)
+        return min(num_microbatches, batch_size, self.num_examples - place * batch_size)
+
     def _parts(self, step: int, batch_size: int, num_microbatches: int, seed: int) -> list[npt.NDArray[np.int64]]:
         """Returns the example indices of each micro-batch of a step."""
         epoch, place = divmod(step, self.steps_per_epoch(batch_size))

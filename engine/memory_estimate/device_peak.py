@@ -1,10 +1,12 @@
 """Estimates the peak of a job's device memory, from shapes alone."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_estimate.model_facts import ModelFacts, Passes, PassNeeds
 from windlass.engine.memory_plan import (
+    NO_NEED,
     NUM_PIECE_BUFFERS,
     DeviceNeed,
     Plan,
@@ -42,6 +44,8 @@ def device_need(
     head_slices: HeadSlices,
     evaluation_shapes: Sequence[tuple[int, int]] = (),
     on_gpu: bool = False,
+    layout: ModelLayout | None = None,
+    num_groups_in_flight: int = 1,
 ) -> DeviceNeed:
     """Returns the device memory of a job at the worst moment of a step or of an evaluation.
 
@@ -58,11 +62,13 @@ def device_need(
         head_slices: the way in which the head goes over tokens.
         evaluation_shapes: (examples, tokens) of the micro-batches of an evaluation's group.
         on_gpu: the job runs on a GPU, whatever device the facts are for.
+        layout: as the job's box sees it; None: the box has all blocks.
+        num_groups_in_flight: the groups of micro-batches whose activations are on the device at once.
 
     Raises:
         DeviceNeedUnknownError: a block cannot be run by shapes alone.
     """
-    layout = facts.layout
+    layout = layout or facts.layout
     choices = {BlockIndex(i): choice for i, choice in enumerate(plan.layer_activations, start=1)}
 
     def needs(num_examples: int, num_tokens: int, *, train: bool) -> PassNeeds:
@@ -74,11 +80,12 @@ def device_need(
             is_summed=num_microbatches > 1,
             head_slices=head_slices,
         )
-        return facts.needs(choices if train else {}, passes)
+        return _of_box(facts.needs(choices if train else {}, passes), layout)
 
+    of_group = [needs(*shape, train=True) for shape in shapes]
     moments = [
         *step_moments(
-            *_by_unit([needs(*shape, train=True) for shape in shapes]),
+            *_by_unit(of_group),
             leaving_nbytes=plan.leaving_nbytes,
             has_ssd_store=plan.num_ssd_activations > 0,
         ),
@@ -117,7 +124,32 @@ def device_need(
         activations=activations,
         moment=moment,
         settled_activations_nbytes=max(need.settled_nbytes for _, need in moments),
+        waiting_nbytes=_waiting_nbytes(of_group, shapes, layout, num_groups_in_flight, formats.precision),
     )
+
+
+def _of_box(needs: PassNeeds, layout: ModelLayout) -> PassNeeds:
+    """Returns the needs of the blocks that a box computes. The others need nothing."""
+    if layout.own is None:
+        return needs
+    units = tuple(unit if layout.is_own(block) else NO_NEED for block, unit in enumerate(needs.units))
+    peak_nbytes = needs.head_peak_nbytes if layout.is_own(len(layout.blocks) - 1) else 0
+    return replace(needs, units=units, head_peak_nbytes=peak_nbytes)
+
+
+def _waiting_nbytes(
+    of_group: Sequence[PassNeeds],
+    shapes: Sequence[tuple[int, int]],
+    layout: ModelLayout,
+    num_groups_in_flight: int,
+    precision: Precision,
+) -> int:
+    """Returns the bytes of activations that wait for other boxes, and of a group's hidden states from and to them."""
+    if layout.own is None:
+        return 0
+    held_nbytes = sum(unit.held_nbytes for needs in of_group for unit in needs.units)
+    hidden_nbytes = sum(examples * tokens for examples, tokens in shapes) * layout.hidden_size * precision.itemsize
+    return (num_groups_in_flight - 1) * held_nbytes + 2 * hidden_nbytes
 
 
 def _by_unit(microbatches: Sequence[PassNeeds]) -> tuple[list[list[UnitNeed]], list[int]]:

@@ -26,6 +26,7 @@ from windlass.engine.memory_plan.buffer_counts import summed_in_fp32 as summed_i
 from windlass.engine.memory_plan.copy_batches import COPY_BATCH_NBYTES as COPY_BATCH_NBYTES
 from windlass.engine.memory_plan.copy_batches import batches_to_copy as batches_to_copy
 from windlass.engine.memory_plan.copy_batches import copy_batch_size as copy_batch_size
+from windlass.engine.memory_plan.device_moments import NO_NEED as NO_NEED
 from windlass.engine.memory_plan.device_moments import DeviceNeed as DeviceNeed
 from windlass.engine.memory_plan.device_moments import UnitNeed as UnitNeed
 from windlass.engine.memory_plan.device_moments import evaluation_moments as evaluation_moments
@@ -46,8 +47,10 @@ from windlass.engine.memory_plan.plan import ACTIVATION_SLOT_NBYTES as ACTIVATIO
 from windlass.engine.memory_plan.plan import CACHED_BLOCKS as CACHED_BLOCKS
 from windlass.engine.memory_plan.plan import COMMIT_EVERY as COMMIT_EVERY
 from windlass.engine.memory_plan.plan import MIN_PASSING_BLOCKS as MIN_PASSING_BLOCKS
+from windlass.engine.memory_plan.plan import NO_CROSSINGS as NO_CROSSINGS
 from windlass.engine.memory_plan.plan import PARTIAL_GRAD_ITEMSIZE as PARTIAL_GRAD_ITEMSIZE
 from windlass.engine.memory_plan.plan import TRANSIT_DEPTH as TRANSIT_DEPTH
+from windlass.engine.memory_plan.plan import Crossings as Crossings
 from windlass.engine.memory_plan.plan import ModelSize as ModelSize
 from windlass.engine.memory_plan.plan import Placement as Placement
 from windlass.engine.memory_plan.plan import Plan as Plan

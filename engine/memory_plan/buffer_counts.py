@@ -65,7 +65,7 @@ def grad_buffers_of_job(
 
     Args:
         block_numels: the elements of each block.
-        shared: per block, the blocks whose params its operation reads.
+        shared: per block, the blocks whose params its operation reads; none if another box computes it.
         itemsize: bytes of an element of a gradient that leaves the device.
         summed_in_fp32: blocks whose gradients are summed in fp32 regardless of `itemsize`.
         resident: blocks whose states are on the device.
@@ -75,15 +75,16 @@ def grad_buffers_of_job(
         lanes: the lanes of a step; None if there is only one.
         group_size: the micro-batches of a group; it matters only with several lanes.
     """
+    own = [block for block, blocks in enumerate(shared) if blocks]  # others are computed on other boxes
     # One more buffer, because the next group's partial sum arrives while others are summed and copied out.
     num_waiting = num_grad_buffers + (1 if num_groups > 1 else 0)
     most: Counter[tuple[int, int]] = Counter()
     # A gradient that is always summed in fp32 is rounded in place if it leaves in another format. So it has no second
     # buffer, and 16-bit sums never take more memory than fp32 sums.
     wide = summed_in_fp32 if itemsize < _FP32_NBYTES else ()
-    narrow = [block for block in range(len(block_numels)) if block not in wide]
+    narrow = [block for block in own if block not in wide]
     for element_nbytes, blocks in ((itemsize, narrow), (_FP32_NBYTES, wide)):
-        numels = {block: block_numels[block] for block in blocks if block not in elsewhere}
+        numels = {block: block_numels[block] for block in blocks if block in own and block not in elsewhere}
         numbers = grad_buffers(numels, resident=resident, num_waiting=num_waiting)
         most |= Counter({(numel, element_nbytes): number for numel, number in numbers.items()})
     # The sum of a tied use keeps its buffer until the block's last use has run.

@@ -32,6 +32,9 @@ class UnitNeed:
     backward_peak_nbytes: int
 
 
+NO_NEED = UnitNeed(output_nbytes=0, held_nbytes=0, swapped=(), forward_peak_nbytes=0, backward_peak_nbytes=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentNeed:
     """The memory that a step uses on the device at a moment."""
@@ -73,11 +76,14 @@ class DeviceNeed:
     activations: MomentNeed  # at the worst moment
     moment: Moment  # the worst moment
     settled_activations_nbytes: int  # at the worst moment if swapped activations left the device at once
+    # Activations of groups that wait for another box, and hidden states from and to other boxes.
+    waiting_nbytes: int = 0
 
     @property
     def lasting_nbytes(self) -> int:
         """The memory that is in use at all times."""
-        return self.params_nbytes + self.grads_nbytes + self.states_nbytes + self.constants_nbytes
+        lasting = (self.params_nbytes, self.grads_nbytes, self.states_nbytes, self.constants_nbytes)
+        return sum(lasting) + self.waiting_nbytes
 
     def in_words(self, *, on_gpu: bool = False) -> str:
         """Describes the largest parts with their sizes, and on a GPU the allocator's reserve."""
@@ -94,6 +100,7 @@ class DeviceNeed:
             "states that rest there": self.states_nbytes,
             "the model's constants and the batch": self.constants_nbytes,
             "activations that wait for the backward pass": activations.held_nbytes,
+            "activations that wait for other boxes": self.waiting_nbytes,
             "hidden states between blocks": activations.hidden_nbytes,
             "swapped activations on their way": activations.returning_nbytes + activations.leaving_nbytes,
             passes[moment.direction]: activations.operation_nbytes,

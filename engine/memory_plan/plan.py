@@ -30,6 +30,10 @@ PARTIAL_GRAD_ITEMSIZE = 4
 CACHED_BLOCKS = 2
 # Minimum number of typical blocks whose gradients fit in host memory: one arrives while another is updated.
 MIN_PASSING_BLOCKS = 2
+# Pools of slots between a box and each neighbour: for what it sends, and for what it receives. Each has room for a
+# group of micro-batches. With less, a box that computes groups ahead would wait for the neighbour's compute.
+_NUM_CROSSING_POOLS = 2
+_CROSSING_UNIT_NBYTES = 4096  # slots of an arena are multiples of it
 # Steps between commits if states are resident in memory. A commit writes all states; a crash loses the steps after it.
 COMMIT_EVERY = 10
 
@@ -56,6 +60,7 @@ class ModelSize:
     param_itemsize: int  # bytes: 2 in bf16, 4 in fp32
     state_itemsize: int  # bytes of all stored states of one parameter: 14 in bf16, 12 in fp32
     shared_blocks: tuple[int, ...] = ()  # blocks that other blocks' operations also use, once for each such use
+    own: frozenset[int] | None = None  # the blocks whose states this box has; None: all
 
     def num_chunks(self, block: int) -> int:
         """Returns the number of chunks of a block."""
@@ -64,7 +69,14 @@ class ModelSize:
     @cached_property
     def _nums_chunks(self) -> tuple[int, ...]:
         """The number of chunks of each block. Cached, because the planner makes hundreds of plans of a model."""
-        return tuple(max(1, -(-numel // self.chunk_numel)) for numel in self.block_numels)
+        return tuple(
+            max(1, -(-numel // self.chunk_numel)) if self.is_own(block) else 0
+            for block, numel in enumerate(self.block_numels)
+        )
+
+    def is_own(self, block: int) -> bool:
+        """Returns whether this box has the states of a block. Blocks of other boxes have no chunks."""
+        return self.own is None or block in self.own
 
     @cached_property
     def total_chunks(self) -> int:
@@ -78,8 +90,9 @@ class ModelSize:
 
     @cached_property
     def typical_chunks(self) -> int:
-        """The median number of chunks of a block."""
-        return sorted(self._nums_chunks)[len(self.block_numels) // 2]
+        """The median number of chunks of a block that this box has."""
+        own = sorted(filter(None, self._nums_chunks))
+        return own[len(own) // 2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +118,17 @@ class Placement:
     num_grad_buffers: int = MAX_GRAD_BUFFERS  # blocks whose gradients may be on the device, in flight to the host
     streams_grads: bool = False  # gradients of `streamed_blocks` leave the device in pieces, during their operation
     depths: QueueDepths = field(default_factory=QueueDepths)  # the sizes of buffers for data in flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossings:
+    """The hidden states that pass between this box and its neighbours, and their gradients."""
+
+    num_neighbours: int  # boxes with the blocks before and after this box's: 0 to 2
+    microbatch_nbytes: int  # hidden states of the largest micro-batch
+
+
+NO_CROSSINGS = Crossings(num_neighbours=0, microbatch_nbytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +189,9 @@ class Plan:
     grad_overlaid_blocks: tuple[int, ...]
     num_fetched_params: int  # chunks that may be in flight from the SSDs, and their slots of `params`
     leaving_nbytes: int  # swapped activations that may still be on the device
+    # Owned by the first GPU worker: slots for a micro-batch's hidden states, or their gradient, from and to other
+    # boxes. Those of the other GPU workers follow.
+    crossings: Pool
 
     @property
     def fetch_batch(self) -> int:
@@ -189,7 +216,7 @@ class Plan:
     @property
     def arena_nbytes(self) -> int:
         """The bytes of the shared memory."""
-        return self.activations.offset + self.num_ranks * self.activations.nbytes
+        return self.crossings.offset + self.num_ranks * self.crossings.nbytes
 
 
 def make_plan(
@@ -205,6 +232,7 @@ def make_plan(
     free_nbytes: int | None = None,
     is_naive: bool = False,
     placement: Placement | None = None,
+    crossings: Crossings = NO_CROSSINGS,
 ) -> Plan:
     """Makes the plan of a job: the fastest arena that fits the budget.
 
@@ -220,6 +248,7 @@ def make_plan(
         free_nbytes: the limit if there is no budget; the plan uses only as much of it as it needs.
         is_naive: an optimizer has only one chunk at a time.
         placement: the places of states and activations.
+        crossings: what passes between this box and others.
 
     Raises:
         PlanError: the budget is below the minimum for the job, or the placement is impossible.
@@ -235,13 +264,13 @@ def make_plan(
         )
     lanes = LaneDivision(num_lanes, num_microbatches)
     for choice in _choices(model, placement, keep_grads=keep_grads, is_naive=is_naive):
-        plan = _lay_out(model, placement, num_optimizers, grad_itemsize, lanes, num_ranks, choice)
+        plan = _lay_out(model, placement, num_optimizers, grad_itemsize, lanes, num_ranks, crossings, choice)
         if limit_nbytes is None or plan.arena_nbytes <= limit_nbytes:
             if host_memory_nbytes is None or placement.num_cached_params is not None or is_naive:
                 return plan
             num_free = (host_memory_nbytes - plan.arena_nbytes) // plan.params.slot_nbytes
             choice = replace(choice, num_cached=min(choice.num_cached + num_free, _num_on_ssds(model, placement)))
-            return _lay_out(model, placement, num_optimizers, grad_itemsize, lanes, num_ranks, choice)
+            return _lay_out(model, placement, num_optimizers, grad_itemsize, lanes, num_ranks, crossings, choice)
     assert limit_nbytes is not None, "without a limit the first choice fits"
     raise _too_little_host_memory(plan, limit_nbytes, is_budget=host_memory_nbytes is not None)
 
@@ -255,6 +284,7 @@ def _too_little_host_memory(plan: "Plan", limit_nbytes: int, *, is_budget: bool)
         "resident states": plan.host_states.nbytes,
         "states on their way to or from the device": plan.transit.nbytes,
         "activations": plan.num_ranks * plan.activations.nbytes,
+        "hidden states from and to other boxes": plan.num_ranks * plan.crossings.nbytes,
     }
     takes = (
         f"the job needs {bytes_text(plan.arena_nbytes)} of host memory for its buffers "
@@ -307,13 +337,14 @@ def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
             "ssd_activation_nbytes"
         )
     in_memory = [*placement.host_blocks, *placement.device_blocks]
-    if len(set(in_memory)) < len(in_memory) or not set(in_memory) <= set(model.blocks):
+    if len(set(in_memory)) < len(in_memory) or not set(in_memory) <= set(filter(model.is_own, model.blocks)):
         raise PlanError(
             f"host_blocks {placement.host_blocks} and device_blocks {placement.device_blocks} must name different "
-            f"blocks of 0 to {len(model.blocks) - 1}"
+            f"blocks of {min(filter(model.is_own, model.blocks))} to {max(filter(model.is_own, model.blocks))}"
         )
     streamed = set(placement.streamed_blocks)
-    layers = set(model.blocks[1:-1]).difference(placement.device_blocks, model.shared_blocks)
+    own_layers = set(filter(model.is_own, model.blocks[1:-1]))
+    layers = own_layers.difference(placement.device_blocks, model.shared_blocks)
     if len(streamed) < len(placement.streamed_blocks) or not streamed <= layers:
         surplus = sorted(streamed - layers)
         raise PlanError(
@@ -373,7 +404,7 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
     if placement.num_passing_blocks is not None:
         choice = replace(choice, num_passing_blocks=placement.num_passing_blocks)
     elif not has_room:
-        for num_passing in range(most_passing_blocks(num_blocks), MIN_PASSING_BLOCKS, -1):
+        for num_passing in range(most_passing_blocks(sum(map(model.is_own, model.blocks))), MIN_PASSING_BLOCKS, -1):
             yield replace(choice, num_passing_blocks=num_passing)
     yield choice
     choice = replace(choice, num_cached=min(requested_cached or 0, total))
@@ -454,11 +485,12 @@ def _lay_out(
     grad_itemsize: int,
     lanes: LaneDivision,
     num_ranks: int,
+    crossings: Crossings,
     choice: _Choice,
 ) -> Plan:
     chunk, total = model.chunk_numel, model.total_chunks
     num_kept = choice.num_host_grad_blocks
-    spilled = () if num_kept is None else tuple(model.blocks[num_kept:])
+    spilled = () if num_kept is None else tuple(filter(model.is_own, model.blocks[num_kept:]))
     in_memory = placement.host_blocks or placement.device_blocks
     num_fetched = min(placement.depths.params, total)
     # In the backward pass each rank is a block behind the one before. Params stay until all ranks have copied them.
@@ -506,6 +538,11 @@ def _lay_out(
         slot_nbytes=ACTIVATION_SLOT_NBYTES,
         num_slots=-(-placement.host_activation_nbytes // ACTIVATION_SLOT_NBYTES) + num_staged,
     )
+    hidden_states = Pool(
+        offset=activations.offset + num_ranks * activations.nbytes,
+        slot_nbytes=max(1, -(-crossings.microbatch_nbytes // _CROSSING_UNIT_NBYTES)) * _CROSSING_UNIT_NBYTES,
+        num_slots=crossings.num_neighbours * _NUM_CROSSING_POOLS * group_size,
+    )
     return Plan(
         params=params,
         grads=grads,
@@ -538,4 +575,5 @@ def _lay_out(
         ),
         num_fetched_params=num_fetched,
         leaving_nbytes=placement.depths.leaving_nbytes,
+        crossings=hidden_states,
     )

@@ -1,6 +1,7 @@
 """Partitions a model into blocks, computes them one by one, and checks this against plain autograd."""
 
 from windlass.engine.model.block_runner import BlockRunner as BlockRunner
+from windlass.engine.model.block_runner import GroupActivations as GroupActivations
 from windlass.engine.model.fake_mode import fake_tensors as fake_tensors
 from windlass.engine.model.fused_kernels import apply_kernels as apply_kernels
 from windlass.engine.model.fused_kernels import kernels_here as kernels_here

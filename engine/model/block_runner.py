@@ -11,7 +11,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from windlass.engine.model.head_slices import (
     add_loss,
     projections_in_place,
 )
+from windlass.engine.model.layout import UnsupportedArchitectureError
 from windlass.engine.model.partition import (
     ParamSite,
     Partition,
@@ -69,6 +70,17 @@ class LayerCall:
         """Returns the call with None in place of one argument."""
         args = tuple(None if arg is value else arg for arg in self.args)
         return LayerCall(args, {k: None if v is value else v for k, v in self.kwargs.items()}, self.by_keyword)
+
+
+@dataclass(slots=True)
+class GroupActivations:
+    """The activations of a group of micro-batches between its passes; see the attributes of `BlockRunner`."""
+
+    inputs: list[list[torch.Tensor]] = field(default_factory=list)
+    calls: list[list[LayerCall]] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
+    units: dict[tuple[int, int], Unit] = field(default_factory=dict)
+    first_microbatch: int = 0
 
 
 class ParamsChangedError(RuntimeError):
@@ -276,6 +288,55 @@ class BlockRunner:
         else:
             self.inputs.append(outputs)
 
+    def enter(self, step: int, batch: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor]) -> None:
+        """Begins a group of micro-batches behind the embedding, whose outputs (B, T, H) another process has computed.
+
+        The model's own code before the layers runs with params that are zero, for the arguments of the layers.
+        `batch`: token ids, (B, T).
+        """
+        self.forget()
+        with self._equal_params(BlockIndex(0), 0.0), torch.no_grad():
+            for m, ids in enumerate(batch):
+                self._seed(step, m, 0)
+                self.calls.append(self._prologue(ids)[1])
+        self.inputs = [list(hidden)]
+
+    def require_independent_calls(self) -> None:
+        """Checks that the arguments of layers do not depend on the params of the embedding, so that `enter` is exact.
+
+        Raises:
+            UnsupportedArchitectureError: they do.
+        """
+        found = []
+        for value in (0.0, 1.0):
+            with self._equal_params(BlockIndex(0), value), torch.no_grad():
+                _, calls = self._prologue(torch.zeros(1, 8, dtype=torch.long, device=self.device))
+            leaves = torch.utils._pytree.tree_leaves([(call.args, call.kwargs) for call in calls])
+            found.append([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        one, other = found
+        if len(one) != len(other) or not all(map(torch.equal, one, other)):
+            raise UnsupportedArchitectureError(
+                f"{self.partition.name} passes its layers tensors that depend on the embedding, which is on another "
+                "box: it can be trained on one box only"
+            )
+
+    def take_outputs(self) -> list[torch.Tensor]:
+        """Removes and returns the outputs of the last forward pass, for a process that computes the next block."""
+        return [output.contiguous() for output in self.inputs.pop()]
+
+    def take_grads(self) -> list[torch.Tensor]:
+        """Returns the gradients of the last block's inputs, for another process, and forgets the group."""
+        grads = [grad.contiguous() for grad in self.grads]
+        self.forget()
+        return grads
+
+    def exchange(self, group: GroupActivations) -> GroupActivations:
+        """Goes on with another group of micro-batches, and returns the activations of the current one."""
+        before = GroupActivations(self.inputs, self.calls, self.grads, self._units, self.first_microbatch)
+        self.inputs, self.calls, self.grads, self._units = group.inputs, group.calls, group.grads, group.units
+        self.first_microbatch = group.first_microbatch
+        return before
+
     def head(
         self,
         step: int,
@@ -329,7 +390,7 @@ class BlockRunner:
         """Releases everything that is held of a step, on the device and in the store."""
         for unit in self._units.values():
             unit.drop()
-        self._units.clear()
+        self._units = {}
         self.inputs, self.calls, self.grads = [], [], []
 
     def operators(self, block: BlockIndex, num_examples: int, num_tokens: int) -> LayerCost:
@@ -367,6 +428,20 @@ class BlockRunner:
             for b in self.partition.layout.shared[block]
         }
         self.install(block, flats, {b: GradBuffer(flat) for b, flat in flats.items()})
+
+    @contextlib.contextmanager
+    def _equal_params(self, block: BlockIndex, value: float) -> Iterator[None]:
+        """Installs params that are all equal and take no memory, for a block whose params are on another box."""
+        sites = self.partition.sites[block]
+        before = [site.module._parameters[site.attribute] for site in sites]
+        for site in sites:
+            params = torch.full((), value, dtype=site.placeholder.dtype, device=self.device).expand(site.param.shape)
+            site.module._parameters[site.attribute] = nn.Parameter(params, requires_grad=False)
+        try:
+            yield
+        finally:
+            for site, param in zip(sites, before, strict=True):
+                site.module._parameters[site.attribute] = param
 
     def _forward_unit(self, block: BlockIndex, microbatch: int, policy: BlockActivations) -> torch.Tensor:
         """Runs a layer forward for one micro-batch.

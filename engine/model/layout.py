@@ -6,7 +6,7 @@ It imports no torch, because the scheduler and the planner's callers read layout
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from windlass.storage.ids import BlockIndex, ChunkIndex, ChunkKey
 
@@ -69,10 +69,14 @@ class ModelLayout:
     chunk_numel: int
     # Per block, the blocks whose params its computation reads: itself first, then those it shares tied tensors with.
     shared: tuple[tuple[BlockIndex, ...], ...] = ()
+    hidden_size: int = 0  # elements of the hidden state of one token; 0: unknown
+    own: frozenset[int] | None = None  # the blocks that have chunks here; None: all. See `of_blocks`
 
     def to_json(self) -> str:
-        """Serializes the layout for `from_json`."""
-        return json.dumps(asdict(self))
+        """Serializes the layout of a whole model for `from_json`."""
+        facts = asdict(self)
+        del facts["own"]
+        return json.dumps(facts)
 
     @classmethod
     def from_json(cls, text: str) -> "ModelLayout":
@@ -87,15 +91,28 @@ class ModelLayout:
             tied=raw["tied"],
             chunk_numel=raw["chunk_numel"],
             shared=tuple(tuple(BlockIndex(b) for b in shared) for shared in raw["shared"]),
+            hidden_size=raw.get("hidden_size", 0),  # layouts of earlier releases lack it
         )
+
+    def of_blocks(self, first: int, stop: int) -> "ModelLayout":
+        """Returns the layout as a box with some blocks sees it. All other blocks have no chunks and no operations."""
+        own = frozenset(range(first, stop))
+        shared = tuple(blocks if block in own else () for block, blocks in enumerate(self.shared))
+        return replace(self, own=own, shared=shared)
+
+    def is_own(self, block: int) -> bool:
+        """Returns whether a block has chunks here."""
+        return self.own is None or block in self.own
 
     @property
     def numel(self) -> int:
-        """The number of parameters of the model. Tied ones count once."""
-        return sum(block.numel for block in self.blocks)
+        """The number of parameters of the model, or of its own blocks. Tied ones count once."""
+        return sum(block.numel for block in self.blocks if self.is_own(block.index))
 
     def num_chunks(self, block: BlockIndex) -> int:
         """Returns the number of chunks of a block."""
+        if not self.is_own(block):
+            return 0
         return max(1, -(-self.blocks[block].numel // self.chunk_numel))
 
     def chunk_keys(self, block: BlockIndex) -> list[ChunkKey]:

@@ -7,6 +7,7 @@ Models that change the hidden state between layers, or that cannot be trained ex
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,9 @@ from windlass.engine.model.layout import (
     choose_chunk_numel,
 )
 from windlass.storage.ids import BlockIndex, Precision
+
+# Held while PyTorch and transformers are patched to build a model. A second thread would make a patch permanent.
+_building = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def build_meta_model(config: Any, precision: Precision) -> Any:
     """Builds the model of `config` in training mode: parameters on the meta device, real buffers, no initialisation."""
-    with no_init_weights(), _parameters_on_meta():
+    with _building, no_init_weights(), _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=TORCH_DTYPE[precision], trust_remote_code=False)
     if getattr(config, "generation_config", None) is None and getattr(model, "generation_config", None) is None:
         model.generation_config = GenerationConfig.from_model_config(config)
@@ -347,7 +351,8 @@ class Partition:
         shared = tuple(
             (BlockIndex(b), *sorted({site.block for site in sites} - {b})) for b, sites in enumerate(self.sites)
         )
-        self.layout = replace(self.layout, shared=shared)
+        hidden_size = getattr(self.model.config, "hidden_size", 0)
+        self.layout = replace(self.layout, shared=shared, hidden_size=hidden_size)
 
     def _check_all_owned(self, owner: dict[int, tuple[BlockIndex, str]]) -> None:
         missing = [name for name, param in self.model.named_parameters() if id(param) not in owner]

@@ -72,7 +72,7 @@ class StoreGeometry:
     ssd_weights: tuple[int, ...]  # one for each SSD of the job: a faster one gets more chunks
     formats: Formats
     chunk_numel: int
-    chunks_per_block: tuple[int, ...]
+    chunks_per_block: tuple[int, ...]  # 0: another box has the block
     epoch: LayoutEpoch = FIRST_EPOCH  # in which the chunks were dealt to the SSDs
     _first_ordinals: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _places: tuple[tuple[SsdIndex, int], ...] = field(init=False, repr=False, compare=False)
@@ -91,8 +91,8 @@ class StoreGeometry:
             raise ValueError(f"rank {self.rank} must be at least 0 and attempt {self.attempt} at least 1")
         if self.chunk_numel <= 0 or self.chunk_numel % CHUNK_NUMEL_UNIT:
             raise ValueError(f"chunk_numel must be a positive multiple of {CHUNK_NUMEL_UNIT}, not {self.chunk_numel}")
-        if not self.chunks_per_block or min(self.chunks_per_block) < 1:
-            raise ValueError(f"every block has at least one chunk; chunks_per_block is {self.chunks_per_block}")
+        if not any(self.chunks_per_block) or min(self.chunks_per_block) < 0:
+            raise ValueError(f"a store has at least one chunk; chunks_per_block is {self.chunks_per_block}")
         object.__setattr__(self, "_first_ordinals", tuple(accumulate(self.chunks_per_block, initial=0)))
         object.__setattr__(self, "_places", _deal(self.num_chunks, self.ssd_weights))
         starts = accumulate((self.region_nbytes(kind) for kind in self.kinds), initial=0)
@@ -110,7 +110,7 @@ class StoreGeometry:
 
     @property
     def num_chunks(self) -> int:
-        """The number of chunks of the whole model."""
+        """The number of chunks of the model, or of the blocks that this box has."""
         return self._first_ordinals[-1]
 
     @property

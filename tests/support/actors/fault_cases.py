@@ -44,13 +44,17 @@ from windlass.actors.messages import (
     ModelExported,
     ModelKernelsChosen,
     ModelLoaded,
+    OfferSpan,
+    OfferTaken,
     ParamsArrived,
     ParamsCopied,
+    PullSpan,
     ReadActivations,
     ReadChunks,
     RequestParams,
     RestoreStates,
     SkipStep,
+    SpanPulled,
     SpansReported,
     StatesRestored,
     StatusDescribed,
@@ -179,7 +183,7 @@ ROWS = (
     Row(message=MemoryReported, to=(SCHEDULER,), is_awaited=False),
 )
 # The reports of a fault itself; base classes; carriers of messages that have cases; an
-# optimizer's own task, which is not sent.
+# optimizer's own task, which is not sent; messages between boxes, whose faults are in `test_local_stages.py`.
 WITHOUT_CASES = {
     Event,
     UserMessage,
@@ -189,6 +193,10 @@ WITHOUT_CASES = {
     ComputeBlocks,
     ComputeProgressed,
     UpdateBlock,
+    OfferSpan,
+    OfferTaken,
+    PullSpan,
+    SpanPulled,
 }
 
 

@@ -16,6 +16,7 @@ from tests.support.policy.jobs import (
     grad_sq_sum,
     holders,
     not_finite,
+    stage_of,
 )
 from windlass.actors.messages import (
     BlockFlushed,
@@ -75,7 +76,10 @@ class Facts(Expected):
         self.stuck: set[int] = set()  # numbers of operations that never end, although a GPU worker has them
         # Gradients that are where they stay, and whose report is on its way; those that are reported are in `reported`.
         # The actors that update them may have begun.
-        self.offload_order = OffloadQueue(shape.ordering, shape.spilled_blocks)
+        self.offload_orders = {
+            self.grads_worker(stage.blocks.first): OffloadQueue(shape.ordering, shape.spilled_blocks)
+            for stage in shape.stages
+        }
         self.offloading: set[tuple[int, int]] = set()
         self.num_unreported_grads = 0
         self.reported: set[tuple[int, int]] = set()
@@ -89,8 +93,8 @@ class Facts(Expected):
         self.committing: dict[ActorName, CommitStore] = {}
         self.restoring: dict[ActorName, RestoreStates] = {}
         self.restored: list[ActorName] = []
-        self.loading = False
-        self.exporting: ExportModel | None = None
+        self.loading: set[ActorName] = set()
+        self.exporting: dict[ActorName, ExportModel] = {}
         self.num_issued = dict.fromkeys(shape.gpu_workers, 0)  # operations of each GPU worker, and exports
         self.computed: list[tuple[int, Phase, int, int]] = []
         first = -1 if initial_step is None else initial_step
@@ -180,8 +184,8 @@ class Facts(Expected):
         found: list[Pending] = []
         if self.failed:
             return found
-        if self.loading:
-            found.append(Pending(ModelLoaded(job=JOB, step=Step(0), actor=self.shape.optimizers[0]), "load"))
+        for actor in sorted(self.loading):
+            found.append(Pending(ModelLoaded(job=JOB, step=Step(0), actor=actor), f"load {actor}"))
         found += [self._gradient(step, block) for step, block in sorted(self.offloading)]
         found += map(self._next_of_compute, self._can_be_reported())
         for (step, block), shares in self.updating.items():
@@ -198,11 +202,9 @@ class Facts(Expected):
         for actor, commit in self.committing.items():
             committed = StoreCommitted(job=JOB, step=commit.step, actor=actor, bytes_read=1, bytes_written=1)
             found.append(Pending(committed, f"commit {commit.step} {actor}"))
-        if self.exporting is not None:
-            exported = ModelExported(
-                job=JOB, step=self.exporting.step, actor=self.shape.optimizers[0], path=self.exporting.path
-            )
-            found.append(Pending(exported, f"export {self.exporting.step}"))
+        for actor, export in sorted(self.exporting.items()):
+            exported = ModelExported(job=JOB, step=export.step, actor=actor, path=export.path)
+            found.append(Pending(exported, f"export {export.step} {actor}"))
         return found
 
     def _completes_gradient(self, compute: ComputeBlock) -> bool:
@@ -214,17 +216,28 @@ class Facts(Expected):
 
     def computing_of(self, worker: ActorName) -> list[ComputeBlock]:
         """The operations of one GPU worker whose end is not reported, in order."""
-        return [compute for compute in self.computing if self.worker_of(compute.group) == worker]
+        return [compute for compute in self.computing if self._worker_of(compute) == worker]
+
+    def _worker_of(self, compute: ComputeBlock) -> ActorName:
+        return self.worker_of(compute.group, compute.block)
 
     def expected_of(self, worker: ActorName) -> list[tuple[int, Phase | None, int, int]]:
         """The expected operations of one GPU worker, and all exports."""
-        return [each for each in self.expected if each[1] is None or self.worker_of(each[3]) == worker]
+        return [each for each in self.expected if each[1] is None or self.worker_of(each[3], each[2]) == worker]
 
-    def _predecessor(self, compute: ComputeBlock) -> tuple[int, Phase, int, int] | None:
-        """The operation whose sum another GPU worker passes on to this one; None if it needs none."""
-        if compute.phase not in WITH_GRADIENT or not compute.group or len(self.shape.gpu_workers) == 1:
-            return None
-        return (compute.step, compute.phase, compute.block, compute.group - 1)
+    def _predecessors(self, compute: ComputeBlock) -> list[tuple[int, Phase, int, int]]:
+        """The operations of other GPU workers whose results this one needs: a sum, or another box's hidden states."""
+        step, phase, block, group = _described(compute)
+        found = []
+        if phase in WITH_GRADIENT and group and len(self.shape.stages[0].gpu_workers) > 1:
+            found.append((step, phase, block, group - 1))
+        stage, head = stage_of(self.shape, block).blocks, self.shape.num_blocks - 1
+        if phase is Phase.BACKWARD and block == stage.stop - 1:
+            found.append((step, Phase.HEAD if block + 1 == head else Phase.BACKWARD, block + 1, group))
+        if phase is not Phase.BACKWARD and block == stage.first > 0:
+            before = Phase.EVALUATE if phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD) else Phase.FORWARD
+            found.append((step, before, block - 1, group))
+        return found
 
     def _can_be_reported(self) -> list[ComputeBlock]:
         """The first operations of GPU workers, if they can be over.
@@ -244,30 +257,29 @@ class Facts(Expected):
         return [compute for compute in first if _described(compute) in over]
 
     def _can_end(self, compute: ComputeBlock, over: set[tuple[int, Phase, int, int]]) -> bool:
-        before = self._predecessor(compute)
-        return compute.op not in self.stuck and (before is None or before in over)
+        return compute.op not in self.stuck and over.issuperset(self._predecessors(compute))
 
     def _happen(self, compute: ComputeBlock) -> None:
         """Records that an operation is over, and with it all that comes before it."""
-        for each in self.computing_of(self.worker_of(compute.group)):
+        for each in self.computing_of(self._worker_of(compute)):
             if each.op > compute.op:
                 break
             if each.op in self.happened:
                 continue
             self.happened.add(each.op)
-            before = self._predecessor(each)
+            before = self._predecessors(each)
             for other in self.computing:
-                if _described(other) == before:
+                if _described(other) in before:
                     self._happen(other)
 
     def _next_of_compute(self, compute: ComputeBlock) -> Pending:
-        return Pending(computed(compute, self.worker_of(compute.group)), f"compute {compute.op}")
+        return Pending(computed(compute, self._worker_of(compute)), f"compute {compute.op}")
 
     def _gradient(self, step: int, block: int) -> Pending:
         size = grad_sq_sum(step, block) * self.expected_loss_scale(step) ** 2
         if (step, block) in self.bad:
             size = not_finite(step, block)
-        return Pending(grad_ready(step, block, size, actor=self.grads_worker), f"gradient {step} {block}")
+        return Pending(grad_ready(step, block, size, actor=self.grads_worker(block)), f"gradient {step} {block}")
 
     # --- what has happened -------------------------------------------------------------------------------------------
 
@@ -275,7 +287,9 @@ class Facts(Expected):
         """Updates the state of the world after an event."""
         match event:
             case ModelLoaded():
-                self.loading = False
+                self.loading.remove(event.actor)
+                if self.loading:
+                    return
                 self._relabel(0)
                 self.content, self.on_ssd = list(self.written), list(self.written)
                 self._complete_without_ssds()
@@ -314,8 +328,9 @@ class Facts(Expected):
                 if not self.committing:
                     self.undecided = event.step
             case ModelExported():
-                self.exporting = None
-                self.exports.append((event.step, event.path))
+                del self.exporting[event.actor]
+                if event.actor == self.shape.optimizers[0]:
+                    self.exports.append((event.step, event.path))
 
     def decide(self, step: int) -> None:
         """Notes durably that all SSD servers have committed a step."""
@@ -342,7 +357,7 @@ class Facts(Expected):
             if compute.block in self.shape.device_blocks:
                 self._store(compute.step, compute.block)
             else:
-                self.offload(self.offload_order.push(compute.step, compute.block))
+                self.offload(self.offload_orders[self._worker_of(compute)].push(compute.step, compute.block))
 
     def offload(self, keys: list[tuple[Step, BlockIndex]]) -> None:
         """Lets gradients leave the device. Their holders have them at once, the policy learns of them later."""
@@ -391,7 +406,7 @@ class Facts(Expected):
         self.num_unreported_grads -= 1
         self._count_gradient(grad)
         if grad.block not in self.shape.device_blocks:
-            self.offload(self.offload_order.offload_finished())
+            self.offload(self.offload_orders[self.grads_worker(grad.block)].offload_finished())
 
     def _count_gradient(self, grad: GradReady) -> None:
         """Lets a gradient count, once all losses are known. A skipped step has no updates, so it is over."""

@@ -5,8 +5,9 @@ from dataclasses import fields
 from typing import Any
 
 from windlass.actors.messages import BlockComputed, ComputeBlock, ComputeProgressed, GradReady, Phase
-from windlass.actors.policy.config import SchedulerConfig
+from windlass.actors.policy.config import SchedulerConfig, StageActors
 from windlass.actors.worker_policy.block_queue import Ordering
+from windlass.actors.worker_policy.stages import Stage
 from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkIndex, ChunkKey, JobId, Step
 
 JOB = JobId("ftjob-1")
@@ -23,9 +24,12 @@ def make_shape(
     num_optimizers: int = 1,
     num_ssds: int = 1,
     num_ranks: int = 1,
+    cuts: tuple[int, ...] = (),
     **options: Any,
 ) -> SchedulerConfig:
     """A small job; `tied`: the head reads the embedding's params as well as its own.
+
+    `cuts`: the first blocks of the boxes after the first one; those of blocks that the job lacks are left out.
 
     Gradients are kept if clipping needs it, unless `keeps_grads` says otherwise. Options may also be fields of the
     ordering.
@@ -53,12 +57,25 @@ def make_shape(
         ),
         shared=tuple(shared),
         learning_rate=lambda step: 0.5 / step,
-        gpu_workers=tuple(ActorName(f"gpu-{rank}") for rank in range(num_ranks)),
-        optimizers=tuple(ActorName(f"optimizer-{i}") for i in range(num_optimizers)),
+        stages=tuple(
+            StageActors(
+                blocks=Stage(first, stop),
+                gpu_workers=tuple(ActorName(f"{name}gpu-{rank}") for rank in range(num_ranks)),
+                optimizers=tuple(ActorName(f"{name}optimizer-{i}") for i in range(num_optimizers)),
+            )
+            for first, stop, name in _stages(cuts, len(chunks_per_block))
+        ),
         ssd_servers=tuple(ActorName(f"ssd-{i}") for i in range(num_ssds)),
         output_dir="/models/out",
         **(settings | options),
     )
+
+
+def _stages(cuts: tuple[int, ...], num_blocks: int) -> list[tuple[int, int, str]]:
+    """The first block and the end of each stage, and what the names of its actors begin with."""
+    firsts = [0, *sorted({cut for cut in cuts if 0 < cut < num_blocks})]
+    stops = [*firsts[1:], num_blocks]
+    return [(first, stop, f"b{i}/" if i else "") for i, (first, stop) in enumerate(zip(firsts, stops, strict=True))]
 
 
 def computed(operation: ComputeBlock, actor: ActorName = GPU) -> ComputeProgressed:
@@ -82,12 +99,19 @@ def grad_ready(step: int, block: int, *sq_sums: float, actor: ActorName = GPU) -
     return ComputeProgressed(job=JOB, step=Step(step), actor=actor, computed=(), grads=(grad,))
 
 
+def stage_of(shape: SchedulerConfig, block: int) -> StageActors:
+    """The stage of a block."""
+    (stage,) = [stage for stage in shape.stages if stage.blocks.first <= block < stage.blocks.stop]
+    return stage
+
+
 def holders(shape: SchedulerConfig, block: int) -> dict[ActorName, tuple[ChunkKey, ...]]:
     """The actors that update a block, and the chunks of each. The GPU worker updates blocks as a whole: no chunks."""
+    stage = stage_of(shape, block)
     if block in shape.device_blocks:
-        return {GPU: ()}
-    num = len(shape.optimizers)
-    shares = {actor: shape.chunks[block][place::num] for place, actor in enumerate(shape.optimizers)}
+        return {stage.gpu_workers[0]: ()}
+    num = len(stage.optimizers)
+    shares = {actor: shape.chunks[block][place::num] for place, actor in enumerate(stage.optimizers)}
     return {actor: share for actor, share in shares.items() if share}
 
 
@@ -101,23 +125,41 @@ def not_finite(step: int, block: int) -> float:
     return math.inf if (step + block) % 2 else math.nan
 
 
-def expected_operations(shape: SchedulerConfig, first_step: int) -> list[tuple[int, Phase | None, int, int]]:
-    """(step, phase, block, group) of every operation, in the order of the design; phase None is an export."""
-    layers = list(range(shape.num_blocks - 1))
+Described = tuple[int, Phase | None, int, int]
+
+
+def _expected_training(shape: SchedulerConfig, step: int, index: int) -> list[Described]:
+    """The operations of a step on one box, in the order of the design.
+
+    Some rounds of groups pass forward. Then the next one passes forward, and the first one that is left backward.
+    """
+    blocks, num_ranks = shape.stages[index].blocks, len(shape.stages[index].gpu_workers)
+    own, head = range(blocks.first, blocks.stop), shape.num_blocks - 1
+    rounds = [range(first, shape.num_groups)[:num_ranks] for first in range(0, shape.num_groups, num_ranks)]
+    num_ahead = min(len(shape.stages) - index, len(rounds)) - 1
+    found: list[Described] = []
+    for forward, backward in zip([*rounds, *[range(0)] * num_ahead], [*[range(0)] * num_ahead, *rounds], strict=True):
+        for group in forward:
+            found += [(step, Phase.HEAD if b == head else Phase.FORWARD, b, group) for b in own]
+        for group in backward:
+            found += [(step, Phase.BACKWARD, b, group) for b in reversed(own) if b != head]
+    return found
+
+
+def expected_operations(shape: SchedulerConfig, first_step: int) -> list[Described]:
+    """(step, phase, block, group) of every operation, in each box's order of the design; phase None is an export."""
     head = shape.num_blocks - 1
-    found: list[tuple[int, Phase | None, int, int]] = []
+    found: list[Described] = []
     for step in range(first_step - 1, shape.total_steps + 1):
         if step >= first_step:
-            for group in range(shape.num_groups):
-                found += [(step, Phase.FORWARD, b, group) for b in layers]
-                found += [(step, Phase.HEAD, head, group)]
-                found += [(step, Phase.BACKWARD, b, group) for b in reversed(layers)]
+            for index in range(len(shape.stages)):
+                found += _expected_training(shape, step, index)
         elif step == 0:
             continue  # a resumed job repeats what follows its step
         last = step == shape.total_steps
         if shape.num_evaluation_groups and (last or (shape.evaluate_every and step % shape.evaluate_every == 0)):
             for group in range(shape.num_evaluation_groups):
-                found += [(step, Phase.EVALUATE, b, group) for b in layers]
+                found += [(step, Phase.EVALUATE, b, group) for b in range(head)]
                 found += [(step, Phase.EVALUATE_HEAD, head, group)]
         if last or (shape.checkpoint_every and step % shape.checkpoint_every == 0):
             found += [(step, None, 0, 0)]
@@ -136,14 +178,14 @@ class Expected:
         self.skipped = frozenset(step for step, _ in self.bad) if shape.keeps_grads else frozenset()
         self.scales_loss = scales_loss
 
-    def worker_of(self, group: int) -> ActorName:
-        """The GPU worker that computes a group: they are dealt in turn."""
-        return self.shape.gpu_workers[group % len(self.shape.gpu_workers)]
+    def worker_of(self, group: int, block: int = 0) -> ActorName:
+        """The GPU worker that computes a block for a group: those of the block's box are dealt in turn."""
+        workers = stage_of(self.shape, block).gpu_workers
+        return workers[group % len(workers)]
 
-    @property
-    def grads_worker(self) -> ActorName:
-        """The GPU worker that completes all gradients: that of the last group."""
-        return self.worker_of(self.shape.num_groups - 1)
+    def grads_worker(self, block: int = 0) -> ActorName:
+        """The GPU worker that completes the gradient of a block: that of the last group."""
+        return self.worker_of(self.shape.num_groups - 1, block)
 
     def last_good(self, step: int) -> int:
         """The last step, up to this one, that is not skipped."""

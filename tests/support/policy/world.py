@@ -57,6 +57,7 @@ class World(Facts):
     ) -> None:
         """`best`: steps whose evaluation asks for a checkpoint; `finish_at`: the step whose evaluation ends the job."""
         super().__init__(shape, initial_step, bad=bad, scales_loss=scales_loss)
+        self.parts: list[str] = []  # of the next export, which other boxes have been asked for
         self.best, self.finish_at, self.initial_step = best, finish_at, initial_step or 0
         trainer = TrainerState(scales_loss=scales_loss)
         trainer.restore(self.expected_trainer(initial_step or 0))
@@ -170,7 +171,7 @@ class World(Facts):
         # Every wait has a timeout: the instructions in flight here and the policy's pending replies are the same.
         num_outstanding = len(self.owed) + len(self.committing)
         num_outstanding += sum(len(flushes) for flushes in self.flushing.values()) + len(self.restoring)
-        num_outstanding += self.loading + (self.exporting is not None)
+        num_outstanding += len(self.loading) + len(self.exporting)
         num_gradients = sum(map(self._completes_gradient, self.computing)) + self.num_unreported_grads
         assert len(self.pipeline.waits.outstanding) == num_outstanding + len(self.computing) + num_gradients
         assert self.pipeline.committed == self.committed
@@ -199,17 +200,16 @@ class World(Facts):
     def _take_one(self, to: ActorName, message: Message) -> None:
         match message:
             case LoadModel():
-                assert to == self.shape.optimizers[0]
+                assert to in {stage.optimizers[0] for stage in self.shape.stages} - self.loading
                 assert not self.delivered
-                self.loading = True
+                self.loading.add(to)
             case ComputeBlocks():
                 for operation in message.operations:
-                    assert to == self.worker_of(operation.group)
+                    assert to == self.worker_of(operation.group, operation.block)
                     self._take_compute(operation)
             case CommitReached():
-                assert to == self.grads_worker
                 assert message.step == self.committed
-                self.offload(self.offload_order.commit_reached(message.step))
+                self.offload(self.offload_orders[to].commit_reached(message.step))
             case UpdateStep():
                 self._take_update(to, message)
             case SkipStep():
@@ -303,7 +303,8 @@ class World(Facts):
         assert self.committed >= 0
         self._check_restored()
         assert self.stopped_at is None or message.step <= self.stopped_at, "a step began after the job was stopped"
-        found, worker = (message.step, message.phase, message.block, message.group), self.worker_of(message.group)
+        found = (message.step, message.phase, message.block, message.group)
+        worker = self.worker_of(message.group, message.block)
         assert found == self.expected_of(worker)[self.num_issued[worker]]
         self.num_issued[worker] += 1
         if message.step > self.begun:
@@ -370,7 +371,17 @@ class World(Facts):
             assert not (reading and self.shape.keeps_grads), "a block is updated beside the backward pass"
 
     def _take_export(self, to: ActorName, message: ExportModel) -> None:
-        assert to == self.shape.optimizers[0]
+        first, *others = [stage.optimizers[0] for stage in self.shape.stages]
+        self.exporting[to] = message
+        if to != first:
+            assert to in others
+            assert not message.parts
+            self.parts.append(message.path)
+            return
+        assert list(self.exporting) == [first], "a part is missing"
+        assert message.parts == tuple(self.parts)
+        assert len(set(self.parts)) == len(others)
+        self.parts = []
         assert self.stopped_at is None
         is_final = message.step == self.final_step
         assert message.path == ("/models/out" if is_final else f"/models/out-step-{message.step}")
@@ -381,7 +392,6 @@ class World(Facts):
         assert not self.computing
         self._check_restored()
         assert set(self.written) == set(self.labels) == {message.step}
-        self.exporting = message
 
     def _check_commit_is_whole(self) -> None:
         """Checks that commands of one answer are sent together: all shares of a flush, all servers of a commit."""
@@ -423,7 +433,7 @@ class World(Facts):
         else:
             trained = [o for o in planned if o[0] <= last and o[1] in TRAINING]
             assert [o for o in expected if o[1] in TRAINING] == trained
-        computed = [o for o in self.computed if self.worker_of(o[3]) == worker]
+        computed = [o for o in self.computed if self.worker_of(o[3], o[2]) == worker]
         assert computed == [o for o in expected if o[1] is not None]
         exports = [o[0] for o in expected if o[1] is None]
         assert [step for step, _ in self.exports] == exports

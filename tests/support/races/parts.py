@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,10 +16,24 @@ from tests.support.actors.specs import make_layout, make_spec
 from tests.support.races.cuda import DEVICE
 from tests.support.races.run import Recording
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
+from windlass.actors.gpu_worker.stage_edges import StageEdges
 from windlass.actors.job import GPU_WORKER, index_of
 from windlass.actors.job.context import make_context
-from windlass.actors.messages import ComputeBlock, Message, Phase, StoredParams, SumPassed, SumTaken
+from windlass.actors.messages import (
+    ComputeBlock,
+    Crossing,
+    Message,
+    OfferSpan,
+    OfferTaken,
+    Phase,
+    PullSpan,
+    SpanPulled,
+    StoredParams,
+    SumPassed,
+    SumTaken,
+)
 from windlass.actors.timeline.recorder import SpanRecorder
+from windlass.actors.worker_policy.stages import Stage
 from windlass.engine.activations.host_store import HostActivations
 from windlass.engine.device.buffer_pool import DeviceBuffers
 from windlass.engine.device.device import Device, copy
@@ -35,6 +49,7 @@ from windlass.storage.memory.arena import SlotPool
 _SLOT_NBYTES = 4096
 _DEADLINE_S = 20.0
 _SUM_NUMEL = 2000
+_NUM_TOKENS, _HIDDEN_SIZE = 8, 16
 
 
 @contextlib.contextmanager
@@ -241,6 +256,75 @@ def run_passed_sums(directory: Path, recording: Recording) -> None:
             _move_sum(job, Step(step), first, second)
 
 
+@contextlib.contextmanager
+def _neighbours(recording: Recording) -> Iterator[tuple[JobId, list[tuple[Device, StageEdges]]]]:
+    """Yields what moves hidden states in the GPU workers of two boxes. The link copies between their arenas at once."""
+    settings = {"num_microbatches": 1, "sequence_length": _NUM_TOKENS}
+    layout = replace(make_layout(_SUM_NUMEL, _SUM_NUMEL), hidden_size=_HIDDEN_SIZE)
+    boxes: list[tuple[Device, StageEdges]] = []
+    arenas: list[torch.Tensor] = []
+    offers: dict[Crossing, OfferSpan] = {}
+    pulls: dict[Crossing, PullSpan] = {}
+    changed = threading.Condition()  # of the offers and pulls
+
+    def send(_: ActorName, message: Message) -> None:
+        with changed:
+            if isinstance(message, OfferSpan):
+                offers[message.crossing] = message
+            elif isinstance(message, PullSpan):
+                pulls[message.crossing] = message
+            pairs = [(offers.pop(key), pulls.pop(key)) for key in offers.keys() & pulls.keys()]
+            changed.notify_all()
+        for offer, pull in pairs:
+            target = arenas[1][pull.span.offset : pull.span.offset + offer.span.nbytes]
+            target.copy_(arenas[0][offer.span.offset : offer.span.offset + offer.span.nbytes])
+            boxes[1][1].take(SpanPulled(job=offer.job, step=offer.step, crossing=offer.crossing))
+            boxes[0][1].take(OfferTaken(job=offer.job, step=offer.step, crossing=offer.crossing))
+
+    with contextlib.ExitStack() as opened:
+        for box in range(2):
+            spec = make_spec(training=settings, stages=(Stage(0, 1), Stage(1, 2)), box=box)
+            context = make_context(spec, layout, "/arena")
+            arenas.append(torch.zeros(context.plan.arena_nbytes, dtype=torch.uint8))
+            recording.memory.add_arena(arenas[box], f"hidden states of box {box}")
+            device = opened.enter_context(_opened())
+            boxes.append((device, StageEdges(context, device, TensorArena(arenas[box]), send, rank=0)))
+        yield spec.job, boxes
+
+
+def run_hidden_states(directory: Path, recording: Recording) -> None:
+    """Sends the hidden states of some steps to another box. There is one slot, and memory is used again."""
+    shape, num_steps = (4, _NUM_TOKENS), 6
+
+    def operation(step: int, phase: Phase) -> ComputeBlock:
+        block = BlockIndex(0 if phase is Phase.FORWARD else 1)
+        params = (StoredParams(block, Step(step - 1)),)
+        return ComputeBlock(
+            job=job, step=Step(step), op=step, phase=phase, block=block, params=params, group=0, loss_scale=1.0
+        )
+
+    with _neighbours(recording) as (job, ((sender, outgoing), (receiver, incoming))):
+
+        def send(step: int) -> None:
+            made: list[torch.Tensor] = []
+            sender.compute.run(
+                lambda: made.append(torch.ones(*shape, _HIDDEN_SIZE, dtype=torch.bfloat16, device=DEVICE))
+            )
+            outgoing.send(operation(step, Phase.FORWARD), made, [shape])
+            made.clear()
+
+        for step in range(1, num_steps):
+            incoming.expect(operation(step, Phase.HEAD), 1)
+        send(1)
+        for step in range(1, num_steps):
+            if step + 1 < num_steps:
+                send(step + 1)  # it is offered when the slot of the step before is released
+            (hidden,) = incoming.receive(operation(step, Phase.HEAD), [shape])
+            receiver.compute.run(lambda hidden=hidden: hidden.add(1))
+            del hidden
+        receiver.synchronize()
+
+
 def run_unpinning(directory: Path, recording: Recording) -> None:
     """Unpins host memory while copies are queued for which no thread has waited."""
     host = torch.zeros(3 * _SLOT_NBYTES, dtype=torch.uint8)
@@ -262,5 +346,6 @@ PARTS: dict[str, Callable[[Path, Recording], None]] = {
     "pieces": run_pieces,
     "partial sums": run_partial_sums,
     "passed sums": run_passed_sums,
+    "hidden states": run_hidden_states,
     "unpinning": run_unpinning,
 }

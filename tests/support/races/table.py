@@ -123,6 +123,17 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
         "GradOffload._copy_out: d2h.record (2)": "job: early gradients",
         "GradOffload._copy_out: d2h.then": "job: early gradients",
     },
+    "actors/gpu_worker/stage_edges.py": {
+        "StageEdges._receive: h2d.wait": "part: hidden states",
+        "StageEdges._receive: compute.record": "part: hidden states",
+        "StageEdges._receive: compute.wait": "part: hidden states",
+        "StageEdges._receive: h2d.record": "part: hidden states",
+        "StageEdges._receive: h2d.then": "part: hidden states",
+        "StageEdges.send: self._device.d2h.wait": "part: hidden states",
+        "StageEdges.send: self._device.compute.record": "part: hidden states",
+        "StageEdges.send: self._device.d2h.then": "part: hidden states",
+        "StageEdges.send: self._device.d2h.then, memory": "part: hidden states",
+    },
     "actors/gpu_worker/operation.py": {
         "LaunchedOperation.waited: self._device.compute.record": "job: active",
     },

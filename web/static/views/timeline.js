@@ -14,6 +14,7 @@ const CAUSES = {
   commit: "a commit",
   no_operation: "the scheduler",
   grad_buffer: "earlier gradients leaving",
+  other_box: "another box",
   between: "between operations",
 };
 // Smaller shares of a step are not shown.

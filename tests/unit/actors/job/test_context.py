@@ -10,20 +10,26 @@ from windlass.actors.job.context import (
     GPU_WORKER,
     SCHEDULER,
     ActorKind,
+    JobContext,
     SsdFacts,
     aligned,
+    box_of,
     evaluation_batch_size,
+    gpu_worker_name,
     grad_precision,
     index_of,
     kind_of,
+    link_name,
     make_context,
     num_evaluation_groups,
     optimizer_index,
     optimizer_name,
     ssd_name,
 )
+from windlass.actors.worker_policy.stages import Stage
 from windlass.engine.memory_plan.plan import Placement, PlanError
 from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.engine.model.layout import ModelLayout
 from windlass.storage.ids import ALL_FORMATS, ActorName, BlockIndex, ChunkIndex, ChunkKey, Formats, Precision, StateKind
 from windlass.storage.io.engines import DEFAULT_IO
 
@@ -36,6 +42,63 @@ def key(block: int, chunk: int) -> ChunkKey:
 
 def test_names_of_actors() -> None:
     assert [optimizer_name(0), optimizer_name(1), ssd_name(3)] == ["optimizer-0", "optimizer-1", "ssd-3"]
+
+
+def test_names_of_actors_on_other_boxes_begin_with_their_box() -> None:
+    assert [gpu_worker_name(1, 0), gpu_worker_name(1, 2), link_name(12)] == ["gpu-1", "b2/gpu-1", "b12/link-0"]
+    for name, kind, index, box in (
+        (SCHEDULER, ActorKind.SCHEDULER, None, 0),
+        (gpu_worker_name(3), ActorKind.GPU_WORKER, 3, 0),
+        (ssd_name(10, 12), ActorKind.SSD_SERVER, 10, 12),
+    ):
+        assert (kind_of(name), box_of(name)) == (kind, box)
+        assert index is None or index_of(name) == index
+
+
+BOXES = (Stage(0, 1), Stage(1, 3), Stage(3, 4))
+
+
+def context_of_box(box: int, layout: ModelLayout = LAYOUT, **changes: Any) -> JobContext:
+    spec = make_spec(stages=BOXES, box=box, **changes)
+    return make_context(spec, replace(layout, hidden_size=8), "/arena")
+
+
+def test_box_has_the_chunks_of_its_own_blocks_only() -> None:
+    boxes = [context_of_box(box) for box in range(3)]
+    keys = [[key for block in LAYOUT.blocks for key in box.layout.chunk_keys(block.index)] for box in boxes]
+    assert [key for own in keys for key in own] == [
+        key for block in LAYOUT.blocks for key in LAYOUT.chunk_keys(block.index)
+    ]
+    for box, own in zip(boxes, keys, strict=True):
+        assert {key.block for key in own} == set(range(*box.stage))
+        geometry = box.geometry(0)
+        assert (geometry.rank, geometry.num_chunks) == (box.spec.box, len(own))
+        assert box.layout.numel == sum(map(box.chunk_numel, own))
+        assert {box_of(name) for name in (*box.gpu_workers, *box.optimizers)} == {box.spec.box}
+    assert sum(box.plan.ssd_nbytes for box in boxes) == make_context(make_spec(), LAYOUT, "/arena").plan.ssd_nbytes
+
+
+@pytest.mark.parametrize(("box", "num_neighbours"), [(0, 1), (1, 2), (2, 1)])
+def test_slots_for_neighbours_are_the_last_of_the_arena(box: int, num_neighbours: int) -> None:
+    context = context_of_box(box, num_ranks=2, training={"num_microbatches": 4, "sequence_length": 1000})
+    pools = [pool for rank in range(2) for pool in context.crossing_pools(rank)]
+    assert len(pools) == 2 * 2 * num_neighbours
+    ends = [pool.offset + pool.nbytes for pool in pools]
+    assert [pool.offset for pool in pools[1:]] == ends[:-1]
+    assert ends[-1] == context.plan.arena_nbytes
+    training = context.spec.training
+    nbytes = training.microbatch_size * 1000 * 8 * training.precision.itemsize
+    assert all(pool.slot_nbytes >= nbytes and pool.num_slots == context.plan.group_size for pool in pools)
+
+
+def test_blocks_of_other_boxes_cannot_rest_in_memory() -> None:
+    with pytest.raises(PlanError, match=r"host_blocks \(0,\) .* blocks of 1 to 2"):
+        context_of_box(1, placement=Placement(host_blocks=(0,)))
+
+
+def test_model_whose_hidden_size_is_unknown_is_refused_on_several_boxes() -> None:
+    with pytest.raises(PlanError, match="the size of the model's hidden state is not known"):
+        make_context(make_spec(stages=BOXES), LAYOUT, "/arena")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from windlass.actors.job.context import make_context
 from windlass.actors.job.device_memory_check import device_need_of_job, evaluation_shapes, require_device_room
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.runtime.local_runner import run_local
+from windlass.actors.worker_policy.stages import Stage
 from windlass.amounts import GIB, bytes_text
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.engine.device.buffer_pool import DeviceBuffers
@@ -287,3 +288,21 @@ def test_shapes_of_an_evaluation(tmp_path: Path, batch_size: int, num_microbatch
     shapes = evaluation_shapes(spec)
     assert [num_examples for num_examples, _ in shapes] == [len(microbatch.input_ids) for microbatch in largest]
     assert all(tokens >= each.input_ids.shape[1] for (_, tokens), each in zip(shapes, largest, strict=True))
+
+
+def test_box_needs_memory_for_its_own_blocks_and_for_groups_in_flight(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path / "job", num_microbatches=4, placement=Placement(group_size=1))
+    partition = make_partition(spec)
+    stages = (Stage(0, 3), Stage(3, 5))
+    boxes = [replace(spec, stages=stages, box=box) for box in range(2)]
+    whole, first, second = (
+        device_need_of_job(make_context(each, partition.layout, ""), partition) for each in (spec, *boxes)
+    )
+    hidden_nbytes = 48 * 64 * 4  # of a micro-batch with one example
+    assert whole.waiting_nbytes == 0
+    assert second.waiting_nbytes == 2 * hidden_nbytes
+    assert first.waiting_nbytes >= (2 + 2) * hidden_nbytes  # also two blocks' inputs of a second group
+    for box in (first, second):
+        assert box.params_nbytes < whole.params_nbytes
+        assert box.grads_nbytes < whole.grads_nbytes
+        assert box.activations.nbytes <= whole.activations.nbytes

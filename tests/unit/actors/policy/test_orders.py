@@ -57,6 +57,7 @@ def tiered_shape(order: dict[str, Any], tiers: dict[str, Any], **options: Any) -
 shapes = st.builds(
     tiered_shape,
     num_ranks=st.integers(1, 4),
+    cuts=st.lists(st.integers(1, 5), max_size=2).map(tuple),
     order=st.sampled_from(list(ORDERS.values())),
     tiers=st.sampled_from(TIERS),
     max_bad_steps=st.integers(0, 3),

@@ -64,7 +64,8 @@ def test_programs_of_ranks_have_each_operation_once_and_all_exports(
 
 @pytest.mark.parametrize(("num_ranks", "num_groups", "name"), [(1, 3, "gpu-0"), (2, 3, "gpu-0"), (3, 5, "gpu-1")])
 def test_worker_of_the_last_group_completes_gradients(num_ranks: int, num_groups: int, name: str) -> None:
-    assert make_shape(num_ranks=num_ranks, num_groups=num_groups).grads_worker == name
+    shape = make_shape(num_ranks=num_ranks, num_groups=num_groups)
+    assert shape.grads_worker(shape.stages[0]) == name
 
 
 # --- grants ---------------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ def test_step_ends_after_the_losses_of_all_ranks_are_reported(keeps_grads: bool)
 
 def test_commits_are_reported_to_the_worker_that_offloads_gradients() -> None:
     world = begun(num_groups=4, keeps_grads=True, spilled_blocks=frozenset({1}))
-    assert world.grads_worker == GPU_1
+    assert world.grads_worker() == GPU_1
     assert [message.step for message in sent(world, CommitReached)] == [0, 1, 2]  # the world checks the receiver
     world.check_end()
 
@@ -310,6 +311,17 @@ def test_rank_is_late_if_an_earlier_group_is_reported_after_the_one_before_its_o
     assert (1, Phase.BACKWARD, 0, 1) in world.computed
     deliver_at(world, 100.0, "update 1 2 optimizer-0")
     assert set(late_of(world, 130.1)) == {"gpu-2", "optimizer-0"}
+
+
+@pytest.mark.parametrize(
+    ("op", "late"), [(1, "gpu-0"), (3, "gpu-0"), (2, "b1/gpu-0"), (4, "b1/gpu-0"), (6, "b1/gpu-0"), (11, "gpu-0")]
+)
+def test_boxes_that_wait_for_a_stopped_one_are_not_late(op: int, late: str) -> None:
+    """The first box has blocks 0 and 1, and odd numbers: 1 and 3 go forward with its first group, 11 backward."""
+    world = begun(op, num_ranks=1, num_groups=2, cuts=(2,), chunks_per_block=(1,) * 4, deadline_s=30.0)
+    deliver_at(world, 100.0)
+    assert late_of(world, 130.0) == ()
+    assert late_of(world, 130.1) == (late,)
 
 
 def test_single_rank_waits_for_no_other() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from windlass.actors.messages import ParamChunk, ParamsCopied, ParamUse, Phase, RequestParams
-from windlass.actors.worker_policy import ParamActions, ParamTurns
+from windlass.actors.worker_policy import ParamActions, ParamTurns, passes_of_step
 from windlass.storage.ids import ActorName, BlockIndex, ChunkIndex, ChunkKey, JobId, Span, Step
 
 JOB = JobId("ftjob-1")
@@ -120,14 +120,24 @@ class Worker:
 
 
 class Box:
-    """All messages between the workers and the turns, in any order that keeps those of one sender."""
+    """All messages between the workers and the turns, in any order that keeps those of one sender.
 
-    def __init__(self, seed: int) -> None:
+    `boxes`: those of a job in stages before this one, in the order of the blocks. `like`: one of them.
+    """
+
+    def __init__(
+        self, seed: int, boxes: "list[Box] | None" = None, num_boxes: int = 1, like: "Box | None" = None
+    ) -> None:
         choose = self.choose = random.Random(seed)
         num_ranks, num_blocks = choose.randint(1, 4), choose.randint(1, 5)
+        self.boxes = [self] if boxes is None else boxes
+        self.index, self.num_boxes = 0 if boxes is None else len(boxes), num_boxes
         self.chunks = {block: keys_of(block, choose.randint(1, 6)) for block in range(num_blocks)}
         self.streamed = {block for block in range(num_blocks) if choose.random() < 0.3}
         num_groups, num_evaluated = choose.randint(num_ranks, 2 * num_ranks + 1), choose.randint(0, num_ranks + 1)
+        if like is not None:
+            num_ranks, num_groups, num_evaluated = like.sizes
+        self.sizes = num_ranks, num_groups, num_evaluated
         batch = choose.randint(1, 3)
         num_kept = max((batch, *(len(self.chunks[block]) for block in self.streamed)))
         self.num_slots = num_kept + choose.randint(0, 5)
@@ -148,10 +158,11 @@ class Box:
     def _program(self, rank: int, num_ranks: int, num_groups: int, num_evaluated: int) -> list[ParamUse]:
         program = []
         for step in (1, 2):
-            for round_index in range(len(range(rank, num_groups, num_ranks))):
-                for phase in (Phase.FORWARD, Phase.BACKWARD):
-                    order = sorted(self.chunks, reverse=phase is Phase.BACKWARD)
-                    program += [use_of(block, step=step, round_index=round_index, phase=phase) for block in order]
+            for group, goes_forward in passes_of_step(self.index, self.num_boxes, num_groups, num_ranks):
+                if group % num_ranks == rank:
+                    order = sorted(self.chunks, reverse=not goes_forward)
+                    phase, index = Phase.FORWARD if goes_forward else Phase.BACKWARD, group // num_ranks
+                    program += [use_of(block, step=step, round_index=index, phase=phase) for block in order]
             for round_index in range(len(range(rank, num_evaluated, num_ranks))):
                 program += [
                     use_of(block, step=step, round_index=round_index, phase=Phase.EVALUATE) for block in self.chunks
@@ -159,15 +170,16 @@ class Box:
         return program
 
     def run(self) -> None:
-        while any(worker.done < len(worker.program) for worker in self.workers):
-            moves = [*self._moves()]
-            assert moves, f"everybody waits: {self.turns.describe()}"
+        while any(worker.done < len(worker.program) for box in self.boxes for worker in box.workers):
+            moves = [move for box in self.boxes for move in box._moves()]
+            assert moves, f"everybody waits: {[box.turns.describe() for box in self.boxes]}"
             self.choose.choice(moves)()
-        while moves := [*self._moves()]:
+        while moves := [move for box in self.boxes for move in box._moves()]:
             self.choose.choice(moves)()
-        assert not self.turns._uses
-        assert len(self.turns._free) == self.num_slots
-        assert set(self.num_reads.values()) <= {1}
+        for box in self.boxes:
+            assert not box.turns._uses
+            assert len(box.turns._free) == box.num_slots
+            assert set(box.num_reads.values()) <= {1}
 
     def _moves(self) -> Iterator[Callable[[], None]]:
         for worker in self.workers:
@@ -204,7 +216,19 @@ class Box:
             before = self.workers[(group - 1) % num_ranks]
             if use._replace(round_index=(group - 1) // num_ranks) not in before.program[: before.done]:
                 return False
-        return not worker.missing[use]
+        return not worker.missing[use] and self._has_results(worker, use)
+
+    def _has_results(self, worker: Worker, use: ParamUse) -> bool:
+        """Returns whether the box before or after has computed what the first use of a pass takes."""
+        goes_forward = use.phase is not Phase.BACKWARD
+        first, last = min(self.chunks), max(self.chunks)
+        neighbour = self.index + (-1 if goes_forward else 1)
+        if use.block != (first if goes_forward else last) or not 0 <= neighbour < self.num_boxes:
+            return True
+        other = self.boxes[neighbour]
+        block = BlockIndex(max(other.chunks) if goes_forward else min(other.chunks))
+        there = other.workers[worker.rank]
+        return use._replace(user=block, block=block) in there.program[: there.done]
 
     def _ask(self, worker: Worker) -> None:
         use = worker.program[worker.asked]
@@ -242,3 +266,13 @@ class Box:
 def test_no_worker_waits_for_ever_whatever_the_order_and_the_speeds(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 50):
         Box(seed).run()
+
+
+@pytest.mark.parametrize("first_seed", range(0, 200, 50))
+def test_no_worker_of_several_boxes_waits_for_ever(first_seed: int) -> None:
+    """Each box has params of its own, and its workers wait for those of the boxes before and after it."""
+    for seed in range(first_seed, first_seed + 50):
+        boxes: list[Box] = []
+        for _ in range(num_boxes := 2 + seed % 2):
+            boxes.append(Box(seed * 10 + len(boxes), boxes, num_boxes, next(iter(boxes), None)))
+        boxes[0].run()

@@ -146,6 +146,7 @@ JOB_SPEC = {
     "dataset_dir": "dataset_dir",
 }
 NOT_PLANNED_JOB_SPEC = {
+    **dict.fromkeys(["stages", "box"], "the service gives a job one box"),
     **dict.fromkeys(
         (
             "job",

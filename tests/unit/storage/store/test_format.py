@@ -121,7 +121,8 @@ class TestGeometry:
             ({"chunk_numel": 0}, "positive multiple of 2048, not 0"),
             ({"chunk_numel": 2049}, "positive multiple of 2048, not 2049"),
             ({"chunks_per_block": ()}, "at least one chunk"),
-            ({"chunks_per_block": (1, 0)}, r"chunks_per_block is \(1, 0\)"),
+            ({"chunks_per_block": (0, 0)}, "at least one chunk"),
+            ({"chunks_per_block": (1, -1)}, r"chunks_per_block is \(1, -1\)"),
         ],
     )
     def test_impossible_ones_are_refused(self, change: dict[str, Any], text: str) -> None:

@@ -1,0 +1,190 @@
+"""Moves hidden states and their gradients between a GPU worker and those of other boxes, through slots in host memory.
+
+The unit is a micro-batch. What comes is pulled into free slots as soon as its operation is granted, in the order of
+operations. What goes is offered until the other box has pulled it. So a box that is ahead waits for slots.
+"""
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from windlass.actors.job import JobContext, link_name
+from windlass.actors.lifecycle import working_at
+from windlass.actors.messages import ComputeBlock, Crossing, Message, OfferSpan, OfferTaken, PullSpan, SpanPulled
+from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, copy
+from windlass.engine.memory_plan import Pool
+from windlass.engine.model import UnsupportedArchitectureError
+from windlass.storage.ids import ActorName, BlockIndex, Span
+from windlass.storage.memory import SlotPool
+
+# Examples and tokens of each of an operation's micro-batches.
+Shapes = Sequence[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """The slots for what one other box sends."""
+
+    box: int
+    free: list[Span]
+    expected: deque[Crossing] = field(default_factory=deque)  # not requested yet, in the order of operations
+    pulled: dict[Crossing, Span] = field(default_factory=dict)  # requested, and perhaps there
+
+
+class StageEdges:
+    """The hidden states and gradients on their way from and to the boxes with the blocks before and after."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        device: Device,
+        arena: TensorArena,
+        send: Callable[[ActorName, Message], None],
+        *,
+        rank: int,
+    ) -> None:
+        """`send` tells the box's link. `rank` is that of the GPU worker. The device's token ends all waits."""
+        self._job = context.spec.job
+        self._name = context.gpu_worker(rank)
+        self._stage, self._num_blocks = context.stage, len(context.layout.blocks)
+        self._hidden_size = context.layout.hidden_size
+        self._dtype = TORCH_DTYPE[context.formats.precision]
+        self._device, self._arena, self._send = device, arena, send
+        self._link = link_name(context.spec.box)
+        self._changed = threading.Condition()
+        self._arrived: set[Crossing] = set()
+        self._offered: dict[Crossing, tuple[SlotPool, Span]] = {}
+        self._box, pools = context.spec.box, context.crossing_pools(rank)
+        neighbours = [box for box in (self._box - 1, self._box + 1) if 0 <= box < len(context.spec.stages)]
+        self._outboxes: dict[int, SlotPool] = {}
+        self._inboxes: dict[int, _Inbox] = {}
+        for neighbour, outgoing, incoming in zip(neighbours, pools[::2], pools[1::2], strict=True):
+            self._outboxes[neighbour] = self._slots(outgoing, neighbour)
+            self._inboxes[neighbour] = _Inbox(neighbour, list(incoming.slots_of(range(incoming.num_slots)).values()))
+
+    def _slots(self, pool: Pool, box: int) -> SlotPool:
+        name = f"slots of hidden states that box {box} has not taken"
+        return SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name=name, token=self._device.token)
+
+    # --- what comes -------------------------------------------------------------------------------------------------
+
+    def source_of(self, operation: ComputeBlock) -> int | None:
+        """Returns the box whose results an operation takes; None if it takes none."""
+        if self._stage.takes_hidden(operation.phase, operation.block):
+            return self._box - 1
+        return self._box + 1 if self._stage.takes_grads(operation.phase, operation.block) else None
+
+    def expect(self, operation: ComputeBlock, num_microbatches: int) -> None:
+        """Queues the pulls for an operation, after those of operations that were queued earlier."""
+        if (box := self.source_of(operation)) is None:
+            return
+        with self._changed:
+            inbox = self._inboxes[box]
+            inbox.expected.extend(_crossing(operation, index) for index in range(num_microbatches))
+            self._pull(inbox)
+
+    def receive(self, operation: ComputeBlock, shapes: Shapes) -> list[torch.Tensor]:
+        """Returns what an operation takes, for work that is queued on the compute stream from now on.
+
+        Each tensor has the shape (B, T, H). It waits until the bytes are in host memory, not until they are copied.
+
+        Raises the errors of `CancelToken.wait_for`.
+        """
+        box = self.source_of(operation)
+        assert box is not None, "only an operation that takes another box's results receives them"
+        return [
+            self._receive(operation, self._inboxes[box], _crossing(operation, index), shape)
+            for index, shape in enumerate(shapes)
+        ]
+
+    def _receive(
+        self, operation: ComputeBlock, inbox: _Inbox, crossing: Crossing, shape: tuple[int, int]
+    ) -> torch.Tensor:
+        what = (
+            f"the results of box {inbox.box} for the {crossing.phase} of block {crossing.block} in step "
+            f"{crossing.step}, group {crossing.group}; that box or the link to it is stuck"
+        )
+        with self._changed:
+            self._device.token.wait_for(self._changed, lambda: crossing in self._arrived, what)
+            self._arrived.remove(crossing)
+            slot = inbox.pulled.pop(crossing)
+        full = (*shape, self._hidden_size)
+        numel = torch.Size(full).numel()
+        compute, h2d = self._device.compute, self._device.h2d
+        hidden = self._device.empty(numel * self._dtype.itemsize).view(self._dtype)
+        h2d.wait(compute.record())  # queued work may still read what the memory held before
+        h2d.run(functools.partial(copy, hidden, self._arena.view(slot.offset, numel, self._dtype)))
+        compute.wait(h2d.record())
+        h2d.then(working_at(operation, functools.partial(self._release, inbox, slot)))
+        return hidden.view(full)
+
+    def _release(self, inbox: _Inbox, slot: Span) -> None:
+        with self._changed:
+            inbox.free.append(slot)
+            self._pull(inbox)
+
+    def _pull(self, inbox: _Inbox) -> None:
+        """Requests as many of the next results as there are slots. The caller holds the lock."""
+        while inbox.free and inbox.expected:
+            crossing, slot = inbox.expected.popleft(), inbox.free.pop()
+            inbox.pulled[crossing] = slot
+            message = PullSpan(
+                job=self._job, step=crossing.step, reply_to=self._name, box=inbox.box, crossing=crossing, span=slot
+            )
+            self._send(self._link, message)
+
+    # --- what goes --------------------------------------------------------------------------------------------------
+
+    def send(self, operation: ComputeBlock, results: Sequence[torch.Tensor], shapes: Shapes) -> None:
+        """Queues copies of an operation's results to slots, and their offers to the box that takes them.
+
+        It is called after the operation is queued on the compute stream. `results` must be contiguous, and not change.
+        It may wait for slots.
+
+        Raises:
+            UnsupportedArchitectureError: a result has another shape or type than the other box expects.
+        """
+        taker = self._stage.taker_of(operation.phase, operation.block, self._num_blocks)
+        assert taker is not None, "only an operation whose results another box takes sends them"
+        phase, block = taker
+        outbox = self._outboxes[self._box + (1 if block >= self._stage.stop else -1)]
+        self._device.d2h.wait(self._device.compute.record())
+        for index, (result, shape) in enumerate(zip(results, shapes, strict=True)):
+            if result.shape != (*shape, self._hidden_size) or result.dtype is not self._dtype:
+                raise UnsupportedArchitectureError(
+                    f"block {operation.block} passes {result.dtype} of shape {tuple(result.shape)} to block {block} on "
+                    f"another box, which expects {self._dtype} of shape {(*shape, self._hidden_size)}: such a model "
+                    "is trained on one box only"
+                )
+            crossing = Crossing(operation.step, phase, BlockIndex(block), operation.group, index)
+            (slot,) = outbox.acquire(1)
+            target = self._arena.view(slot.offset, result.numel(), self._dtype)
+            self._device.d2h.run(functools.partial(copy, target, result.detach().view(-1)))
+            self._device.d2h.then(functools.partial(self._offer, crossing, outbox, slot, result))
+
+    def _offer(self, crossing: Crossing, pool: SlotPool, slot: Span, result: torch.Tensor) -> None:
+        """Offers a result that was copied. Until now the callback has held its memory on the device."""
+        with self._changed:
+            self._offered[crossing] = pool, slot
+        span = Span(slot.offset, result.nbytes)
+        message = OfferSpan(job=self._job, step=crossing.step, reply_to=self._name, crossing=crossing, span=span)
+        self._send(self._link, message)
+
+    def take(self, message: SpanPulled | OfferTaken) -> None:
+        """Processes an answer of the link."""
+        if isinstance(message, OfferTaken):
+            with self._changed:
+                pool, slot = self._offered.pop(message.crossing)
+            pool.release([slot])
+            return
+        with self._changed:
+            self._arrived.add(message.crossing)
+            self._changed.notify_all()
+
+
+def _crossing(operation: ComputeBlock, microbatch: int) -> Crossing:
+    return Crossing(operation.step, operation.phase, operation.block, operation.group, microbatch)

@@ -1,0 +1,331 @@
+"""All actors in one process that stands for several boxes: the same losses and params to the bit as on one box."""
+
+import dataclasses
+import random
+import re
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.support.cut_off import CutOff
+from tests.support.training import has_direct_io, keep_calibration, leftovers_of, make_partition, metrics_of
+from tests.unit.actors.parity.test_local_groups import Run, grouped
+from tests.unit.actors.parity.test_local_lanes import job
+from windlass.actors.gpu_worker.stage_edges import StageEdges
+from windlass.actors.job.spec import JobSpec
+from windlass.actors.messages import (
+    CommitStore,
+    ComputeBlocks,
+    ComputeProgressed,
+    Message,
+    OfferSpan,
+    Phase,
+    PullSpan,
+    SpanKind,
+    SpanPulled,
+    SpansReported,
+    UpdateStep,
+    WorkSpan,
+)
+from windlass.actors.runtime.local_link import LocalLink
+from windlass.actors.runtime.local_runner import run_local
+from windlass.actors.timeline.intervals import intersect, length, union
+from windlass.actors.worker_policy.stages import Stage
+from windlass.engine.data.dataset import PreparedDataset
+from windlass.engine.memory_plan.activation_policy import ActivationChoice
+from windlass.engine.memory_plan.plan import Placement, PlanError
+from windlass.storage.ids import ActorName, Attempt, Precision, StatePrecision
+
+# Each way to divide the model's five blocks: the embedding, three layers and the head.
+STAGES = {
+    "1-4": (Stage(0, 1), Stage(1, 5)),
+    "2-3": (Stage(0, 2), Stage(2, 5)),
+    "4-1": (Stage(0, 4), Stage(4, 5)),
+    "2-1-2": (Stage(0, 2), Stage(2, 3), Stage(3, 5)),
+    "1-3-1": (Stage(0, 1), Stage(1, 4), Stage(4, 5)),
+}
+
+
+def boxes_of(spec: JobSpec, stages: tuple[Stage, ...]) -> list[JobSpec]:
+    """The specification of each box: its SSDs, its arena, and its part of the placement."""
+    root, place, boxes = Path(spec.job_dir).parent, spec.placement, []
+    for box, stage in enumerate(stages):
+        ssd_dirs = tuple(f"{name}-of-box-{box}" for name in spec.ssd_dirs)
+        arena_dir = root / f"shm{box}"
+        arena_dir.mkdir(exist_ok=True)
+        for ssd_dir in map(Path, ssd_dirs):
+            if not ssd_dir.exists():
+                keep_calibration(ssd_dir)
+        own = dataclasses.replace(
+            place,
+            host_blocks=tuple(filter(stage.has, place.host_blocks)),
+            device_blocks=tuple(filter(stage.has, place.device_blocks)),
+            streamed_blocks=tuple(filter(stage.has, place.streamed_blocks)),
+        )
+        boxes.append(
+            dataclasses.replace(
+                spec, box=box, stages=stages, ssd_dirs=ssd_dirs, arena_dir=str(arena_dir), placement=own
+            )
+        )
+    return boxes
+
+
+def train(spec: JobSpec, stages: tuple[Stage, ...], **options: Any) -> None:
+    first, *others = boxes_of(spec, stages)
+    direct, partition = has_direct_io(Path(spec.model_dir)), make_partition(spec)
+    outcome = run_local(first, other_boxes=others, partition=partition, poison_released=True, direct=direct, **options)
+    assert outcome["status"] == "succeeded", outcome
+    assert [leftovers_of(each) for each in (first, *others)] == [[]] * len(stages)
+    assert [path for path in Path(spec.output_dir).parent.iterdir() if path.name.startswith(".")] == []
+
+
+def run(
+    root: Path,
+    stages: tuple[Stage, ...] = (Stage(0, 5),),
+    group_size: int | None = None,
+    num_ranks: int = 1,
+    **changes: Any,
+) -> Run:
+    spec = job(root, **({"lanes": 1} | changes))
+    spec = dataclasses.replace(grouped(spec, group_size), num_ranks=num_ranks)
+    train(spec, stages)
+    return Run.of(spec)
+
+
+PLACES = {
+    "SSDs": Placement(num_cached_params=0),
+    "some params stay": Placement(num_cached_params=3),
+    "gradients on SSDs": Placement(num_host_grad_blocks=1),
+    "host memory": Placement(host_blocks=(0, 1, 2, 3, 4), commit_every=3),
+    "mixed": Placement(host_blocks=(1,), device_blocks=(0, 3), num_cached_params=2, commit_every=4),
+}
+# Groups of four, two and one micro-batches: one, two and four groups. Every precision, division and place occurs.
+QUICK = [
+    (Precision.FP32, None, "SSDs", 1, "2-3", 1),
+    (Precision.BF16, 0.5, "some params stay", 2, "2-1-2", 1),
+    (Precision.FP16, 0.5, "gradients on SSDs", 1, "1-3-1", 2),
+    (Precision.BF16, None, "mixed", 1, "4-1", 4),
+]
+ALL = [
+    case
+    for case in product(Precision, (None, 0.5), PLACES, (1, 2), STAGES, (1, 2, 4))
+    if case[2] != "gradients on SSDs" or case[1] is not None or case[0] is Precision.FP16
+]
+
+
+@pytest.mark.parametrize(
+    ("precision", "clip_norm", "place", "lanes", "division", "group_size"),
+    [
+        *(pytest.param(*case, id="-".join(map(str, case))) for case in QUICK),
+        *(
+            pytest.param(*case, marks=pytest.mark.long, id="-".join(map(str, case)))
+            for case in random.Random(1).sample(ALL, 40)
+            if case not in QUICK
+        ),
+    ],
+)
+def test_the_number_of_boxes_changes_no_bit(
+    tmp_path: Path,
+    precision: Precision,
+    clip_norm: float | None,
+    place: str,
+    lanes: int,
+    division: str,
+    group_size: int,
+) -> None:
+    changes: dict[str, Any] = {
+        "precision": precision,
+        "clip_norm": clip_norm,
+        "lanes": lanes,
+        "placement": PLACES[place],
+        "state_precision": StatePrecision.SPLIT if precision is Precision.BF16 else StatePrecision.FP32,
+    }
+    one = run(tmp_path / "one", **changes)
+    run(tmp_path / "several", STAGES[division], group_size, **changes).assert_equals(one)
+
+
+def test_each_box_has_several_gpu_workers(tmp_path: Path) -> None:
+    """Three micro-batches a rank and box at most, and an evaluation with more groups than ranks."""
+    changes: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "num_microbatches": 4}
+    one = run(tmp_path / "one", **changes)
+    run(tmp_path / "several", STAGES["2-3"], 1, num_ranks=2, **changes).assert_equals(one)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement(streamed_blocks=(1, 2, 3), num_cached_params=0),
+        Placement(
+            activations=ActivationChoice.SWAP.of_layers(3), host_activation_nbytes=65536, ssd_activation_nbytes=4 << 20
+        ),
+    ],
+    ids=["layers in pieces", "activations on SSDs"],
+)
+@pytest.mark.usefixtures("small_activation_slots")
+def test_boxes_have_their_own_activations_and_pieces(tmp_path: Path, placement: Placement) -> None:
+    one = run(tmp_path / "one", placement=Placement(num_cached_params=0))
+    run(tmp_path / "several", STAGES["2-3"], 1, placement=placement).assert_equals(one)
+
+
+def test_an_overflow_in_one_group_skips_the_step_on_all_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, found = set[int](), []
+    cross_entropy = F.cross_entropy
+
+    def break_some(logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+        loss = cross_entropy(logits, targets, **options)
+        return loss * float("inf") if int(targets.clamp(min=0).sum()) in broken else loss
+
+    monkeypatch.setattr(F, "cross_entropy", break_some)
+    for division in ((Stage(0, 5),), STAGES["2-3"]):
+        spec = grouped(job(tmp_path / f"{len(division)}", precision=Precision.FP16, total_steps=4, lanes=1), 2)
+        hyper, dataset = spec.training, PreparedDataset.open(spec.dataset_dir, "train")
+        batch = dataset.batch(2, hyper.batch_size, hyper.num_microbatches, hyper.seed)
+        broken.add(int(batch[2].targets.clamp(min=0).sum()))  # in the second group
+        train(spec, division)
+        norms = metrics_of(spec, "grad_norm")
+        assert [step for step, norm in norms.items() if norm is None] == [3]
+        found.append((metrics_of(spec, "loss_scale"), Run.of(spec)))
+    (scales, one), (others, several) = found
+    assert scales == others
+    several.assert_equals(one)
+
+
+def test_an_attempt_goes_on_with_the_same_boxes_after_it_was_cut_off(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "evaluate_every": None, "total_steps": 4}
+    whole = run(tmp_path / "whole", **changes)
+    spec = grouped(job(tmp_path / "cut", lanes=1, **changes), 2)
+
+    def in_backward(to: ActorName, message: Message) -> bool:
+        operations = message.operations if isinstance(message, ComputeBlocks) else ()
+        return any((each.step, each.group, each.phase) == (2, 1, Phase.BACKWARD) for each in operations)
+
+    def in_updates(to: ActorName, message: Message) -> bool:
+        return isinstance(message, UpdateStep) and message.step == 3
+
+    def in_commit(to: ActorName, message: Message) -> bool:
+        """The first box may commit the step, and the last one does not."""
+        return isinstance(message, CommitStore) and message.step == 3 and to == "b2/ssd-0"
+
+    for number, is_cut in enumerate((in_backward, in_updates, in_commit, None), start=1):
+
+        def look(to: ActorName, message: Message, is_cut: Callable[..., bool] | None = is_cut) -> None:
+            if is_cut is not None and is_cut(to, message):
+                raise CutOff
+
+        attempt = dataclasses.replace(spec, attempt=Attempt(number))
+        if is_cut is None:
+            train(attempt, STAGES["2-1-2"], on_message=look)
+        else:
+            with pytest.raises(CutOff):
+                train(attempt, STAGES["2-1-2"], on_message=look)
+    Run.of(spec).assert_equals(whole)
+
+
+def test_messages_that_are_late_change_no_bit(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"precision": Precision.BF16, "lanes": 2, "total_steps": 3}
+    one = run(tmp_path / "one", **changes)
+    choose = random.Random(7)
+
+    def delay(to: ActorName, message: Message) -> None:
+        if choose.random() < 0.1:
+            time.sleep(choose.random() * 0.01)
+
+    spec = grouped(job(tmp_path / "several", **changes), 1)
+    train(spec, STAGES["2-1-2"], on_message=delay)
+    Run.of(spec).assert_equals(one)
+
+
+def test_boxes_compute_at_once(tmp_path: Path) -> None:
+    """The first box passes the second and third group forward before the first one returns."""
+    spec, order = grouped(job(tmp_path / "job", total_steps=1, evaluate_every=None, lanes=1), 1), []
+    spans: list[WorkSpan] = []
+
+    def look(to: ActorName, message: Message) -> None:
+        if isinstance(message, SpansReported):
+            spans.extend(message.spans)
+        if isinstance(message, ComputeProgressed) and message.actor == "gpu-0":
+            order.extend((each.phase, each.group) for each in message.computed if each.block == 0)
+
+    train(spec, STAGES["2-3"], on_message=look)
+    training = [each for each in order if each[0] in (Phase.FORWARD, Phase.BACKWARD)]
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    assert training == [
+        (forward, 0),
+        (forward, 1),
+        (backward, 0),
+        (forward, 2),
+        (backward, 1),
+        (forward, 3),
+        (backward, 2),
+        (backward, 3),
+    ]
+    kinds = (SpanKind.FORWARD, SpanKind.HEAD, SpanKind.BACKWARD)
+    here, there = (
+        union((span.start_s, span.end_s) for span in spans if span.resource == f"{name}/compute" and span.kind in kinds)
+        for name in ("gpu-0", "b1/gpu-0")
+    )
+    assert length(intersect(here, there)) > 0
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [OfferSpan, pytest.param(PullSpan, marks=pytest.mark.long), pytest.param(SpanPulled, marks=pytest.mark.long)],
+)
+def test_result_that_the_link_loses_is_named_and_the_next_attempt_goes_on(
+    tmp_path: Path, lost: type[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"precision": Precision.BF16, "evaluate_every": None, "total_steps": 3}
+    whole, num_left = run(tmp_path / "whole", **changes), 3
+    spec = grouped(job(tmp_path / "cut", lanes=1, **changes), 2)
+
+    def losing(original: Callable[..., None]) -> Callable[..., None]:
+        def call(self: Any, message: Message, *args: Any) -> None:
+            nonlocal num_left
+            if isinstance(message, lost) and message.step == 2:
+                num_left -= 1
+                if num_left == 0:
+                    return
+            original(self, message, *args)
+
+        return call
+
+    monkeypatch.setattr(LocalLink, "post", losing(LocalLink.post))
+    monkeypatch.setattr(StageEdges, "take", losing(StageEdges.take))
+    first, *others = (dataclasses.replace(each, deadline_s=10.0) for each in boxes_of(spec, STAGES["2-3"]))
+    options: dict[str, Any] = {"partition": make_partition(spec), "direct": has_direct_io(tmp_path)}
+    outcome = run_local(first, other_boxes=others, **options)
+    assert (outcome["status"], outcome["error"]["code"]) == ("interrupted", "training_stalled")
+    told = outcome["error"]["message"]
+    assert re.search(r"the results of box \d .* in step 2, group \d; that box or the link to it is stuck", told), told
+    train(dataclasses.replace(spec, attempt=Attempt(2)), STAGES["2-3"])
+    Run.of(spec).assert_equals(whole)
+
+
+def test_tied_blocks_on_different_boxes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"blocks \[0, 4\] share tensors, and are on different boxes"):
+        train(job(tmp_path / "job", tied=True), STAGES["2-3"])
+
+
+def test_stages_that_leave_out_blocks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"stages \[\(0, 2\), \(3, 5\)\] must divide blocks 0 to 4"):
+        train(job(tmp_path / "job"), (Stage(0, 2), Stage(3, 5)))
+
+
+def test_boxes_of_which_one_has_no_ssds_are_refused(tmp_path: Path) -> None:
+    first, other = boxes_of(job(tmp_path / "job"), STAGES["2-3"])
+    other = dataclasses.replace(other, ssd_dirs=(), placement=Placement(host_blocks=(2, 3, 4)))
+    with pytest.raises(PlanError, match=r"boxes \[1\] of the job have no SSDs"):
+        run_local(first, other_boxes=[other], partition=make_partition(first), direct=False)
+
+
+def test_boxes_with_groups_of_different_size_are_refused(tmp_path: Path) -> None:
+    spec = job(tmp_path / "job")
+    first, other = boxes_of(spec, STAGES["2-3"])
+    with pytest.raises(PlanError, match=r"groups of 1 micro-batches.* the first box has groups of 2"):
+        run_local(grouped(first, 2), other_boxes=[grouped(other, 1)], partition=make_partition(spec), direct=False)
