@@ -94,9 +94,9 @@ class _Counter:
         Raises:
             DoesNotFitError: no plan fits.
         """
-        solution = solved(costs)
-        if self.question.num_layers is not None or solution.cost >= below:
-            return solution if solution.cost < below else None
+        solution = solved(costs, below)
+        if solution is None or self.question.num_layers is not None:
+            return solution
         key = (costs.job.num_microbatches, costs.group_size, costs.streams, costs.num_grad_buffers)
         limit_nbytes = costs.limits.device_nbytes
         # Indices of limits: with `short` there is no plan of use, or one that fits; with `excessive`, the plan is too
@@ -108,11 +108,11 @@ class _Counter:
         for _ in range(_MAX_CORRECTIONS):
             try:
                 if tried < excessive:
-                    solution = solved(_less(costs, limit_nbytes - _LIMIT_STEP**tried))
+                    solution = solved(_less(costs, limit_nbytes - _LIMIT_STEP**tried), below)
             except DoesNotFitError:
                 short, tried = tried, (tried + excessive) // 2
             else:
-                if solution.cost >= below:
+                if solution is None:
                     is_cut = True
                     short, tried = tried, (tried + excessive) // 2
                 else:

@@ -7,18 +7,16 @@ parts: all work of one resource, or work that cannot overlap. Every tier has a l
 are in a buffer of limited size, which then counts at most that size.
 
 AutoHete's program (section 3.2) counts the blocks that recompute, offload their params, or offload their optimizer
-states. Here the caller defines the options. The solver is HiGHS, from SciPy.
+states. Here the caller defines the options. The solver is HiGHS.
 """
 
-import functools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
-import scipy  # loads its submodules on first use, because most processes that import this module solve nothing
 
-from windlass.planner.solver.native_stdout import suppress_native_stdout
+from windlass.planner.solver.highs import InaccurateError, LinearProgram, minimize, minimize_whole
 
 # Weight of all parts' seconds in the cost. If two assignments have the same step time, the one with less work is
 # better.
@@ -137,13 +135,16 @@ def outcome_of(program: Program, assignment: Assignment) -> Outcome:
     return Outcome(step_s=step_s, seconds=tuple(seconds), nbytes=tuple(nbytes), cost=cost)
 
 
-def solve(program: Program, *, gap: float = OPTIMUM_GAP) -> Assignment | None:
-    """Returns the best assignment that fits, or None. `gap`: relative distance to the optimum that is near enough."""
+def solve(program: Program, *, gap: float = OPTIMUM_GAP, below: float = math.inf) -> Assignment | None:
+    """Returns the best assignment that fits. None: none fits, or none costs less than `below`.
+
+    `gap`: relative distance to the optimum that is near enough.
+    """
     usual = replace(program, bounds=tuple(bound for bound in program.bounds if not bound.is_rare))
-    result = _Variables(usual).minimize(gap=gap)
+    result = _Variables(usual).minimize(gap=gap, below=below)
     if result is not None and outcome_of(program, result[0]).step_s > outcome_of(usual, result[0]).step_s:
-        result = _Variables(program).minimize(gap=gap)
-    return None if result is None else result[0]
+        result = _Variables(program).minimize(gap=gap, below=below)
+    return None if result is None or outcome_of(program, result[0]).cost >= below else result[0]
 
 
 def shortfall(program: Program) -> tuple[float, ...]:
@@ -198,9 +199,17 @@ class _Variables:
         self._most_buffered = np.array([buffer.most_nbytes for buffer in program.buffers]) / units
 
     def minimize(
-        self, *, elastic: Collection[int] = (), only: int | None = None, gap: float = OPTIMUM_GAP
+        self,
+        *,
+        elastic: Collection[int] = (),
+        only: int | None = None,
+        gap: float = OPTIMUM_GAP,
+        below: float = math.inf,
     ) -> tuple[Assignment, tuple[float, ...]] | None:
-        """Minimizes the step time. If tiers are `elastic`, minimizes their missing bytes, of all or of `only` one."""
+        """Minimizes the step time. If tiers are `elastic`, minimizes their missing bytes, of all or of `only` one.
+
+        Returns None if nothing fits, or if the cost is not `below` a limit even with fractions of blocks.
+        """
         program, num_options = self._program, self._num_options
         num_tiers, num_buffers = len(program.limits), len(program.buffers)
         step = num_options + 1
@@ -214,7 +223,6 @@ class _Variables:
         lower_sums[: len(numbers)] = numbers
         # One matrix, because SciPy converts each one.
         rows = np.vstack([sums, *(each for each, _ in at_most)])
-        constraints = scipy.optimize.LinearConstraint(rows, lower_sums, upper_sums)
         costs = np.zeros(width)
         counted = np.delete(self._seconds, program.uncounted_parts, axis=0)
         costs[: num_options + 1] = SPARE_WEIGHT * counted.sum(axis=0)
@@ -231,22 +239,30 @@ class _Variables:
         upper[step + 1 : step + 1 + num_tiers] = 0.0
         upper[width - num_buffers :] = 1.0
         upper[[step + 1 + tier for tier in elastic]] = np.inf
-        bounds = scipy.optimize.Bounds(0.0, upper)
-        search = functools.partial(
-            scipy.optimize.milp, costs, constraints=constraints, integrality=integrality, bounds=bounds
+        linear = LinearProgram(
+            costs=costs,
+            rows=rows,
+            least_sums=lower_sums,
+            most_sums=upper_sums,
+            least=np.zeros(width),
+            most=upper,
         )
-        with suppress_native_stdout():
-            result = search(options={"mip_rel_gap": gap, "node_limit": _MAX_NODES})
-            if (result.mip_node_count or 0) >= _MAX_NODES and (result.x is None or result.mip_gap > _WIDE_GAP):
-                result = search(options={"mip_rel_gap": _WIDE_GAP})
-        if result.x is None:
+        # The program's costs do not have those of its constant seconds.
+        below -= SPARE_WEIGHT * np.delete(program.seconds, program.uncounted_parts).sum()
+        if below < math.inf and _costs_at_least(linear, below):
             return None
-        counts = np.rint(result.x[:num_options]).astype(int).tolist()
+        result = minimize_whole(linear, integrality, gap=gap, below=below, max_nodes=_MAX_NODES)
+        if result is not None and result.is_cut_short and result.gap > _WIDE_GAP:
+            result = minimize_whole(linear, integrality, gap=_WIDE_GAP, below=below)
+        if result is None:
+            return None
+        columns = result.columns
+        counts = np.rint(columns[:num_options]).astype(int).tolist()
         lengths = [len(group.options) for group in program.blocks]
         starts = np.cumsum([0, *lengths]).tolist()
         by_kind = tuple(tuple(counts[start : start + n]) for start, n in zip(starts, lengths, strict=False))
-        lacking = result.x[step + 1 : step + 1 + num_tiers] * self._units
-        moved = float(result.x[num_options] * self._moved_unit)
+        lacking = columns[step + 1 : step + 1 + num_tiers] * self._units
+        moved = float(columns[num_options] * self._moved_unit)
         return Assignment(counts=by_kind, moved_nbytes=moved), tuple(lacking.tolist())
 
     # Each of the following returns rows, and the largest sum of each.
@@ -299,3 +315,12 @@ class _Variables:
         # The "full" columns are 0 or 1 to limited precision only. Scale the rows so that this error stays small.
         rows /= np.maximum(np.abs(rows).max(axis=1, keepdims=True), 1.0)
         return [(rows, np.zeros(2 * num))]
+
+
+def _costs_at_least(linear: LinearProgram, below: float) -> bool:
+    """Returns whether no solution costs less than `below`, not even one with fractions of blocks."""
+    try:
+        optimum = minimize(linear)
+    except InaccurateError:
+        return False
+    return optimum is None or optimum.value >= below

@@ -5,7 +5,6 @@ most of it (see `step_cost`). The rest are few choices (see `family`), whose com
 one with the smallest lower bound comes next, until no bound is smaller than the best plan's cost.
 """
 
-import contextlib
 import functools
 import heapq
 import itertools
@@ -51,7 +50,7 @@ def search(
     speeds: Speeds,
     limits: Limits,
     *,
-    solve_kind: Solve = lambda costs, below: solved(costs),
+    solve_kind: Solve = solved,
     num_others: int = 0,
     near: float = 0.0,
     below: float = math.inf,
@@ -101,7 +100,7 @@ class _Search:
                 self._push(base, _least_penalty(base) * least_cost(without_limits), is_kind=False)
         while self._entries:
             entry = heapq.heappop(self._entries)
-            if entry.bound >= (self._below if self._best is None else (1 - _WORTH) * self._best.cost):
+            if entry.bound >= self._limit:
                 heapq.heappush(self._entries, entry)
                 break
             if entry.is_kind:
@@ -129,10 +128,9 @@ class _Search:
                 break
             if not entry.is_kind:
                 self._divide(entry)
-            elif _traits(entry.costs) not in known:
-                with contextlib.suppress(DoesNotFitError):
-                    others.append(solved(entry.costs))
-                    known.add(_traits(entry.costs))
+            elif _traits(entry.costs) not in known and (other := solved(entry.costs, limit)) is not None:
+                others.append(other)
+                known.add(_traits(entry.costs))
         return sorted(others, key=lambda solution: solution.cost)
 
     def _push(self, costs: StepCosts, bound: float, *, is_kind: bool, prices: Prices | None = None) -> None:
@@ -153,9 +151,14 @@ class _Search:
                 bound = max(entry.bound, penalty(costs) * priced_cost(program, entry.prices))
                 self._push(costs, bound, is_kind=True)
 
+    @property
+    def _limit(self) -> float:
+        """The cost below which a plan is worth more than the best one so far."""
+        return self._below if self._best is None else (1 - _WORTH) * self._best.cost
+
     def _solve(self, costs: StepCosts) -> None:
         try:
-            solution = self._solve_kind(costs, self._below if self._best is None else self._best.cost)
+            solution = self._solve_kind(costs, self._limit)
         except DoesNotFitError as error:
             self._errors.append(error)
             return

@@ -10,8 +10,8 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
-import scipy  # loads its submodules on first use
 
+from windlass.planner.solver.highs import InaccurateError, LinearProgram, minimize
 from windlass.planner.solver.integer_program import SPARE_WEIGHT, BlockGroup, Buffer, Program
 
 
@@ -98,24 +98,29 @@ def relaxed(program: Program) -> tuple[float, Prices] | None:
         rows[num_bounds + overflow.source, num_options] = -1.0
         rows[num_bounds + overflow.target, num_options] = unit / units[overflow.target]
     rows[-1, :num_options], rows[-1, num_options] = -options.movable / unit, 1.0
-    upper = np.concatenate([-(weights @ seconds + constants), free / units, [0.0]])
+    limits = np.concatenate([-(weights @ seconds + constants), free / units, [0.0]])
     equal = np.zeros((len(options.counts), num_options + 2))
     for group, (start, stop) in enumerate(zip(options.starts, [*options.starts[1:], num_options], strict=True)):
         equal[group, start:stop] = 1.0
-    costs = np.concatenate([options.seconds @ spare, [moved @ spare, 1.0]])
-    most = [(0.0, None)] * num_options + [(0.0, None if overflow is not None else 0.0), (None, None)]
-    result = scipy.optimize.linprog(
-        costs, A_ub=rows, b_ub=upper, A_eq=equal, b_eq=options.counts, bounds=most, method="highs-ds"
+    linear = LinearProgram(
+        costs=np.concatenate([options.seconds @ spare, [moved @ spare, 1.0]]),
+        rows=np.vstack([rows, equal]),
+        least_sums=np.concatenate([np.full(len(limits), -np.inf), options.counts]),
+        most_sums=np.concatenate([limits, options.counts]),
+        least=np.concatenate([np.zeros(num_options + 1), [-np.inf]]),
+        most=np.concatenate([np.full(num_options, np.inf), [np.inf if overflow is not None else 0.0, np.inf]]),
     )
-    if result.status == 2:
-        return None
-    if result.x is None:  # numerical trouble; the bound without limits holds in any case
+    try:
+        optimum = minimize(linear)
+    except InaccurateError:  # the bound without limits holds in any case
         of_bounds = np.zeros(num_bounds)
         of_bounds[0] = 1.0
         return least_cost(program), Prices(bounds=of_bounds, tiers=np.zeros(num_tiers))
-    duals = np.maximum(0.0, -result.ineqlin.marginals)
+    if optimum is None:
+        return None
+    duals = np.maximum(0.0, -optimum.duals)
     of_bounds = duals[:num_bounds] / duals[:num_bounds].sum()
-    prices = Prices(bounds=of_bounds, tiers=duals[num_bounds:-1] / units)
+    prices = Prices(bounds=of_bounds, tiers=duals[num_bounds : num_bounds + num_tiers] / units)
     return max(priced_cost(program, prices), least_cost(program)), prices
 
 

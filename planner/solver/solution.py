@@ -1,6 +1,7 @@
 """A solution: a plan of a job, with the times and bytes that the cost model expects."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -112,20 +113,22 @@ def penalty(costs: StepCosts) -> float:
     return 1 + _MEMORY_SAVER_PENALTY * saves.count(True) + _SLOTS_PENALTY / costs.depths.states
 
 
-def solved(costs: StepCosts) -> Solution:
-    """Returns the best plan with these costs.
+def solved(costs: StepCosts, below: float = math.inf) -> Solution | None:
+    """Returns the best plan with these costs. None: its program has no assignment that costs less than `below`.
 
     Memory that it leaves free goes to deeper queues, to gradients that wait, and to cached params, in this order.
 
     Raises:
-        DoesNotFitError: no plan fits.
+        DoesNotFitError: no plan fits, whatever it costs.
     """
     limits, worth = costs.limits, penalty(costs)
     for _ in range(_MAX_CORRECTIONS):
         kinds = costs.kinds()
         program = costs.program(kinds)
-        assignment = solve(program, gap=_GAP)
+        assignment = solve(program, gap=_GAP, below=below / worth)
         if assignment is None:
+            if below < math.inf:
+                return None
             raise DoesNotFitError(functools.partial(shortfall_by_tier, program, costs))
         placement, outcome = placement_of(costs, kinds, assignment), outcome_of(program, assignment)
         on_device = costs.num_devices_in_host * values_by_tier(outcome.nbytes)[MemoryTier.DEVICE]

@@ -19,7 +19,7 @@ for line in sys.stdin:
         main()
     except SystemExit as ended:
         assert ended.code == 0, (line, ended.code)
-heavy = ("alembic", "fastapi", "numpy", "ray", "scipy", "sqlalchemy", "starlette", "torch", "transformers")
+heavy = ("alembic", "fastapi", "highspy", "numpy", "ray", "sqlalchemy", "starlette", "torch", "transformers")
 print("imported:", *(name for name in heavy if name in sys.modules))
 """
 

@@ -93,7 +93,7 @@ def test_the_planners_arithmetic_is_arithmetic_only(path: Path) -> None:
     # Apart from arithmetic, they read files that users write: profiles of machines, shapes of models.
     rooms = [f"windlass.{folder.replace('/', '.')}" for folder in ARITHMETIC]
     light = ("windlass.amounts", "windlass.exports", "windlass.storage.ids")
-    assert outside(path, "numpy", "scipy", "pydantic", "yaml", *light, *rooms) == []
+    assert outside(path, "numpy", "highspy", "pydantic", "yaml", *light, *rooms) == []
 
 
 def test_only_the_service_and_the_ray_runner_know_ray() -> None:
@@ -161,7 +161,7 @@ def test_rooms_are_small_enough_to_overlook() -> None:
 def test_light_actors_do_not_load_what_is_heavy(modules: tuple[str, ...], tmp_path: Path) -> None:
     code = (
         f"import sys, {', '.join(modules)}\n"
-        "print([m for m in ('torch', 'transformers', 'ray', 'fastapi', 'sqlalchemy', 'scipy') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'ray', 'fastapi', 'sqlalchemy', 'highspy') if m in sys.modules])"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)

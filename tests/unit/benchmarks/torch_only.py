@@ -8,7 +8,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
-_ROOTS = ("torch", "transformers", "psutil", "scipy", "xxhash")
+_ROOTS = ("torch", "transformers", "psutil", "highspy", "xxhash")
 # Transformers requires these directly or indirectly, and works without them. A GPU machine may lack them.
 _ABSENT = {"pydantic", "pydantic-core", "rich", "typer"}
 _NAME = re.compile(r"[A-Za-z0-9._-]+")

@@ -65,7 +65,8 @@ def test_best_assignment_needs_as_little_as_the_program_says(tier: MemoryTier) -
     found = frontier()
     limits = Bytes(device=120 * MIB, host=900 * MIB, ssd=3000 * MIB)
     program = found.costs.program(found.kinds)
-    program = replace(program, limits=(limits.device, limits.host, limits.ssd))
+    # Of the tier itself all bytes are missing, so that the fewest are found.
+    program = replace(program, limits=tuple(0.0 if each is tier else limits.of(each) for each in TIER_INDEX))
     best = found.best_assignment(tier, limits)
     least = least_assignment(program, TIER_INDEX[tier], elastic=(TIER_INDEX[tier],))
     assert best is not None

@@ -335,7 +335,9 @@ def test_search_equals_a_search_through_all_kinds_of_plans(
     costs = []
     for kind in (kind for base in bases_of(job, speeds, given) for kind in kinds_of(base)):
         with contextlib.suppress(DoesNotFitError):
-            costs.append(solved(kind).cost)
+            solution = solved(kind)
+            assert solution is not None, "without a limit of its cost"
+            costs.append(solution.cost)
     found = try_to_solve(job, speeds, given)
     assert (found is None) == (not costs)
     if found is not None:
