@@ -15,11 +15,10 @@ chunks stay in host memory until then.
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from windlass.actors.gpu_worker.streamed_params import HostChunks
 from windlass.actors.job import JobContext, piece_bounds
 from windlass.actors.lifecycle import working_at, works_at
 from windlass.actors.messages import (
@@ -31,7 +30,7 @@ from windlass.actors.messages import (
     SpanKind,
 )
 from windlass.actors.ssd import ParamRequests
-from windlass.actors.timeline import TO_DEVICE, SpanRecorder
+from windlass.actors.timeline import TO_DEVICE, WHOLE_BLOCK, SpanRecorder
 from windlass.engine.device import (
     TORCH_DTYPE,
     BlockLoad,
@@ -41,11 +40,41 @@ from windlass.engine.device import (
     OnArrival,
     ParamLoader,
     TensorArena,
+    copy,
 )
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece, param_buffers
 from windlass.engine.model import PieceBuffers, StreamedParams
 from windlass.storage.cancellation import TaskQueue
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
+
+
+@dataclass(slots=True, eq=False)
+class HostChunks:
+    """A PieceSource that reads from the chunks of one streamed block in host memory."""
+
+    chunk_numel: int
+    request: ParamRequest
+    spans: SpanRecorder
+    _chunks: dict[int, torch.Tensor] = field(default_factory=dict)  # by number in the block
+
+    def add(self, number: int, chunk: torch.Tensor) -> None:
+        """Adds a chunk's params, which are now in host memory."""
+        self._chunks[number] = chunk
+
+    def load(self, target: torch.Tensor, start: int) -> None:
+        """See PieceSource."""
+        stop = start + target.numel()
+        for number in range(start // self.chunk_numel, -(-stop // self.chunk_numel)):
+            chunk, first = self._chunks[number], number * self.chunk_numel
+            low, high = max(start, first), min(stop, first + chunk.numel())
+            copy(target[low - start : high - start], chunk[low - first : high - first])
+
+    def loaded(self, begun: Event, copied: Event, nbytes: int) -> None:
+        """See PieceSource."""
+        kind, request = SpanKind.COPY_PARAMS_IN, self.request
+        self.spans.note(
+            TO_DEVICE, kind, request.step, request.block, WHOLE_BLOCK, begun.time_s(), copied.time_s(), nbytes
+        )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -55,7 +55,7 @@ class Boxes:
         """Starts the next attempt."""
         self.attempt += 1
         self.calls = []
-        return start_actors(self.spec, self._call)
+        return start_actors([self.spec], self._call)
 
     def commit(self, step: int, *ssds: int, decides: bool = True) -> None:
         """Commits a step on all SSDs, or on some of them. Then it is decided, but by default only if all have it."""
