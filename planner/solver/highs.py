@@ -1,7 +1,7 @@
 """Linear programs, with or without whole numbers, solved by HiGHS.
 
 It is called through its own bindings. Through SciPy the same programs take several times as long, because it cannot be
-told that a solution is of no use, and SciPy's import takes half a second.
+told that a solution is of no use. SciPy's import takes half a second.
 """
 
 import math
