@@ -1,5 +1,7 @@
 """Measures the planner's speed and the accuracy of its predictions: `python -m benchmarks.planner [--quick]`
 
+It takes long. With `--keep FOLDER` its parts are kept as they end, and another run goes on from there.
+
 - The time of `windlass plan` for Ratel's shapes (its table IV), and of the same plans in a running service after a
   setting was changed; the time of their integer programs.
 - Jobs on this machine. The machine is measured right before each plan, because a virtual machine's pace changes within
@@ -11,6 +13,7 @@
   (`benchmarks/planner/swaps.py`).
 """
 
+import functools
 import shutil
 import statistics
 import time
@@ -27,7 +30,8 @@ from benchmarks.planner.cases import CASES, QUICK_CASES
 from benchmarks.planner.pace import Pace, blocks_s, planned_blocks_s
 from benchmarks.planner.plan_times import PlanTime, service_times, shell_times
 from benchmarks.planner.run import Measured, run_timed, with_memory
-from benchmarks.planner.swaps import QUICK_SWAPS, SWAPS, add_swaps, sweep
+from benchmarks.planner.swaps import QUICK_SWAPS, SWAPS, Swap, add_swaps, sweep
+from benchmarks.reporting.kept import KeptResults
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import Report, parse_options
 from benchmarks.scratch_folder import scratch_folder
@@ -256,37 +260,47 @@ def _run(case: Case, folder: Path, kernels: Path, *, num_timed_steps: int) -> tu
     return Result(case=case, predicted=predicted, measured=measured, pace=pace), machine
 
 
+def _sweep(case: Case, directory: Path) -> list[Swap]:
+    return sweep([case], _measured(directory), directory)
+
+
 def main() -> None:
     """Solves, predicts, runs, reports, and prints the ratios as the last line."""
-    options = parse_options("planner", __doc__, quick="one small model, one small job")
+    options = parse_options("planner", __doc__, quick="one small model, one small job", keeps=True)
     cases = QUICK_CASES if options.quick else CASES
     num_timed_steps = 2 if options.quick else 6
     report = Report(
         "The planner", options.directory, {"form": "quick" if options.quick else "full", "training": "bf16"}
     )
+    kept = KeptResults(options.keep)
+    with scratch_folder(options.directory) as directory:
+        torch.set_num_threads(num_cores())
+        retain_freed_memory()  # as in jobs
+        results, machines = [], []
+        for i, case in enumerate(cases):
+            run = functools.partial(
+                _run, case, directory / str(i), directory / "kernels", num_timed_steps=num_timed_steps
+            )
+            result, machine = kept.of(case.title, run)
+            results.append(result)
+            machines.append(machine)
+            shutil.rmtree(directory / str(i), ignore_errors=True)
+        swaps: list[Swap] = []
+        for case in QUICK_SWAPS if options.quick else SWAPS:
+            swaps += kept.of(f"swaps {case.title}", functools.partial(_sweep, case, directory))
+    times = kept.of("solving", functools.partial(solve_times, quick=options.quick))
     sizes = sorted(RATEL_SHAPES)[: 1 if options.quick else None]
     with scratch_folder(options.directory) as directory:
-        of_shell = shell_times(sizes, directory)
-        plan_s = add_plan_times(report, "`windlass plan`, each in a process and a home of its own:", of_shell)
-        again = service_times(sizes[:1] if options.quick else _AGAIN_SIZES, directory)
-        again_s = add_plan_times(report, "A running service, asked again with one setting changed:", again)
-    times = solve_times(quick=options.quick)
+        of_shell = kept.of("plans", lambda: shell_times(sizes, directory))
+        again = kept.of("plans again", lambda: service_times(sizes[:1] if options.quick else _AGAIN_SIZES, directory))
+    plan_s = add_plan_times(report, "`windlass plan`, each in a process and a home of its own:", of_shell)
+    again_s = add_plan_times(report, "A running service, asked again with one setting changed:", again)
     report.add("", f"Solving, seconds (Ratel's shapes, batch {_BATCH_SIZE} x {_NUM_TOKENS}, its server):")
     report.add_table(
         ("model", "from rates, s", "from times of layers, s"),
         [(name, *(f"{seconds:.3f}" for seconds in both)) for name, both in times.items()],
     )
     report.add("The times are made up, by a layer's FLOPs; the longest of three with what computing again takes.")
-    with scratch_folder(options.directory) as directory:
-        torch.set_num_threads(num_cores())
-        retain_freed_memory()  # as in jobs
-        results, machines = [], []
-        for i, case in enumerate(cases):
-            result, machine = _run(case, directory / str(i), directory / "kernels", num_timed_steps=num_timed_steps)
-            results.append(result)
-            machines.append(machine)
-            shutil.rmtree(directory / str(i))
-        swaps = sweep(QUICK_SWAPS if options.quick else SWAPS, _measured(directory), directory)
     _add_machines(report, cases, machines)
     add_choices(report, [(result.case, result.predicted) for result in results])
     add_paces(report, results)

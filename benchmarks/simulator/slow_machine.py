@@ -15,14 +15,14 @@ from torch import nn
 
 from benchmarks.scheduler.throttle import Gate, Throttle, sleep_until
 from windlass.actors.activations import tiered_store as activation_tiers
-from windlass.actors.gpu_worker import streamed_params as param_pieces
+from windlass.actors.gpu_worker import param_prefetcher
 from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.engine.activations import host_store as activations_host
 from windlass.engine.device import device
 from windlass.engine.model import BlockRunner, Partition
 from windlass.engine.model import streamed_params as param_pieces_on_device
 
-_COPYING = (activations_host, device, param_pieces)  # copies of several tensors go through `device`
+_COPYING = (activations_host, device, param_prefetcher)  # copies of several tensors go through `device`
 _copy = device.copy
 
 
