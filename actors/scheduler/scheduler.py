@@ -455,7 +455,10 @@ class Scheduler:
                 raise DeadlineMissedError(text)
 
     def _handle(self, event: Event) -> list[Action]:
-        """Passes an event to the policy. Returns its actions and, after a decided commit, those that it allows."""
+        """Passes an event to the policy. Returns its actions and, after a decided commit, those that it allows.
+
+        Nothing but commits waits for the decision to be durable, which may take long on a busy disk.
+        """
         try:
             actions = self.pipeline.handle(event, time.monotonic())
         except NotFiniteError as error:
@@ -463,10 +466,12 @@ class Scheduler:
                 f"{error}; {self._progress.first_not_finite(event.step)} was the first: training has diverged, or the "
                 "weights or the data are broken; try a lower learning rate, more warm-up or another precision"
             ) from error
-        for decided in [action for action in actions if isinstance(action, DecideCommit)]:
-            self._decide(decided.step)
-            actions = [action for action in actions if action is not decided]
-            actions += self.pipeline.commit_decided(decided.step, time.monotonic())
+        if decided := [action for action in actions if isinstance(action, DecideCommit)]:
+            self._carry_out([action for action in actions if action not in decided and not _is_commit(action)])
+            actions = [action for action in actions if _is_commit(action)]
+        for each in decided:
+            self._decide(each.step)
+            actions += self.pipeline.commit_decided(each.step, time.monotonic())
         return actions
 
     def _decide(self, step: Step) -> None:

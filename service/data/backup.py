@@ -265,7 +265,7 @@ def _reconcile_database(settings: Settings, about: dict[str, Any]) -> list[str]:
         return []
     return [
         f"not finished: {told_jobs(unfinished)}. Those that had begun go on where the SSDs still hold their "
-        "states; else they fail, and can be submitted again"
+        "states; else they are paused, and can be submitted again"
     ]
 
 

@@ -1,6 +1,7 @@
 """The listening side: it admits connections of peers, and reads little from those that are not known yet."""
 
 import contextlib
+import errno
 import hmac
 import logging
 import secrets
@@ -22,6 +23,18 @@ from windlass.storage.link.settings import Certificates, Identity, LinkSettings
 
 MAX_HALF_OPEN = 16  # connections of boxes that are not known yet; more wait in the kernel's queue
 _SESSION_NBYTES = 16
+# Errors of one connection, or of a shortage that passes. All others mean that the listener is closed.
+_PASSING_ERRORS = {
+    errno.ECONNABORTED,
+    errno.EINTR,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+    errno.EPERM,
+    errno.EPROTO,
+}
+_PAUSE_S = 0.1  # after such an error
 
 _logger = logging.getLogger(__name__)
 
@@ -70,8 +83,13 @@ class Admission:
             self._half_open.acquire()
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                self._half_open.release()
+                if error.errno not in _PASSING_ERRORS:
+                    return
+                _logger.warning("a connection was not accepted: %s", error)
+                time.sleep(_PAUSE_S)
+                continue
             threading.Thread(target=self._admit, args=(connection,), name="link admission", daemon=True).start()
 
     def _admit(self, connection: socket.socket) -> None:

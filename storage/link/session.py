@@ -100,10 +100,12 @@ class Session:
             self.end(error)
         finally:
             self.end(None)
-            self._threads.join(_JOIN_S)
-            self._connected.close()
-            self._woken.close()
-            self._waker.close()
+            try:
+                self._threads.join(_JOIN_S)
+            finally:  # also if a thread hangs
+                self._connected.close()
+                self._woken.close()
+                self._waker.close()
         return self._error
 
     def _run_control(self) -> None:

@@ -74,6 +74,11 @@ def _lost_text(journals: Sequence[StoreJournal], decided: Step | None, last_chec
     lacking = [journal for journal in journals if all(record.step != decided for record in journal.records)]
     last_steps = (max((record.step for record in journal.records), default="none") for journal in journals)
     lasts = ", ".join(f"{journal.where}: {step}" for journal, step in zip(journals, last_steps, strict=True))
+    if not any(journal.records for journal in journals):
+        return (
+            f"the job committed step {decided}, and none of its SSDs ({_names(journals)}) has its states: they are not "
+            f"mounted, were emptied, or are others; {_advice(last_checkpoint)}, or submit the job again"
+        )
     lost = (
         "the job's SSDs have no commit in common"
         if decided is None

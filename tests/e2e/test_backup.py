@@ -74,9 +74,10 @@ def test_a_job_that_was_not_finished_goes_on_where_its_states_are_and_else_says_
     try:
         bare.ok("restore", str(tmp_path / "backup"))
         bare.ok("up", "--detach")
-        job = wait_for(bare, job_id, lambda job: job["status"] == "failed")
-        assert "none of its SSDs" in job["error"]["message"]
-        assert "submit the job again" in job["error"]["message"]
+        wait_for(bare, job_id, lambda job: job["status"] == "paused")
+        told = bare.ok("logs", job_id)
+        assert "none of its SSDs" in told
+        assert "submit the job again" in told
         # The job's files are restored.
         (file_id,) = [each for each in bare.ok("files").split() if each.startswith("file-")]
         again = bare.ok("submit", "tiny", file_id, *ENDLESS)
