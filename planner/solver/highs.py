@@ -4,7 +4,6 @@ It is called through its own bindings. Through SciPy the same programs take seve
 told that a solution is of no use. SciPy's import takes half a second.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,16 +79,14 @@ def minimize_whole(
     whole: "np.ndarray",
     *,
     gap: float,
-    below: float = math.inf,
     max_nodes: int | None = None,
 ) -> Assigned | None:
     """Returns a solution in which the columns `whole` have whole numbers. None: none was found.
 
-    `gap`: relative distance to the best possible value that is near enough. `below`: only solutions with a smaller
-    value count. `max_nodes`: of the tree that is searched.
+    `gap`: relative distance to the best possible value that is near enough. `max_nodes`: of the tree that is searched.
     """
     nodes = {} if max_nodes is None else {"mip_max_nodes": max_nodes}
-    highs = _run(program, whole, {**_WHOLE, "mip_rel_gap": gap, "objective_bound": below, **nodes})
+    highs = _run(program, whole, {**_WHOLE, "mip_rel_gap": gap, **nodes})
     info, is_cut_short = highs.getInfo(), max_nodes is not None and highs.getInfo().mip_node_count >= max_nodes
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         if is_cut_short:

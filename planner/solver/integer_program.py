@@ -251,9 +251,9 @@ class _Variables:
         below -= SPARE_WEIGHT * np.delete(program.seconds, program.uncounted_parts).sum()
         if below < math.inf and _costs_at_least(linear, below):
             return None
-        result = minimize_whole(linear, integrality, gap=gap, below=below, max_nodes=_MAX_NODES)
+        result = minimize_whole(linear, integrality, gap=gap, max_nodes=_MAX_NODES)
         if result is not None and result.is_cut_short and result.gap > _WIDE_GAP:
-            result = minimize_whole(linear, integrality, gap=_WIDE_GAP, below=below)
+            result = minimize_whole(linear, integrality, gap=_WIDE_GAP)
         if result is None:
             return None
         columns = result.columns

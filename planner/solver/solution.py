@@ -142,6 +142,8 @@ def solved(costs: StepCosts, below: float = math.inf) -> Solution | None:
         outcome = outcome_of(costs.program(kinds), assignment)
         plan = plan_of(costs, placement, limits.host_nbytes - on_device)
         return _solution(costs, placement, plan, outcome, worth)
+    if below < math.inf:
+        return None
     raise DoesNotFitError(lambda: {MemoryTier.DEVICE: 0, MemoryTier.HOST: int(excess), MemoryTier.SSD: 0})
 
 
