@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from windlass.storage.link.frames import receive_exactly, send_all
+
 if TYPE_CHECKING:
     from windlass.storage.io_scheduler import IoResult
 
@@ -100,35 +102,18 @@ def _connect(address: tuple[str, int]) -> socket.socket:
             time.sleep(0.05)
 
 
-def _send_all(connection: socket.socket, parts: list[memoryview]) -> None:
-    while parts:
-        sent = connection.sendmsg(parts)
-        while parts and sent >= parts[0].nbytes:
-            sent -= parts.pop(0).nbytes
-        if parts:
-            parts[0] = parts[0][sent:]
-
-
-def _receive_exactly(connection: socket.socket, into: memoryview) -> None:
-    while into.nbytes:
-        received = connection.recv_into(into, 0, socket.MSG_WAITALL)
-        if not received:
-            raise EOFError
-        into = into[received:]
-
-
 def _send_plain(connection: socket.socket, lane: memoryview, *, nbytes: int) -> None:
     for start in range(0, nbytes, MIB):
         at = start % lane.nbytes
-        _send_all(connection, [memoryview(_HEADER.pack(start, MIB)), lane[at : at + MIB]])
+        send_all(connection, [memoryview(_HEADER.pack(start, MIB)), lane[at : at + MIB]])
 
 
 def _receive_plain(connection: socket.socket, lane: memoryview, *, nbytes: int) -> None:
     header = memoryview(bytearray(_HEADER.size))
     for start in range(0, nbytes, MIB):
         at = start % lane.nbytes
-        _receive_exactly(connection, header)
-        _receive_exactly(connection, lane[at : at + MIB])
+        receive_exactly(connection, header)
+        receive_exactly(connection, lane[at : at + MIB])
 
 
 # --- TLS ---
@@ -175,7 +160,7 @@ def _send_aes(connection: socket.socket, lane: memoryview, *, nbytes: int, frame
         at = start % lane.nbytes
         header = _HEADER.pack(start, frame)
         cipher.encrypt_into(number.to_bytes(12, "big"), lane[at : at + frame], header, out)
-        _send_all(connection, [memoryview(header), out])
+        send_all(connection, [memoryview(header), out])
 
 
 def _receive_aes(connection: socket.socket, lane: memoryview, *, nbytes: int, frame: int) -> None:
@@ -186,8 +171,8 @@ def _receive_aes(connection: socket.socket, lane: memoryview, *, nbytes: int, fr
     header = memoryview(bytearray(_HEADER.size))
     for number, start in enumerate(range(0, nbytes, frame)):
         at = start % lane.nbytes
-        _receive_exactly(connection, header)
-        _receive_exactly(connection, received)
+        receive_exactly(connection, header)
+        receive_exactly(connection, received)
         cipher.decrypt_into(number.to_bytes(12, "big"), received, bytes(header), lane[at : at + frame])
 
 

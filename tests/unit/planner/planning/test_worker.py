@@ -11,15 +11,12 @@ import torch
 from transformers import PretrainedConfig
 
 from tests.support.engine.architectures import ARCHITECTURES
+from tests.support.planner.pretend_measurement import pretend_to_measure
 from windlass.actors.timeline.span_files import SIMULATED_FOLDER, held_steps, load_step
-from windlass.engine.device import malloc
 from windlass.engine.training_config.training_config import TrainingConfig
-from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import worker as plan_job
-from windlass.planner.profiling import measure_model
-from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
 from windlass.planner.question.job_plan import JobPlan
 from windlass.planner.question.question import PlanQuestion
 
@@ -66,15 +63,7 @@ def test_a_plan_and_what_the_engine_does(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_measured_times_are_reused_for_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[ModelProfile] = []
-
-    def measure(profile: ModelProfile, *_: object, **__: object) -> MeasuredBlocks:
-        measured.append(profile)
-        times = BlockTimes(forward_s=0.25, backward_s=0.5)
-        return MeasuredBlocks(times=dict.fromkeys(range(len(profile.layers) + 2), times), standard_error=0.0)
-
-    monkeypatch.setattr(measure_model, "measure_blocks", measure)
-    monkeypatch.setattr(malloc, "retain_freed_memory", lambda: None)
+    measured = pretend_to_measure(monkeypatch)
     hardware = load(Hardware, example_machines()["rtx4090-server"]).model_dump()
     hardware["gpus"]["count"] = 0
     asked = {"hardware": hardware, "compute_threads": torch.get_num_threads(), "is_alone": True}

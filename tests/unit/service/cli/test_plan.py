@@ -10,12 +10,9 @@ import typer
 from transformers import LlamaConfig
 from typer.testing import CliRunner, Result
 
-from windlass.engine.device import malloc
-from windlass.planner.cost.model_profile import ModelProfile
+from tests.support.planner.pretend_measurement import pretend_to_measure
 from windlass.planner.hardware.hardware import example_machines
 from windlass.planner.planning import limits
-from windlass.planner.profiling import measure_model
-from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
 from windlass.service.cli.errors import reported
 from windlass.service.cli.plan.command import plan
 from windlass.service.cli.plan.inputs import config_of, is_id
@@ -112,15 +109,7 @@ def test_order_of_updates_is_printed_only_where_a_job_could_get_another(shape: P
 def test_blocks_are_measured_once_if_no_job_trains_here(
     shape: Path, home: Path, monkeypatch: pytest.MonkeyPatch, *, is_alone: bool
 ) -> None:
-    measured: list[ModelProfile] = []
-
-    def measure(profile: ModelProfile, *_: object, **__: object) -> MeasuredBlocks:
-        measured.append(profile)
-        times = BlockTimes(forward_s=0.25, backward_s=0.5)
-        return MeasuredBlocks(times=dict.fromkeys(range(len(profile.layers) + 2), times), standard_error=0.0)
-
-    monkeypatch.setattr(measure_model, "measure_blocks", measure)
-    monkeypatch.setattr(malloc, "retain_freed_memory", lambda: None)
+    measured = pretend_to_measure(monkeypatch)
     monkeypatch.setattr(torch, "set_num_threads", lambda _number: None)
     monkeypatch.setattr(shutdown, "is_box_free", lambda _settings: is_alone)
     home.mkdir()
