@@ -265,8 +265,9 @@ def test_too_little_room_is_refused_before_the_first_step(
     again = dataclasses.replace(spec, placement=placed(SWAP, enough))
     assert run(again)["status"] == "succeeded"
     assert watched.pools[-1].statistics.high_water_nbytes > enough // 2
+    less = job(tmp_path / "less", placement=placed(SWAP, enough - small_activation_slots))
     with pytest.raises(ActivationMemoryError, match=rf"at least {enough},"):
-        run(dataclasses.replace(spec, placement=placed(SWAP, enough - small_activation_slots)))
+        run(less)
 
 
 def test_a_choice_that_is_wrong_for_the_model_is_refused_before_the_first_step(
