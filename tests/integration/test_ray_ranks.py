@@ -31,7 +31,7 @@ class StandIn:
 
 deploy._RemoteShell = ray.remote(StandIn)
 spec = SimpleNamespace(
-    num_ranks=2, num_cpu_optimizers=1, ssd_dirs=("ssd",), compute_threads=3, optimizer_threads=5, deadline_s=60.0
+    box=0, num_ranks=2, num_cpu_optimizers=1, ssd_dirs=("ssd",), compute_threads=3, optimizer_threads=5, deadline_s=60.0
 )
 has_gpus = deploy.num_gpus_here() > 0
 jobs, groups, runners = [], [], []

@@ -176,6 +176,7 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
 
 _CPU = "streams of a CPU, whose threads wait for each other; tests/unit/engine/device/test_streams.py"
 _THREADS = "a thread waits for another one, not for a device"
+_HOST_SLOTS = "the callback holds names of slots in host memory; a load has tensors of the device, which others hold"
 _QUEUE = "puts a part in a queue"
 _NOT_SHOWN = "the tensor is held elsewhere too, unless it is dropped during its copy, which no scenario does"
 _OTHERS_BETWEEN = "in jobs other users have the memory between two uses of a buffer, and their end is waited for"
@@ -201,6 +202,9 @@ NOT_OF_THE_DEVICE: dict[str, dict[str, str]] = {
         "SsdActivations.wait_for: self._turns.wait": _QUEUE,
         "SsdActivations._has_moved: self._turns.wait": _QUEUE,
         "SsdActivations._line_up: self._turns.wait": _QUEUE,
+    },
+    "actors/gpu_worker/param_prefetcher.py": {
+        "ParamFeed.release: self._device.compute.then, memory": _HOST_SLOTS,
     },
     "actors/offload/param_prefetcher.py": {
         "ParamFeed.host_chunk: done.wait": _THREADS,
