@@ -19,9 +19,10 @@ from windlass.engine.memory_plan.queue_depths import (
     STATE_DEPTH,
     QueueDepths,
 )
+from windlass.planner.solver import solution as solutions
 from windlass.planner.solver.family import bases_of, group_sizes, kinds_of
 from windlass.planner.solver.integer_program import Assignment, outcome_of, solve
-from windlass.planner.solver.placement_search import solve_job
+from windlass.planner.solver.placement_search import search, solve_job
 from windlass.planner.solver.solution import DoesNotFitError, Solution, solved
 from windlass.planner.solver.step_bounds import Part
 from windlass.planner.solver.step_cost import Limits, PlannedJob, StateTier, StepCosts, values_by_tier
@@ -188,6 +189,29 @@ def test_a_job_that_does_not_fit_is_told_what_is_missing() -> None:
     with pytest.raises(DoesNotFitError, match="GiB of space on the SSDs") as caught:
         solve_job(make_job(), make_speeds(), limits(1000, 1000, 100))
     assert caught.value.missing[MemoryTier.SSD] == pytest.approx(2 * 56 * 14 * MIB - 100 * MIB, rel=0.01)
+
+
+@pytest.mark.parametrize("below", [math.inf, 1e6])
+def test_solved_with_an_arena_that_always_exceeds_the_count_has_no_plan(
+    below: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below a cost, that is no error, because the caller has a plan."""
+    given = limits(4000, 2000)
+    costs = StepCosts(job=make_job(), speeds=make_speeds(), limits=given, group_size=1)
+    monkeypatch.setattr(solutions, "_least_arena_nbytes", lambda *_: given.host_nbytes + 1)
+    if below < math.inf:
+        assert solved(costs, below) is None
+    else:
+        with pytest.raises(DoesNotFitError, match=r"lacks 1 bytes of host"):
+            solved(costs, below)
+
+
+def test_search_keeps_its_best_plan_if_no_other_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, speeds, given = make_job(keeps_grads=True), make_speeds(), limits(125, 2000)
+    best = solve_job(job, speeds, given)
+    monkeypatch.setattr(solutions, "_least_arena_nbytes", lambda *_: given.host_nbytes + 1)
+    found = search((job,), speeds, given, solve_kind=lambda *_: best, num_others=3, near=1.0)
+    assert (found.best, found.others) == (best, [])
 
 
 def test_on_a_cpu_the_device_lies_in_host_memory_and_has_its_cores() -> None:
