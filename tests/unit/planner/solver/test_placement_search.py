@@ -368,6 +368,23 @@ def test_search_equals_a_search_through_all_kinds_of_plans(
         assert found.cost <= min(costs) * 1.001
 
 
+def test_search_where_exact_counts_refuse_fast_plans_tries_one_of_them_before_it_has_a_plan() -> None:
+    """Whole layers are faster, but none of their plans fits. With a plan in pieces, the others are hardly solved."""
+    job, speeds, given = make_job(keeps_grads=True), make_speeds(d2h_bytes=1e10), limits(4000, 2000)
+    without_limit = []
+
+    def solve_kind(costs: StepCosts, below: float) -> Solution | None:
+        if below == math.inf:
+            without_limit.append(costs.streams)
+        if not costs.streams:
+            raise DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 0))
+        return solved(costs, below)
+
+    best = search((job,), speeds, given, solve_kind=solve_kind).best
+    assert best.costs.streams
+    assert without_limit == [False, False, True]  # with two buffers for gradients, with one, and in pieces
+
+
 def test_gradients_in_pieces_fit_where_whole_ones_do_not_and_are_as_fast_as_two_buffers() -> None:
     job = make_job(keeps_grads=True)
     layers = tuple(replace(layer, largest_param_numel=layer.numel // 8) for layer in job.model.layers)
