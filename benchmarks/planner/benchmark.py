@@ -269,10 +269,9 @@ def main() -> None:
     options = parse_options("planner", __doc__, quick="one small model, one small job", keeps=True)
     cases = QUICK_CASES if options.quick else CASES
     num_timed_steps = 2 if options.quick else 6
-    report = Report(
-        "The planner", options.directory, {"form": "quick" if options.quick else "full", "training": "bf16"}
-    )
-    kept = KeptResults(options.keep)
+    form = "quick" if options.quick else "full"
+    report = Report("The planner", options.directory, {"form": form, "training": "bf16"})
+    kept = KeptResults.in_folder(options.keep, form=form)
     with scratch_folder(options.directory) as directory:
         torch.set_num_threads(num_cores())
         retain_freed_memory()  # as in jobs

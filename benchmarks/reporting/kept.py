@@ -1,19 +1,38 @@
 """Keeps the results of a long benchmark's parts, so that it may be interrupted and run again."""
 
+import hashlib
 import pickle
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
+ROOT = Path(__file__).parents[2]
+
+
+def tree_digest(root: Path = ROOT) -> str:
+    """Returns a short name of a repository's commit with the changes that are not committed yet."""
+
+    def git(*arguments: str) -> bytes:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=True).stdout
+
+    return hashlib.sha256(git("rev-parse", "HEAD") + git("diff", "HEAD")).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class KeptResults:
-    """A folder of results, or nothing: then every part is measured."""
+    """A folder of the results of one form of a benchmark by one version of the code, or nothing: then every part is
+    measured.
+    """
 
     folder: Path | None
+
+    @classmethod
+    def in_folder(cls, folder: Path | None, *, form: str) -> "KeptResults":
+        """Returns the results in a folder that are of this form, such as quick, and of the code as it is now."""
+        return cls(None if folder is None else folder / f"{form}-{tree_digest()}")
 
     def of(self, part: str, measure: Callable[[], _Result]) -> _Result:
         """Returns the kept result of a part. Measures it, and keeps it, if there is none."""

@@ -10,14 +10,10 @@ import torch
 
 from windlass.engine.device.device import Device
 from windlass.engine.device.streams import Event, Stream
-from windlass.engine.memory_plan import BlockBuffers
+from windlass.engine.memory_plan import ROUNDING_NUMEL, BlockBuffers
 
 # The number of elements and their dtype.
 BufferClass = tuple[int, torch.dtype]
-
-
-# Elements that are rounded at once: they take 16 MiB beside the buffer.
-_ROUNDED_NUMEL = 2**23
 
 
 def narrowed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -26,10 +22,10 @@ def narrowed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def round_in_place(flat: torch.Tensor, target: torch.Tensor) -> None:
-    """Rounds all elements of a buffer to `narrowed(flat, dtype)`."""
-    for start in range(0, flat.numel(), _ROUNDED_NUMEL):
+    """Rounds all elements of a buffer to `narrowed(flat, dtype)`. Takes `rounding_nbytes` beside the buffer."""
+    for start in range(0, flat.numel(), ROUNDING_NUMEL):
         # A part is written after it and all parts before it were read, and takes less memory than these.
-        part = flat[start : start + _ROUNDED_NUMEL].to(target.dtype)
+        part = flat[start : start + ROUNDING_NUMEL].to(target.dtype)
         target[start : start + part.numel()].copy_(part)
 
 

@@ -17,6 +17,7 @@ from windlass.engine.memory_plan import (
     largest_piece,
     param_buffers,
     rounded_numel,
+    rounding_nbytes,
     step_moments,
     streamed_grads_nbytes,
     summed_in_fp32,
@@ -120,7 +121,8 @@ def device_need(
         + batch_nbytes
         + (update_scratch_nbytes(formats.states) if updates_on_gpu else 0)
         + (NORM_SCRATCH_NBYTES if num_lanes > 1 else 0)
-        + rounded * formats.precision.itemsize,
+        + rounded * formats.precision.itemsize
+        + rounding_nbytes([block.numel for block in layout.blocks], in_fp32, itemsize=grad_precision.itemsize),
         activations=activations,
         moment=moment,
         settled_activations_nbytes=max(need.settled_nbytes for _, need in moments),

@@ -14,6 +14,7 @@ from windlass.engine.memory_plan.block_buffers import Acquired as Acquired
 from windlass.engine.memory_plan.block_buffers import BlockBuffers as BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import MAX_GRAD_BUFFERS as MAX_GRAD_BUFFERS
 from windlass.engine.memory_plan.buffer_counts import OVERLAY_ALIGNMENT_NBYTES as OVERLAY_ALIGNMENT_NBYTES
+from windlass.engine.memory_plan.buffer_counts import ROUNDING_NUMEL as ROUNDING_NUMEL
 from windlass.engine.memory_plan.buffer_counts import grad_buffers as grad_buffers
 from windlass.engine.memory_plan.buffer_counts import grad_buffers_of_job as grad_buffers_of_job
 from windlass.engine.memory_plan.buffer_counts import grad_overlay_of_job as grad_overlay_of_job
@@ -21,6 +22,7 @@ from windlass.engine.memory_plan.buffer_counts import lane_buffers as lane_buffe
 from windlass.engine.memory_plan.buffer_counts import overlay_nbytes as overlay_nbytes
 from windlass.engine.memory_plan.buffer_counts import param_buffers as param_buffers
 from windlass.engine.memory_plan.buffer_counts import rounded_numel as rounded_numel
+from windlass.engine.memory_plan.buffer_counts import rounding_nbytes as rounding_nbytes
 from windlass.engine.memory_plan.buffer_counts import streamed_grads_nbytes as streamed_grads_nbytes
 from windlass.engine.memory_plan.buffer_counts import summed_in_fp32 as summed_in_fp32
 from windlass.engine.memory_plan.copy_batches import COPY_BATCH_NBYTES as COPY_BATCH_NBYTES

@@ -15,6 +15,8 @@ from windlass.storage.ids import Formats
 MAX_GRAD_BUFFERS = 2
 # Buffers in the same memory begin at multiples of this, as those of PyTorch's allocator do.
 OVERLAY_ALIGNMENT_NBYTES = 512
+# Elements of a gradient that are rounded in place at once: 16 MiB in 16 bits.
+ROUNDING_NUMEL = 2**23
 _FP32_NBYTES = 4
 
 
@@ -183,6 +185,20 @@ def summed_in_fp32(shared: Sequence[Sequence[int]], *, is_sliced: bool) -> set[i
     """
     tied = {block for blocks in shared for block in blocks[1:]}
     return tied.union(shared[-1] if is_sliced else ())
+
+
+def rounding_nbytes(block_numels: Sequence[int], summed_in_fp32: Collection[int], *, itemsize: int) -> int:
+    """Returns the bytes beside the buffers in which gradients are rounded in place.
+
+    Args:
+        block_numels: the elements of each block.
+        summed_in_fp32: blocks whose gradients are always summed in fp32.
+        itemsize: bytes of an element of a gradient that leaves the device.
+    """
+    if itemsize == _FP32_NBYTES:
+        return 0
+    largest = max((block_numels[block] for block in summed_in_fp32), default=0)
+    return min(largest, ROUNDING_NUMEL) * itemsize
 
 
 def rounded_numel(formats: Formats, chunk_numel: int, *, resident: Collection[int], on_gpu: bool) -> int:

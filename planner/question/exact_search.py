@@ -75,10 +75,10 @@ class _Counter:
         """
         if self.question.num_layers is not None:
             return job
-        known: dict[tuple[int, bool, bool, int], float] = {}
+        known: dict[tuple[object, ...], float] = {}
 
         def left_out_nbytes(costs: StepCosts) -> float:
-            key = (costs.group_size, costs.streams, costs.streams_grads, costs.num_grad_buffers)
+            key = _buffers(costs)
             if key not in known:
                 plain = replace(costs, job=replace(costs.job, left_out_nbytes=job.left_out_nbytes))
                 known[key] = self.profiles.left_out_nbytes(self.question, plain)
@@ -97,7 +97,7 @@ class _Counter:
         solution = solved(costs, below)
         if solution is None or self.question.num_layers is not None:
             return solution
-        key = (costs.job.num_microbatches, costs.group_size, costs.streams, costs.num_grad_buffers)
+        key = (costs.job.num_microbatches, *_buffers(costs))
         limit_nbytes = costs.limits.device_nbytes
         # Indices of limits: with `short` there is no plan of use, or one that fits; with `excessive`, the plan is too
         # large.
@@ -137,6 +137,11 @@ class _Counter:
         short_tier = _short_tier(costs.speeds, costs.limits)
         missing = 0 if math.isinf(least_excess) else int(least_excess)
         raise DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 0) | {short_tier: missing})
+
+
+def _buffers(costs: StepCosts) -> tuple[object, ...]:
+    """Returns the choices by which the buffers on the device, and what they hold, differ."""
+    return costs.group_size, costs.streams, costs.streams_grads, costs.num_grad_buffers
 
 
 def _index_below(nbytes: float) -> int:

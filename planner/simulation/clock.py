@@ -1,12 +1,11 @@
 """The time of a simulation, and the processes that wait in it.
 
-A process is a generator. It yields an `Future` to wait for it, or a number of seconds to let them pass. What happens at
+A process is a generator. It yields a `Future` to wait for it, or a number of seconds to let them pass. What happens at
 the same time happens in the order of its causes: first what was set for that time, the earliest request first, and then
 what follows from it.
 """
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
@@ -57,11 +56,10 @@ class Clock:
         """The seconds until each later call, in order."""
         return sorted(at_s - self.now for at_s, _, _ in self._later)
 
-    def run(self, *, until_s: float = math.inf, max_calls: int | None = None) -> bool:
+    def run(self, *, max_calls: int | None = None) -> bool:
         """Lets time pass until nothing is left to happen, or `pause` is called.
 
-        Also returns before the time `until_s` is over, and when `max_calls` functions were called. Returns whether
-        something is left.
+        Also returns when `max_calls` functions were called. Returns whether something is left.
         """
         ready, later, num_calls = self._ready, self._later, 0
         self._is_paused = False
@@ -69,8 +67,6 @@ class Clock:
             if not ready:
                 if not later:
                     return False
-                if later[0][0] > until_s:
-                    return True
                 # All calls for this time come before those that they cause.
                 self.now, _, call = heapq.heappop(later)
                 ready.append(call)

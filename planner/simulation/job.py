@@ -2,8 +2,8 @@
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from windlass.actors.job import CoreContext
 from windlass.actors.messages import (
@@ -35,6 +35,14 @@ from windlass.storage.ids import ActorName, Step
 
 # Number of simulation events between two checks of the time limit.
 _LOOK_EVERY = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """Requests and calls that a job waits for at a moment."""
+
+    nums_waiting: tuple[int, ...]  # requests of each kind that wait
+    calls_s: tuple[float, ...]  # seconds until each call to come, in order
 
 
 class SimulatedJob:
@@ -72,25 +80,23 @@ class SimulatedJob:
         """The memory levels from the start until now; empty without `keeps_spans`."""
         return self._world.levels
 
-    def next_period_s(self, limit_s: float = math.inf) -> float:
+    def next_period_s(self) -> float:
         """Runs the next step. Returns the time from the end of the backward pass before it to that of its own.
 
-        Returns infinity as soon as more than `limit_s` of it have passed. Raises `Stuck`.
+        Raises `Stuck`.
         """
         ends_s = self._world.step_ends_s
         num_ended, since_s = len(ends_s), ends_s[-1] if ends_s else 0.0
-        is_left = self._world.clock.run(until_s=since_s + limit_s)
-        if len(ends_s) > num_ended:
-            return ends_s[-1] - since_s
-        if is_left:
-            return math.inf
-        raise self._stuck()
+        self._world.clock.run()
+        if len(ends_s) == num_ended:
+            raise self._stuck()
+        return ends_s[-1] - since_s
 
     @property
-    def pending(self) -> list[float]:
-        """A description of what goes on: the seconds until each call to come, and the numbers of waiting requests."""
-        waits = self._pipeline.waits.outstanding
-        return [float(len(waits)), *self._world.nums_waiting, *self._world.clock.pending_s]
+    def pending(self) -> Pending:
+        """A description of what goes on now."""
+        nums_waiting = (len(self._pipeline.waits.outstanding), *self._world.nums_waiting)
+        return Pending(nums_waiting=nums_waiting, calls_s=tuple(self._world.clock.pending_s))
 
     def _send_to_scheduler(self, event: Event) -> None:
         self._later(lambda: self._issue(self._pipeline.handle(event, self._world.clock.now)))

@@ -127,9 +127,9 @@ class SimulatedMachine(Log):
         return min(chunk_numel, self.numels[key.block] - key.chunk * chunk_numel)
 
     @property
-    def nums_waiting(self) -> list[float]:
+    def nums_waiting(self) -> tuple[int, ...]:
         """The number of transfers that wait at each SSD, and of free slots for gradients."""
-        return [*(float(ssd.num_waiting) for ssd in self._ssds), float(self.grad_slots.num_free)]
+        return (*(ssd.num_waiting for ssd in self._ssds), self.grad_slots.num_free)
 
     def end_step(self) -> None:
         """Records that a step's backward pass has ended."""

@@ -47,17 +47,13 @@ class SimulatedSteps:
         return memory_of(self.steps[-1].levels)
 
 
-def simulated_step_s(
-    solution: Solution, layout: ModelLayout, *, num_cores: int, limit_step_s: float = math.inf
-) -> float:
+def simulated_step_s(solution: Solution, layout: ModelLayout, *, num_cores: int) -> float:
     """Returns the steady step time of a planned job on its machine; see `simulate_planned`.
-
-    Where it is more than `limit_step_s`, the simulation ends as soon as that is known, and infinity is returned.
 
     Raises:
         Stuck: the job would not end.
     """
-    return steady_step_s(*_simulated(solution, layout, num_cores), limit_s=limit_step_s)
+    return steady_step_s(*_simulated(solution, layout, num_cores))
 
 
 def simulate_planned(

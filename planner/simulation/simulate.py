@@ -8,7 +8,7 @@ follows from them, and the memory in use on each tier.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 
@@ -17,7 +17,7 @@ from windlass.actors.messages import SpanKind
 from windlass.actors.policy import SchedulerConfig
 from windlass.actors.timeline import StepSpans, Timeline
 from windlass.amounts import bytes_text
-from windlass.planner.simulation.job import SimulatedJob
+from windlass.planner.simulation.job import Pending, SimulatedJob
 from windlass.planner.simulation.resources import Rates, Stuck, TooLong, Work
 
 __all__ = ["Rates", "Stuck", "TooLong", "Work", "simulate", "steady_step_s"]
@@ -74,12 +74,8 @@ def simulate(
     return steps
 
 
-def steady_step_s(
-    context: CoreContext, shape: SchedulerConfig, rates: Rates, work: Work, *, limit_s: float = math.inf
-) -> float:
+def steady_step_s(context: CoreContext, shape: SchedulerConfig, rates: Rates, work: Work) -> float:
     """Returns the step time in steady state, whatever the number of steps of the job.
-
-    Ends early, and returns infinity, if it is more than `limit_s`.
 
     Raises:
         ValueError, Stuck: as `simulate`.
@@ -90,8 +86,8 @@ def steady_step_s(
     job.next_period_s()
     before, period_s, last_s = job.pending, math.inf, math.inf
     for _ in range(1, _MOST_STEPS):
-        last_s, period_s = period_s, job.next_period_s(limit_s * (1 + _STEADY))
-        if period_s == math.inf or _is_alike(before, now := job.pending, _SAME * period_s):
+        last_s, period_s = period_s, job.next_period_s()
+        if _is_alike(before, now := job.pending, _SAME * period_s):
             return period_s
         if abs(period_s - last_s) <= _STEADY * period_s:
             break
@@ -99,10 +95,12 @@ def steady_step_s(
     return (period_s + last_s) / 2
 
 
-def _is_alike(before: Sequence[float], now: Sequence[float], tolerance: float) -> bool:
+def _is_alike(before: Pending, now: Pending, tolerance_s: float) -> bool:
     """Returns whether the same goes on after a step as after the step before: then the next one will be the same."""
-    return len(before) == len(now) and all(
-        abs(one - other) <= tolerance for one, other in zip(before, now, strict=True)
+    return (
+        before.nums_waiting == now.nums_waiting
+        and len(before.calls_s) == len(now.calls_s)
+        and all(abs(one - other) <= tolerance_s for one, other in zip(before.calls_s, now.calls_s, strict=True))
     )
 
 

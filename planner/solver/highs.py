@@ -1,9 +1,9 @@
 """Linear programs, with or without whole numbers, solved by HiGHS.
 
-It is called through its own bindings. Through SciPy the same programs take several times as long, because it cannot be
-told that a solution is of no use. SciPy's import takes half a second.
+It is called through its own bindings, because SciPy passes few of its options on. SciPy's import takes half a second.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +15,18 @@ import numpy as np
 _ALWAYS = {"threads": 1, "parallel": "off"}
 # Presolving takes longer than it saves.
 _LINEAR = {"presolve": "off", "solver": "simplex"}
-# The first two look for a first assignment. Here the search of the tree finds one soon.
+# The first two look for a first assignment. Here the search of the tree finds one soon. There is no `objective_bound`:
+# with presolve, HiGHS 1.16 does not end if that is close to the optimum.
 _WHOLE = {"mip_heuristic_run_feasibility_jump": False, "mip_heuristic_run_rens": False, "mip_detect_symmetry": False}
+
+
+# No program is unbounded (`LinearProgram`), so the second one says the same.
+_INFEASIBLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearProgram:
-    """Minimize `costs @ x`, where `rows @ x` and `x` are within their limits."""
+    """Minimize `costs @ x`, where `rows @ x` and `x` are within their limits. There is a lower bound of the value."""
 
     costs: "np.ndarray"  # of each column
     rows: "np.ndarray"  # (rows, columns)
@@ -41,9 +46,10 @@ class Optimum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assigned:
-    """A solution with whole numbers."""
+    """The best solution with whole numbers that was found."""
 
-    columns: "np.ndarray"
+    columns: "np.ndarray"  # empty if the search was cut short before it found any
+    value: float  # infinite without a solution, as the gap
     gap: float  # relative distance to the best possible value, at most
     is_cut_short: bool  # at the largest number of nodes
 
@@ -56,53 +62,76 @@ class _QuietHighs(highspy.Highs):
         super().enableCallbacks()  # type: ignore[no-untyped-call]
 
 
-class InaccurateError(ArithmeticError):
+class SolverError(RuntimeError):
+    """HiGHS refused a program or an option, or ended without a result."""
+
+
+class InaccurateError(SolverError):
     """HiGHS came to no result, because of limited precision."""
 
 
 def minimize(program: LinearProgram) -> Optimum | None:
-    """Returns the optimum. None: there is no solution. Raises InaccurateError."""
+    """Returns the optimum. None: there is no solution.
+
+    Raises:
+        SolverError: HiGHS refused the program.
+        InaccurateError: it ended without a result.
+    """
     highs = _run(program, None, _LINEAR)
-    status = highs.getModelStatus()
-    if status == highspy.HighsModelStatus.kInfeasible:
+    if highs.getModelStatus() in _INFEASIBLE:
         return None
-    if status != highspy.HighsModelStatus.kOptimal:
-        raise InaccurateError(f"HiGHS ended with {highs.modelStatusToString(status)}")
+    _require(highs, highspy.HighsModelStatus.kOptimal)
     return Optimum(
         value=highs.getInfo().objective_function_value,
         duals=np.array(highs.getSolution().row_dual),
     )
 
 
-def minimize_whole(
-    program: LinearProgram,
-    whole: "np.ndarray",
-    *,
-    gap: float,
-    max_nodes: int | None = None,
-) -> Assigned | None:
-    """Returns a solution in which the columns `whole` have whole numbers. None: none was found.
+def minimize_whole(program: LinearProgram, whole: "np.ndarray", *, gap: float, max_nodes: int) -> Assigned | None:
+    """Returns a solution in which the columns `whole` have whole numbers. None: there is none.
 
     `gap`: relative distance to the best possible value that is near enough. `max_nodes`: of the tree that is searched.
+
+    Raises:
+        SolverError: HiGHS refused the program.
+        InaccurateError: it ended without a result.
     """
-    nodes = {} if max_nodes is None else {"mip_max_nodes": max_nodes}
-    highs = _run(program, whole, {**_WHOLE, "mip_rel_gap": gap, **nodes})
-    info, is_cut_short = highs.getInfo(), max_nodes is not None and highs.getInfo().mip_node_count >= max_nodes
-    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        if is_cut_short:
-            return Assigned(columns=np.zeros(0), gap=np.inf, is_cut_short=True)
+    highs = _run(program, whole, {**_WHOLE, "mip_rel_gap": gap, "mip_max_nodes": max_nodes})
+    status, info = highs.getModelStatus(), highs.getInfo()
+    if status in _INFEASIBLE:
         return None
-    columns = np.array(highs.getSolution().col_value)
-    return Assigned(columns=columns, gap=info.mip_gap, is_cut_short=is_cut_short)
+    _require(highs, highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kSolutionLimit)
+    is_cut_short = status == highspy.HighsModelStatus.kSolutionLimit
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        if not is_cut_short:
+            raise InaccurateError("HiGHS ended with an optimum that is not within the limits")
+        return Assigned(columns=np.zeros(0), value=math.inf, gap=math.inf, is_cut_short=True)
+    return Assigned(
+        columns=np.array(highs.getSolution().col_value),
+        value=info.objective_function_value,
+        gap=info.mip_gap,
+        is_cut_short=is_cut_short,
+    )
 
 
 def _run(program: LinearProgram, whole: "np.ndarray | None", options: Mapping[str, Any]) -> highspy.Highs:
     highs = _QuietHighs()  # type: ignore[no-untyped-call]
     for name, value in {**_ALWAYS, **options}.items():
-        highs.setOptionValue(name, value)
-    highs.passModel(_model(program, whole))
-    highs.run()
+        if highs.setOptionValue(name, value) == highspy.HighsStatus.kError:
+            raise SolverError(f"HiGHS refused the option {name} = {value!r}; use a version that pyproject.toml allows")
+    # A warning says that tiny numbers count as zero.
+    if highs.passModel(_model(program, whole)) == highspy.HighsStatus.kError:
+        raise SolverError(f"HiGHS refused a program with {program.rows.shape[0]} rows; is a number of it not finite?")
+    if highs.run() == highspy.HighsStatus.kError:
+        raise InaccurateError(f"HiGHS failed with {highs.modelStatusToString(highs.getModelStatus())}")
     return highs
+
+
+def _require(highs: highspy.Highs, *expected: highspy.HighsModelStatus) -> None:
+    """Raises InaccurateError if HiGHS ended with another status."""
+    status = highs.getModelStatus()
+    if status not in expected:
+        raise InaccurateError(f"HiGHS ended with {highs.modelStatusToString(status)}")
 
 
 def _model(program: LinearProgram, whole: "np.ndarray | None") -> highspy.HighsLp:

@@ -16,7 +16,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from windlass.planner.solver.highs import InaccurateError, LinearProgram, minimize, minimize_whole
+from windlass.planner.solver.highs import (
+    Assigned,
+    InaccurateError,
+    LinearProgram,
+    SolverError,
+    minimize,
+    minimize_whole,
+)
 
 # Weight of all parts' seconds in the cost. If two assignments have the same step time, the one with less work is
 # better.
@@ -24,8 +31,9 @@ SPARE_WEIGHT = 1e-4
 # Relative gap to the best possible value at which HiGHS stops: an optimum.
 OPTIMUM_GAP = 1e-6
 # Limits for programs with many nearly equal assignments. A proof would take thousands of nodes, and would change only
-# the fourth digit of the step time. After `_MAX_NODES` nodes the wider gap is enough.
+# the fourth digit of the step time. After `_MAX_NODES` nodes the wider gap is enough, and after `_MOST_NODES` any gap.
 _MAX_NODES = 150
+_MOST_NODES = 3000
 _WIDE_GAP = 1e-3
 
 
@@ -139,6 +147,9 @@ def solve(program: Program, *, gap: float = OPTIMUM_GAP, below: float = math.inf
     """Returns the best assignment that fits. None: none fits, or none costs less than `below`.
 
     `gap`: relative distance to the optimum that is near enough.
+
+    Raises:
+        SolverError: HiGHS came to no result.
     """
     usual = replace(program, bounds=tuple(bound for bound in program.bounds if not bound.is_rare))
     result = _Variables(usual).minimize(gap=gap, below=below)
@@ -208,7 +219,8 @@ class _Variables:
     ) -> tuple[Assignment, tuple[float, ...]] | None:
         """Minimizes the step time. If tiers are `elastic`, minimizes their missing bytes, of all or of `only` one.
 
-        Returns None if nothing fits, or if the cost is not `below` a limit even with fractions of blocks.
+        Returns None if nothing fits, or if the cost is not `below` a limit even with fractions of blocks. `gap`:
+        relative distance to the optimum that is near enough. Raises SolverError.
         """
         program, num_options = self._program, self._num_options
         num_tiers, num_buffers = len(program.limits), len(program.buffers)
@@ -221,7 +233,6 @@ class _Variables:
         upper_sums = np.concatenate([numbers, *(limits for _, limits in at_most)])
         lower_sums = np.full(len(upper_sums), -np.inf)
         lower_sums[: len(numbers)] = numbers
-        # One matrix, because SciPy converts each one.
         rows = np.vstack([sums, *(each for each, _ in at_most)])
         costs = np.zeros(width)
         counted = np.delete(self._seconds, program.uncounted_parts, axis=0)
@@ -251,9 +262,7 @@ class _Variables:
         below -= SPARE_WEIGHT * np.delete(program.seconds, program.uncounted_parts).sum()
         if below < math.inf and _costs_at_least(linear, below):
             return None
-        result = minimize_whole(linear, integrality, gap=gap, max_nodes=_MAX_NODES)
-        if result is not None and result.is_cut_short and result.gap > _WIDE_GAP:
-            result = minimize_whole(linear, integrality, gap=_WIDE_GAP)
+        result = _assigned(linear, integrality, gap)
         if result is None:
             return None
         columns = result.columns
@@ -315,6 +324,21 @@ class _Variables:
         # The "full" columns are 0 or 1 to limited precision only. Scale the rows so that this error stays small.
         rows /= np.maximum(np.abs(rows).max(axis=1, keepdims=True), 1.0)
         return [(rows, np.zeros(2 * num))]
+
+
+def _assigned(linear: LinearProgram, whole: "np.ndarray", gap: float) -> Assigned | None:
+    """Returns the best assignment, as far as it is found in so many nodes. None: none fits."""
+    first = minimize_whole(linear, whole, gap=gap, max_nodes=_MAX_NODES)
+    if first is None or not first.is_cut_short or first.gap <= _WIDE_GAP:
+        return first
+    second = minimize_whole(linear, whole, gap=_WIDE_GAP, max_nodes=_MOST_NODES)
+    if second is not None and second.value < first.value:
+        return second
+    if first.value < math.inf:
+        return first
+    if second is None:
+        return None
+    raise SolverError(f"HiGHS found no assignment in {_MOST_NODES} nodes, and no proof that there is none")
 
 
 def _costs_at_least(linear: LinearProgram, below: float) -> bool:

@@ -2,7 +2,8 @@
 
 A plan says where states are resident, what is recomputed, and how micro-batches are grouped. An integer program decides
 most of it (see `step_cost`). The rest are few choices (see `family`), whose combinations are searched completely: the
-one with the smallest lower bound comes next, until no bound is smaller than the best plan's cost.
+one with the smallest lower bound comes next, until no bound is smaller than the best plan's cost. Before that, one of
+each way to save device memory is solved for.
 """
 
 import functools
@@ -98,18 +99,42 @@ class _Search:
                 fastest = next(kinds_of(base))
                 without_limits = fastest.program_without_buffers(fastest.kinds())
                 self._push(base, _least_penalty(base) * least_cost(without_limits), is_kind=False)
-        while self._entries:
+        self._solve_one_of_each_saver()
+        self._solve_best()
+        if self._best is None:
+            raise self._does_not_fit(jobs)
+        return self._best
+
+    def _solve_one_of_each_saver(self) -> None:
+        """Solves for the kind with the smallest bound of each way to save device memory.
+
+        Where that memory is short, plans that save none of it have small bounds, and need more than they are counted
+        with. A good plan of another way excludes most of them before they are solved.
+        """
+        by_saver: dict[tuple[object, ...], list[_Entry]] = {}
+        for entry in sorted(self._entries):
+            by_saver.setdefault(_saver_of_device_memory(entry.costs), []).append(entry)
+        all_entries: list[_Entry] = []
+        for entries in by_saver.values():
+            self._entries = entries
+            self._solve_best(most=1)
+            all_entries += self._entries
+        heapq.heapify(all_entries)
+        self._entries = all_entries
+
+    def _solve_best(self, *, most: int | None = None) -> None:
+        """Solves for kinds of plans by their bounds until no bound is worth it, or until `most` kinds were solved."""
+        num_solved = 0
+        while self._entries and num_solved != most:
             entry = heapq.heappop(self._entries)
             if entry.bound >= self._limit:
                 heapq.heappush(self._entries, entry)
                 break
             if entry.is_kind:
                 self._solve(entry.costs)
+                num_solved += 1
             else:
                 self._divide(entry)
-        if self._best is None:
-            raise self._does_not_fit(jobs)
-        return self._best
 
     def others_near(self, best: Solution, near: float, most: int) -> list[Solution]:
         """Solves for plans that differ from the best one in more than the sizes of buffers. Returns them, best first.
@@ -201,6 +226,10 @@ def _least_penalty(base: StepCosts) -> float:
 def _never_fits(program: Program) -> bool:
     """Returns whether the buffers alone are too large."""
     return any(nbytes > limit for nbytes, limit in zip(program.nbytes, program.limits, strict=True))
+
+
+def _saver_of_device_memory(costs: StepCosts) -> tuple[object, ...]:
+    return costs.streams, costs.streams_grads, costs.num_grad_buffers
 
 
 def _traits(costs: StepCosts) -> tuple[object, ...]:

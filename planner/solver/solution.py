@@ -114,12 +114,13 @@ def penalty(costs: StepCosts) -> float:
 
 
 def solved(costs: StepCosts, below: float = math.inf) -> Solution | None:
-    """Returns the best plan with these costs. None: its program has no assignment that costs less than `below`.
+    """Returns the best plan with these costs. None: `below` is finite, and no plan was found that costs less.
 
     Memory that it leaves free goes to deeper queues, to gradients that wait, and to cached params, in this order.
 
     Raises:
-        DoesNotFitError: no plan fits, whatever it costs.
+        DoesNotFitError: `below` is infinite, and no plan was found that fits.
+        SolverError: HiGHS came to no result.
     """
     limits, worth = costs.limits, penalty(costs)
     for _ in range(_MAX_CORRECTIONS):

@@ -6,7 +6,6 @@ was run with. A shard that has passed is not run again; one that has failed, or 
 """
 
 import argparse
-import hashlib
 import os
 import subprocess
 import sys
@@ -14,9 +13,9 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+from benchmarks.reporting.kept import ROOT, tree_digest
 from tests.support.examples import LONG_VARIABLE
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / ".test-long"
 NUM_SHARDS = 20
 
@@ -25,15 +24,6 @@ def shards() -> list[list[str]]:
     """The test files of each shard. Files of one folder are spread, because they take about as long as each other."""
     paths = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
     return [paths[index::NUM_SHARDS] for index in range(NUM_SHARDS)]
-
-
-def tree_digest() -> str:
-    """A short name of the commit with the changes that are not committed yet."""
-
-    def git(*arguments: str) -> bytes:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=True).stdout
-
-    return hashlib.sha256(git("rev-parse", "HEAD") + git("diff", "HEAD")).hexdigest()[:16]
 
 
 def summary_of(report: Path) -> tuple[int, int, int, float]:

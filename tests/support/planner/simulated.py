@@ -1,6 +1,5 @@
 """Simulated jobs for tests, on a machine that is nearly infinitely fast except where a test makes it slow."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,8 +72,8 @@ class Simulated:
     def steps(self) -> list[StepSpans]:
         return simulate(self.context, self.shape, self.machine, self.work)
 
-    def steady_step_s(self, limit_s: float = math.inf) -> float:
-        return steady_step_s(self.context, self.shape, self.machine, self.work, limit_s=limit_s)
+    def steady_step_s(self) -> float:
+        return steady_step_s(self.context, self.shape, self.machine, self.work)
 
     def spans(self) -> list[WorkSpan]:
         """The spans of all steps."""

@@ -168,7 +168,7 @@ def test_streams_wait_for_what_used_a_buffer_before(order: object, monkeypatch: 
 def test_rounding_in_place_has_the_bits_of_rounding(
     device: Device, dtype: torch.dtype, numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffer_pool, "_ROUNDED_NUMEL", 8)
+    monkeypatch.setattr(buffer_pool, "ROUNDING_NUMEL", 8)
     values = torch.randn(numel, device=device.device) * 10.0 ** torch.randint(-9, 9, (numel,), device=device.device)
     values[:1] = torch.inf
     expected, target = values.to(dtype), narrowed(values, dtype)

@@ -9,6 +9,7 @@ from windlass.engine.memory_plan.buffer_counts import (
     grad_buffers_of_job,
     param_buffers,
     rounded_numel,
+    rounding_nbytes,
     summed_in_fp32,
 )
 from windlass.storage.ids import Formats, Precision, StatePrecision
@@ -91,6 +92,17 @@ def test_16_bit_sums_take_less_memory_than_fp32_sums(shared: tuple[tuple[int, ..
         )
         nbytes[itemsize] = sum(numel * element_nbytes * number for (numel, element_nbytes), number in numbers.items())
     assert nbytes[2] < nbytes[4]
+
+
+@pytest.mark.parametrize(
+    ("in_fp32", "itemsize", "nbytes"),
+    [((), 2, 0), ((5,), 2, 2 * 60), ((0, 5), 2, 2 * 60), ((0,), 2, 2 * 50), ((0, 5), 4, 0), ((6,), 2, 2**24)],
+)
+def test_rounding_in_place_takes_a_part_of_the_largest_fp32_sum(
+    in_fp32: tuple[int, ...], itemsize: int, nbytes: int
+) -> None:
+    """A part has up to 16 MiB. The last block has twice as many elements."""
+    assert rounding_nbytes((*NUMELS, 2**24), in_fp32, itemsize=itemsize) == nbytes
 
 
 def test_lanes_have_sums_beside_the_totals() -> None:

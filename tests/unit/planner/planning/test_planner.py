@@ -207,6 +207,19 @@ def test_device_need_with_validation_examples_has_room_for_an_evaluation() -> No
     assert needed_nbytes(1000) == needed_nbytes(64)
 
 
+def test_device_need_of_a_tied_model_has_room_to_round_a_sum_in_place() -> None:
+    """The gradient of both uses of the embedding is summed in fp32, and leaves the device in 16 bits."""
+    shape = ModelShape(num_layers=1, hidden_size=256, num_heads=4, vocab_size=100)
+    constants = []
+    for is_tied in (True, False):
+        tied = shape.model_copy(update={"tied_embeddings": is_tied})
+        asked = question(config=config_of_shape(tied, num_tokens=512), num_microbatches=1)
+        profiles = Profiles(asked)
+        solution = solve_exactly(asked, 1, profiles)
+        constants.append(profiles.device_need(asked, profiles.job(asked, 1), solution).constants_nbytes)
+    assert constants[0] - constants[1] == 2 * profiles.layout.blocks[0].numel
+
+
 def test_device_need_on_a_gpu_has_room_for_an_update_that_is_not_compiled() -> None:
     config = config_of_shape(ModelShape(num_layers=1, hidden_size=256, num_heads=4, vocab_size=100), num_tokens=512)
     asked = question(config=config)

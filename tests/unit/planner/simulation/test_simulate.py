@@ -1,7 +1,6 @@
 """Simulated jobs end, resources do one task at a time, nothing is early, and step times add up."""
 
 import itertools
-import math
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
@@ -22,6 +21,8 @@ from windlass.actors.worker_policy.block_queue import Ordering, QueueOrder
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.plan import Placement
+from windlass.planner.simulation import simulate as simulate_module
+from windlass.planner.simulation.job import Pending
 from windlass.planner.simulation.simulate import Work, simulate
 from windlass.storage.ids import BlockIndex
 
@@ -62,11 +63,26 @@ def test_a_steady_step_is_found_without_timelines() -> None:
     assert found.steady_step_s() == pytest.approx(steps[5].summary["period_s"], rel=0.02)
 
 
-def test_a_step_longer_than_the_limit_is_not_simulated_to_its_end() -> None:
-    found = job(num_blocks=12)
-    step_s = found.steady_step_s()
-    assert found.steady_step_s(limit_s=step_s) == step_s
-    assert found.steady_step_s(limit_s=0.9 * step_s) == math.inf
+def test_steady_step_with_other_numbers_of_waiting_requests_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that differs by one is another number, however long the steps are."""
+    periods_s = iter((9e4, 3e4, 2e4, 2e4, 1e9))
+
+    class Job:
+        """A job with five requests after the first step, and four after each further one."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            self._num_waiting = 6
+
+        def next_period_s(self) -> float:
+            self._num_waiting = max(4, self._num_waiting - 1)
+            return next(periods_s)
+
+        @property
+        def pending(self) -> Pending:
+            return Pending(nums_waiting=(self._num_waiting, 0), calls_s=(1.0,))
+
+    monkeypatch.setattr(simulate_module, "SimulatedJob", Job)
+    assert job().steady_step_s() == 2e4
 
 
 def test_without_overlap_updates_follow_the_backward_pass_and_nothing_else() -> None:

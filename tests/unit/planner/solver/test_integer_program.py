@@ -1,14 +1,18 @@
 """The integer program, compared with an exhaustive search."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from tests.support.examples import examples
+from windlass.planner.solver import integer_program
+from windlass.planner.solver.highs import Assigned, SolverError
 from windlass.planner.solver.integer_program import (
     SPARE_WEIGHT,
     Assignment,
@@ -247,3 +251,52 @@ def test_a_buffer_takes_what_goes_there_until_it_is_full() -> None:
     assert found == Assignment(counts=((0, 1, 2),), moved_nbytes=0.0)
     assert outcome_of(program, found).nbytes == (6.0,)
     assert shortfall(replace(program, limits=(0.0,))) == pytest.approx((1.0,))
+
+
+CHOICE = Program(
+    blocks=(
+        BlockGroup(count=1, options=(Option(seconds=(1.0,), nbytes=(0.0,)), Option(seconds=(2.0,), nbytes=(0.0,)))),
+    ),
+    seconds=(0.0,),
+    nbytes=(0.0,),
+    limits=(1.0,),
+    bounds=(Bound(weights=(1.0,)),),
+)
+
+
+def cut_short(*columns: float, value: float = math.inf) -> Assigned:
+    gap = 0.5 if columns else math.inf
+    return Assigned(columns=np.array([*columns, *[0.0] * 3]), value=value, gap=gap, is_cut_short=True)
+
+
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        ([cut_short(1, 0, value=1.0), cut_short(0, 1, value=2.0)], (1, 0)),
+        ([cut_short(1, 0, value=1.0), cut_short()], (1, 0)),
+        ([cut_short(1, 0, value=1.0), None], (1, 0)),
+        ([cut_short(0, 1, value=2.0), cut_short(1, 0, value=1.0)], (1, 0)),
+        ([cut_short(), cut_short(0, 1, value=2.0)], (0, 1)),
+        ([cut_short(), None], None),
+        ([None], None),
+    ],
+)
+def test_solve_of_a_hard_program_keeps_the_better_of_two_results_with_so_many_nodes(
+    results: list[Assigned | None], expected: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, nodes = iter(results), []
+
+    def minimize_whole(*_: object, gap: float, max_nodes: int) -> Assigned | None:
+        nodes.append(max_nodes)
+        return next(given)
+
+    monkeypatch.setattr(integer_program, "minimize_whole", minimize_whole)
+    found = solve(CHOICE)
+    assert (None if found is None else found.counts) == (None if expected is None else (expected,))
+    assert nodes == [150, 3000][: len(results)]
+
+
+def test_solve_without_assignment_and_without_proof_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integer_program, "minimize_whole", lambda *_, **__: cut_short())
+    with pytest.raises(SolverError, match="found no assignment in 3000 nodes"):
+        solve(CHOICE)

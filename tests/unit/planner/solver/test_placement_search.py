@@ -19,9 +19,10 @@ from windlass.engine.memory_plan.queue_depths import (
     STATE_DEPTH,
     QueueDepths,
 )
+from windlass.planner.solver import solution as solutions
 from windlass.planner.solver.family import bases_of, group_sizes, kinds_of
 from windlass.planner.solver.integer_program import Assignment, outcome_of, solve
-from windlass.planner.solver.placement_search import solve_job
+from windlass.planner.solver.placement_search import search, solve_job
 from windlass.planner.solver.solution import DoesNotFitError, Solution, solved
 from windlass.planner.solver.step_bounds import Part
 from windlass.planner.solver.step_cost import Limits, PlannedJob, StateTier, StepCosts, values_by_tier
@@ -190,6 +191,29 @@ def test_a_job_that_does_not_fit_is_told_what_is_missing() -> None:
     assert caught.value.missing[MemoryTier.SSD] == pytest.approx(2 * 56 * 14 * MIB - 100 * MIB, rel=0.01)
 
 
+@pytest.mark.parametrize("below", [math.inf, 1e6])
+def test_solved_with_an_arena_that_always_exceeds_the_count_has_no_plan(
+    below: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below a cost, that is no error, because the caller has a plan."""
+    given = limits(4000, 2000)
+    costs = StepCosts(job=make_job(), speeds=make_speeds(), limits=given, group_size=1)
+    monkeypatch.setattr(solutions, "_least_arena_nbytes", lambda *_: given.host_nbytes + 1)
+    if below < math.inf:
+        assert solved(costs, below) is None
+    else:
+        with pytest.raises(DoesNotFitError, match=r"lacks 1 bytes of host"):
+            solved(costs, below)
+
+
+def test_search_keeps_its_best_plan_if_no_other_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, speeds, given = make_job(keeps_grads=True), make_speeds(), limits(125, 2000)
+    best = solve_job(job, speeds, given)
+    monkeypatch.setattr(solutions, "_least_arena_nbytes", lambda *_: given.host_nbytes + 1)
+    found = search((job,), speeds, given, solve_kind=lambda *_: best, num_others=3, near=1.0)
+    assert (found.best, found.others) == (best, [])
+
+
 def test_on_a_cpu_the_device_lies_in_host_memory_and_has_its_cores() -> None:
     speeds = replace(make_speeds(), shares_cores=True)
     solution = solve_job(make_job(), speeds, limits(1e6, 900))
@@ -342,6 +366,23 @@ def test_search_equals_a_search_through_all_kinds_of_plans(
     assert (found is None) == (not costs)
     if found is not None:
         assert found.cost <= min(costs) * 1.001
+
+
+def test_search_where_exact_counts_refuse_fast_plans_tries_one_of_them_before_it_has_a_plan() -> None:
+    """Whole layers are faster, but none of their plans fits. With a plan in pieces, the others are hardly solved."""
+    job, speeds, given = make_job(keeps_grads=True), make_speeds(d2h_bytes=1e10), limits(4000, 2000)
+    without_limit = []
+
+    def solve_kind(costs: StepCosts, below: float) -> Solution | None:
+        if below == math.inf:
+            without_limit.append(costs.streams)
+        if not costs.streams:
+            raise DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 0))
+        return solved(costs, below)
+
+    best = search((job,), speeds, given, solve_kind=solve_kind).best
+    assert best.costs.streams
+    assert without_limit == [False, False, True]  # with two buffers for gradients, with one, and in pieces
 
 
 def test_gradients_in_pieces_fit_where_whole_ones_do_not_and_are_as_fast_as_two_buffers() -> None:
