@@ -1,6 +1,5 @@
 """The link between the boxes of one job: each box pulls bytes from the others into memory that it has reserved."""
 
-from windlass.storage.link.codec import Codec as Codec
 from windlass.storage.link.errors import LinkClosed as LinkClosed
 from windlass.storage.link.errors import LinkError as LinkError
 from windlass.storage.link.errors import PeerLost as PeerLost
@@ -20,3 +19,4 @@ from windlass.storage.link.traffic import BusySpan as BusySpan
 from windlass.storage.link.traffic import Traffic as Traffic
 from windlass.storage.link.transfers import IncomingTransfers as IncomingTransfers
 from windlass.storage.link.transfers import OutgoingTransfers as OutgoingTransfers
+from windlass.storage.link.wire import Codec as Codec

@@ -12,14 +12,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from windlass.storage.ids import BoxName
-from windlass.storage.link import handshake
-from windlass.storage.link.codec import Codec
 from windlass.storage.link.errors import LinkError, ProtocolError, Refused
-from windlass.storage.link.frames import send_all
-from windlass.storage.link.handshake import HANDSHAKE_S, Hello, Keys, Refusal, Welcome
 from windlass.storage.link.peer import Peer
 from windlass.storage.link.session import Connected
 from windlass.storage.link.settings import Certificates, Identity, LinkSettings
+from windlass.storage.link.wire import (
+    HANDSHAKE_S,
+    Codec,
+    Hello,
+    Keys,
+    Refusal,
+    Welcome,
+    is_control,
+    reason_to_refuse,
+    receive_data_hello,
+    receive_handshake,
+    require_certificate_of,
+    send_all,
+    send_handshake,
+)
 
 MAX_HALF_OPEN = 16  # connections of boxes that are not known yet; more wait in the kernel's queue
 _SESSION_NBYTES = 16
@@ -99,7 +110,7 @@ class Admission:
             until_s = time.monotonic() + HANDSHAKE_S
             try:
                 connection.settimeout(HANDSHAKE_S)
-                if handshake.is_control(connection):
+                if is_control(connection):
                     self._admit_control(connection, until_s, half_open)
                 else:
                     self._admit_data(connection, until_s)
@@ -115,12 +126,12 @@ class Admission:
         control = self._context.wrap_socket(raw, server_side=True)
         gathering: _Gathering | None = None
         try:
-            hello = handshake.receive_handshake(control, until_s)
+            hello = receive_handshake(control, until_s)
             if not isinstance(hello, Hello):
                 raise ProtocolError("the first message is no hello")
-            handshake.require_certificate_of(control, hello.box)
+            require_certificate_of(control, hello.box)
             peer = self._peers.get(BoxName(hello.box))
-            reason = handshake.reason_to_refuse(hello, self._identity, self._settings, self._codec)
+            reason = reason_to_refuse(hello, self._identity, self._settings, self._codec)
             if peer is None:
                 reason = reason or f"box {hello.box!r} does not connect to this box in this job"
             elif not reason and peer.lost is not None:
@@ -128,7 +139,7 @@ class Admission:
             elif not reason and not peer.is_instance(hello.instance):
                 reason = "it was started anew within the attempt, so its state is lost"
             if peer is None or reason:
-                handshake.send_handshake(control, Refusal(reason))
+                send_handshake(control, Refusal(reason))
                 raise Refused(f"box {hello.box!r}: {reason}")
             half_open.close()  # from here on the box is known
             self._replace(peer)
@@ -141,7 +152,7 @@ class Admission:
             gathering = _Gathering(Keys.agreed(self._identity, hello, welcome))
             with self._changed:
                 self._gatherings[welcome.session] = gathering
-            handshake.send_handshake(control, welcome)
+            send_handshake(control, welcome)
             data = self._gathered(gathering)
         except BaseException:
             control.close()
@@ -163,7 +174,7 @@ class Admission:
         return [gathering.data[stream] for stream in range(number)]
 
     def _admit_data(self, connection: socket.socket, until_s: float) -> None:
-        session, stream, proof = handshake.receive_data_hello(connection, until_s)
+        session, stream, proof = receive_data_hello(connection, until_s)
         with self._changed:
             gathering = self._gatherings.get(session)
         if gathering is None or stream >= self._settings.num_streams:

@@ -14,18 +14,26 @@ from typing import Any, Self
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BoxName
 from windlass.storage.io_scheduler import IoResult
-from windlass.storage.link import handshake
 from windlass.storage.link.admission import Admission
-from windlass.storage.link.codec import Codec
 from windlass.storage.link.errors import LinkClosed, LinkError, PeerLost, ProtocolError, Refused
-from windlass.storage.link.frames import DamagedFrame
-from windlass.storage.link.handshake import HANDSHAKE_S, Keys
 from windlass.storage.link.keys import LinkKey
 from windlass.storage.link.peer import Peer
 from windlass.storage.link.session import Connected, Session
 from windlass.storage.link.settings import Certificates, Identity, LinkSettings
 from windlass.storage.link.traffic import Traffic
 from windlass.storage.link.transfers import Offer, Pull
+from windlass.storage.link.wire import (
+    HANDSHAKE_S,
+    Codec,
+    DamagedFrame,
+    Keys,
+    connect_control,
+    connect_data,
+    expect_welcome,
+    make_hello,
+    receive_handshake,
+    send_handshake,
+)
 from windlass.storage.threads import GuardedThreads
 
 _BACKLOG = 64
@@ -301,10 +309,10 @@ class Link:
 
     def _dial(self, peer: Peer) -> Connected:
         address = self._addresses[peer.name]
-        control = handshake.connect_control(address, peer.name, self._certificates)
+        control = connect_control(address, peer.name, self._certificates)
         data: list[socket.socket] = []
         try:
-            hello = handshake.make_hello(
+            hello = make_hello(
                 self._identity,
                 self._settings,
                 self._codec,
@@ -312,14 +320,14 @@ class Link:
                 instance=self._instance,
                 received=peer.received,
             )
-            handshake.send_handshake(control, hello)
-            answer = handshake.receive_handshake(control, time.monotonic() + 2 * HANDSHAKE_S)
-            welcome = handshake.expect_welcome(answer)
+            send_handshake(control, hello)
+            answer = receive_handshake(control, time.monotonic() + 2 * HANDSHAKE_S)
+            welcome = expect_welcome(answer)
             if not peer.is_instance(welcome.instance):
                 raise ProtocolError("it was started anew within the attempt, so its state is lost")
             keys = Keys.agreed(self._identity, hello, welcome)
             for stream in range(self._settings.num_streams):
-                data.append(handshake.connect_data(address, keys, stream))
+                data.append(connect_data(address, keys, stream))
         except BaseException:
             for each in (control, *data):
                 each.close()

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BoxName
 from windlass.storage.io_scheduler import IoResult
-from windlass.storage.link.codec import Closing, Codec, Heartbeat, Offered, Pulled, Want
 from windlass.storage.link.errors import LinkClosed, LinkError, PeerLost, ProtocolError, PullOverdue
 from windlass.storage.link.keys import LinkKey
 from windlass.storage.link.settings import LinkSettings
 from windlass.storage.link.traffic import Traffic
 from windlass.storage.link.transfers import IncomingTransfers, Offer, OutgoingTransfers, Pull
+from windlass.storage.link.wire import Closing, Codec, Heartbeat, Offered, Pulled, Want
 
 
 class Connections(Protocol):

@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from windlass.storage.link.codec import Codec
 from windlass.storage.link.errors import LinkError
-from windlass.storage.link.frames import FrameReader, FrameWriter
-from windlass.storage.link.handshake import Keys
 from windlass.storage.link.peer import Peer
 from windlass.storage.link.settings import LinkSettings, Protection
+from windlass.storage.link.wire import Codec, FrameReader, FrameWriter, Keys
 from windlass.storage.threads import GuardedThreads
 
 _RECEIVE_NBYTES = 64 << 10

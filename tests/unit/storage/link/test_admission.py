@@ -12,10 +12,10 @@ import pytest
 
 from tests.support.storage.links import QUICK, WAIT_S, Authority, Note, identity, key, linked, quick
 from windlass.storage.ids import BoxName
-from windlass.storage.link import Codec, Link, PeerLost, handshake, listen, server_name
+from windlass.storage.link import Codec, Link, PeerLost, listen, server_name
 from windlass.storage.link.admission import MAX_HALF_OPEN
-from windlass.storage.link.codec import HEADER, Heartbeat, Offered, Pulled, Want
-from windlass.storage.link.handshake import Hello, Keys, Refusal, Welcome
+from windlass.storage.link.wire import Heartbeat, Hello, Keys, Offered, Pulled, Refusal, Want, Welcome, handshake
+from windlass.storage.link.wire.codec import HEADER
 
 LEFT, RIGHT = BoxName("left"), BoxName("right")
 PATIENCE = quick(stall_s=0.9, silence_s=1.0, connect_s=1.0)

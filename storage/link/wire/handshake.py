@@ -14,10 +14,9 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from windlass.storage.ids import BoxName
-from windlass.storage.link.codec import Codec
-from windlass.storage.link.errors import ProtocolError, Refused
-from windlass.storage.link.frames import send_all
-from windlass.storage.link.settings import Certificates, Identity, LinkSettings, server_name
+from windlass.storage.link import Certificates, Identity, LinkSettings, ProtocolError, Refused, server_name
+from windlass.storage.link.wire.codec import Codec
+from windlass.storage.link.wire.frames import send_all
 
 VERSION = 1
 MAX_OPEN_NBYTES = 4096  # that are read from a connection before its box is known

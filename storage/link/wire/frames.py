@@ -8,7 +8,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from windlass.storage.integrity import buffer_digest
-from windlass.storage.link.errors import LinkError
+from windlass.storage.link import LinkError
 
 _HEADER = struct.Struct("!QIQ")  # number of the piece, its bytes, their XXH3
 _TAG_NBYTES = 16

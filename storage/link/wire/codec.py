@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from windlass.storage.link.errors import ProtocolError
-from windlass.storage.link.keys import LinkKey
+from windlass.storage.link import LinkKey, ProtocolError
 
 MAX_MESSAGE_NBYTES = 1 << 20
 HEADER = struct.Struct("!IHQ")  # bytes of the fields, number of the type, ordinal
