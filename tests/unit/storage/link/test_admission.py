@@ -16,6 +16,7 @@ from windlass.storage.link import Codec, Link, PeerLost, listen, server_name
 from windlass.storage.link.admission import MAX_HALF_OPEN
 from windlass.storage.link.wire import Heartbeat, Hello, Keys, Offered, Pulled, Refusal, Want, Welcome, handshake
 from windlass.storage.link.wire.codec import HEADER
+from windlass.storage.link.wire.frames import header_of
 
 LEFT, RIGHT = BoxName("left"), BoxName("right")
 PATIENCE = quick(stall_s=0.9, silence_s=1.0, connect_s=1.0)
@@ -194,7 +195,7 @@ def test_data_connection_without_the_keys_is_closed(tmp_path: Path) -> None:
 def test_unasked_data_frame_ends_the_peer(tmp_path: Path) -> None:
     with Intruder(tmp_path) as intruder:
         control, data, _ = intruder.session()
-        data.sendall(struct.pack("!QIQ", 1, 4096, 0) + bytes(4096))
+        data.sendall(header_of(1, 4096, 0) + bytes(4096))
         assert "broke the protocol: a data frame with number 1 and 4096 bytes, which nothing asked for" in (
             intruder.await_loss()
         )
@@ -252,7 +253,7 @@ def test_damaged_frames_end_the_peer_after_some(tmp_path: Path) -> None:
                 if attempt == 0:
                     control.sendall(CODEC.encode(Offered(key=key(0), nbytes=8), 1))
                 want = _next_want(control)
-                data.sendall(struct.pack("!QIQ", want.number, 8, 0) + os.urandom(8 + 16))
+                data.sendall(header_of(want.number, 8, 0) + os.urandom(8 + 16))
                 assert_closed(data)
         error = pull.exception(WAIT_S)
         assert isinstance(error, PeerLost)
