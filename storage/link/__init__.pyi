@@ -2,6 +2,7 @@
 
 from windlass.storage.link.errors import LinkClosed as LinkClosed
 from windlass.storage.link.errors import LinkError as LinkError
+from windlass.storage.link.errors import PeerClosed as PeerClosed
 from windlass.storage.link.errors import PeerLost as PeerLost
 from windlass.storage.link.errors import ProtocolError as ProtocolError
 from windlass.storage.link.errors import PullOverdue as PullOverdue

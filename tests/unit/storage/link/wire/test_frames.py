@@ -49,4 +49,4 @@ def test_frame_with_any_changed_byte_is_damaged(key: bytes | None) -> None:
         changed = bytearray(frame)
         changed[at] ^= 0x10
         with pytest.raises(DamagedFrame):
-            receive(changed, key)
+            receive(bytes(changed), key)
