@@ -3,7 +3,6 @@
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from windlass.storage.ids import BoxName
 from windlass.storage.io_scheduler import IoResult
 from windlass.storage.link.errors import LinkClosed, LinkError, PeerClosed, PeerLost, ProtocolError, PullOverdue
 from windlass.storage.link.keys import LinkKey
+from windlass.storage.link.messages import MessageStream
 from windlass.storage.link.settings import LinkSettings
 from windlass.storage.link.traffic import Traffic
 from windlass.storage.link.transfers import IncomingTransfers, Offer, OutgoingTransfers, Pull
@@ -57,11 +57,7 @@ class Peer:
         self._incoming = IncomingTransfers(window_nbytes=settings.window_nbytes, piece_nbytes=piece_nbytes)
         self._outgoing = OutgoingTransfers(piece_nbytes=piece_nbytes)
         self._connections: Connections | None = None
-        self._unconfirmed: deque[tuple[int, bytes]] = deque()
-        self._num_sent = 0  # of these, over the present connection
-        self._ordinal = 0
-        self._received = 0
-        self._confirmed = 0  # of the received ones, told to the peer
+        self._messages = MessageStream(codec)
         self._instance: bytes | None = None
         self._traffic = Traffic()
         self._ended: PeerLost | PeerClosed | None = None
@@ -113,14 +109,15 @@ class Peer:
         """Tells the peer, as the last message, that this box closes its link."""
         with self._lock:
             # One that was never reached, and to which nothing was said, is not waited for.
-            if self._ended is None and (self._instance is not None or self._unconfirmed):
+            if self._ended is None and (self._instance is not None or self._messages.num_unconfirmed):
                 self._post(Closing())
 
     def await_confirmed(self, until_s: float) -> None:
         """Waits until the peer has confirmed all messages, also over new connections, or has ended."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._ended is not None or not self._unconfirmed, max(0.0, until_s - time.monotonic())
+                lambda: self._ended is not None or not self._messages.num_unconfirmed,
+                max(0.0, until_s - time.monotonic()),
             )
 
     # --- connections ---
@@ -129,12 +126,13 @@ class Peer:
     def received(self) -> int:
         """The ordinal of the last message that has arrived."""
         with self._lock:
-            return self._received
+            return self._messages.received
 
     def confirm(self, received: int) -> None:
         """Forgets the messages up to an ordinal, which the peer has received. Raises ProtocolError."""
         with self._changed:
-            self._confirm(received)
+            self._messages.confirmed(received)
+            self._changed.notify_all()
 
     def is_instance(self, instance: bytes) -> bool:
         """Returns whether the peer's link is the same object as before. If not, it has lost its state.
@@ -149,8 +147,8 @@ class Peer:
     def connected(self, connections: Connections, received: int) -> None:
         """Goes on over new connections. `received`: the ordinal that the peer has received."""
         with self._lock:
-            self._confirm(received)
-            self._num_sent = 0
+            self.confirm(received)
+            self._messages.reconnected()
             self._connections = connections
             self._last_error = "its connection ended"
             self._traffic.num_connections += 1
@@ -193,14 +191,11 @@ class Peer:
         """Returns what the control connection must send now, "" if nothing."""
         with self._lock:
             parts = [self._codec.encode(want) for want in self._incoming.take_wants()]
-            while self._num_sent < len(self._unconfirmed):
-                parts.append(self._unconfirmed[self._num_sent][1])
-                self._num_sent += 1
+            parts += self._messages.take_unsent()
             is_due = now_s - self._last_heartbeat_s >= self._settings.heartbeat_s
-            if is_due or self._confirmed < self._received:
+            if is_due or self._messages.owes_confirmation:
                 self._last_heartbeat_s = now_s
-                self._confirmed = self._received
-                parts.append(self._codec.encode(Heartbeat(received=self._received)))
+                parts.append(self._codec.encode(Heartbeat(received=self._messages.take_confirmation())))
             self._traffic.num_messages_out += len(parts)
         return b"".join(parts)
 
@@ -213,18 +208,14 @@ class Peer:
             self._traffic.num_messages_in += 1
             if isinstance(message, Want | Heartbeat) == bool(ordinal):
                 raise ProtocolError(f"a {type(message).__name__} with ordinal {ordinal}")
-            if ordinal:
-                if ordinal <= self._received:
-                    return
-                if ordinal != self._received + 1:
-                    raise ProtocolError(f"message {ordinal} after message {self._received}")
-                self._received = ordinal
+            if ordinal and not self._messages.arrived(ordinal):
+                return
             match message:
                 case Want():
                     self._outgoing.wanted(message)
                     self._to_send.notify()
                 case Heartbeat(received=received):
-                    self._confirm(received)
+                    self.confirm(received)
                 case Offered(key=key, nbytes=nbytes):
                     failed = self._offered(key, nbytes)
                     self._wake()
@@ -356,20 +347,11 @@ class Peer:
         return None
 
     def _post(self, message: object) -> None:
-        self._unconfirmed.append((self._ordinal + 1, self._codec.encode(message, self._ordinal + 1)))
-        self._ordinal += 1
+        self._messages.post(message)
         self._wake()
 
-    def _confirm(self, received: int) -> None:
-        if received > self._ordinal:
-            raise ProtocolError(f"a confirmation of message {received}, but {self._ordinal} were sent")
-        while self._unconfirmed and self._unconfirmed[0][0] <= received:
-            self._unconfirmed.popleft()
-            self._num_sent = max(0, self._num_sent - 1)
-        self._changed.notify_all()
-
     def _has_room(self) -> bool:
-        return self._ended is not None or len(self._unconfirmed) < self._settings.max_messages
+        return self._ended is not None or self._messages.num_unconfirmed < self._settings.max_messages
 
     def _require(self, what: str) -> None:
         if self._ended is not None:
