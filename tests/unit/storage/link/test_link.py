@@ -141,8 +141,8 @@ def test_wrong_requests_are_refused_at_once(tmp_path: Path) -> None:
             ends["left"].pull(key(2), slot, source=BoxName("elsewhere"))
         with pytest.raises(ValueError, match="no registered type"):
             ends["left"].send(RIGHT, object())
-        with pytest.raises(ValueError, match="bytes; at most"):
-            ends["left"].send(RIGHT, Note("x" * (1 << 21)))
+        with pytest.raises(ValueError, match=r"a Note of 1\.01 MiB; at most 1\.00 MiB can be sent"):
+            ends["left"].send(RIGHT, Note("x" * (1 << 20)))
 
 
 def test_pull_of_another_size_fails(tmp_path: Path) -> None:
