@@ -24,6 +24,7 @@ EXACT = {
     "storage/ssd/calibration.py",
     "storage/ssd/raw_device.py",
     "storage/integrity/records.py",
+    "storage/store/decisions.py",
     "storage/store/scratch.py",
     "storage/store/format.py",
     "storage/store/tensor_store.py",
