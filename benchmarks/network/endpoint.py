@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from windlass.storage.link.frames import receive_exactly, send_all
+from windlass.storage.link.wire import receive_exactly, send_all
 
 if TYPE_CHECKING:
     from windlass.storage.io_scheduler import IoResult

@@ -1,8 +1,8 @@
 """The link between the boxes of one job: each box pulls bytes from the others into memory that it has reserved."""
 
-from windlass.storage.link.codec import Codec as Codec
 from windlass.storage.link.errors import LinkClosed as LinkClosed
 from windlass.storage.link.errors import LinkError as LinkError
+from windlass.storage.link.errors import PeerClosed as PeerClosed
 from windlass.storage.link.errors import PeerLost as PeerLost
 from windlass.storage.link.errors import ProtocolError as ProtocolError
 from windlass.storage.link.errors import PullOverdue as PullOverdue
@@ -20,3 +20,4 @@ from windlass.storage.link.traffic import BusySpan as BusySpan
 from windlass.storage.link.traffic import Traffic as Traffic
 from windlass.storage.link.transfers import IncomingTransfers as IncomingTransfers
 from windlass.storage.link.transfers import OutgoingTransfers as OutgoingTransfers
+from windlass.storage.link.wire import Codec as Codec

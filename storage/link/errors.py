@@ -10,7 +10,11 @@ class LinkClosed(LinkError):
 
 
 class PeerLost(LinkError):
-    """A peer was silent for too long, ended its link, or broke the protocol. It does not come back in this attempt."""
+    """A peer was silent for too long, or broke the protocol. It does not come back in this attempt."""
+
+
+class PeerClosed(LinkError):
+    """A peer has closed its link in order, with this transfer still open. It does not come back in this attempt."""
 
 
 class PullOverdue(LinkError, TimeoutError):

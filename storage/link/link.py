@@ -1,7 +1,7 @@
 """The link of a box: it pulls bytes from other boxes of the job, lets them pull its own, and carries messages."""
 
-import collections
 import contextlib
+import functools
 import logging
 import secrets
 import socket
@@ -14,23 +14,20 @@ from typing import Any, Self
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BoxName
 from windlass.storage.io_scheduler import IoResult
-from windlass.storage.link import handshake
 from windlass.storage.link.admission import Admission
-from windlass.storage.link.codec import Codec
-from windlass.storage.link.errors import LinkClosed, LinkError, PeerLost, ProtocolError, Refused
-from windlass.storage.link.frames import DamagedFrame
-from windlass.storage.link.handshake import HANDSHAKE_S, Keys
+from windlass.storage.link.dialer import Dialer
+from windlass.storage.link.errors import LinkClosed, PeerClosed, PeerLost
+from windlass.storage.link.keeper import Keeper
 from windlass.storage.link.keys import LinkKey
 from windlass.storage.link.peer import Peer
 from windlass.storage.link.session import Connected, Session
 from windlass.storage.link.settings import Certificates, Identity, LinkSettings
 from windlass.storage.link.traffic import Traffic
 from windlass.storage.link.transfers import Offer, Pull
+from windlass.storage.link.wire import Codec
 from windlass.storage.threads import GuardedThreads
 
 _BACKLOG = 64
-_RETRY_S = 0.2  # between attempts to connect
-_MAX_DAMAGED = 3  # connections to one peer that end with a damaged frame
 _CLOSE_S = 30.0  # for the threads, each of whose waits ends
 _FLUSH_S = 5.0  # for the peers to confirm the last messages
 
@@ -71,32 +68,19 @@ class Link:
         """Internal: use `start`."""
         self._identity = identity
         self._listener = listener
-        self._addresses = peers
-        self._certificates = certificates
         self._settings = settings
         self._codec = codec
         self._on_lost = on_lost
         self._token = CancelToken()
-        self._instance = secrets.token_bytes(16)
-        self._peers = {name: Peer(name, settings, codec, self._token, on_message, self._lost) for name in peers}
+        instance = secrets.token_bytes(16)
+        self._dialer = Dialer(identity, settings, certificates, codec, instance)
+        self._peers = {name: Peer(name, settings, codec, self._token, on_message, self._ended) for name in peers}
+        self._keepers = {name: self._make_keeper(peer, peers[name]) for name, peer in self._peers.items()}
         self._changed = threading.Condition()
-        # Protected by `_changed`.
-        self._sessions: dict[BoxName, Session] = {}
-        self._accepted: dict[BoxName, Connected] = {}
-        self._next_watch_s = 0.0
+        self._next_watch_s = 0.0  # protected by `_changed`
         self._threads = GuardedThreads(f"link {identity.box}", identity.job, self._report)
-        waiting = {name: peer for name, peer in self._peers.items() if not self._dials(name)}
-        self._admission = Admission(
-            listener,
-            identity,
-            settings,
-            certificates,
-            codec,
-            waiting,
-            self._instance,
-            replace=self._end_session,
-            on_connected=self._accept,
-        )
+        waiting = {name: keeper for name, keeper in self._keepers.items() if not self._dials(name)}
+        self._admission = Admission(listener, identity, settings, certificates, codec, waiting, instance, self._token)
 
     @classmethod
     def start(
@@ -113,28 +97,44 @@ class Link:
     ) -> Self:
         """Starts to listen and to connect, and returns at once.
 
-        `listener` is of `listen`, and belongs to the link from now on. `peers`: the addresses of the other boxes.
-        `on_message` gets the messages of each peer in their order. It must be quick and must not raise, because
-        heartbeats wait for it. `on_lost` is called once for each peer that does not come back.
+        `listener` is of `listen`, and belongs to the link from now on, also if this raises. `peers`: the addresses of
+        the other boxes. `on_message` gets the messages of each peer in their order. It must be quick and must not
+        raise, because heartbeats wait for it. `on_lost` is called once for each peer that is lost. It is not called
+        for a peer that closes its link: what is open with that one fails with PeerClosed.
+
+        Raises:
+            ValueError: the box is its own peer.
+            OSError: a certificate cannot be read.
         """
-        if identity.box in peers:
-            raise ValueError(f"box {identity.box!r} is its own peer")
-        link = cls(
-            identity, listener, peers, certificates, settings or LinkSettings(), codec or Codec(), on_message, on_lost
-        )
-        keepers = [link._make_keeper(peer) for peer in link._peers.values()]
-        link._threads.start([link._run_admission, link._run_watch, *keepers])
+        with contextlib.ExitStack() as failed:
+            failed.callback(listener.close)
+            if identity.box in peers:
+                raise ValueError(f"box {identity.box!r} is its own peer")
+            link = cls(
+                identity,
+                listener,
+                peers,
+                certificates,
+                settings or LinkSettings(),
+                codec or Codec(),
+                on_message,
+                on_lost,
+            )
+            failed.callback(link.close, 0.0)
+            runs = [link._make_run(keeper) for keeper in link._keepers.values()]
+            link._threads.start([link._run_admission, link._run_watch, *runs])
+            failed.pop_all()
         return link
 
     def offer(self, key: LinkKey, buffer: memoryview, to: Collection[BoxName]) -> "Future[IoResult]":
         """Keeps bytes until all the named boxes have pulled them; then the future gets its result.
 
-        The buffer belongs to the link until then. If the future fails, with PeerLost or LinkClosed, the buffer belongs
-        to the link until `close` has returned.
+        The buffer belongs to the link until then. If the future fails, with PeerLost, PeerClosed or LinkClosed, the
+        buffer belongs to the link until `close` has returned.
 
         Raises:
             ValueError: the key is offered already, or the buffer is empty.
-            PeerLost: one of the boxes is lost.
+            PeerLost, PeerClosed: one of the boxes is lost, or has closed its link.
         """
         buffer = _bytes_of(buffer)
         offer = Offer(key=key, buffer=buffer, readers=set(to))
@@ -154,13 +154,13 @@ class Link:
         """Fills memory with the bytes of a key as soon as `source` offers them; then the future gets its result.
 
         The smallest priority goes first; ties go in order of arrival. Callbacks of the future run in a thread of the
-        link, and must be quick. The buffer belongs to the link until then. If
-        the future fails, with PullOverdue, PeerLost or LinkClosed, it belongs to the link until `close` has returned.
+        link, and must be quick. The buffer belongs to the link until then. If the future fails, with PullOverdue,
+        PeerLost, PeerClosed or LinkClosed, it belongs to the link until `close` has returned.
 
         Raises:
             ValueError: the key is being pulled already, or the buffer is empty or read-only.
             LinkError: the box offers another number of bytes.
-            PeerLost: the box is lost.
+            PeerLost, PeerClosed: the box is lost, or has closed its link.
         """
         into = _bytes_of(into)
         if into.readonly:
@@ -181,7 +181,7 @@ class Link:
         Waits while the box has too many to confirm, but not if the caller is `on_message`.
 
         Raises:
-            PeerLost: the box is lost.
+            PeerLost, PeerClosed: the box is lost, or has closed its link.
             ValueError: the type is not registered, or the message is too large.
             InterruptedError: the link was closed meanwhile.
         """
@@ -198,27 +198,36 @@ class Link:
     def close(self, flush_s: float = _FLUSH_S) -> None:
         """Waits for the peers to confirm all messages, and ends the link. Pulls and offers that are open fail.
 
+        The last message to each peer says that this link is closed. A peer that has not confirmed it within `flush_s`
+        seconds may take this box for lost.
+
         Raises:
             TimeoutError: a thread hangs. Buffers may still be in use.
         """
         until_s = time.monotonic() + flush_s
         if not self._token.is_cancelled:
+            # All peers are told before any is waited for, so that one that is silent takes no other's time.
             for peer in self._peers.values():
-                peer.finish(until_s)
+                peer.say_closing()
+            for peer in self._peers.values():
+                peer.await_confirmed(until_s)
         self._token.cancel()
         with contextlib.suppress(OSError):  # it was shut down before
             self._listener.shutdown(socket.SHUT_RDWR)
         with self._changed:
-            sessions = list(self._sessions.values())
             self._changed.notify_all()
-        for session in sessions:
-            session.end(None)
-        self._threads.join(_CLOSE_S)
-        self._listener.close()
-        for connected in self._accepted.values():
-            connected.close()
-        for peer in self._peers.values():
-            peer.close()
+        for keeper in self._keepers.values():
+            keeper.end(None)
+        try:
+            self._threads.join(_CLOSE_S)
+            for keeper in self._keepers.values():
+                keeper.join()
+        finally:
+            self._listener.close()
+            for keeper in self._keepers.values():
+                keeper.end(None)  # what was accepted meanwhile
+            for peer in self._peers.values():
+                peer.close()
 
     # --- inside ---
 
@@ -249,111 +258,23 @@ class Link:
                 if not self._token.is_cancelled:
                     self._changed.wait(max(0.0, self._next_watch_s - now_s))
 
-    def _lost(self, name: BoxName, error: PeerLost) -> None:
-        with self._changed:
-            session = self._sessions.get(name)
-            self._changed.notify_all()
-        if session is not None:
-            session.end(error)
-        self._on_lost(name, error)
+    def _ended(self, name: BoxName, error: PeerLost | PeerClosed) -> None:
+        self._keepers[name].end(error)
+        if isinstance(error, PeerLost):
+            self._on_lost(name, error)
 
-    def _make_keeper(self, peer: Peer) -> Callable[[], None]:
-        def _run_keeper() -> None:
-            self._keep(peer)
+    def _make_keeper(self, peer: Peer, address: tuple[str, int]) -> Keeper:
+        dial = functools.partial(self._dialer.dial, peer, address) if self._dials(peer.name) else None
+        return Keeper(peer, self._token, dial, functools.partial(self._make_session, peer))
+
+    def _make_session(self, peer: Peer, connected: Connected) -> Session:
+        return Session(peer, connected, self._settings, self._codec, f"link {self._identity.box}")
+
+    def _make_run(self, keeper: Keeper) -> Callable[[], None]:
+        def _run_keeper() -> None:  # the threads are called by the names of their functions
+            keeper.run()
 
         return _run_keeper
-
-    def _keep(self, peer: Peer) -> None:
-        """Connects to a peer, and serves the connections, until it is lost or the link is closed."""
-        failures: collections.Counter[type] = collections.Counter()
-        while peer.lost is None and not self._token.is_cancelled:
-            error: Exception | None = None
-            try:
-                connected = self._dial(peer) if self._dials(peer.name) else self._await_accepted(peer)
-                if connected is None:
-                    continue
-                session = Session(peer, connected, self._settings, self._codec, f"link {self._identity.box}")
-                with self._changed:
-                    self._sessions[peer.name] = session
-                try:
-                    if self._token.is_cancelled:
-                        session.end(None)
-                    error = session.serve()
-                finally:
-                    with self._changed:
-                        del self._sessions[peer.name]
-                peer.disconnected(error)
-            except (OSError, EOFError, LinkError) as failure:
-                error = failure
-                peer.note(failure)
-            if error is None or self._token.is_cancelled:
-                continue
-            _logger.info("box %s: %s", peer.name, error)
-            failures[type(error)] += 1
-            if not isinstance(error, OSError | EOFError | LinkError):
-                peer.lose(f"sent what could not be carried out: {error!r}")
-            elif isinstance(error, ProtocolError):
-                peer.lose(f"broke the protocol: {error}")
-            elif failures[DamagedFrame] >= _MAX_DAMAGED:
-                peer.lose(f"sent {_MAX_DAMAGED} damaged frames")
-            elif self._dials(peer.name):
-                self._token.pause(_RETRY_S)
-
-    def _dial(self, peer: Peer) -> Connected:
-        address = self._addresses[peer.name]
-        control = handshake.connect_control(address, peer.name, self._certificates)
-        data: list[socket.socket] = []
-        try:
-            hello = handshake.make_hello(
-                self._identity,
-                self._settings,
-                self._codec,
-                to=peer.name,
-                instance=self._instance,
-                received=peer.received,
-            )
-            handshake.send_handshake(control, hello)
-            answer = handshake.receive_handshake(control, time.monotonic() + 2 * HANDSHAKE_S)
-            welcome = handshake.expect_welcome(answer)
-            if not peer.is_instance(welcome.instance):
-                raise ProtocolError("it was started anew within the attempt, so its state is lost")
-            keys = Keys.agreed(self._identity, hello, welcome)
-            for stream in range(self._settings.num_streams):
-                data.append(handshake.connect_data(address, keys, stream))
-        except BaseException:
-            for each in (control, *data):
-                each.close()
-            raise
-        return Connected(control=control, data=data, keys=keys, is_dialer=True, received=welcome.received)
-
-    def _await_accepted(self, peer: Peer) -> Connected | None:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: peer.name in self._accepted or peer.lost is not None or self._token.is_cancelled
-            )
-            return self._accepted.pop(peer.name, None)
-
-    def _accept(self, peer: Peer, connected: Connected) -> None:
-        with self._changed:
-            if self._token.is_cancelled:
-                unused: Connected | None = connected
-            else:
-                unused = self._accepted.pop(peer.name, None)
-                self._accepted[peer.name] = connected
-            self._changed.notify_all()
-        if unused is not None:
-            unused.close()
-
-    def _end_session(self, peer: Peer) -> None:
-        """Ends the connections that a peer has now, because it has made new ones."""
-        with self._changed:
-            session = self._sessions.get(peer.name)
-            older = self._accepted.pop(peer.name, None)
-        if older is not None:
-            older.close()
-        if session is not None:
-            session.end(Refused("it has connected anew"))
-        peer.await_disconnected(HANDSHAKE_S)
 
     def _report(self, error: Exception, _: object) -> None:
         _logger.error("a thread of the link of box %s has died", self._identity.box, exc_info=error)

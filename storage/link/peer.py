@@ -3,7 +3,6 @@
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol
@@ -11,12 +10,13 @@ from typing import Any, Protocol
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BoxName
 from windlass.storage.io_scheduler import IoResult
-from windlass.storage.link.codec import Closing, Codec, Heartbeat, Offered, Pulled, Want
-from windlass.storage.link.errors import LinkClosed, LinkError, PeerLost, ProtocolError, PullOverdue
+from windlass.storage.link.errors import LinkClosed, LinkError, PeerClosed, PeerLost, ProtocolError, PullOverdue
 from windlass.storage.link.keys import LinkKey
+from windlass.storage.link.messages import MessageStream
 from windlass.storage.link.settings import LinkSettings
 from windlass.storage.link.traffic import Traffic
 from windlass.storage.link.transfers import IncomingTransfers, Offer, OutgoingTransfers, Pull
+from windlass.storage.link.wire import Closing, Codec, Heartbeat, Offered, Pulled, Want
 
 
 class Connections(Protocol):
@@ -40,15 +40,15 @@ class Peer:
         codec: Codec,
         token: CancelToken,
         on_message: Callable[[BoxName, Any], None],
-        on_lost: Callable[[BoxName, PeerLost], None],
+        on_end: Callable[[BoxName, PeerLost | PeerClosed], None],
     ) -> None:
-        """`token` ends the waits of `send`. `on_lost` is called once, by the thread that finds out."""
+        """`token` ends the waits of `send`. `on_end` is called once, by the thread that finds out."""
         self.name = name
         self._settings = settings
         self._codec = codec
         self._token = token
         self._on_message = on_message
-        self._on_lost = on_lost
+        self._on_end = on_end
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._to_send = threading.Condition(self._lock)  # senders of data frames wait here
@@ -57,14 +57,11 @@ class Peer:
         self._incoming = IncomingTransfers(window_nbytes=settings.window_nbytes, piece_nbytes=piece_nbytes)
         self._outgoing = OutgoingTransfers(piece_nbytes=piece_nbytes)
         self._connections: Connections | None = None
-        self._unconfirmed: deque[tuple[int, bytes]] = deque()
-        self._num_sent = 0  # of these, over the present connection
-        self._ordinal = 0
-        self._received = 0
-        self._confirmed = 0  # of the received ones, told to the peer
+        self._messages = MessageStream(codec)
         self._instance: bytes | None = None
         self._traffic = Traffic()
-        self._lost: PeerLost | None = None
+        self._ended: PeerLost | PeerClosed | None = None
+        self._num_damaged = 0  # frames since the last piece that arrived whole
         self._last_heard_s = time.monotonic()
         self._last_error = "it was never reached"
         self._last_heartbeat_s = 0.0
@@ -72,14 +69,14 @@ class Peer:
     # --- the caller's side ---
 
     def pull(self, pull: Pull) -> None:
-        """Adds a pull. Raises PeerLost, or the errors of `IncomingTransfers.add`."""
+        """Adds a pull. Raises PeerLost, PeerClosed, or the errors of `IncomingTransfers.add`."""
         with self._lock:
             self._require(str(pull.key))
             self._incoming.add(pull)
             self._wake()
 
     def offer(self, offer: Offer) -> None:
-        """Adds an offer and tells the peer. Raises PeerLost, or ValueError if it is there already."""
+        """Adds an offer and tells the peer. Raises PeerLost, PeerClosed, or ValueError if it is there already."""
         with self._lock:
             self._require(str(offer.key))
             self._outgoing.add(offer)
@@ -89,7 +86,7 @@ class Peer:
         """Sends a message, which arrives once and in order. Waits while too many are unconfirmed.
 
         Raises:
-            PeerLost: the peer is lost.
+            PeerLost, PeerClosed: the peer has ended.
             ValueError: the message is of no registered type, or too large.
         """
         with self._changed:
@@ -104,21 +101,24 @@ class Peer:
             return self._traffic.taken()
 
     @property
-    def lost(self) -> PeerLost | None:
+    def ended(self) -> PeerLost | PeerClosed | None:
         """The error that ended the peer."""
-        return self._lost
+        return self._ended
 
-    def finish(self, until_s: float) -> None:
-        """Waits until the peer has confirmed all messages, and then tells it that this box ends its link."""
+    def say_closing(self) -> None:
+        """Tells the peer, as the last message, that this box closes its link."""
+        with self._lock:
+            # One that was never reached, and to which nothing was said, is not waited for.
+            if self._ended is None and (self._instance is not None or self._messages.num_unconfirmed):
+                self._post(Closing())
+
+    def await_confirmed(self, until_s: float) -> None:
+        """Waits until the peer has confirmed all messages, also over new connections, or has ended."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._lost is not None or not self._unconfirmed, max(0.0, until_s - time.monotonic())
+                lambda: self._ended is not None or not self._messages.num_unconfirmed,
+                max(0.0, until_s - time.monotonic()),
             )
-            if self._lost is None and self._connections is not None:
-                self._post(Closing())
-                self._changed.wait_for(
-                    lambda: self._connections is None or not self._unconfirmed, max(0.0, until_s - time.monotonic())
-                )
 
     # --- connections ---
 
@@ -126,7 +126,13 @@ class Peer:
     def received(self) -> int:
         """The ordinal of the last message that has arrived."""
         with self._lock:
-            return self._received
+            return self._messages.received
+
+    def confirm(self, received: int) -> None:
+        """Forgets the messages up to an ordinal, which the peer has received. Raises ProtocolError."""
+        with self._changed:
+            self._messages.confirmed(received)
+            self._changed.notify_all()
 
     def is_instance(self, instance: bytes) -> bool:
         """Returns whether the peer's link is the same object as before. If not, it has lost its state.
@@ -141,8 +147,8 @@ class Peer:
     def connected(self, connections: Connections, received: int) -> None:
         """Goes on over new connections. `received`: the ordinal that the peer has received."""
         with self._lock:
-            self._confirm(received)
-            self._num_sent = 0
+            self.confirm(received)
+            self._messages.reconnected()
             self._connections = connections
             self._last_error = "its connection ended"
             self._traffic.num_connections += 1
@@ -185,14 +191,11 @@ class Peer:
         """Returns what the control connection must send now, "" if nothing."""
         with self._lock:
             parts = [self._codec.encode(want) for want in self._incoming.take_wants()]
-            while self._num_sent < len(self._unconfirmed):
-                parts.append(self._unconfirmed[self._num_sent][1])
-                self._num_sent += 1
+            parts += self._messages.take_unsent()
             is_due = now_s - self._last_heartbeat_s >= self._settings.heartbeat_s
-            if is_due or self._confirmed < self._received:
+            if is_due or self._messages.owes_confirmation:
                 self._last_heartbeat_s = now_s
-                self._confirmed = self._received
-                parts.append(self._codec.encode(Heartbeat(received=self._received)))
+                parts.append(self._codec.encode(Heartbeat(received=self._messages.take_confirmation())))
             self._traffic.num_messages_out += len(parts)
         return b"".join(parts)
 
@@ -205,18 +208,14 @@ class Peer:
             self._traffic.num_messages_in += 1
             if isinstance(message, Want | Heartbeat) == bool(ordinal):
                 raise ProtocolError(f"a {type(message).__name__} with ordinal {ordinal}")
-            if ordinal:
-                if ordinal <= self._received:
-                    return
-                if ordinal != self._received + 1:
-                    raise ProtocolError(f"message {ordinal} after message {self._received}")
-                self._received = ordinal
+            if ordinal and not self._messages.arrived(ordinal):
+                return
             match message:
                 case Want():
                     self._outgoing.wanted(message)
                     self._to_send.notify()
                 case Heartbeat(received=received):
-                    self._confirm(received)
+                    self.confirm(received)
                 case Offered(key=key, nbytes=nbytes):
                     failed = self._offered(key, nbytes)
                     self._wake()
@@ -230,7 +229,7 @@ class Peer:
         if failed is not None:
             _fail(failed[0].future, failed[1])
         if isinstance(message, Closing):
-            self.lose("ended its link")
+            self._end(PeerClosed(f"box {self.name!r} closed its link"))
         elif not isinstance(message, Want | Heartbeat | Offered | Pulled):
             self._on_message(self.name, message)
 
@@ -265,6 +264,7 @@ class Peer:
         """Records that a piece has arrived whole."""
         with self._lock:
             self._traffic.add(is_incoming=True, start_s=start_s, end_s=time.monotonic(), nbytes=nbytes)
+            self._num_damaged = 0
             pull = self._incoming.arrived(number)
             if pull is not None:
                 self._post(Pulled(key=pull.key))
@@ -272,6 +272,12 @@ class Peer:
                 self._wake()
         if pull is not None:
             _settle(pull.future, _result(pull.start_s, pull.into.nbytes))
+
+    def count_damaged(self) -> int:
+        """Counts a damaged frame. Returns how many there were since the last piece that arrived whole."""
+        with self._lock:
+            self._num_damaged += 1
+            return self._num_damaged
 
     # --- the watch ---
 
@@ -292,15 +298,8 @@ class Peer:
             return self._incoming.next_deadline_s()
 
     def lose(self, why: str) -> None:
-        """Ends the peer: all its pulls and offers fail. Only the first call has an effect."""
-        told = f"box {self.name!r} {why}"
-        lost = PeerLost(told)
-        with self._lock:
-            if self._lost is not None:
-                return
-            self._lost = lost
-        self._fail_all(PeerLost, told)
-        self._on_lost(self.name, lost)
+        """Ends the peer: all its pulls and offers fail. It has no effect on a peer that has ended."""
+        self._end(PeerLost(f"box {self.name!r} {why}"))
 
     def close(self) -> None:
         """Fails all pulls and offers, because this box's link was closed and its threads have ended."""
@@ -330,6 +329,14 @@ class Peer:
 
     # --- inside ---
 
+    def _end(self, error: PeerLost | PeerClosed) -> None:
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = error
+        self._fail_all(type(error), str(error))
+        self._on_end(self.name, error)
+
     def _offered(self, key: LinkKey, nbytes: int) -> tuple[Pull, Exception] | None:
         try:
             self._incoming.offered(key, nbytes)
@@ -340,24 +347,15 @@ class Peer:
         return None
 
     def _post(self, message: object) -> None:
-        self._unconfirmed.append((self._ordinal + 1, self._codec.encode(message, self._ordinal + 1)))
-        self._ordinal += 1
+        self._messages.post(message)
         self._wake()
 
-    def _confirm(self, received: int) -> None:
-        if received > self._ordinal:
-            raise ProtocolError(f"a confirmation of message {received}, but {self._ordinal} were sent")
-        while self._unconfirmed and self._unconfirmed[0][0] <= received:
-            self._unconfirmed.popleft()
-            self._num_sent = max(0, self._num_sent - 1)
-        self._changed.notify_all()
-
     def _has_room(self) -> bool:
-        return self._lost is not None or len(self._unconfirmed) < self._settings.max_messages
+        return self._ended is not None or self._messages.num_unconfirmed < self._settings.max_messages
 
     def _require(self, what: str) -> None:
-        if self._lost is not None:
-            raise PeerLost(f"{self._lost}: {what} cannot be exchanged with it")
+        if self._ended is not None:
+            raise type(self._ended)(f"{self._ended}: {what} cannot be exchanged with it")
 
     def _heard(self) -> None:
         self._last_heard_s = time.monotonic()

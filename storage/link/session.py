@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from windlass.storage.link.codec import Codec
 from windlass.storage.link.errors import LinkError
-from windlass.storage.link.frames import FrameReader, FrameWriter
-from windlass.storage.link.handshake import Keys
 from windlass.storage.link.peer import Peer
 from windlass.storage.link.settings import LinkSettings, Protection
+from windlass.storage.link.wire import Codec, FrameReader, FrameWriter, Keys
 from windlass.storage.threads import GuardedThreads
 
 _RECEIVE_NBYTES = 64 << 10
@@ -34,13 +32,14 @@ class Connected:
     received: int  # the ordinal of the last message that the peer has
 
     def close(self) -> None:
-        """Closes the sockets."""
-        for each in (self.control, *self.data):
-            each.close()
+        """Closes the sockets, each of them even if another cannot be closed."""
+        with contextlib.ExitStack() as stack:
+            for each in (self.control, *self.data):
+                stack.callback(each.close)
 
 
 class Session:
-    """Serves the connections to one peer until one of them ends."""
+    """Serves the connections to one peer until one of them ends. The caller closes their sockets."""
 
     def __init__(self, peer: Peer, connected: Connected, settings: LinkSettings, codec: Codec, owner: str) -> None:
         self._peer = peer
@@ -53,7 +52,8 @@ class Session:
         self._is_woken = False
         for each in (self._woken, self._waker):
             each.setblocking(False)
-        self._ending = threading.Lock()
+        # A thread that uses a socket of another one holds it: once closed, its number may be that of a new socket.
+        self._lock = threading.Lock()
         self._threads = GuardedThreads(owner, str(peer.name), lambda error, _: self.end(error))
 
     @property
@@ -65,33 +65,31 @@ class Session:
         """Makes the control thread look for messages to send."""
         if not self._is_woken:
             self._is_woken = True
-            with contextlib.suppress(OSError):  # it is full, or closed
+            with self._lock, contextlib.suppress(OSError):  # it is full, or closed
                 self._waker.send(b"\0")
 
     def end(self, error: Exception | None) -> None:
-        """Ends the connections, for a reason. Any thread may call it."""
-        with self._ending:
-            if not self._is_broken.is_set():
-                self._error = error
-                self._is_broken.set()
-        for each in self._connected.data:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+        """Ends the connections, for a reason. Any thread may call it; only the first call has an effect."""
+        with self._lock:
+            if self._is_broken.is_set():
+                return
+            self._error = error
+            self._is_broken.set()
+            for each in self._connected.data:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
         self._peer.stop_senders()
         self._is_woken = False
         self.wake()
 
     def serve(self) -> Exception | None:
-        """Serves the connections in this thread and in others. Returns why they ended, after all others have ended."""
-        for each in (self._connected.control, *self._connected.data):
-            timeout_ms = int(self._settings.stall_s * 1000)
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for each in self._connected.data:
-            each.settimeout(None)
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_NBYTES)
-        self._peer.connected(self, self._connected.received)
+        """Serves the connections in this thread and in others. Returns why they ended, after all others have ended.
+
+        The reason is a RuntimeError if a thread hangs. It may still use the memory of a piece.
+        """
         try:
+            self._set_options()
+            self._peer.connected(self, self._connected.received)
             streams = range(len(self._connected.data))
             self._threads.start([self._make_receiver(stream) for stream in streams])
             self._threads.start([self._make_sender(stream) for stream in streams])
@@ -100,13 +98,27 @@ class Session:
             self.end(error)
         finally:
             self.end(None)
-            try:
-                self._threads.join(_JOIN_S)
-            finally:  # also if a thread hangs
-                self._connected.close()
+            with self._lock:
                 self._woken.close()
                 self._waker.close()
+        try:
+            self.join()
+        except TimeoutError as error:
+            return RuntimeError(str(error))
         return self._error
+
+    def join(self) -> None:
+        """Waits for the threads. Raises TimeoutError if one hangs."""
+        self._threads.join(_JOIN_S)
+
+    def _set_options(self) -> None:
+        for each in (self._connected.control, *self._connected.data):
+            timeout_ms = int(self._settings.stall_s * 1000)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for each in self._connected.data:
+            each.settimeout(None)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_NBYTES)
 
     def _run_control(self) -> None:
         control = self._connected.control
@@ -115,7 +127,8 @@ class Session:
         with selectors.DefaultSelector() as selector:
             selector.register(control, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
-            while not self.is_broken:
+            is_over = False
+            while not is_over:
                 self._is_woken = False
                 if not unsent:
                     unsent += self._peer.control_bytes(time.monotonic())
@@ -125,15 +138,18 @@ class Session:
                 selector.select(0 if has_more else self._settings.heartbeat_s)
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(4096)
-                has_more = _receive(control, received)
-                for ordinal, message in self._codec.take(received):
-                    self._peer.take(ordinal, message)
-                if self._peer.lost is not None:
-                    # The last confirmation, so that a peer that has said that it ends need not wait.
-                    _send(control, bytearray(self._peer.control_bytes(time.monotonic())))
-                    return
+                # Before the last read: data connections may end before this one, with the peer's last message in it.
+                is_over = self.is_broken or self._peer.ended is not None
+                try:
+                    has_more = _receive(control, received)
+                finally:  # also if the connection ends behind them
+                    for ordinal, message in self._codec.take(received):
+                        self._peer.take(ordinal, message)
                 if (silent_s := time.monotonic() - self._peer.heard_s()) > self._settings.stall_s:
                     raise LinkError(f"no sign of life for {silent_s:.1f} s")
+        # The last confirmation, for which a peer that closes waits, or the message that this box closes its link.
+        unsent += self._peer.control_bytes(time.monotonic())
+        _send(control, unsent)
 
     def _make_sender(self, stream: int) -> Callable[[], None]:
         writer = FrameWriter(self._connected.data[stream], self._key(stream, is_out=True), self._settings.piece_nbytes)

@@ -1,10 +1,12 @@
 """The settings of a link, and the identity that its box proves to others."""
 
+import errno
 import hashlib
 import ssl
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from windlass.storage.ids import Attempt, BoxName, JobId
 from windlass.storage.integrity import GRANULE_NBYTES
@@ -72,6 +74,23 @@ def server_name(box: BoxName) -> str:
     return f"{hashlib.sha256(box.encode()).hexdigest()[:32]}.link.windlass.internal"
 
 
+class _TlsSocket(ssl.SSLSocket):
+    """A TLS socket that closes itself if its peer resets the connection before the handshake begins.
+
+    `wrap_socket` of Python 3.11 fails then and loses the new socket, so that no caller can close it.
+    """
+
+    def getpeername(self) -> Any:
+        """Returns the peer's address. `wrap_socket` asks for it first."""
+        try:
+            return super().getpeername()
+        except OSError:
+            if self.version() is not None:
+                raise
+            self.close()
+            raise ConnectionResetError(errno.ECONNRESET, "the peer ended the connection before TLS began") from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificates:
     """A box's certificate for links, and the authority that signed those of all boxes. PEM files.
@@ -85,6 +104,7 @@ class Certificates:
     def context(self, *, is_server: bool) -> ssl.SSLContext:
         """Returns a context that accepts TLS 1.3 only, and only peers that the authority has signed."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        context.sslsocket_class = _TlsSocket
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(self.authority)

@@ -5,9 +5,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from windlass.storage.io_scheduler import IoResult
-from windlass.storage.link.codec import Want
 from windlass.storage.link.errors import LinkError, ProtocolError
 from windlass.storage.link.keys import LinkKey
+from windlass.storage.link.wire import Want
 from windlass.storage.priority_queue import PriorityQueue
 
 # Offers of a peer, and pieces that it has asked for. Slots limit both; these limits stop peers with a defect.

@@ -11,16 +11,20 @@ from windlass.amounts import GIB, bytes_text, describe_largest, least_gib, least
 
 ROOT = Path(__file__).parents[2]
 FLOORS = ("actors", "engine", "planner", "service", "storage")
-# Errors that give an exact number of bytes on purpose. They report damaged files, records or slots, or a defect of the
-# caller, and not an amount of memory.
+# Errors that give an exact number of bytes on purpose. They report damaged files, records or slots, messages that break
+# a protocol, or a defect of the caller, and not an amount of memory.
 EXACT = {
     "actors/job/journal.py",
     "engine/data/dataset.py",
     "engine/optimizer/adam_kernel.py",
+    "storage/link/transfers.py",
+    "storage/link/wire/codec.py",
+    "storage/link/wire/handshake.py",
     "storage/memory/arena.py",
     "storage/ssd/calibration.py",
     "storage/ssd/raw_device.py",
     "storage/integrity/records.py",
+    "storage/store/decisions.py",
     "storage/store/scratch.py",
     "storage/store/format.py",
     "storage/store/tensor_store.py",

@@ -11,8 +11,8 @@ from typing import Any
 
 from windlass.storage.ids import BlockIndex, Step
 from windlass.storage.link import IncomingTransfers, KeyKind, LinkKey, OutgoingTransfers
-from windlass.storage.link.codec import Offered, Pulled, Want
 from windlass.storage.link.transfers import Offer, Pull
+from windlass.storage.link.wire import Offered, Pulled, Want
 
 PIECE_NBYTES = 4
 

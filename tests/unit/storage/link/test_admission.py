@@ -5,20 +5,37 @@ import os
 import socket
 import ssl
 import struct
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.storage.links import QUICK, WAIT_S, Authority, Note, identity, key, linked, quick
+from tests.support.storage.open_sockets import no_socket_is_dropped
 from windlass.storage.ids import BoxName
-from windlass.storage.link import Codec, Link, PeerLost, handshake, listen, server_name
+from windlass.storage.link import Codec, Link, LinkSettings, PeerClosed, PeerLost, listen, server_name
 from windlass.storage.link.admission import MAX_HALF_OPEN
-from windlass.storage.link.codec import HEADER, Heartbeat, Offered, Pulled, Want
-from windlass.storage.link.handshake import Hello, Keys, Refusal, Welcome
+from windlass.storage.link.wire import (
+    Closing,
+    FrameWriter,
+    Heartbeat,
+    Hello,
+    Keys,
+    Offered,
+    Pulled,
+    Refusal,
+    Want,
+    Welcome,
+    handshake,
+)
+from windlass.storage.link.wire.codec import HEADER
+from windlass.storage.link.wire.frames import header_of
 
 LEFT, RIGHT = BoxName("left"), BoxName("right")
 PATIENCE = quick(stall_s=0.9, silence_s=1.0, connect_s=1.0)
+ONE_STREAM = quick(num_streams=1)
+PIECE_NBYTES = ONE_STREAM.piece_nbytes
 
 
 @pytest.mark.parametrize(
@@ -40,9 +57,8 @@ def test_box_of_another_attempt_is_refused(tmp_path: Path, changes: dict[str, in
 class Intruder:
     """A peer "left" of the link under test, whose bytes the test writes itself."""
 
-    def __init__(self, folder: Path, *, authority: Authority | None = None, names: str = "left") -> None:
+    def __init__(self, folder: Path, *, names: str = "left", settings: LinkSettings = ONE_STREAM) -> None:
         own = Authority(folder)
-        (folder / "other").mkdir(exist_ok=True)
         self.lost: list[PeerLost] = []
         self._listener = listen("127.0.0.1")
         self.address = self._listener.getsockname()
@@ -51,23 +67,22 @@ class Intruder:
             self._listener,
             {LEFT: ("127.0.0.1", 1)},
             own.certificates("right"),
-            settings=quick(num_streams=1),
+            settings=settings,
             codec=Codec([Note]),
             on_lost=lambda _, error: self.lost.append(error),
         )
-        self.certificates = (authority or own).certificates("left", names=names)
+        self.certificates = own.certificates("left", names=names)
 
     def hello(self) -> Hello:
         codec = Codec([Note])
-        return handshake.make_hello(
-            identity("left"), quick(num_streams=1), codec, to=RIGHT, instance=b"i" * 16, received=0
-        )
+        return handshake.make_hello(identity("left"), ONE_STREAM, codec, to=RIGHT, instance=b"i" * 16, received=0)
 
     def connect(self) -> ssl.SSLSocket:
         return handshake.connect_control(self.address, RIGHT, self.certificates)
 
-    def session(self) -> tuple[ssl.SSLSocket, socket.socket, Keys]:
+    def session(self, *, received: int = 0) -> tuple[ssl.SSLSocket, socket.socket, Keys]:
         control, hello = self.connect(), self.hello()
+        hello.received = received
         handshake.send_handshake(control, hello)
         welcome = handshake.receive_handshake(control, time.monotonic() + WAIT_S)
         assert isinstance(welcome, Welcome)
@@ -168,6 +183,51 @@ def test_silent_client_is_cut_off_and_no_more_than_the_limit_are_read(
             each.close()
 
 
+def test_closed_link_ends_the_connections_that_are_not_admitted_yet(tmp_path: Path) -> None:
+    with no_socket_is_dropped():
+        with Intruder(tmp_path) as intruder:
+            silent = [socket.create_connection(intruder.address) for _ in range(3)]
+            silent[1].sendall(b"\x16")  # TLS begins
+            silent[2].sendall(b"W")
+            # It waits for its data connections.
+            control = intruder.connect()
+            handshake.send_handshake(control, intruder.hello())
+            handshake.receive_handshake(control, time.monotonic() + WAIT_S)
+        assert [thread for thread in threading.enumerate() if thread.name == "link admission"] == []
+        for each in (*silent, control):
+            assert_closed(each)
+
+
+def test_link_with_too_many_unknown_connections_closes(tmp_path: Path) -> None:
+    with Intruder(tmp_path) as intruder:
+        silent = [socket.create_connection(intruder.address) for _ in range(MAX_HALF_OPEN + 1)]
+        intruder.link.close(0.0)
+        assert [thread for thread in threading.enumerate() if thread.name.startswith("link")] == []
+        for each in silent:
+            assert_closed(each)
+
+
+def test_connection_is_closed_if_no_thread_can_be_started_and_later_ones_are_admitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    refused: list[threading.Thread] = []
+
+    def start_but_once(thread: threading.Thread) -> None:
+        if thread.name == "link admission" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_but_once)
+    with no_socket_is_dropped(), Intruder(tmp_path) as intruder:
+        assert_closed(socket.create_connection(intruder.address))
+        control, data, _ = intruder.session()
+        control.close()
+        data.close()
+    assert len(refused) == 1
+
+
 def test_slow_client_gets_no_more_time_for_each_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.storage.link.admission.HANDSHAKE_S", 0.3)
     with Intruder(tmp_path) as intruder, socket.create_connection(intruder.address) as slow:
@@ -194,7 +254,7 @@ def test_data_connection_without_the_keys_is_closed(tmp_path: Path) -> None:
 def test_unasked_data_frame_ends_the_peer(tmp_path: Path) -> None:
     with Intruder(tmp_path) as intruder:
         control, data, _ = intruder.session()
-        data.sendall(struct.pack("!QIQ", 1, 4096, 0) + bytes(4096))
+        data.sendall(header_of(1, 4096, 0) + bytes(4096))
         assert "broke the protocol: a data frame with number 1 and 4096 bytes, which nothing asked for" in (
             intruder.await_loss()
         )
@@ -243,7 +303,57 @@ def test_peer_that_was_started_anew_is_refused(tmp_path: Path) -> None:
         data.close()
 
 
-def test_damaged_frames_end_the_peer_after_some(tmp_path: Path) -> None:
+def test_confirmation_of_what_was_never_sent_ends_the_peer_and_its_connections(tmp_path: Path) -> None:
+    with no_socket_is_dropped(), Intruder(tmp_path) as intruder:
+        control, data, _ = intruder.session(received=77)
+        assert "a confirmation of message 77, but 0 were sent" in intruder.await_loss()
+        assert_closed(control)
+        assert_closed(data)
+
+
+def test_peer_that_says_that_it_closes_and_ends_its_connections_is_not_lost(tmp_path: Path) -> None:
+    with Intruder(tmp_path) as intruder:
+        pull = intruder.link.pull(key(0), memoryview(bytearray(8)), source=LEFT)
+        control, data, _ = intruder.session()
+        control.sendall(CODEC.encode(Closing(), 1))
+        data.close()
+        control.close()
+        assert isinstance(pull.exception(WAIT_S), PeerClosed)
+    assert intruder.lost == []
+
+
+def test_peer_that_ends_its_connections_without_a_word_is_lost(tmp_path: Path) -> None:
+    with Intruder(tmp_path, settings=quick(num_streams=1, stall_s=0.5, silence_s=0.6, connect_s=60.0)) as intruder:
+        pull = intruder.link.pull(key(0), memoryview(bytearray(8)), source=LEFT)
+        control, data, _ = intruder.session()
+        data.close()
+        control.close()
+        assert isinstance(pull.exception(WAIT_S), PeerLost)
+        assert len(intruder.lost) == 1
+
+
+def test_damaged_frames_with_progress_between_do_not_end_the_peer(tmp_path: Path) -> None:
+    content = os.urandom(6 * PIECE_NBYTES)
+    slot = bytearray(len(content))
+    with Intruder(tmp_path) as intruder:
+        pull = intruder.link.pull(key(0), memoryview(slot), source=LEFT)
+        for attempt in range(6):
+            control, data, keys = intruder.session()
+            with control, data:
+                if attempt == 0:
+                    control.sendall(CODEC.encode(Offered(key=key(0), nbytes=len(content)), 1))
+                want = _next_want(control)
+                writer = FrameWriter(data, keys.of_stream(0, from_dialer=True), PIECE_NBYTES)
+                writer.send(want.number, memoryview(content)[want.offset : want.offset + want.nbytes])
+                if attempt < 5:
+                    data.sendall(header_of(want.number, 8, 0)[::-1] + bytes(100))
+                    assert_closed(data)
+        pull.result(WAIT_S)
+    assert intruder.lost == []
+    assert slot == content
+
+
+def test_damaged_frames_without_progress_end_the_peer(tmp_path: Path) -> None:
     with Intruder(tmp_path) as intruder:
         pull = intruder.link.pull(key(0), memoryview(bytearray(8)), source=LEFT)
         for attempt in range(3):
@@ -252,11 +362,11 @@ def test_damaged_frames_end_the_peer_after_some(tmp_path: Path) -> None:
                 if attempt == 0:
                     control.sendall(CODEC.encode(Offered(key=key(0), nbytes=8), 1))
                 want = _next_want(control)
-                data.sendall(struct.pack("!QIQ", want.number, 8, 0) + os.urandom(8 + 16))
+                data.sendall(header_of(want.number, 8, 0) + os.urandom(8 + 16))
                 assert_closed(data)
         error = pull.exception(WAIT_S)
         assert isinstance(error, PeerLost)
-        assert "3 damaged frames" in str(error)
+        assert "sent 3 damaged frames and nothing whole between them" in str(error)
 
 
 def _next_want(control: ssl.SSLSocket) -> Want:

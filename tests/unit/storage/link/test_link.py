@@ -3,14 +3,26 @@
 import functools
 import os
 import random
+import threading
 from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
 
-from tests.support.storage.links import WAIT_S, Note, key, linked, quick
+from tests.support.storage.links import WAIT_S, Note, identity, key, linked, quick
 from windlass.storage.ids import BoxName
-from windlass.storage.link import KeyKind, LinkClosed, LinkError, LinkKey, PeerLost, Protection, PullOverdue, listen
+from windlass.storage.link import (
+    Certificates,
+    KeyKind,
+    Link,
+    LinkClosed,
+    LinkError,
+    LinkKey,
+    PeerClosed,
+    Protection,
+    PullOverdue,
+    listen,
+)
 
 LEFT, RIGHT = BoxName("left"), BoxName("right")
 
@@ -129,8 +141,8 @@ def test_wrong_requests_are_refused_at_once(tmp_path: Path) -> None:
             ends["left"].pull(key(2), slot, source=BoxName("elsewhere"))
         with pytest.raises(ValueError, match="no registered type"):
             ends["left"].send(RIGHT, object())
-        with pytest.raises(ValueError, match="bytes; at most"):
-            ends["left"].send(RIGHT, Note("x" * (1 << 21)))
+        with pytest.raises(ValueError, match=r"a Note of 1\.01 MiB; at most 1\.00 MiB can be sent"):
+            ends["left"].send(RIGHT, Note("x" * (1 << 20)))
 
 
 def test_pull_of_another_size_fails(tmp_path: Path) -> None:
@@ -146,20 +158,34 @@ def test_pull_of_another_size_fails(tmp_path: Path) -> None:
             ends["right"].pull(key(1), memoryview(bytearray(7)), source=LEFT)
 
 
-def test_peer_that_ends_its_link_is_lost_at_once(tmp_path: Path) -> None:
+def test_peer_that_closes_its_link_is_no_loss_and_what_is_open_with_it_fails(tmp_path: Path) -> None:
     with linked(tmp_path) as ends:
         pull = ends["right"].pull(key(0), memoryview(bytearray(8)), source=LEFT)
         offer = ends["right"].offer(key(0), memoryview(bytes(8)), {LEFT})
         ends["left"].send(RIGHT, Note("the last word"))
         ends["left"].close()
-        with pytest.raises(PeerLost, match="box 'left' ended its link: activation of step 1"):
+        with pytest.raises(PeerClosed, match="box 'left' closed its link: activation of step 1"):
             pull.result(WAIT_S)
-        with pytest.raises(PeerLost, match="has not pulled activation of step 1"):
+        with pytest.raises(PeerClosed, match="has not pulled activation of step 1"):
             offer.result(WAIT_S)
-        ends.wait(lambda: ends.losses["right"])
         assert ends.messages["right"] == [("left", Note("the last word"))]
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerClosed):
             ends["right"].pull(key(1), memoryview(bytearray(8)), source=LEFT)
+        with pytest.raises(PeerClosed):
+            ends["right"].send(LEFT, Note("too late"))
+    assert ends.losses == {"left": [], "right": []}
+
+
+def test_links_that_are_closed_at_once_on_both_sides_lose_nothing(tmp_path: Path) -> None:
+    with linked(tmp_path) as ends:
+        ends["left"].send(RIGHT, Note("connected"))
+        ends.wait(lambda: ends.messages["right"])
+        closing = [threading.Thread(target=ends[box].close) for box in ("left", "right")]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+    assert ends.losses == {"left": [], "right": []}
 
 
 def test_closed_link_fails_what_is_open(tmp_path: Path) -> None:
@@ -170,6 +196,15 @@ def test_closed_link_fails_what_is_open(tmp_path: Path) -> None:
             pull.result(WAIT_S)
         with pytest.raises(LinkClosed):
             ends["right"].pull(key(1), memoryview(bytearray(8)), source=LEFT)
+
+
+def test_listener_is_closed_if_the_link_cannot_start(tmp_path: Path) -> None:
+    missing = Certificates(certificate=tmp_path / "missing.pem", authority=tmp_path / "missing.pem")
+    for box, error in (("left", ValueError), ("right", OSError)):
+        listener = listen("127.0.0.1")
+        with pytest.raises(error):
+            Link.start(identity("left"), listener, {BoxName(box): ("127.0.0.1", 1)}, missing)
+        assert listener.fileno() == -1
 
 
 def test_listen_at_all_addresses_is_refused() -> None:

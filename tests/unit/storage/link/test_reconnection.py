@@ -10,7 +10,7 @@ import pytest
 from tests.support.storage.cutting_relay import CuttingRelay
 from tests.support.storage.links import WAIT_S, Note, key, linked, quick
 from windlass.storage.ids import BoxName
-from windlass.storage.link import PeerLost, Protection, PullOverdue
+from windlass.storage.link import PeerClosed, PeerLost, Protection, PullOverdue
 
 LEFT, RIGHT = BoxName("left"), BoxName("right")
 
@@ -79,6 +79,50 @@ def test_messages_arrive_once_and_in_order_over_cuts(tmp_path: Path, relays: Rel
         ends.wait(lambda: len(ends.messages["right"]) == len(ends.messages["left"]) == 200)
     assert [message.number for _, message in ends.messages["right"]] == list(range(200))
     assert [message.number for _, message in ends.messages["left"]] == list(range(200))
+
+
+def test_end_of_a_link_is_told_over_new_connections(tmp_path: Path, relays: Relays) -> None:
+    with linked(tmp_path, via=relays.via) as ends:
+        pull = ends["right"].pull(key(0), memoryview(bytearray(8)), source=LEFT)
+        ends["left"].send(RIGHT, Note("connected"))
+        ends.wait(lambda: ends.messages["right"])
+        relays.used.cut()
+        ends["left"].close()
+        with pytest.raises(PeerClosed):
+            pull.result(WAIT_S)
+    assert ends.losses == {"left": [], "right": []}
+
+
+def test_end_of_a_link_is_told_to_all_although_one_is_silent(tmp_path: Path, relays: Relays) -> None:
+    with linked(tmp_path, ("a", "b", "c"), via=relays.via) as ends:
+        for box in ("b", "c"):
+            ends["a"].send(BoxName(box), Note("connected"))
+            ends.wait(lambda: ends.messages[box])  # noqa: B023  called at once
+        pull = ends["c"].pull(key(0), memoryview(bytearray(8)), source=BoxName("a"))
+        relays.all[1].cut(stay_down=True)
+        ends["a"].send(BoxName("b"), Note("never confirmed"))
+        ends["a"].close(0.2)
+        with pytest.raises(PeerClosed):
+            pull.result(WAIT_S)
+    assert ends.losses["c"] == []
+
+
+@pytest.mark.parametrize("protection", list(Protection))
+def test_transfer_over_a_network_that_damages_bytes_arrives(
+    tmp_path: Path, relays: Relays, protection: Protection
+) -> None:
+    content = os.urandom(300_000)
+    slot = bytearray(300_000)
+    with linked(tmp_path, settings=quick(protection=protection), via=relays.via) as ends:
+        ends["left"].send(RIGHT, Note("connected"))
+        ends.wait(lambda: ends.messages["right"])
+        relays.used.damage_every(45_000)
+        pull = ends["right"].pull(key(0), memoryview(slot), source=LEFT)
+        ends["left"].offer(key(0), memoryview(content), {RIGHT})
+        pull.result(WAIT_S)
+        assert relays.used.num_damaged > 3
+    assert slot == content
+    assert ends.losses == {"left": [], "right": []}
 
 
 def test_peer_that_stays_away_is_lost_on_both_sides(tmp_path: Path, relays: Relays) -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.support.storage.link_world import PIECE_NBYTES, LinkWorld, Transfer
 from tests.support.storage.links import key
 from windlass.storage.link import IncomingTransfers, OutgoingTransfers, ProtocolError
-from windlass.storage.link.codec import Want
 from windlass.storage.link.transfers import Offer, Pull
+from windlass.storage.link.wire import Want
 
 
 class Deadlock(AssertionError):

@@ -26,7 +26,7 @@ from windlass.service.data.backup import make_backup, restore_backup
 from windlass.service.installation.settings import Settings, SettingsError
 from windlass.storage.ids import BoxName
 from windlass.storage.link import Certificates, Refused, server_name
-from windlass.storage.link.handshake import require_certificate_of
+from windlass.storage.link.wire import require_certificate_of
 from windlass.storage.sql.database import Database, migrate
 
 

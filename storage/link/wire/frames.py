@@ -1,4 +1,7 @@
-"""Data frames: a header with the number of the piece and its checksum, and the bytes, encrypted or plain."""
+"""Data frames: a header with the number of the piece and its checksum, and the bytes, encrypted or plain.
+
+The header has a checksum of its own, because it decides where the bytes go, before they are there to be checked.
+"""
 
 import socket
 import struct
@@ -8,9 +11,10 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from windlass.storage.integrity import buffer_digest
-from windlass.storage.link.errors import LinkError
+from windlass.storage.link import LinkError
 
-_HEADER = struct.Struct("!QIQ")  # number of the piece, its bytes, their XXH3
+_FIELDS = struct.Struct("!QIQ")  # number of the piece, its bytes, their XXH3
+_CHECK = struct.Struct("!Q")  # XXH3 of the fields
 _TAG_NBYTES = 16
 _NONCE_NBYTES = 12
 
@@ -31,7 +35,7 @@ class FrameWriter:
 
     def send(self, number: int, piece: memoryview) -> None:
         """Sends a piece. Raises OSError."""
-        header = _HEADER.pack(number, piece.nbytes, buffer_digest(piece))
+        header = header_of(number, piece.nbytes, buffer_digest(piece))
         body = piece
         if self._cipher is not None:
             body = self._sealed[: piece.nbytes + _TAG_NBYTES]
@@ -48,7 +52,7 @@ class FrameReader:
         self._connection = connection
         self._cipher = None if key is None else AESGCM(key)
         self._sealed = memoryview(bytearray(piece_nbytes + _TAG_NBYTES if key is not None else 0))
-        self._header = memoryview(bytearray(_HEADER.size))
+        self._header = memoryview(bytearray(_FIELDS.size + _CHECK.size))
         self._num_frames = 0
 
     def receive(self, place: Callable[[int, int], memoryview]) -> int:
@@ -59,7 +63,9 @@ class FrameReader:
             DamagedFrame: the bytes are not those that were sent.
         """
         receive_exactly(self._connection, self._header)
-        number, nbytes, digest = _HEADER.unpack(self._header)
+        number, nbytes, digest = _FIELDS.unpack_from(self._header)
+        if self._header != header_of(number, nbytes, digest):
+            raise DamagedFrame("the checksum of a data frame's header is wrong")
         into = place(number, nbytes)
         if self._cipher is None:
             receive_exactly(self._connection, into)
@@ -74,6 +80,12 @@ class FrameReader:
         if buffer_digest(into) != digest:
             raise DamagedFrame("the checksum of a data frame is wrong")
         return int(number)
+
+
+def header_of(number: int, nbytes: int, digest: int) -> bytes:
+    """Returns the header of a piece with that XXH3."""
+    fields = _FIELDS.pack(number, nbytes, digest)
+    return fields + _CHECK.pack(buffer_digest(memoryview(fields)))
 
 
 def send_all(connection: socket.socket, parts: list[memoryview]) -> None:

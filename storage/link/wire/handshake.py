@@ -14,10 +14,9 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from windlass.storage.ids import BoxName
-from windlass.storage.link.codec import Codec
-from windlass.storage.link.errors import ProtocolError, Refused
-from windlass.storage.link.frames import send_all
-from windlass.storage.link.settings import Certificates, Identity, LinkSettings, server_name
+from windlass.storage.link import Certificates, Identity, LinkError, LinkSettings, ProtocolError, Refused, server_name
+from windlass.storage.link.wire.codec import Codec
+from windlass.storage.link.wire.frames import send_all
 
 VERSION = 1
 MAX_OPEN_NBYTES = 4096  # that are read from a connection before its box is known
@@ -64,6 +63,7 @@ class Refusal(_Text, tag=True):
     """The answer: the box does not connect, and why."""
 
     reason: str
+    received: int = 0  # as that of a welcome, so that a box that closes its link need not wait for a lost confirmation
 
 
 _DECODER: "msgspec.msgpack.Decoder[Hello | Welcome | Refusal]" = msgspec.msgpack.Decoder(Hello | Welcome | Refusal)
@@ -156,14 +156,17 @@ def connect_control(address: tuple[str, int], to: BoxName, certificates: Certifi
 
 
 def connect_data(address: tuple[str, int], keys: Keys, stream: int) -> socket.socket:
-    """Makes a data connection of a session. Raises OSError, or ProtocolError if the other does not know the keys."""
+    """Makes a data connection of a session. Raises OSError, or LinkError if the other end does not know the keys.
+
+    That is no ProtocolError: nothing protects the answer on its way, so it may not be the peer's.
+    """
     connection = socket.create_connection(address, timeout=HANDSHAKE_S)
     try:
         hello = _DATA_HELLO.pack(_DATA_MAGIC, keys.session, stream, keys.proof(stream, from_dialer=True))
         send_all(connection, [memoryview(hello)])
         proof = receive_by(connection, _PROOF_NBYTES, time.monotonic() + HANDSHAKE_S)
         if not hmac.compare_digest(proof, keys.proof(stream, from_dialer=False)):
-            raise ProtocolError("the other end of a data connection does not know its keys")
+            raise LinkError("the other end of a data connection does not know its keys")
     except BaseException:
         connection.close()
         raise

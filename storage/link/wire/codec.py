@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from windlass.storage.link.errors import ProtocolError
-from windlass.storage.link.keys import LinkKey
+from windlass.amounts import bytes_text, least_text
+from windlass.storage.link import LinkKey, ProtocolError
 
 MAX_MESSAGE_NBYTES = 1 << 20
 HEADER = struct.Struct("!IHQ")  # bytes of the fields, number of the type, ordinal
@@ -82,7 +82,8 @@ class Codec:
         fields = self._encoder.encode(message)
         if len(fields) > MAX_MESSAGE_NBYTES:
             raise ValueError(
-                f"a {type(message).__name__} of {len(fields)} bytes; at most {MAX_MESSAGE_NBYTES} can be sent"
+                f"a {type(message).__name__} of {least_text(len(fields))}; at most {bytes_text(MAX_MESSAGE_NBYTES)} "
+                "can be sent"
             )
         return HEADER.pack(len(fields), number, ordinal) + fields
 
