@@ -1,6 +1,7 @@
 """The connections to a peer: one for control messages, some for data frames, and the threads that serve them."""
 
 import contextlib
+import logging
 import selectors
 import socket
 import ssl
@@ -19,6 +20,8 @@ _RECEIVE_NBYTES = 64 << 10
 _JOIN_S = 10.0
 # Bytes that may wait unsent in the kernel, for each connection. They go out before any more urgent piece.
 _UNSENT_NBYTES = 256 << 10
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,10 @@ class Session:
         with self._lock:
             if self._is_broken.is_set():
                 return
-            self._error = error
+            if error is not None and not isinstance(error, OSError | EOFError | LinkError):
+                _logger.error("a defect ends the connections to box %s", self._peer.name, exc_info=error)
+            # A traceback holds the frames that it names, and with them views of buffers that the callers get back.
+            self._error = None if error is None else error.with_traceback(None)
             self._is_broken.set()
             for each in self._connected.data:
                 with contextlib.suppress(OSError):

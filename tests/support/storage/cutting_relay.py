@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 
+_WAIT_S = 20.0
 _TLS_RECORD = 0x16  # the first byte of each TLS handshake
 
 
@@ -31,6 +32,11 @@ class CuttingRelay:
         with self._changed:
             self._nbytes_left = nbytes
 
+    def await_cut(self) -> None:
+        """Waits until the bytes of `cut_after` have passed."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._nbytes_left is None, _WAIT_S)
+
     def damage_every(self, nbytes: int) -> None:
         """Changes one of this many bytes, from now on, of the connections that are not TLS."""
         with self._changed:
@@ -53,6 +59,7 @@ class CuttingRelay:
 
     def _end_all(self) -> None:
         self.num_cuts += 1
+        self._changed.notify_all()
         for each in self._open:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

@@ -1,5 +1,6 @@
 """The link over a network that fails: what was on its way arrives, once, and a peer that stays away is lost."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -66,6 +67,31 @@ def test_transfer_that_is_cut_in_mid_frame_goes_on(
         assert ends["left"].traffic()[RIGHT].num_connections == 2
     assert slot == content
     assert answer_slot == answer
+
+
+def test_closed_link_has_no_views_of_buffers_after_cuts(
+    tmp_path: Path, relays: Relays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windlass.storage.link.keeper._RETRY_S", 0.01)
+    content, slot = bytearray(300_000), bytearray(300_000)
+    gc.disable()  # callers unmap their memory, and cannot wait for the collector
+    try:
+        with linked(tmp_path, via=relays.via) as ends:
+            ends["left"].send(RIGHT, Note("connected"))
+            ends.wait(lambda: ends.messages["right"])
+            pull = ends["right"].pull(key(0), memoryview(slot), source=LEFT)
+            for nbytes in range(20_000, 30_000, 1_000):
+                relays.used.cut_after(nbytes)
+                if nbytes == 20_000:
+                    offer = ends["left"].offer(key(0), memoryview(content), {RIGHT})
+                relays.used.await_cut()
+            pull.result(WAIT_S)
+            offer.result(WAIT_S)
+            del pull, offer
+        slot.append(0)  # BufferError if a view is left
+        content.append(0)
+    finally:
+        gc.enable()
 
 
 def test_messages_arrive_once_and_in_order_over_cuts(tmp_path: Path, relays: Relays) -> None:
