@@ -141,7 +141,7 @@ class _Counter:
 
 def _buffers(costs: StepCosts) -> tuple[object, ...]:
     """Returns the choices by which the buffers on the device, and what they hold, differ."""
-    return costs.group_size, costs.streams, costs.streams_grads, costs.num_grad_buffers
+    return costs.group_size, *costs.saver_of_device_memory
 
 
 def _index_below(nbytes: float) -> int:

@@ -113,7 +113,7 @@ class _Search:
         """
         by_saver: dict[tuple[object, ...], list[_Entry]] = {}
         for entry in sorted(self._entries):
-            by_saver.setdefault(_saver_of_device_memory(entry.costs), []).append(entry)
+            by_saver.setdefault(entry.costs.saver_of_device_memory, []).append(entry)
         all_entries: list[_Entry] = []
         for entries in by_saver.values():
             self._entries = entries
@@ -226,10 +226,6 @@ def _least_penalty(base: StepCosts) -> float:
 def _never_fits(program: Program) -> bool:
     """Returns whether the buffers alone are too large."""
     return any(nbytes > limit for nbytes, limit in zip(program.nbytes, program.limits, strict=True))
-
-
-def _saver_of_device_memory(costs: StepCosts) -> tuple[object, ...]:
-    return costs.streams, costs.streams_grads, costs.num_grad_buffers
 
 
 def _traits(costs: StepCosts) -> tuple[object, ...]:

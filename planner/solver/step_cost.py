@@ -217,6 +217,11 @@ class StepCosts:
         return value
 
     @property
+    def saver_of_device_memory(self) -> tuple[bool, bool, int]:
+        """Whether layers, and their gradients, come in pieces, and the number of buffers for gradients."""
+        return self.streams, self.streams_grads, self.num_grad_buffers
+
+    @property
     def num_groups(self) -> int:
         """The number of groups in a step."""
         return -(-self.job.num_microbatches // self.group_size)
