@@ -31,7 +31,7 @@ class Dialer:
         """`instance`: random, of this link object."""
         self._identity = identity
         self._settings = settings
-        self._certificates = certificates
+        self._context = certificates.context(is_server=False)
         self._codec = codec
         self._instance = instance
 
@@ -43,7 +43,7 @@ class Dialer:
             LinkError: the peer refuses, or is another than before.
         """
         with contextlib.ExitStack() as failed:
-            control = failed.enter_context(connect_control(address, peer.name, self._certificates))
+            control = failed.enter_context(connect_control(address, peer.name, self._context))
             hello = make_hello(
                 self._identity,
                 self._settings,

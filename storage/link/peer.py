@@ -162,7 +162,7 @@ class Peer:
             self._incoming.ask_again()
             self._outgoing.forget_wants()
             if error is not None:
-                self._last_error = str(error) or type(error).__name__
+                self.note(error)
             self._changed.notify_all()
 
     def await_disconnected(self, timeout_s: float) -> None:

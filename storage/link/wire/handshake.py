@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from windlass.storage.ids import BoxName
-from windlass.storage.link import Certificates, Identity, LinkError, LinkSettings, ProtocolError, Refused, server_name
+from windlass.storage.link import Identity, LinkError, LinkSettings, ProtocolError, Refused, server_name
 from windlass.storage.link.wire.codec import Codec
 from windlass.storage.link.wire.frames import send_all
 
@@ -144,12 +144,12 @@ def require_certificate_of(connection: ssl.SSLSocket, box: str) -> None:
         raise Refused(f"box {box!r} has the certificate of {', '.join(sorted(map(str, names))) or 'no box'}")
 
 
-def connect_control(address: tuple[str, int], to: BoxName, certificates: Certificates) -> ssl.SSLSocket:
-    """Connects to a box's link with TLS. Raises OSError."""
+def connect_control(address: tuple[str, int], to: BoxName, context: ssl.SSLContext) -> ssl.SSLSocket:
+    """Connects to a box's link with TLS. `context`: of this box's `Certificates`. Raises OSError."""
     raw = socket.create_connection(address, timeout=HANDSHAKE_S)
     try:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return certificates.context(is_server=False).wrap_socket(raw, server_hostname=server_name(to))
+        return context.wrap_socket(raw, server_hostname=server_name(to))
     except BaseException:
         raw.close()
         raise

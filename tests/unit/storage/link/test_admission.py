@@ -78,7 +78,7 @@ class Intruder:
         return handshake.make_hello(identity("left"), ONE_STREAM, codec, to=RIGHT, instance=b"i" * 16, received=0)
 
     def connect(self) -> ssl.SSLSocket:
-        return handshake.connect_control(self.address, RIGHT, self.certificates)
+        return handshake.connect_control(self.address, RIGHT, self.certificates.context(is_server=False))
 
     def session(self, *, received: int = 0) -> tuple[ssl.SSLSocket, socket.socket, Keys]:
         control, hello = self.connect(), self.hello()
@@ -137,7 +137,7 @@ def test_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
         assert_no_answer(context, raw, intruder)
         # The client side checks as well.
         with pytest.raises(ssl.SSLCertVerificationError):
-            handshake.connect_control(intruder.address, RIGHT, foreign)
+            handshake.connect_control(intruder.address, RIGHT, foreign.context(is_server=False))
 
 
 def test_box_without_certificate_is_refused(tmp_path: Path) -> None:
