@@ -218,7 +218,7 @@ class StepCosts:
 
     @property
     def saver_of_device_memory(self) -> tuple[bool, bool, int]:
-        """Whether layers, and their gradients, come in pieces, and the number of buffers for gradients."""
+        """Returns whether layers, and their gradients, come in pieces, and the number of buffers for gradients."""
         return self.streams, self.streams_grads, self.num_grad_buffers
 
     @property
