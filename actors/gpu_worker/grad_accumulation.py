@@ -110,14 +110,14 @@ class PartialGrads:
 
     def copy_out(self, operation: ComputeBlock, use: Use, grad: GradBuffer) -> None:
         """Queues the copy of a sum to slots, on the device-to-host stream. May wait for slots."""
-        total, lane = _parts_of(grad, self._slots_for(use, is_lane=False)), None
-        self._copy(operation, use, grad.flat, total.slots, is_out=True)
+        slots, lane_slots = self._slots_for(use, is_lane=False), []
+        self._copy(operation, use, grad.flat, slots, is_out=True)
         if grad.lane is not None:
-            lane = _parts_of(grad.lane, self._slots_for(use, is_lane=True))
-            self._copy(operation, use, grad.lane.flat, lane.slots, is_out=True)
-        message = SumPassed(job=operation.job, step=operation.step, user=use[0], block=use[1], total=total, lane=lane)
+            lane_slots = self._slots_for(use, is_lane=True)
+            self._copy(operation, use, grad.lane.flat, lane_slots, is_out=True)
         following = rank_of(operation.group + 1, self._num_ranks)
-        self._device.d2h.then(working_at(operation, functools.partial(self._pass_on, following, message)))
+        passes = functools.partial(self._pass_on, following, operation, use, grad, slots, lane_slots)
+        self._device.d2h.then(working_at(operation, passes))
 
     def take_sum(self, message: SumPassed) -> None:
         """Takes note of a sum in slots, which a group of this GPU worker continues."""
@@ -159,7 +159,18 @@ class PartialGrads:
         slots = self._lane_slots if is_lane else self._slots
         return [slots[use[0], key] for key in keys]
 
-    def _pass_on(self, following: int, message: SumPassed) -> None:
+    def _pass_on(
+        self,
+        following: int,
+        operation: ComputeBlock,
+        use: Use,
+        grad: GradBuffer,
+        slots: list[Span],
+        lane_slots: list[Span],
+    ) -> None:
+        """Passes a copied sum to the next group. Which tensors it has is known only now that it was computed."""
+        total, lane = _parts_of(grad, slots), None if grad.lane is None else _parts_of(grad.lane, lane_slots)
+        message = SumPassed(job=operation.job, step=operation.step, user=use[0], block=use[1], total=total, lane=lane)
         if following == self._rank:
             self.take_sum(message)
         else:
