@@ -20,7 +20,7 @@ class FailureKind(StrEnum):
     LASTING = "lasting"  # permanent: another attempt would fail too, for example on a broken disk or a wrong input
     NO_ROOM = "no_room"  # a disk is full; another attempt can succeed once there is space
     STALLED = "stalled"  # timeout; another attempt, in new processes, may succeed
-    UNFORESEEN = "unforeseen"  # an unexpected error; treated like the death of the process
+    UNFORESEEN = "unforeseen"  # an unexpected error, or a lost connection; treated like the death of the process
 
     @classmethod
     def of(cls, error: Exception) -> "FailureKind":
@@ -32,6 +32,8 @@ class FailureKind(StrEnum):
             return cls.STALLED
         if getattr(error, "errno", None) in _FULL:
             return cls.NO_ROOM
+        if isinstance(error, ConnectionError):
+            return cls.UNFORESEEN
         is_named = type(error).__module__.startswith("windlass.") or isinstance(error, ValueError | OSError)
         return cls.LASTING if is_named else cls.UNFORESEEN
 

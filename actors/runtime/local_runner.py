@@ -12,6 +12,7 @@ import torch
 from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts, box_of, link_name
 from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import ActorFailed, Message
+from windlass.actors.runtime.box_link import BoxLink, LinkEnd
 from windlass.actors.runtime.factory import LocalOptions, open_space, read_journal, start_actor, stop_actor
 from windlass.actors.runtime.local_link import LocalLinks
 from windlass.actors.runtime.start_up import START_DEADLINE_S, create_arena, node_of_all, plan_attempt, start_actors
@@ -33,6 +34,7 @@ def run_local(
     on_message: Callable[[ActorName, Message], None] | None = None,
     stop: StopRequest | None = None,
     other_boxes: Sequence[JobSpec] = (),
+    link_ends: Sequence[LinkEnd] = (),
 ) -> dict[str, Any]:
     """Trains a job in this process, from its last commit if it has one, and returns its outcome.
 
@@ -41,7 +43,8 @@ def run_local(
     attempt early. After an exception or a pause, the job's states stay on the SSDs.
 
     With `other_boxes`, the process stands for several boxes, and `spec` is that of the first one. Each box has SSDs, a
-    directory for its arena, and blocks of its own (`JobSpec.stages`).
+    directory for its arena, and blocks of its own (`JobSpec.stages`). With `link_ends`, one for each box, bytes and
+    messages go from box to box over sockets. Without, they never leave the process.
 
     GPU workers on one device, or on the CPU, are threads with one random generator. So there the model may have no
     dropout. Dropout is known from the config and from modules, not if a number in the code of a layer sets it.
@@ -71,8 +74,7 @@ def run_local(
     is_over = False
 
     def send(to: ActorName, message: Message) -> None:
-        if on_message is not None:
-            on_message(to, message)
+        """Sends a message to an actor of the same box."""
         with lock:
             if to == SCHEDULER and to not in actors:
                 early.append(message)
@@ -80,7 +82,18 @@ def run_local(
         try:
             actors[to].post(message)
         except Exception as error:  # noqa: BLE001 - the receiver's error; the sender does not wait for an answer
-            send(SCHEDULER, ActorFailed.of(error, actor=to, about=message))
+            send_from(box_of(to))(SCHEDULER, ActorFailed.of(error, actor=to, about=message))
+
+    def send_from(box: int) -> Callable[[ActorName, Message], None]:
+        def send_to(to: ActorName, message: Message) -> None:
+            if on_message is not None:
+                on_message(to, message)
+            if box == box_of(to) or not link_ends:
+                send(to, message)
+            else:
+                actors[link_name(box)].forward(to, [message])
+
+        return send_to
 
     def read_journal_of(name: ActorName) -> StoreJournal:
         return read_journal(name, contexts[box_of(name)], direct=direct)
@@ -91,7 +104,9 @@ def run_local(
 
     def start(name: ActorName, commit: CommitRecord | None) -> None:
         box = box_of(name)
-        actors[name] = start_actor(name, contexts[box], commit, send, space=spaces.pop(name, None), local=options[box])
+        actors[name] = start_actor(
+            name, contexts[box], commit, send_from(box), space=spaces.pop(name, None), local=options[box]
+        )
         ending.callback(end, name)
 
     def call(
@@ -119,12 +134,16 @@ def run_local(
             ending.callback(arena.unlink)
             ending.callback(arena.close)
         ending.callback(close_spaces)
-        if other_boxes:
-            links = LocalLinks(contexts, arenas, send)
+        if link_ends:
+            for box, link_end in enumerate(link_ends):
+                actors[link_name(box)] = link = BoxLink(contexts[box], arenas[box], link_end, send_from(box))
+                ending.callback(link.stop)
+        elif other_boxes:
+            links = LocalLinks(contexts, arenas, send_from(0))
             ending.callback(links.stop)
             actors |= {link_name(box): links.of(box) for box in range(len(specs))}
         commit = start_actors(specs, call)
-        scheduler = Scheduler(contexts[0], send, resume_from=commit, stop=stop, others=contexts[1:])
+        scheduler = Scheduler(contexts[0], send_from(0), resume_from=commit, stop=stop, others=contexts[1:])
         with lock:
             for message in early:
                 scheduler.post(message)

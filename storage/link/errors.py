@@ -9,11 +9,11 @@ class LinkClosed(LinkError):
     """This box's own link was closed."""
 
 
-class PeerLost(LinkError):
+class PeerLost(LinkError, ConnectionError):
     """A peer was silent for too long, or broke the protocol. It does not come back in this attempt."""
 
 
-class PeerClosed(LinkError):
+class PeerClosed(LinkError, ConnectionError):
     """A peer has closed its link in order, with this transfer still open. It does not come back in this attempt."""
 
 

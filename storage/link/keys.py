@@ -12,6 +12,7 @@ class KeyKind(StrEnum):
     PARAM = "param"  # params of a tensor that two boxes use
     ACTIVATION = "activation"  # the output of the last block of a stage
     ACTIVATION_GRAD = "activation_grad"  # the gradient of the input of the first block of a stage
+    EVALUATION = "evaluation"  # the output of the last block of a stage, in an evaluation
     PARAM_GRAD = "param_grad"  # the sum of one box's gradients of a tensor that two boxes use
 
 

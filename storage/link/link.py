@@ -153,13 +153,15 @@ class Link:
     ) -> "Future[IoResult]":
         """Fills memory with the bytes of a key as soon as `source` offers them; then the future gets its result.
 
+        The memory may be larger than what is offered, which goes to its beginning; the result has the number of bytes.
+
         The smallest priority goes first; ties go in order of arrival. Callbacks of the future run in a thread of the
         link, and must be quick. The buffer belongs to the link until then. If the future fails, with PullOverdue,
         PeerLost, PeerClosed or LinkClosed, it belongs to the link until `close` has returned.
 
         Raises:
             ValueError: the key is being pulled already, or the buffer is empty or read-only.
-            LinkError: the box offers another number of bytes.
+            LinkError: the box offers more bytes.
             PeerLost, PeerClosed: the box is lost, or has closed its link.
         """
         into = _bytes_of(into)

@@ -271,7 +271,7 @@ class Peer:
             elif self._incoming.has_wants:
                 self._wake()
         if pull is not None:
-            _settle(pull.future, _result(pull.start_s, pull.into.nbytes))
+            _settle(pull.future, _result(pull.start_s, pull.nbytes))
 
     def count_damaged(self) -> int:
         """Counts a damaged frame. Returns how many there were since the last piece that arrived whole."""
@@ -368,7 +368,7 @@ class Peer:
         return f"{self._state_of(pull, now_s)}; its deadline is over"
 
     def _state_of(self, pull: Pull, now_s: float) -> str:
-        pieces = -(-pull.into.nbytes // self._settings.piece_nbytes)
+        pieces = -(-pull.nbytes // self._settings.piece_nbytes)
         if pull.start_s is not None:
             state = f"{pieces - pull.num_missing} of {pieces} pieces have come"
         else:

@@ -20,12 +20,13 @@ class Pull:
     """A key that the caller waits for, and the memory that it reserved for it."""
 
     key: LinkKey
-    into: memoryview
+    into: memoryview  # may be larger than what is offered
     priority: tuple[int, int]
     since_s: float
     until_s: float | None  # the deadline
     future: "Future[IoResult]" = field(default_factory=Future)
     start_s: float | None = None  # the arrival of the first byte
+    nbytes: int = 0  # that the peer offers, once it does
     num_missing: int = 0  # pieces
     is_failed: bool = False
     rank: tuple[int, ...] = ()
@@ -70,9 +71,6 @@ class IncomingTransfers:
             raise ValueError(f"{pull.key} is being pulled already")
         pull.rank = (*pull.priority, self._num_pulls)  # all different, so that a pull returns to its place
         self._num_pulls += 1
-        starts = range(0, pull.into.nbytes, self._piece_nbytes)
-        pull.pieces.extend(Piece(pull, at, min(self._piece_nbytes, pull.into.nbytes - at)) for at in starts)
-        pull.num_missing = len(pull.pieces)
         if pull.key in self._offers:
             self._match(pull)
         self.pulls[pull.key] = pull
@@ -176,8 +174,12 @@ class IncomingTransfers:
         return pulls
 
     def _match(self, pull: Pull) -> None:
-        if (nbytes := self._offers[pull.key]) != pull.into.nbytes:
+        if (nbytes := self._offers[pull.key]) > pull.into.nbytes:
             raise LinkError(f"{pull.key} has {nbytes} bytes, but {pull.into.nbytes} were reserved for it")
+        pull.nbytes = nbytes
+        starts = range(0, nbytes, self._piece_nbytes)
+        pull.pieces.extend(Piece(pull, at, min(self._piece_nbytes, nbytes - at)) for at in starts)
+        pull.num_missing = len(pull.pieces)
         self._ready.push(pull.rank, pull)
 
     def _fail(self, pull: Pull) -> None:

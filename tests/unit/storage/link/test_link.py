@@ -145,11 +145,20 @@ def test_wrong_requests_are_refused_at_once(tmp_path: Path) -> None:
             ends["left"].send(RIGHT, Note("x" * (1 << 20)))
 
 
-def test_pull_of_another_size_fails(tmp_path: Path) -> None:
+def test_what_is_offered_goes_to_the_beginning_of_larger_memory(tmp_path: Path) -> None:
+    content, into = bytes(range(100, 200)) * 100, bytearray(15_000)
     with linked(tmp_path) as ends:
-        early = ends["right"].pull(key(0), memoryview(bytearray(9)), source=LEFT)
+        pulled = ends["right"].pull(key(0), memoryview(into), source=LEFT)
+        ends["left"].offer(key(0), memoryview(content), {RIGHT})
+        assert pulled.result(WAIT_S).nbytes == len(content)
+    assert bytes(into) == content + bytes(5_000)
+
+
+def test_pull_into_too_little_memory_fails(tmp_path: Path) -> None:
+    with linked(tmp_path) as ends:
+        early = ends["right"].pull(key(0), memoryview(bytearray(7)), source=LEFT)
         ends["left"].offer(key(0), memoryview(bytes(8)), {RIGHT})
-        with pytest.raises(LinkError, match="has 8 bytes, but 9 were reserved"):
+        with pytest.raises(LinkError, match="has 8 bytes, but 7 were reserved"):
             early.result(WAIT_S)
         ends["left"].offer(key(1), memoryview(bytes(8)), {RIGHT})
         ends["left"].send(RIGHT, Note("offered"))

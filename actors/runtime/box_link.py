@@ -1,0 +1,145 @@
+"""The link actor of a box: pulls bytes from other boxes into its arena, and passes on messages to their actors."""
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from windlass.actors.job import SCHEDULER, JobContext, box_of, link_name
+from windlass.actors.messages import (
+    ActorFailed,
+    Crossing,
+    DescribeStatus,
+    Message,
+    OfferSpan,
+    OfferTaken,
+    Phase,
+    PullSpan,
+    SpanPulled,
+    StatusDescribed,
+    decode,
+    encode,
+)
+from windlass.storage.ids import ActorName, BoxName, Step
+from windlass.storage.io_scheduler import IoResult
+from windlass.storage.link import Certificates, Codec, Identity, KeyKind, Link, LinkKey, LinkSettings, PeerLost
+from windlass.storage.memory import Arena
+
+_KINDS = {
+    Phase.FORWARD: KeyKind.ACTIVATION,
+    Phase.HEAD: KeyKind.ACTIVATION,
+    Phase.BACKWARD: KeyKind.ACTIVATION_GRAD,
+    Phase.EVALUATE: KeyKind.EVALUATION,
+    Phase.EVALUATE_HEAD: KeyKind.EVALUATION,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEnd:
+    """What a box needs to reach the other boxes of its job."""
+
+    names: tuple[BoxName, ...]  # of the job's boxes, in their order
+    listener: socket.socket  # see `listen`; it belongs to the link
+    addresses: Mapping[BoxName, tuple[str, int]]  # host and port of the other boxes
+    certificates: Certificates
+    secret: bytes = field(repr=False)  # of the attempt
+    settings: LinkSettings = field(default_factory=LinkSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mail:
+    """Messages from an actor of one box to an actor of another one."""
+
+    to: ActorName
+    batch: bytes  # of `encode`
+
+
+class BoxLink:
+    """The link actor of a box. All methods but `stop` may be called by any thread, and never wait for other boxes."""
+
+    def __init__(
+        self, context: JobContext, arena: Arena, end: LinkEnd, send: Callable[[ActorName, Message], None]
+    ) -> None:
+        """Starts to listen and to connect. `send` sends a message to an actor, and must be quick."""
+        spec = context.spec
+        self._job, self._box, self._stage = spec.job, spec.box, context.stage
+        self._name, self._names = link_name(spec.box), end.names
+        self._arena, self._send = arena, send
+        self._link = Link.start(
+            Identity(
+                job=spec.job,
+                attempt=spec.attempt,
+                epoch=spec.layout_epoch,
+                box=end.names[spec.box],
+                secret=end.secret,
+            ),
+            end.listener,
+            end.addresses,
+            end.certificates,
+            settings=end.settings,
+            codec=Codec([Mail]),
+            on_message=self._take,
+            on_lost=self._lose,
+        )
+
+    def post(self, message: Message) -> None:
+        """Carries out a message. Raises LinkError if the other box is lost."""
+        match message:
+            case OfferSpan():
+                block = message.crossing.block
+                taker = self._names[self._box + (1 if block >= self._stage.stop else -1)]
+                offered = self._link.offer(_key(message.crossing), self._arena.buffer(message.span), {taker})
+                self._answer(offered, message, OfferTaken)
+            case PullSpan():
+                source, slot = self._names[message.box], self._arena.buffer(message.span)
+                self._answer(self._link.pull(_key(message.crossing), slot, source=source), message, SpanPulled)
+            case DescribeStatus():
+                text = self._link.describe()
+                status = StatusDescribed(job=self._job, step=Step(0), actor=self._name, text=text)
+                self._send(SCHEDULER, status)
+            case _:
+                raise ValueError(f"{self._name} has no handler for {type(message).__name__}")
+
+    def forward(self, to: ActorName, messages: Sequence[Message]) -> None:
+        """Passes messages to an actor of another box. They arrive once, and in order.
+
+        Waits while the other box has too many to confirm. Raises LinkError if it is lost.
+        """
+        self._link.send(self._names[box_of(to)], Mail(to=to, batch=encode(messages)))
+
+    def stop(self) -> None:
+        """Ends the link. Raises TimeoutError if a thread hangs."""
+        self._link.close()
+
+    # --- in threads of the link -------------------------------------------------------------------------------------
+
+    def _answer(
+        self,
+        future: "Future[IoResult]",
+        message: OfferSpan | PullSpan,
+        answer: type[OfferTaken | SpanPulled],
+    ) -> None:
+        def tell(done: "Future[IoResult]") -> None:
+            # The loss of the other box is told by `_lose`. After the end of this link nobody waits for an answer.
+            if done.exception() is None:
+                self._send(message.reply_to, answer(job=self._job, step=message.step, crossing=message.crossing))
+
+        future.add_done_callback(tell)
+
+    def _take(self, sender: BoxName, mail: Mail) -> None:
+        for message in decode(mail.batch):
+            self._send(mail.to, message)
+
+    def _lose(self, box: BoxName, error: PeerLost) -> None:
+        idle = Message(job=self._job, step=Step(0))
+        self._send(SCHEDULER, ActorFailed.of(error, actor=self._name, about=idle))
+
+
+def _key(crossing: Crossing) -> LinkKey:
+    return LinkKey(
+        kind=_KINDS[crossing.phase],
+        step=crossing.step,
+        group=crossing.group,
+        block=crossing.block,
+        part=crossing.microbatch,
+    )

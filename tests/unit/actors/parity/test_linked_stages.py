@@ -1,0 +1,128 @@
+"""Boxes in one process that reach each other only over sockets: the same losses and params to the bit as on one box."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.storage.cutting_relay import CuttingRelay
+from tests.support.storage.links import SECRET, Authority, quick
+from tests.support.training import has_direct_io, make_partition
+from tests.unit.actors.parity.test_local_groups import Run, grouped
+from tests.unit.actors.parity.test_local_lanes import job
+from tests.unit.actors.parity.test_local_stages import PLACES, STAGES, boxes_of, run, train
+from windlass.actors.messages import Message, PullSpan, SpanPulled
+from windlass.actors.runtime.box_link import LinkEnd
+from windlass.actors.runtime.local_runner import run_local
+from windlass.storage.ids import ActorName, Attempt, BoxName, Precision
+from windlass.storage.link import LinkSettings, listen
+
+NAMES = BoxName("north"), BoxName("east"), BoxName("south")
+
+
+@contextmanager
+def relays_of() -> Iterator[list[CuttingRelay]]:
+    """The relays that `ends` makes, one for each box."""
+    with ExitStack() as stack:
+        relays: list[CuttingRelay] = []
+        stack.callback(lambda: [each.close() for each in relays])
+        yield relays
+
+
+def ends(
+    root: Path, num_boxes: int, relays: list[CuttingRelay] | None = None, settings: LinkSettings | None = None
+) -> list[LinkEnd]:
+    """The ends of links of boxes; others reach a box through its relay if there are relays."""
+    root.mkdir(exist_ok=True)
+    authority, names = Authority(root), NAMES[:num_boxes]
+    listeners = {name: listen("127.0.0.1") for name in names}
+    ports = {name: listener.getsockname()[1] for name, listener in listeners.items()}
+    if relays is not None:
+        relays.extend(map(CuttingRelay, ports.values()))
+        ports = dict(zip(names, (each.port for each in relays), strict=True))
+    return [
+        LinkEnd(
+            names=names,
+            listener=listeners[name],
+            addresses={other: ("127.0.0.1", ports[other]) for other in names if other != name},
+            certificates=authority.certificates(name),
+            secret=SECRET,
+            settings=settings or quick(),
+        )
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(
+    ("precision", "place", "lanes", "division", "group_size", "num_ranks"),
+    [
+        (Precision.BF16, "some params stay", 2, "2-3", 1, 2),
+        (Precision.FP16, "mixed", 1, "2-1-2", 2, 1),
+        pytest.param(Precision.FP32, "SSDs", 1, "1-3-1", 1, 1, marks=pytest.mark.long),
+    ],
+)
+def test_sockets_between_boxes_change_no_bit(
+    tmp_path: Path, precision: Precision, place: str, lanes: int, division: str, group_size: int, num_ranks: int
+) -> None:
+    changes: dict[str, Any] = {
+        "precision": precision,
+        "clip_norm": 0.5,
+        "lanes": lanes,
+        "placement": PLACES[place],
+        "num_microbatches": 4,
+        "total_steps": 4,
+    }
+    one = run(tmp_path / "one", **changes)
+    spec = dataclasses.replace(grouped(job(tmp_path / "linked", **changes), group_size), num_ranks=num_ranks)
+    stages = STAGES[division]
+    train(spec, stages, link_ends=ends(tmp_path / "links", len(stages)))
+    Run.of(spec).assert_equals(one)
+
+
+def test_connections_that_are_cut_in_every_step_change_no_bit(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "total_steps": 4}
+    one = run(tmp_path / "one", **changes)
+    spec = grouped(job(tmp_path / "linked", lanes=1, **changes), 1)
+    with relays_of() as relays:
+        counter = itertools.count(1)
+
+        def cut_some(to: ActorName, message: Message) -> None:
+            if isinstance(message, PullSpan | SpanPulled) and next(counter) % 13 == 0:
+                for relay in relays:
+                    relay.cut_after(1 + 500 * message.step)
+
+        train(spec, STAGES["2-3"], on_message=cut_some, link_ends=ends(tmp_path / "links", 2, relays))
+        assert sum(relay.num_cuts for relay in relays) >= 4
+    Run.of(spec).assert_equals(one)
+
+
+def test_a_box_that_stays_away_interrupts_the_attempt_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"precision": Precision.BF16, "evaluate_every": None, "total_steps": 3}
+    whole = run(tmp_path / "whole", **changes)
+    spec = grouped(job(tmp_path / "cut", lanes=1, **changes), 2)
+    with relays_of() as relays:
+
+        def cut(to: ActorName, message: Message) -> None:
+            if isinstance(message, PullSpan) and message.step == 2:
+                for relay in relays:
+                    relay.cut(stay_down=True)
+
+        first, *others = boxes_of(spec, STAGES["2-3"])
+        settings = quick(heartbeat_s=0.1, stall_s=0.5, silence_s=1.0)
+        outcome = run_local(
+            first,
+            other_boxes=others,
+            partition=make_partition(spec),
+            direct=has_direct_io(tmp_path),
+            on_message=cut,
+            link_ends=ends(tmp_path / "links", 2, relays, settings),
+        )
+    assert (outcome["status"], outcome["error"]["code"]) == ("interrupted", "process_lost")
+    assert "box 'east'" in outcome["error"]["message"]
+    again = dataclasses.replace(spec, attempt=Attempt(2))
+    train(again, STAGES["2-3"], link_ends=ends(tmp_path / "again", 2))
+    Run.of(spec).assert_equals(whole)
