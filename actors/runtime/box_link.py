@@ -22,7 +22,17 @@ from windlass.actors.messages import (
 )
 from windlass.storage.ids import ActorName, BoxName, Step
 from windlass.storage.io_scheduler import IoResult
-from windlass.storage.link import Certificates, Codec, Identity, KeyKind, Link, LinkKey, LinkSettings, PeerLost
+from windlass.storage.link import (
+    Certificates,
+    Codec,
+    Identity,
+    KeyKind,
+    Link,
+    LinkKey,
+    LinkSettings,
+    PeerClosed,
+    PeerLost,
+)
 from windlass.storage.memory import Arena
 
 _KINDS = {
@@ -120,9 +130,12 @@ class BoxLink:
         answer: type[OfferTaken | SpanPulled],
     ) -> None:
         def tell(done: "Future[IoResult]") -> None:
-            # The loss of the other box is told by `_lose`. After the end of this link nobody waits for an answer.
-            if done.exception() is None:
+            error = done.exception()
+            if error is None:
                 self._send(message.reply_to, answer(job=self._job, step=message.step, crossing=message.crossing))
+            elif isinstance(error, PeerClosed):
+                self._fail(error)
+            # The loss of the other box is told by `on_lost`. After the end of this link nobody waits for an answer.
 
         future.add_done_callback(tell)
 
@@ -131,6 +144,9 @@ class BoxLink:
             self._send(mail.to, message)
 
     def _lose(self, box: BoxName, error: PeerLost) -> None:
+        self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
         idle = Message(job=self._job, step=Step(0))
         self._send(SCHEDULER, ActorFailed.of(error, actor=self._name, about=idle))
 
