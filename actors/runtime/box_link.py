@@ -1,11 +1,11 @@
 """The link actor of a box: pulls bytes from other boxes into its arena, and passes on messages to their actors."""
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from windlass.actors.job import SCHEDULER, JobContext, box_of, link_name
+from windlass.actors.job import SCHEDULER, JobSpec, box_of, link_name
 from windlass.actors.messages import (
     ActorFailed,
     Crossing,
@@ -20,7 +20,7 @@ from windlass.actors.messages import (
     decode,
     encode,
 )
-from windlass.storage.ids import ActorName, BoxName, Step
+from windlass.storage.ids import ActorName, BoxName, Span, Step
 from windlass.storage.io_scheduler import IoResult
 from windlass.storage.link import (
     Certificates,
@@ -65,16 +65,15 @@ class Mail:
 
 
 class BoxLink:
-    """The link actor of a box. All methods but `stop` may be called by any thread, and never wait for other boxes."""
+    """The link actor of a box. All methods but `stop` may be called by any thread, and never wait for other boxes,
+    but `send` may."""
 
-    def __init__(
-        self, context: JobContext, arena: Arena, end: LinkEnd, send: Callable[[ActorName, Message], None]
-    ) -> None:
+    def __init__(self, spec: JobSpec, end: LinkEnd, send: Callable[[ActorName, Message], None]) -> None:
         """Starts to listen and to connect. `send` sends a message to an actor, and must be quick."""
-        spec = context.spec
-        self._job, self._box, self._stage = spec.job, spec.box, context.stage
+        self._job, self._box, self._stage = spec.job, spec.box, spec.stages[spec.box]
         self._name, self._names = link_name(spec.box), end.names
-        self._arena, self._send = arena, send
+        self._arena: Arena | None = None
+        self._send = send
         self._link = Link.start(
             Identity(
                 job=spec.job,
@@ -92,16 +91,20 @@ class BoxLink:
             on_lost=self._lose,
         )
 
+    def open(self, arena: Arena) -> None:
+        """Sets the arena of the box, before its actors start."""
+        self._arena = arena
+
     def post(self, message: Message) -> None:
         """Carries out a message. Raises LinkError if the other box is lost."""
         match message:
             case OfferSpan():
                 block = message.crossing.block
                 taker = self._names[self._box + (1 if block >= self._stage.stop else -1)]
-                offered = self._link.offer(_key(message.crossing), self._arena.buffer(message.span), {taker})
+                offered = self._link.offer(_key(message.crossing), self._buffer(message.span), {taker})
                 self._answer(offered, message, OfferTaken)
             case PullSpan():
-                source, slot = self._names[message.box], self._arena.buffer(message.span)
+                source, slot = self._names[message.box], self._buffer(message.span)
                 self._answer(self._link.pull(_key(message.crossing), slot, source=source), message, SpanPulled)
             case DescribeStatus():
                 text = self._link.describe()
@@ -110,16 +113,20 @@ class BoxLink:
             case _:
                 raise ValueError(f"{self._name} has no handler for {type(message).__name__}")
 
-    def forward(self, to: ActorName, messages: Sequence[Message]) -> None:
-        """Passes messages to an actor of another box. They arrive once, and in order.
+    def send(self, to: ActorName, message: Message) -> None:
+        """Sends a message to an actor of another box. It arrives once, and after those sent to that box before.
 
         Waits while the other box has too many to confirm. Raises LinkError if it is lost.
         """
-        self._link.send(self._names[box_of(to)], Mail(to=to, batch=encode(messages)))
+        self._link.send(self._names[box_of(to)], Mail(to=to, batch=encode([message])))
 
     def stop(self) -> None:
         """Ends the link. Raises TimeoutError if a thread hangs."""
         self._link.close()
+
+    def _buffer(self, span: Span) -> memoryview:
+        assert self._arena is not None, "a GPU worker offers and pulls once there is an arena"
+        return self._arena.buffer(span)
 
     # --- in threads of the link -------------------------------------------------------------------------------------
 

@@ -3,24 +3,23 @@
 import contextlib
 import copy
 import dataclasses
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts, box_of, link_name
+from windlass.actors.job import JobSpec, SsdFacts, box_of
 from windlass.actors.lifecycle import StopRequest
-from windlass.actors.messages import ActorFailed, Message
+from windlass.actors.messages import Message
 from windlass.actors.runtime.box_link import BoxLink, LinkEnd
-from windlass.actors.runtime.factory import LocalOptions, open_space, read_journal, start_actor, stop_actor
+from windlass.actors.runtime.factory import LocalOptions
+from windlass.actors.runtime.local_box import LocalBox
 from windlass.actors.runtime.local_link import LocalLinks
-from windlass.actors.runtime.start_up import START_DEADLINE_S, create_arena, node_of_all, plan_attempt, start_actors
+from windlass.actors.runtime.start_up import START_DEADLINE_S, start_actors
 from windlass.actors.scheduler import GOES_ON, Scheduler
-from windlass.engine.device import memory_node
 from windlass.engine.model import Partition, dropouts_of, partition_folder
 from windlass.storage.ids import ActorName
-from windlass.storage.store import CommitRecord, JobSpace, StoreJournal
+from windlass.storage.memory import Arena
 
 
 def run_local(
@@ -60,97 +59,51 @@ def run_local(
     num_workers = sum(each.num_ranks for each in specs)
     devices = (device,) * num_workers if isinstance(device, str) else tuple(device)
     _require_own_generators(partition, devices)
-    contexts = [plan_attempt(each, partition.layout, direct=direct, ssds=ssds) for each in specs]
-    node = node_of_all(memory_node(torch.device(each)) for each in devices)
     # Before an actor changes the model.
     partitions = (partition, *(copy.deepcopy(partition) for _ in range(1, num_workers)))
     options = _options_of_boxes(
         specs, LocalOptions(partitions=partitions, devices=devices, poison_released=poison_released, direct=direct)
     )
-    actors: dict[ActorName, Any] = {}
-    spaces: dict[ActorName, JobSpace] = {}  # of SSD servers that have not started
-    early: list[Message] = []  # to the scheduler, before there is one
-    lock = threading.Lock()  # of `early`, and of the scheduler's arrival in `actors`
-    is_over = False
-
-    def send(to: ActorName, message: Message) -> None:
-        """Sends a message to an actor of the same box."""
-        with lock:
-            if to == SCHEDULER and to not in actors:
-                early.append(message)
-                return
-        try:
-            actors[to].post(message)
-        except Exception as error:  # noqa: BLE001 - the receiver's error; the sender does not wait for an answer
-            send_from(box_of(to))(SCHEDULER, ActorFailed.of(error, actor=to, about=message))
-
-    def send_from(box: int) -> Callable[[ActorName, Message], None]:
-        def send_to(to: ActorName, message: Message) -> None:
-            if on_message is not None:
-                on_message(to, message)
-            if box == box_of(to) or not link_ends:
-                send(to, message)
-            else:
-                actors[link_name(box)].forward(to, [message])
-
-        return send_to
-
-    def read_journal_of(name: ActorName) -> StoreJournal:
-        return read_journal(name, contexts[box_of(name)], direct=direct)
-
-    def open_space_of(name: ActorName) -> StoreJournal:
-        spaces[name] = open_space(name, contexts[box_of(name)], direct=direct)
-        return spaces[name].journal()
-
-    def start(name: ActorName, commit: CommitRecord | None) -> None:
-        box = box_of(name)
-        actors[name] = start_actor(
-            name, contexts[box], commit, send_from(box), space=spaces.pop(name, None), local=options[box]
-        )
-        ending.callback(end, name)
+    boxes = [
+        LocalBox(each, partition.layout, own, ssds=ssds, on_message=on_message)
+        for each, own in zip(specs, options, strict=True)
+    ]
 
     def call(
         names: Sequence[ActorName], method: str, *arguments: Any, deadline_s: float = START_DEADLINE_S
     ) -> dict[ActorName, Any]:
-        methods: dict[str, Callable[..., Any]] = {
-            "read_journal": read_journal_of,
-            "open_space": open_space_of,
-            "start": start,
-        }
-        return {name: methods[method](name, *arguments) for name in names}
-
-    def close_spaces() -> None:
-        for space in spaces.values():
-            space.close()
-
-    def end(name: ActorName) -> None:
-        stop_actor(name, actors[name], is_over=is_over)
+        return {name: boxes[box_of(name)].call([name], method, *arguments)[name] for name in names}
 
     # If one actor hangs at the end, all others are still stopped and the arenas are still removed.
     with contextlib.ExitStack() as ending:
-        arenas = []
-        for context in contexts:
-            arenas.append(arena := create_arena(context, node))
-            ending.callback(arena.unlink)
-            ending.callback(arena.close)
-        ending.callback(close_spaces)
-        if link_ends:
-            for box, link_end in enumerate(link_ends):
-                actors[link_name(box)] = link = BoxLink(contexts[box], arenas[box], link_end, send_from(box))
-                ending.callback(link.stop)
-        elif other_boxes:
-            links = LocalLinks(contexts, arenas, send_from(0))
-            ending.callback(links.stop)
-            actors |= {link_name(box): links.of(box) for box in range(len(specs))}
+        for box in boxes:
+            ending.callback(box.close)
+        _link(boxes, [box.create_arena() for box in boxes], link_ends)
         commit = start_actors(specs, call)
-        scheduler = Scheduler(contexts[0], send_from(0), resume_from=commit, stop=stop, others=contexts[1:])
-        with lock:
-            for message in early:
-                scheduler.post(message)
-            actors[SCHEDULER] = scheduler
+        context, *others = (box.context for box in boxes)
+        scheduler = Scheduler(context, boxes[0].send, resume_from=commit, stop=stop, others=others)
+        boxes[0].add_scheduler(scheduler)
         outcome = scheduler.run()
-        is_over = outcome["status"] not in GOES_ON
+        for box in boxes:
+            box.is_over = outcome["status"] not in GOES_ON
     return outcome
+
+
+def _link(boxes: Sequence[LocalBox], arenas: Sequence[Arena], link_ends: Sequence[LinkEnd]) -> None:
+    """Gives each of several boxes a link."""
+
+    def deliver(to: ActorName, message: Message) -> None:
+        boxes[box_of(to)].deliver(to, message)
+
+    if link_ends:
+        for box, arena, end in zip(boxes, arenas, link_ends, strict=True):
+            link = BoxLink(box.context.spec, end, box.send)
+            box.add_link(link, link.send, link.stop)
+            link.open(arena)
+    elif len(boxes) > 1:
+        links = LocalLinks([box.context for box in boxes], arenas, deliver)
+        for index, box in enumerate(boxes):
+            box.add_link(links.of(index), deliver, None if index else links.stop)
 
 
 def _options_of_boxes(specs: Sequence[JobSpec], options: LocalOptions) -> list[LocalOptions]:
