@@ -1,9 +1,11 @@
 """The link actor of a box: pulls bytes from other boxes into its arena, and passes on messages to their actors."""
 
+import queue
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from windlass.actors.job import SCHEDULER, JobSpec, box_of, link_name
 from windlass.actors.messages import (
@@ -65,15 +67,24 @@ class Mail:
 
 
 class BoxLink:
-    """The link actor of a box. All methods but `stop` may be called by any thread, and never wait for other boxes,
-    but `send` may."""
+    """The link actor of a box. All methods but `stop` may be called by any thread. Only `send` may wait for a box."""
 
-    def __init__(self, spec: JobSpec, end: LinkEnd, send: Callable[[ActorName, Message], None]) -> None:
-        """Starts to listen and to connect. `send` sends a message to an actor, and must be quick."""
+    def __init__(
+        self,
+        spec: JobSpec,
+        end: LinkEnd,
+        requests: Sequence[type] = (),
+    ) -> None:
+        """Starts to listen and to connect.
+
+        `requests`: the types of messages that are for no actor. They come to `self.requests` with the index of the box
+        that sent them, as does the error of a lost box.
+        """
+        self.requests: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._job, self._box, self._stage = spec.job, spec.box, spec.stages[spec.box]
         self._name, self._names = link_name(spec.box), end.names
         self._arena: Arena | None = None
-        self._send = send
+        self._send: Callable[[ActorName, Message], None] = _lost
         self._link = Link.start(
             Identity(
                 job=spec.job,
@@ -86,14 +97,14 @@ class BoxLink:
             end.addresses,
             end.certificates,
             settings=end.settings,
-            codec=Codec([Mail]),
+            codec=Codec([Mail, *requests]),
             on_message=self._take,
             on_lost=self._lose,
         )
 
-    def open(self, arena: Arena) -> None:
-        """Sets the arena of the box, before its actors start."""
-        self._arena = arena
+    def open(self, arena: Arena, send: Callable[[ActorName, Message], None]) -> None:
+        """Sets the arena of the box, before its actors start. `send` sends a message to an actor, and must be quick."""
+        self._arena, self._send = arena, send
 
     def post(self, message: Message) -> None:
         """Carries out a message. Raises LinkError if the other box is lost."""
@@ -119,6 +130,10 @@ class BoxLink:
         Waits while the other box has too many to confirm. Raises LinkError if it is lost.
         """
         self._link.send(self._names[box_of(to)], Mail(to=to, batch=encode([message])))
+
+    def request(self, box: int, request: object) -> None:
+        """Sends a message that is for no actor to another box. Raises LinkError if it is lost."""
+        self._link.send(self._names[box], request)
 
     def stop(self) -> None:
         """Ends the link. Raises TimeoutError if a thread hangs."""
@@ -146,16 +161,24 @@ class BoxLink:
 
         future.add_done_callback(tell)
 
-    def _take(self, sender: BoxName, mail: Mail) -> None:
-        for message in decode(mail.batch):
-            self._send(mail.to, message)
+    def _take(self, sender: BoxName, message: Any) -> None:
+        if isinstance(message, Mail):
+            for each in decode(message.batch):
+                self._send(message.to, each)
+        else:
+            self.requests.put((self._names.index(sender), message))
 
     def _lose(self, box: BoxName, error: PeerLost) -> None:
+        self.requests.put((self._names.index(box), error))
         self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         idle = Message(job=self._job, step=Step(0))
         self._send(SCHEDULER, ActorFailed.of(error, actor=self._name, about=idle))
+
+
+def _lost(to: ActorName, message: Message) -> None:
+    """Stands for `send` before there are actors."""
 
 
 def _key(crossing: Crossing) -> LinkKey:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts, box_of, link_name
+from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts, arena_free_nbytes, box_of, link_name
 from windlass.actors.messages import ActorFailed, Message
 from windlass.actors.runtime.factory import LocalOptions, open_space, read_journal, start_actor, stop_actor
 from windlass.actors.runtime.start_up import START_DEADLINE_S, create_arena, node_of_all, plan_attempt
@@ -33,7 +33,8 @@ class LocalBox:
         on_message: Send | None = None,
     ) -> None:
         """Plans the attempt, and creates no arena yet. See `run_local` for the parameters."""
-        self.context = plan_attempt(spec, layout, direct=options.direct, ssds=ssds)
+        self.free_nbytes = arena_free_nbytes(spec)
+        self.context = plan_attempt(spec, layout, direct=options.direct, ssds=ssds, free_nbytes=self.free_nbytes)
         self.is_over = False  # the job is, so SSD servers delete its states when they stop
         self._spec, self._options, self._on_message = spec, options, on_message
         self._send_elsewhere: Send | None = None
@@ -73,7 +74,9 @@ class LocalBox:
         if self._on_message is not None:
             self._on_message(to, message)
         if self._send_elsewhere is not None and box_of(to) != self._spec.box:
-            self._send_elsewhere(to, message)
+            # Whoever must know that the other box is lost is told by the link.
+            with contextlib.suppress(ConnectionError):
+                self._send_elsewhere(to, message)
         else:
             self.deliver(to, message)
 
@@ -98,6 +101,9 @@ class LocalBox:
             "start": self._start,
         }
         return {name: methods[method](name, *arguments) for name in names}
+
+    def check(self) -> None:
+        """See Box. All actors are in this process."""
 
     def close(self) -> None:
         """Stops all actors that were started, and the link, and removes the arena.

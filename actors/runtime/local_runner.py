@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from windlass.actors.job import JobSpec, SsdFacts, box_of
 from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import Message
 from windlass.actors.runtime.box_link import BoxLink, LinkEnd
+from windlass.actors.runtime.boxes import REQUESTS, OtherBoxes, serve_box
 from windlass.actors.runtime.factory import LocalOptions
 from windlass.actors.runtime.local_box import LocalBox
 from windlass.actors.runtime.local_link import LocalLinks
@@ -89,6 +91,60 @@ def run_local(
     return outcome
 
 
+def run_local_box(
+    specs: Sequence[JobSpec],
+    box: int,
+    end: LinkEnd,
+    *,
+    partition: Partition | None = None,
+    direct: bool = True,
+    on_message: Callable[[ActorName, Message], None] | None = None,
+    stop: StopRequest | None = None,
+) -> dict[str, Any] | None:
+    """Runs one box's part of an attempt in this process, on the CPU; the other boxes are other processes.
+
+    `specs`: those of all boxes. `box`: the index of this one. For the others see `run_local`. Returns the outcome on
+    the first box, None on the others.
+
+    Raises:
+        ActorLostError: another box is lost.
+        BoxFailedError: another box cannot start.
+    """
+    spec = specs[box]
+    partition = partition or partition_folder(spec.model_dir, spec.training.precision)
+    devices = ("cpu",) * spec.num_ranks
+    _require_own_generators(partition, devices)
+    partitions = (partition, *(copy.deepcopy(partition) for _ in range(1, spec.num_ranks)))
+    options = LocalOptions(partitions=partitions, devices=devices, poison_released=False, direct=direct)
+    with contextlib.ExitStack() as ending:
+        link = BoxLink(spec, end, REQUESTS)
+        ending.callback(link.stop)
+        boxes: list[LocalBox] = []
+
+        def make_box() -> LocalBox:
+            boxes.append(made := LocalBox(spec, partition.layout, options, on_message=on_message))
+            ending.callback(made.close)
+            arena = made.create_arena()
+            made.add_link(link, link.send)
+            link.open(arena, made.deliver)
+            return made
+
+        if box:
+            is_over = serve_box(spec, link, make_box)
+            boxes[0].is_over = is_over
+            return None
+        others = OtherBoxes(link, end.names)
+        ending.callback(lambda: others.end(is_over=bool(boxes) and boxes[0].is_over))
+        here = make_box()
+        contexts = others.contexts(specs[1:], partition.layout)
+        commit = start_actors(specs, functools.partial(others.call, here.call))
+        scheduler = Scheduler(here.context, here.send, resume_from=commit, stop=stop, others=contexts)
+        here.add_scheduler(scheduler)
+        outcome = scheduler.run()
+        here.is_over = outcome["status"] not in GOES_ON
+    return outcome
+
+
 def _link(boxes: Sequence[LocalBox], arenas: Sequence[Arena], link_ends: Sequence[LinkEnd]) -> None:
     """Gives each of several boxes a link."""
 
@@ -97,9 +153,9 @@ def _link(boxes: Sequence[LocalBox], arenas: Sequence[Arena], link_ends: Sequenc
 
     if link_ends:
         for box, arena, end in zip(boxes, arenas, link_ends, strict=True):
-            link = BoxLink(box.context.spec, end, box.send)
+            link = BoxLink(box.context.spec, end)
             box.add_link(link, link.send, link.stop)
-            link.open(arena)
+            link.open(arena, box.send)
     elif len(boxes) > 1:
         links = LocalLinks([box.context for box in boxes], arenas, deliver)
         for index, box in enumerate(boxes):

@@ -67,12 +67,17 @@ def node_of_all(nodes: Iterable[int | None]) -> int | None:
 
 
 def plan_attempt(
-    spec: JobSpec, layout: ModelLayout, *, direct: bool = True, ssds: tuple[SsdFacts, ...] | None = None
+    spec: JobSpec,
+    layout: ModelLayout,
+    *,
+    direct: bool = True,
+    ssds: tuple[SsdFacts, ...] | None = None,
+    free_nbytes: int | None = None,
 ) -> JobContext:
     """Plans the attempt, and checks that there is space for it.
 
     Without `ssds`, the SSDs' stored measurements are used, or new ones are made. `direct=False` is for file systems
-    without O_DIRECT.
+    without O_DIRECT. `free_nbytes`: see `arena_free_nbytes`, which is called without.
 
     Raises:
         PlanError, InsufficientSpaceError: the job does not fit the machine.
@@ -80,7 +85,9 @@ def plan_attempt(
     path = arena_path(Path(spec.arena_dir), spec.job, spec.attempt)
     remove_leftovers(Path(spec.arena_dir))
     ssds = ssds or survey_ssds(spec, direct=direct)
-    context = make_context(spec, layout, str(path), ssds, free_nbytes=arena_free_nbytes(spec))
+    context = make_context(
+        spec, layout, str(path), ssds, free_nbytes=arena_free_nbytes(spec) if free_nbytes is None else free_nbytes
+    )
     require_planned_device_room(spec)
     require_room(context, direct=direct)
     return context

@@ -1,0 +1,228 @@
+"""The start and the end of an attempt over several boxes.
+
+The runner of the first box calls the actors of all boxes. Each other box has a runner of its own, which starts the
+processes there and carries out the calls. Calls and answers cross the boxes' link, in its closed codec.
+"""
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from windlass.actors.job import JobContext, JobSpec, SsdFacts, box_of, make_context
+from windlass.actors.runtime.box_link import BoxLink
+from windlass.actors.runtime.start_up import START_DEADLINE_S, CallActors
+from windlass.actors.scheduler import ActorLostError
+from windlass.amounts import bytes_text
+from windlass.engine.model import ModelLayout
+from windlass.storage.ids import ActorName, BoxName
+from windlass.storage.memory import may_find_room_later
+from windlass.storage.store import CommitRecord, StoreJournal
+
+_TICK_S = 1.0  # between two looks at the processes of a box, and for a stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxPlanned:
+    """A box has planned its part. The first box makes the same plan from these facts."""
+
+    ssds: tuple[SsdFacts, ...]
+    free_nbytes: int  # of host memory, when it planned
+    arena_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorsCalled:
+    """The first box calls a method of actors of another box, as `start_actors` does."""
+
+    number: int
+    names: tuple[ActorName, ...]
+    method: str
+    commit: CommitRecord | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorsAnswered:
+    """All actors of a call have answered."""
+
+    number: int
+    journals: dict[ActorName, StoreJournal]  # empty if the method returns nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxFailed:
+    """A box cannot go on with the start."""
+
+    message: str
+    code: str
+    param: str | None
+    was_lost: bool  # another attempt may succeed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnded:
+    """The first box has ended the attempt. `is_over`: the job is, so its states are deleted."""
+
+    is_over: bool
+
+
+REQUESTS = (BoxPlanned, ActorsCalled, ActorsAnswered, BoxFailed, AttemptEnded)
+_METHODS = frozenset({"read_journal", "open_space", "start"})
+
+
+class BoxFailedError(ValueError):
+    """Another box of the job cannot start its part. `code` and `param` are those of its error."""
+
+    def __init__(self, message: str, code: str, param: str | None) -> None:
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+class OtherBoxes:
+    """The other boxes of an attempt, as the first box's runner sees them. One thread at a time."""
+
+    def __init__(
+        self, link: BoxLink, names: Sequence[BoxName], *, check_stop: Callable[[], None] = lambda: None
+    ) -> None:
+        """`names`: of all boxes, in their order. `check_stop` raises an error if the attempt is to stop."""
+        self._link, self._names, self._check_stop = link, names, check_stop
+        self._num_calls = 0
+
+    def contexts(self, specs: Sequence[JobSpec], layout: ModelLayout) -> list[JobContext]:
+        """Waits until all other boxes have planned, and returns their contexts. `specs`: those of the other boxes.
+
+        Raises:
+            BoxFailedError, ActorLostError, TimeoutError: a box cannot plan its part, is lost, or does not answer.
+        """
+        planned = self._await({spec.box for spec in specs}, BoxPlanned, START_DEADLINE_S, "planned its part")
+        contexts = []
+        for spec in specs:
+            there = planned[spec.box]
+            contexts.append(context := make_context(spec, layout, "", there.ssds, free_nbytes=there.free_nbytes))
+            if context.plan.arena_nbytes != there.arena_nbytes:
+                raise ValueError(
+                    f"box {self._names[spec.box]!r} plans {bytes_text(there.arena_nbytes)} of host memory, and the "
+                    f"first box plans {bytes_text(context.plan.arena_nbytes)} for it: their versions or settings differ"
+                )
+        return contexts
+
+    def call(
+        self,
+        call_here: CallActors,
+        names: Sequence[ActorName],
+        method: str,
+        *arguments: object,
+        deadline_s: float = START_DEADLINE_S,
+    ) -> dict[ActorName, Any]:
+        """Calls actors of any boxes; see CallActors. `call_here` calls those of the first box.
+
+        Raises the errors of `contexts`, too.
+        """
+        self._num_calls += 1
+        (commit,) = arguments or (None,)
+        assert commit is None or isinstance(commit, CommitRecord)
+        by_box: dict[int, list[ActorName]] = {}
+        for name in names:
+            by_box.setdefault(box_of(name), []).append(name)
+        here = by_box.pop(0, [])
+        for box, theirs in by_box.items():
+            called = ActorsCalled(number=self._num_calls, names=tuple(theirs), method=method, commit=commit)
+            self._link.request(box, called)
+        answers = call_here(here, method, *arguments, deadline_s=deadline_s) if here else {}
+        for box, answered in self._await(set(by_box), ActorsAnswered, deadline_s, f"carried out {method}").items():
+            answers |= answered.journals or dict.fromkeys(by_box[box])
+        return {name: answers[name] for name in names}
+
+    def end(self, *, is_over: bool) -> None:
+        """Tells all other boxes that the attempt has ended. One that is lost ends by itself."""
+        for box in range(1, len(self._names)):
+            try:
+                self._link.request(box, AttemptEnded(is_over=is_over))
+            except (ConnectionError, InterruptedError):
+                continue
+
+    def _await(self, boxes: set[int], kind: type, deadline_s: float, what: str) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        until_s = time.monotonic() + deadline_s
+        while missing := boxes - found.keys():
+            self._check_stop()
+            try:
+                box, request = self._link.requests.get(timeout=_TICK_S)
+            except queue.Empty:
+                if time.monotonic() > until_s:
+                    names = " and ".join(repr(self._names[each]) for each in sorted(missing))
+                    raise TimeoutError(f"box {names} had not {what} within {deadline_s:g} s") from None
+                continue
+            if isinstance(request, ConnectionError):
+                raise ActorLostError(str(request)) from request
+            if isinstance(request, BoxFailed):
+                text = f"box {self._names[box]!r}: {request.message}"
+                if request.was_lost:
+                    raise ActorLostError(text)
+                raise BoxFailedError(text, request.code, request.param)
+            if not isinstance(request, kind) or getattr(request, "number", self._num_calls) != self._num_calls:
+                raise ValueError(f"box {self._names[box]!r} sent {request} and had not {what}")
+            found[box] = request
+        return found
+
+
+class Box(Protocol):
+    """The processes of a box that are not the runner's."""
+
+    context: JobContext
+    free_nbytes: int  # of host memory, when the attempt was planned
+
+    def call(
+        self, names: Sequence[ActorName], method: str, *arguments: Any, deadline_s: float = START_DEADLINE_S
+    ) -> dict[ActorName, Any]:
+        """See CallActors."""
+
+    def check(self) -> None:
+        """Raises ActorLostError if a process has died."""
+
+
+def serve_box(spec: JobSpec, link: BoxLink, make_box: Callable[[], Box]) -> bool:
+    """Plans a box's part, and carries out the calls of the first box. Returns whether the job is over at the end.
+
+    Errors of the box end the attempt: they are told to the first box, and raised here.
+
+    Raises:
+        ActorLostError: a process of this box has died, or the first box is lost.
+    """
+    try:
+        box = make_box()
+        arena_nbytes = box.context.plan.arena_nbytes
+        link.request(0, BoxPlanned(ssds=box.context.ssds, free_nbytes=box.free_nbytes, arena_nbytes=arena_nbytes))
+        while True:
+            try:
+                _, request = link.requests.get(timeout=_TICK_S)
+            except queue.Empty:
+                box.check()
+                continue
+            match request:
+                case ActorsCalled():
+                    link.request(0, _carried_out(box, spec.box, request))
+                case AttemptEnded():
+                    return request.is_over
+                case ConnectionError():
+                    raise ActorLostError(str(request)) from request
+                case _:
+                    raise ValueError(f"the first box sent {request}")
+    except Exception as error:
+        was_lost = isinstance(error, ActorLostError | TimeoutError) or may_find_room_later(error, spec.attempt)
+        code, param = getattr(error, "code", "start_failed"), getattr(error, "param", None)
+        failed = BoxFailed(message=str(error) or type(error).__name__, code=code, param=param, was_lost=was_lost)
+        with contextlib.suppress(ConnectionError, InterruptedError):
+            link.request(0, failed)
+        raise
+
+
+def _carried_out(box: Box, index: int, called: ActorsCalled) -> ActorsAnswered:
+    if called.method not in _METHODS or {box_of(name) for name in called.names} != {index}:
+        raise ValueError(f"a call of {called.method} for {', '.join(called.names)}")
+    arguments = (called.commit,) if called.method == "start" else ()
+    answers = box.call(called.names, called.method, *arguments)
+    journals = {name: answer for name, answer in answers.items() if isinstance(answer, StoreJournal)}
+    return ActorsAnswered(number=called.number, journals=journals)

@@ -1,0 +1,108 @@
+"""An attempt over boxes that are processes of their own: the bits of one box, and an end for every failure."""
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.training import has_direct_io, leftovers_of
+from tests.unit.actors.parity.test_linked_stages import ends
+from tests.unit.actors.parity.test_local_groups import Run, grouped
+from tests.unit.actors.parity.test_local_lanes import job
+from tests.unit.actors.parity.test_local_stages import STAGES, boxes_of, run
+from windlass.actors.job.spec import JobSpec
+from windlass.actors.messages import CommitStore, ComputeBlocks, Message, Phase
+from windlass.actors.runtime.box_link import LinkEnd
+from windlass.actors.runtime.boxes import BoxFailedError
+from windlass.actors.runtime.local_runner import run_local_box
+from windlass.actors.scheduler import ActorLostError
+from windlass.storage.ids import ActorName, Attempt, Precision
+
+_WAIT_S = 60.0
+CHANGES: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "total_steps": 4}
+
+
+def _serve(specs: Sequence[JobSpec], box: int, end: LinkEnd, dies_at: Callable[[ActorName, Message], bool]) -> None:
+    def look(to: ActorName, message: Message) -> None:
+        if dies_at(to, message):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    direct = has_direct_io(Path(specs[box].model_dir))
+    with suppress(ActorLostError):  # the first box is lost, which its test expects
+        run_local_box(specs, box, end, direct=direct, on_message=look)
+
+
+def never(to: ActorName, message: Message) -> bool:
+    return False
+
+
+def in_backward(to: ActorName, message: Message) -> bool:
+    operations = message.operations if isinstance(message, ComputeBlocks) else ()
+    return any((each.step, each.group, each.phase) == (2, 1, Phase.BACKWARD) for each in operations)
+
+
+def in_commit(to: ActorName, message: Message) -> bool:
+    return isinstance(message, CommitStore) and message.step == 3
+
+
+def train_apart(
+    root: Path, specs: Sequence[JobSpec], dies_at: Callable[[ActorName, Message], bool] = never
+) -> dict[str, Any]:
+    """Runs the first box here, and the others in processes that `dies_at` may kill."""
+    spawn = multiprocessing.get_context("spawn")
+    first, *others = ends(root, len(specs))
+    processes = [
+        spawn.Process(target=_serve, args=(specs, box, end, dies_at)) for box, end in enumerate(others, start=1)
+    ]
+    for process, end in zip(processes, others, strict=True):
+        process.start()
+        end.listener.close()
+    try:
+        outcome = run_local_box(specs, 0, first, direct=has_direct_io(root))
+        assert outcome is not None
+        return outcome
+    finally:
+        for process in processes:
+            process.join(_WAIT_S)
+            assert process.exitcode is not None, "it hangs"
+
+
+def specs_of(spec: JobSpec, division: str) -> list[JobSpec]:
+    return boxes_of(grouped(spec, 1), STAGES[division])
+
+
+def test_boxes_that_are_processes_have_the_bits_of_one(tmp_path: Path) -> None:
+    one = run(tmp_path / "one", **CHANGES)
+    spec = job(tmp_path / "apart", lanes=1, **CHANGES)
+    specs = specs_of(spec, "2-1-2")
+    assert train_apart(tmp_path / "links", specs)["status"] == "succeeded"
+    Run.of(spec).assert_equals(one)
+    assert [leftovers_of(each) for each in specs] == [[]] * 3
+
+
+@pytest.mark.parametrize("dies_at", [pytest.param(in_backward, marks=pytest.mark.long), in_commit])
+def test_a_box_that_is_killed_interrupts_the_attempt_and_the_next_one_goes_on(
+    tmp_path: Path, dies_at: Callable[[ActorName, Message], bool]
+) -> None:
+    one = run(tmp_path / "one", **CHANGES)
+    spec = job(tmp_path / "apart", lanes=1, **CHANGES)
+    outcome = train_apart(tmp_path / "links", specs_of(spec, "2-3"), dies_at)
+    assert (outcome["status"], outcome["error"]["code"]) == ("interrupted", "process_lost")
+    assert "box 'east'" in outcome["error"]["message"]
+    again = dataclasses.replace(spec, attempt=Attempt(2))
+    assert train_apart(tmp_path / "again", specs_of(again, "2-3"))["status"] == "succeeded"
+    Run.of(spec).assert_equals(one)
+
+
+def test_a_box_that_cannot_plan_its_part_says_why(tmp_path: Path) -> None:
+    first, other = specs_of(job(tmp_path / "apart", lanes=1, **CHANGES), "2-3")
+    with pytest.raises(BoxFailedError, match=r"box 'east': the job needs .* of host memory") as failed:
+        train_apart(tmp_path / "links", [first, dataclasses.replace(other, host_memory_nbytes=4096)])
+    assert failed.value.code == "start_failed"
+    assert leftovers_of(first) == leftovers_of(other) == []
