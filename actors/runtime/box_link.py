@@ -48,7 +48,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEnd:
-    """What a box needs to reach the other boxes of its job."""
+    """The addresses, certificates and secret with which a box reaches the other boxes of its job."""
 
     names: tuple[BoxName, ...]  # of the job's boxes, in their order
     listener: socket.socket  # see `listen`; it belongs to the link

@@ -60,7 +60,7 @@ def ends(
 @pytest.mark.parametrize(
     ("precision", "place", "lanes", "division", "group_size", "num_ranks"),
     [
-        (Precision.BF16, "some params stay", 2, "2-3", 1, 2),
+        pytest.param(Precision.BF16, "some params stay", 2, "2-3", 1, 2, marks=pytest.mark.long),
         (Precision.FP16, "mixed", 1, "2-1-2", 2, 1),
         pytest.param(Precision.FP32, "SSDs", 1, "1-3-1", 1, 1, marks=pytest.mark.long),
     ],

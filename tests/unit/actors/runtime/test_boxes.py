@@ -17,7 +17,7 @@ from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
 from tests.unit.actors.parity.test_local_stages import STAGES, boxes_of, run
 from windlass.actors.job.spec import JobSpec
-from windlass.actors.messages import CommitStore, ComputeBlocks, Message, Phase
+from windlass.actors.messages import Message, OfferSpan, Phase, StoreCommitted
 from windlass.actors.runtime.box_link import LinkEnd
 from windlass.actors.runtime.boxes import BoxFailedError
 from windlass.actors.runtime.local_runner import run_local_box
@@ -43,12 +43,12 @@ def never(to: ActorName, message: Message) -> bool:
 
 
 def in_backward(to: ActorName, message: Message) -> bool:
-    operations = message.operations if isinstance(message, ComputeBlocks) else ()
-    return any((each.step, each.group, each.phase) == (2, 1, Phase.BACKWARD) for each in operations)
+    return isinstance(message, OfferSpan) and (message.step, message.crossing.phase) == (2, Phase.BACKWARD)
 
 
 def in_commit(to: ActorName, message: Message) -> bool:
-    return isinstance(message, CommitStore) and message.step == 3
+    """The SSD has the step, and the first box never learns of it."""
+    return isinstance(message, StoreCommitted) and message.step == 3
 
 
 def train_apart(
@@ -77,16 +77,18 @@ def specs_of(spec: JobSpec, division: str) -> list[JobSpec]:
     return boxes_of(grouped(spec, 1), STAGES[division])
 
 
-def test_boxes_that_are_processes_have_the_bits_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("division", ["2-3", pytest.param("2-1-2", marks=pytest.mark.long)])
+def test_boxes_that_are_processes_have_the_bits_of_one(tmp_path: Path, division: str) -> None:
     one = run(tmp_path / "one", **CHANGES)
     spec = job(tmp_path / "apart", lanes=1, **CHANGES)
-    specs = specs_of(spec, "2-1-2")
+    specs = specs_of(spec, division)
     assert train_apart(tmp_path / "links", specs)["status"] == "succeeded"
     Run.of(spec).assert_equals(one)
-    assert [leftovers_of(each) for each in specs] == [[]] * 3
+    assert [leftovers_of(each) for each in specs] == [[]] * len(specs)
 
 
-@pytest.mark.parametrize("dies_at", [pytest.param(in_backward, marks=pytest.mark.long), in_commit])
+@pytest.mark.long
+@pytest.mark.parametrize("dies_at", [in_backward, in_commit])
 def test_a_box_that_is_killed_interrupts_the_attempt_and_the_next_one_goes_on(
     tmp_path: Path, dies_at: Callable[[ActorName, Message], bool]
 ) -> None:
@@ -100,9 +102,10 @@ def test_a_box_that_is_killed_interrupts_the_attempt_and_the_next_one_goes_on(
     Run.of(spec).assert_equals(one)
 
 
+@pytest.mark.long
 def test_a_box_that_cannot_plan_its_part_says_why(tmp_path: Path) -> None:
     first, other = specs_of(job(tmp_path / "apart", lanes=1, **CHANGES), "2-3")
     with pytest.raises(BoxFailedError, match=r"box 'east': the job needs .* of host memory") as failed:
         train_apart(tmp_path / "links", [first, dataclasses.replace(other, host_memory_nbytes=4096)])
-    assert failed.value.code == "start_failed"
+    assert failed.value.code == "does_not_fit"
     assert leftovers_of(first) == leftovers_of(other) == []

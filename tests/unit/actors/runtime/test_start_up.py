@@ -10,7 +10,7 @@ import ray
 
 from tests.support.training import has_direct_io, make_partition, make_spec
 from windlass.actors.job import GPU_WORKER, PARAM_SERVER, gpu_worker_name, ssd_name
-from windlass.actors.runtime import local_runner, ray_runner, start_up
+from windlass.actors.runtime import local_box, local_runner, ray_runner, start_up
 from windlass.actors.runtime.factory import gpu_node
 from windlass.actors.runtime.ray_runner import Runner
 from windlass.actors.runtime.start_up import worker_names
@@ -36,7 +36,7 @@ def made_on(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 
 def test_arena_of_a_local_job_is_near_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = made_on(monkeypatch)
-    monkeypatch.setattr(local_runner, "memory_node", lambda device: {"cpu": None, "cuda": 1}[device.type])
+    monkeypatch.setattr(local_box, "memory_node", lambda device: {"cpu": None, "cuda": 1}[device.type])
     spec = make_spec(tmp_path / "job")
     for device in ("cpu", "cuda"):
         with pytest.raises(ArenaMade):
@@ -50,7 +50,7 @@ def test_arena_of_a_local_job_on_devices_of_different_nodes_is_on_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = made_on(monkeypatch)
-    monkeypatch.setattr(local_runner, "memory_node", lambda device: device.index)
+    monkeypatch.setattr(local_box, "memory_node", lambda device: device.index)
     spec = replace(make_spec(tmp_path / "job", num_microbatches=2), num_ranks=2)
     for devices in (("cuda:0", "cuda:1"), "cuda:1"):
         with pytest.raises(ArenaMade):
