@@ -15,6 +15,7 @@ import torch
 from windlass.actors.job import JobContext, link_name
 from windlass.actors.lifecycle import working_at
 from windlass.actors.messages import ComputeBlock, Crossing, Message, OfferSpan, OfferTaken, PullSpan, SpanPulled
+from windlass.amounts import bytes_text
 from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, copy
 from windlass.engine.memory_plan import Pool
 from windlass.engine.model import UnsupportedArchitectureError
@@ -56,7 +57,7 @@ class StageEdges:
         self._device, self._arena, self._send = device, arena, send
         self._link = link_name(context.spec.box)
         self._changed = threading.Condition()
-        self._arrived: set[Crossing] = set()
+        self._arrived: dict[Crossing, int] = {}  # and the bytes
         self._offered: dict[Crossing, tuple[SlotPool, Span]] = {}
         self._box, pools = context.spec.box, context.crossing_pools(rank)
         neighbours = [box for box in (self._box - 1, self._box + 1) if 0 <= box < len(context.spec.stages)]
@@ -106,14 +107,19 @@ class StageEdges:
     ) -> torch.Tensor:
         what = (
             f"the results of box {inbox.box} for the {crossing.phase} of block {crossing.block} in step "
-            f"{crossing.step}, group {crossing.group}; that box or the link to it is stuck"
+            f"{crossing.step}, group {crossing.group}"
         )
+        stuck = f"{what}; that box or the link to it is stuck"
         with self._changed:
-            self._device.token.wait_for(self._changed, lambda: crossing in self._arrived, what)
-            self._arrived.remove(crossing)
-            slot = inbox.pulled.pop(crossing)
+            self._device.token.wait_for(self._changed, lambda: crossing in self._arrived, stuck)
+            nbytes, slot = self._arrived.pop(crossing), inbox.pulled.pop(crossing)
         full = (*shape, self._hidden_size)
         numel = torch.Size(full).numel()
+        if nbytes != numel * self._dtype.itemsize:
+            raise ValueError(
+                f"{what} are {bytes_text(nbytes)} and not {bytes_text(numel * self._dtype.itemsize)}: the boxes have "
+                "other data or settings"
+            )
         compute, h2d = self._device.compute, self._device.h2d
         hidden = self._device.empty(numel * self._dtype.itemsize).view(self._dtype)
         h2d.wait(compute.record())  # queued work may still read what the memory held before
@@ -182,7 +188,7 @@ class StageEdges:
             pool.release([slot])
             return
         with self._changed:
-            self._arrived.add(message.crossing)
+            self._arrived[message.crossing] = message.nbytes
             self._changed.notify_all()
 
 

@@ -45,6 +45,7 @@ class SpanPulled(Message):
     """Reports that pulled bytes are in their slot, from its start."""
 
     crossing: Crossing
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

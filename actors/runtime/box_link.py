@@ -30,9 +30,9 @@ from windlass.storage.link import (
     Identity,
     KeyKind,
     Link,
+    LinkClosed,
     LinkKey,
     LinkSettings,
-    PeerClosed,
     PeerLost,
 )
 from windlass.storage.memory import Arena
@@ -67,7 +67,10 @@ class Mail:
 
 
 class BoxLink:
-    """The link actor of a box. All methods but `stop` may be called by any thread. Only `send` may wait for a box."""
+    """The link actor of a box. All methods but `stop` may be called by any thread.
+
+    Only `send` and `request` may wait for another box.
+    """
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class BoxLink:
         self._name, self._names = link_name(spec.box), end.names
         self._arena: Arena | None = None
         self._send: Callable[[ActorName, Message], None] = _lost
+        self._deliver: Callable[[ActorName, Message], None] = _lost
         self._link = Link.start(
             Identity(
                 job=spec.job,
@@ -102,9 +106,19 @@ class BoxLink:
             on_lost=self._lose,
         )
 
-    def open(self, arena: Arena, send: Callable[[ActorName, Message], None]) -> None:
-        """Sets the arena of the box, before its actors start. `send` sends a message to an actor, and must be quick."""
-        self._arena, self._send = arena, send
+    def open(
+        self,
+        arena: Arena,
+        *,
+        send: Callable[[ActorName, Message], None],
+        deliver: Callable[[ActorName, Message], None],
+    ) -> None:
+        """Sets the arena of the box, before its actors start.
+
+        `send` sends a message of the link, to any actor. `deliver` passes a message of another box to an actor of this
+        one. Both must be quick.
+        """
+        self._arena, self._send, self._deliver = arena, send, deliver
 
     def post(self, message: Message) -> None:
         """Carries out a message. Raises LinkError if the other box is lost."""
@@ -113,10 +127,12 @@ class BoxLink:
                 block = message.crossing.block
                 taker = self._names[self._box + (1 if block >= self._stage.stop else -1)]
                 offered = self._link.offer(_key(message.crossing), self._buffer(message.span), {taker})
-                self._answer(offered, message, OfferTaken)
+                taken = OfferTaken(job=self._job, step=message.step, crossing=message.crossing)
+                self._when_done(offered, lambda result: self._send(message.reply_to, taken))
             case PullSpan():
                 source, slot = self._names[message.box], self._buffer(message.span)
-                self._answer(self._link.pull(_key(message.crossing), slot, source=source), message, SpanPulled)
+                pulled = self._link.pull(_key(message.crossing), slot, source=source)
+                self._when_done(pulled, lambda result: self._send(message.reply_to, self._pulled(message, result)))
             case DescribeStatus():
                 text = self._link.describe()
                 status = StatusDescribed(job=self._job, step=Step(0), actor=self._name, text=text)
@@ -145,26 +161,24 @@ class BoxLink:
 
     # --- in threads of the link -------------------------------------------------------------------------------------
 
-    def _answer(
-        self,
-        future: "Future[IoResult]",
-        message: OfferSpan | PullSpan,
-        answer: type[OfferTaken | SpanPulled],
-    ) -> None:
+    def _pulled(self, message: PullSpan, result: IoResult) -> SpanPulled:
+        return SpanPulled(job=self._job, step=message.step, crossing=message.crossing, nbytes=result.nbytes)
+
+    def _when_done(self, future: "Future[IoResult]", tell_result: Callable[[IoResult], None]) -> None:
         def tell(done: "Future[IoResult]") -> None:
             error = done.exception()
             if error is None:
-                self._send(message.reply_to, answer(job=self._job, step=message.step, crossing=message.crossing))
-            elif isinstance(error, PeerClosed):
-                self._fail(error)
+                tell_result(done.result())
             # The loss of the other box is told by `on_lost`. After the end of this link nobody waits for an answer.
+            elif isinstance(error, Exception) and not isinstance(error, PeerLost | LinkClosed):
+                self._fail(error)
 
         future.add_done_callback(tell)
 
     def _take(self, sender: BoxName, message: Any) -> None:
         if isinstance(message, Mail):
             for each in decode(message.batch):
-                self._send(message.to, each)
+                self._deliver(message.to, each)
         else:
             self.requests.put((self._names.index(sender), message))
 

@@ -17,7 +17,8 @@ from windlass.actors.runtime.start_up import START_DEADLINE_S, CallActors
 from windlass.actors.scheduler import ActorLostError
 from windlass.amounts import bytes_text
 from windlass.engine.model import ModelLayout
-from windlass.storage.ids import ActorName, BoxName
+from windlass.storage.ids import ActorName, Attempt, BoxName
+from windlass.storage.integrity import StoreError
 from windlass.storage.memory import may_find_room_later
 from windlass.storage.store import CommitRecord, StoreJournal
 
@@ -41,6 +42,7 @@ class ActorsCalled:
     names: tuple[ActorName, ...]
     method: str
     commit: CommitRecord | None = None
+    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,10 @@ class BoxFailedError(ValueError):
     def __init__(self, message: str, code: str, param: str | None) -> None:
         super().__init__(message)
         self.code, self.param = code, param
+
+
+class _FirstBoxLostError(ActorLostError):
+    """The first box of the job is lost."""
 
 
 class OtherBoxes:
@@ -128,20 +134,30 @@ class OtherBoxes:
             by_box.setdefault(box_of(name), []).append(name)
         here = by_box.pop(0, [])
         for box, theirs in by_box.items():
-            called = ActorsCalled(number=self._num_calls, names=tuple(theirs), method=method, commit=commit)
-            self._link.request(box, called)
+            called = ActorsCalled(
+                number=self._num_calls, names=tuple(theirs), method=method, commit=commit, deadline_s=deadline_s
+            )
+            with contextlib.suppress(ConnectionError):  # the reason comes with the answers
+                self._link.request(box, called)
         answers = call_here(here, method, *arguments, deadline_s=deadline_s) if here else {}
         for box, answered in self._await(set(by_box), ActorsAnswered, deadline_s, f"carried out {method}").items():
             answers |= answered.journals or dict.fromkeys(by_box[box])
         return {name: answers[name] for name in names}
 
+    def check(self) -> None:
+        """Raises ActorLostError if another box is lost or has failed. It is called while the job trains."""
+        while not self._link.requests.empty():
+            box, request = self._link.requests.get()
+            self._require_no_failure(box, request)
+
     def end(self, *, is_over: bool) -> None:
-        """Tells all other boxes that the attempt has ended. One that is lost ends by itself."""
+        """Tells all other boxes that the attempt has ended.
+
+        One that is lost ends by itself, after the time in which its link waits for the others. Its states stay.
+        """
         for box in range(1, len(self._names)):
-            try:
+            with contextlib.suppress(ConnectionError):
                 self._link.request(box, AttemptEnded(is_over=is_over))
-            except (ConnectionError, InterruptedError):
-                continue
 
     def _await(self, boxes: set[int], kind: type, deadline_s: float, what: str) -> dict[int, Any]:
         found: dict[int, Any] = {}
@@ -155,17 +171,22 @@ class OtherBoxes:
                     names = " and ".join(repr(self._names[each]) for each in sorted(missing))
                     raise TimeoutError(f"box {names} had not {what} within {deadline_s:g} s") from None
                 continue
-            if isinstance(request, ConnectionError):
-                raise ActorLostError(str(request)) from request
-            if isinstance(request, BoxFailed):
-                text = f"box {self._names[box]!r}: {request.message}"
-                if request.was_lost:
-                    raise ActorLostError(text)
-                raise BoxFailedError(text, request.code, request.param)
+            if isinstance(request, BoxFailed) and not request.was_lost:
+                raise BoxFailedError(self._text(box, request), request.code, request.param)
+            self._require_no_failure(box, request)
             if not isinstance(request, kind) or getattr(request, "number", self._num_calls) != self._num_calls:
                 raise ValueError(f"box {self._names[box]!r} sent {request} and had not {what}")
             found[box] = request
         return found
+
+    def _require_no_failure(self, box: int, request: object) -> None:
+        if isinstance(request, ConnectionError):
+            raise ActorLostError(str(request)) from request
+        if isinstance(request, BoxFailed):
+            raise ActorLostError(self._text(box, request))
+
+    def _text(self, box: int, failed: BoxFailed) -> str:
+        return f"box {self._names[box]!r}: {failed.message}"
 
 
 class Box(Protocol):
@@ -189,40 +210,70 @@ def serve_box(spec: JobSpec, link: BoxLink, make_box: Callable[[], Box]) -> bool
     Errors of the box end the attempt: they are told to the first box, and raised here.
 
     Raises:
-        ActorLostError: a process of this box has died, or the first box is lost.
+        ActorLostError: a process of this box has died, or another box is lost.
     """
     try:
         box = make_box()
         arena_nbytes = box.context.plan.arena_nbytes
-        link.request(0, BoxPlanned(ssds=box.context.ssds, free_nbytes=box.free_nbytes, arena_nbytes=arena_nbytes))
-        while True:
-            try:
-                _, request = link.requests.get(timeout=_TICK_S)
-            except queue.Empty:
-                box.check()
-                continue
-            match request:
-                case ActorsCalled():
-                    link.request(0, _carried_out(box, spec.box, request))
-                case AttemptEnded():
-                    return request.is_over
-                case ConnectionError():
-                    raise ActorLostError(str(request)) from request
-                case _:
-                    raise ValueError(f"the first box sent {request}")
-    except Exception as error:
-        was_lost = isinstance(error, ActorLostError | TimeoutError) or may_find_room_later(error, spec.attempt)
-        code, param = getattr(error, "code", "start_failed"), getattr(error, "param", None)
-        failed = BoxFailed(message=str(error) or type(error).__name__, code=code, param=param, was_lost=was_lost)
-        with contextlib.suppress(ConnectionError, InterruptedError):
-            link.request(0, failed)
+        _tell(link, BoxPlanned(ssds=box.context.ssds, free_nbytes=box.free_nbytes, arena_nbytes=arena_nbytes))
+        while not isinstance(request := _next(link, box.check), AttemptEnded):
+            if not isinstance(request, ActorsCalled):
+                raise ValueError(f"the first box sent {request}")
+            _tell(link, _carried_out(box, spec.box, request))
+        return request.is_over
+    except BaseException as error:
+        _tell(link, _failure_of(error, spec.attempt))
+        if not isinstance(error, _FirstBoxLostError | KeyboardInterrupt):
+            _await_end(link)
         raise
+
+
+def _await_end(link: BoxLink) -> None:
+    """Waits until the first box has ended the attempt, or is lost. It may start later than this box has failed."""
+    while True:
+        try:
+            if isinstance(_next(link, lambda: None), AttemptEnded):
+                return
+        except _FirstBoxLostError:
+            return
+        except (ActorLostError, ValueError):
+            continue  # the first box has one reason already
+
+
+def _next(link: BoxLink, check: Callable[[], None]) -> Any:
+    """Waits for a request of the first box. Raises ActorLostError if a box is lost, and the errors of `check`."""
+    while True:
+        try:
+            sender, request = link.requests.get(timeout=_TICK_S)
+        except queue.Empty:
+            check()
+            continue
+        if isinstance(request, ConnectionError):
+            lost = ActorLostError if sender else _FirstBoxLostError
+            raise lost(str(request)) from request
+        if sender:
+            raise ValueError(f"box {sender} sent {request}, and only the first box may")
+        return request
+
+
+def _tell(link: BoxLink, request: object) -> None:
+    """Sends a request to the first box. If that is lost, or has ended the attempt, `_next` will say so."""
+    with contextlib.suppress(ConnectionError):
+        link.request(0, request)
+
+
+def _failure_of(error: BaseException, attempt: Attempt) -> BoxFailed:
+    was_lost = isinstance(error, ActorLostError | TimeoutError) or may_find_room_later(error, attempt)
+    is_for_users = was_lost or isinstance(error, ValueError | OSError | StoreError)
+    message = str(error) if is_for_users else f"{type(error).__name__}: {error}"
+    code, param = getattr(error, "code", "start_failed"), getattr(error, "param", None)
+    return BoxFailed(message=message, code=code, param=param, was_lost=was_lost)
 
 
 def _carried_out(box: Box, index: int, called: ActorsCalled) -> ActorsAnswered:
     if called.method not in _METHODS or {box_of(name) for name in called.names} != {index}:
         raise ValueError(f"a call of {called.method} for {', '.join(called.names)}")
     arguments = (called.commit,) if called.method == "start" else ()
-    answers = box.call(called.names, called.method, *arguments)
+    answers = box.call(called.names, called.method, *arguments, deadline_s=called.deadline_s)
     journals = {name: answer for name, answer in answers.items() if isinstance(answer, StoreJournal)}
     return ActorsAnswered(number=called.number, journals=journals)

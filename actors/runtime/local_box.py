@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts, arena_free_nbytes, box_of, link_name
+from windlass.actors.job import SCHEDULER, JobSpec, SsdFacts, box_of, link_name
 from windlass.actors.messages import ActorFailed, Message
 from windlass.actors.runtime.factory import LocalOptions, open_space, read_journal, start_actor, stop_actor
-from windlass.actors.runtime.start_up import START_DEADLINE_S, create_arena, node_of_all, plan_attempt
+from windlass.actors.runtime.start_up import START_DEADLINE_S, create_arena, free_memory_of, node_of_all, plan_attempt
 from windlass.engine.device import memory_node
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import ActorName
@@ -33,7 +33,7 @@ class LocalBox:
         on_message: Send | None = None,
     ) -> None:
         """Plans the attempt, and creates no arena yet. See `run_local` for the parameters."""
-        self.free_nbytes = arena_free_nbytes(spec)
+        self.free_nbytes = free_memory_of(spec)
         self.context = plan_attempt(spec, layout, direct=options.direct, ssds=ssds, free_nbytes=self.free_nbytes)
         self.is_over = False  # the job is, so SSD servers delete its states when they stop
         self._spec, self._options, self._on_message = spec, options, on_message
@@ -42,28 +42,26 @@ class LocalBox:
         self._spaces: dict[ActorName, JobSpace] = {}  # of SSD servers that have not started
         self._early: list[Message] = []  # to the scheduler, before there is one
         self._lock = threading.Lock()  # of `_early`, and of the scheduler's arrival in `_actors`
-        self._ending = contextlib.ExitStack()
+        self._started = contextlib.ExitStack()  # stops the actors
+        self._arena = contextlib.ExitStack()  # removes the arena
 
     def create_arena(self) -> Arena:
         """Creates the arena, and returns it. `close` removes it."""
         node = node_of_all(memory_node(torch.device(each)) for each in self._options.devices)
         arena = create_arena(self.context, node)
-        self._ending.callback(arena.unlink)
-        self._ending.callback(arena.close)
-        self._ending.callback(self._close_spaces)
+        self._arena.callback(arena.unlink)
+        self._arena.callback(arena.close)
         return arena
 
-    def add_link(self, link: Any, send: Send, stop: Callable[[], None] | None = None) -> None:
+    def add_link(self, link: Any, send: Send) -> None:
         """Adds the box's link, before the first actor is started. `send`: to actors of other boxes.
 
-        `stop` is called by `close`, after all actors have ended.
+        The caller stops it, after `stop_actors` and before `close`.
         """
         self._actors[link_name(self._spec.box)], self._send_elsewhere = link, send
-        if stop is not None:
-            self._ending.callback(stop)
 
     def add_scheduler(self, scheduler: Any) -> None:
-        """Adds the scheduler, which gets the messages to it so far, and later ones. It is not stopped by `close`."""
+        """Adds the scheduler, which gets the messages to it so far, and later ones. The caller stops it."""
         with self._lock:
             for message in self._early:
                 scheduler.post(message)
@@ -74,14 +72,14 @@ class LocalBox:
         if self._on_message is not None:
             self._on_message(to, message)
         if self._send_elsewhere is not None and box_of(to) != self._spec.box:
-            # Whoever must know that the other box is lost is told by the link.
+            # The loss of the other box is told by the link, and its end by the first box.
             with contextlib.suppress(ConnectionError):
                 self._send_elsewhere(to, message)
         else:
             self.deliver(to, message)
 
     def deliver(self, to: ActorName, message: Message) -> None:
-        """Passes a message to an actor of this box."""
+        """Passes a message to an actor of this box. An error of the receiver is sent to the scheduler."""
         with self._lock:
             if to == SCHEDULER and to not in self._actors:
                 self._early.append(message)
@@ -105,12 +103,17 @@ class LocalBox:
     def check(self) -> None:
         """See Box. All actors are in this process."""
 
-    def close(self) -> None:
-        """Stops all actors that were started, and the link, and removes the arena.
+    def stop_actors(self) -> None:
+        """Stops all actors that were started.
 
-        If one actor hangs, all others are still stopped, and TimeoutError is raised.
+        If one hangs, all others are still stopped, and TimeoutError is raised.
         """
-        self._ending.close()
+        with self._started:
+            self._close_spaces()
+
+    def close(self) -> None:
+        """Removes the arena."""
+        self._arena.close()
 
     def _read_journal(self, name: ActorName) -> StoreJournal:
         return read_journal(name, self.context, direct=self._options.direct)
@@ -122,7 +125,7 @@ class LocalBox:
     def _start(self, name: ActorName, commit: CommitRecord | None) -> None:
         space = self._spaces.pop(name, None)
         self._actors[name] = start_actor(name, self.context, commit, self.send, space=space, local=self._options)
-        self._ending.callback(self._stop, name)
+        self._started.callback(self._stop, name)
 
     def _stop(self, name: ActorName) -> None:
         stop_actor(name, self._actors[name], is_over=self.is_over)

@@ -70,8 +70,9 @@ class LocalLinks:
         """Copies offered bytes into the slot of the box that pulls them, and tells both GPU workers."""
         target = self._arenas[pull.box].buffer(Span(pull.message.span.offset, offer.span.nbytes))
         target[:] = self._arenas[offering].buffer(offer.span)
-        crossing, step = offer.crossing, offer.step
-        self._send(pull.message.reply_to, SpanPulled(job=self._job, step=step, crossing=crossing))
+        crossing, step, nbytes = offer.crossing, offer.step, offer.span.nbytes
+        pulled = SpanPulled(job=self._job, step=step, crossing=crossing, nbytes=nbytes)
+        self._send(pull.message.reply_to, pulled)
         self._send(offer.reply_to, OfferTaken(job=self._job, step=step, crossing=crossing))
 
 

@@ -80,7 +80,9 @@ def run_local(
     with contextlib.ExitStack() as ending:
         for box in boxes:
             ending.callback(box.close)
-        _link(boxes, [box.create_arena() for box in boxes], link_ends)
+        _link(boxes, [box.create_arena() for box in boxes], link_ends, ending)
+        for box in boxes:
+            ending.callback(box.stop_actors)
         commit = start_actors(specs, call)
         context, *others = (box.context for box in boxes)
         scheduler = Scheduler(context, boxes[0].send, resume_from=commit, stop=stop, others=others)
@@ -122,44 +124,55 @@ def run_local_box(
         boxes: list[LocalBox] = []
 
         def make_box() -> LocalBox:
-            boxes.append(made := LocalBox(spec, partition.layout, options, on_message=on_message))
+            made = LocalBox(spec, partition.layout, options, on_message=on_message)
             ending.callback(made.close)
             arena = made.create_arena()
+            ending.callback(link.stop)  # before the arena is removed
             made.add_link(link, link.send)
-            link.open(arena, made.deliver)
+            link.open(arena, send=made.send, deliver=made.deliver)
+            ending.callback(made.stop_actors)
+            boxes.append(made)
             return made
 
         if box:
             is_over = serve_box(spec, link, make_box)
             boxes[0].is_over = is_over
             return None
-        others = OtherBoxes(link, end.names)
-        ending.callback(lambda: others.end(is_over=bool(boxes) and boxes[0].is_over))
-        here = make_box()
-        contexts = others.contexts(specs[1:], partition.layout)
-        commit = start_actors(specs, functools.partial(others.call, here.call))
-        scheduler = Scheduler(here.context, here.send, resume_from=commit, stop=stop, others=contexts)
-        here.add_scheduler(scheduler)
-        outcome = scheduler.run()
-        here.is_over = outcome["status"] not in GOES_ON
+        others, is_over = OtherBoxes(link, end.names), False
+        try:
+            here = make_box()
+            contexts = others.contexts(specs[1:], partition.layout)
+            commit = start_actors(specs, functools.partial(others.call, here.call))
+            scheduler = Scheduler(
+                here.context, here.send, resume_from=commit, check_actors=others.check, stop=stop, others=contexts
+            )
+            here.add_scheduler(scheduler)
+            outcome = scheduler.run()
+            here.is_over = is_over = outcome["status"] not in GOES_ON
+        finally:
+            others.end(is_over=is_over)
     return outcome
 
 
-def _link(boxes: Sequence[LocalBox], arenas: Sequence[Arena], link_ends: Sequence[LinkEnd]) -> None:
-    """Gives each of several boxes a link."""
-
-    def deliver(to: ActorName, message: Message) -> None:
-        boxes[box_of(to)].deliver(to, message)
-
+def _link(
+    boxes: Sequence[LocalBox], arenas: Sequence[Arena], link_ends: Sequence[LinkEnd], ending: contextlib.ExitStack
+) -> None:
+    """Gives each of several boxes a link, which `ending` stops."""
     if link_ends:
         for box, arena, end in zip(boxes, arenas, link_ends, strict=True):
             link = BoxLink(box.context.spec, end)
-            box.add_link(link, link.send, link.stop)
-            link.open(arena, box.send)
+            ending.callback(link.stop)
+            box.add_link(link, link.send)
+            link.open(arena, send=box.send, deliver=box.deliver)
     elif len(boxes) > 1:
-        links = LocalLinks([box.context for box in boxes], arenas, deliver)
+
+        def send(to: ActorName, message: Message) -> None:
+            boxes[box_of(to)].send(to, message)
+
+        links = LocalLinks([box.context for box in boxes], arenas, send)
+        ending.callback(links.stop)
         for index, box in enumerate(boxes):
-            box.add_link(links.of(index), deliver, None if index else links.stop)
+            box.add_link(links.of(index), lambda to, message: boxes[box_of(to)].deliver(to, message))
 
 
 def _options_of_boxes(specs: Sequence[JobSpec], options: LocalOptions) -> list[LocalOptions]:

@@ -66,6 +66,12 @@ def node_of_all(nodes: Iterable[int | None]) -> int | None:
     return different.pop() if len(different) == 1 else None
 
 
+def free_memory_of(spec: JobSpec) -> int:
+    """Returns the bytes of host memory for an arena, after the arenas of killed attempts are removed."""
+    remove_leftovers(Path(spec.arena_dir))
+    return arena_free_nbytes(spec)
+
+
 def plan_attempt(
     spec: JobSpec,
     layout: ModelLayout,
@@ -77,17 +83,15 @@ def plan_attempt(
     """Plans the attempt, and checks that there is space for it.
 
     Without `ssds`, the SSDs' stored measurements are used, or new ones are made. `direct=False` is for file systems
-    without O_DIRECT. `free_nbytes`: see `arena_free_nbytes`, which is called without.
+    without O_DIRECT. `free_nbytes`: of `free_memory_of`, which is called without.
 
     Raises:
         PlanError, InsufficientSpaceError: the job does not fit the machine.
     """
     path = arena_path(Path(spec.arena_dir), spec.job, spec.attempt)
-    remove_leftovers(Path(spec.arena_dir))
     ssds = ssds or survey_ssds(spec, direct=direct)
-    context = make_context(
-        spec, layout, str(path), ssds, free_nbytes=arena_free_nbytes(spec) if free_nbytes is None else free_nbytes
-    )
+    free_nbytes = free_memory_of(spec) if free_nbytes is None else free_nbytes
+    context = make_context(spec, layout, str(path), ssds, free_nbytes=free_nbytes)
     require_planned_device_room(spec)
     require_room(context, direct=direct)
     return context

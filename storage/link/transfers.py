@@ -66,7 +66,7 @@ class IncomingTransfers:
         self._num_asked = 0
 
     def add(self, pull: Pull) -> None:
-        """Adds a pull. Raises ValueError if its key is being pulled, or LinkError if the peer offered another size."""
+        """Adds a pull. Raises ValueError if its key is being pulled, or LinkError if the peer offered more bytes."""
         if pull.key in self.pulls:
             raise ValueError(f"{pull.key} is being pulled already")
         pull.rank = (*pull.priority, self._num_pulls)  # all different, so that a pull returns to its place
@@ -76,9 +76,9 @@ class IncomingTransfers:
         self.pulls[pull.key] = pull
 
     def offered(self, key: LinkKey, nbytes: int) -> None:
-        """Records an offer of the peer. Raises ProtocolError, or LinkError if its size is not that of the pull."""
-        if key in self._offers or len(self._offers) >= _MAX_OFFERS:
-            raise ProtocolError(f"an offer of {key}, beside {len(self._offers)} others")
+        """Records an offer of the peer. Raises ProtocolError, or LinkError if the pull has too little room."""
+        if nbytes <= 0 or key in self._offers or len(self._offers) >= _MAX_OFFERS:
+            raise ProtocolError(f"an offer of {nbytes} bytes of {key}, beside {len(self._offers)} others")
         self._offers[key] = nbytes
         if (pull := self.pulls.get(key)) is not None:
             self._match(pull)

@@ -278,7 +278,9 @@ def _neighbours(recording: Recording) -> Iterator[tuple[JobId, list[tuple[Device
         for offer, pull in pairs:
             target = arenas[1][pull.span.offset : pull.span.offset + offer.span.nbytes]
             target.copy_(arenas[0][offer.span.offset : offer.span.offset + offer.span.nbytes])
-            boxes[1][1].take(SpanPulled(job=offer.job, step=offer.step, crossing=offer.crossing))
+            boxes[1][1].take(
+                SpanPulled(job=offer.job, step=offer.step, crossing=offer.crossing, nbytes=offer.span.nbytes)
+            )
             boxes[0][1].take(OfferTaken(job=offer.job, step=offer.step, crossing=offer.crossing))
 
     with contextlib.ExitStack() as opened:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.storage.links import quick
 from tests.support.training import has_direct_io, leftovers_of
 from tests.unit.actors.parity.test_linked_stages import ends
 from tests.unit.actors.parity.test_local_groups import Run, grouped
@@ -56,7 +57,8 @@ def train_apart(
 ) -> dict[str, Any]:
     """Runs the first box here, and the others in processes that `dies_at` may kill."""
     spawn = multiprocessing.get_context("spawn")
-    first, *others = ends(root, len(specs))
+    # A process that starts has PyTorch to load.
+    first, *others = ends(root, len(specs), settings=quick(connect_s=120.0))
     processes = [
         spawn.Process(target=_serve, args=(specs, box, end, dies_at)) for box, end in enumerate(others, start=1)
     ]
@@ -66,11 +68,14 @@ def train_apart(
     try:
         outcome = run_local_box(specs, 0, first, direct=has_direct_io(root))
         assert outcome is not None
+        for process in processes:
+            process.join(_WAIT_S)
+        assert {each.exitcode for each in processes} == {0 if dies_at is never else -signal.SIGKILL}
         return outcome
     finally:
         for process in processes:
             process.join(_WAIT_S)
-            assert process.exitcode is not None, "it hangs"
+            process.kill()  # if it hangs
 
 
 def specs_of(spec: JobSpec, division: str) -> list[JobSpec]:

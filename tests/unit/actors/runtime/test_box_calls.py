@@ -1,0 +1,236 @@
+"""The calls of a job's first box to another one, over a real link, with boxes that only answer."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.actors.specs import make_spec
+from tests.unit.actors.parity.test_linked_stages import ends
+from windlass.actors.job import JobSpec, gpu_worker_name, ssd_name
+from windlass.actors.messages import ActorFailed, Crossing, Message, OfferSpan, Phase, PullSpan, SpanPulled
+from windlass.actors.runtime import boxes
+from windlass.actors.runtime.box_link import BoxLink, LinkEnd
+from windlass.actors.runtime.boxes import REQUESTS, BoxFailedError, OtherBoxes, serve_box
+from windlass.actors.scheduler import ActorLostError
+from windlass.actors.worker_policy.stages import Stage
+from windlass.storage.ids import ActorName, BlockIndex, Span, Step
+from windlass.storage.store import StoreJournal
+
+_WAIT_S = 20.0
+SSD, GPU = ssd_name(0, 1), gpu_worker_name(0, 1)
+METHODS = ("plan", "read_journal", "open_space", "start")
+
+
+class AnsweringBox:
+    """A box without processes."""
+
+    free_nbytes = 7 << 30
+    context: Any = SimpleNamespace(ssds=(), plan=SimpleNamespace(arena_nbytes=4096))
+
+    def __init__(self, fails_at: str = "", error: Exception | None = None) -> None:
+        self._fails_at, self._error = fails_at, error or ValueError(f"no {fails_at} here")
+        self.has_died = threading.Event()
+        self.calls: list[tuple[tuple[ActorName, ...], str, tuple[object, ...], float]] = []
+        self._fail("plan")
+
+    def call(
+        self, names: Sequence[ActorName], method: str, *arguments: object, deadline_s: float = 0.0
+    ) -> dict[ActorName, Any]:
+        self.calls.append((tuple(names), method, arguments, deadline_s))
+        self._fail(method)
+        answer = StoreJournal(where="there", records=()) if method == "read_journal" else None
+        return dict.fromkeys(names, answer)
+
+    def check(self) -> None:
+        if self.has_died.is_set():
+            raise ActorLostError("the process of b1/gpu-0 died")
+
+    def _fail(self, method: str) -> None:
+        if method == self._fails_at:
+            raise self._error
+
+
+class Served:
+    """A box in a thread, and what became of it."""
+
+    def __init__(self, spec: JobSpec, end: LinkEnd, make_box: Callable[[], AnsweringBox]) -> None:
+        self.box: AnsweringBox | None = None
+        self.is_over: bool | None = None
+        self.error: Exception | None = None
+        self._make_box = make_box
+        self._link = BoxLink(spec, end, REQUESTS)
+        self.thread = threading.Thread(target=self._run, args=(spec,))
+        self.thread.start()
+
+    def _run(self, spec: JobSpec) -> None:
+        try:
+            self.is_over = serve_box(spec, self._link, self._make)
+        except Exception as error:  # noqa: BLE001 - a test looks at it
+            self.error = error
+        finally:
+            self._link.stop()
+
+    def _make(self) -> Any:
+        self.box = self._make_box()
+        return self.box
+
+    def join(self) -> None:
+        self.thread.join(_WAIT_S)
+        assert not self.thread.is_alive()
+
+
+def specs_of() -> list[JobSpec]:
+    spec = replace(make_spec(), stages=(Stage(0, 2), Stage(2, 5)))
+    return [replace(spec, box=box) for box in range(2)]
+
+
+@contextmanager
+def two_boxes(root: Path, make_box: Callable[[], AnsweringBox]) -> Iterator[tuple[OtherBoxes, Served]]:
+    """The first box's view of the other one, and that one."""
+    specs, (here, there) = specs_of(), ends(root / "links", 2)
+    with ExitStack() as stack:
+        served = Served(specs[1], there, make_box)
+        stack.callback(served.join)
+        link = BoxLink(specs[0], here, REQUESTS)
+        stack.callback(link.stop)
+        yield OtherBoxes(link, here.names), served
+
+
+def call_here(names: Sequence[ActorName], method: str, *arguments: object, deadline_s: float = 0.0) -> dict[Any, Any]:
+    return dict.fromkeys(names, f"{method} here")
+
+
+def start(others: OtherBoxes, specs: Sequence[JobSpec]) -> None:
+    others.contexts(specs[1:], SimpleNamespace())  # type: ignore[arg-type]
+    for method in METHODS[1:]:
+        others.call(call_here, [SSD], method, *((None,) if method == "start" else ()))
+
+
+@pytest.fixture(autouse=True)
+def _same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boxes, "make_context", lambda *_, **__: AnsweringBox.context)
+
+
+def test_actors_of_all_boxes_answer_in_the_order_of_the_call(tmp_path: Path) -> None:
+    with two_boxes(tmp_path, AnsweringBox) as (others, served):
+        others.contexts(specs_of()[1:], SimpleNamespace())  # type: ignore[arg-type]
+        answers = others.call(call_here, [SSD, ssd_name(0)], "read_journal")
+        assert list(answers.items()) == [
+            (SSD, StoreJournal(where="there", records=())),
+            (ssd_name(0), "read_journal here"),
+        ]
+        assert others.call(call_here, [GPU], "start", None, deadline_s=77.0) == {GPU: None}
+        others.end(is_over=True)
+        served.join()
+        assert served.is_over is True
+        assert served.box is not None
+        assert served.box.calls[-1] == ((GPU,), "start", (None,), 77.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_box_that_fails_at_its_start_is_named_with_its_reason(tmp_path: Path, method: str) -> None:
+    with two_boxes(tmp_path, lambda: AnsweringBox(method)) as (others, served):
+        with pytest.raises(BoxFailedError, match=f"box 'east': no {method} here"):
+            start(others, specs_of())
+        others.end(is_over=False)
+        served.join()
+        assert isinstance(served.error, ValueError)
+
+
+def test_a_box_that_fails_before_the_first_one_is_there_waits_for_it(tmp_path: Path) -> None:
+    specs, (here, there) = specs_of(), ends(tmp_path / "links", 2)
+    served = Served(specs[1], there, lambda: AnsweringBox("plan"))
+    served.thread.join(1.5)
+    assert served.thread.is_alive()
+    link = BoxLink(specs[0], here, REQUESTS)
+    others = OtherBoxes(link, here.names)
+    with pytest.raises(BoxFailedError, match="box 'east': no plan here"):
+        start(others, specs)
+    others.end(is_over=False)
+    served.join()
+    link.stop()
+
+
+def test_an_error_that_another_attempt_may_not_have_is_a_loss(tmp_path: Path) -> None:
+    error = TimeoutError("a disk hangs")
+    with two_boxes(tmp_path, lambda: AnsweringBox("start", error)) as (others, _):
+        with pytest.raises(ActorLostError, match="box 'east': a disk hangs"):
+            start(others, specs_of())
+        others.end(is_over=False)
+
+
+def test_a_box_whose_process_dies_in_training_is_told_by_the_next_check(tmp_path: Path) -> None:
+    with two_boxes(tmp_path, AnsweringBox) as (others, served):
+        start(others, specs_of())
+        others.check()
+        assert served.box is not None
+        served.box.has_died.set()
+        with pytest.raises(ActorLostError, match="box 'east': the process of b1/gpu-0 died"):  # noqa: PT012
+            while True:
+                others.check()
+        others.end(is_over=False)
+
+
+def test_the_end_of_the_attempt_is_taken_after_a_call_that_came_too_late(tmp_path: Path) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(AnsweringBox):
+        def call(self, names: Sequence[ActorName], method: str, *arguments: object, deadline_s: float = 0.0) -> Any:
+            begun.set()
+            assert goes_on.wait(_WAIT_S)
+            return super().call(names, method, *arguments, deadline_s=deadline_s)
+
+    def fail_here(names: Sequence[ActorName], method: str, *_: object, deadline_s: float = 0.0) -> dict[Any, Any]:
+        assert begun.wait(_WAIT_S)
+        raise ValueError("this box fails itself")
+
+    with two_boxes(tmp_path, Slow) as (others, served):
+        others.contexts(specs_of()[1:], SimpleNamespace())  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="this box fails itself"):
+            others.call(fail_here, [ssd_name(0), SSD], "start", None)
+        others.end(is_over=False)
+        goes_on.set()
+        served.join()
+        assert (served.is_over, served.error) == (False, None)
+
+
+@pytest.mark.parametrize("pulls_first", [False, True])
+@pytest.mark.parametrize(("offered", "outcome"), [(100, SpanPulled), (4097, ActorFailed)])
+def test_a_pull_tells_how_many_bytes_came_or_that_they_are_too_many(
+    tmp_path: Path, offered: int, outcome: type[Message], *, pulls_first: bool
+) -> None:
+    arena: Any = SimpleNamespace(buffer=lambda span: memoryview(bytearray(span.nbytes)))
+    told: list[Message] = []
+    changed = threading.Condition()
+
+    def tell(to: ActorName, message: Message) -> None:
+        with changed:
+            told.append(message)
+            changed.notify_all()
+
+    specs = specs_of()
+    crossing = Crossing(Step(1), Phase.FORWARD, BlockIndex(2), 0, 0)
+    common: dict[str, Any] = {"job": specs[0].job, "step": Step(1), "crossing": crossing}
+    offer = OfferSpan(**common, reply_to=gpu_worker_name(0), span=Span(0, offered))
+    pull = PullSpan(**common, reply_to=GPU, box=0, span=Span(0, 4096))
+    with ExitStack() as stack:
+        links = [BoxLink(spec, end) for spec, end in zip(specs, ends(tmp_path / "links", 2), strict=True)]
+        for link in links:
+            stack.callback(link.stop)
+            link.open(arena, send=tell, deliver=tell)
+        steps = [lambda: links[1].post(pull), lambda: links[0].post(offer)]
+        for step in steps if pulls_first else reversed(steps):
+            try:
+                step()
+            except RuntimeError as error:  # as the caller of `post` would report it
+                tell(GPU, ActorFailed.of(error, actor=GPU, about=pull))
+        with changed:
+            assert changed.wait_for(lambda: any(isinstance(each, outcome) for each in told), _WAIT_S), told
+    if outcome is SpanPulled:
+        assert [each.nbytes for each in told if isinstance(each, SpanPulled)] == [offered]
