@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 from windlass.actors.job import JobSpec, SsdFacts, box_of
 from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import Message
-from windlass.actors.runtime.box_link import BoxLink, LinkEnd
-from windlass.actors.runtime.boxes import REQUESTS, OtherBoxes, serve_box
 from windlass.actors.runtime.factory import LocalOptions
 from windlass.actors.runtime.local_box import LocalBox
 from windlass.actors.runtime.local_link import LocalLinks
@@ -22,6 +19,9 @@ from windlass.actors.scheduler import GOES_ON, Scheduler
 from windlass.engine.model import Partition, dropouts_of, partition_folder
 from windlass.storage.ids import ActorName
 from windlass.storage.memory import Arena
+
+# Connects boxes whose arenas exist; what it opens, the stack closes.
+ConnectBoxes = Callable[[Sequence[LocalBox], Sequence[Arena], contextlib.ExitStack], None]
 
 
 def run_local(
@@ -35,7 +35,7 @@ def run_local(
     on_message: Callable[[ActorName, Message], None] | None = None,
     stop: StopRequest | None = None,
     other_boxes: Sequence[JobSpec] = (),
-    link_ends: Sequence[LinkEnd] = (),
+    connect: ConnectBoxes | None = None,
 ) -> dict[str, Any]:
     """Trains a job in this process, from its last commit if it has one, and returns its outcome.
 
@@ -44,8 +44,8 @@ def run_local(
     attempt early. After an exception or a pause, the job's states stay on the SSDs.
 
     With `other_boxes`, the process stands for several boxes, and `spec` is that of the first one. Each box has SSDs, a
-    directory for its arena, and blocks of its own (`JobSpec.stages`). With `link_ends`, one for each box, bytes and
-    messages go from box to box over sockets. Without, they never leave the process.
+    directory for its arena, and blocks of its own (`JobSpec.stages`). `connect` connects them; without it, bytes and
+    messages never leave the process.
 
     GPU workers on one device, or on the CPU, are threads with one random generator. So there the model may have no
     dropout. Dropout is known from the config and from modules, not if a number in the code of a layer sets it.
@@ -60,7 +60,7 @@ def run_local(
         raise ValueError(f"the job has {len(spec.stages)} stages, and there are specifications for {len(specs)} boxes")
     num_workers = sum(each.num_ranks for each in specs)
     devices = (device,) * num_workers if isinstance(device, str) else tuple(device)
-    _require_own_generators(partition, devices)
+    require_own_generators(partition, devices)
     # Before an actor changes the model.
     partitions = (partition, *(copy.deepcopy(partition) for _ in range(1, num_workers)))
     options = _options_of_boxes(
@@ -80,7 +80,7 @@ def run_local(
     with contextlib.ExitStack() as ending:
         for box in boxes:
             ending.callback(box.close)
-        _link(boxes, [box.create_arena() for box in boxes], link_ends, ending)
+        (connect or connect_in_process)(boxes, [box.create_arena() for box in boxes], ending)
         for box in boxes:
             ending.callback(box.stop_actors)
         commit = start_actors(specs, call)
@@ -93,86 +93,18 @@ def run_local(
     return outcome
 
 
-def run_local_box(
-    specs: Sequence[JobSpec],
-    box: int,
-    end: LinkEnd,
-    *,
-    partition: Partition | None = None,
-    direct: bool = True,
-    on_message: Callable[[ActorName, Message], None] | None = None,
-    stop: StopRequest | None = None,
-) -> dict[str, Any] | None:
-    """Runs one box's part of an attempt in this process, on the CPU; the other boxes are other processes.
+def connect_in_process(boxes: Sequence[LocalBox], arenas: Sequence[Arena], ending: contextlib.ExitStack) -> None:
+    """Connects boxes whose bytes and messages never leave the process; `ending` undoes it."""
 
-    `specs`: those of all boxes. `box`: the index of this one. For the others see `run_local`. Returns the outcome on
-    the first box, None on the others.
+    def send(to: ActorName, message: Message) -> None:
+        boxes[box_of(to)].send(to, message)
 
-    Raises:
-        ActorLostError: another box is lost.
-        BoxFailedError: another box cannot start.
-    """
-    spec = specs[box]
-    partition = partition or partition_folder(spec.model_dir, spec.training.precision)
-    devices = ("cpu",) * spec.num_ranks
-    _require_own_generators(partition, devices)
-    partitions = (partition, *(copy.deepcopy(partition) for _ in range(1, spec.num_ranks)))
-    options = LocalOptions(partitions=partitions, devices=devices, poison_released=False, direct=direct)
-    with contextlib.ExitStack() as ending:
-        link = BoxLink(spec, end, REQUESTS)
-        ending.callback(link.stop)
-        boxes: list[LocalBox] = []
-
-        def make_box() -> LocalBox:
-            made = LocalBox(spec, partition.layout, options, on_message=on_message)
-            ending.callback(made.close)
-            arena = made.create_arena()
-            ending.callback(link.stop)  # before the arena is removed
-            made.add_link(link, link.send)
-            link.open(arena, send=made.send, deliver=made.deliver)
-            ending.callback(made.stop_actors)
-            boxes.append(made)
-            return made
-
-        if box:
-            is_over = serve_box(spec, link, make_box)
-            boxes[0].is_over = is_over
-            return None
-        others, is_over = OtherBoxes(link, end.names), False
-        try:
-            here = make_box()
-            contexts = others.contexts(specs[1:], partition.layout)
-            commit = start_actors(specs, functools.partial(others.call, here.call))
-            scheduler = Scheduler(
-                here.context, here.send, resume_from=commit, check_actors=others.check, stop=stop, others=contexts
-            )
-            here.add_scheduler(scheduler)
-            outcome = scheduler.run()
-            here.is_over = is_over = outcome["status"] not in GOES_ON
-        finally:
-            others.end(is_over=is_over)
-    return outcome
-
-
-def _link(
-    boxes: Sequence[LocalBox], arenas: Sequence[Arena], link_ends: Sequence[LinkEnd], ending: contextlib.ExitStack
-) -> None:
-    """Gives each of several boxes a link, which `ending` stops."""
-    if link_ends:
-        for box, arena, end in zip(boxes, arenas, link_ends, strict=True):
-            link = BoxLink(box.context.spec, end)
-            ending.callback(link.stop)
-            box.add_link(link, link.send)
-            link.open(arena, send=box.send, deliver=box.deliver)
-    elif len(boxes) > 1:
-
-        def send(to: ActorName, message: Message) -> None:
-            boxes[box_of(to)].send(to, message)
-
-        links = LocalLinks([box.context for box in boxes], arenas, send)
-        ending.callback(links.stop)
-        for index, box in enumerate(boxes):
-            box.add_link(links.of(index), lambda to, message: boxes[box_of(to)].deliver(to, message))
+    if len(boxes) == 1:
+        return
+    links = LocalLinks([box.context for box in boxes], arenas, send)
+    ending.callback(links.stop)
+    for index, box in enumerate(boxes):
+        box.add_link(links.of(index), lambda to, message: boxes[box_of(to)].deliver(to, message))
 
 
 def _options_of_boxes(specs: Sequence[JobSpec], options: LocalOptions) -> list[LocalOptions]:
@@ -188,7 +120,7 @@ def _options_of_boxes(specs: Sequence[JobSpec], options: LocalOptions) -> list[L
     return found
 
 
-def _require_own_generators(partition: Partition, devices: Sequence[str]) -> None:
+def require_own_generators(partition: Partition, devices: Sequence[str]) -> None:
     """Raises ValueError if GPU workers share a random generator, and the model has dropout."""
     generators = {"cpu" if torch.device(each).type == "cpu" else each for each in devices}
     if len(generators) < len(devices) and (found := dropouts_of(partition.model)):

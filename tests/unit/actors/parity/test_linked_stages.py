@@ -16,7 +16,8 @@ from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
 from tests.unit.actors.parity.test_local_stages import PLACES, STAGES, boxes_of, run, train
 from windlass.actors.messages import Message, PullSpan, SpanPulled
-from windlass.actors.runtime.box_link import LinkEnd
+from windlass.actors.runtime.boxes.box_link import LinkEnd
+from windlass.actors.runtime.boxes.local_boxes import over_sockets
 from windlass.actors.runtime.local_runner import run_local
 from windlass.storage.ids import ActorName, Attempt, BoxName, Precision
 from windlass.storage.link import LinkSettings, listen
@@ -79,7 +80,7 @@ def test_sockets_between_boxes_change_no_bit(
     one = run(tmp_path / "one", **changes)
     spec = dataclasses.replace(grouped(job(tmp_path / "linked", **changes), group_size), num_ranks=num_ranks)
     stages = STAGES[division]
-    train(spec, stages, link_ends=ends(tmp_path / "links", len(stages)))
+    train(spec, stages, connect=over_sockets(ends(tmp_path / "links", len(stages))))
     Run.of(spec).assert_equals(one)
 
 
@@ -95,7 +96,7 @@ def test_connections_that_are_cut_in_every_step_change_no_bit(tmp_path: Path) ->
                 for relay in relays:
                     relay.cut_after(1 + 500 * message.step)
 
-        train(spec, STAGES["2-3"], on_message=cut_some, link_ends=ends(tmp_path / "links", 2, relays))
+        train(spec, STAGES["2-3"], on_message=cut_some, connect=over_sockets(ends(tmp_path / "links", 2, relays)))
         assert sum(relay.num_cuts for relay in relays) >= 4
     Run.of(spec).assert_equals(one)
 
@@ -119,10 +120,10 @@ def test_a_box_that_stays_away_interrupts_the_attempt_and_the_next_one_goes_on(t
             partition=make_partition(spec),
             direct=has_direct_io(tmp_path),
             on_message=cut,
-            link_ends=ends(tmp_path / "links", 2, relays, settings),
+            connect=over_sockets(ends(tmp_path / "links", 2, relays, settings)),
         )
     assert (outcome["status"], outcome["error"]["code"]) == ("interrupted", "process_lost")
     assert "box 'east'" in outcome["error"]["message"]
     again = dataclasses.replace(spec, attempt=Attempt(2))
-    train(again, STAGES["2-3"], link_ends=ends(tmp_path / "again", 2))
+    train(again, STAGES["2-3"], connect=over_sockets(ends(tmp_path / "again", 2)))
     Run.of(spec).assert_equals(whole)

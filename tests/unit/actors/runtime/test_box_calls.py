@@ -14,9 +14,9 @@ from tests.support.actors.specs import make_spec
 from tests.unit.actors.parity.test_linked_stages import ends
 from windlass.actors.job import JobSpec, gpu_worker_name, ssd_name
 from windlass.actors.messages import ActorFailed, Crossing, Message, OfferSpan, Phase, PullSpan, SpanPulled
-from windlass.actors.runtime import boxes
-from windlass.actors.runtime.box_link import BoxLink, LinkEnd
-from windlass.actors.runtime.boxes import REQUESTS, BoxFailedError, OtherBoxes, serve_box
+from windlass.actors.runtime.boxes import other_boxes
+from windlass.actors.runtime.boxes.box_link import BoxLink, LinkEnd
+from windlass.actors.runtime.boxes.other_boxes import REQUESTS, BoxFailedError, OtherBoxes, serve_box
 from windlass.actors.scheduler import ActorLostError
 from windlass.actors.worker_policy.stages import Stage
 from windlass.storage.ids import ActorName, BlockIndex, Span, Step
@@ -114,7 +114,7 @@ def start(others: OtherBoxes, specs: Sequence[JobSpec]) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boxes, "make_context", lambda *_, **__: AnsweringBox.context)
+    monkeypatch.setattr(other_boxes, "make_context", lambda *_, **__: AnsweringBox.context)
 
 
 def test_actors_of_all_boxes_answer_in_the_order_of_the_call(tmp_path: Path) -> None:

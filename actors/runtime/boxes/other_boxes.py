@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from windlass.actors.job import JobContext, JobSpec, SsdFacts, box_of, make_context
-from windlass.actors.runtime.box_link import BoxLink
-from windlass.actors.runtime.start_up import START_DEADLINE_S, CallActors
+from windlass.actors.runtime import START_DEADLINE_S, CallActors
+from windlass.actors.runtime.boxes.box_link import BoxLink
 from windlass.actors.scheduler import ActorLostError
 from windlass.amounts import bytes_text
 from windlass.engine.model import ModelLayout

@@ -1,0 +1,92 @@
+"""Runs jobs over several boxes without Ray: as threads of one process, or with a process for each box."""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from windlass.actors.job import JobSpec
+from windlass.actors.lifecycle import StopRequest
+from windlass.actors.messages import Message
+from windlass.actors.runtime import ConnectBoxes, LocalBox, LocalOptions, require_own_generators, start_actors
+from windlass.actors.runtime.boxes.box_link import BoxLink, LinkEnd
+from windlass.actors.runtime.boxes.other_boxes import REQUESTS, OtherBoxes, serve_box
+from windlass.actors.scheduler import GOES_ON, Scheduler
+from windlass.engine.model import Partition, partition_folder
+from windlass.storage.ids import ActorName
+from windlass.storage.memory import Arena
+
+
+def over_sockets(ends: Sequence[LinkEnd]) -> ConnectBoxes:
+    """Connects the boxes of one process over sockets. `ends` has one for each box. See `run_local`."""
+
+    def connect(boxes: Sequence[LocalBox], arenas: Sequence[Arena], ending: contextlib.ExitStack) -> None:
+        for box, arena, end in zip(boxes, arenas, ends, strict=True):
+            link = BoxLink(box.context.spec, end)
+            ending.callback(link.stop)
+            box.add_link(link, link.send)
+            link.open(arena, send=box.send, deliver=box.deliver)
+
+    return connect
+
+
+def run_local_box(
+    specs: Sequence[JobSpec],
+    box: int,
+    end: LinkEnd,
+    *,
+    partition: Partition | None = None,
+    direct: bool = True,
+    on_message: Callable[[ActorName, Message], None] | None = None,
+    stop: StopRequest | None = None,
+) -> dict[str, Any] | None:
+    """Runs one box's part of an attempt in this process, on the CPU; the other boxes are other processes.
+
+    `specs`: those of all boxes. `box`: the index of this one. For the others see `run_local`. Returns the outcome on
+    the first box, None on the others.
+
+    Raises:
+        ActorLostError: another box is lost.
+        BoxFailedError: another box cannot start.
+    """
+    spec = specs[box]
+    partition = partition or partition_folder(spec.model_dir, spec.training.precision)
+    devices = ("cpu",) * spec.num_ranks
+    require_own_generators(partition, devices)
+    partitions = (partition, *(copy.deepcopy(partition) for _ in range(1, spec.num_ranks)))
+    options = LocalOptions(partitions=partitions, devices=devices, poison_released=False, direct=direct)
+    with contextlib.ExitStack() as ending:
+        link = BoxLink(spec, end, REQUESTS)
+        ending.callback(link.stop)
+        boxes: list[LocalBox] = []
+
+        def make_box() -> LocalBox:
+            made = LocalBox(spec, partition.layout, options, on_message=on_message)
+            ending.callback(made.close)
+            arena = made.create_arena()
+            ending.callback(link.stop)  # before the arena is removed
+            made.add_link(link, link.send)
+            link.open(arena, send=made.send, deliver=made.deliver)
+            ending.callback(made.stop_actors)
+            boxes.append(made)
+            return made
+
+        if box:
+            is_over = serve_box(spec, link, make_box)
+            boxes[0].is_over = is_over
+            return None
+        others, is_over = OtherBoxes(link, end.names), False
+        try:
+            here = make_box()
+            contexts = others.contexts(specs[1:], partition.layout)
+            commit = start_actors(specs, functools.partial(others.call, here.call))
+            scheduler = Scheduler(
+                here.context, here.send, resume_from=commit, check_actors=others.check, stop=stop, others=contexts
+            )
+            here.add_scheduler(scheduler)
+            outcome = scheduler.run()
+            here.is_over = is_over = outcome["status"] not in GOES_ON
+        finally:
+            others.end(is_over=is_over)
+    return outcome
