@@ -83,7 +83,7 @@ class AgainTimes:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerProfile(BlockProfile):
     """The costs of a layer. Inter-block activations are its input; intra-block ones are its operators' outputs."""
 
@@ -95,7 +95,7 @@ class LayerProfile(BlockProfile):
 
     def sped_up(self, factor: float) -> Self:
         """Returns the profile with times divided by `factor`."""
-        faster = super(LayerProfile, self).sped_up(factor)
+        faster = super().sped_up(factor)
         return replace(faster, again=None if self.again is None else self.again.sped_up(factor))
 
     @property
@@ -103,9 +103,9 @@ class LayerProfile(BlockProfile):
         """The operators whose output backward reads, if nothing is recomputed."""
         return (operator for operator in self.operators if operator.is_saved and operator.nbytes)
 
-    @property
+    @cached_property
     def work(self) -> Work:
-        """The work of the forward pass."""
+        """The work of the forward pass. Cached, because each cost of a layer's choices needs it."""
         return Work(num_flops=self.num_flops, nbytes=sum(operator.nbytes for operator in self.operators))
 
     def work_again(self, held: Collection[str]) -> Work:

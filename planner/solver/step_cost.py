@@ -330,10 +330,14 @@ class StepCosts:
         if kind.tiers:
             block = kind.blocks[0]
             options = tuple(self._state_option(block, tier) for tier in kind.tiers)
-        else:
+            return BlockGroup(count=len(kind.blocks), options=options)
+        key, known = ("activations", self.speeds, self.group_size, kind.blocks[0]), self.job.known
+        if key not in known:  # they do not depend on what streams or spills
             layer = self.job.model.layers[kind.blocks[0] - 1]
             options = tuple(self._activation_option(layer, way) for way in kind.activations)
-        return BlockGroup(count=len(kind.blocks), options=options)
+            known[key] = BlockGroup(count=len(kind.blocks), options=options)
+        group: BlockGroup = known[key]
+        return group
 
     def _state_option(self, block: int, tier: StateTier) -> Option:
         job, speeds = self.job, self.speeds
