@@ -156,6 +156,7 @@ class ModelProfile:
     # of the widest micro-batch, which decides all sizes.
     mean_tokens: float | None = None
     times: TimesFacts | None = None  # about the blocks' times; None: none were measured
+    own: frozenset[int] | None = None  # the blocks that a box computes; None: all. See `of_blocks`
 
     @property
     def size_share(self) -> float:
@@ -171,6 +172,35 @@ class ModelProfile:
             head=self.head.sped_up(factor),
         )
 
+    def of_blocks(self, first: int, stop: int) -> "ModelProfile":
+        """Returns the profile as a box with a run of blocks sees it. All other blocks have no params and no work."""
+        own = frozenset(range(first, stop))
+        nothing = BlockProfile(numel=0, num_flops=0)
+        no_layer = LayerProfile(numel=0, num_flops=0, input_nbytes=0, operators=())
+        head = len(self.layers) + 1
+        return replace(
+            self,
+            embedding=self.embedding if 0 in own else nothing,
+            layers=tuple(layer if block in own else no_layer for block, layer in enumerate(self.layers, start=1)),
+            head=self.head if head in own else nothing,
+            shared=tuple(blocks if block in own else () for block, blocks in enumerate(self.shared)),
+            own=own,
+        )
+
+    def is_own(self, block: int) -> bool:
+        """Returns whether the box computes a block."""
+        return self.own is None or block in self.own
+
+    @property
+    def num_own_blocks(self) -> int:
+        """The number of blocks that the box computes."""
+        return len(self.blocks) if self.own is None else len(self.own)
+
+    @property
+    def num_own_layers(self) -> int:
+        """The number of layers that the box computes."""
+        return sum(map(self.is_own, range(1, len(self.layers) + 1)))
+
     @property
     def blocks(self) -> tuple[BlockProfile, ...]:
         """All blocks: the embedding, the layers, the head."""
@@ -178,13 +208,14 @@ class ModelProfile:
 
     @cached_property
     def blocks_of_layers(self) -> Mapping[LayerProfile, tuple[int, ...]]:
-        """The block indices of each distinct layer.
+        """The block indices of each distinct layer that the box computes.
 
         Cached, because comparing layers is slow and a plan needs it often.
         """
         blocks_by_layer: dict[LayerProfile, list[int]] = {}
         for block, layer in enumerate(self.layers, start=1):
-            blocks_by_layer.setdefault(layer, []).append(block)
+            if self.is_own(block):
+                blocks_by_layer.setdefault(layer, []).append(block)
         return {layer: tuple(blocks) for layer, blocks in blocks_by_layer.items()}
 
     @property

@@ -22,6 +22,10 @@ from windlass.planner.solver import (
 # Limits of device memory that a program is solved with are powers of this number, whatever the machine has. So a
 # machine with more memory has the plans of one with less.
 _LIMIT_STEP = 1.002
+# Share of the step by which a plan of `solve_counted` may be worse than the best one by its program.
+_WORTH_OF_COUNTED = 5e-3
+# Share of device memory by which a count that was too large is corrected, at least.
+_LEAST_STEP = 0.002
 # Maximum number of times that a program is solved with another limit, because the exact count was larger.
 _MAX_CORRECTIONS = 10
 
@@ -58,6 +62,33 @@ def search_exactly(
         num_others=num_others,
         near=near,
     )
+
+
+def solve_counted(question: PlanQuestion, job: PlannedJob, profiles: Profiles, *, below: float = math.inf) -> Solution:
+    """Returns a good solution with exact device memory, in a fraction of the time of `solve_exactly`.
+
+    The program alone says what is best. If the exact count of that is larger, all plans with the same buffers count as
+    larger by as much, and the search begins anew. So it may miss a plan that is better by some percent.
+
+    Raises:
+        DoesNotFitError: no plan fits, or none costs less than `below`.
+    """
+    counter = _Counter(question, profiles)
+    constant = counter.with_constants(job)
+    excesses: dict[tuple[object, ...], float] = {}
+    least_nbytes = _LEAST_STEP * question.limits.device_nbytes
+    job = replace(
+        constant,
+        left_out_nbytes=lambda costs: constant.left_out_nbytes(costs) + excesses.get(_buffers(costs), 0.0),
+    )
+    while True:
+        solution = search((job,), question.speeds, question.limits, below=below, worth=_WORTH_OF_COUNTED).best
+        solution, excess = counted(question, profiles, solution)
+        if excess <= 0:
+            return solution
+        key = _buffers(solution.costs)
+        excesses[key] = excesses.get(key, 0.0) + max(excess, least_nbytes)
+        least_nbytes *= 1.5  # so that few searches are enough
 
 
 class _Counter:
