@@ -3,6 +3,7 @@
 from windlass.planner.planning.compare import Comparison as Comparison
 from windlass.planner.planning.compare import comparison as comparison
 from windlass.planner.planning.gpu_choice import choose_gpus as choose_gpus
+from windlass.planner.planning.gpu_choice import numbers_of_gpus as numbers_of_gpus
 from windlass.planner.planning.limits import find as find
 from windlass.planner.planning.planner import Planned as Planned
 from windlass.planner.planning.planner import answer as answer

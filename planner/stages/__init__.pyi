@@ -1,0 +1,6 @@
+"""Plans of one job over several boxes in stages: each box computes a run of the model's blocks."""
+
+from windlass.planner.stages.box_plans import BoxKind as BoxKind
+from windlass.planner.stages.box_search import StagesError as StagesError
+from windlass.planner.stages.box_search import plans_over_boxes as plans_over_boxes
+from windlass.planner.stages.stages_report import StagesReport as StagesReport
