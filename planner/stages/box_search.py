@@ -2,14 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from windlass.planner.feasibility import numbers_of_microbatches
-from windlass.planner.planning import numbers_of_gpus
+from windlass.planner.planning import best_plan, numbers_of_gpus
 from windlass.planner.question import KeptShapes, Profiles
-from windlass.planner.solver import group_sizes
-from windlass.planner.stages.box_plans import BoxKind, BoxPlans, Rounds
+from windlass.planner.solver import DoesNotFitError, group_sizes
+from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Rounds, times_of
 from windlass.planner.stages.pipeline import Pipeline, least_step_s
 from windlass.planner.stages.splits import PlannedStages, Splitter
 from windlass.planner.stages.stages_report import StagesReport, report_of_stages
@@ -34,16 +34,29 @@ def plans_over_boxes(kinds: Sequence[BoxKind]) -> list[StagesReport]:
             divided.
     """
     shapes = KeptShapes()
-    boxes = [
-        BoxPlans(kind=kind, profiles=Profiles(replace(kind.question, kept_shapes=kind.question.kept_shapes or shapes)))
-        for kind in kinds
-    ]
-    if sum(kind.number for kind in kinds) > 1:
+    return best_plans(
+        [
+            BoxPlans(
+                kind=kind, profiles=Profiles(replace(kind.question, kept_shapes=kind.question.kept_shapes or shapes))
+            )
+            for kind in kinds
+        ]
+    )
+
+
+def best_plans(boxes: Sequence[BoxPlans], *, numbers: Collection[int] | None = None) -> list[StagesReport]:
+    """Does the same as `plans_over_boxes`, and keeps the plans of single boxes for further calls.
+
+    `numbers`: of boxes to plan; None: all.
+    """
+    if sum(each.kind.number for each in boxes) > 1:
         _check(boxes)
     found: list[PlannedStages] = []
-    for numbers in itertools.product(*(range(kind.number + 1) for kind in kinds)):
-        chosen = [(each, number) for each, number in zip(boxes, numbers, strict=True) if number]
-        best = _best_of(chosen, found[-1].rounds if found else None) if chosen else None
+    for choice in itertools.product(*(range(each.kind.number + 1) for each in boxes)):
+        chosen = [(each, number) for each, number in zip(boxes, choice, strict=True) if number]
+        if not chosen or (numbers is not None and sum(choice) not in numbers):
+            continue
+        best = _best_of(chosen, found[-1].rounds if found else None) if sum(choice) > 1 else _best_of_one(chosen[0][0])
         if best is not None:
             found.append(best)
     return [report_of_stages(planned) for planned in sorted(found, key=lambda each: (each.step_s, len(each.boxes)))]
@@ -58,6 +71,30 @@ def _check(boxes: Sequence[BoxPlans]) -> None:
         raise StagesError(
             "the model's embedding and head share a tensor, and would be on different boxes: that is not supported yet"
         )
+
+
+def _best_of_one(box: BoxPlans) -> PlannedStages | None:
+    """Returns the best plan on one box, which is that of a job on one box."""
+    best: PlannedStages | None = None
+    for num_ranks in _numbers_of_gpus([box]):
+        question = replace(box.kind.question, num_ranks=num_ranks, chooses_ranks=False)
+        try:
+            job, solution = best_plan(question, box.profiles)
+        except DoesNotFitError:
+            continue
+        if best is None or solution.step_s < (1 - _WORTH) * best.step_s:
+            rounds = Rounds(
+                num_ranks=num_ranks, num_microbatches=job.num_microbatches, group_size=solution.costs.group_size
+            )
+            times = times_of(solution)
+            best = PlannedStages(
+                boxes=(box,),
+                rounds=rounds,
+                division=(len(job.model.layers),),
+                plans=(BoxPlan(solution=solution, times=times),),
+                pipeline=replace(_pipeline((box,), rounds), stages=(times,)),
+            )
+    return best
 
 
 def _best_of(chosen: Sequence[tuple[BoxPlans, int]], likely: Rounds | None) -> PlannedStages | None:
@@ -89,30 +126,38 @@ def _rounds_by_bound(chosen: Sequence[tuple[BoxPlans, int]], likely: Rounds | No
     """Returns all divisions of a step with lower bounds of the step time, the smallest bound first after `likely`."""
     bounds = []
     num_boxes = sum(number for _, number in chosen)
-    for rounds in _all_rounds([boxes for boxes, _ in chosen], num_boxes=num_boxes):
+    for rounds in _all_rounds([boxes for boxes, _ in chosen]):
         least = [boxes.least_work(rounds) for boxes, number in chosen for _ in range(number)]
         bounds.append((least_step_s(least, rounds.number), rounds))
     return sorted(bounds, key=lambda each: (each[1] != likely or each[1].number < num_boxes, each[0]))
 
 
-def _all_rounds(boxes: Sequence[BoxPlans], *, num_boxes: int) -> Iterator[Rounds]:
-    """Yields the divisions of a step: numbers of GPUs and of micro-batches, and sizes of groups.
-
-    For several boxes, and the same number of rounds, only the smallest and the largest micro-batches are tried. The
-    plans of the others are between theirs.
-    """
+def _numbers_of_gpus(boxes: Sequence[BoxPlans]) -> Iterator[int]:
+    """Yields the numbers of GPUs of each box to try."""
     question = boxes[0].kind.question
     most = min(each.kind.question.num_ranks for each in boxes)
     number = None if question.chooses_microbatches else question.training.num_microbatches
-    for num_ranks in numbers_of_gpus(most, number) if question.chooses_ranks else (most,):
-        of_ranks = replace(question, num_ranks=num_ranks, chooses_ranks=False)
+    if question.chooses_ranks:
+        yield from numbers_of_gpus(most, number)
+    else:
+        yield most
+
+
+def _all_rounds(boxes: Sequence[BoxPlans]) -> Iterator[Rounds]:
+    """Yields the divisions of a step: numbers of GPUs and of micro-batches, and sizes of groups.
+
+    Of those with the same number of rounds, only those with the smallest and the largest micro-batches are tried. The
+    plans of the others are between theirs.
+    """
+    for num_ranks in _numbers_of_gpus(boxes):
+        of_ranks = replace(boxes[0].kind.question, num_ranks=num_ranks, chooses_ranks=False)
         by_number = dict[int, list[Rounds]]()
         for num_microbatches in numbers_of_microbatches(of_ranks):
             for size in group_sizes(-(-num_microbatches // num_ranks)):
                 rounds = Rounds(num_ranks=num_ranks, num_microbatches=num_microbatches, group_size=size)
                 by_number.setdefault(rounds.number, []).append(rounds)
         for same in by_number.values():
-            yield from dict.fromkeys((same[-1], same[0])) if num_boxes > 1 else reversed(same)
+            yield from dict.fromkeys((same[-1], same[0]))
 
 
 def _pipeline(sequence: Sequence[BoxPlans], rounds: Rounds) -> Pipeline:
