@@ -2,14 +2,15 @@
 
 import itertools
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
-from tests.support.planner.stage_jobs import NUM_TOKENS, SHAPE, kind_of, question_on, server
+from tests.support.planner.stage_jobs import NUM_TOKENS, SHAPE, box_plans, kind_of, question_on, server
 from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.planning.planner import best_plan
 from windlass.planner.question.profiles import Profiles
-from windlass.planner.stages.box_search import StagesError, plans_over_boxes
+from windlass.planner.stages.box_search import StagesError, best_plans, plans_over_boxes
 from windlass.planner.stages.stages_report import StagesReport
 
 HIDDEN_NBYTES = 8 * NUM_TOKENS * SHAPE.hidden_size * 2  # of a step: eight examples in bf16
@@ -19,8 +20,13 @@ def by_number(plans: list[StagesReport]) -> dict[int, StagesReport]:
     return {len(plan.boxes): plan for plan in plans}
 
 
+@cache
+def plans_on_server(number: int) -> list[StagesReport]:
+    return plans_over_boxes([kind_of(server(), number)])
+
+
 def test_each_number_of_boxes_has_a_plan_and_the_fastest_comes_first() -> None:
-    plans = plans_over_boxes([kind_of(server(), 3)])
+    plans = plans_on_server(3)
     assert set(by_number(plans)) == {1, 2, 3}
     assert [plan.step_s for plan in plans] == sorted(plan.step_s for plan in plans)
     for plan in plans:
@@ -31,23 +37,26 @@ def test_each_number_of_boxes_has_a_plan_and_the_fastest_comes_first() -> None:
 
 
 def test_one_more_box_never_makes_the_best_plan_slower() -> None:
-    one, two = (plans_over_boxes([kind_of(server(), number)])[0].step_s for number in (1, 2))
-    assert two <= one
+    one, two, three = (plans_on_server(number)[0].step_s for number in (1, 2, 3))
+    assert three <= two <= one
 
 
-@pytest.mark.parametrize(("chooses", "rates"), [(False, (1e-4, 0.125, 12.5)), (True, (0.125, 12.5))])
-def test_a_faster_network_never_makes_a_plan_slower(*, chooses: bool, rates: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(("chooses", "number"), [(False, 3), (True, 2)])
+def test_a_faster_network_never_makes_a_plan_slower(*, chooses: bool, number: int) -> None:
+    boxes = box_plans(kind_of(server(), number, chooses_microbatches=chooses))
     steps_s = []
-    for rate in rates:
+    for rate in (1e-4, 0.125, 1.25, 12.5):
         hardware = with_part(server(), network_gb_per_s=rate)
-        plans = by_number(plans_over_boxes([kind_of(hardware, 2, chooses_microbatches=chooses)]))
-        steps_s.append(plans[2].step_s)
+        kind = replace(boxes.kind, question=replace(boxes.kind.question, hardware=hardware))
+        plans = by_number(best_plans([replace(boxes, kind=kind)], numbers={number}))
+        steps_s.append(plans[number].step_s)
     for slow_s, fast_s in itertools.pairwise(steps_s):
         assert fast_s <= slow_s * (1 + 2e-3)
+    assert steps_s[-1] < steps_s[0]
 
 
 def test_the_network_carries_the_hidden_states_and_their_gradients_once_a_step() -> None:
-    plans = by_number(plans_over_boxes([kind_of(server(), 3)]))
+    plans = by_number(plans_on_server(3))
     assert plans[1].network_gb_per_step == plans[1].network_s == 0.0
     assert plans[2].network_gb_per_step == pytest.approx(HIDDEN_NBYTES / 1e9)
     assert plans[3].network_gb_per_step == pytest.approx(2 * HIDDEN_NBYTES / 1e9)  # of the box in the middle
