@@ -4,7 +4,7 @@ Bytes and FLOPs are exact, because they follow from shapes alone. Seconds are me
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -92,6 +92,12 @@ class LayerProfile(BlockProfile):
     largest_param_numel: int = 0
     again: AgainTimes | None = None  # None: estimated from `work_again` and the forward time
     operators: tuple[OperatorProfile, ...]
+    work: Work = field(init=False, repr=False, compare=False)  # of the forward pass; kept, because plans need it often
+
+    def __post_init__(self) -> None:
+        """Adds up the operators' outputs."""
+        work = Work(num_flops=self.num_flops, nbytes=sum(operator.nbytes for operator in self.operators))
+        object.__setattr__(self, "work", work)
 
     def sped_up(self, factor: float) -> Self:
         """Returns the profile with times divided by `factor`."""
@@ -102,11 +108,6 @@ class LayerProfile(BlockProfile):
     def saved(self) -> Iterator[OperatorProfile]:
         """The operators whose output backward reads, if nothing is recomputed."""
         return (operator for operator in self.operators if operator.is_saved and operator.nbytes)
-
-    @property
-    def work(self) -> Work:
-        """The work of the forward pass."""
-        return Work(num_flops=self.num_flops, nbytes=sum(operator.nbytes for operator in self.operators))
 
     def work_again(self, held: Collection[str]) -> Work:
         """Returns the work of recomputation in backward, if the outputs of the named operators are kept.
@@ -199,7 +200,17 @@ class ModelProfile:
     @property
     def num_own_layers(self) -> int:
         """The number of layers that the box computes."""
-        return sum(map(self.is_own, range(1, len(self.layers) + 1)))
+        return len(self.own_layers)
+
+    @cached_property
+    def own_layers(self) -> tuple[int, ...]:
+        """The block indices of the layers that the box computes."""
+        return tuple(filter(self.is_own, range(1, len(self.layers) + 1)))
+
+    @cached_property
+    def unshared_layers(self) -> tuple[int, ...]:
+        """The block indices of those layers whose params no other block uses."""
+        return tuple(set(self.own_layers).difference(self.shared_blocks))
 
     @property
     def blocks(self) -> tuple[BlockProfile, ...]:

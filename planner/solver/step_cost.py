@@ -578,9 +578,7 @@ class StepCosts:
     @property
     def streamed_blocks(self) -> tuple[int, ...]:
         """The layers that are copied in pieces."""
-        layers = range(1, len(self.job.model.layers) + 1)
-        own = filter(self.job.model.is_own, layers)
-        return tuple(set(own).difference(self.job.model.shared_blocks)) if self.streams else ()
+        return self.job.model.unshared_layers if self.streams else ()
 
     def _always_on_device(self) -> float:
         """Returns the bytes of the device's buffers and of the largest operation."""
