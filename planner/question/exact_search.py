@@ -69,7 +69,7 @@ def solve_counted(question: PlanQuestion, job: PlannedJob, profiles: Profiles, *
     """Returns a good solution with exact device memory, in a fraction of the time of `solve_exactly`.
 
     The program alone says what is best. If that is too large by the exact count, all plans with the same buffers count
-    as larger, and the search begins anew. So it may miss a plan that is better by some percent.
+    as larger, and the search begins anew. So it may miss a better plan, or the only one: see decision 53.
 
     Raises:
         DoesNotFitError: no plan fits, or none costs less than `below`.

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 MOST_BOXES = 64  # of one kind
 _BYTES_PER_GBIT = 1e9 / 8
 _NOTES = (
-    "predicted by the cost model. A job over several boxes cannot be submitted yet",
+    "planned by the cost model, not measured. The service cannot run one job over several machines yet: a job over "
+    "several boxes cannot be submitted",
     "waits: the share of a step in which the busiest box waits for other boxes. blocks: 0 is the embedding, the last "
     "one is the head",
 )

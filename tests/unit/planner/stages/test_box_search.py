@@ -41,7 +41,7 @@ def test_one_more_box_never_makes_the_best_plan_slower() -> None:
     assert three <= two <= one
 
 
-@pytest.mark.parametrize(("chooses", "number"), [(False, 3), (True, 2)])
+@pytest.mark.parametrize(("chooses", "number"), [(False, 3), pytest.param(True, 2, marks=pytest.mark.long)])
 def test_a_faster_network_never_makes_a_plan_slower(*, chooses: bool, number: int) -> None:
     boxes = box_plans(kind_of(server(), number, chooses_microbatches=chooses))
     steps_s = []
@@ -70,6 +70,7 @@ def test_one_box_has_the_plan_of_a_job_on_one_box() -> None:
     assert alone.step_s == pytest.approx(solution.step_s, rel=0.01)
 
 
+@pytest.mark.long
 def test_boxes_of_several_kinds_are_planned_in_every_choice() -> None:
     slow = with_part(server(), gpus=with_part(server().gpus, tflops=server().gpus.tflops / 3))
     plans = plans_over_boxes([kind_of(server(), 1, name="fast"), kind_of(slow, 1, name="slow")])

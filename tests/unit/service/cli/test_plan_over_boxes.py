@@ -32,7 +32,7 @@ def run(model: str, *arguments: str) -> Result:
 def test_plans_over_boxes_are_told_in_words(shape: str) -> None:
     result = run(shape, *SERVER, "--boxes", "2", "--network", "10")
     assert result.exit_code == 0, result.output
-    for words in ("1 rtx4090-server", "2 rtx4090-server", "bound by", "0-5", "cannot be submitted yet"):
+    for words in ("1 rtx4090-server", "2 rtx4090-server", "bound by", "0-5", "not measured", "cannot be submitted"):
         assert words in result.output
 
 
