@@ -28,6 +28,10 @@ class Page:
         """Adds a table."""
         self._lines += ["", *table(header, rows)]
 
+    def add_command(self, command: str) -> None:
+        """Adds a command line."""
+        self._lines += ["", "```console", f"$ {command}", "```"]
+
     @property
     def text(self) -> str:
         """The whole document."""

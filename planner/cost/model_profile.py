@@ -4,7 +4,7 @@ Bytes and FLOPs are exact, because they follow from shapes alone. Seconds are me
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -83,7 +83,7 @@ class AgainTimes:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile(BlockProfile):
     """The costs of a layer. Inter-block activations are its input; intra-block ones are its operators' outputs."""
 
@@ -92,21 +92,22 @@ class LayerProfile(BlockProfile):
     largest_param_numel: int = 0
     again: AgainTimes | None = None  # None: estimated from `work_again` and the forward time
     operators: tuple[OperatorProfile, ...]
+    work: Work = field(init=False, repr=False, compare=False)  # of the forward pass; kept, because plans need it often
+
+    def __post_init__(self) -> None:
+        """Adds up the operators' outputs."""
+        work = Work(num_flops=self.num_flops, nbytes=sum(operator.nbytes for operator in self.operators))
+        object.__setattr__(self, "work", work)
 
     def sped_up(self, factor: float) -> Self:
         """Returns the profile with times divided by `factor`."""
-        faster = super().sped_up(factor)
+        faster = super(LayerProfile, self).sped_up(factor)
         return replace(faster, again=None if self.again is None else self.again.sped_up(factor))
 
     @property
     def saved(self) -> Iterator[OperatorProfile]:
         """The operators whose output backward reads, if nothing is recomputed."""
         return (operator for operator in self.operators if operator.is_saved and operator.nbytes)
-
-    @cached_property
-    def work(self) -> Work:
-        """The work of the forward pass. Cached, because each cost of a layer's choices needs it."""
-        return Work(num_flops=self.num_flops, nbytes=sum(operator.nbytes for operator in self.operators))
 
     def work_again(self, held: Collection[str]) -> Work:
         """Returns the work of recomputation in backward, if the outputs of the named operators are kept.
@@ -156,6 +157,7 @@ class ModelProfile:
     # of the widest micro-batch, which decides all sizes.
     mean_tokens: float | None = None
     times: TimesFacts | None = None  # about the blocks' times; None: none were measured
+    own: frozenset[int] | None = None  # the blocks that a box computes; None: all. See `of_blocks`
 
     @property
     def size_share(self) -> float:
@@ -171,6 +173,45 @@ class ModelProfile:
             head=self.head.sped_up(factor),
         )
 
+    def of_blocks(self, first: int, stop: int) -> "ModelProfile":
+        """Returns the profile as a box with a run of blocks sees it. All other blocks have no params and no work."""
+        own = frozenset(range(first, stop))
+        nothing = BlockProfile(numel=0, num_flops=0)
+        no_layer = LayerProfile(numel=0, num_flops=0, input_nbytes=0, operators=())
+        head = len(self.layers) + 1
+        return replace(
+            self,
+            embedding=self.embedding if 0 in own else nothing,
+            layers=tuple(layer if block in own else no_layer for block, layer in enumerate(self.layers, start=1)),
+            head=self.head if head in own else nothing,
+            shared=tuple(blocks if block in own else () for block, blocks in enumerate(self.shared)),
+            own=own,
+        )
+
+    def is_own(self, block: int) -> bool:
+        """Returns whether the box computes a block."""
+        return self.own is None or block in self.own
+
+    @property
+    def num_own_blocks(self) -> int:
+        """The number of blocks that the box computes."""
+        return len(self.blocks) if self.own is None else len(self.own)
+
+    @property
+    def num_own_layers(self) -> int:
+        """The number of layers that the box computes."""
+        return len(self.own_layers)
+
+    @cached_property
+    def own_layers(self) -> tuple[int, ...]:
+        """The block indices of the layers that the box computes."""
+        return tuple(filter(self.is_own, range(1, len(self.layers) + 1)))
+
+    @cached_property
+    def unshared_layers(self) -> tuple[int, ...]:
+        """The block indices of those layers whose params no other block uses."""
+        return tuple(set(self.own_layers).difference(self.shared_blocks))
+
     @property
     def blocks(self) -> tuple[BlockProfile, ...]:
         """All blocks: the embedding, the layers, the head."""
@@ -178,13 +219,14 @@ class ModelProfile:
 
     @cached_property
     def blocks_of_layers(self) -> Mapping[LayerProfile, tuple[int, ...]]:
-        """The block indices of each distinct layer.
+        """The block indices of each distinct layer that the box computes.
 
         Cached, because comparing layers is slow and a plan needs it often.
         """
         blocks_by_layer: dict[LayerProfile, list[int]] = {}
         for block, layer in enumerate(self.layers, start=1):
-            blocks_by_layer.setdefault(layer, []).append(block)
+            if self.is_own(block):
+                blocks_by_layer.setdefault(layer, []).append(block)
         return {layer: tuple(blocks) for layer, blocks in blocks_by_layer.items()}
 
     @property

@@ -75,10 +75,7 @@ class Ssds(Part):
 
 
 class Hardware(Part):
-    """One machine. `network_gb_per_s`: each direction between machines;
-
-    unused by plans, because a job uses one machine.
-    """
+    """One machine. `network_gb_per_s`: each direction of its network card. Only plans over several boxes use it."""
 
     gpus: Gpus
     host: Host

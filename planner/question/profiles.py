@@ -132,7 +132,14 @@ class Profiles:
             if lengths is None
             else lengths.evaluation_shapes(shape[0], job.num_microbatches),
             on_gpu=question.has_gpu,
+            layout=self._layout_of(job),
+            num_groups_in_flight=job.num_groups_in_flight,
         )
+
+    def _layout_of(self, job: PlannedJob) -> ModelLayout:
+        """Returns the layout of the model's blocks as the job's box sees it."""
+        own = job.model.own
+        return self.layout if own is None else self.layout.of_blocks(min(own), max(own) + 1)
 
     def job(self, question: PlanQuestion, num_microbatches: int) -> PlannedJob:
         """Builds the solver's view of the job, with the given number of micro-batches."""

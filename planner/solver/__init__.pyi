@@ -4,6 +4,7 @@ from windlass.planner.solver.bisection import DEFAULT_SLACK as DEFAULT_SLACK
 from windlass.planner.solver.bisection import Goal as Goal
 from windlass.planner.solver.bisection import largest as largest
 from windlass.planner.solver.bisection import smallest as smallest
+from windlass.planner.solver.family import group_sizes as group_sizes
 from windlass.planner.solver.family import sizes_at_the_border as sizes_at_the_border
 from windlass.planner.solver.integer_program import Assignment as Assignment
 from windlass.planner.solver.memory_frontier import Bytes as Bytes
@@ -14,6 +15,8 @@ from windlass.planner.solver.memory_limits import budgets_of as budgets_of
 from windlass.planner.solver.memory_limits import limits_of as limits_of
 from windlass.planner.solver.memory_limits import processes_nbytes as processes_nbytes
 from windlass.planner.solver.placement_search import Found as Found
+from windlass.planner.solver.placement_search import least_copied_s as least_copied_s
+from windlass.planner.solver.placement_search import least_cost_of as least_cost_of
 from windlass.planner.solver.placement_search import search as search
 from windlass.planner.solver.placement_search import solve_job as solve_job
 from windlass.planner.solver.solution import DoesNotFitError as DoesNotFitError
@@ -22,6 +25,8 @@ from windlass.planner.solver.solution import placement_of as placement_of
 from windlass.planner.solver.solution import plan_of as plan_of
 from windlass.planner.solver.solution import solution_of as solution_of
 from windlass.planner.solver.solution import solved as solved
+from windlass.planner.solver.step_bounds import Part as Part
+from windlass.planner.solver.step_bounds import updates_of as updates_of
 from windlass.planner.solver.step_cost import Limits as Limits
 from windlass.planner.solver.step_cost import PlannedJob as PlannedJob
 from windlass.planner.solver.step_cost import StepCosts as StepCosts

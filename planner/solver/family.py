@@ -64,6 +64,8 @@ def smallest_of(base: StepCosts, *, overflows: bool = True) -> StepCosts:
 
 def all_group_sizes(job: PlannedJob) -> list[int]:
     """Returns the sizes of groups to try."""
+    if job.group_size is not None:
+        return [job.group_size]
     return sorted({*group_sizes(job.largest_group), smallest_uncut_group(job)})
 
 
@@ -82,6 +84,8 @@ def smallest_uncut_group(job: PlannedJob) -> int:
 
 def sizes_at_the_border(job: PlannedJob) -> list[int]:
     """Returns the sizes of groups that need least of one tier: of device memory, of host memory, or of both."""
+    if job.group_size is not None:
+        return [job.group_size]
     return sorted({1, smallest_uncut_group(job), job.largest_group})
 
 
@@ -112,7 +116,7 @@ def may_stream_grads(job: PlannedJob) -> bool:
 
 def _numbers_passing(job: PlannedJob) -> Iterator[int]:
     """Yields numbers of typical blocks whose gradients may wait for their update, the largest first."""
-    number = most_passing_blocks(len(job.model.blocks))
+    number = most_passing_blocks(job.model.num_own_blocks)
     powers = (2**power for power in range(number.bit_length(), 0, -1))
     yield number
     yield from (power for power in powers if MIN_PASSING_BLOCKS <= power < number)

@@ -10,15 +10,16 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from windlass.planner.cost import Speeds
 from windlass.planner.solver.family import bases_of, kinds_of, sizes_at_the_border, smallest_of
-from windlass.planner.solver.integer_program import Program
+from windlass.planner.solver.integer_program import Bound, Program
 from windlass.planner.solver.relaxation import Prices, least_cost, priced_cost, relaxed
 from windlass.planner.solver.solution import DoesNotFitError, Solution, penalty, shortfall_by_tier, solved
-from windlass.planner.solver.step_cost import Limits, PlannedJob, StepCosts
+from windlass.planner.solver.step_bounds import Part
+from windlass.planner.solver.step_cost import Limits, PlannedJob, StateTier, StepCosts
 
 # Bounds that differ by a smaller share count as equal. Of equal ones, the plan with the larger buffers is tried first.
 _EQUAL = 1e-4
@@ -38,6 +39,50 @@ def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
     return search((job,), speeds, limits).best
 
 
+def least_cost_of(job: PlannedJob, speeds: Speeds, limits: Limits, *, without: Collection[Part] = ()) -> float:
+    """Returns a lower bound of the seconds of a step for all plans of a job. It ignores the limits of memory.
+
+    `without`: parts of a step that are not counted.
+    """
+    least = math.inf
+    for base in bases_of(job, speeds, limits):
+        fastest = next(kinds_of(base))
+        program = fastest.program_without_buffers(fastest.kinds())
+        if without:
+            program = replace(program, bounds=tuple(_without(bound, without) for bound in program.bounds))
+        least = min(least, least_cost(program))
+    return least
+
+
+def least_copied_s(job: PlannedJob, speeds: Speeds, limits: Limits) -> tuple[float, float]:
+    """Returns the least seconds in which a step's params and sums are copied to the device, if no states rest there.
+
+    The second number is the share of these that states on the device save at most.
+    """
+    costs = next(kinds_of(next(bases_of(job, speeds, limits))))
+    kinds = costs.kinds()
+    total_s, most_s_per_param = 0.0, 0.0
+    for kind, group in zip(kinds, costs.program_without_buffers(kinds).blocks, strict=True):
+        options = zip(kind.tiers, group.options, strict=False)  # of activations: none
+        seconds = [
+            option.seconds[Part.H2D_FORWARD] + option.seconds[Part.H2D_BACKWARD]
+            for tier, option in options
+            if tier is not StateTier.DEVICE
+        ]
+        if seconds:
+            total_s += group.count * min(seconds)
+            numel = job.model.blocks[kind.blocks[0]].numel
+            most_s_per_param = max(most_s_per_param, min(seconds) / max(1, numel))
+    num_resident = 0.0 if job.num_ranks > 1 else limits.device_nbytes / job.read_itemsize
+    return total_s, min(1.0, num_resident * most_s_per_param / total_s) if total_s else 1.0
+
+
+def _without(bound: Bound, parts: Collection[Part]) -> Bound:
+    """Returns a bound that counts some parts, and its constant seconds, as nothing."""
+    weights = tuple(0.0 if part in parts else weight for part, weight in enumerate(bound.weights))
+    return replace(bound, weights=weights, constant_s=0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """The best plan by the cost model, and others that are nearly as good and differ from it."""
@@ -55,16 +100,18 @@ def search(
     num_others: int = 0,
     near: float = 0.0,
     below: float = math.inf,
+    worth: float = _WORTH,
 ) -> Found:
     """Returns the best plan of several variants of a job, such as numbers of micro-batches.
 
     `solve_kind` solves for one kind of plan. `num_others`: also solve for so many plans of other kinds. Their bounds
-    are at most a share `near` larger than the best cost.
+    are at most a share `near` larger than the best cost. `worth`: the share by which the best plan may cost less than
+    the one that is found.
 
     Raises:
         DoesNotFitError: no plan fits, or none costs less than `below`.
     """
-    found = _Search(speeds, limits, solve_kind, below)
+    found = _Search(speeds, limits, solve_kind, below, worth)
     best = found.run(tuple(jobs))
     return Found(best=best, others=found.others_near(best, near, num_others))
 
@@ -84,8 +131,9 @@ class _Entry:
 class _Search:
     """The state of a search: what is left to try, and the best plan so far."""
 
-    def __init__(self, speeds: Speeds, limits: Limits, solve_kind: Solve, below: float) -> None:
+    def __init__(self, speeds: Speeds, limits: Limits, solve_kind: Solve, below: float, worth: float) -> None:
         self._speeds, self._limits, self._solve_kind, self._below = speeds, limits, solve_kind, below
+        self._worth = worth
         self._entries: list[_Entry] = []
         self._numbers = itertools.count()
         self._best: Solution | None = None
@@ -179,7 +227,7 @@ class _Search:
     @property
     def _limit(self) -> float:
         """The cost below which a plan is worth more than the best one so far."""
-        return self._below if self._best is None else (1 - _WORTH) * self._best.cost
+        return self._below if self._best is None else (1 - self._worth) * self._best.cost
 
     def _solve(self, costs: StepCosts) -> None:
         try:

@@ -11,7 +11,7 @@ from windlass.engine.memory_plan import (
     ACTIVATION_SLOT_NBYTES,
     CACHED_BLOCKS,
     MIN_PASSING_BLOCKS,
-    BlockActivations,
+    RECOMPUTE_ALL,
     MemoryTier,
     Placement,
     Plan,
@@ -178,7 +178,7 @@ def _in_free_memory(costs: StepCosts, placement: Placement, host_nbytes: float) 
         )
         placement = replace(placement, num_host_grad_blocks=number)
     elif costs.num_passing_blocks is not None:
-        most, usual = most_passing_blocks(len(job.size.blocks)), placement.num_cached_params
+        most, usual = most_passing_blocks(job.model.num_own_blocks), placement.num_cached_params
         if usual is None:
             usual = CACHED_BLOCKS * job.size.typical_chunks
         number = _most_fitting(
@@ -253,6 +253,7 @@ def plan_of(costs: StepCosts, placement: Placement, host_nbytes: float | None) -
         num_lanes=job.lanes.num_lanes,
         num_ranks=job.num_ranks,
         placement=placement,
+        crossings=job.crossings,
     )
 
 
@@ -271,8 +272,9 @@ def placement_of(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment
         else:
             ways = sorted(_spread(kind.activations, counts), key=lambda way: way.held_nbytes)
             layers += zip(kind.blocks, ways, strict=True)
-    chosen: list[BlockActivations] = [way.choice for _, way in sorted(layers, key=lambda pair: pair[0])]
-    num_slots = costs.group_size * sum(way.num_slots for _, way in layers)
+    by_layer = {block: way.choice for block, way in layers}
+    chosen = (by_layer.get(block, RECOMPUTE_ALL) for block in range(1, len(costs.job.model.layers) + 1))
+    num_slots = costs.num_held_microbatches * sum(way.num_slots for _, way in layers)
     moved_nbytes = int(assignment.moved_nbytes) // costs.job.num_ranks
     num_on_ssd = min(num_slots, -(-moved_nbytes // ACTIVATION_SLOT_NBYTES))
     cached = tiers[StateTier.CACHED]

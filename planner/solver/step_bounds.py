@@ -68,16 +68,14 @@ def bounding_parts(
     of_backward = [p.BACKWARD, p.H2D_BACKWARD]
     # Blocks needed first are updated first, so the head's update is the last. It cannot overlap with the head's
     # compute.
-    updates = [once(p.OPTIMIZER), slots_of_updates]
+    updates = updates_of(order, slots_of_updates)
     # Updates end before the first group's head, and begin in the last group's backward pass. So they overlap with
     # nothing between the two.
     between = (num_rounds - 1) / num_rounds
     if order.keeps_grads:
         of_forward.append(p.H2D_FORWARD)
         of_backward += [p.D2H_BACKWARD, p.SSD_BACKWARD]
-        updates.append(once(p.SSD_FORWARD, p.SSD_UPDATE, p.SSD_FLUSH))
     else:
-        updates.append(once(p.SSD_UPDATE, p.SSD_FLUSH))
         for update in updates:
             yield update | dict.fromkeys(compute, between), head_s / num_rounds
         if waiting is not None:
@@ -94,6 +92,13 @@ def bounding_parts(
         alone = (once(p.OPTIMIZER), once(p.SSD_UPDATE), slots_of_updates)
         for (forward, backward), update in itertools.product(passes, alone):
             yield update | once(forward, backward), 0.0
+
+
+def updates_of(order: UpdateOrder, slots_of_updates: dict[Part, float]) -> list[dict[Part, float]]:
+    """Returns the weights of parts, for each resource that the updates of a step need: the longest one counts."""
+    p = Part
+    ssd = (p.SSD_UPDATE, p.SSD_FLUSH)
+    return [once(p.OPTIMIZER), slots_of_updates, once(*(p.SSD_FORWARD, *ssd) if order.keeps_grads else ssd)]
 
 
 def _of_earlier_forwards(between: float, backward: Part) -> dict[Part, float]:

@@ -18,9 +18,11 @@ from windlass.engine.memory_plan import (
     ACTIVATION_SLOT_NBYTES,
     COMMIT_EVERY,
     MAX_GRAD_BUFFERS,
+    NO_CROSSINGS,
     NUM_PIECE_BUFFERS,
     PARTIAL_GRAD_ITEMSIZE,
     TRANSIT_DEPTH,
+    Crossings,
     MemoryTier,
     ModelSize,
     Placement,
@@ -82,6 +84,11 @@ class PlannedJob:
     ways: Ways = ways_of_layer  # options for activations
     # The planner may choose the order of updates, of those that give the same parameters; else it is the config's.
     chooses_order: bool = False
+    group_size: int | None = None  # micro-batches that a GPU worker computes together; None: the planner chooses
+    # Of a box that has a stage of the model only: what it exchanges with others, and how many groups of a GPU worker
+    # have their activations on the device at once.
+    crossings: Crossings = NO_CROSSINGS
+    num_groups_in_flight: int = 1
     # Bytes of device memory that every plan with the same buffers and group size needs beyond the cost model's formula.
     left_out_nbytes: "Callable[[StepCosts], float]" = lambda costs: 0.0
 
@@ -155,6 +162,7 @@ class PlannedJob:
             param_itemsize=self.param_itemsize,
             state_itemsize=self.state_itemsize,
             shared_blocks=self.model.shared_blocks,
+            own=self.model.own,
         )
 
 
@@ -270,7 +278,12 @@ class StepCosts:
         Each begins one block after the one before, because it continues the gradient sum of the block.
         """
         num_behind = min(self.job.num_ranks, self.num_groups) - 1
-        return num_behind / (self.num_rounds * max(1, len(self.job.model.layers)))
+        return num_behind / (self.num_rounds * max(1, self.job.model.num_own_layers))
+
+    @property
+    def num_held_microbatches(self) -> int:
+        """The micro-batches of one GPU worker whose activations are held at once."""
+        return self.group_size * self.job.num_groups_in_flight
 
     @property
     def num_flats(self) -> int:
@@ -284,7 +297,7 @@ class StepCosts:
     def _kinds(self) -> list[Kind]:
         layers = self.job.model.blocks_of_layers
         head = len(self.job.model.layers) + 1
-        groups = [(0,), *layers.values(), (head,)]
+        groups = [blocks for blocks in ((0,), *layers.values(), (head,)) if self.job.model.is_own(blocks[0])]
         in_memory = self._tiers()
         by_states = [Kind(blocks=blocks, tiers=in_memory) for blocks in groups]
         by_activations = [
@@ -466,11 +479,11 @@ class StepCosts:
             # Of all GPU workers, out and in.
             Part.HOST_MEMORY: 2 * job.num_microbatches / num * swapped_nbytes / speeds.host_memory_bytes,
         }
-        host = job.num_ranks * self.group_size * way.num_slots * ACTIVATION_SLOT_NBYTES
+        host = job.num_ranks * self.num_held_microbatches * way.num_slots * ACTIVATION_SLOT_NBYTES
         # The CPU finishes its copies before it computes the next layer.
         leaving = 0.0 if self.speeds.shares_cores else self.group_size * way.swapped_nbytes
         # While the head computes, the last layer's swapped activations return. Layers may differ, so take their mean.
-        held = self.group_size * way.held_nbytes + way.swapped_nbytes / len(job.model.layers)
+        held = self.num_held_microbatches * way.held_nbytes + way.swapped_nbytes / job.model.num_own_layers
         return self._way(seconds, device=held, host=host, movable=host, leaving=leaving)
 
     def _way(
@@ -557,6 +570,7 @@ class StepCosts:
                 # The staging buffers do not depend on the amount.
                 ssd_activation_nbytes=2**40 if self.overflows else 0,
             ),
+            crossings=job.crossings,
         )
         host = plan.arena_nbytes
         if not plan.passes_sums_at_once:
@@ -568,8 +582,7 @@ class StepCosts:
     @property
     def streamed_blocks(self) -> tuple[int, ...]:
         """The layers that are copied in pieces."""
-        layers = range(1, len(self.job.model.layers) + 1)
-        return tuple(set(layers).difference(self.job.model.shared_blocks)) if self.streams else ()
+        return self.job.model.unshared_layers if self.streams else ()
 
     def _always_on_device(self) -> float:
         """Returns the bytes of the device's buffers and of the largest operation."""
@@ -646,8 +659,9 @@ class StepCosts:
         return work.num_flops / self.speeds.device_flops + moved_nbytes / self.speeds.device_memory_bytes
 
     def _overflow_seconds(self) -> tuple[float, ...]:
-        # The program moves the activations of all GPU workers, which are those of a round.
-        share = self.num_groups / self.job.num_ranks * self.job.model.size_share
+        # The program moves the activations of all GPU workers, which are those of the rounds in flight.
+        num_held = self.job.num_ranks * self.job.num_groups_in_flight
+        share = self.num_groups / num_held * self.job.model.size_share
         return self._seconds(
             {
                 Part.SSD_FORWARD: share / self.speeds.write_bytes,
@@ -674,7 +688,7 @@ class StepCosts:
             yield self._bound(once(*alone))
         for parts, constant_s in bounding_parts(
             head_s,
-            self._slots_of_updates(),
+            self.slots_of_updates(),
             order=self.job.update_order,
             ssd_cores=self._ssd_cores() if self.speeds.shares_cores else None,
             slowed_by_other_way=1 / self.speeds.duplex_share - 1,
@@ -697,11 +711,11 @@ class StepCosts:
         if job.keeps_grads:
             return None
         if number is None:
-            number = most_passing_blocks(len(size.blocks))
+            number = most_passing_blocks(job.model.num_own_blocks)
         numel = size.chunk_numel * max(max(map(size.num_chunks, size.blocks)), number * size.typical_chunks)
         optimizer_s = numel / speeds.optimizer_params
         ssd_s = numel * (job.read_itemsize / speeds.read_bytes + job.state_itemsize / speeds.write_bytes)
-        slots = self._slots_of_updates()
+        slots = self.slots_of_updates()
         slots_s = slots[Part.OPTIMIZER] * optimizer_s + slots[Part.SSD_UPDATE] * ssd_s
         return WaitingUpdates(optimizer_s=optimizer_s, slots_s=slots_s, ssd_s=ssd_s)
 
@@ -709,7 +723,7 @@ class StepCosts:
         """Returns the core time that the SSDs take while all of them are busy, as a share of that time."""
         return self.speeds.ssd_cpu_s_per_byte * (self.speeds.read_bytes + self.speeds.write_bytes) / 2
 
-    def _slots_of_updates(self) -> dict[Part, float]:
+    def slots_of_updates(self) -> dict[Part, float]:
         """Returns the weights of parts in the time that state slots are occupied.
 
         It is all chunks' time at one SSD and at one optimizer, divided by the number of slots.

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ from windlass.planner.solver import DEFAULT_SLACK, Goal
 from windlass.service.cli import CommandError
 from windlass.service.cli.arguments import gpus_option
 from windlass.service.cli.plan.inputs import MEASURED, config_of, hardware_of, is_id
+from windlass.service.cli.plan.over_boxes import MOST_BOXES, Boxes, boxes_of, print_plans_over_boxes
 from windlass.service.cli.plan.printing import (
     print_comparison,
     print_job_settings,
@@ -39,6 +41,7 @@ from windlass.storage.ids import Precision, StatePrecision
 if TYPE_CHECKING:
     from windlass.planner.planning import Comparison, Planned
     from windlass.planner.question import PlanQuestion, PlanReport
+    from windlass.planner.stages import StagesReport
 
 _MOST_EXAMPLES, _MOST_TOKENS = 1 << 16, 1 << 22
 _MODEL_HELP = (
@@ -52,12 +55,28 @@ def plan(
     batch_size: Annotated[int, typer.Option(min=1, max=_MOST_EXAMPLES, help="Examples per step.")],
     seq_len: Annotated[int, typer.Option(min=8, max=_MOST_TOKENS, help="Tokens per example.")],
     hardware: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="A YAML file, 'measured' (this one, and its settings), the name of a published machine, or a desktop "
-            "such as rtx4090:gpus=2,ram=128,ssds=2 (docs/hardware.md)."
+            help="A YAML file, 'measured' (this one, and its settings; the default), the name of a published machine, "
+            "or a desktop such as rtx4090:gpus=2,ram=128,ssds=2 (docs/hardware.md). Once for each kind of box."
         ),
-    ] = MEASURED,
+    ] = None,
+    boxes: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            max=MOST_BOXES,
+            help="Plan one job over up to so many of these boxes. With several kinds, as often as --hardware.",
+        ),
+    ] = None,
+    network: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3,
+            max=1e6,
+            help="Rate of each box's network card in Gbit/s (default: network_gb_per_s of the hardware, in GB/s).",
+        ),
+    ] = None,
     num_microbatches: Annotated[
         int | None, typer.Option(min=1, help="Parts a step is computed in (default: what is fastest).")
     ] = None,
@@ -110,7 +129,14 @@ def plan(
 ) -> None:
     """Tell whether a job fits a machine, how long a step takes, what bounds it, what to change. Exit code 2 if not."""
     settings = load_settings(home)
-    machine = hardware_of(settings, hardware)
+    names = hardware or [MEASURED]
+    kinds = boxes_of(
+        [(name, hardware_of(settings, name)) for name in names],
+        boxes,
+        network_gbit_per_s=network,
+        others={"--find": find, "--trace": trace, "--compare": compare, "--what-if": what_if},
+    )
+    machine = kinds[0].hardware
     if find is Goal.LARGEST_BATCH:  # the smallest batch that is searched has an example for each lane and GPU
         batch_size = max(batch_size, lanes or 1, 1 if gpus == "auto" else gpus)
     if num_microbatches is not None and num_microbatches > batch_size:
@@ -123,7 +149,8 @@ def plan(
     if gpus != "auto":
         if gpus > most:
             raise CommandError(f"--gpus: {gpus} GPUs for at most {most} micro-batches; each computes at least one")
-        _check_gpus(settings, gpus, other=None if hardware == MEASURED else machine)
+        for kind in kinds:
+            _check_gpus(settings, gpus, other=None if kind.name == MEASURED else kind.hardware)
     elif find is not None:
         raise CommandError("--gpus: a search (--find) is for a number of GPUs; name one")
     if find is Goal.SMALLEST_GPU and not machine.gpus.count:
@@ -142,20 +169,31 @@ def plan(
         lanes="auto" if lanes is None else lanes,
         gpus=gpus,
     )
-    # shown only on a terminal
-    with Console(stderr=True).status("planning; some seconds, more where memory is short") as status:
-        question = _question(
+
+    def question_about(kind: Boxes) -> "PlanQuestion":
+        return _question(
             settings,
             model,
-            machine,
+            kind.hardware,
             asked,
-            is_local=hardware == MEASURED,
+            is_local=kind.name == MEASURED,
             batch_size=batch_size,
             sequence_length=seq_len,
             num_validation_examples=num_validation_examples,
         )
+
+    # shown only on a terminal
+    with Console(stderr=True).status("planning; some seconds, more where memory is short") as status:
+        question = question_about(kinds[0])
         traced = "tracing the model, because it was not planned before; some seconds more"
         question = replace(question, on_trace=lambda: status.update(traced))
+        if boxes is not None:
+            questions = [question, *map(question_about, kinds[1:])]
+            status.update("planning each number of boxes: some seconds for each")
+            plans = _plans_over_boxes(kinds, questions)
+            warnings = list(dict.fromkeys(warning for kind in kinds for warning in unusual(kind.hardware)))
+            print_plans_over_boxes(plans, warnings, as_json=as_json)
+            raise typer.Exit(0 if plans else 2)
         if find is not None:
             status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")
         number, num_params, question, planned = _answer(question, find, slack)
@@ -191,6 +229,25 @@ def plan(
             print_comparison(found, compared)
     if not found.feasible:
         raise typer.Exit(2)
+
+
+def _plans_over_boxes(kinds: Sequence[Boxes], questions: "Sequence[PlanQuestion]") -> "list[StagesReport]":
+    from windlass.engine.memory_estimate import DeviceNeedUnknownError
+    from windlass.engine.model import UnsupportedArchitectureError
+    from windlass.planner.profiling import UnusableConfigError
+    from windlass.planner.stages import BoxKind, StagesError, plans_over_boxes
+
+    try:
+        return plans_over_boxes(
+            [
+                BoxKind(name=kind.name, number=kind.number, question=question)
+                for kind, question in zip(kinds, questions, strict=True)
+            ]
+        )
+    except StagesError as error:
+        raise CommandError(f"--boxes: {error}") from None
+    except (UnsupportedArchitectureError, DeviceNeedUnknownError, UnusableConfigError) as error:
+        raise CommandError(f"--model: {' '.join(str(error).split())}") from None
 
 
 def _check_order_of_updates(gradient_updates: str, *, clip: bool) -> None:

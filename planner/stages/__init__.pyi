@@ -1,0 +1,8 @@
+"""Plans of one job over several boxes in stages: each box computes a run of the model's blocks."""
+
+from windlass.planner.stages.box_plans import BoxKind as BoxKind
+from windlass.planner.stages.box_plans import BoxPlans as BoxPlans
+from windlass.planner.stages.box_search import StagesError as StagesError
+from windlass.planner.stages.box_search import best_plans as best_plans
+from windlass.planner.stages.box_search import plans_over_boxes as plans_over_boxes
+from windlass.planner.stages.stages_report import StagesReport as StagesReport

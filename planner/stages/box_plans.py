@@ -1,0 +1,184 @@
+"""Plans of one box for a run of the model's blocks, and the times of its stage."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from windlass.actors.worker_policy import num_groups_ahead
+from windlass.amounts import GB
+from windlass.engine.memory_plan import Crossings
+from windlass.planner.question import PlanQuestion, Profiles, solve_counted
+from windlass.planner.solver import (
+    DoesNotFitError,
+    Part,
+    PlannedJob,
+    Solution,
+    least_copied_s,
+    least_cost_of,
+    updates_of,
+)
+from windlass.planner.stages.pipeline import LeastWork, StageTimes
+
+# The parts of a step that each box has once a step, not in every round.
+_ONCE_A_STEP = (Part.OPTIMIZER, Part.SSD_UPDATE, Part.SSD_FLUSH, Part.FIRST_UPDATE)
+# The cost by which plans of a box are compared, as a multiple of the step time: at most this number.
+_MOST_COST = 1.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoxKind:
+    """Equal boxes, and the question of the job on one of them."""
+
+    name: str
+    number: int
+    question: PlanQuestion
+
+    @property
+    def network_bytes(self) -> float | None:
+        """The rate of a box's network card in bytes per second, each way; None: it is not known."""
+        rate = self.question.hardware.network_gb_per_s
+        return None if rate is None else rate * GB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """The division of a step into rounds, which all boxes have in common."""
+
+    num_ranks: int  # GPUs of each box
+    num_microbatches: int
+    group_size: int  # micro-batches that a GPU computes together
+
+    @property
+    def number(self) -> int:
+        """The number of groups that the first GPU of a box computes in a step."""
+        return -(-self.num_microbatches // (self.group_size * self.num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run of a model's blocks, those from `first` on, before `stop`: stage `stage` of `num_stages`."""
+
+    first: int
+    stop: int
+    stage: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxPlan:
+    """The plan of a box for its blocks, with the times of its stage."""
+
+    solution: Solution
+    times: StageTimes
+
+
+@dataclass(slots=True)
+class _Tried:
+    plan: BoxPlan | None
+    below: float  # plans whose step is as long were not searched
+
+
+@dataclass(kw_only=True)
+class BoxPlans:
+    """The plans of one kind of box, each searched once: equal runs of layers in equal places have equal plans."""
+
+    kind: BoxKind
+    profiles: Profiles
+    _tried: dict[object, _Tried] = field(default_factory=dict)
+    _jobs: dict[tuple[int, int], PlannedJob] = field(default_factory=dict)
+    _least: dict[Rounds, LeastWork] = field(default_factory=dict)
+
+    def of(self, run: Run, rounds: Rounds, *, below: float = math.inf) -> BoxPlan | None:
+        """Returns the plan of a box for a run of blocks. None: none fits, or each takes `below` seconds or more."""
+        layers = self.job(rounds).model.layers
+        last = len(layers) + 1
+        # Equal layers of a profile are one object, and comparing their contents is slow.
+        numbers = Counter(map(id, layers[max(run.first, 1) - 1 : min(run.stop, last) - 1]))
+        ends = run.first == 0, run.stop == last + 1
+        key = frozenset(numbers.items()), ends, self._num_groups_in_flight(run, rounds), rounds
+        tried = self._tried.get(key)
+        if tried is None or (tried.plan is None and tried.below < below):
+            tried = self._tried[key] = _Tried(self._searched(run, rounds, below), below)
+        return tried.plan
+
+    def _searched(self, run: Run, rounds: Rounds, below: float) -> BoxPlan | None:
+        job = self._job_of(run, rounds)
+        try:
+            solution = solve_counted(self.question_of(rounds), job, self.profiles, below=below * _MOST_COST)
+        except DoesNotFitError:
+            return None
+        return BoxPlan(solution=solution, times=times_of(solution))
+
+    def question_of(self, rounds: Rounds) -> PlanQuestion:
+        """Returns the question with the number of GPUs."""
+        return replace(self.kind.question, num_ranks=rounds.num_ranks, chooses_ranks=False)
+
+    def job(self, rounds: Rounds) -> PlannedJob:
+        """Returns the job with all blocks on one box."""
+        key = rounds.num_ranks, rounds.num_microbatches
+        if key not in self._jobs:
+            self._jobs[key] = self.profiles.job(self.question_of(rounds), rounds.num_microbatches)
+        return replace(self._jobs[key], group_size=rounds.group_size)
+
+    def least_work(self, rounds: Rounds) -> LeastWork:
+        """Returns the least work of a box for a step of the whole model."""
+        if rounds not in self._least:
+            question, job = self.question_of(rounds), self.job(rounds)
+            copied_s, resident_share = least_copied_s(job, question.speeds, question.limits)
+            self._least[rounds] = LeastWork(
+                step_s=least_cost_of(job, question.speeds, question.limits),
+                passes_s=least_cost_of(job, question.speeds, question.limits, without=_ONCE_A_STEP),
+                copied_s=copied_s,
+                resident_share=resident_share,
+            )
+        return self._least[rounds]
+
+    def _job_of(self, run: Run, rounds: Rounds) -> PlannedJob:
+        job = self.job(rounds)
+        if run.num_stages == 1:
+            return job
+        training = job.training
+        num_tokens = job.model.num_examples * training.sequence_length  # the size that the engine allocates
+        return replace(
+            job,
+            model=job.model.of_blocks(run.first, run.stop),
+            crossings=Crossings(
+                num_neighbours=(run.stage > 0) + (run.stage + 1 < run.num_stages),
+                microbatch_nbytes=num_tokens * self.profiles.layout.hidden_size * training.formats.precision.itemsize,
+            ),
+            num_groups_in_flight=self._num_groups_in_flight(run, rounds),
+        )
+
+    @staticmethod
+    def _num_groups_in_flight(run: Run, rounds: Rounds) -> int:
+        """Returns the number of a GPU's groups whose activations are on the device at once."""
+        return num_groups_ahead(run.stage, run.num_stages, rounds.number)
+
+
+def times_of(solution: Solution) -> StageTimes:
+    """Returns the times of a stage, by the bounds of its box's step.
+
+    The bounds without what is done once a step are the time of all passes. It is divided evenly over rounds.
+    """
+    costs, seconds = solution.costs, solution.seconds
+    bounds = costs.program_without_buffers(costs.kinds()).bounds
+    parts = [part for part in Part if part not in _ONCE_A_STEP]
+    passes_s = max(sum(bound.weights[part] * seconds[part] for part in parts) for bound in bounds)
+    order = costs.job.update_order
+    updates_s = max(
+        sum(weight * seconds[part] for part, weight in weights.items())
+        for weights in updates_of(order, costs.slots_of_updates())
+    )
+    # Updates end before the first round's head, whose forward and backward pass are one operation.
+    head_s = costs.num_successive * sum(costs.compute_s(costs.job.model.head))
+    beside_s = seconds[Part.FORWARD] - head_s
+    if not order.keeps_grads:
+        beside_s += seconds[Part.BACKWARD]
+    return StageTimes(
+        round_s=passes_s / costs.num_rounds,
+        computed_s=(seconds[Part.FORWARD] + seconds[Part.BACKWARD]) / costs.num_rounds,
+        beside_updates_s=beside_s / costs.num_rounds if order.overlaps_steps else 0.0,
+        updates_s=updates_s,
+        first_update_s=seconds[Part.FIRST_UPDATE],
+        alone_s=solution.step_s,
+    )

@@ -1,0 +1,173 @@
+"""Searches the best plan of a job for each choice of boxes."""
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from windlass.planner.feasibility import numbers_of_microbatches
+from windlass.planner.planning import best_plan, numbers_of_gpus
+from windlass.planner.question import KeptShapes, Profiles
+from windlass.planner.solver import DoesNotFitError, group_sizes
+from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Rounds, times_of
+from windlass.planner.stages.pipeline import Pipeline, least_step_s
+from windlass.planner.stages.splits import PlannedStages, Splitter
+from windlass.planner.stages.stages_report import StagesReport, report_of_stages
+
+# A division of layers is improved if its step is at most so many times that of the best plan so far.
+_WORTH_REFINING = 1.2
+# Share of a step by which a plan must be better than the best one so far.
+_WORTH = 1e-3
+
+
+class StagesError(ValueError):
+    """The job cannot be planned over several boxes. The message says why."""
+
+
+def plans_over_boxes(kinds: Sequence[BoxKind]) -> list[StagesReport]:
+    """Returns the best plan for each choice of boxes, the fastest first; of equally fast ones, that with fewest boxes.
+
+    A choice is a number of each kind, up to all of them. Choices with which the job does not fit are left out.
+
+    Raises:
+        StagesError: there are several boxes, and the rate of a network card is not known, or the model cannot be
+            divided.
+    """
+    shapes = KeptShapes()
+    return best_plans(
+        [
+            BoxPlans(
+                kind=kind, profiles=Profiles(replace(kind.question, kept_shapes=kind.question.kept_shapes or shapes))
+            )
+            for kind in kinds
+        ]
+    )
+
+
+def best_plans(boxes: Sequence[BoxPlans], *, numbers: Collection[int] | None = None) -> list[StagesReport]:
+    """Does the same as `plans_over_boxes`, and keeps the plans of single boxes for further calls.
+
+    `numbers`: of boxes to plan; None: all.
+    """
+    if sum(each.kind.number for each in boxes) > 1:
+        _check(boxes)
+    found: list[PlannedStages] = []
+    for choice in itertools.product(*(range(each.kind.number + 1) for each in boxes)):
+        chosen = [(each, number) for each, number in zip(boxes, choice, strict=True) if number]
+        if not chosen or (numbers is not None and sum(choice) not in numbers):
+            continue
+        best = _best_of(chosen, found[-1].rounds if found else None) if sum(choice) > 1 else _best_of_one(chosen[0][0])
+        if best is not None:
+            found.append(best)
+    return [report_of_stages(planned) for planned in sorted(found, key=lambda each: (each.step_s, len(each.boxes)))]
+
+
+def _check(boxes: Sequence[BoxPlans]) -> None:
+    """Raises StagesError if no plan over several boxes can be made."""
+    unknown = [each.kind.name for each in boxes if each.kind.network_bytes is None]
+    if unknown:
+        raise StagesError(f"the rate of the network between boxes is not known for {', '.join(unknown)}")
+    if any(len(blocks) > 1 for blocks in boxes[0].profiles.layout.shared):
+        raise StagesError(
+            "the model's embedding and head share a tensor, and would be on different boxes: that is not supported yet"
+        )
+
+
+def _best_of_one(box: BoxPlans) -> PlannedStages | None:
+    """Returns the best plan on one box, which is that of a job on one box."""
+    best: PlannedStages | None = None
+    for num_ranks in _numbers_of_gpus([box]):
+        question = replace(box.kind.question, num_ranks=num_ranks, chooses_ranks=False)
+        try:
+            job, solution = best_plan(question, box.profiles)
+        except DoesNotFitError:
+            continue
+        if best is None or solution.step_s < (1 - _WORTH) * best.step_s:
+            rounds = Rounds(
+                num_ranks=num_ranks, num_microbatches=job.num_microbatches, group_size=solution.costs.group_size
+            )
+            times = times_of(solution)
+            best = PlannedStages(
+                boxes=(box,),
+                rounds=rounds,
+                division=(len(job.model.layers),),
+                plans=(BoxPlan(solution=solution, times=times),),
+                pipeline=replace(_pipeline((box,), rounds), stages=(times,)),
+            )
+    return best
+
+
+def _best_of(chosen: Sequence[tuple[BoxPlans, int]], likely: Rounds | None) -> PlannedStages | None:
+    """Returns the best plan for a number of boxes of each kind. Boxes of a kind follow each other.
+
+    `likely`: rounds of a good plan of other boxes. They are tried first if there is a round for each box.
+    """
+    best: PlannedStages | None = None
+    for bound, rounds in _rounds_by_bound(chosen, likely):
+        for order in itertools.permutations(chosen):
+            below = math.inf if best is None else (1 - _WORTH) * best.step_s
+            sequence = tuple(boxes for boxes, number in order for _ in range(number))
+            if bound >= below or len(sequence) > len(sequence[0].job(rounds).model.layers):
+                continue
+            splitter = Splitter(
+                boxes=sequence,
+                rounds=rounds,
+                work_s=tuple(boxes.least_work(rounds).passes_s for boxes in sequence),
+                pipeline=_pipeline(sequence, rounds),
+                below=below,
+            )
+            is_same = best is not None and all(one is other for one, other in zip(best.boxes, sequence, strict=True))
+            known = best.division if best is not None and is_same else None
+            best = splitter.best(known=known, worth_refining=_WORTH_REFINING * below) or best
+    return best
+
+
+def _rounds_by_bound(chosen: Sequence[tuple[BoxPlans, int]], likely: Rounds | None) -> list[tuple[float, Rounds]]:
+    """Returns all divisions of a step with lower bounds of the step time, the smallest bound first after `likely`."""
+    bounds = []
+    num_boxes = sum(number for _, number in chosen)
+    for rounds in _all_rounds([boxes for boxes, _ in chosen]):
+        least = [boxes.least_work(rounds) for boxes, number in chosen for _ in range(number)]
+        bounds.append((least_step_s(least, rounds.number), rounds))
+    return sorted(bounds, key=lambda each: (each[1] != likely or each[1].number < num_boxes, each[0]))
+
+
+def _numbers_of_gpus(boxes: Sequence[BoxPlans]) -> Iterator[int]:
+    """Yields the numbers of GPUs of each box to try."""
+    question = boxes[0].kind.question
+    most = min(each.kind.question.num_ranks for each in boxes)
+    number = None if question.chooses_microbatches else question.training.num_microbatches
+    if question.chooses_ranks:
+        yield from numbers_of_gpus(most, number)
+    else:
+        yield most
+
+
+def _all_rounds(boxes: Sequence[BoxPlans]) -> Iterator[Rounds]:
+    """Yields the divisions of a step: numbers of GPUs and of micro-batches, and sizes of groups.
+
+    Of those with the same number of rounds, only those with the smallest and the largest micro-batches are tried. The
+    plans of the others are between theirs.
+    """
+    for num_ranks in _numbers_of_gpus(boxes):
+        of_ranks = replace(boxes[0].kind.question, num_ranks=num_ranks, chooses_ranks=False)
+        by_number = dict[int, list[Rounds]]()
+        for num_microbatches in numbers_of_microbatches(of_ranks):
+            for size in group_sizes(-(-num_microbatches // num_ranks)):
+                rounds = Rounds(num_ranks=num_ranks, num_microbatches=num_microbatches, group_size=size)
+                by_number.setdefault(rounds.number, []).append(rounds)
+        for same in by_number.values():
+            yield from dict.fromkeys((same[-1], same[0]))
+
+
+def _pipeline(sequence: Sequence[BoxPlans], rounds: Rounds) -> Pipeline:
+    """Returns the boxes' pipeline without stages."""
+    job, layout = sequence[0].job(rounds), sequence[0].profiles.layout
+    num_tokens = job.training.batch_size * job.model.num_tokens * job.model.size_share
+    hidden_nbytes = num_tokens * layout.hidden_size * job.training.formats.precision.itemsize
+    return Pipeline(
+        stages=(),
+        num_rounds=rounds.number,
+        crossing_nbytes=hidden_nbytes / rounds.number,
+        network_bytes=tuple(boxes.kind.network_bytes or math.inf for boxes in sequence),
+    )

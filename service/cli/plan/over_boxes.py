@@ -1,0 +1,111 @@
+"""The boxes that the command `plan` plans one job over, and the printing of these plans."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from windlass.amounts import GB
+from windlass.planner.hardware import Hardware
+from windlass.service.cli import CommandError, print_columns
+
+if TYPE_CHECKING:
+    from windlass.planner.stages import StagesReport
+
+MOST_BOXES = 64  # of one kind
+_BYTES_PER_GBIT = 1e9 / 8
+_NOTES = (
+    "planned by the cost model, not measured. The service cannot run one job over several machines yet: a job over "
+    "several boxes cannot be submitted",
+    "waits: the share of a step in which the busiest box waits for other boxes. blocks: 0 is the embedding, the last "
+    "one is the head",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boxes:
+    """Equal boxes."""
+
+    name: str  # as the user gave it
+    number: int
+    hardware: Hardware
+
+
+def boxes_of(
+    machines: Sequence[tuple[str, Hardware]],
+    numbers: Sequence[int] | None,
+    *,
+    network_gbit_per_s: float | None,
+    others: Mapping[str, object],
+) -> list[Boxes]:
+    """Checks the options about boxes, and returns the boxes of each kind.
+
+    `machines`: the names and profiles of all kinds. `others`: values of options that plans over boxes have not.
+
+    Raises:
+        CommandError: the options do not go together. The text names one of them.
+    """
+    if numbers is None:
+        if len(machines) > 1:
+            raise CommandError("--hardware: several kinds of boxes; add --boxes as often, with the number of each")
+        if network_gbit_per_s is not None:
+            raise CommandError("--network: one box sends nothing; add --boxes with the number of boxes")
+        numbers = [1]
+    else:
+        if len(numbers) != len(machines):
+            raise CommandError(
+                f"--boxes: {len(numbers)} numbers for {len(machines)} kinds of boxes; give one for each --hardware"
+            )
+        for option, value in others.items():
+            if value:
+                raise CommandError(f"{option}: it is about one box; leave it out, or --boxes")
+    network = {} if network_gbit_per_s is None else {"network_gb_per_s": network_gbit_per_s * _BYTES_PER_GBIT / GB}
+    kinds = [
+        Boxes(name=name, number=number, hardware=hardware.model_copy(update=network))
+        for (name, hardware), number in zip(machines, numbers, strict=True)
+    ]
+    if sum(numbers) > 1 and any(kind.hardware.network_gb_per_s is None for kind in kinds):
+        raise CommandError("--network: the rate between boxes is not known; give it in Gbit/s, such as 10")
+    return kinds
+
+
+def print_plans_over_boxes(plans: "Sequence[StagesReport]", warnings: Sequence[str], *, as_json: bool) -> None:
+    """Prints the plans, which are sorted by step time, in words or as one JSON object."""
+    if as_json:
+        print(json.dumps({"plans": [asdict(plan) for plan in plans], "notes": _NOTES, "warnings": warnings}, indent=2))
+        return
+    for warning in warnings:
+        print(f"! {warning}")
+    if not plans:
+        print("it does not fit on any number of these boxes; `windlass plan` for one box tells what is missing")
+        return
+    one = min((plan.step_s for plan in plans if len(plan.boxes) == 1), default=None)
+    rows: list[tuple[str, ...]] = [
+        ("boxes", "step, s", "of one", "tokens a second", "bound by", "waits", "network, s", "GPUs", "groups", "blocks")
+    ]
+    rows += [_row(plan, one) for plan in plans]
+    print_columns(rows)
+    for note in _NOTES:
+        print(note)
+
+
+def _row(plan: "StagesReport", one_s: float | None) -> tuple[str, ...]:
+    return (
+        boxes_in_words(plan),
+        f"{plan.step_s:.4g}",
+        "-" if one_s is None else f"{one_s / plan.step_s:.2f}x",
+        f"{plan.tokens_per_s:.4g}",
+        plan.bound_by,
+        f"{plan.waiting_share:.0%}",
+        f"{plan.network_s:.2g}",
+        str(plan.gpus),
+        f"{-(-plan.num_microbatches // plan.group_size)} of {plan.group_size}",
+        ", ".join(f"{box.first_block}-{box.last_block}" for box in plan.boxes),
+    )
+
+
+def boxes_in_words(plan: "StagesReport") -> str:
+    """Names the boxes in the order of their blocks: "2 rtx4090, 1 rtx3090"."""
+    names: list[Any] = [box.hardware for box in plan.boxes]
+    return ", ".join(f"{len(list(same))} {name}" for name, same in groupby(names))

@@ -1,0 +1,87 @@
+"""`windlass plan --boxes`, as users run it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from windlass.service.cli.errors import reported
+from windlass.service.cli.plan.command import plan
+
+LLAMA = "num_layers: 4\nhidden_size: 256\nnum_heads: 4\nnum_kv_heads: 4\nvocab_size: 1000\n"
+SERVER = ("--hardware", "rtx4090-server")
+JOB = ("--batch-size", "4", "--seq-len", "64")
+
+
+@pytest.fixture
+def shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
+    path = tmp_path / "shape.yaml"
+    path.write_text(LLAMA)
+    return str(path)
+
+
+def run(model: str, *arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(reported(plan))
+    return CliRunner().invoke(app, ["--model", model, *JOB, *arguments])
+
+
+def test_plans_over_boxes_are_told_in_words(shape: str) -> None:
+    result = run(shape, *SERVER, "--boxes", "2", "--network", "10")
+    assert result.exit_code == 0, result.output
+    for words in ("1 rtx4090-server", "2 rtx4090-server", "bound by", "0-5", "not measured", "cannot be submitted"):
+        assert words in result.output
+
+
+def test_plans_over_boxes_are_told_as_json(shape: str) -> None:
+    result = run(shape, *SERVER, "--boxes", "2", "--network", "10", "--json")
+    plans = json.loads(result.output)["plans"]
+    assert sorted(len(each["boxes"]) for each in plans) == [1, 2]
+    assert plans[0]["step_s"] <= plans[1]["step_s"]
+    two = next(each for each in plans if len(each["boxes"]) == 2)
+    assert two["network_s"] == pytest.approx(two["network_gb_per_step"] / 1.25)
+    assert two["boxes"][-1]["last_block"] == 5
+
+
+def test_several_kinds_of_boxes_are_planned_together(shape: str) -> None:
+    kinds = (*SERVER, "--hardware", "rtx3090", "--boxes", "1", "--boxes", "1", "--network", "25")
+    plans = json.loads(run(shape, *kinds, "--json").output)["plans"]
+    assert sorted(sorted(box["hardware"] for box in each["boxes"]) for each in plans) == [
+        ["rtx3090"],
+        ["rtx3090", "rtx4090-server"],
+        ["rtx4090-server"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--boxes", "2"), "--network: the rate between boxes is not known"),
+        (("--network", "10"), "--network: one box sends nothing; add --boxes"),
+        (("--hardware", "rtx3090"), "--hardware: several kinds of boxes; add --boxes"),
+        (("--boxes", "2", "--boxes", "1", "--network", "10"), "--boxes: 2 numbers for 1 kinds of boxes"),
+        (("--boxes", "2", "--network", "10", "--what-if"), "--what-if: it is about one box"),
+        (("--boxes", "2", "--network", "10", "--find", "largest-batch"), "--find: it is about one box"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(shape: str, arguments: tuple[str, ...], told: str) -> None:
+    result = run(shape, *SERVER, *arguments)
+    assert result.exit_code != 0
+    assert told in " ".join(result.output.split())
+
+
+def test_a_job_that_fits_no_number_of_boxes_ends_with_code_2(shape: str, tmp_path: Path) -> None:
+    small = tmp_path / "small.yaml"
+    small.write_text(
+        "gpus: {count: 1, memory_gib: 24, tflops: 100}\n"
+        "host: {memory_gib: 2, memory_gb_per_s: 50, adam_params_per_s: 1.0e+9}\n"
+        "pcie: {h2d_gb_per_s: 20, d2h_gb_per_s: 20}\n"
+        "ssds: {count: 1, read_gb_per_s: 6, write_gb_per_s: 3, capacity_gib: 0.001}\n"
+        "network_gb_per_s: 1\n"
+    )
+    result = run(shape, "--hardware", str(small), "--boxes", "2")
+    assert result.exit_code == 2, result.output
+    assert "it does not fit on any number of these boxes" in result.output
