@@ -13,6 +13,7 @@ from functools import cache
 from benchmarks.reporting.heat_map import Panel, heat_maps
 from benchmarks.reporting.page import DOCS, Page
 from benchmarks.reporting.report import rounded
+from windlass.engine.memory_plan import MemoryTier
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.feasibility import with_part
 from windlass.planner.hardware import Hardware, ModelShape, load, machine_of, published_models
@@ -22,6 +23,9 @@ from windlass.planner.stages import BoxKind, BoxPlans, StagesReport, best_plans
 
 _MACHINE, _NUM_GPUS = "rtx4090-server", 4
 _MODELS = ("llama-3.1-70b", "llama-3.1-405b")
+# The GPUs of each box, where they are others than the machine's: memory in GiB, and TFLOPS. With 24 GiB, no number of
+# boxes has a plan for the larger model.
+_GPUS = {"llama-3.1-70b": {}, "llama-3.1-405b": {"memory_gib": 80, "tflops": 250}}
 _BATCH_SIZES = (64, 256)
 _NUM_TOKENS = 1024
 _NUM_BOXES = (1, 2, 4, 8)
@@ -43,10 +47,11 @@ class Job:
         return f"{self.model}, {self.batch_size} x {_NUM_TOKENS} tokens"
 
 
-def machine(gbit_per_s: float) -> Hardware:
-    """Returns Ratel's server with four GPUs, each with its own PCIe link, and a network card."""
+def machine(model: str, gbit_per_s: float) -> Hardware:
+    """Returns Ratel's server with four GPUs for a model, each with its own PCIe link, and a network card."""
     server = machine_of(_MACHINE)
-    return with_part(server, gpus=with_part(server.gpus, count=_NUM_GPUS), network_gb_per_s=gbit_per_s / 8)
+    gpus = with_part(server.gpus, count=_NUM_GPUS, **_GPUS[model])
+    return with_part(server, gpus=gpus, network_gb_per_s=gbit_per_s / 8)
 
 
 def question_of_job(job: Job, hardware: Hardware) -> PlanQuestion:
@@ -71,8 +76,16 @@ def question_of_job(job: Job, hardware: Hardware) -> PlanQuestion:
 
 @cache
 def _box_plans(job: Job) -> BoxPlans:
-    question = question_of_job(job, machine(_GBIT_PER_S[0]))
+    question = question_of_job(job, machine(job.model, _GBIT_PER_S[0]))
     return BoxPlans(kind=BoxKind(name=_MACHINE, number=max(_NUM_BOXES), question=question), profiles=Profiles(question))
+
+
+@cache
+def _plan_of_one_box(job: Job) -> StagesReport | None:
+    """Returns the best plan for one box with any number of its GPUs. None: none fits."""
+    boxes = _box_plans(job)
+    kind = replace(boxes.kind, number=1, question=replace(boxes.kind.question, chooses_ranks=True))
+    return next(iter(best_plans([replace(boxes, kind=kind)])), None)
 
 
 @cache
@@ -80,9 +93,12 @@ def plans_of(job: Job, gbit_per_s: float, numbers: tuple[int, ...]) -> dict[int,
     """Returns the best plan for some numbers of boxes."""
     # The plans of a box do not depend on the network, so they are kept.
     boxes = _box_plans(job)
-    question = replace(boxes.kind.question, hardware=machine(gbit_per_s))
+    question = replace(boxes.kind.question, hardware=machine(job.model, gbit_per_s))
     boxes = replace(boxes, kind=replace(boxes.kind, question=question))
-    return {len(plan.boxes): plan for plan in best_plans([boxes], numbers=numbers)}
+    plans = {len(plan.boxes): plan for plan in best_plans([boxes], numbers=set(numbers) - {1})}
+    if 1 in numbers and (alone := _plan_of_one_box(job)) is not None:
+        plans[1] = alone
+    return plans
 
 
 def _add_job(page: Page, job: Job, numbers: tuple[int, ...]) -> Iterator[tuple[str, float]]:
@@ -92,7 +108,7 @@ def _add_job(page: Page, job: Job, numbers: tuple[int, ...]) -> Iterator[tuple[s
             plan = plans_of(job, rate, numbers).get(number)
             head = (str(number), "-" if number == 1 else f"{rate} GbE")
             if plan is None:
-                rows.append((*head, "does not fit", *[""] * 8))
+                rows.append((*head, "does not fit", *[""] * 9))
                 continue
             yield f"step_s_{job.model}_{job.batch_size}_{number}_{rate}", plan.step_s
             layers = [str(box.num_layers) for box in plan.boxes]
@@ -105,8 +121,9 @@ def _add_job(page: Page, job: Job, numbers: tuple[int, ...]) -> Iterator[tuple[s
                     plan.bound_by,
                     f"{plan.waiting_share:.0%}",
                     f"{plan.network_s:.2g} s" if number > 1 else "-",
-                    f"{plan.num_microbatches}",
-                    f"{plan.group_size}",
+                    f"{plan.gpus}",
+                    f"{-(-plan.num_microbatches // plan.group_size)} of {plan.group_size}",
+                    _memory_in_words(plan),
                     ", ".join(layers),
                 )
             )
@@ -121,12 +138,19 @@ def _add_job(page: Page, job: Job, numbers: tuple[int, ...]) -> Iterator[tuple[s
             "bound by",
             "waits",
             "network busy",
-            "micro-batches",
-            "of them in a group",
+            "GPUs a box",
+            "groups of micro-batches",
+            "memory in GiB: a GPU, RAM, SSDs",
             "layers of the boxes",
         ),
         rows,
     )
+
+
+def _memory_in_words(plan: StagesReport) -> str:
+    """Returns the peaks of the three tiers in GiB, each of the box that needs most."""
+    peaks = (max(box.peak_gib[tier] for box in plan.boxes) for tier in MemoryTier)
+    return ", ".join(f"{peak:.3g}" if peak < 1000 else f"{peak:.0f}" for peak in peaks)
 
 
 def section(*, quick: bool) -> tuple[str, dict[str, float]]:
@@ -138,21 +162,28 @@ def section(*, quick: bool) -> tuple[str, dict[str, float]]:
     page = Page("")
     page.add(
         _SECTION,
-        "**A job over several boxes cannot be submitted yet, and nothing below was run.** These are predictions of the "
-        "planner's cost model for a job in stages: each box has a run of the model's blocks, with their states. Only "
-        "hidden states and their gradients pass between boxes ([decision 51](decisions/0051-stages.md)). How a step's "
-        "time follows is in [decision 53](decisions/0053-plans-over-boxes.md). For your model and boxes:",
+        "**All numbers below are planned. None is measured, and no such job was run.** The service cannot run a job "
+        "over several machines yet, so you cannot submit one. The engine runs jobs in stages inside one process only, "
+        "whose threads stand for the boxes ([decision 51](decisions/0051-stages.md)). Each box has a run of the "
+        "model's blocks, with their states. Only hidden states and their gradients pass between boxes. How a step's "
+        "time follows from the cost model is in [decision 53](decisions/0053-plans-over-boxes.md). For your model and "
+        "boxes:",
     )
     page.add_command(
         "windlass plan --model llama-3.1-70b --batch-size 64 --seq-len 1024 --hardware rtx4090-server --boxes 4 "
         "--network 10"
     )
     page.add(
-        f"The boxes below are `{_MACHINE}` (12 SSDs, 768 GiB of RAM) with {_NUM_GPUS} GPUs of 24 GB, each with a PCIe "
-        "link of its own. Training is in bf16 with AdamW's states in fp32, and gradients are clipped. *Waits* is the "
-        "share of a step in which the busiest box waits for others: it falls with more groups of micro-batches a step, "
-        "so with larger batches. *Network busy* is the time in which the busiest network card sends. All GPUs of a box "
-        "compute a group at once.",
+        f"The boxes below are `{_MACHINE}` (12 SSDs, 768 GiB of RAM) with {_NUM_GPUS} GPUs of 24 GiB, each with a PCIe "
+        "link of its own. For 405B the GPUs are others, of 80 GiB and 250 TFLOPS, because up to eight boxes with 24 "
+        "GiB have no room. Jobs on several boxes use all GPUs. A job on one box uses those with which it is fastest. "
+        "For 70B that is one GPU, because plans with several lack 3.5 GiB on each: so several boxes are faster by "
+        "more than their number. Training is in bf16 with AdamW's states in fp32, and gradients are clipped. *Waits* "
+        "is the share of a step in which the busiest box waits for others: it falls with more groups of micro-batches "
+        "a step, so with larger batches. *Network busy* is the time in which the busiest network card sends. All GPUs "
+        "of a job compute at once, a group each. *Memory* is the peak of the box that needs most, with the reserves "
+        "of the driver and of PyTorch's allocator. The RAM also holds activations, as many as it has room for. The "
+        "search does not try all divisions of layers, so a better plan may exist.",
         f"![Tokens a second of one job over several boxes](images/{_PICTURE})",
     )
     figures = dict[str, float]()
