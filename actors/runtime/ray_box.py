@@ -249,13 +249,13 @@ class RayBox:
     def _start(self, mailboxes: Mapping[ActorName, str]) -> None:
         has_gpus = num_gpus_here() > 0
         group = devices_here(self._spec.num_ranks, has_gpus=has_gpus)
-        self._processes.callback(self._clean_up, remove_placement_group, group)
+        self._processes.callback(clean_up, self._spec, remove_placement_group, group)
         self._processes.callback(self._kill_workers)
         self._await_devices(group)
         addresses = self._make_workers(group, has_gpus=has_gpus) | dict(mailboxes)
         self.arena = create_arena(self.context, self._gpu_node() if has_gpus else None, self._check_stop)
-        self._arena.callback(self._clean_up, self.arena.unlink)
-        self._arena.callback(self._clean_up, self.arena.close)
+        self._arena.callback(clean_up, self._spec, self.arena.unlink)
+        self._arena.callback(clean_up, self._spec, self.arena.close)
         self._connect(addresses)
         self._outbox = Outbox(MessageClient(addresses).deliver)
 
@@ -309,20 +309,21 @@ class RayBox:
 
     def _kill_workers(self) -> None:
         for handle in reversed(self._workers.values()):
-            self._clean_up(ray.kill, handle)
-
-    def _clean_up(self, action: Callable[..., object], *arguments: object) -> None:
-        """Does one part of the clean-up. Its error goes to the file of errors.
-
-        So it neither keeps other parts from being done, nor takes the place of the error that ended the attempt.
-        """
-        try:
-            action(*arguments)
-        except Exception:  # noqa: BLE001 - see above
-            self._note_error(traceback.format_exc())
+            clean_up(self._spec, ray.kill, handle)
 
     def _note_error(self, text: str) -> None:
         append_error(Path(self._spec.job_dir), self._spec.attempt, text)
+
+
+def clean_up(spec: JobSpec, action: Callable[..., object], *arguments: object) -> None:
+    """Does one part of an attempt's clean-up. Its error goes to the file of errors.
+
+    So it neither keeps other parts from being done, nor takes the place of the error that ended the attempt.
+    """
+    try:
+        action(*arguments)
+    except Exception:  # noqa: BLE001 - see above
+        append_error(Path(spec.job_dir), spec.attempt, traceback.format_exc())
 
 
 def _answers_of(
@@ -360,6 +361,8 @@ def _answer_of(name: ActorName, reference: Any) -> Any:
         raise ActorLostError(
             f"the process of {name} died while it started; the kernel log tells whether memory ran out"
         ) from error
+    except ray.exceptions.RayActorError as error:
+        raise ActorLostError(f"the process of {name} does not answer while it starts: {error}") from error
 
 
 def _computes(name: ActorName) -> bool:

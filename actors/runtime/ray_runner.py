@@ -50,20 +50,12 @@ def runner_name(job: JobId, attempt: Attempt) -> str:
     return f"job-{job}-{attempt}"
 
 
-class Runner:
-    """The detached actor of one attempt.
-
-    It starts the other actors, runs the scheduler in a thread, and at the end stops the others and itself.
-    """
+class RunnerActor:
+    """A detached actor that runs an attempt, or a box's part of it, in a thread. At the end it ends its own process."""
 
     def __init__(self, spec: JobSpec) -> None:
         hide_gpus()
         self.spec = spec
-        self._scheduler: Scheduler | None = None
-        self._stop = StopRequest()
-        self._lock = threading.Lock()  # protects `_scheduler`, `_early`, `_is_over` and the runner's journal writes
-        self._early: list[Message] = []  # messages that arrived before the scheduler was made
-        self._is_over = False  # the outcome is in the journal
         self._waits_for_room = False  # waiting for disk space to write the outcome
 
     def start(self) -> None:
@@ -71,6 +63,45 @@ class Runner:
         self._attempt_lock = begin_attempt(Path(self.spec.job_dir), self.spec.attempt)
         threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
         threading.Thread(target=self._run, name="runner", daemon=True).start()
+
+    def _pulse(self) -> None:
+        """Gives signs of life until the attempt is closed, because Ray does not notice a hung process."""
+        while self._waits_for_room or tell_alive(Path(self.spec.job_dir), self.spec.attempt):
+            time.sleep(_PULSE_S)
+
+    def _run(self) -> None:
+        try:
+            self._attempt()
+        except Exception as error:  # noqa: BLE001 - no caller waits for this thread
+            self._fail(error)
+        finally:
+            ray.kill(ray.get_runtime_context().current_actor)
+
+    def _attempt(self) -> None:
+        raise NotImplementedError
+
+    def _fail(self, error: Exception) -> None:
+        """Tells of the error that ended the attempt. It is being handled."""
+        raise NotImplementedError
+
+    def _note_error(self, text: str) -> None:
+        """Appends an error to the job's file of errors."""
+        append_error(Path(self.spec.job_dir), self.spec.attempt, text)
+
+
+class Runner(RunnerActor):
+    """The runner of a job on one box.
+
+    It starts the other actors, runs the scheduler in a thread, and at the end stops the others and itself.
+    """
+
+    def __init__(self, spec: JobSpec) -> None:
+        super().__init__(spec)
+        self._scheduler: Scheduler | None = None
+        self._stop = StopRequest()
+        self._lock = threading.Lock()  # protects `_scheduler`, `_early`, `_is_over` and the runner's journal writes
+        self._early: list[Message] = []  # messages that arrived before the scheduler was made
+        self._is_over = False  # the outcome is in the journal
 
     def _post(self, messages: Sequence[Message]) -> None:
         with self._lock:
@@ -83,11 +114,18 @@ class Runner:
                     self._early.append(message)
 
     def _make_scheduler(
-        self, context: JobContext, send: _Send, commit: CommitRecord | None, check_actors: Callable[[], None]
+        self,
+        context: JobContext,
+        send: _Send,
+        commit: CommitRecord | None,
+        check_actors: Callable[[], None],
+        others: Sequence[JobContext] = (),
     ) -> Scheduler:
         """Makes the scheduler and passes it the messages so far. Later ones go to it directly."""
         with self._lock:
-            scheduler = Scheduler(context, send, resume_from=commit, check_actors=check_actors, stop=self._stop)
+            scheduler = Scheduler(
+                context, send, resume_from=commit, check_actors=check_actors, stop=self._stop, others=others
+            )
             for message in self._early:
                 scheduler.post(message)
             self._scheduler = scheduler
@@ -114,39 +152,26 @@ class Runner:
         """Ends the attempt after its current step; the job's states stay for another attempt."""
         self._stop.pause()
 
-    def _pulse(self) -> None:
-        """Gives signs of life until the attempt is closed, because Ray does not notice a hung process."""
-        while self._waits_for_room or tell_alive(Path(self.spec.job_dir), self.spec.attempt):
-            time.sleep(_PULSE_S)
-
-    def _run(self) -> None:
-        try:
-            self._attempt()
-        except _StoppedAtStartError:
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, _StoppedAtStartError):
             if self._stop.is_cancelled:
                 self._tell_end(CANCELLED, "The job was cancelled while its attempt started")
             else:
                 self._tell_end(PAUSED, "The attempt ended while it started, as requested")
-        except Exception as error:  # noqa: BLE001 - the journal is the only place to report it
-            detail = traceback.format_exc()
-            self._note_error(detail)
-            if self._is_over:
-                return  # the journal has the outcome, and this error is one of the actors' stop
-            was_lost = isinstance(error, ActorLostError | TimeoutError | ray.exceptions.RayActorError)
-            was_lost |= may_find_room_later(error, self.spec.attempt)
-            is_for_users = isinstance(
-                error, ActorLostError | TimeoutError | InsufficientSpaceError | StoreError | ValueError
-            )
-            message = str(error) if is_for_users else f"{type(error).__name__}: {error}"
-            code, param = getattr(error, "code", "start_failed"), getattr(error, "param", None)
-            told = {"code": code, "message": message, "param": param}
-            self._tell_end(INTERRUPTED if was_lost else "failed", message, told)
-        finally:
-            ray.kill(ray.get_runtime_context().current_actor)
-
-    def _note_error(self, text: str) -> None:
-        """Appends an error to the job's file of errors."""
-        append_error(Path(self.spec.job_dir), self.spec.attempt, text)
+            return
+        detail = traceback.format_exc()
+        self._note_error(detail)
+        if self._is_over:
+            return  # the journal has the outcome, and this error is one of the actors' stop
+        was_lost = isinstance(error, ActorLostError | TimeoutError | ray.exceptions.RayActorError)
+        was_lost |= may_find_room_later(error, self.spec.attempt)
+        is_for_users = isinstance(
+            error, ActorLostError | TimeoutError | InsufficientSpaceError | StoreError | ValueError
+        )
+        message = str(error) if is_for_users else f"{type(error).__name__}: {error}"
+        code, param = getattr(error, "code", "start_failed"), getattr(error, "param", None)
+        told = {"code": code, "message": message, "param": param}
+        self._tell_end(INTERRUPTED if was_lost else "failed", message, told)
 
     def _tell_end(self, status: str, message: str, error: dict[str, Any] | None = None) -> None:
         """Writes the attempt's last record. If the disk stays full too long, the attempt ends without one.
@@ -169,17 +194,29 @@ class Runner:
     def _attempt(self) -> None:
         spec = self.spec
         if spec.stages:
-            raise PlanError(f"the job has {len(spec.stages)} stages: jobs over several boxes do not run under Ray yet")
+            raise PlanError(f"the job has {len(spec.stages)} stages, and its runner knows no other boxes")
         layout = ModelLayout.from_json(Path(spec.layout_file).read_text())
         mailbox = MessageServer(self._post)
         box = RayBox.start(spec, layout, {SCHEDULER: mailbox.address}, self._check_stop)
         with contextlib.closing(box):
             commit = start_actors([spec], box.call)
-            outcome = self._make_scheduler(box.context, box.send, commit, box.check).run()
-            with self._lock:
-                self._is_over = True  # the scheduler has written the outcome
+            outcome = self._train(box.context, box.send, commit, box.check)
             if outcome["status"] != INTERRUPTED:  # after an interruption, workers may be dead or hang: only kill them
                 box.stop_actors(is_over=outcome["status"] not in GOES_ON)
+
+    def _train(
+        self,
+        context: JobContext,
+        send: _Send,
+        commit: CommitRecord | None,
+        check_actors: Callable[[], None],
+        others: Sequence[JobContext] = (),
+    ) -> dict[str, Any]:
+        """Runs the scheduler, and returns the outcome, which is in the journal."""
+        outcome = self._make_scheduler(context, send, commit, check_actors, others).run()
+        with self._lock:
+            self._is_over = True
+        return outcome
 
     def _check_stop(self) -> None:
         """Raises _StoppedAtStartError if the attempt is to stop, unless only its report of a complete model is left."""
@@ -188,14 +225,19 @@ class Runner:
 
 
 def start_runner(spec: JobSpec) -> None:
-    """Launches an attempt on the caller's node; Ray must be connected. Returns when the runner has begun.
+    """Launches an attempt on one box, the caller's node; see `launch_runner`."""
+    launch_runner(Runner, spec, spec)
+
+
+def launch_runner(kind: type[RunnerActor], spec: JobSpec, *arguments: object) -> None:
+    """Launches the runner of an attempt on the caller's node; Ray must be connected. Returns when it has begun.
 
     The runner may already be over then: one that refuses its job ends within milliseconds. Its journal has the reason.
     """
     # The runner requests no resources, so without this Ray could place it on any node, even a cluster's head.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     runner = (
-        ray.remote(Runner)
+        ray.remote(kind)
         .options(
             name=runner_name(spec.job, spec.attempt),
             namespace=NAMESPACE,
@@ -203,7 +245,7 @@ def start_runner(spec: JobSpec) -> None:
             num_cpus=0,
             scheduling_strategy=here,
         )
-        .remote(spec)
+        .remote(*arguments)
     )
     _await_beginning(runner.start.remote(), spec)
 

@@ -23,6 +23,7 @@ from windlass.actors.runtime import ray_runner as deploy
 from windlass.actors.runtime.ray_box import RayBox
 from windlass.actors.runtime.ray_runner import Runner, runner_name
 from windlass.actors.scheduler.scheduler import CANCELLED, INTERRUPTED, PAUSED, ActorLostError
+from windlass.actors.worker_policy.stages import Stage
 from windlass.storage.ids import ActorName, Attempt, JobId, Kernel, Step
 from windlass.storage.memory.capacity import InsufficientSpaceError
 
@@ -288,6 +289,14 @@ def test_attempt_that_gets_no_devices_in_time_says_how_many_it_waits_for(
     runner._run()
     (outcome,) = read_journal(tmp_path / "journal.jsonl")
     assert (outcome.data["status"], outcome.message) == (INTERRUPTED, expected)
+
+
+def test_a_runner_of_one_box_refuses_a_job_with_stages(runner: Runner, tmp_path: Path) -> None:
+    runner.spec = dataclasses.replace(runner.spec, stages=(Stage(0, 2), Stage(2, 5)))
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert outcome.data["status"] == "failed"
+    assert outcome.message == "the job has 2 stages, and its runner knows no other boxes"
 
 
 def test_stop_at_the_start_is_left_to_the_scheduler_if_the_model_is_complete(runner: Runner, tmp_path: Path) -> None:
